@@ -1,0 +1,68 @@
+# Every target sets up what it needs, in .venv. Wanted: make, Python 3.11 or newer with venv, and for
+# the native core a C++20 compiler. Settings: PYTHON (which one to use), PIP_ARGS (for pip install).
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+NATIVE := CMakeLists.txt $(shell find native -name '*.cpp' -o -name '*.hpp')
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
+
+# With a compiler the native core is not optional: a test fails if it was not built.
+ifneq ($(shell command -v $${CXX:-c++}),)
+export KVTIER_REQUIRE_NATIVE := 1
+endif
+
+.PHONY: help setup demo test check bench clean
+
+help:
+	@echo "make demo    serve real prompts through a two-tier cache, and show what it saved"
+	@echo "make test    all tests"
+	@echo "make check   format, lint, types, import contracts, stubs, fast tests"
+	@echo "make bench   the benchmarks; results in reports/"
+	@echo "make setup   make .venv (the others do it too)"
+	@echo "make clean   remove what was built and measured; .venv stays"
+
+setup: $(INSTALLED)
+
+# A name like python3.11 may exist and not run, so each is tried.
+$(BIN)/python:
+	@for python in $(PYTHON) python3.11 python3 python3.12 python3.13 python3.14; do \
+		if $$python -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+			echo "$$python -m venv $(VENV)"; \
+			exec $$python -m venv $(VENV); \
+		fi; \
+	done; \
+	echo "no Python 3.11 or newer with venv found; install one, or name it: make PYTHON=/path/to/python" >&2; \
+	exit 1
+
+# Editable: the sources are used where they are, the native core is built into .venv. The build runs
+# with the tools in .venv and keeps its directory, so a change in native/ compiles that file only.
+$(INSTALLED): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
+	$(PIP_INSTALL) scikit-build-core nanobind cmake ninja
+	$(PIP_INSTALL) --no-build-isolation --config-settings=build-dir=build/native -e '.[engine,dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/kvtier bench serve --quick
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+ifdef KVTIER_REQUIRE_NATIVE
+	MYPYPATH=src $(BIN)/stubtest kvtier._native --allowlist native/stubtest.allowlist
+endif
+	$(BIN)/python -m pytest -m "not slow"
+
+bench: setup
+	@mkdir -p reports
+	$(BIN)/python -m benchmarks.copy --json reports/copy.json
+	$(BIN)/kvtier bench serve
+
+clean:
+	rm -rf build dist reports .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -exec rm -rf {} +

@@ -1,0 +1,3 @@
+"""What kvtier must reach, measured. See README.md for the method."""
+
+from __future__ import annotations

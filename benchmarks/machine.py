@@ -1,0 +1,17 @@
+"""Facts about the machine, for the results of a benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvtier.bench import machine
+
+
+def machine_facts() -> dict[str, object]:
+    """Those of ``kvtier bench``, and when the kernel grants huge pages: always, madvise or never.
+
+    The load average is that of the moment: call this before the benchmark adds to it.
+    """
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    granted = setting.read_text().partition("[")[2].partition("]")[0] if setting.exists() else ""
+    return {**machine.machine_facts(), "huge_pages": granted or "unknown"}

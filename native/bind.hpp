@@ -1,0 +1,10 @@
+// One function per area adds that area's bindings to the module.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace kvtier {
+
+void bind_copy(nanobind::module_& module);
+
+}  // namespace kvtier

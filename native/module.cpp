@@ -1,0 +1,9 @@
+// The extension module kvtier._native.
+#include "bind.hpp"
+#include "errors.hpp"
+
+NB_MODULE(_native, module) {
+  module.doc() = "The native core of kvtier. Use it through kvtier._hot.";
+  nanobind::exception<kvtier::NativeError>(module, "NativeError", PyExc_RuntimeError);
+  kvtier::bind_copy(module);
+}

@@ -1,0 +1,37 @@
+"""The hot functions: from the native core where it was built, from its Python twin elsewhere.
+
+``KVTIER_NATIVE=off`` in the environment chooses the twins, to compare or to rule out the core.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+_wanted = os.environ.get("KVTIER_NATIVE", "auto")
+if _wanted not in ("auto", "on", "off"):
+    raise ValueError(f"KVTIER_NATIVE={_wanted!r} in the environment: use auto, on or off")
+
+_reason = ""
+if _wanted == "off":
+    _reason = "switched off by KVTIER_NATIVE=off in the environment"
+else:
+    try:
+        from kvtier._native import copy_batch
+    except ImportError as error:
+        if _wanted == "on":
+            raise
+        _reason = (
+            f"not built ({error}); install kvtier from source on a machine with a C++20 compiler"
+        )
+
+if _reason:
+    from kvtier._reference.copy import copy_batch
+
+NATIVE: Final = not _reason
+"""Whether the functions here are the native ones."""
+
+NATIVE_REASON: Final = _reason
+"""Why they are not; empty if they are."""
+
+__all__ = ["NATIVE", "NATIVE_REASON", "copy_batch"]

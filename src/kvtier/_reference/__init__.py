@@ -1,0 +1,3 @@
+"""Pure-Python twins of the native functions: fall-back where nothing was compiled, and oracle."""
+
+from __future__ import annotations

@@ -1,0 +1,22 @@
+"""Shared by all tests: hypothesis profiles, and no way to the network."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+# Models are built in or local; a test that would download one must fail at once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Chosen by HYPOTHESIS_PROFILE. No deadline: unit tests are not timed, machines differ.
+_COMMON = {
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+settings.register_profile("default", max_examples=50, **_COMMON)
+settings.register_profile("ci", max_examples=100, **_COMMON)
+settings.register_profile("nightly", max_examples=2000, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

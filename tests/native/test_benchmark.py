@@ -1,0 +1,44 @@
+"""The benchmark of the copy checks its bytes and reports in the agreed form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier import _hot
+
+copy = pytest.importorskip("benchmarks.copy", reason="needs the engine extra", exc_type=ImportError)
+
+
+def test_copy_benchmark_reports_rows_and_targets(tmp_path: Path) -> None:
+    report = tmp_path / "copy.json"
+    copy.main(["--blocks", "4", "--threads", "1", "--rounds", "1", "--json", str(report)])
+    result = json.loads(report.read_text(encoding="utf-8"))
+    assert result["benchmark"] == "copy"
+    assert result["machine"]["cores"] >= 1
+    compared = {(row["case"], row["direction"]) for row in result["rows"]}
+    assert compared == {(case, way) for case in ("D1", "D2") for way in ("store", "load")}
+    assert all(row["ratio"] > 0 for row in result["rows"])
+    measured = [target["id"] for target in result["targets"]]
+    assert measured == (["D1", "D2"] if _hot.NATIVE else [])
+    for target in result["targets"]:
+        assert target["met"] == (target["value"] >= target["target"])
+
+
+@pytest.mark.parametrize("damaged", ["named", "other"])
+def test_copy_benchmark_notices_a_wrong_byte(damaged: str) -> None:
+    rng = np.random.default_rng(1)
+    group = copy.CASES[0].group
+    src = copy.make_pool("layer_first", group, 8, 2, rng)
+    dst = copy.make_pool("block_first", group, 3, 2, rng)
+    copy.fill(src, rng)
+    copy.reference_copy_batch(*copy.copy_list(src, dst))
+    copy.check(src, dst, "right")
+    named = {int(block) for block in dst.blocks}
+    block = next(b for b in range(3) if (b in named) == (damaged == "named"))
+    dst.block(block)[-1, -1] ^= 1
+    with pytest.raises(AssertionError, match="did not arrive" if damaged == "named" else "changed"):
+        copy.check(src, dst, "wrong")

@@ -1,0 +1,56 @@
+"""Signatures: the stub, the native core and the Python twins must agree."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+from kvtier import _hot
+from kvtier._reference.copy import copy_batch as reference_copy_batch
+
+STUB = Path(_hot.__file__).with_name("_native.pyi")
+TWINS = {"copy_batch": reference_copy_batch}
+
+
+def signature(definition: ast.FunctionDef) -> dict[str, object]:
+    """Argument names in order, each with its default; ``...`` for none."""
+    arguments = definition.args
+    assert not arguments.posonlyargs
+    assert not arguments.kwonlyargs
+    defaults = [ast.literal_eval(default) for default in arguments.defaults]
+    missing: list[object] = [...] * (len(arguments.args) - len(defaults))
+    names = [argument.arg for argument in arguments.args]
+    return dict(zip(names, missing + defaults, strict=True))
+
+
+def stubs() -> dict[str, dict[str, object]]:
+    """Every function that the stub declares."""
+    body = ast.parse(STUB.read_text(encoding="utf-8")).body
+    return {item.name: signature(item) for item in body if isinstance(item, ast.FunctionDef)}
+
+
+def test_every_stub_has_a_twin_with_its_signature() -> None:
+    twins = {
+        name: {
+            argument.name: ... if argument.default is argument.empty else argument.default
+            for argument in inspect.signature(twin).parameters.values()
+        }
+        for name, twin in TWINS.items()
+    }
+    assert stubs() == twins
+
+
+def test_every_stub_agrees_with_the_native_core() -> None:
+    native = pytest.importorskip("kvtier._native", reason="the native core is not built")
+    built = {}
+    for name in dir(native):
+        function = getattr(native, name)
+        if type(function).__name__ == "nb_func":
+            [(text, *_)] = function.__nb_signature__
+            [definition] = ast.parse(text + ": ...").body
+            assert isinstance(definition, ast.FunctionDef)
+            built[name] = signature(definition)
+    assert stubs() == built
