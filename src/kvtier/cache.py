@@ -1,0 +1,269 @@
+"""The cache, as a story. Read it from top to bottom: it is the life of a request.
+
+    tokens --labels--> match --> lease --> plan --> transfer --> (the engine computes) --> commit
+
+One thread owns a cache and calls its methods; copies run on threads of their own and are noticed
+by ``poll``. A cache failure never fails a request: it costs a recomputation.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from kvtier.config import CacheConfig, parse_capacity
+from kvtier.devices import Device, Finding
+from kvtier.errors import Closed
+from kvtier.index import State
+from kvtier.ladder import Ladder
+from kvtier.lease import Lease
+from kvtier.plan import Plan, plan_load
+from kvtier.telemetry import Metrics
+from kvtier.tiers import DeviceTier, HostTier, MemoryTier
+from kvtier.types import DEVICE, HOST, Label, Match, WritePolicy
+
+logger = logging.getLogger(__name__)
+
+
+class Cache:
+    """A prefix cache over the engine's device pool and the tiers below it.
+
+    pool: the device tier, over memory that the engine owns. clock: seconds, for tests.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        device: Device,
+        pool: DeviceTier,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.group = pool.layout.group
+        self._device = device
+        self._clock = clock
+        self._leases: set[Lease] = set()
+        self._closed = False
+        tiers: dict[str, MemoryTier] = {DEVICE: pool}
+        capacity = parse_capacity(config.host_capacity, pool.layout.nbytes, "host_capacity")
+        if capacity:
+            tiers[HOST] = HostTier(self.group, capacity, device)
+        self._ladder = Ladder(
+            tiers,
+            device,
+            demotes=config.write_policy is WritePolicy.WRITE_BACK,
+            patience_s=config.load_deadline_s,
+            clock=clock,
+        )
+        self._index = self._ladder.index
+
+    # -- the life of a request --------------------------------------------------------------------
+
+    def fetch(
+        self,
+        namespace: bytes,
+        labels: Sequence[Label],
+        num_tokens: int,
+        num_blocks: int,
+        grain_blocks: int = 1,
+        load: bool = True,
+    ) -> Lease | None:
+        """Reuse what is cached of a prompt, and reserve room for the rest.
+
+        labels: the prompt's full blocks. num_tokens: its length. num_blocks: blocks the request
+        needs in all, room for its output included. grain_blocks: reuse whole multiples of this.
+        load: False reuses only what is on the device already.
+        Returns a lease, to be used when it is ``ready``; None when the device tier has no room for
+        the request now (``poll``, and ask again).
+        """
+        if self._closed:
+            raise Closed("the cache is closed; make a new one")
+        match = self.match(namespace, labels)
+        lease = self.lease(namespace, labels, match)
+        lease.record.num_tokens = num_tokens
+        plan = self.plan(match, num_tokens, grain_blocks, load)
+        if not self.transfer(lease, plan, num_blocks):
+            self.release(lease)
+            return None
+        return lease
+
+    def match(self, namespace: bytes, labels: Sequence[Label]) -> Match:
+        """Longest cached prefix, and the fastest tier that has each block. Changes nothing."""
+        return self._index.match(namespace, labels)
+
+    def lease(self, namespace: bytes, labels: Sequence[Label], match: Match) -> Lease:
+        """Hold the matched blocks where they are, so that they can't be evicted."""
+        lease = Lease(self._index, namespace, list(labels), match, self._clock())
+        self._leases.add(lease)
+        return lease
+
+    def plan(self, match: Match, num_tokens: int, grain_blocks: int = 1, load: bool = True) -> Plan:
+        """Load or recompute: how much of the match to reuse, by what both would cost now."""
+        return plan_load(
+            match if load else match.on_device(),
+            self._ladder.cost_snapshot(),
+            num_tokens=num_tokens,
+            block_size=self.group.block_size,
+            bytes_per_block=self.group.bytes_per_block,
+            num_free_slots=self.num_available_slots,
+            grain_blocks=grain_blocks,
+            deadline_s=self.config.load_deadline_s,
+        )
+
+    def transfer(self, lease: Lease, plan: Plan, num_blocks: int) -> bool:
+        """Reserve slots for the whole request, neighbours if possible, and start the plan's copies.
+
+        False when the device tier has no room; nothing was started then.
+        """
+        lease.cut(plan.num_reused_blocks)
+        num_here = lease.num_shared - plan.num_copied_blocks
+        new_slots = self._ladder.allocate(DEVICE, num_blocks - num_here)
+        if new_slots is None:
+            return False
+        self._note(lease, plan)
+        for copy in plan.copies:
+            slots, new_slots = new_slots[: len(copy.blocks)], new_slots[len(copy.blocks) :]
+            self._ladder.start(copy, slots)
+        lease.slots = [*self._index.slots(lease.blocks, DEVICE), *new_slots]
+        for transfer in self._ladder.arriving(lease.blocks):
+            lease.wait_for(transfer)
+        lease.deadline = self._clock() + self.config.load_deadline_s
+        self._use(lease, first=0)
+        return True
+
+    def commit(self, lease: Lease, num_blocks: int) -> None:
+        """The engine computed the lease's blocks up to ``num_blocks``: they are the cache's now.
+
+        The lease must be ready. A block that another request committed meanwhile is shared, and
+        the slot of its twin is free again. Stores what the write policy wants stored.
+        """
+        assert lease.ready, "commit needs a lease that is ready"
+        assert not lease.broken, "commit needs a lease whose loads arrived"
+        first, labels = lease.num_shared, lease.labels[lease.num_shared : num_blocks]
+        above = lease.blocks[-1] if lease.blocks else None
+        states = self._index.states(lease.namespace, labels, DEVICE, above)
+        for position, state in enumerate(states):
+            if state not in (State.READY, State.ABSENT):
+                labels = labels[:position]  # on its way from elsewhere: ours stays private
+                break
+        if not labels:
+            return
+        path, now = self._index.extend(lease.namespace, labels, above), self._clock()
+        for position, block in enumerate(path, first):
+            slot = lease.slots[position]
+            if self._index.state(block, DEVICE) is State.READY:
+                lease.slots[position] = self._index.slots([block], DEVICE)[0]
+                self._ladder.tiers[DEVICE].free([slot])
+            else:
+                self._index.begin_write(block, DEVICE, slot)
+                self._index.commit(block, DEVICE, now)
+                lease.record.num_committed_blocks += 1
+            lease.hold(block, DEVICE)
+        self._use(lease, first)
+
+    def release(self, lease: Lease) -> None:
+        """End the lease: its blocks may be evicted, its room is free. Safe to call twice."""
+        if lease.released:
+            return
+        lease.released = True
+        self._leases.discard(lease)
+        lease.forget_transfers()
+        self._ladder.tiers[DEVICE].free(lease.room)
+        was_used = bool(lease.slots)
+        lease.slots = []
+        lease.cut(0)
+        if was_used:
+            self.metrics.record(lease.record)
+        self._check()
+
+    def _use(self, lease: Lease, first: int) -> None:
+        """The lease's blocks from ``first`` on were used: note it, store what the policy wants."""
+        self._index.touch(lease.blocks[first:], self._clock())
+        wanted = lease.blocks
+        if self.config.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
+            uses = self.config.store_after_uses
+            wanted = [block for block in wanted if self._index.num_uses(block) >= uses]
+        if self.config.write_policy is not WritePolicy.WRITE_BACK:
+            lease.num_stored = self._ladder.store(wanted, num_there=lease.num_stored)
+        self._check()
+
+    def _note(self, lease: Lease, plan: Plan) -> None:
+        record = lease.record
+        record.planned_load_s, record.planned_recompute_s = plan.load_s, plan.recompute_s
+        record.load_bytes = plan.num_copied_blocks * self.group.bytes_per_block
+        for tier in lease.held_in:
+            record.hit_blocks[tier] = record.hit_blocks.get(tier, 0) + 1
+
+    # -- between the steps of the engine ----------------------------------------------------------
+
+    def poll(self) -> None:
+        """Notice finished copies: what arrived is ready, what failed is absent, late loads are
+        given up. Never waits."""
+        finished = self._ladder.poll()
+        now = self._clock()
+        for lease in self._leases:
+            if not lease.ready and now > lease.deadline:
+                self.metrics.count("kvtier_late_loads_total")
+                logger.warning("load given up after_s=%.3f", now - lease.started)
+                lease.give_up()
+        if finished:
+            self._check()
+
+    def drain(self, timeout_s: float = 60.0) -> bool:
+        """Wait for all copies on their way, and ``poll``. False if ``timeout_s`` was too short."""
+        end = time.monotonic() + timeout_s
+        while self._ladder.num_transfers:
+            if not self._ladder.wait(max(0.0, end - time.monotonic())):
+                return False
+            self.poll()
+        return True
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """The engine computed ``num_tokens`` of a prompt in ``seconds``: for the planner."""
+        self._ladder.costs.observe_prefill(num_tokens, seconds)
+
+    # -- upkeep -----------------------------------------------------------------------------------
+
+    @property
+    def num_available_slots(self) -> int:
+        """Device slots that are free or could be had by eviction. An upper bound."""
+        return self._ladder.num_available(DEVICE)
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counters since the start; ``update_metrics`` brings the gauges up to date."""
+        return self._ladder.metrics
+
+    def update_metrics(self) -> Metrics:
+        """The metrics, with the gauges as they are now."""
+        self.metrics.occupancy(self._ladder.used_slots(), self._ladder.num_slots())
+        return self.metrics
+
+    def used_slots(self) -> dict[str, int]:
+        """Slots in use per tier."""
+        return self._ladder.used_slots()
+
+    def clear(self, tier: str = DEVICE) -> None:
+        """Evict every block that nobody holds from ``tier``, as if room were needed."""
+        self._ladder.make_room(tier, self._index.num_held(tier))
+        self._check()
+
+    def findings(self) -> list[Finding]:
+        """What is in use, for ``kvtier doctor``."""
+        tiers = self._ladder.tiers.values()
+        return [*self._device.findings(), *(line for tier in tiers for line in tier.findings())]
+
+    def close(self) -> None:
+        """Finish the copies on their way and give the tiers back. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            self._ladder.close()
+
+    def _check(self) -> None:
+        if self.config.strict:
+            self.check_invariants()
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where slots, leases and blocks don't add up. O(all blocks)."""
+        self._ladder.check_invariants(sum(len(lease.room) for lease in self._leases))

@@ -1,0 +1,69 @@
+"""Settings, one frozen dataclass per part. Units are in the names, meanings beside the fields."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from kvtier.errors import ConfigError
+from kvtier.types import WritePolicy
+
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 1 << 10,
+    "MIB": 1 << 20,
+    "GIB": 1 << 30,
+    "TIB": 1 << 40,
+}
+
+
+def parse_size(text: str | int, field: str) -> int:
+    """Bytes of a size such as "4GiB", "512 MiB" or 1048576. field: its name, for the message."""
+    if isinstance(text, int):
+        return text
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+    if not found or found[2].upper() not in UNITS:
+        raise ConfigError(f'{field}: can\'t read {text!r} as a size; write for instance "4GiB"')
+    return int(Fraction(found[1]) * UNITS[found[2].upper()])
+
+
+def parse_capacity(text: str | int, device_bytes: int, field: str) -> int:
+    """Bytes of a capacity: a size ("4GiB"), or a multiple of the device pool ("2x")."""
+    if isinstance(text, str) and (found := re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*[xX]\s*", text)):
+        return int(Fraction(found[1]) * device_bytes)
+    return parse_size(text, field)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """How the cache behaves, apart from the model and the device pool."""
+
+    host_capacity: str | int = 0
+    """Host DRAM for blocks: "4GiB", bytes, or "2x" the device pool; 0 for no host tier."""
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    """When a block of the device tier is stored in the host tier."""
+    store_after_uses: int = 2
+    """Uses before ``write_through_selective`` stores a block."""
+    load_deadline_s: float = 30.0
+    """A load that takes longer counts as failed, and its blocks are recomputed."""
+    strict: bool = False
+    """Check all invariants after every change. For tests: it costs O(blocks) each time."""
+
+    def __post_init__(self) -> None:
+        if self.write_policy not in list(WritePolicy):
+            raise ConfigError(
+                f"write_policy: {self.write_policy!r} is unknown; use one of "
+                f"{', '.join(WritePolicy)}"
+            )
+        # A file or a command line gives a string; what compares members needs the member.
+        object.__setattr__(self, "write_policy", WritePolicy(self.write_policy))
+        if self.store_after_uses < 1:
+            raise ConfigError(f"store_after_uses: {self.store_after_uses} is below 1")
+        if not self.load_deadline_s > 0:
+            raise ConfigError(f"load_deadline_s: {self.load_deadline_s} is not above 0")

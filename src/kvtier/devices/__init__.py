@@ -1,0 +1,8 @@
+"""Devices: who moves bytes between accelerator memory and host memory."""
+
+from __future__ import annotations
+
+from kvtier.devices.base import CopyBatch, Device, Direction, Fence, Finding, Memory
+from kvtier.devices.find import find_device
+
+__all__ = ["CopyBatch", "Device", "Direction", "Fence", "Finding", "Memory", "find_device"]

@@ -1,0 +1,40 @@
+"""Errors of broken promises and broken machines.
+
+A miss, a full tier and a slow read are outcomes, not errors: see ``types.Outcome``.
+Every message says what went wrong, with which value, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class CacheError(Exception):
+    """Base of every error that kvtier raises."""
+
+
+class ConfigError(CacheError, ValueError):
+    """A setting can't be used: the message names the field, the value and the fix."""
+
+
+class LayoutError(CacheError):
+    """Two layouts, or a layout and a memory, don't fit together."""
+
+
+class TierError(CacheError):
+    """A tier failed an operation: ``tier`` and ``operation`` say where."""
+
+    def __init__(self, tier: str, operation: str, reason: str) -> None:
+        super().__init__(f"{tier} tier: {operation} failed: {reason}")
+        self.tier = tier
+        self.operation = operation
+
+
+class IntegrityError(CacheError):
+    """Stored bytes are not what was stored (checksum or format)."""
+
+
+class DeviceError(CacheError):
+    """A device can't be used, or refused a copy."""
+
+
+class Closed(CacheError):  # noqa: N818 - a state, and the word the field uses
+    """The object was closed; make a new one."""

@@ -1,0 +1,8 @@
+"""What is cached, and where: a trie of blocks. No I/O, no tensors."""
+
+from __future__ import annotations
+
+from kvtier.index.block_index import BlockIndex
+from kvtier.index.residency import State
+
+__all__ = ["BlockIndex", "State"]

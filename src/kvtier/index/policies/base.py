@@ -1,0 +1,46 @@
+"""The seam of eviction policies: order the candidates of one tier."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from kvtier.types import BlockId
+
+
+class EvictionPolicy(ABC):
+    """Orders the blocks of one tier that may leave it.
+
+    The caller guarantees
+        a block becomes a candidate when it is ready, unleased and a leaf within the tier (``add``),
+        and stops being one when any of that ends (``discard``); ``touch`` is called on every use
+        of a block, candidate or not; ``forget`` when the tier no longer holds it. ``now`` never
+        runs backwards within one policy.
+    The implementer provides
+        ``victim``: the candidate to lose first. Every call is O(log n) or better.
+    Outcomes
+        ``victim`` gives None when there is no candidate. Nothing raises.
+    """
+
+    @abstractmethod
+    def touch(self, block: BlockId, now: float) -> None:
+        """The block was used, or entered the tier, at ``now`` (seconds)."""
+
+    @abstractmethod
+    def add(self, block: BlockId) -> None:
+        """The block became a candidate."""
+
+    @abstractmethod
+    def discard(self, block: BlockId) -> None:
+        """The block is no longer a candidate (it may become one again)."""
+
+    @abstractmethod
+    def forget(self, block: BlockId) -> None:
+        """The tier no longer holds the block: drop all state about it."""
+
+    @abstractmethod
+    def victim(self) -> BlockId | None:
+        """The candidate to lose first; it stays one until ``discard``."""
+
+    @abstractmethod
+    def candidates(self) -> set[BlockId]:
+        """All candidates; for tests and invariants only."""

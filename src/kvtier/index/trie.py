@@ -1,0 +1,90 @@
+"""The trie: one node per block, found by (parent, label). Labels are compared in full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+from kvtier.index.residency import Residency, State
+from kvtier.types import BlockId, BlockKey, Label
+
+
+class Node:
+    """One block: its place in the trie, its state per tier, how often it was used."""
+
+    __slots__ = ("block", "children", "key", "label", "num_uses", "parent", "residencies")
+
+    def __init__(self, block: BlockId, parent: Node | None, label: Label, num_tiers: int) -> None:
+        self.block = block
+        self.parent = parent
+        self.label = label
+        self.children: dict[Label, Node] = {}
+        self.residencies = tuple(Residency() for _ in range(num_tiers))
+        self.num_uses = 0
+        self.key: BlockKey | None = None
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether some tier holds it, or is about to."""
+        return any(residency.state is not State.ABSENT for residency in self.residencies)
+
+
+class Trie:
+    """Blocks under one root per namespace.
+
+    A node lives while a tier holds its block or a longer prefix needs it: ``prune`` removes it
+    after that. A root is a node without a block of its own.
+    """
+
+    def __init__(self, num_tiers: int) -> None:
+        self._num_tiers = num_tiers
+        self._ids = count()
+        self._roots: dict[bytes, Node] = {}
+        self.nodes: dict[BlockId, Node] = {}
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def walk(
+        self, namespace: bytes, labels: Sequence[Label], after: BlockId | None = None
+    ) -> Iterator[Node]:
+        """The known nodes along ``labels`` until one is missing: from a root, or below it."""
+        node = self._roots.get(namespace) if after is None else self.nodes[after]
+        for label in labels:
+            node = node.children.get(label) if node is not None else None
+            if node is None:
+                return
+            yield node
+
+    def extend(
+        self, namespace: bytes, labels: Sequence[Label], after: BlockId | None = None
+    ) -> list[Node]:
+        """The nodes along ``labels``, made where missing, from the root or below ``after``."""
+        if not labels:
+            return []  # a root without blocks would never be pruned
+        node = self._roots.get(namespace) if after is None else self.nodes[after]
+        if node is None:
+            node = self._roots[namespace] = Node(BlockId(-1), None, namespace, 0)
+        path = []
+        for label in labels:
+            child = node.children.get(label)
+            if child is None:
+                child = Node(BlockId(next(self._ids)), node, label, self._num_tiers)
+                node.children[label] = self.nodes[child.block] = child
+            path.append(child)
+            node = child
+        return path
+
+    def prune(self, node: Node) -> None:
+        """Remove ``node`` and its ancestors as far as nothing holds or needs them."""
+        while node.parent is not None and not node.children and not node.is_cached:
+            parent = node.parent
+            del parent.children[node.label]
+            del self.nodes[node.block]
+            node = parent
+        if node.parent is None and not node.children:
+            self._roots.pop(node.label, None)
+
+    @property
+    def num_roots(self) -> int:
+        return len(self._roots)

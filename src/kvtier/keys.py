@@ -1,0 +1,120 @@
+"""Names of blocks: labels for the index, chained keys for disk, remote and other processes.
+
+A label is the block's token ids as bytes and is compared in full, so a look-up in the index needs
+no hash and can't collide. A key is needed only where a block leaves the process:
+
+    key[-1] = BLAKE3(namespace)          key[i] = BLAKE3(key[i-1] || label[i])
+
+so a key names the whole prefix, the model and everything else that changes the bytes of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from kvtier.errors import ConfigError
+from kvtier.types import BlockKey, Label
+
+TOKEN_DTYPE = np.dtype("<u4")
+"""Token ids in labels: little-endian, four bytes, the same on every machine."""
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Everything that must agree before two prompts may share a block.
+
+    layout: fingerprint of the block's shape (``KVGroup.fingerprint``).
+    adapter: LoRA or other adapter that changes the KV, "" for none.
+    salt: separates tenants: requests with different salts never share a block.
+    """
+
+    model: str
+    revision: str
+    dtype: str
+    layout: str
+    block_size: int
+    adapter: str = ""
+    salt: str = ""
+
+    @cached_property
+    def digest(self) -> bytes:
+        """32 bytes that name this namespace: each field with its length, so that none runs on."""
+        hasher = blake3()
+        for field in fields(self):
+            value = str(getattr(self, field.name)).encode()
+            hasher.update(len(value).to_bytes(8, "little"))
+            hasher.update(value)
+        return hasher.digest()
+
+
+def token_labels(tokens: Sequence[int] | npt.NDArray[np.integer], block_size: int) -> list[Label]:
+    """Labels of the full blocks of a prompt; a last, partial block has none.
+
+    tokens: integers in 0 .. 2**32 - 1, prompt order, one axis.
+    Returns ``len(tokens) // block_size`` labels of ``4 * block_size`` bytes.
+    """
+    ids = np.asarray(tokens)
+    if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iuO"):
+        raise ConfigError(
+            f"token ids must be integers along one axis, got {ids.dtype} {ids.shape}; "
+            "give one prompt at a time, as a list or an integer array"
+        )
+    if ids.size and (ids.min() < 0 or ids.max() > 0xFFFF_FFFF):
+        raise ConfigError(
+            f"token ids must lie in 0 .. 2**32 - 1, got {ids.min()} .. {ids.max()}; "
+            "map padding or special ids before asking the cache"
+        )
+    raw = ids.astype(TOKEN_DTYPE).tobytes()
+    width = block_size * TOKEN_DTYPE.itemsize
+    return [raw[start : start + width] for start in range(0, len(raw) - width + 1, width)]
+
+
+def grid_labels(
+    tokens: Sequence[int] | npt.NDArray[np.integer], block_size: int, chunk_tokens: int
+) -> list[Label]:
+    """Labels of the blocks of a prompt's whole chunks, for an engine that computes on a grid.
+
+    The bits of a block may depend on all tokens that were computed with it: where a model routes
+    tokens to experts, they decide how many rows each expert multiplies. So the first block of a
+    chunk is called by the tokens of the whole chunk, and the blocks below it in the trie are
+    shared only where the whole chunk agrees.
+
+    chunk_tokens: a multiple of ``block_size``; a last, partial chunk has no labels.
+    """
+    num_chunks = len(tokens) // chunk_tokens
+    labels = token_labels(tokens[: num_chunks * chunk_tokens], block_size)
+    chunks = token_labels(tokens, chunk_tokens)
+    labels[:: chunk_tokens // block_size] = chunks
+    return labels
+
+
+def next_key(previous: bytes, label: Label) -> BlockKey:
+    """Key of the block with ``label`` after the prefix that ``previous`` names."""
+    return BlockKey(blake3(previous + label).digest())
+
+
+class KeyChain:
+    """Keys of a prompt's blocks, computed when first asked for."""
+
+    def __init__(self, namespace: Namespace, labels: Sequence[Label]) -> None:
+        self._namespace = namespace
+        self._labels = labels
+        self._keys: list[BlockKey] = []
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, position: int) -> BlockKey:
+        """Key of the block at ``position`` (0 <= position < len(self))."""
+        if not 0 <= position < len(self._labels):
+            raise IndexError(f"block {position} of a prompt with {len(self._labels)} full blocks")
+        while len(self._keys) <= position:
+            previous = self._keys[-1] if self._keys else self._namespace.digest
+            self._keys.append(next_key(previous, self._labels[len(self._keys)]))
+        return self._keys[position]

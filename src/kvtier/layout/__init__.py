@@ -1,0 +1,40 @@
+"""KV memory as data: what a block holds, and where its bytes lie."""
+
+from __future__ import annotations
+
+from kvtier.layout.group import (
+    Attention,
+    DType,
+    KVGroup,
+    Part,
+    full_attention,
+    latent_attention,
+    recurrent_state,
+    sliding_attention,
+)
+from kvtier.layout.layout import Axis, Layout, PartStrides, arrange
+from kvtier.layout.named import ORDERS, named_layout
+from kvtier.layout.repack import part_view, repack
+from kvtier.layout.spans import Fragments, fragments, spans
+
+__all__ = [
+    "ORDERS",
+    "Attention",
+    "Axis",
+    "DType",
+    "Fragments",
+    "KVGroup",
+    "Layout",
+    "Part",
+    "PartStrides",
+    "arrange",
+    "fragments",
+    "full_attention",
+    "latent_attention",
+    "named_layout",
+    "part_view",
+    "recurrent_state",
+    "repack",
+    "sliding_attention",
+    "spans",
+]

@@ -1,0 +1,112 @@
+"""Contiguous pieces of a block, in one layout and between two.
+
+Between two layouts a block falls into *fragments*: pieces that are contiguous on both sides. Their
+offsets are the same for every block up to a stride, so they are worked out once per pair of
+layouts and a batch of copies is one broadcast:
+
+    src(b, f) = src_offset[f] + b * src_stride[f]        dst(b, f) likewise
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import LayoutError
+from kvtier.layout.layout import Layout, PartStrides
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fragments:
+    """How one block is copied between two layouts. All arrays int64 [num_fragments], bytes."""
+
+    src_offset: Int64s
+    src_stride: Int64s
+    dst_offset: Int64s
+    dst_stride: Int64s
+    size: Int64s
+
+
+def spans(layout: Layout, block: int, layer: int) -> Int64s:
+    """Where a block lies in one layer: int64 [num_spans, 2] = (offset, length), bytes.
+
+    Sorted by offset; adjacent pieces are one span.
+    """
+    if not (0 <= block < layout.num_blocks and 0 <= layer < layout.group.num_layers):
+        raise LayoutError(
+            f"block {block}, layer {layer} of a layout with {layout.num_blocks} blocks and "
+            f"{layout.group.num_layers} layers"
+        )
+    pieces: list[tuple[int, int]] = []
+    for index, strides in enumerate(layout.parts):
+        run, rest = _common_run(layout, index, strides, strides, axes=("token", "head"))
+        start = strides.offset + block * strides.block + layer * strides.layer
+        pieces += [(start + offset, run) for offset, _ in _offsets(rest, strides, strides)]
+    merged: list[list[int]] = []
+    for offset, length in sorted(pieces):
+        if merged and merged[-1][0] + merged[-1][1] == offset:
+            merged[-1][1] += length
+        else:
+            merged.append([offset, length])
+    return np.array(merged, np.int64)
+
+
+@lru_cache(maxsize=64)
+def fragments(src: Layout, dst: Layout) -> Fragments:
+    """Largest pieces of one part that are contiguous in both layouts, sorted by ``dst`` offset."""
+    if src.group != dst.group:
+        raise LayoutError(
+            f"blocks of {src.group} can't be copied into blocks of {dst.group}: make both tiers "
+            "for the same model and block size"
+        )
+    rows: list[tuple[int, int, int, int, int]] = []
+    for index, (src_part, dst_part) in enumerate(zip(src.parts, dst.parts, strict=True)):
+        run, rest = _common_run(src, index, src_part, dst_part, axes=("layer", "token", "head"))
+        rows += [
+            (dst_part.offset + to, dst_part.block, src_part.offset + at, src_part.block, run)
+            for at, to in _offsets(rest, src_part, dst_part)
+        ]
+    table = np.array(sorted(rows), np.int64)
+    return Fragments(
+        src_offset=table[:, 2].copy(),
+        src_stride=table[:, 3].copy(),
+        dst_offset=table[:, 0].copy(),
+        dst_stride=table[:, 1].copy(),
+        size=table[:, 4].copy(),
+    )
+
+
+def _common_run(
+    layout: Layout, index: int, src: PartStrides, dst: PartStrides, axes: tuple[str, ...]
+) -> tuple[int, dict[str, int]]:
+    """Bytes contiguous on both sides, and the axes (with extents) that remain to be walked."""
+    part = layout.group.parts[index]
+    extents = {
+        "layer": layout.group.num_layers,
+        "token": layout.group.tokens_of(part),
+        "head": part.num_heads,
+    }
+    rest = {axis: extents[axis] for axis in axes if extents[axis] > 1}
+    run = part.dim * src.dim
+    while grown := next(
+        (axis for axis in rest if getattr(src, axis) == run == getattr(dst, axis)), None
+    ):
+        run *= rest.pop(grown)
+    return run, rest
+
+
+def _offsets(extents: dict[str, int], src: PartStrides, dst: PartStrides) -> list[tuple[int, int]]:
+    """Offsets of every combination of the remaining axes, on both sides."""
+    return [
+        (
+            sum(i * getattr(src, axis) for i, axis in zip(at, extents, strict=True)),
+            sum(i * getattr(dst, axis) for i, axis in zip(at, extents, strict=True)),
+        )
+        for at in product(*(range(count) for count in extents.values()))
+    ]

@@ -1,0 +1,108 @@
+"""What one request holds: its prefix, the room for the rest, the copies it waits for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvtier.index import BlockIndex
+from kvtier.telemetry import RequestRecord
+from kvtier.transfer import Job
+from kvtier.types import DEVICE, BlockId, Label, Match, Slot
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """Blocks on their way from one tier to another, and the leases that wait for them.
+
+    holds_source: the sources are leased in ``src`` until the transfer is finished.
+    """
+
+    src: str
+    dst: str
+    blocks: tuple[BlockId, ...]
+    job: Job
+    holds_source: bool
+    waiters: list[Lease] = field(default_factory=list)
+
+
+class Lease:
+    """Blocks of one request, in prompt order: a shared prefix, then room of its own.
+
+    blocks: the shared prefix; ``held_in[i]`` is the tier in which block i can't be evicted.
+    slots: device slots, ``slots[i]`` for block i: first the prefix's, then the room.
+    num_stored: blocks of the prefix in the tier below or on their way to it, at the last look.
+    broken: some load failed or came too late; release the lease and ask again without loading.
+    """
+
+    def __init__(
+        self, index: BlockIndex, namespace: bytes, labels: list[Label], match: Match, now: float
+    ) -> None:
+        self._index = index
+        self.namespace = namespace
+        self.labels = labels
+        self.blocks: list[BlockId] = []
+        self.held_in: list[str] = []
+        self.slots: list[Slot] = []
+        self.num_stored = 0
+        self.broken = False
+        self.released = False
+        self.started = now
+        self.deadline = float("inf")
+        self.record = RequestRecord(num_asked_blocks=match.num_asked)
+        self._waiting_for: set[Transfer] = set()
+        for block, tier in zip(match.blocks, match.tiers, strict=True):
+            self.hold(block, tier)
+
+    @property
+    def ready(self) -> bool:
+        """Nothing is on its way any more: the prefix is on the device, or the lease is broken."""
+        return not self._waiting_for
+
+    @property
+    def num_shared(self) -> int:
+        """Blocks of the prefix; the engine must not write to their slots."""
+        return len(self.blocks)
+
+    @property
+    def room(self) -> list[Slot]:
+        """Slots that only this request uses."""
+        return self.slots[len(self.blocks) :]
+
+    def hold(self, block: BlockId, tier: str) -> None:
+        """Take the next block into the prefix, held in ``tier``."""
+        self._index.lease([block], tier)
+        self.blocks.append(block)
+        self.held_in.append(tier)
+
+    def cut(self, num_blocks: int) -> None:
+        """Let go of all but the first ``num_blocks`` of the prefix."""
+        while len(self.blocks) > num_blocks:
+            self._index.release([self.blocks.pop()], self.held_in.pop())
+
+    def wait_for(self, transfer: Transfer) -> None:
+        """The transfer brings blocks of the prefix: the lease is not ready before it is."""
+        transfer.waiters.append(self)
+        self._waiting_for.add(transfer)
+
+    def arrive(self, transfer: Transfer, now: float) -> None:
+        """The transfer's blocks are on the device: hold them there."""
+        arrived = set(transfer.blocks)
+        for position, block in enumerate(self.blocks):
+            if block in arrived and self.held_in[position] != DEVICE:
+                self._index.lease([block], DEVICE)
+                self._index.release([block], self.held_in[position])
+                self.held_in[position] = DEVICE
+        self._waiting_for.discard(transfer)
+        if self.ready:
+            self.record.load_s = now - self.started
+
+    def give_up(self) -> None:
+        """A load failed or is late: wait no more."""
+        self.broken = self.record.load_failed = True
+        self.forget_transfers()
+
+    def forget_transfers(self) -> None:
+        """Wait for nothing any more; the transfers go on."""
+        for transfer in self._waiting_for:
+            transfer.waiters.remove(self)
+        self._waiting_for.clear()

@@ -1,0 +1,9 @@
+"""Decide what to copy and what to recompute. Pure: no I/O, and time is an argument."""
+
+from __future__ import annotations
+
+from kvtier.plan.cost import CostModel, Costs
+from kvtier.plan.operations import Copy, Plan
+from kvtier.plan.planner import plan_load, plan_store
+
+__all__ = ["Copy", "CostModel", "Costs", "Plan", "plan_load", "plan_store"]

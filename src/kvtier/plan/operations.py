@@ -1,0 +1,47 @@
+"""A plan, as values: printable, comparable, replayable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.types import BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy ``blocks`` from tier ``src`` to tier ``dst``; their order is the prompt's."""
+
+    src: str
+    dst: str
+    blocks: tuple[BlockId, ...]
+
+    def __str__(self) -> str:
+        return f"{self.src} -> {self.dst}: {len(self.blocks)} blocks"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do for one request, and what it is expected to cost.
+
+    copies: to be run in this order. num_reused_blocks: the prefix that will be on the device when
+    all copies succeed; prefill starts after it. load_s, recompute_s: estimated seconds for the
+    copies and for the prefill of the rest. all_recompute_s: the same with nothing reused.
+    """
+
+    copies: tuple[Copy, ...] = ()
+    num_reused_blocks: int = 0
+    load_s: float = 0.0
+    recompute_s: float = 0.0
+    all_recompute_s: float = 0.0
+
+    @property
+    def num_copied_blocks(self) -> int:
+        return sum(len(copy.blocks) for copy in self.copies)
+
+    def __str__(self) -> str:
+        steps = "; ".join(map(str, self.copies)) or "nothing to copy"
+        return (
+            f"reuse {self.num_reused_blocks} blocks ({steps}), load {self.load_s * 1e3:.2f} ms + "
+            f"prefill {self.recompute_s * 1e3:.2f} ms, "
+            f"without cache {self.all_recompute_s * 1e3:.2f} ms"
+        )

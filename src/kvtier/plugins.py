@@ -1,0 +1,25 @@
+"""Find tiers, devices and policies by entry point; ours register the same way as others'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+
+from kvtier.errors import ConfigError
+
+
+def load_plugin(group: str, name: str) -> Callable[..., object]:
+    """The class that entry point ``name`` of ``kvtier.<group>`` names.
+
+    group: "devices", "tiers" or "policies".
+    """
+    known: dict[str, EntryPoint] = {
+        entry.name: entry for entry in entry_points(group=f"kvtier.{group}")
+    }
+    if name not in known:
+        raise ConfigError(
+            f"no plug-in {name!r} in kvtier.{group}; known: {', '.join(sorted(known)) or 'none'}. "
+            "Install the package that brings it"
+        )
+    made: Callable[..., object] = known[name].load()
+    return made

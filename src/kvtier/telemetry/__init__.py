@@ -1,0 +1,8 @@
+"""What happened: one record per request, and metrics made from them."""
+
+from __future__ import annotations
+
+from kvtier.telemetry.metrics import METRICS, Metrics
+from kvtier.telemetry.record import RequestRecord
+
+__all__ = ["METRICS", "Metrics", "RequestRecord"]

@@ -1,0 +1,90 @@
+"""Prometheus metrics: names, types, units and labels in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from kvtier.telemetry.record import RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    """One metric: base units, few labels."""
+
+    name: str
+    kind: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS = (
+    MetricSpec("kvtier_requests_total", "counter", "Requests whose lease ended."),
+    MetricSpec("kvtier_prompt_blocks_total", "counter", "Full blocks in prompts."),
+    MetricSpec(
+        "kvtier_hit_blocks_total", "counter", "Blocks reused, by where they were.", ("tier",)
+    ),
+    MetricSpec("kvtier_copied_bytes_total", "counter", "Bytes copied.", ("src", "dst")),
+    MetricSpec("kvtier_copy_seconds", "histogram", "Duration of one copy job.", ("src", "dst")),
+    MetricSpec("kvtier_failed_copies_total", "counter", "Copy jobs that failed.", ("src", "dst")),
+    MetricSpec("kvtier_late_loads_total", "counter", "Loads given up at their deadline."),
+    MetricSpec("kvtier_load_seconds", "histogram", "Time a request waited for its load."),
+    MetricSpec("kvtier_evicted_blocks_total", "counter", "Blocks that left a tier.", ("tier",)),
+    MetricSpec(
+        "kvtier_refused_blocks_total", "counter", "Blocks a full tier had no room for.", ("tier",)
+    ),
+    MetricSpec("kvtier_used_slots", "gauge", "Slots in use.", ("tier",)),
+    MetricSpec("kvtier_slots", "gauge", "Slots in all.", ("tier",)),
+)
+
+_SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+class Metrics:
+    """The metrics of one cache, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for spec in METRICS:
+            if spec.kind == "counter":
+                made = Counter(spec.name, spec.meaning, spec.labels, registry=self.registry)
+                self._counters[spec.name] = made
+            elif spec.kind == "gauge":
+                gauge = Gauge(spec.name, spec.meaning, spec.labels, registry=self.registry)
+                self._gauges[spec.name] = gauge
+            else:
+                self._histograms[spec.name] = Histogram(
+                    spec.name, spec.meaning, spec.labels, registry=self.registry, buckets=_SECONDS
+                )
+
+    def count(self, name: str, amount: float = 1, **labels: str) -> None:
+        counter = self._counters[name]
+        (counter.labels(**labels) if labels else counter).inc(amount)
+
+    def gauge(self, name: str, value: float, **labels: str) -> None:
+        gauge = self._gauges[name]
+        (gauge.labels(**labels) if labels else gauge).set(value)
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        histogram = self._histograms[name]
+        (histogram.labels(**labels) if labels else histogram).observe(value)
+
+    def record(self, record: RequestRecord) -> None:
+        """Count one request."""
+        self.count("kvtier_requests_total")
+        self.count("kvtier_prompt_blocks_total", record.num_asked_blocks)
+        for tier, num_blocks in record.hit_blocks.items():
+            self.count("kvtier_hit_blocks_total", num_blocks, tier=tier)
+        if record.load_bytes:
+            self.observe("kvtier_load_seconds", record.load_s)
+
+    def occupancy(self, used: Mapping[str, int], slots: Mapping[str, int]) -> None:
+        """Slots in use and in all, per tier."""
+        for tier, num_slots in slots.items():
+            self.gauge("kvtier_slots", num_slots, tier=tier)
+            self.gauge("kvtier_used_slots", used[tier], tier=tier)

@@ -1,0 +1,29 @@
+"""Conformance suites and fault wrappers: for our tests, and for authors of plug-ins.
+
+Subclass a suite in a test file, tell it how to make your class, and run pytest:
+
+    class TestMyPolicy(PolicySuite):
+        def make_policy(self) -> EvictionPolicy:
+            return MyPolicy()
+
+Needs pytest.
+"""
+
+from __future__ import annotations
+
+from kvtier.testing.device_suite import DeviceSuite
+from kvtier.testing.faulty import FaultyDevice
+from kvtier.testing.memory import BlockBytes, host_memory, memory_bytes
+from kvtier.testing.policy_suite import PolicySuite
+from kvtier.testing.tier_suite import MemoryTierSuite, TierSuite
+
+__all__ = [
+    "BlockBytes",
+    "DeviceSuite",
+    "FaultyDevice",
+    "MemoryTierSuite",
+    "PolicySuite",
+    "TierSuite",
+    "host_memory",
+    "memory_bytes",
+]

@@ -1,0 +1,189 @@
+"""What every device must do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from threading import Thread
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvtier.devices.base import CopyBatch, Device, Direction, Finding, Memory
+from kvtier.testing.memory import host_memory, memory_bytes
+
+Bytes = npt.NDArray[np.uint8]
+SIZE = 1 << 16
+
+
+class DeviceSuite(ABC):
+    """Subclass it, and say how to make a device.
+
+    A device with memory of its own also says how to make, fill and read that memory, and how to
+    queue compute work; for a device that works on host memory the four below will do.
+    """
+
+    @abstractmethod
+    def make_device(self) -> Device:
+        """A device, ready to copy."""
+
+    def make_memory(self, nbytes: int) -> Memory:
+        """``nbytes`` of the device's memory."""
+        return host_memory(nbytes)
+
+    def fill(self, memory: Memory, data: Bytes) -> None:
+        """Make ``data`` the content of the device's memory, and wait for it."""
+        memory_bytes(memory)[:] = data
+
+    def content(self, memory: Memory) -> Bytes:
+        """A copy of the device's memory."""
+        return memory_bytes(memory).copy()
+
+    def compute(self, memory: Memory, value: int) -> None:
+        """Queue compute work that sets every byte of ``memory`` to ``value``. Need not wait."""
+        memory_bytes(memory)[:] = value
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("direction", Direction)
+    @pytest.mark.parametrize("num_copies", [1, 2, 7, 300])
+    @pytest.mark.parametrize("seed", range(3))
+    def test_bytes_arrive_and_the_others_stay(
+        self, direction: Direction, num_copies: int, seed: int
+    ) -> None:
+        rng = np.random.default_rng((seed, num_copies))
+        device = self.make_device()
+        batch, before, sent = self._batch(rng, direction, num_copies)
+        device.copy(batch, direction)
+        np.testing.assert_array_equal(self._dst(batch, direction), _apply(batch, sent, before))
+        np.testing.assert_array_equal(self._src(batch, direction), sent)
+
+    @pytest.mark.parametrize("direction", Direction)
+    def test_whole_memory_is_one_copy(self, direction: Direction) -> None:
+        rng = np.random.default_rng(0)
+        device = self.make_device()
+        batch, _, sent = self._batch(rng, direction, 1)
+        start, size = np.zeros(1, np.int64), np.array([SIZE], np.int64)
+        device.copy(CopyBatch(batch.src, batch.dst, start, start, size), direction)
+        np.testing.assert_array_equal(self._dst(batch, direction), sent)
+
+    @pytest.mark.parametrize("direction", Direction)
+    def test_empty_batch_is_nothing(self, direction: Direction) -> None:
+        rng = np.random.default_rng(0)
+        device = self.make_device()
+        batch, before, _ = self._batch(rng, direction, 1)
+        nothing = np.zeros(0, np.int64)
+        device.copy(CopyBatch(batch.src, batch.dst, nothing, nothing, nothing), direction)
+        np.testing.assert_array_equal(self._dst(batch, direction), before)
+
+    def test_load_after_store_gives_the_bytes_back(self) -> None:
+        rng = np.random.default_rng(5)
+        device = self.make_device()
+        store, _, sent = self._batch(rng, Direction.STORE, 40)
+        device.copy(store, Direction.STORE)
+        back = self.make_memory(SIZE)
+        self.fill(back, np.zeros(SIZE, np.uint8))
+        load = CopyBatch(store.dst, back, store.dst_offset, store.src_offset, store.size)
+        device.copy(load, Direction.LOAD)
+        content = self.content(back)
+        for at, size in zip(store.src_offset.tolist(), store.size.tolist(), strict=True):
+            np.testing.assert_array_equal(content[at : at + size], sent[at : at + size])
+
+    def test_directions_may_overlap(self) -> None:
+        device = self.make_device()
+        made = {
+            direction: self._batch(np.random.default_rng(index), direction, 200)
+            for index, direction in enumerate(Direction)
+        }
+        threads = [
+            Thread(target=device.copy, args=(batch, direction))
+            for direction, (batch, _, _) in made.items()
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for direction, (batch, before, sent) in made.items():
+            np.testing.assert_array_equal(self._dst(batch, direction), _apply(batch, sent, before))
+
+    # -- order against compute ---------------------------------------------------------------------
+
+    def test_store_after_a_fence_sees_the_work_before_it(self) -> None:
+        device = self.make_device()
+        pool, host = self.make_memory(SIZE), host_memory(SIZE)
+        start, size = np.zeros(1, np.int64), np.array([SIZE], np.int64)
+        for value in range(1, 20):
+            self.compute(pool, value)
+            device.fence().wait()
+            device.copy(CopyBatch(pool, host, start, start, size), Direction.STORE)
+            assert set(memory_bytes(host).tolist()) == {value}
+
+    def test_fence_may_be_waited_for_twice_and_on_another_thread(self) -> None:
+        fence = self.make_device().fence()
+        fence.wait()
+        waiter = Thread(target=fence.wait)
+        waiter.start()
+        waiter.join(timeout=60)
+        assert not waiter.is_alive()
+
+    # -- the rest ----------------------------------------------------------------------------------
+
+    def test_locked_memory_can_be_copied_and_unlocked(self) -> None:
+        device = self.make_device()
+        arena, pool = host_memory(SIZE), self.make_memory(SIZE)
+        memory_bytes(arena)[:] = 7
+        locked = device.page_lock(arena)
+        start, size = np.zeros(1, np.int64), np.array([SIZE], np.int64)
+        device.copy(CopyBatch(arena, pool, start, start, size), Direction.LOAD)
+        assert set(self.content(pool).tolist()) == {7}
+        if locked:
+            device.unlock(arena)
+
+    def test_device_has_a_name_and_findings(self) -> None:
+        device = self.make_device()
+        assert device.name
+        findings = device.findings()
+        assert findings
+        assert all(isinstance(line, Finding) for line in findings)
+
+    def _batch(
+        self, rng: np.random.Generator, direction: Direction, num_copies: int
+    ) -> tuple[CopyBatch, Bytes, Bytes]:
+        """A random batch between device and host, with what dst and src hold before it."""
+        before = rng.integers(0, 256, SIZE, np.uint8)
+        sent = rng.integers(0, 256, SIZE, np.uint8)
+        pool, host = self.make_memory(SIZE), host_memory(SIZE)
+        src, dst = (host, pool) if direction is Direction.LOAD else (pool, host)
+        self.fill(pool, before if direction is Direction.LOAD else sent)
+        memory_bytes(host)[:] = sent if direction is Direction.LOAD else before
+        # Cut the destination into pieces, use every other one: no two overlap or touch.
+        cuts = np.sort(rng.choice(np.arange(1, SIZE), 2 * num_copies, replace=False))
+        dst_offset, end = cuts[0::2].astype(np.int64), cuts[1::2]
+        size = end - dst_offset
+        src_offset = rng.integers(0, SIZE - size + 1).astype(np.int64)
+        order = rng.permutation(num_copies)
+        return (
+            CopyBatch(src, dst, src_offset[order], dst_offset[order], size[order]),
+            before,
+            sent,
+        )
+
+    def _dst(self, batch: CopyBatch, direction: Direction) -> Bytes:
+        if direction is Direction.LOAD:
+            return self.content(batch.dst)
+        return memory_bytes(batch.dst).copy()
+
+    def _src(self, batch: CopyBatch, direction: Direction) -> Bytes:
+        if direction is Direction.STORE:
+            return self.content(batch.src)
+        return memory_bytes(batch.src).copy()
+
+
+def _apply(batch: CopyBatch, sent: Bytes, before: Bytes) -> Bytes:
+    """What the destination holds afterwards, one plain copy after the other."""
+    after = before.copy()
+    for at, to, size in zip(
+        batch.src_offset.tolist(), batch.dst_offset.tolist(), batch.size.tolist(), strict=True
+    ):
+        after[to : to + size] = sent[at : at + size]
+    return after

@@ -1,0 +1,114 @@
+"""A device that fails when it is told to."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from threading import Event
+
+import numpy as np
+
+from kvtier.devices.base import CopyBatch, Device, Direction, Fence, Finding, Memory
+from kvtier.errors import DeviceError
+
+
+class FaultyDevice(Device):
+    """Wraps a device. Faults are told per direction, because the order within one is fixed.
+
+    Copies wait while their direction is held (``hold``, ``let_go``): tests say when a copy
+    happens, instead of sleeping until it should have.
+    """
+
+    def __init__(self, inner: Device) -> None:
+        self.name = f"faulty {inner.name}"
+        self.num_copies = dict.fromkeys(Direction, 0)
+        self._inner = inner
+        self._gates = {direction: Event() for direction in Direction}
+        self._faults: dict[tuple[Direction, int], Callable[[CopyBatch, Direction], None]] = {}
+        self.let_go()
+
+    # -- what tests say ---------------------------------------------------------------------------
+
+    def hold(self, *directions: Direction) -> None:
+        """Copies of these directions (of both, if none is named) wait until ``let_go``."""
+        for direction in directions or Direction:
+            self._gates[direction].clear()
+
+    def let_go(self, *directions: Direction) -> None:
+        """Copies of these directions (of both, if none is named) run again."""
+        for direction in directions or Direction:
+            self._gates[direction].set()
+
+    def fail(self, direction: Direction, nth: int = 1) -> None:
+        """The ``nth`` copy from now raises ``DeviceError`` and moves nothing."""
+        self._plan(direction, nth, self._raise)
+
+    def fail_half_way(self, direction: Direction, nth: int = 1) -> None:
+        """The ``nth`` copy from now moves the first half of the batch, then raises."""
+        self._plan(direction, nth, self._copy_half)
+
+    def crash(self, direction: Direction, nth: int = 1) -> None:
+        """The ``nth`` copy from now raises what no device should: ``ZeroDivisionError``."""
+        self._plan(direction, nth, self._divide_by_zero)
+
+    def flip(self, direction: Direction, nth: int = 1) -> None:
+        """The ``nth`` copy from now succeeds, with one byte wrong.
+
+        Only where the CPU can write to the destination.
+        """
+        self._plan(direction, nth, self._copy_and_flip)
+
+    def forget_faults(self) -> None:
+        """Faults that have not happened yet won't."""
+        self._faults.clear()
+
+    # -- the device -------------------------------------------------------------------------------
+
+    def copy(self, batch: CopyBatch, direction: Direction) -> None:
+        self._gates[direction].wait()
+        self.num_copies[direction] += 1
+        fault = self._faults.pop((direction, self.num_copies[direction]), self._inner.copy)
+        fault(batch, direction)
+
+    def fence(self) -> Fence:
+        return self._inner.fence()
+
+    def page_lock(self, memory: Memory) -> bool:
+        return self._inner.page_lock(memory)
+
+    def unlock(self, memory: Memory) -> None:
+        self._inner.unlock(memory)
+
+    def findings(self) -> list[Finding]:
+        return [*self._inner.findings(), Finding("faults", f"{len(self._faults)} to come")]
+
+    # -- faults -----------------------------------------------------------------------------------
+
+    def _plan(
+        self, direction: Direction, nth: int, fault: Callable[[CopyBatch, Direction], None]
+    ) -> None:
+        self._faults[direction, self.num_copies[direction] + nth] = fault
+
+    def _raise(self, batch: CopyBatch, direction: Direction) -> None:
+        raise DeviceError(f"{self.name}: the test wants this {direction.value} to fail")
+
+    def _divide_by_zero(self, batch: CopyBatch, direction: Direction) -> None:
+        raise ZeroDivisionError(f"the test wants this {direction.value} to crash")
+
+    def _copy_half(self, batch: CopyBatch, direction: Direction) -> None:
+        """Whole copies up to the middle one, and half of that."""
+        middle = len(batch.size) // 2
+        size = batch.size[: middle + 1].copy()
+        size[middle:] //= 2
+        some = slice(0, len(size))
+        half = CopyBatch(batch.src, batch.dst, batch.src_offset[some], batch.dst_offset[some], size)
+        self._inner.copy(half, direction)
+        self._raise(batch, direction)
+
+    def _copy_and_flip(self, batch: CopyBatch, direction: Direction) -> None:
+        self._inner.copy(batch, direction)
+        if batch.num_bytes:
+            fragment = int(np.argmax(batch.size > 0))
+            address = batch.dst.address + int(batch.dst_offset[fragment])
+            byte = ctypes.c_uint8.from_address(address)
+            byte.value ^= 0x01

@@ -1,0 +1,145 @@
+"""What every tier must do."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+
+import numpy as np
+import pytest
+
+from kvtier.devices.base import CopyBatch, Device, Direction, Finding
+from kvtier.testing.memory import host_memory, memory_bytes
+from kvtier.tiers.base import MemoryTier, Tier
+from kvtier.types import Slot
+
+
+class TierSuite(ABC):
+    """Subclass it, and say how to make a tier."""
+
+    @abstractmethod
+    def make_tier(self, num_slots: int) -> Tier:
+        """A tier with exactly ``num_slots`` free slots."""
+
+    def test_new_tier_is_empty(self) -> None:
+        tier = self.make_tier(5)
+        assert tier.num_slots == tier.num_free == 5
+        tier.close()
+
+    def test_tier_has_a_name_and_findings(self) -> None:
+        tier = self.make_tier(2)
+        assert tier.name
+        findings = tier.findings()
+        assert findings
+        assert all(isinstance(line, Finding) for line in findings)
+        tier.close()
+
+    def test_capacity_is_a_hard_bound(self) -> None:
+        tier = self.make_tier(4)
+        slots = tier.allocate(4)
+        assert slots is not None
+        assert sorted(slots) == [0, 1, 2, 3]
+        assert tier.num_free == 0
+        assert tier.allocate(1) is None
+        tier.free(slots)
+        tier.close()
+
+    def test_refusal_takes_nothing(self) -> None:
+        tier = self.make_tier(4)
+        assert tier.allocate(5) is None
+        assert tier.num_free == 4
+        taken = tier.allocate(3)
+        assert taken is not None
+        assert tier.allocate(2) is None
+        assert tier.num_free == 1
+        tier.free(taken)
+        tier.close()
+
+    def test_nothing_can_be_asked_for(self) -> None:
+        tier = self.make_tier(1)
+        assert tier.allocate(0) == []
+        tier.free([])
+        assert tier.num_free == 1
+        tier.close()
+
+    def test_neighbours_are_preferred(self) -> None:
+        """Where the tier is empty there is a run of any length."""
+        tier = self.make_tier(16)
+        slots = tier.allocate(7)
+        assert slots is not None
+        assert slots == list(range(slots[0], slots[0] + 7))
+        tier.free(slots)
+        tier.close()
+
+    def test_freeing_twice_is_noticed(self) -> None:
+        tier = self.make_tier(3)
+        slots = tier.allocate(2)
+        assert slots is not None
+        tier.free(slots)
+        with pytest.raises(AssertionError):
+            tier.free(slots)
+        assert tier.num_free == 3
+        tier.close()
+
+    def test_freeing_twice_in_one_call_is_noticed(self) -> None:
+        tier = self.make_tier(3)
+        slots = tier.allocate(1)
+        assert slots is not None
+        with pytest.raises(AssertionError):
+            tier.free(slots * 2)
+        assert tier.num_free == 2
+        tier.free(slots)
+        tier.close()
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_no_slot_is_given_out_twice_or_lost(self, seed: int) -> None:
+        rng = random.Random(seed)
+        tier = self.make_tier(12)
+        in_use: set[Slot] = set()
+        for _ in range(200):
+            if rng.random() < 0.5:
+                wanted = rng.randrange(8)
+                slots = tier.allocate(wanted)
+                assert (slots is None) == (wanted > 12 - len(in_use))
+                if slots is not None:
+                    assert len(slots) == wanted
+                    assert in_use.isdisjoint(slots)
+                    assert all(0 <= slot < 12 for slot in slots)
+                    in_use.update(slots)
+            else:
+                back = rng.sample(sorted(in_use), rng.randrange(len(in_use) + 1))
+                tier.free(back)
+                in_use.difference_update(back)
+            assert tier.num_free == 12 - len(in_use)
+        tier.free(sorted(in_use))
+        tier.close()
+
+
+class MemoryTierSuite(TierSuite):
+    """A tier in memory, and the device that copies to and from it."""
+
+    @abstractmethod
+    def make_tier(self, num_slots: int) -> MemoryTier:
+        """A tier with exactly ``num_slots`` free slots."""
+
+    @abstractmethod
+    def make_device(self) -> Device:
+        """The device that the tier's memory belongs to, or that reads it."""
+
+    def test_layout_fits_the_memory(self) -> None:
+        tier = self.make_tier(6)
+        assert tier.layout.num_blocks == tier.num_slots
+        assert tier.layout.nbytes <= tier.memory.nbytes
+        assert tier.layout.nbytes == 6 * tier.layout.group.bytes_per_block
+        tier.close()
+
+    def test_memory_holds_what_was_copied_into_it(self) -> None:
+        tier, device = self.make_tier(6), self.make_device()
+        nbytes = tier.layout.nbytes
+        sent, received = host_memory(nbytes), host_memory(nbytes)
+        memory_bytes(sent)[:] = np.random.default_rng(1).integers(0, 256, nbytes, np.uint8)
+        start, size = np.zeros(1, np.int64), np.array([nbytes], np.int64)
+        device.copy(CopyBatch(sent, tier.memory, start, start, size), Direction.LOAD)
+        device.copy(CopyBatch(tier.memory, received, start, start, size), Direction.STORE)
+        np.testing.assert_array_equal(memory_bytes(received), memory_bytes(sent))
+        tier.close()

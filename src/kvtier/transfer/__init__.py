@@ -1,0 +1,9 @@
+"""Do what a plan says: stage it as arrays, run it on a worker thread, report when it is done."""
+
+from __future__ import annotations
+
+from kvtier.transfer.engine import TransferEngine
+from kvtier.transfer.job import Job
+from kvtier.transfer.staging import stage
+
+__all__ = ["Job", "TransferEngine", "stage"]

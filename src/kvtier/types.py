@@ -1,0 +1,85 @@
+"""The values that every part of kvtier shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from typing import NewType
+
+BlockId = NewType("BlockId", int)
+"""A block in the index: a small number, never used twice in one index."""
+
+Slot = NewType("Slot", int)
+"""Room for one block in a tier: 0 <= slot < num_slots."""
+
+BlockKey = NewType("BlockKey", bytes)
+"""Chained hash of a prefix and its namespace: 32 bytes, the same in every process."""
+
+Label = bytes
+"""What names a block under its parent: its token ids, or a hash that the engine gives."""
+
+DEVICE = "device"
+HOST = "host"
+DISK = "disk"
+REMOTE = "remote"
+
+
+class Outcome(Enum):
+    """What became of a look-up or a request for room."""
+
+    HIT = "hit"
+    MISS = "miss"
+    IN_FLIGHT = "in flight"
+    REFUSED = "refused"
+
+
+class WritePolicy(StrEnum):
+    """When a block of the device tier is stored in the tier below."""
+
+    WRITE_THROUGH = "write_through"
+    """At once, when the engine commits it."""
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    """When it was used for the n-th time (``CacheConfig.store_after_uses``)."""
+    WRITE_BACK = "write_back"
+    """When it is evicted from the device tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Longest cached prefix of a prompt. May be outdated at once: lease before use.
+
+    blocks: the prefix, in prompt order; each is ready in at least one tier.
+    tiers: per block the fastest tier that has it ready.
+    in_flight: per block, whether it is on its way to a faster tier than that.
+    num_asked: how many blocks were asked for.
+    """
+
+    blocks: tuple[BlockId, ...]
+    tiers: tuple[str, ...]
+    in_flight: tuple[bool, ...]
+    num_asked: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are ready, counted from the start of the prompt."""
+        return len(self.blocks)
+
+    @property
+    def outcome(self) -> Outcome:
+        if any(self.in_flight):
+            return Outcome.IN_FLIGHT
+        return Outcome.HIT if self.blocks else Outcome.MISS
+
+    def first(self, num_blocks: int) -> Match:
+        """The same match, cut to its first ``num_blocks`` blocks."""
+        return Match(
+            self.blocks[:num_blocks],
+            self.tiers[:num_blocks],
+            self.in_flight[:num_blocks],
+            self.num_asked,
+        )
+
+    def on_device(self) -> Match:
+        """The same match, cut before the first block that is not on the device."""
+        elsewhere = (at for at, tier in enumerate(self.tiers) if tier != DEVICE)
+        return self.first(next(elsewhere, self.num_blocks))

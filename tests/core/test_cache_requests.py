@@ -1,0 +1,237 @@
+"""What the cache promises to a request, one sentence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvtier.devices import Direction
+from kvtier.keys import Namespace
+from kvtier.types import DEVICE, HOST
+from tests.core.world import DEADLINE_S, GROUP, A, B, World, count
+
+MakeWorld = Callable[..., World]
+
+
+# -- reuse -----------------------------------------------------------------------------------------
+
+
+def test_second_request_reuses_the_first_one_s_blocks(world: World) -> None:
+    first = world.serve([*A, 9])
+    second = world.start([*A, 9])
+    assert second.lease.num_shared == 4
+    assert second.lease.record.hit_blocks == {DEVICE: 4}
+    assert first.lease.slots == []
+    world.finish(second)
+    assert world.device.num_copies[Direction.LOAD] == 0
+
+
+def test_one_token_is_always_left_to_compute(world: World) -> None:
+    world.serve(A)
+    assert world.start(A).lease.num_shared == 3
+
+
+def test_blocks_come_back_from_the_host_as_they_were(world: World) -> None:
+    world.serve([*A, 9])
+    world.lose_the_device()
+    assert world.matched(A) == [HOST] * 4
+    request = world.start([*A, 9])
+    assert request.lease.num_shared == 4
+    assert request.lease.record.hit_blocks == {HOST: 4}
+    world.check_request(request)
+
+
+def test_prefix_and_room_are_told_apart(world: World) -> None:
+    world.serve(A)
+    request = world.start([*A, *B])
+    assert request.lease.num_shared == 4
+    assert request.lease.room == request.lease.slots[4:]
+    assert len(request.lease.slots) == 9
+
+
+def test_load_false_reuses_only_what_is_on_the_device(world: World) -> None:
+    world.serve([*A, 9])
+    assert world.ask([*A, 9], load=False).lease.num_shared == 4
+    world.release(world.requests[0])
+    world.lose_the_device()
+    request = world.ask([*A, 9], load=False)
+    assert request.lease.ready
+    assert request.lease.num_shared == 0
+
+
+def test_partial_commits_are_reused_as_far_as_they_go(world: World) -> None:
+    request = world.start([*A, 9])
+    world.compute(request, 3)
+    world.cache.commit(request.lease, 1)
+    assert world.matched(A) == [DEVICE]
+    world.cache.commit(request.lease, 3)
+    world.cache.commit(request.lease, 3)
+    world.cache.commit(request.lease, 0)
+    assert world.matched(A) == [DEVICE] * 3
+    world.check()
+
+
+def test_namespace_salt_separates(make_world: MakeWorld) -> None:
+    world = make_world(device_blocks=20)
+    tenants = [
+        Namespace("model", "main", "float16", GROUP.fingerprint, 2, salt=salt).digest
+        for salt in ("", "one", "two")
+    ]
+    for namespace in tenants:
+        request = world.start(A, namespace)
+        assert request.lease.num_shared == 0
+        world.finish(request)
+    for namespace in tenants:
+        assert len(world.matched(A, namespace)) == 4
+    assert len({slot for n in tenants for slot in world.start(A, n).lease.slots[:3]}) == 9
+
+
+def test_twins_are_deduplicated_at_commit(world: World) -> None:
+    one, two = world.start([*A, 9]), world.start([*A, 9])
+    assert set(one.lease.slots).isdisjoint(two.lease.slots)
+    world.compute(one, 4)
+    world.compute(two, 4)
+    world.cache.commit(one.lease, 4)
+    assert world.used()[0] == 10
+    world.cache.commit(two.lease, 4)
+    assert two.lease.slots[:4] == one.lease.slots[:4]
+    assert two.lease.record.num_committed_blocks == 0
+    assert world.used()[0] == 6
+    world.check()
+
+
+# -- loads on their way ----------------------------------------------------------------------------
+
+
+def test_two_requests_share_a_load_in_flight(world: World) -> None:
+    world.put_on_host(A)
+    one, two = world.ask([*A, 9]), world.ask([*A, 8])
+    assert not one.lease.ready
+    assert not two.lease.ready
+    assert two.lease.slots[:4] == one.lease.slots[:4]
+    assert two.lease.record.load_bytes == 0
+    world.device.let_go()
+    assert world.cache.drain()
+    assert world.device.num_copies[Direction.LOAD] == 1
+    for request in (one, two):
+        assert request.lease.ready
+        assert not request.lease.broken
+        world.check_request(request)
+
+
+def test_load_goes_on_when_its_request_goes_away(world: World) -> None:
+    world.put_on_host(A)
+    request = world.ask([*A, 9])
+    world.release(request)
+    world.check()
+    world.device.let_go()
+    assert world.cache.drain()
+    world.check()
+    assert world.matched(A) == [DEVICE] * 4
+
+
+def test_sources_of_a_load_can_not_be_evicted(world: World) -> None:
+    world.put_on_host(A)
+    request = world.ask([*A, 9])
+    world.release(request)
+    world.cache.clear(HOST)
+    assert world.held(HOST) == 4
+    world.device.let_go()
+    assert world.cache.drain()
+    world.cache.clear(HOST)
+    assert world.held(HOST) == 0
+    world.check()
+
+
+def test_what_was_loaded_for_a_request_can_not_be_evicted(world: World) -> None:
+    world.put_on_host([*A, 9])
+    world.device.let_go()
+    request = world.start([*A, 9])
+    world.cache.clear(DEVICE)
+    assert world.matched(A) == [DEVICE] * 4
+    world.check_request(request)
+
+
+@pytest.mark.parametrize("how", ["fail", "fail_half_way", "crash"])
+def test_failed_load_breaks_the_lease_and_is_recomputed(world: World, how: str) -> None:
+    world.put_on_host([*A, 9])
+    getattr(world.device, how)(Direction.LOAD)
+    world.device.let_go()
+    broken = world.start([*A, 9])
+    assert broken.lease.ready
+    assert broken.lease.broken
+    assert broken.lease.record.load_failed
+    assert world.matched(A) == [HOST] * 4
+    world.release(broken)
+    again = world.ask([*A, 9], load=False)
+    assert again.lease.ready
+    assert not again.lease.broken
+    assert again.lease.num_shared == 0
+    world.finish(again)
+    assert world.matched(A) == [DEVICE] * 4
+    assert count(world.cache.metrics, "kvtier_failed_copies_total", src=HOST, dst=DEVICE) == 1
+
+
+def test_failed_load_breaks_every_lease_that_waited_for_it(world: World) -> None:
+    world.put_on_host(A)
+    world.device.fail(Direction.LOAD)
+    one, two = world.ask([*A, 9]), world.ask([*A, 8])
+    world.device.let_go()
+    assert world.cache.drain()
+    assert one.lease.broken
+    assert two.lease.broken
+
+
+def test_late_load_is_given_up_and_arrives_for_others(world: World) -> None:
+    world.put_on_host(A)
+    late = world.ask([*A, 9])
+    world.clock.now += DEADLINE_S - 1
+    world.cache.poll()
+    assert not late.lease.ready
+    world.clock.now += 2
+    world.cache.poll()
+    assert late.lease.ready
+    assert late.lease.broken
+    assert count(world.cache.metrics, "kvtier_late_loads_total") == 1
+    world.release(late)
+    world.device.let_go()
+    assert world.cache.drain()
+    assert world.start([*A, 9]).lease.record.hit_blocks == {DEVICE: 4}
+
+
+def test_what_is_recomputed_while_its_load_is_late_stays_private(world: World) -> None:
+    """Two copies of a block, one on its way: the lease keeps its own until the other is there."""
+    world.put_on_host(A)
+    late = world.ask([*A, 9])
+    world.clock.now += DEADLINE_S + 1
+    world.cache.poll()
+    world.release(late)
+    again = world.ask([*A, 9], load=False)
+    world.compute(again, 4)
+    world.cache.commit(again.lease, 4)
+    assert again.lease.num_shared == 0
+    world.check()
+    world.device.let_go()
+    assert world.cache.drain()
+    world.cache.commit(again.lease, 4)
+    assert again.lease.num_shared == 4
+    world.check()
+
+
+def test_hole_left_by_a_failed_load_is_filled_by_recomputing(world: World) -> None:
+    """A load fails whose blocks another load's blocks follow: the tail is found again later."""
+    world.serve([*A, *B])
+    world.lose_the_device()
+    world.device.hold(Direction.LOAD)
+    world.device.fail(Direction.LOAD)
+    front, back = world.ask([*A, 9]), world.ask([*A, *B])
+    world.device.let_go()
+    assert world.cache.drain()
+    assert front.lease.broken
+    assert back.lease.broken
+    for request in (front, back):
+        world.release(request)
+    assert world.matched([*A, *B]) == [HOST] * 4 + [DEVICE] * 3 + [HOST]
+    world.finish(world.ask([*A, *B], load=False))
+    assert world.matched([*A, *B]) == [DEVICE] * 8

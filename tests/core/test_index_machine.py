@@ -1,0 +1,246 @@
+"""The index against a dictionary: random paths, leases, writes that succeed and fail, evictions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+)
+
+from kvtier.index import BlockIndex, State
+from kvtier.index.policies import LruPolicy
+from kvtier.keys import next_key
+from kvtier.types import DEVICE, DISK, HOST, BlockId, Label, Match, Slot
+
+TIERS = (DEVICE, HOST, DISK)
+NAMESPACES = (b"one", b"two")
+LABELS = (b"a", b"b")
+
+Path = tuple[bytes, ...]
+"""Namespace, then labels: what names a block."""
+
+paths = st.tuples(
+    st.sampled_from(NAMESPACES), st.lists(st.sampled_from(LABELS), min_size=1, max_size=5)
+).map(lambda made: (made[0], *made[1]))
+
+
+@dataclass
+class Place:
+    """What the model knows of one block in one tier."""
+
+    state: State = State.ABSENT
+    slot: int = -1
+    leases: int = 0
+    last_use: int = -1
+
+
+@dataclass
+class Known:
+    """What the model knows of one block."""
+
+    block: BlockId
+    num_uses: int = 0
+    tiers: dict[str, Place] = field(default_factory=lambda: {tier: Place() for tier in TIERS})
+
+    @property
+    def is_cached(self) -> bool:
+        return any(place.state is not State.ABSENT for place in self.tiers.values())
+
+
+class IndexMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = BlockIndex({tier: LruPolicy() for tier in TIERS})
+        self.model: dict[Path, Known] = {}
+        self.now = 0
+        self.next_slot = 0
+
+    # -- the model ---------------------------------------------------------------------------------
+
+    def _places(self, *states: State, leases: int | None = None) -> list[tuple[Path, str]]:
+        """Where the model has a block in one of ``states``, in a fixed order."""
+        return sorted(
+            (path, tier)
+            for path, known in self.model.items()
+            for tier, place in known.tiers.items()
+            if place.state in states and (leases is None or place.leases == leases)
+        )
+
+    def _draw(
+        self, data: st.DataObject, places: list[tuple[Path, str]]
+    ) -> tuple[Known, Place, str]:
+        path, tier = data.draw(st.sampled_from(places))
+        return self.model[path], self.model[path].tiers[tier], tier
+
+    def _candidates(self, tier: str) -> set[Path]:
+        """Ready, not leased, and no child that stays in the tier."""
+        stay = {path for path, _ in self._places(State.READY, State.WRITING) if _ == tier}
+        parents = {path[:-1] for path in stay}
+        return {
+            path
+            for path, at in self._places(State.READY, leases=0)
+            if at == tier and path not in parents
+        }
+
+    def _prune(self) -> None:
+        """Forget blocks that no tier holds and no longer prefix needs."""
+        for path in sorted(self.model, key=len, reverse=True):
+            has_child = any(other[:-1] == path for other in self.model)
+            if not has_child and not self.model[path].is_cached:
+                del self.model[path]
+
+    # -- writing -----------------------------------------------------------------------------------
+
+    @rule(path=paths, tier=st.sampled_from(TIERS), data=st.data())
+    def begin_write(self, path: Path, tier: str, data: st.DataObject) -> None:
+        """Of a tail of the path, where it is not in the tier."""
+        blocks = self.index.extend(path[0], path[1:])
+        for length, block in enumerate(blocks, start=2):
+            known = self.model.setdefault(path[:length], Known(block))
+            assert known.block == block, "a block changed its number"
+        first = data.draw(st.integers(0, len(blocks) - 1))
+        for length in range(first + 2, len(path) + 1):
+            place = self.model[path[:length]].tiers[tier]
+            if place.state is State.ABSENT:
+                place.state, place.slot = State.WRITING, self.next_slot
+                self.index.begin_write(self.model[path[:length]].block, tier, Slot(self.next_slot))
+                self.next_slot += 1
+
+    @precondition(lambda self: self._places(State.WRITING))
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        known, place, tier = self._draw(data, self._places(State.WRITING))
+        self.now += 1
+        self.index.commit(known.block, tier, float(self.now))
+        place.state, place.last_use = State.READY, self.now
+
+    @precondition(lambda self: self._places(State.WRITING, leases=0))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        known, place, tier = self._draw(data, self._places(State.WRITING, leases=0))
+        assert self.index.abort(known.block, tier) == place.slot
+        place.state, place.slot = State.ABSENT, -1
+        self._prune()
+
+    # -- use ---------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self._places(State.READY, State.WRITING))
+    @rule(data=st.data())
+    def lease(self, data: st.DataObject) -> None:
+        known, place, tier = self._draw(data, self._places(State.READY, State.WRITING))
+        self.index.lease([known.block], tier)
+        place.leases += 1
+
+    @precondition(lambda self: any(self._leased()))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        known, place, tier = self._draw(data, self._leased())
+        self.index.release([known.block], tier)
+        place.leases -= 1
+
+    def _leased(self) -> list[tuple[Path, str]]:
+        return [
+            (path, tier)
+            for path, tier in self._places(State.READY, State.WRITING)
+            if self.model[path].tiers[tier].leases
+        ]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        known = self.model[data.draw(st.sampled_from(sorted(self.model)))]
+        self.now += 1
+        self.index.touch([known.block], float(self.now))
+        known.num_uses += 1
+        for place in known.tiers.values():
+            place.last_use = self.now
+        assert self.index.num_uses(known.block) == known.num_uses
+
+    # -- eviction ----------------------------------------------------------------------------------
+
+    @rule(tier=st.sampled_from(TIERS), num_blocks=st.integers(-1, 6), data=st.data())
+    def evict(self, tier: str, num_blocks: int, data: st.DataObject) -> None:
+        upper_bound = self.index.num_evictable(tier)
+        chosen = self.index.evict(tier, num_blocks)
+        assert len(chosen) <= min(max(num_blocks, 0), upper_bound)
+        names = {known.block: path for path, known in self.model.items()}
+        for block in chosen:
+            candidates = self._candidates(tier)
+            path = names[block]
+            assert path in candidates, "a block left that had to stay"
+            oldest = min(self.model[other].tiers[tier].last_use for other in candidates)
+            assert self.model[path].tiers[tier].last_use == oldest, "a younger block left first"
+            self.model[path].tiers[tier].state = State.EVICTING
+            assert self.index.state(block, tier) is State.EVICTING
+        assert len(chosen) == max(num_blocks, 0) or not self._candidates(tier)
+        self.index.check_invariants()
+        for block in chosen:
+            place = self.model[names[block]].tiers[tier]
+            if data.draw(st.booleans(), label="stays"):
+                self.index.keep(block, tier)
+                place.state = State.READY
+            else:
+                assert self.index.forget(block, tier) == place.slot
+                place.state, place.slot = State.ABSENT, -1
+        self._prune()
+
+    # -- after every step --------------------------------------------------------------------------
+
+    @rule(path=paths)
+    def match(self, path: Path) -> None:
+        assert self.index.match(path[0], path[1:]) == self._expected(path)
+
+    def _expected(self, path: Path) -> Match:
+        rows: list[tuple[BlockId, str, bool]] = []
+        for length in range(2, len(path) + 1):
+            known = self.model.get(path[:length])
+            ready = [t for t in TIERS if known and known.tiers[t].state is State.READY]
+            if known is None or not ready:
+                break
+            faster = TIERS[: TIERS.index(ready[0])]
+            arriving = any(known.tiers[tier].state is State.WRITING for tier in faster)
+            rows.append((known.block, ready[0], arriving))
+        blocks, tiers, in_flight = zip(*rows, strict=True) if rows else ((), (), ())
+        return Match(blocks, tiers, in_flight, len(path) - 1)
+
+    @invariant()
+    def every_known_prefix_is_matched_as_the_model_says(self) -> None:
+        for path in self.model:
+            assert self.index.match(path[0], path[1:]) == self._expected(path)
+
+    @invariant()
+    def counts_agree(self) -> None:
+        self.index.check_invariants()
+        assert len(self.index) == len(self.model)
+        assert self.index._trie.num_roots == len({path[0] for path in self.model})
+        for tier in TIERS:
+            held = [p for p, t in self._places(State.WRITING, State.READY) if t == tier]
+            assert self.index.num_held(tier) == len(held)
+            slots = self.index.slots([self.model[path].block for path in held], tier)
+            assert slots == [self.model[path].tiers[tier].slot for path in held]
+
+    @invariant()
+    def keys_are_chained(self) -> None:
+        for path, known in self.model.items():
+            key: bytes = path[0]
+            for label in path[1:]:
+                key = next_key(key, Label(label))
+            assert self.index.key(known.block) == key
+
+    @invariant()
+    def states_follow_the_path(self) -> None:
+        for path in self.model:
+            expected = [
+                self.model[path[:length]].tiers[HOST].state for length in range(2, len(path) + 1)
+            ]
+            assert self.index.states(path[0], path[1:], HOST) == expected
+
+
+TestIndex = IndexMachine.TestCase
+TestIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,139 @@
+"""Labels and keys: what names a block."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import ConfigError
+from kvtier.keys import KeyChain, Namespace, next_key, token_labels
+
+NAMESPACE = Namespace("model", "main", "float32", "abc", 4)
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+@given(tokens, st.integers(1, 9))
+def test_labels_are_the_tokens_of_the_full_blocks(ids: list[int], block_size: int) -> None:
+    labels = token_labels(ids, block_size)
+    assert len(labels) == len(ids) // block_size
+    back = np.frombuffer(b"".join(labels), "<u4").tolist()
+    assert back == ids[: len(labels) * block_size]
+
+
+@given(tokens, tokens)
+def test_labels_of_a_prefix_are_a_prefix_of_the_labels(ids: list[int], more: list[int]) -> None:
+    labels = token_labels(ids, 4)
+    assert token_labels(ids + more, 4)[: len(labels)] == labels
+
+
+def test_partial_block_has_no_label() -> None:
+    assert token_labels([1, 2, 3], 4) == []
+    assert len(token_labels([1, 2, 3, 4, 5], 4)) == 1
+    assert token_labels([], 4) == []
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32, np.uint64, ">i8"])
+def test_labels_do_not_depend_on_the_array_they_come_from(dtype: str) -> None:
+    ids = [0, 1, 77, 2**31 - 1]
+    assert token_labels(np.array(ids, dtype), 2) == token_labels(ids, 2)
+    assert token_labels(np.array(ids * 2, dtype)[::2], 2) == token_labels((ids * 2)[::2], 2)
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**32], [0, -100, 5], [2**70], [-(2**70)]])
+def test_token_ids_out_of_range_are_refused(ids: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"0 \.\. 2\*\*32 - 1"):
+        token_labels(ids, 1)
+
+
+def test_token_ids_that_are_no_integers_are_refused() -> None:
+    for ids in (
+        np.array([1.5, 2.0]),
+        np.array([[1, 2], [3, 4]]),
+        np.array(["a"]),
+        np.array([True]),
+    ):
+        with pytest.raises(ConfigError, match="token ids"):
+            token_labels(ids, 1)
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+@given(tokens, tokens)
+def test_keys_of_a_prefix_are_the_same(ids: list[int], more: list[int]) -> None:
+    short, long = token_labels(ids, 4), token_labels(ids + more, 4)
+    chain = KeyChain(NAMESPACE, long)
+    assert [KeyChain(NAMESPACE, short)[i] for i in range(len(short))] == [
+        chain[i] for i in range(len(short))
+    ]
+
+
+@given(st.lists(st.integers(0, 3), min_size=4, max_size=24), st.data())
+def test_key_names_the_whole_prefix(ids: list[int], data: st.DataObject) -> None:
+    changed = list(ids)
+    at = data.draw(st.integers(0, len(ids) // 4 * 4 - 1))
+    changed[at] += 1
+    before, after = (KeyChain(NAMESPACE, token_labels(seq, 4)) for seq in (ids, changed))
+    for position in range(len(before)):
+        same = before[position] == after[position]
+        assert same == (position < at // 4)
+
+
+def test_chain_computes_keys_in_any_order() -> None:
+    labels = token_labels(list(range(20)), 4)
+    forwards, backwards = KeyChain(NAMESPACE, labels), KeyChain(NAMESPACE, labels)
+    expected = [forwards[i] for i in range(5)]
+    assert [backwards[i] for i in reversed(range(5))] == expected[::-1]
+    assert expected[0] == next_key(NAMESPACE.digest, labels[0])
+    assert all(len(key) == 32 for key in expected)
+
+
+def test_chain_refuses_positions_outside() -> None:
+    chain = KeyChain(NAMESPACE, token_labels(list(range(8)), 4))
+    for position in (-1, 2):
+        with pytest.raises(IndexError, match="2 full blocks"):
+            chain[position]
+
+
+def test_keys_are_the_same_in_every_process() -> None:
+    """A fixed value: what is on disk today has to be found tomorrow."""
+    chain = KeyChain(
+        Namespace("m", "r", "float16", "f", 2, "a", "s"), token_labels([1, 2, 3, 4], 2)
+    )
+    assert chain[1].hex() == ("49279caa9366ddcd25c3390c5c6b8a8ef9d098674c2ef76e9c7bde12e1df2c47")
+
+
+# -- namespaces ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Namespace)])
+def test_every_field_separates_namespaces(field: str) -> None:
+    value = getattr(NAMESPACE, field)
+    other = replace(NAMESPACE, **{field: value + (1 if field == "block_size" else "x")})
+    assert other.digest != NAMESPACE.digest
+    labels = token_labels(range(4), 4)
+    assert KeyChain(other, labels)[0] != KeyChain(NAMESPACE, labels)[0]
+
+
+names = st.text(max_size=6)
+
+
+@given(st.tuples(names, names, names, names, names), st.data())
+def test_moving_characters_between_fields_changes_the_digest(
+    values: tuple[str, str, str, str, str], data: st.DataObject
+) -> None:
+    """The same characters in the same order, cut into fields elsewhere."""
+    whole = "".join(values)
+    cuts = sorted(data.draw(st.integers(0, len(whole))) for _ in range(4))
+    bounds = [0, *cuts, len(whole)]
+    moved = tuple(whole[a:b] for a, b in pairwise(bounds))
+
+    def digest(model: str, revision: str, dtype: str, adapter: str, salt: str) -> bytes:
+        return Namespace(model, revision, dtype, "layout", 16, adapter, salt).digest
+
+    assert (digest(*values) == digest(*moved)) == (values == moved)

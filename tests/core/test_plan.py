@@ -1,0 +1,277 @@
+"""The planner against brute force, and the costs it plans with."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.plan import Copy, CostModel, Costs, Plan, plan_load, plan_store
+from kvtier.plan.cost import SMOOTHING, size_class
+from kvtier.types import DEVICE, DISK, HOST, BlockId, Match
+
+BLOCK_SIZE = 4
+BLOCK_BYTES = 1000
+HOST_TO_DEVICE = (HOST, DEVICE)
+DISK_TO_DEVICE = (DISK, DEVICE)
+
+
+def _match(tiers: str, in_flight: str = "") -> Match:
+    """One letter per block: d, h, s for device, host, disk; + where it is on its way."""
+    names = {"d": DEVICE, "h": HOST, "s": DISK}
+    flags = tuple(flag == "+" for flag in in_flight.ljust(len(tiers)))
+    blocks = tuple(BlockId(number) for number in range(len(tiers)))
+    return Match(blocks, tuple(names[tier] for tier in tiers), flags, len(tiers) + 1)
+
+
+def _plan(match: Match, costs: Costs, **limits: float) -> Plan:
+    settings = {"num_tokens": 1000, "num_free_slots": 1000, **limits}
+    return plan_load(match, costs, block_size=BLOCK_SIZE, bytes_per_block=BLOCK_BYTES, **settings)  # type: ignore[arg-type]
+
+
+def _costs(host_s: float, prefill_s: float | None, queued_s: float = 0.0) -> Costs:
+    """Seconds per block from the host, and per block of prefill."""
+    per_token = None if prefill_s is None else prefill_s / BLOCK_SIZE
+    rates = {HOST_TO_DEVICE: {size_class(BLOCK_BYTES): host_s / BLOCK_BYTES}}
+    return Costs(rates, per_token, {HOST_TO_DEVICE: queued_s})
+
+
+# -- against brute force ---------------------------------------------------------------------------
+
+rates = st.dictionaries(st.integers(0, 12), st.sampled_from([1e-6, 1e-5, 1e-3, 1.0]), max_size=3)
+costs_of_any_kind = st.builds(
+    Costs,
+    st.fixed_dictionaries({HOST_TO_DEVICE: rates, DISK_TO_DEVICE: rates}),
+    st.none() | st.sampled_from([1e-6, 1e-4, 1e-2, 1.0]),
+    st.dictionaries(
+        st.sampled_from([HOST_TO_DEVICE, DISK_TO_DEVICE]), st.sampled_from([0.0, 0.01, 5.0])
+    ),
+)
+matches = st.lists(st.tuples(st.sampled_from("dhs"), st.sampled_from(" +")), max_size=12).map(
+    lambda rows: _match("".join(row[0] for row in rows), "".join(row[1] for row in rows))
+)
+
+
+def _cost_of_cut(cut: int, match: Match, costs: Costs, num_tokens: int) -> tuple[float, float, int]:
+    """Load and prefill seconds, and slots, of reusing ``cut`` blocks, written from scratch."""
+    load_s, num_slots = 0.0, 0
+    for tier in (HOST, DISK):
+        here = [at for at in range(cut) if match.tiers[at] == tier]
+        copied = [at for at in here if not match.in_flight[at]]
+        num_slots += len(copied)
+        if here:
+            load_s += costs.queued_s.get((tier, DEVICE), 0.0)
+            load_s += costs.copy_s((tier, DEVICE), len(copied) * BLOCK_BYTES)
+    return load_s, costs.prefill_s(num_tokens - cut * BLOCK_SIZE), num_slots
+
+
+@settings(max_examples=500)
+@given(
+    matches,
+    costs_of_any_kind,
+    st.integers(1, 60),
+    st.integers(0, 12),
+    st.integers(1, 4),
+    st.none() | st.sampled_from([0.001, 0.1, 10.0]),
+)
+def test_planner_picks_the_cheapest_cut(
+    match: Match, costs: Costs, tokens: int, slots: int, grain: int, deadline_s: float | None
+) -> None:
+    plan = plan_load(
+        match,
+        costs,
+        num_tokens=tokens,
+        block_size=BLOCK_SIZE,
+        bytes_per_block=BLOCK_BYTES,
+        num_free_slots=slots,
+        grain_blocks=grain,
+        deadline_s=deadline_s,
+    )
+    allowed = {0: costs.prefill_s(tokens)}
+    for cut in range(0, match.num_blocks + 1, grain):
+        load_s, prefill_s, num_slots = _cost_of_cut(cut, match, costs, tokens)
+        in_time = deadline_s is None or load_s <= deadline_s
+        if cut * BLOCK_SIZE < tokens and num_slots <= slots and in_time:
+            allowed[cut] = load_s + prefill_s
+    chosen = plan.num_reused_blocks
+    assert chosen in allowed, "a cut that is not allowed"
+    assert plan.load_s + plan.recompute_s == pytest.approx(min(allowed.values()))
+    assert plan.load_s + plan.recompute_s <= plan.all_recompute_s, "slower than without a cache"
+    assert not [cut for cut in allowed if cut > chosen and allowed[cut] < allowed[chosen] * 0.999]
+    copied = [block for copy in plan.copies for block in copy.blocks]
+    assert sorted(copied) == [
+        at for at in range(chosen) if match.tiers[at] != DEVICE and not match.in_flight[at]
+    ]
+    assert all(copy.dst == DEVICE and copy.blocks for copy in plan.copies)
+    assert all(match.tiers[block] == copy.src for copy in plan.copies for block in copy.blocks)
+
+
+# -- rules, one by one -----------------------------------------------------------------------------
+
+
+def test_longer_cut_wins_where_two_cost_the_same() -> None:
+    assert _plan(_match("hhhh"), _costs(host_s=1.0, prefill_s=1.0)).num_reused_blocks == 4
+
+
+def test_what_is_on_the_device_is_always_reused() -> None:
+    plan = _plan(_match("ddd"), _costs(host_s=9.0, prefill_s=1e-9))
+    assert plan.num_reused_blocks == 3
+    assert plan.copies == ()
+    assert plan.load_s == 0
+
+
+def test_without_measurements_everything_is_loaded() -> None:
+    plan = _plan(_match("dhhs"), Costs())
+    assert plan.num_reused_blocks == 4
+    assert plan.copies == (
+        Copy(HOST, DEVICE, (BlockId(1), BlockId(2))),
+        Copy(DISK, DEVICE, (BlockId(3),)),
+    )
+
+
+def test_unknown_prefill_rate_means_load_even_where_loading_is_slow() -> None:
+    assert _plan(_match("hh"), _costs(host_s=100.0, prefill_s=None)).num_reused_blocks == 2
+
+
+def test_tier_slower_than_recomputing_is_left_alone() -> None:
+    plan = _plan(_match("ddhh"), _costs(host_s=2.0, prefill_s=1.0))
+    assert plan.num_reused_blocks == 2
+    assert plan.copies == ()
+
+
+def test_slow_tier_before_a_fast_one_may_be_worth_it() -> None:
+    """One block from a slow tier gives five on the device their prefix back."""
+    plan = _plan(_match("hddddd"), _costs(host_s=2.0, prefill_s=1.0))
+    assert plan.num_reused_blocks == 6
+
+
+def test_work_in_line_counts() -> None:
+    assert _plan(_match("hh"), _costs(0.5, 1.0, queued_s=0.9)).num_reused_blocks == 2
+    assert _plan(_match("hh"), _costs(0.5, 1.0, queued_s=1.1)).num_reused_blocks == 0
+
+
+def test_reuse_ends_on_the_grain() -> None:
+    assert _plan(_match("ddddd"), Costs(), grain_blocks=2).num_reused_blocks == 4
+    assert _plan(_match("ddddd"), Costs(), grain_blocks=8).num_reused_blocks == 0
+
+
+def test_one_token_is_left_to_compute() -> None:
+    assert _plan(_match("dd"), Costs(), num_tokens=8).num_reused_blocks == 1
+    assert _plan(_match("dd"), Costs(), num_tokens=9).num_reused_blocks == 2
+    assert _plan(_match(""), Costs(), num_tokens=0).num_reused_blocks == 0
+
+
+def test_reuse_ends_where_slots_do() -> None:
+    assert _plan(_match("dhhhd"), Costs(), num_free_slots=2).num_reused_blocks == 3
+
+
+def test_load_that_would_miss_its_deadline_is_not_begun() -> None:
+    plan = _plan(_match("dhhhh"), _costs(1.0, 10.0), deadline_s=2.5)
+    assert plan.num_reused_blocks == 3
+    assert plan.load_s == 2.0
+
+
+def test_deadline_does_not_hide_a_longer_cut_that_is_faster() -> None:
+    """Small copies pay for latency: two blocks may take less time than one."""
+    one, two = size_class(BLOCK_BYTES), size_class(2 * BLOCK_BYTES)
+    assert one != two
+    costs = Costs({HOST_TO_DEVICE: {one: 1.0, two: 1e-6}}, 1.0)
+    assert _plan(_match("hh"), costs, deadline_s=5.0).num_reused_blocks == 2
+
+
+def test_blocks_in_flight_cost_no_bytes_and_no_slots() -> None:
+    plan = _plan(_match("hhh", "++ "), _costs(1.0, 10.0), num_free_slots=1)
+    assert plan.num_reused_blocks == 3
+    assert plan.load_s == 1.0
+    assert plan.copies == (Copy(HOST, DEVICE, (BlockId(2),)),)
+
+
+def test_plan_says_what_it_does() -> None:
+    text = str(_plan(_match("dh"), _costs(0.001, 1.0)))
+    assert "reuse 2 blocks" in text
+    assert "host -> device: 1 blocks" in text
+    assert "nothing to copy" in str(Plan())
+
+
+def test_store_is_one_copy_or_none() -> None:
+    blocks = [BlockId(1), BlockId(2)]
+    assert plan_store(blocks, DEVICE, HOST).copies == (Copy(DEVICE, HOST, (*blocks,)),)
+    assert plan_store([], DEVICE, HOST).copies == ()
+
+
+# -- costs -----------------------------------------------------------------------------------------
+
+
+def test_first_observation_is_the_estimate_and_later_ones_move_it() -> None:
+    model = CostModel()
+    model.observe_copy(HOST_TO_DEVICE, 1000, 1.0)
+    assert model.snapshot().copy_s(HOST_TO_DEVICE, 1000) == 1.0
+    model.observe_copy(HOST_TO_DEVICE, 1000, 2.0)
+    assert model.snapshot().copy_s(HOST_TO_DEVICE, 1000) == pytest.approx(1 + SMOOTHING)
+    model.observe_prefill(10, 1.0)
+    model.observe_prefill(10, 2.0)
+    assert model.snapshot().prefill_s(10) == pytest.approx(1 + SMOOTHING)
+
+
+@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=30))
+def test_estimate_stays_between_the_observations(seconds: list[float]) -> None:
+    model = CostModel()
+    for each in seconds:
+        model.observe_copy(HOST_TO_DEVICE, 1000, each)
+    estimate = model.snapshot().copy_s(HOST_TO_DEVICE, 1000)
+    assert min(seconds) * 0.999 <= estimate <= max(seconds) * 1.001
+
+
+def test_new_regime_is_learnt() -> None:
+    model = CostModel()
+    model.observe_copy(HOST_TO_DEVICE, 1000, 1.0)
+    for _ in range(30):
+        model.observe_copy(HOST_TO_DEVICE, 1000, 5.0)
+    assert model.snapshot().copy_s(HOST_TO_DEVICE, 1000) == pytest.approx(5.0, rel=0.01)
+
+
+@pytest.mark.parametrize(("num_bytes", "number"), [(0, 0), (3, 0), (4, 1), (15, 1), (16, 2)])
+def test_size_classes_are_powers_of_four(num_bytes: int, number: int) -> None:
+    assert size_class(num_bytes) == number
+
+
+@given(st.integers(0, 40))
+def test_a_size_class_spans_a_factor_of_four(number: int) -> None:
+    assert size_class(4**number) == size_class(4 ** (number + 1) - 1) == number
+
+
+def test_unseen_class_borrows_from_the_nearest() -> None:
+    costs = Costs({HOST_TO_DEVICE: {2: 0.5, 8: 0.125}})
+    assert costs.copy_s(HOST_TO_DEVICE, 4**3) == 0.5 * 4**3
+    assert costs.copy_s(HOST_TO_DEVICE, 4**7) == 0.125 * 4**7
+    assert costs.copy_s(HOST_TO_DEVICE, 4**5) == 0.125 * 4**5, "the larger of two as near"
+
+
+def test_what_is_not_known_costs_nothing_to_copy_and_everything_to_compute() -> None:
+    assert Costs().copy_s(HOST_TO_DEVICE, 1 << 30) == 0
+    assert Costs().prefill_s(1) == inf
+    assert Costs().prefill_s(0) == 0
+    assert _costs(1.0, 1.0).copy_s(HOST_TO_DEVICE, 0) == 0
+
+
+def test_snapshot_does_not_change_later() -> None:
+    model = CostModel()
+    model.observe_copy(HOST_TO_DEVICE, 1000, 1.0)
+    queued = {HOST_TO_DEVICE: 1.0}
+    before = model.snapshot(queued)
+    model.observe_copy(HOST_TO_DEVICE, 1000, 9.0)
+    model.observe_prefill(1, 1.0)
+    queued.clear()
+    assert before.copy_s(HOST_TO_DEVICE, 1000) == 1.0
+    assert before.prefill_s(1) == inf
+    assert before.queued_s == {HOST_TO_DEVICE: 1.0}
+
+
+@pytest.mark.parametrize(("amount", "seconds"), [(0, 1.0), (1, 0.0), (-1, 1.0)])
+def test_observations_of_nothing_are_ignored(amount: int, seconds: float) -> None:
+    model = CostModel()
+    model.observe_copy(HOST_TO_DEVICE, amount, seconds)
+    model.observe_prefill(amount, seconds)
+    assert model.snapshot() == Costs()

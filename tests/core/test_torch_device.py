@@ -1,0 +1,70 @@
+"""The torch device on the CPU: the same suite, over tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvtier.devices import Device, Memory  # noqa: E402
+from kvtier.devices.torch_device import TorchDevice, tensor_memory  # noqa: E402
+from kvtier.errors import DeviceError  # noqa: E402
+from kvtier.layout import DType, full_attention, named_layout  # noqa: E402
+from kvtier.testing import DeviceSuite, MemoryTierSuite  # noqa: E402
+from kvtier.tiers import DeviceTier, HostTier, MemoryTier  # noqa: E402
+
+Bytes = npt.NDArray[np.uint8]
+GROUP = full_attention(2, 2, 4, DType.BFLOAT16, 2)
+
+
+class TestTorchCpuDevice(DeviceSuite):
+    def make_device(self) -> Device:
+        return TorchDevice("cpu")
+
+    def make_memory(self, nbytes: int) -> Memory:
+        return tensor_memory(torch.zeros(nbytes, dtype=torch.uint8))
+
+    def fill(self, memory: Memory, data: Bytes) -> None:
+        memory.owner.copy_(torch.from_numpy(data.copy()))
+
+    def content(self, memory: Memory) -> Bytes:
+        return memory.owner.numpy().copy()
+
+    def compute(self, memory: Memory, value: int) -> None:
+        memory.owner.fill_(value)
+
+
+class TestDeviceTierOverATensor(MemoryTierSuite):
+    def make_tier(self, num_slots: int) -> MemoryTier:
+        pool = torch.zeros(2, 2, num_slots, 2, 2, 4, dtype=torch.bfloat16)
+        return DeviceTier(tensor_memory(pool), named_layout("layer_first", GROUP, num_slots))
+
+    def make_device(self) -> Device:
+        return TorchDevice("cpu")
+
+
+class TestHostTierOfATorchDevice(MemoryTierSuite):
+    def make_tier(self, num_slots: int) -> MemoryTier:
+        return HostTier(GROUP, num_slots * GROUP.bytes_per_block, self.make_device())
+
+    def make_device(self) -> Device:
+        return TorchDevice("cpu")
+
+
+def test_pool_must_be_contiguous() -> None:
+    with pytest.raises(DeviceError, match="contiguous"):
+        tensor_memory(torch.zeros(4, 4).t())
+
+
+def test_unknown_device_is_refused_with_what_to_do() -> None:
+    with pytest.raises(DeviceError, match="--device cpu"):
+        TorchDevice("kettle")
+
+
+def test_missing_device_is_refused_with_what_to_do() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has the device")
+    with pytest.raises(DeviceError, match="--device cpu"):
+        TorchDevice("cuda")

@@ -1,0 +1,270 @@
+"""A whole cache over tiny blocks in numpy memory, with a clock, a faulty device and an engine.
+
+The bytes of a block are a pure function of its namespace and whole prefix: wherever a block turns
+up, what it has to hold is known, and a wrong block can't pass for a right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cache import Cache
+from kvtier.config import CacheConfig
+from kvtier.devices import Direction
+from kvtier.devices.cpu import CpuDevice
+from kvtier.index import State
+from kvtier.index.trie import Node
+from kvtier.keys import token_labels
+from kvtier.layout import DType, full_attention, named_layout
+from kvtier.lease import Lease
+from kvtier.telemetry import Metrics
+from kvtier.testing import BlockBytes, FaultyDevice, host_memory
+from kvtier.tiers import DeviceTier
+from kvtier.types import DEVICE, HOST, Label, WritePolicy
+
+Content = npt.NDArray[np.uint8]
+BLOCK_SIZE = 2
+GROUP = full_attention(2, 1, 2, DType.FLOAT16, BLOCK_SIZE)
+DEADLINE_S = 60.0
+NS = b"namespace"
+A, B, C = [1] * 8, [2] * 8, [3] * 8
+"""Prompts of four blocks, of which three can be reused: a token is left to compute."""
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass(eq=False)
+class Request:
+    """What the engine knows: the prompt, its lease, the blocks it has computed into its room."""
+
+    namespace: bytes
+    labels: list[Label]
+    num_tokens: int
+    lease: Lease
+    num_computed: int = 0
+
+    @property
+    def num_written(self) -> int:
+        """Leading blocks whose bytes are in the lease's slots."""
+        return max(self.lease.num_shared, self.num_computed)
+
+    def prefix(self, position: int) -> list[Label]:
+        """What names the block at ``position``."""
+        return self.labels[: position + 1]
+
+
+class World:
+    """A cache, and everything around it that a test wants to see or turn."""
+
+    def __init__(
+        self,
+        write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
+        device_blocks: int = 14,
+        host_blocks: int = 20,
+        layout: str = "layer_first",
+        load_deadline_s: float = DEADLINE_S,
+        store_after_uses: int = 2,
+    ) -> None:
+        self.clock = Clock()
+        self.device = FaultyDevice(CpuDevice(threads=1))
+        pool_layout = named_layout(layout, GROUP, device_blocks)
+        self.pool = DeviceTier(host_memory(pool_layout.nbytes), pool_layout)
+        config = CacheConfig(
+            host_capacity=host_blocks * GROUP.bytes_per_block,
+            write_policy=write_policy,
+            store_after_uses=store_after_uses,
+            load_deadline_s=load_deadline_s,
+            strict=True,
+        )
+        self.cache = Cache(config, self.device, self.pool, self.clock)
+        self.block_bytes = BlockBytes(GROUP)
+        self.requests: list[Request] = []
+
+    # -- an engine ---------------------------------------------------------------------------------
+
+    def fetch(
+        self,
+        tokens: Sequence[int],
+        num_output_blocks: int = 0,
+        grain_blocks: int = 1,
+        load: bool = True,
+        namespace: bytes = NS,
+    ) -> Request | None:
+        """Ask for a prompt, with room for its last, partial block and its output."""
+        self.clock.now += 0.01
+        labels = token_labels(tokens, BLOCK_SIZE)
+        num_blocks = len(tokens) // BLOCK_SIZE + 1 + num_output_blocks
+        lease = self.cache.fetch(
+            namespace, labels, len(tokens), num_blocks, grain_blocks=grain_blocks, load=load
+        )
+        if lease is None:
+            return None
+        assert len(lease.slots) == len(set(lease.slots)) == num_blocks
+        request = Request(namespace, labels, len(tokens), lease)
+        self.requests.append(request)
+        return request
+
+    def ask(self, tokens: Sequence[int], load: bool = True, namespace: bytes = NS) -> Request:
+        """``fetch``, where the test expects room."""
+        request = self.fetch(tokens, load=load, namespace=namespace)
+        assert request is not None, "the test expects room"
+        return request
+
+    def compute(self, request: Request, num_blocks: int) -> None:
+        """Do the prefill of the blocks up to ``num_blocks``: write their bytes into the room."""
+        for position in range(request.num_written, num_blocks):
+            block = self.expected(request, position)
+            slot = request.lease.slots[position]
+            self.block_bytes.write(self.pool.memory, self.pool.layout, slot, block)
+        request.num_computed = max(request.num_computed, num_blocks)
+
+    def release(self, request: Request) -> None:
+        self.requests.remove(request)
+        self.cache.release(request.lease)
+
+    def serve(self, tokens: Sequence[int], namespace: bytes = NS) -> Request:
+        """One request from start to end; waits for what is on its way. Returns it, released."""
+        request = self.start(tokens, namespace)
+        self.finish(request)
+        return request
+
+    def start(self, tokens: Sequence[int], namespace: bytes = NS) -> Request:
+        """Fetch, and wait until the lease is ready."""
+        request = self.ask(tokens, namespace=namespace)
+        assert self.cache.drain()
+        return request
+
+    def finish(self, request: Request) -> None:
+        """Check what was reused, compute the rest, commit, release, and wait for the stores."""
+        self.check_request(request)
+        self.compute(request, len(request.labels))
+        self.cache.commit(request.lease, len(request.labels))
+        self.check()
+        self.release(request)
+        assert self.cache.drain()
+        self.check()
+
+    def lose_the_device(self) -> None:
+        """Evict everything from the device; what is stored below stays there."""
+        self.cache.clear(DEVICE)
+        assert self.cache.drain()
+        assert self.held(DEVICE) == 0
+
+    def put_on_host(self, tokens: Sequence[int]) -> None:
+        """The prompt's blocks are in the host tier only, and loads are held from now on."""
+        self.serve(tokens)
+        self.lose_the_device()
+        self.device.hold(Direction.LOAD)
+
+    # -- checks ------------------------------------------------------------------------------------
+
+    def expected(self, request: Request, position: int) -> Content:
+        return self.block_bytes.expected(request.namespace, request.prefix(position))
+
+    def check(self) -> None:
+        """Bytes are right everywhere, slots and leases add up."""
+        self.cache.check_invariants()
+        contents = self.contents()
+        self.check_tiers(contents)
+        for request in self.requests:
+            self.check_request(request, contents[DEVICE])
+
+    def contents(self) -> dict[str, Content]:
+        """Per tier what every slot holds."""
+        return {
+            name: self.block_bytes.read_all(tier.memory, tier.layout)
+            for name, tier in self.cache._ladder.tiers.items()
+        }
+
+    def check_request(self, request: Request, content: Content | None = None) -> None:
+        """Every slot that the engine may read holds exactly the bytes of its prefix."""
+        lease = request.lease
+        if lease.broken or not lease.ready or not request.num_written:
+            return
+        if content is None:
+            content = self.contents()[DEVICE]
+        assert set(lease.held_in) <= {DEVICE}, "a ready lease holds its blocks elsewhere"
+        for position in range(request.num_written):
+            is_right = np.array_equal(
+                content[lease.slots[position]], self.expected(request, position)
+            )
+            assert is_right, f"wrong bytes in block {position} of a request"
+
+    def check_tiers(self, contents: dict[str, Content]) -> None:
+        """Every block that can be matched holds exactly the bytes of its prefix."""
+        for node in self.nodes():
+            namespace, prefix = path_of(node)
+            expected = self.block_bytes.expected(namespace, prefix)
+            for name, residency in zip(self.tiers, node.residencies, strict=True):
+                if residency.state is State.READY:
+                    is_right = np.array_equal(contents[name][residency.slot], expected)
+                    assert is_right, f"wrong bytes in the {name} tier"
+
+    def nodes(self) -> Iterator[Node]:
+        yield from self.cache._index._trie.nodes.values()
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        return self.cache._index.tiers
+
+    def wait(self) -> None:
+        """Until every copy is done; none is noticed yet."""
+        for transfer in self.cache._ladder._transfers:
+            assert transfer.job.wait(60), "a copy hangs"
+
+    def held(self, tier: str) -> int:
+        """Blocks in ``tier``."""
+        return self.cache._index.num_held(tier)
+
+    def matched(self, tokens: Sequence[int], namespace: bytes = NS) -> list[str]:
+        """The tiers of the cached prefix, block by block."""
+        return list(self.cache.match(namespace, token_labels(tokens, BLOCK_SIZE)).tiers)
+
+    def used(self) -> tuple[int, int]:
+        used = self.cache.used_slots()
+        return used[DEVICE], used[HOST]
+
+    def close(self) -> None:
+        """End everything; nothing may be left that a lease holds."""
+        self.device.let_go()
+        for request in list(self.requests):
+            self.release(request)
+        assert self.cache.drain()
+        self.check()
+        assert self.cache.used_slots() == {name: self.held(name) for name in self.tiers}
+        assert all(r.leases == 0 for node in self.nodes() for r in node.residencies)
+        for name in self.tiers:
+            self.cache.clear(name)
+            assert self.cache.drain()
+        for name in self.tiers[::-1]:
+            self.cache.clear(name)
+        assert set(self.cache.used_slots().values()) == {0}
+        assert len(self.cache._index) == 0
+        self.cache.close()
+        self.cache.close()
+
+
+def path_of(node: Node) -> tuple[bytes, list[Label]]:
+    """Namespace and labels of a node's whole prefix."""
+    labels: list[Label] = []
+    while node.parent is not None:
+        labels.append(node.label)
+        node = node.parent
+    return node.label, labels[::-1]
+
+
+def count(metrics: Metrics, name: str, **labels: str) -> float:
+    """A counter's value; 0 where it never counted."""
+    return metrics.registry.get_sample_value(name, labels) or 0.0
