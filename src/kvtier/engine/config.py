@@ -1,0 +1,64 @@
+"""Settings of the embedded engine, and what came of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvtier.config import CacheConfig
+from kvtier.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What to run, where, and how much at once."""
+
+    model: str = "kvtier-tiny"
+    """A built-in model's name, or a local directory in Hugging Face format."""
+    device: str = "auto"
+    """"auto", "cpu", or what torch calls an accelerator: "cuda", "npu:0"."""
+    dtype: str = "auto"
+    """"float32", "bfloat16", "float16"; auto is float32 on CPU and the model's own elsewhere."""
+    block_size: int = 16
+    """Tokens per block."""
+    chunk_tokens: int = 128
+    """The prefill grid: prompts are computed in chunks that end at its multiples."""
+    device_capacity: str | int = "256MiB"
+    """Size of the device KV pool."""
+    max_running: int = 16
+    """Requests that are decoded together."""
+    max_queue: int = 64
+    """Requests that may wait; one more is refused."""
+    max_model_tokens: int = 0
+    """Prompt and output of one request; 0 for what the model allows."""
+    prefix_cache: bool = True
+    """Reuse prefixes. Off computes every prompt from its start."""
+    threads: int = 0
+    """Threads that torch computes with; 0 leaves torch's own choice."""
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    """The tiers below the device."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "chunk_tokens", "max_running", "max_queue"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
+        if self.chunk_tokens % self.block_size:
+            raise ConfigError(
+                f"chunk_tokens: {self.chunk_tokens} is no multiple of block_size={self.block_size}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the engine runs, after everything automatic was decided."""
+
+    model_name: str
+    device: str
+    dtype: str
+    attention: str
+    vocab_size: int
+    num_parameters: int
+    max_model_tokens: int
+    num_device_blocks: int
+    block_size: int
+    chunk_tokens: int
+    bytes_per_block: int

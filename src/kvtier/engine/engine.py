@@ -1,0 +1,327 @@
+"""The engine: a thread that owns model, pool and cache, and serves requests from any thread."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from threading import Lock, Thread
+from types import TracebackType
+from typing import Self, TypeVar
+
+import torch
+
+from kvtier.cache import Cache
+from kvtier.config import parse_size
+from kvtier.devices import Finding, find_device
+from kvtier.engine.config import EngineConfig, EngineInfo
+from kvtier.engine.models import kv_group, load_model
+from kvtier.engine.paged import Span
+from kvtier.engine.pool import KVPool
+from kvtier.engine.request import (
+    Completion,
+    EngineBusy,
+    Request,
+    RequestError,
+    RequestHandle,
+    Token,
+)
+from kvtier.engine.runner import ModelRunner
+from kvtier.engine.sampling import Sampler, SamplingParams
+from kvtier.engine.scheduler import Scheduler
+from kvtier.engine.tokenizer import Tokenizer
+from kvtier.errors import Closed, ConfigError, DeviceError
+from kvtier.keys import Namespace, grid_labels
+from kvtier.types import Slot
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+IDLE_WAIT_S = 0.05
+"""How long an idle engine sleeps before it looks at copies on their way again."""
+
+
+class Engine:
+    """Serves one model. Made ready by the constructor, running between ``start`` and ``close``.
+
+    ``submit``, ``call`` and the handles may be used from any thread.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        device_name = _device_name(config.device)
+        device = torch.device(device_name)
+        copier = find_device(device_name)
+        model = load_model(config.model, device, config.dtype)
+        group = kv_group(model.module.config, model.module.dtype, config.block_size)
+        capacity = parse_size(config.device_capacity, "device_capacity")
+        num_blocks = capacity // group.bytes_per_block
+        if num_blocks * config.block_size <= config.chunk_tokens:
+            raise ConfigError(
+                f"device_capacity: {capacity / 2**20:.1f} MiB is room for {num_blocks} blocks of "
+                f"{group.bytes_per_block} bytes, less than one chunk of "
+                f"{config.chunk_tokens} tokens; raise it"
+            )
+        limit = min(model.max_tokens, num_blocks * config.block_size)
+        if config.max_model_tokens:
+            limit = min(limit, config.max_model_tokens)
+        self.config = config
+        self.tokenizer = Tokenizer(model.directory)
+        self.info = EngineInfo(
+            model_name=model.name,
+            device=device_name,
+            dtype=group.dtype.value,
+            attention=group.attention.value,
+            vocab_size=int(model.module.config.vocab_size),
+            num_parameters=sum(weight.numel() for weight in model.module.parameters()),
+            max_model_tokens=limit,
+            num_device_blocks=num_blocks,
+            block_size=config.block_size,
+            chunk_tokens=config.chunk_tokens,
+            bytes_per_block=group.bytes_per_block,
+        )
+        self._namespace = partial(
+            Namespace,
+            model.name,
+            model.revision,
+            group.dtype.value,
+            group.fingerprint,
+            config.block_size,
+        )
+        pool = KVPool(group, num_blocks, device, model.module.dtype)
+        self._cache = Cache(config.cache, copier, pool.tier())
+        self._runner = ModelRunner(model.module, pool)
+        self._scheduler = Scheduler(
+            self._cache, self._runner, self.info, model.eos_token_ids, config.max_running
+        )
+        self._inbox: queue.SimpleQueue[Request | Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = Lock()
+        self._num_unfinished = 0
+        self._thread: Thread | None = None
+        self._closing = False
+        self._stop = False
+        self._warm_up()
+
+    # -- for callers on any thread ----------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        salt: str = "",
+        on_token: Callable[[Token], None] | None = None,
+        on_done: Callable[[Completion], None] | None = None,
+    ) -> RequestHandle:
+        """Queue a request. prompt: token ids. salt: requests share KV only under equal salts.
+
+        on_token, on_done: called on the engine thread; they must return fast.
+        Raises ``RequestError`` for input that can't be served, ``EngineBusy`` when the queue is
+        full, ``Closed`` after ``close``.
+        """
+        params = params or SamplingParams()
+        self._refuse_bad(prompt, params)
+        labels = []
+        if self.config.prefix_cache:
+            labels = grid_labels(prompt, self.info.block_size, self.info.chunk_tokens)
+        request = Request(
+            prompt=list(prompt),
+            params=params,
+            namespace=self._namespace(salt=salt).digest,
+            labels=labels,
+            on_token=on_token,
+            on_done=partial(self._note_done, on_done),
+            sampler=Sampler(params),
+        )
+        with self._lock:
+            if self._closing:
+                raise Closed("the engine is closed; make a new one")
+            if self._num_unfinished >= self.config.max_queue + self.config.max_running:
+                raise EngineBusy(
+                    f"{self._num_unfinished} requests are waiting or running; try again later"
+                )
+            self._num_unfinished += 1
+        self._inbox.put(request)
+        return RequestHandle(request, self._wake)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run ``function`` on the engine thread, between two steps, and give its result."""
+        if self._thread is None:
+            return function()
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:  # handed to the caller
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return future.result()
+
+    def clear_tier(self, tier: str) -> None:
+        """Evict every block that no request holds from ``tier``."""
+        self.call(lambda: self._cache.clear(tier))
+
+    def drain(self, timeout_s: float = 60.0) -> bool:
+        """Wait until nothing runs and every copy has ended. False when that takes too long."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            if self.call(
+                lambda: not self._has_requests and self._cache.drain(end - time.monotonic())
+            ):
+                return True
+            time.sleep(0.002)
+        return False
+
+    @property
+    def cache(self) -> Cache:
+        """The cache; to be touched through ``call`` only."""
+        return self._cache
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return max(0, self._num_unfinished - len(self._scheduler.running))
+
+    def findings(self) -> list[Finding]:
+        """What is in use, for ``kvtier doctor``."""
+        return self._cache.findings()
+
+    # -- life -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to serve."""
+        if self._closing:
+            raise Closed("the engine is closed; make a new one")
+        if self._thread is None:
+            self._thread = Thread(target=self._serve, name="kvtier-engine", daemon=True)
+            self._thread.start()
+            atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """Take no more requests, let running ones go on for ``grace_s``, abort the rest, stop."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        if self._thread is not None:
+            end = time.monotonic() + grace_s
+            while self._num_unfinished and time.monotonic() < end:
+                time.sleep(0.01)
+            self._stop = True
+            self._wake()
+            self._thread.join()
+        atexit.unregister(self.close)
+        self._take_in(wait=False)
+        self._scheduler.abort_all()
+        self._cache.close()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- the engine thread ------------------------------------------------------------------------
+
+    @property
+    def _has_requests(self) -> bool:
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def _serve(self) -> None:
+        is_busy = False
+        while not self._stop:
+            self._take_in(wait=not is_busy)
+            try:
+                is_busy = self._scheduler.step()
+            except Exception as error:  # a broken promise inside: nobody may wait for ever
+                logger.exception("step failed")
+                self._scheduler.fail_all(f"The engine failed: {error}")
+                is_busy = False
+
+    def _note_done(
+        self, on_done: Callable[[Completion], None] | None, completion: Completion
+    ) -> None:
+        with self._lock:
+            self._num_unfinished -= 1
+        if on_done is not None:
+            on_done(completion)
+
+    def _take_in(self, wait: bool) -> None:
+        """Take requests and calls from the inbox. wait: for one, for a moment."""
+        # A load or a store on its way is noticed by polling: look again soon.
+        timeout = 0.0005 if self._has_requests else IDLE_WAIT_S
+        while True:
+            try:
+                item = self._inbox.get(block=wait, timeout=timeout)
+            except queue.Empty:
+                return
+            wait = False
+            if isinstance(item, Request):
+                self._scheduler.waiting.append(item)
+            elif item is not None:
+                item()
+
+    def _wake(self) -> None:
+        self._inbox.put(None)
+
+    def _warm_up(self) -> None:
+        """Run the model once before the first request, and learn what prefill costs.
+
+        The pool is empty now, so the blocks that this writes to are nobody's.
+        """
+        chunk = min(self.info.chunk_tokens, self.info.max_model_tokens - 1)
+        slots = [Slot(slot) for slot in range(chunk // self.info.block_size + 1)]
+        for _ in range(2):
+            began = time.perf_counter()
+            self._runner.prefill([0] * chunk, Span(slots, 0, chunk))
+            seconds = time.perf_counter() - began
+        self._cache.observe_prefill(chunk, seconds)
+        self._runner.decode([0], [Span(slots, chunk, chunk + 1)])
+
+    def _refuse_bad(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Raise ``RequestError`` with one clear sentence for what can't be served."""
+        if not prompt:
+            raise RequestError("The prompt is empty; give at least one token.")
+        if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
+            raise RequestError(
+                f"The prompt has token ids outside 0 .. {self.info.vocab_size - 1}, the vocabulary "
+                f"of {self.info.model_name}."
+            )
+        if complaint := params.complaint():
+            raise RequestError(complaint)
+        wanted = len(prompt) + params.max_tokens
+        if wanted > self.info.max_model_tokens:
+            raise RequestError(
+                f"The prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}: "
+                f"together {wanted}, but there is room for {self.info.max_model_tokens}; "
+                "shorten the prompt or lower max_tokens."
+            )
+
+
+def _device_name(wanted: str) -> str:
+    """The device to run on; "auto" takes the accelerator that torch finds, else the CPU."""
+    if wanted != "auto":
+        try:
+            torch.device(wanted)
+        except RuntimeError as error:
+            raise DeviceError(f"device: {wanted!r} is unknown to torch: {error}") from error
+        return wanted
+    found = torch.accelerator.current_accelerator()
+    return "cpu" if found is None else found.type

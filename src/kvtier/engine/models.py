@@ -1,0 +1,190 @@
+"""Models the engine can run: find, check, load, and say what KV they leave behind."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+from kvtier.engine.paged import ATTENTION
+from kvtier.errors import ConfigError
+from kvtier.layout import DType, KVGroup, full_attention, latent_attention
+
+BUILTIN = Path(__file__).parent / "builtin"
+DEFAULT = "kvtier-tiny"
+
+FULL = ("llama", "qwen2", "qwen3")
+LATENT = ("deepseek_v3",)
+
+_SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
+RANDOM: dict[str, type[PreTrainedConfig]] = {
+    "random-gqa": Qwen3Config,
+    "random-llama": LlamaConfig,
+    "random-mla": DeepseekV3Config,
+}
+"""Seeded random weights at small sizes: for tests of one attention kind, not for text."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, and where its tokenizer lies. revision: fingerprint of its files."""
+
+    name: str
+    revision: str
+    module: PreTrainedModel
+    directory: Path
+    eos_token_ids: tuple[int, ...]
+    max_tokens: int
+
+
+def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
+    """The model called ``name``: built in, or a local directory in Hugging Face format."""
+    if name in RANDOM:
+        return _random_model(name, device, dtype_name)
+    directory = BUILTIN / name if (BUILTIN / name).is_dir() else Path(name).expanduser()
+    if not (directory / "config.json").is_file():
+        known = ", ".join(sorted([*(path.name for path in BUILTIN.glob("*")), *RANDOM]))
+        raise ConfigError(
+            f"model: {name!r} is neither built in ({known}) nor a directory with a config.json; "
+            "models are not downloaded, give a local path"
+        )
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        raise ConfigError(f"model: {directory}/config.json can't be read: {error}") from error
+    refuse_unsupported(config, name)
+    dtype = choose_dtype(dtype_name, device, config)
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"model: weights in {directory} can't be loaded: {error}") from error
+    return LoadedModel(
+        name=directory.name,
+        revision=_fingerprint(directory),
+        module=_place(module, device),
+        directory=directory,
+        eos_token_ids=_eos_token_ids(directory, config),
+        max_tokens=int(config.max_position_embeddings),
+    )
+
+
+def refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
+    """Raise ``ConfigError`` for attention whose prefixes this engine can't restore yet."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    odd = sorted(kinds - {"full_attention"})
+    if odd:
+        what = "sliding-window" if "sliding_attention" in odd else "recurrent or other"
+        raise ConfigError(
+            f"model: {name!r} has {what} layers ({', '.join(odd)}); the embedded engine serves "
+            "full and latent (MLA) attention so far: choose a model of type "
+            f"{', '.join((*FULL, *LATENT))}"
+        )
+    if config.model_type not in (*FULL, *LATENT):
+        raise ConfigError(
+            f"model: {name!r} is of type {config.model_type!r}; the embedded engine serves "
+            f"{', '.join((*FULL, *LATENT))}"
+        )
+
+
+def choose_dtype(name: str, device: torch.device, config: PreTrainedConfig) -> torch.dtype:
+    """auto: float32 on CPU, where few processors compute in bfloat16; else the model's own."""
+    if name == "auto":
+        own = getattr(config, "dtype", None)
+        return own if device.type != "cpu" and isinstance(own, torch.dtype) else torch.float32
+    dtype = getattr(torch, name, None)
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ConfigError(f"dtype: {name!r} is unknown; use auto, float32, bfloat16 or float16")
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def kv_group(config: PreTrainedConfig, dtype: torch.dtype, block_size: int) -> KVGroup:
+    """What the model keeps per token, as transformers caches it."""
+    kind = DType(str(dtype).removeprefix("torch."))
+    layers = config.num_hidden_layers
+    if config.model_type in LATENT:
+        return latent_attention(
+            layers, config.kv_lora_rank, config.qk_rope_head_dim, kind, block_size
+        )
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    return full_attention(layers, config.num_key_value_heads, head_dim, kind, block_size)
+
+
+def _random_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
+    directory = BUILTIN / DEFAULT
+    vocabulary = AutoConfig.from_pretrained(directory, local_files_only=True).vocab_size
+    shape = dict(_SMALL, vocab_size=vocabulary, num_attention_heads=4, max_position_embeddings=8192)
+    if name == "random-mla":
+        shape |= {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 64,
+            "q_lora_rank": 64,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 32,
+            "v_head_dim": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 64,
+            "n_shared_experts": 1,
+        }
+    else:
+        shape |= {"num_key_value_heads": 2, "head_dim": 32}
+    config = RANDOM[name](**shape)
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config,
+            dtype=choose_dtype(dtype_name, device, config),
+            attn_implementation=ATTENTION,
+        )
+    return LoadedModel(name, "seed-0", _place(module, device), directory, (), 8192)
+
+
+def _place(module: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    torch.nn.Module.to(module, device)
+    torch.nn.Module.eval(module)
+    return module
+
+
+def _eos_token_ids(directory: Path, config: PreTrainedConfig) -> tuple[int, ...]:
+    found = getattr(config, "eos_token_id", None)
+    if (directory / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(directory).eos_token_id or found
+    if found is None:
+        return ()
+    return (found,) if isinstance(found, int) else tuple(found)
+
+
+def _fingerprint(directory: Path) -> str:
+    """Names the weights: the config, and name, size and first bytes of every weight file."""
+    hasher = blake2b((directory / "config.json").read_bytes(), digest_size=16)
+    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
+        hasher.update(f"{path.name}:{path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            hasher.update(file.read(1 << 20))
+    return hasher.hexdigest()

@@ -1,0 +1,82 @@
+"""The device tier's memory as tensors: one flat pool, layer first, one view per layer and part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvtier.devices import Memory
+from kvtier.layout import KVGroup, named_layout
+from kvtier.tiers import DeviceTier
+from kvtier.types import Slot
+
+Rows = slice | torch.Tensor
+"""Rows of a view: neighbours as a slice, anything else as indices."""
+
+
+class KVPool:
+    """``num_blocks`` blocks of KV on a torch device.
+
+    Slot s holds tokens ``s * block_size .. (s + 1) * block_size`` of each view
+    [num_blocks * block_size, num_heads, dim].
+    """
+
+    def __init__(
+        self, group: KVGroup, num_blocks: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.group = group
+        self.layout = named_layout("layer_first", group, num_blocks)
+        self._device = device
+        # Zeroed, so that every page is there before the first request is timed.
+        flat = torch.zeros(self.layout.nbytes // dtype.itemsize, dtype=dtype, device=device)
+        self.memory = Memory(flat.data_ptr(), self.layout.nbytes, device.type, flat)
+        self._views: list[list[torch.Tensor]] = []
+        for layer in range(group.num_layers):
+            views = []
+            for part, strides in zip(group.parts, self.layout.parts, strict=True):
+                start = (strides.offset + layer * strides.layer) // dtype.itemsize
+                shape = (num_blocks * group.block_size, part.num_heads, part.dim)
+                steps = (part.num_heads * part.dim, part.dim, 1)
+                views.append(flat.as_strided(shape, steps, start))
+            self._views.append(views)
+
+    def tier(self) -> DeviceTier:
+        """The pool as the cache's device tier."""
+        return DeviceTier(self.memory, self.layout)
+
+    def rows(self, slots: Sequence[Slot], start: int, end: int) -> Rows:
+        """Where tokens ``start .. end`` of a sequence with these slots lie in each view."""
+        size = self.group.block_size
+        first, last = start // size, (end - 1) // size
+        if _are_neighbours(slots, first, last):
+            base = (slots[first] - first) * size
+            return slice(base + start, base + end)
+        positions = torch.arange(start, end)
+        table = torch.tensor(slots[: last + 1])
+        return (table[positions // size] * size + positions % size).to(self._device)
+
+    def blocks(self, slots: Sequence[Slot], num_tokens: int) -> Rows:
+        """Where the first ``num_tokens`` tokens lie: rows if neighbours, else block numbers."""
+        last = (num_tokens - 1) // self.group.block_size
+        if _are_neighbours(slots, 0, last):
+            start = slots[0] * self.group.block_size
+            return slice(start, start + num_tokens)
+        return torch.tensor(slots[: last + 1]).to(self._device)
+
+    def write(self, layer: int, part: int, rows: Rows, values: torch.Tensor) -> None:
+        """Store [num_tokens, num_heads, dim] in ``rows``."""
+        self._views[layer][part][rows] = values
+
+    def read(self, layer: int, part: int, where: Rows, num_tokens: int) -> torch.Tensor:
+        """The context that ``blocks`` found: [num_tokens, num_heads, dim], a view if it can be."""
+        view = self._views[layer][part]
+        if isinstance(where, slice):
+            return view[where]
+        paged = view.view(-1, self.group.block_size, *view.shape[1:])
+        return paged.index_select(0, where).flatten(0, 1)[:num_tokens]
+
+
+def _are_neighbours(slots: Sequence[Slot], first: int, last: int) -> bool:
+    run = slots[first : last + 1]
+    return list(run) == list(range(run[0], run[0] + len(run)))

@@ -1,0 +1,213 @@
+"""Continuous batching: who is admitted, what runs next. Owned by the engine thread.
+
+Requests are admitted in order, as soon as the device tier has room for all they may need, so
+nothing that runs ever has to be thrown out. Prompts are computed one at a time, a chunk per step,
+and between two chunks everybody who already generates gets one more token.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from kvtier.cache import Cache
+from kvtier.engine.config import EngineInfo
+from kvtier.engine.paged import Span
+from kvtier.engine.request import Request, Stage, Token
+from kvtier.engine.runner import ModelRunner
+from kvtier.engine.sampling import logprobs
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Requests between submission and completion."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        runner: ModelRunner,
+        info: EngineInfo,
+        eos_token_ids: tuple[int, ...],
+        max_running: int,
+    ) -> None:
+        self._cache = cache
+        self._runner = runner
+        self._info = info
+        self._eos = frozenset(eos_token_ids)
+        self._max_running = max_running
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+
+    def step(self) -> bool:
+        """Do a bit of everything that can be done. False when there was nothing to do."""
+        self._cache.poll()
+        self._end_aborted()
+        self._admit()
+        for request in self.running:
+            if request.stage is Stage.LOADING:
+                self._check_load(request)
+        prefilling = next((r for r in self.running if r.stage is Stage.PREFILL), None)
+        if prefilling is not None:
+            self._guarded(prefilling, self._prefill_chunk)
+        decoding = [r for r in self.running if r.stage is Stage.DECODE]
+        if decoding:
+            self._decode(decoding)
+        return prefilling is not None or bool(decoding)
+
+    def num_blocks(self, request: Request) -> int:
+        """Blocks that a request may come to need: prompt and output."""
+        num_tokens = len(request.prompt) + request.params.max_tokens
+        return -(-num_tokens // self._info.block_size)
+
+    # -- from waiting to prefill ------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self._max_running:
+            if not self._fetch(self.waiting[0]):
+                return
+            self.running.append(self.waiting.popleft())
+
+    def _fetch(self, request: Request) -> bool:
+        """Take a lease for the request. False when there is no room now."""
+        request.lease = self._cache.fetch(
+            request.namespace,
+            request.labels,
+            num_tokens=len(request.prompt),
+            num_blocks=self.num_blocks(request),
+            grain_blocks=self._info.chunk_tokens // self._info.block_size,
+            load=request.may_load,
+        )
+        request.stage = Stage.WAITING if request.lease is None else Stage.LOADING
+        return request.lease is not None
+
+    def _check_load(self, request: Request) -> None:
+        """A load has ended: begin with the prefill, or ask again for what needs no load."""
+        lease = request.lease
+        assert lease is not None
+        if not lease.ready:
+            return
+        if lease.broken:
+            request.may_load = False
+            self._refetch(request)
+            return
+        request.stage = Stage.PREFILL
+
+    def _refetch(self, request: Request) -> None:
+        """Give the lease back and take a new one; go back to the head of the line without room."""
+        assert request.lease is not None
+        self._cache.release(request.lease)
+        if not self._fetch(request):
+            self.running.remove(request)
+            self.waiting.appendleft(request)
+
+    # -- prefill ----------------------------------------------------------------------------------
+
+    def _prefill_chunk(self, request: Request) -> None:
+        """Compute the prompt up to the next point of the grid."""
+        lease = request.lease
+        assert lease is not None
+        if request.num_computed == 0:
+            if self._others_computed_more(request):
+                self._refetch(request)
+                return
+            request.num_computed = request.num_cached = lease.num_shared * self._info.block_size
+            request.hit_tokens = {
+                tier: count * self._info.block_size
+                for tier, count in lease.record.hit_blocks.items()
+            }
+        start, grid = request.num_computed, self._info.chunk_tokens
+        end = min((start // grid + 1) * grid, len(request.prompt))
+        began = time.perf_counter()
+        logits = self._runner.prefill(request.prompt[start:end], Span(lease.slots, start, end))
+        self._cache.observe_prefill(end - start, time.perf_counter() - began)
+        request.num_computed = end
+        whole = end // grid * grid // self._info.block_size
+        if whole > lease.num_shared and request.labels:
+            self._cache.commit(lease, whole)
+        if end == len(request.prompt):
+            request.stage = Stage.DECODE
+            self._choose(request, logits)
+
+    def _others_computed_more(self, request: Request) -> bool:
+        """Whether more of the prompt was committed since the lease was taken."""
+        assert request.lease is not None
+        if not request.may_load:
+            return False
+        match = self._cache.match(request.namespace, request.labels)
+        plan = self._cache.plan(
+            match, len(request.prompt), self._info.chunk_tokens // self._info.block_size
+        )
+        return plan.num_reused_blocks > request.lease.num_shared
+
+    # -- decode -----------------------------------------------------------------------------------
+
+    def _decode(self, requests: list[Request]) -> None:
+        """One more token for each of ``requests``."""
+        spans = [
+            Span(r.lease.slots, r.num_computed, r.num_computed + 1) for r in requests if r.lease
+        ]
+        try:
+            rows = self._runner.decode([r.last_token for r in requests], spans)
+        except RuntimeError as error:
+            logger.exception("decode failed num_requests=%d", len(requests))
+            for request in requests:
+                self._end(request, "error", f"The model failed while decoding: {error}")
+            return
+        for request, logits in zip(requests, rows, strict=True):
+            request.num_computed += 1
+            self._guarded(request, partial(self._choose, logits=logits))
+
+    def _choose(self, request: Request, logits: torch.Tensor) -> None:
+        """Take the next token from ``logits`` (float32 [vocab_size]); it may be the last."""
+        params = request.params
+        token_id = request.sampler.choose(logits)
+        logprob, top = logprobs(logits, token_id, params.num_logprobs)
+        kept = logits.numpy().copy() if params.keep_logits else None
+        request.add(Token(token_id, logprob, top), kept)
+        if token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos):
+            self._end(request, "stop")
+        elif len(request.tokens) >= params.max_tokens:
+            self._end(request, "length")
+
+    # -- endings ----------------------------------------------------------------------------------
+
+    def _guarded(self, request: Request, work: Callable[[Request], None]) -> None:
+        """Run one request's share of a step: what fails there ends this request and no other."""
+        try:
+            work(request)
+        except Exception as error:
+            logger.exception("request failed stage=%s", request.stage.value)
+            self._end(request, "error", f"The request failed: {error}")
+
+    def _end(self, request: Request, reason: str, error: str = "") -> None:
+        if request.lease is not None:
+            self._cache.release(request.lease)
+            request.lease = None
+        if request in self.running:
+            self.running.remove(request)
+        request.finish(reason, error)
+
+    def _end_aborted(self) -> None:
+        for request in [r for r in self.running if r.aborted]:
+            self._end(request, "abort")
+        for request in [r for r in self.waiting if r.aborted]:
+            self.waiting.remove(request)
+            self._end(request, "abort")
+
+    def fail_all(self, error: str) -> None:
+        """End every request with an error."""
+        for request in (*self.running, *self.waiting):
+            self._end(request, "error", error)
+        self.waiting.clear()
+
+    def abort_all(self) -> None:
+        """End every request as it is."""
+        for request in (*self.running, *self.waiting):
+            request.aborted = True
+        self._end_aborted()

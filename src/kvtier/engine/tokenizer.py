@@ -1,0 +1,87 @@
+"""Text to tokens and back, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from kvtier.errors import ConfigError
+
+_UNFINISHED = "\ufffd"
+
+
+class Tokenizer:
+    """The model's tokenizer, from its local directory."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model: no tokenizer can be loaded from {directory}: {error}"
+            ) from error
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, without special tokens around it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ``token_ids``; special tokens are left out."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token, special ones included."""
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's next turn."""
+        text = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+        )
+        return self.encode(str(text))
+
+    def detokenizer(self) -> Detokenizer:
+        """A new one for one stream of tokens."""
+        return Detokenizer(self)
+
+
+class Detokenizer:
+    """Text of a growing sequence, given out when it is certain: never half a character.
+
+    A token's text may depend on its neighbours, so the last few tokens are decoded again with
+    each new one, and only what they add is given out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context = 0
+        self._given = 0
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token; often its own, sometimes nothing."""
+        self._ids.append(token_id)
+        return self._take(hold=True)
+
+    def flush(self) -> str:
+        """What was held back, as well as it can be shown."""
+        return self._take(hold=False)
+
+    def _take(self, hold: bool) -> str:
+        before = self._tokenizer.decode(self._ids[self._context : self._given])
+        text = self._tokenizer.decode(self._ids[self._context :])
+        if hold and text.endswith(_UNFINISHED):
+            return ""
+        self._context, self._given = self._given, len(self._ids)
+        return text[len(before) :]

@@ -1,0 +1,97 @@
+"""Many requests at once, tiers far too small: nothing leaks, and answers are as without cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.types import DEVICE, WritePolicy
+
+from .conftest import changed
+
+pytestmark = pytest.mark.engine
+
+Make = Callable[[EngineConfig], Engine]
+
+
+def requests(tokens: list[int], count: int, seed: int) -> list[list[int]]:
+    """Prompts with shared beginnings, of 40 to 400 tokens."""
+    rng = random.Random(seed)
+    roots = [tokens[i * 900 : i * 900 + 500] for i in range(12)]
+    prompts = []
+    for _ in range(count):
+        root = rng.choice(roots)
+        tail = rng.randrange(len(tokens) - 60)
+        prompts.append(root[: rng.randrange(20, 350)] + tokens[tail : tail + rng.randrange(20, 50)])
+    return prompts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", list(WritePolicy))
+def test_500_requests_leak_nothing_and_answer_as_without_cache(
+    make: Make, text: str, policy: WritePolicy
+) -> None:
+    """16 in flight; the device holds a few prompts, the host tier fewer blocks than one prompt.
+
+    Prefill runs alone and on the grid, so the first token's logits are equal to the last bit even
+    under load. Later ones are computed in batches whose make-up differs from run to run: they
+    agree up to rounding.
+    """
+    small = changed(
+        device_capacity="1500KiB",
+        host="300KiB",
+        policy=policy,
+        max_running=16,
+        max_model_tokens=500,
+    )
+    engine = make(small)
+    plain = make(changed(prefix_cache=False, host=0, max_running=16))
+    prompts = requests(engine.tokenizer.encode(text), 500, seed=7)
+    params = SamplingParams(max_tokens=4, keep_logits=True, ignore_eos=True)
+    handles = [engine.submit(prompt, params) for prompt in prompts]
+    references = [plain.submit(prompt, params) for prompt in prompts]
+    num_cached = 0
+    for handle, reference in zip(handles, references, strict=True):
+        ours, theirs = handle.result(120), reference.result(120)
+        assert ours.finish_reason == "length", ours.error
+        assert ours.logits is not None
+        assert theirs.logits is not None
+        assert np.array_equal(ours.logits[0], theirs.logits[0])
+        if ours.token_ids[:-1] == theirs.token_ids[:-1]:
+            np.testing.assert_allclose(ours.logits, theirs.logits, atol=1e-4, rtol=1e-4)
+        num_cached += ours.num_cached_tokens
+    assert num_cached > 0
+    assert engine.drain()
+    engine.call(engine.cache.check_invariants)
+    engine.clear_tier(DEVICE)
+    engine.call(engine.cache.check_invariants)
+    used = engine.call(engine.cache.used_slots)
+    assert used[DEVICE] == 0
+
+
+def test_aborted_requests_give_everything_back(make: Make, text: str) -> None:
+    engine = make(changed(max_running=4))
+    prompts = requests(engine.tokenizer.encode(text), 40, seed=3)
+    handles = [engine.submit(prompt, SamplingParams(max_tokens=60)) for prompt in prompts]
+    for handle in handles[::2]:
+        handle.abort()
+    reasons = {handle.result(60).finish_reason for handle in handles[::2]}
+    assert reasons <= {"abort", "length", "stop"}
+    for handle in handles[1::2]:
+        assert handle.result(60).finish_reason in ("length", "stop")
+    assert engine.drain()
+    engine.clear_tier(DEVICE)
+    assert engine.call(engine.cache.used_slots)[DEVICE] == 0
+    assert (engine.num_running, engine.num_waiting) == (0, 0)
+
+
+def test_close_ends_every_request(make: Make, text: str) -> None:
+    engine = make(changed(max_running=2))
+    prompts = requests(engine.tokenizer.encode(text), 20, seed=5)
+    handles = [engine.submit(prompt, SamplingParams(max_tokens=100)) for prompt in prompts]
+    engine.close()
+    assert all(handle.result(10).finish_reason in ("abort", "length", "stop") for handle in handles)

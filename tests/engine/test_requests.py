@@ -1,0 +1,179 @@
+"""What a caller may ask, what is refused, how tokens are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.engine import Engine, EngineBusy, EngineConfig, RequestError, SamplingParams, Token
+from kvtier.engine.models import BUILTIN, load_model
+from kvtier.engine.sampling import Sampler, logprobs
+from kvtier.engine.tokenizer import Tokenizer
+from kvtier.errors import Closed, ConfigError
+
+from .conftest import changed
+
+pytestmark = pytest.mark.engine
+
+Make = Callable[[EngineConfig], Engine]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "sentence"),
+    [
+        ([], SamplingParams(), "The prompt is empty"),
+        ([10**6], SamplingParams(), "token ids outside"),
+        ([-1], SamplingParams(), "token ids outside"),
+        ([5], SamplingParams(max_tokens=0), "max_tokens is 0"),
+        ([5], SamplingParams(max_tokens=10**6), "together 1000001"),
+        ([5], SamplingParams(temperature=-1.0), "temperature is -1.0"),
+        ([5], SamplingParams(top_p=0.0), "top_p is 0.0"),
+        ([5], SamplingParams(top_k=-1), "top_k is -1"),
+        ([5], SamplingParams(num_logprobs=21), "num_logprobs is 21"),
+    ],
+)
+def test_bad_requests_get_one_clear_sentence(
+    make: Make, prompt: list[int], params: SamplingParams, sentence: str
+) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        make(changed()).submit(prompt, params)
+
+
+def test_a_full_queue_refuses(make: Make) -> None:
+    engine = make(changed(max_running=1, max_queue=1))
+    engine.submit([5] * 300, SamplingParams(max_tokens=200))
+    engine.submit([6] * 300, SamplingParams(max_tokens=200))
+    with pytest.raises(EngineBusy, match="try again later"):
+        engine.submit([7] * 300)
+
+
+def test_a_closed_engine_refuses(make: Make) -> None:
+    engine = make(changed())
+    engine.close()
+    with pytest.raises(Closed):
+        engine.submit([5])
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model": "no/such/model"}, "neither built in"),
+        ({"dtype": "int8"}, "dtype: 'int8' is unknown"),
+        ({"device_capacity": "1KiB"}, "less than one chunk"),
+        ({"device_capacity": "much"}, "can't read 'much'"),
+        ({"chunk_tokens": 40}, "no multiple of block_size"),
+        ({"max_running": 0}, "max_running: 0 is below 1"),
+    ],
+)
+def test_bad_settings_get_one_clear_sentence(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        Engine(changed(**changes))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sentence"),
+    [
+        ("gemma3_text", "sliding-window layers"),
+        ("gpt_oss", "sliding-window layers"),
+        ("qwen3_next", "recurrent or other layers"),
+        ("gpt2", "is of type 'gpt2'"),
+    ],
+)
+def test_models_with_other_attention_are_refused(
+    tmp_path: Path, model_type: str, sentence: str
+) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=sentence):
+        load_model(str(tmp_path), torch.device("cpu"), "auto")
+
+
+def test_tokens_stream_in_order_and_agree_with_the_completion(make: Make, text: str) -> None:
+    engine = make(changed())
+    seen: list[Token] = []
+    handle = engine.submit(
+        engine.tokenizer.encode(text)[:100],
+        SamplingParams(max_tokens=9, num_logprobs=3),
+        on_token=seen.append,
+    )
+    completion = handle.result(60)
+    assert tuple(seen) == completion.tokens
+    assert completion.token_ids == tuple(token.token_id for token in seen)
+    assert 0 < completion.ttft_s <= completion.e2e_s
+    for token in seen:
+        assert len(token.top_logprobs) == 3
+        assert token.top_logprobs[0] == (token.token_id, token.logprob)  # greedy takes the best
+
+
+def test_a_seed_repeats_and_another_differs(make: Make, text: str) -> None:
+    engine = make(changed())
+    prompt = engine.tokenizer.encode(text)[:100]
+
+    def sample(seed: int) -> tuple[int, ...]:
+        params = SamplingParams(max_tokens=20, temperature=1.0, seed=seed, ignore_eos=True)
+        return engine.submit(prompt, params).result(60).token_ids
+
+    assert sample(1) == sample(1)
+    assert sample(1) != sample(2)
+
+
+def test_generation_stops_at_a_stop_token(make: Make, text: str) -> None:
+    engine = make(changed())
+    prompt = engine.tokenizer.encode(text)[:100]
+    free = engine.submit(prompt, SamplingParams(max_tokens=8)).result(60)
+    stop = free.token_ids[3]
+    first = free.token_ids.index(stop)
+    cut = engine.submit(prompt, SamplingParams(max_tokens=8, stop_token_ids=(stop,))).result(60)
+    assert cut.finish_reason == "stop"
+    assert cut.token_ids == free.token_ids[: first + 1]
+
+
+@given(st.lists(st.integers(0, 4095), max_size=40))
+def test_streamed_text_is_the_decoded_text(token_ids: list[int]) -> None:
+    """Whatever the tokens: pieces of characters included."""
+    tokenizer = _tokenizer()
+    stream = tokenizer.detokenizer()
+    pieces = [stream.push(token_id) for token_id in token_ids]
+    assert "".join([*pieces, stream.flush()]) == tokenizer.decode(token_ids)
+
+
+@given(st.text(max_size=60))
+def test_streamed_characters_are_never_half(text: str) -> None:
+    tokenizer = _tokenizer()
+    stream = tokenizer.detokenizer()
+    pieces = [stream.push(token_id) for token_id in tokenizer.encode(text)]
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join([*pieces, stream.flush()]) == tokenizer.decode(tokenizer.encode(text))
+
+
+@given(st.integers(0, 2**32), st.integers(1, 50), st.floats(0.05, 1.0))
+def test_sampling_stays_within_top_k_and_top_p(seed: int, top_k: int, top_p: float) -> None:
+    logits = torch.randn(100, generator=torch.Generator().manual_seed(seed))
+    params = SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, seed=seed)
+    chosen = Sampler(params).choose(logits)
+    order = logits.argsort(descending=True).tolist()
+    assert chosen in order[:top_k]
+    kept = (logits / 0.8).topk(top_k).values.softmax(-1)
+    smallest_nucleus = int((kept.cumsum(-1) < top_p).sum()) + 1
+    assert chosen in order[: smallest_nucleus + 1]
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0])
+    value, top = logprobs(logits, 2, 2)
+    expected = logits.log_softmax(-1)
+    assert value == float(expected[2])
+    assert top == ((1, float(expected[1])), (2, float(expected[2])))
+
+
+@cache
+def _tokenizer() -> Tokenizer:
+    return Tokenizer(BUILTIN / "kvtier-tiny")
