@@ -49,6 +49,7 @@ BLOCK_SIZE = 16
 UNTOUCHED = 0xAB  # every byte of the blocks that no copy names
 CONTIGUOUS = "contiguous memcpy"
 OURS = "copy_batch"
+OURS_FLAT = "copy_batch, flat"
 SLOW_ROUNDS = 3  # for methods that take many times as long as the others
 
 Bytes = npt.NDArray[np.uint8]
@@ -215,7 +216,7 @@ def methods(
     yield CONTIGUOUS, lambda: contiguous(flat[0], flat[1], threads, pool), False
     if _hot.NATIVE:
         yield OURS, lambda: _hot.copy_batch(*words, threads), False
-        yield "copy_batch, flat", lambda: _hot.copy_batch(*flat_words, threads), False
+        yield OURS_FLAT, lambda: _hot.copy_batch(*flat_words, threads), False
     if threads == 1:
         yield "Python twin", lambda: reference_copy_batch(*words), False
         yield "numpy index", lambda: numpy_index(src, dst), True
@@ -237,7 +238,7 @@ def measure(
         for name, copy, _ in contestants:
             fill(dst, None)
             copy()
-            if name not in (CONTIGUOUS, "copy_batch, flat"):
+            if name not in (CONTIGUOUS, OURS_FLAT):
                 check(src, dst, name)
             times[name] = []
         for done in range(rounds):

@@ -77,8 +77,8 @@ class Cache:
         Returns a lease, to be used when it is ``ready``; None when the device tier has no room for
         the request now (``poll``, and ask again).
         """
-        if self._closed:
-            raise Closed("the cache is closed; make a new one")
+        self._must_be_open()
+        assert num_blocks * self.group.block_size >= num_tokens, "room for less than the prompt"
         match = self.match(namespace, labels)
         lease = self.lease(namespace, labels, match)
         lease.record.num_tokens = num_tokens
@@ -138,6 +138,7 @@ class Cache:
         The lease must be ready. A block that another request committed meanwhile is shared, and
         the slot of its twin is free again. Stores what the write policy wants stored.
         """
+        self._must_be_open()
         assert lease.ready, "commit needs a lease that is ready"
         assert not lease.broken, "commit needs a lease whose loads arrived"
         first, labels = lease.num_shared, lease.labels[lease.num_shared : num_blocks]
@@ -169,24 +170,36 @@ class Cache:
         lease.released = True
         self._leases.discard(lease)
         lease.forget_transfers()
-        self._ladder.tiers[DEVICE].free(lease.room)
         was_used = bool(lease.slots)
+        if was_used and not self._closed:
+            self._store(lease)
+        self._ladder.tiers[DEVICE].free(lease.room)
         lease.slots = []
         lease.cut(0)
         if was_used:
             self.metrics.record(lease.record)
         self._check()
 
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise Closed("the cache is closed; make a new one")
+
     def _use(self, lease: Lease, first: int) -> None:
         """The lease's blocks from ``first`` on were used: note it, store what the policy wants."""
         self._index.touch(lease.blocks[first:], self._clock())
+        num_waiting = lease.num_shared - lease.num_stored
+        if num_waiting * self.group.bytes_per_block >= self.config.store_batch_bytes:
+            self._store(lease)
+        self._check()
+
+    def _store(self, lease: Lease) -> None:
+        """Copy one tier down what the write policy wants there and what is not there yet."""
         wanted = lease.blocks
         if self.config.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             uses = self.config.store_after_uses
             wanted = [block for block in wanted if self._index.num_uses(block) >= uses]
         if self.config.write_policy is not WritePolicy.WRITE_BACK:
             lease.num_stored = self._ladder.store(wanted, num_there=lease.num_stored)
-        self._check()
 
     def _note(self, lease: Lease, plan: Plan) -> None:
         record = lease.record

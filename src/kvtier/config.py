@@ -9,6 +9,13 @@ from fractions import Fraction
 from kvtier.errors import ConfigError
 from kvtier.types import WritePolicy
 
+BLOCK_SIZE = 64
+"""Default tokens per block. Smaller blocks are shared more finely and cost more to keep account of;
+the embedded engine shares whole chunks anyway."""
+
+CHUNK_TOKENS = 128
+"""Default prefill grid of the embedded engine: on average half of it is computed again."""
+
 UNITS = {
     "": 1,
     "B": 1,
@@ -50,12 +57,15 @@ class CacheConfig:
     """When a block of the device tier is stored in the host tier."""
     store_after_uses: int = 2
     """Uses before ``write_through_selective`` stores a block."""
+    store_batch_bytes: int = 16 << 20
+    """Blocks wait until this much can be stored in one copy, or until their request ends."""
     load_deadline_s: float = 30.0
     """A load that takes longer counts as failed, and its blocks are recomputed."""
     strict: bool = False
     """Check all invariants after every change. For tests: it costs O(blocks) each time."""
 
     def __post_init__(self) -> None:
+        parse_capacity(self.host_capacity, 0, "host_capacity")
         if self.write_policy not in list(WritePolicy):
             raise ConfigError(
                 f"write_policy: {self.write_policy!r} is unknown; use one of "
@@ -65,5 +75,7 @@ class CacheConfig:
         object.__setattr__(self, "write_policy", WritePolicy(self.write_policy))
         if self.store_after_uses < 1:
             raise ConfigError(f"store_after_uses: {self.store_after_uses} is below 1")
+        if self.store_batch_bytes < 0:
+            raise ConfigError(f"store_batch_bytes: {self.store_batch_bytes} is below 0")
         if not self.load_deadline_s > 0:
             raise ConfigError(f"load_deadline_s: {self.load_deadline_s} is not above 0")

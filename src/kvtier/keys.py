@@ -87,6 +87,7 @@ def grid_labels(
 
     chunk_tokens: a multiple of ``block_size``; a last, partial chunk has no labels.
     """
+    assert chunk_tokens % block_size == 0, "a chunk is a whole number of blocks"
     num_chunks = len(tokens) // chunk_tokens
     labels = token_labels(tokens[: num_chunks * chunk_tokens], block_size)
     chunks = token_labels(tokens, chunk_tokens)

@@ -57,12 +57,20 @@ class Ladder:
         return self.tiers[tier].num_free + self.index.num_evictable(tier)
 
     def allocate(self, tier: str, num_slots: int) -> list[Slot] | None:
-        """Slots of ``tier``, after evicting what has to go; None when that is not enough."""
-        missing = num_slots - self.tiers[tier].num_free
+        """Slots of ``tier``, after evicting what has to go; None when that is not enough.
+
+        Attention reads neighbours in place and gathers anything else, so a few blocks more are
+        evicted where that makes the run long enough: what left last mostly lay next to it.
+        """
+        room = self.tiers[tier]
+        missing = num_slots - room.num_free
         if missing > self.index.num_evictable(tier):
             return None
         self.make_room(tier, missing)
-        return self.tiers[tier].allocate(num_slots)
+        short = num_slots - room.longest_run()
+        if 0 < short <= num_slots // 4:
+            self.make_room(tier, short)
+        return room.allocate(num_slots)
 
     def make_room(self, tier: str, num_blocks: int) -> None:
         """Evict up to ``num_blocks`` blocks from ``tier``, leaves first."""
@@ -111,7 +119,7 @@ class Ladder:
         ]
         if not missing:
             return len(blocks)
-        self._make_room_below(blocks[missing[0] - 1 : missing[0]], dst, len(missing))
+        self._make_room_for([blocks[at] for at in missing], dst)
         slots = self.tiers[dst].allocate(min(len(missing), self.tiers[dst].num_free)) or []
         if slots:
             fits = tuple(blocks[at] for at in missing[: len(slots)])
@@ -122,14 +130,15 @@ class Ladder:
             return missing[len(slots)]
         return len(blocks)
 
-    def _make_room_below(self, parent: Sequence[BlockId], tier: str, num_blocks: int) -> None:
-        """Evict from ``tier`` what has to go for ``num_blocks`` more, but not their parent: the end
-        of a prompt must not push out its beginning."""
-        if num_blocks > self.tiers[tier].num_free:
-            held = [block for block in parent if self.index.state(block, tier) is State.READY]
-            self.index.lease(held, tier)
-            self.make_room(tier, num_blocks - self.tiers[tier].num_free)
-            self.index.release(held, tier)
+    def _make_room_for(self, blocks: Sequence[BlockId], tier: str) -> None:
+        """Evict from ``tier`` what has to go for ``blocks``, but not the prefixes that they
+        continue: the end of a prompt must not push out its beginning."""
+        lacking = len(blocks) - self.tiers[tier].num_free
+        if lacking > 0:
+            prefixes = self.index.prefixes(blocks, tier)
+            self.index.lease(prefixes, tier)
+            self.make_room(tier, lacking)
+            self.index.release(prefixes, tier)
 
     def arriving(self, blocks: Iterable[BlockId]) -> list[Transfer]:
         """Transfers that bring one of ``blocks`` to the device."""

@@ -37,7 +37,7 @@ class WritePolicy(StrEnum):
     """When a block of the device tier is stored in the tier below."""
 
     WRITE_THROUGH = "write_through"
-    """At once, when the engine commits it."""
+    """When the engine commits it, in batches."""
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
     """When it was used for the n-th time (``CacheConfig.store_after_uses``)."""
     WRITE_BACK = "write_back"

@@ -24,7 +24,7 @@ from kvtier.index.trie import Node
 from kvtier.keys import token_labels
 from kvtier.layout import ORDERS
 from kvtier.types import DEVICE, HOST, WritePolicy
-from tests.core.world import BLOCK_SIZE, DEADLINE_S, Request, World, count
+from tests.core.world import BLOCK_SIZE, DEADLINE_S, GROUP, Request, World, count
 
 
 def _prompt(num_tokens: int, fork: int) -> list[int]:
@@ -44,10 +44,18 @@ class CacheMachine(RuleBasedStateMachine):
         layout=st.sampled_from(sorted(ORDERS)),
         prefill_s=st.sampled_from([None, None, 1e9, 1e-15]),
         host_blocks=st.sampled_from([4, 20, 20]),
+        store_batch_bytes=st.sampled_from([0, 0, 3 * GROUP.bytes_per_block, 1 << 20]),
     )
-    def make(self, layout: str, prefill_s: float | None, host_blocks: int) -> None:
+    def make(
+        self, layout: str, prefill_s: float | None, host_blocks: int, store_batch_bytes: int
+    ) -> None:
         """prefill_s per token: unknown, so cheap that nothing is loaded twice, or very dear."""
-        self.world = World(self.policy, layout=layout, host_blocks=host_blocks)
+        self.world = World(
+            self.policy,
+            layout=layout,
+            host_blocks=host_blocks,
+            store_batch_bytes=store_batch_bytes,
+        )
         self.cache, self.device = self.world.cache, self.world.device
         self.committed: set[tuple[bytes, ...]] = set()
         self.is_held = False
@@ -60,21 +68,25 @@ class CacheMachine(RuleBasedStateMachine):
         tokens=prompts,
         namespace=namespaces,
         keep=st.sampled_from([False, False, False, True]),
+        times=st.integers(1, 2),
         clear=st.booleans(),
     )
-    def serve(self, tokens: list[int], namespace: bytes, keep: bool, clear: bool) -> None:
-        """A request from start to end, as far as it need not wait; then the device is cleared."""
-        request = self._fetch(tokens, namespace)
-        if request is None:
-            return
-        if not self.is_held:
-            self.cache.poll()
-        if request.lease.ready and not request.lease.broken:
-            self.world.check_request(request)
-            self.world.compute(request, len(request.labels))
-            self._commit(request, len(request.labels))
-        if not keep or len(self.world.requests) > 2:
-            self.world.release(request)
+    def serve(
+        self, tokens: list[int], namespace: bytes, keep: bool, times: int, clear: bool
+    ) -> None:
+        """Requests from start to end, as far as they need not wait; then the device is cleared."""
+        for _ in range(times):
+            request = self._fetch(tokens, namespace)
+            if request is None:
+                return
+            if not self.is_held:
+                self.cache.poll()
+            if request.lease.ready and not request.lease.broken:
+                self.world.check_request(request)
+                self.world.compute(request, len(request.labels))
+                self._commit(request, len(request.labels))
+            if not keep or len(self.world.requests) > 2:
+                self._release(request)
         if clear:
             self.clear(DEVICE)
 
@@ -147,6 +159,10 @@ class CacheMachine(RuleBasedStateMachine):
             for node in self.world.nodes()
         )
 
+    def _release(self, request: Request) -> None:
+        self.world.release(request)
+        self._settle()
+
     def _key(self, request: Request, num_blocks: int) -> tuple[bytes, ...]:
         return (request.namespace, *request.labels[:num_blocks])
 
@@ -179,14 +195,14 @@ class CacheMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         """Also of requests that still wait: the client went away."""
         request = self._draw(data, self.world.requests)
-        self.world.release(request)
+        self._release(request)
         self.cache.release(request.lease)
 
     @precondition(lambda self: any(r.lease.broken for r in self.world.requests))
     @rule(data=st.data())
     def recompute_what_did_not_arrive(self, data: st.DataObject) -> None:
         request = self._draw(data, [r for r in self.world.requests if r.lease.broken])
-        self.world.release(request)
+        self._release(request)
         num_blocks = request.num_tokens // BLOCK_SIZE + 1
         lease = self.cache.fetch(
             request.namespace, request.labels, request.num_tokens, num_blocks, load=False
@@ -195,6 +211,8 @@ class CacheMachine(RuleBasedStateMachine):
         if lease is not None:
             again = Request(request.namespace, request.labels, request.num_tokens, lease)
             self.world.requests.append(again)
+            self.world.compute(again, len(again.labels))
+            self._commit(again, len(again.labels))
         self._settle()
 
     # -- copies ------------------------------------------------------------------------------------

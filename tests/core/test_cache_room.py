@@ -16,7 +16,7 @@ from kvtier.layout import named_layout
 from kvtier.testing import host_memory
 from kvtier.tiers import DeviceTier
 from kvtier.types import DEVICE, HOST, WritePolicy
-from tests.core.world import GROUP, A, B, C, World, count
+from tests.core.world import GROUP, NS, A, B, C, World, count
 
 LONG = list(range(20))
 MakeWorld = Callable[..., World]
@@ -34,6 +34,20 @@ def test_write_through_stores_at_commit(world: World) -> None:
     world.cache.commit(request.lease, 4)
     assert world.cache.drain()
     assert world.held(HOST) == 4
+    assert world.device.num_copies[Direction.STORE] == 2
+
+
+def test_blocks_wait_until_there_are_enough_to_store(make_world: MakeWorld) -> None:
+    world = make_world(store_batch_bytes=3 * GROUP.bytes_per_block)
+    request = world.start(A)
+    world.compute(request, 4)
+    for num_blocks, num_stored in ((2, 0), (3, 3), (4, 3)):
+        world.cache.commit(request.lease, num_blocks)
+        assert world.cache.drain()
+        assert world.held(HOST) == num_stored
+    world.release(request)
+    assert world.cache.drain()
+    assert world.held(HOST) == 4, "the rest, when the request ends"
     assert world.device.num_copies[Direction.STORE] == 2
 
 
@@ -123,6 +137,25 @@ def test_refusal_evicts_nothing(world: World) -> None:
     world.release(loading)
     assert world.fetch(list(range(50, 74))) is None
     assert world.matched(A) == [DEVICE] * 4
+
+
+def test_prompt_that_was_used_last_stays(world: World) -> None:
+    for prompt in (A, B, A):
+        world.serve(prompt)
+    world.start(LONG[:16])
+    assert world.matched(A) == [DEVICE] * 4
+    assert world.matched(B) == [DEVICE, HOST, HOST, HOST]
+
+
+def test_a_block_more_leaves_where_that_gives_neighbours(make_world: MakeWorld) -> None:
+    """Attention reads neighbouring slots in place, and gathers anything else."""
+    world = make_world(device_blocks=10)
+    for token in (1, 2, 3):
+        world.serve([token, token, 0])
+    assert world.pool.longest_run() == 7
+    slots = world.ask([4] * 17).lease.slots
+    assert slots == list(range(slots[0], slots[0] + 9))
+    assert world.matched([3, 3]) == [HOST], "two had to leave, and a third lay in between"
 
 
 def test_request_larger_than_the_pool_is_refused(world: World) -> None:
@@ -252,6 +285,12 @@ def test_cost_of_a_load_is_learnt_and_used(world: World) -> None:
     assert world.device.num_copies[Direction.LOAD] == 1
 
 
+def test_room_for_less_than_the_prompt_is_a_broken_promise(world: World) -> None:
+    with pytest.raises(AssertionError, match="room for less than the prompt"):
+        world.cache.fetch(NS, [], num_tokens=9, num_blocks=4)
+    assert world.used() == (0, 0)
+
+
 def test_drain_says_when_it_had_to_stop(world: World) -> None:
     world.put_on_host(A)
     assert world.fetch([*A, 9]) is not None
@@ -265,6 +304,8 @@ def test_closed_cache_refuses_requests_and_takes_leases_back(world: World) -> No
     world.cache.close()
     with pytest.raises(Closed):
         world.fetch(B)
+    with pytest.raises(Closed):
+        world.cache.commit(request.lease, 4)
     world.cache.release(request.lease)
     world.cache.release(request.lease)
 

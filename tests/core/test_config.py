@@ -62,6 +62,7 @@ def test_config_errors_are_value_errors_too() -> None:
     [
         ({"write_policy": "write_never"}, ("write_policy", "'write_never'", "write_back")),
         ({"store_after_uses": 0}, ("store_after_uses", "0")),
+        ({"store_batch_bytes": -1}, ("store_batch_bytes", "-1")),
         ({"load_deadline_s": 0.0}, ("load_deadline_s", "0.0")),
         ({"load_deadline_s": float("nan")}, ("load_deadline_s", "nan")),
     ],

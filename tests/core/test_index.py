@@ -128,6 +128,15 @@ def test_only_leaves_are_evicted_within_a_tier(filled: Filled) -> None:
     assert filled.evict() == [a]
 
 
+def test_block_used_last_leaves_last(filled: Filled) -> None:
+    blocks = [filled.put(label)[0] for label in "abc"]
+    for label in "abc":
+        filled.put(label, HOST)
+    filled.index.touch(blocks[:1], 100.0)
+    assert filled.evict(DEVICE) == [blocks[1], blocks[2], blocks[0]]
+    assert filled.evict(HOST) == [blocks[1], blocks[2], blocks[0]], "a use counts in every tier"
+
+
 def test_leaf_of_one_tier_may_have_children_in_another(filled: Filled) -> None:
     a, b = filled.put("ab", HOST)
     filled.index.begin_write(a, DEVICE, Slot(50))
@@ -192,6 +201,17 @@ def test_hole_may_be_filled_from_another_tier(filled: Filled) -> None:
     match = filled.index.match(NS, filled.labels("abc"))
     assert match.blocks == (a, b, c)
     assert match.tiers == (HOST, HOST, DEVICE)
+
+
+def test_prefixes_are_the_nearest_ready_blocks_above(filled: Filled) -> None:
+    blocks = filled.put("abcdef")
+    filled.put("ab", HOST)
+    other = filled.put("xy", DEVICE)
+    assert filled.index.prefixes(blocks[2:], HOST) == [blocks[1]]
+    assert filled.index.prefixes([blocks[5]], HOST) == [blocks[1]]
+    assert filled.index.prefixes([blocks[5]], DEVICE) == [blocks[4]]
+    assert filled.index.prefixes(other, HOST) == []
+    assert filled.index.prefixes([blocks[0], blocks[3], other[1]], DEVICE) == [blocks[2], other[0]]
 
 
 def test_namespaces_never_share_a_block(filled: Filled) -> None:

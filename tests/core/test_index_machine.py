@@ -100,7 +100,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(path=paths, tier=st.sampled_from(TIERS), data=st.data())
     def begin_write(self, path: Path, tier: str, data: st.DataObject) -> None:
         """Of a tail of the path, where it is not in the tier."""
-        blocks = self.index.extend(path[0], path[1:])
+        blocks = self._extend(path, data)
         for length, block in enumerate(blocks, start=2):
             known = self.model.setdefault(path[:length], Known(block))
             assert known.block == block, "a block changed its number"
@@ -112,13 +112,32 @@ class IndexMachine(RuleBasedStateMachine):
                 self.index.begin_write(self.model[path[:length]].block, tier, Slot(self.next_slot))
                 self.next_slot += 1
 
+    def _extend(self, path: Path, data: st.DataObject) -> list[BlockId]:
+        """From the root, or from a known block on: both give the same blocks."""
+        known = [n for n in range(2, len(path)) if path[:n] in self.model]
+        cut = data.draw(st.sampled_from([1, *known]))
+        if cut == 1:
+            return self.index.extend(path[0], path[1:])
+        above = [self.model[path[:length]].block for length in range(2, cut + 1)]
+        return above + self.index.extend(path[0], path[cut:], above[-1])
+
     @precondition(lambda self: self._places(State.WRITING))
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
-        known, place, tier = self._draw(data, self._places(State.WRITING))
+        known, _, tier = self._draw(data, self._places(State.WRITING))
+        self._commit(known, tier)
+
+    def _commit(self, known: Known, tier: str) -> None:
         self.now += 1
         self.index.commit(known.block, tier, float(self.now))
-        place.state, place.last_use = State.READY, self.now
+        known.tiers[tier].state, known.tiers[tier].last_use = State.READY, self.now
+
+    @rule(path=paths, tier=st.sampled_from(TIERS), data=st.data())
+    def write_and_commit(self, path: Path, tier: str, data: st.DataObject) -> None:
+        self.begin_write(path, tier, data)
+        for length in range(2, len(path) + 1):
+            if self.model[path[:length]].tiers[tier].state is State.WRITING:
+                self._commit(self.model[path[:length]], tier)
 
     @precondition(lambda self: self._places(State.WRITING, leases=0))
     @rule(data=st.data())
@@ -240,7 +259,20 @@ class IndexMachine(RuleBasedStateMachine):
                 self.model[path[:length]].tiers[HOST].state for length in range(2, len(path) + 1)
             ]
             assert self.index.states(path[0], path[1:], HOST) == expected
+            first = self.model[path[:2]].block
+            assert self.index.states(path[0], path[2:], HOST, first) == expected[1:]
+
+    @rule(path=paths, tier=st.sampled_from(TIERS), fewest=st.integers(2, 6))
+    def prefixes(self, path: Path, tier: str, fewest: int) -> None:
+        """Of the known blocks along a path, from the one that is ``fewest`` long on."""
+        known = [path[:n] for n in range(2, len(path) + 1) if path[:n] in self.model]
+        above = [p for p in known[: fewest - 2] if (p, tier) in self._places(State.READY)]
+        below = [self.model[p].block for p in known[fewest - 2 :]]
+        expected = [self.model[above[-1]].block] if above and below else []
+        assert self.index.prefixes(below, tier) == expected
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestIndex.settings = settings(
+    stateful_step_count=50, max_examples=3 * settings.default.max_examples
+)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
-from kvtier.keys import KeyChain, Namespace, next_key, token_labels
+from kvtier.keys import KeyChain, Namespace, grid_labels, next_key, token_labels
 
 NAMESPACE = Namespace("model", "main", "float32", "abc", 4)
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -59,6 +59,39 @@ def test_token_ids_that_are_no_integers_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match="token ids"):
             token_labels(ids, 1)
+
+
+# -- labels on a grid of chunks --------------------------------------------------------------------
+
+few_tokens = st.lists(st.integers(0, 1), max_size=30)
+
+
+@given(few_tokens, st.sampled_from([(2, 2), (2, 4), (1, 3), (2, 8)]))
+def test_first_label_of_a_chunk_is_the_whole_chunk(ids: list[int], sizes: tuple[int, int]) -> None:
+    block_size, chunk_tokens = sizes
+    labels, plain = grid_labels(ids, *sizes), token_labels(ids, block_size)
+    per_chunk = chunk_tokens // block_size
+    assert len(labels) == len(ids) // chunk_tokens * per_chunk
+    for position, label in enumerate(labels):
+        if position % per_chunk == 0:
+            assert label == b"".join(plain[position : position + per_chunk])
+        else:
+            assert label == plain[position]
+
+
+@given(few_tokens, few_tokens)
+def test_blocks_on_a_grid_are_shared_chunk_by_chunk(one: list[int], other: list[int]) -> None:
+    pairs = zip(grid_labels(one, 2, 6), grid_labels(other, 2, 6), strict=False)
+    num_shared = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+    if num_shared is None:
+        num_shared = min(len(one), len(other)) // 6 * 3
+    assert num_shared % 3 == 0
+    assert one[: num_shared * 2] == other[: num_shared * 2]
+
+
+def test_chunk_is_a_whole_number_of_blocks() -> None:
+    with pytest.raises(AssertionError, match="whole number of blocks"):
+        grid_labels([1, 2, 3], 2, 3)
 
 
 # -- keys ------------------------------------------------------------------------------------------

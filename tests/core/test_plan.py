@@ -67,7 +67,7 @@ def _cost_of_cut(cut: int, match: Match, costs: Costs, num_tokens: int) -> tuple
     return load_s, costs.prefill_s(num_tokens - cut * BLOCK_SIZE), num_slots
 
 
-@settings(max_examples=500)
+@settings(max_examples=10 * settings.default.max_examples)
 @given(
     matches,
     costs_of_any_kind,

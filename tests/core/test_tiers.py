@@ -148,6 +148,20 @@ def test_neighbours_are_found_wherever_there_are_enough(in_use: set[int], wanted
         assert slots == sorted(set(range(30)) - in_use)[:wanted]
 
 
+@given(st.sets(st.integers(0, 29)))
+def test_longest_run_is_the_longest_allocation_of_neighbours(in_use: set[int]) -> None:
+    pool = SlotPool(30)
+    assert pool.longest_run() == 30
+    pool.allocate(30)
+    assert pool.longest_run() == 0
+    pool.free([Slot(slot) for slot in range(30) if slot not in in_use])
+    longest = pool.longest_run()
+    slots = pool.allocate(longest)
+    assert slots is not None
+    assert slots == list(range(slots[0], slots[0] + longest)) if slots else longest == 0
+    assert pool.longest_run() <= longest
+
+
 def test_slots_outside_the_pool_are_noticed() -> None:
     pool = SlotPool(4)
     pool.allocate(4)

@@ -76,6 +76,7 @@ class World:
         layout: str = "layer_first",
         load_deadline_s: float = DEADLINE_S,
         store_after_uses: int = 2,
+        store_batch_bytes: int = 0,
     ) -> None:
         self.clock = Clock()
         self.device = FaultyDevice(CpuDevice(threads=1))
@@ -85,6 +86,7 @@ class World:
             host_capacity=host_blocks * GROUP.bytes_per_block,
             write_policy=write_policy,
             store_after_uses=store_after_uses,
+            store_batch_bytes=store_batch_bytes,
             load_deadline_s=load_deadline_s,
             strict=True,
         )

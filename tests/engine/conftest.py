@@ -18,6 +18,7 @@ pytestmark = pytest.mark.engine
 
 SMALL = EngineConfig(
     model="random-gqa",
+    block_size=16,
     chunk_tokens=32,
     device_capacity="8MiB",
     max_queue=1000,

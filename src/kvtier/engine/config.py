@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtier.config import CacheConfig
+from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, CacheConfig
 from kvtier.errors import ConfigError
 
 
@@ -18,9 +18,9 @@ class EngineConfig:
     """"auto", "cpu", or what torch calls an accelerator: "cuda", "npu:0"."""
     dtype: str = "auto"
     """"float32", "bfloat16", "float16"; auto is float32 on CPU and the model's own elsewhere."""
-    block_size: int = 16
+    block_size: int = BLOCK_SIZE
     """Tokens per block."""
-    chunk_tokens: int = 128
+    chunk_tokens: int = CHUNK_TOKENS
     """The prefill grid: prompts are computed in chunks that end at its multiples."""
     device_capacity: str | int = "256MiB"
     """Size of the device KV pool."""
@@ -43,7 +43,8 @@ class EngineConfig:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
         if self.chunk_tokens % self.block_size:
             raise ConfigError(
-                f"chunk_tokens: {self.chunk_tokens} is no multiple of block_size={self.block_size}"
+                f"chunk_tokens: {self.chunk_tokens} is no multiple of block_size={self.block_size};"
+                " change one of them"
             )
 
 

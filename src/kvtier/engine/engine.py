@@ -152,7 +152,7 @@ class Engine:
 
     def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the engine thread, between two steps, and give its result."""
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             return function()
         future: Future[T] = Future()
 
@@ -299,11 +299,6 @@ class Engine:
         """Raise ``RequestError`` with one clear sentence for what can't be served."""
         if not prompt:
             raise RequestError("The prompt is empty; give at least one token.")
-        if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
-            raise RequestError(
-                f"The prompt has token ids outside 0 .. {self.info.vocab_size - 1}, the vocabulary "
-                f"of {self.info.model_name}."
-            )
         if complaint := params.complaint():
             raise RequestError(complaint)
         wanted = len(prompt) + params.max_tokens
@@ -312,6 +307,11 @@ class Engine:
                 f"The prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}: "
                 f"together {wanted}, but there is room for {self.info.max_model_tokens}; "
                 "shorten the prompt or lower max_tokens."
+            )
+        if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
+            raise RequestError(
+                f"The prompt has token ids outside 0 .. {self.info.vocab_size - 1}, the vocabulary "
+                f"of {self.info.model_name}."
             )
 
 

@@ -18,10 +18,14 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
 )
+from transformers.utils import logging
 
 from kvtier.engine.paged import ATTENTION
 from kvtier.errors import ConfigError
 from kvtier.layout import DType, KVGroup, full_attention, latent_attention
+
+# A server is no terminal, and a benchmark has its own bar.
+logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 BUILTIN = Path(__file__).parent / "builtin"
 DEFAULT = "kvtier-tiny"

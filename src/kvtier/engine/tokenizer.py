@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,6 +23,7 @@ class Tokenizer:
             raise ConfigError(
                 f"model: no tokenizer can be loaded from {directory}: {error}"
             ) from error
+        self._tokenizer.model_max_length = sys.maxsize  # the engine refuses what is too long
 
     @property
     def vocab_size(self) -> int:

@@ -71,6 +71,19 @@ class BlockIndex:
         """Slots of blocks that ``tier`` holds."""
         return [self._residency(block, tier).slot for block in blocks]
 
+    def prefixes(self, blocks: Iterable[BlockId], tier: str) -> list[BlockId]:
+        """The blocks of ``tier`` that ``blocks`` continue: the nearest ready one above each."""
+        below, position = set(blocks), self._position[tier]
+        found: set[BlockId] = set()
+        for block in below:
+            node = self._trie.nodes[block].parent
+            while node is not None and node.parent is not None and node.block not in below:
+                if node.residencies[position].state is State.READY:
+                    found.add(node.block)
+                    break
+                node = node.parent
+        return sorted(found)
+
     def num_uses(self, block: BlockId) -> int:
         """How often the block was touched."""
         return self._trie.nodes[block].num_uses

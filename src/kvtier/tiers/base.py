@@ -67,6 +67,10 @@ class MemoryTier(Tier):
     def free(self, slots: list[Slot]) -> None:
         self._slots.free(slots)
 
+    def longest_run(self) -> int:
+        """Length of the longest run of neighbours that are free."""
+        return self._slots.longest_run()
+
     def findings(self) -> list[Finding]:
         size_gib = self.layout.nbytes / 2**30
         return [Finding(f"{self.name} tier", f"{self.num_slots} blocks, {size_gib:.2f} GiB")]

@@ -16,6 +16,9 @@ from kvtier.types import HOST
 
 logger = logging.getLogger(__name__)
 
+MADV_POPULATE_WRITE = 23
+"""Of Linux 5.14 and newer (madvise(2)); Python has no name for it yet."""
+
 RESERVE_BYTES = 1 << 30
 """Left to the system when the arena's size is checked."""
 
@@ -45,6 +48,7 @@ class HostTier(MemoryTier):
         layout = named_layout("block_first", group, num_blocks)
         arena = mmap.mmap(-1, layout.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._huge_pages = _ask_for_huge_pages(arena)
+        _populate(arena)
         self._device = device
         address = np.frombuffer(arena, np.uint8).ctypes.data
         super().__init__(HOST, Memory(address, layout.nbytes, "host", arena), layout)
@@ -64,6 +68,14 @@ class HostTier(MemoryTier):
             self._device.unlock(self.memory)
             self._page_locked = False
         # The arena goes with its last user: a view may still look at it.
+
+
+def _populate(arena: mmap.mmap) -> None:
+    """Have all pages now: a first store should not pay for them, nor find out there are too few."""
+    try:
+        arena.madvise(MADV_POPULATE_WRITE)
+    except OSError:  # Linux before 5.14
+        np.frombuffer(arena, np.uint8)[:: mmap.PAGESIZE] = 0
 
 
 def _ask_for_huge_pages(arena: mmap.mmap) -> str:

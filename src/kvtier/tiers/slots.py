@@ -33,6 +33,11 @@ class SlotPool:
         self.num_free -= num_slots
         return [Slot(slot) for slot in chosen.tolist()]
 
+    def longest_run(self) -> int:
+        """Length of the longest run of free neighbours."""
+        edges = np.flatnonzero(np.diff(self._is_free, prepend=False, append=False))
+        return int((edges[1::2] - edges[::2]).max(initial=0))
+
     def free(self, slots: list[Slot]) -> None:
         """Give slots back; each must be in use."""
         assert min(slots, default=0) >= 0, "a slot that was never given out"

@@ -1,0 +1,94 @@
+"""Engines of the size that an experiment needs, and one request at a time on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvtier.bench.corpus import Corpus, Prompt
+from kvtier.bench.options import BenchError, ServeOptions
+from kvtier.config import CacheConfig
+from kvtier.engine import Completion, Engine, EngineConfig, EngineInfo, SamplingParams
+from kvtier.types import DEVICE, HOST
+
+REQUEST_TIMEOUT_S = 1800.0
+"""No single request may hang a benchmark for longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What every experiment starts from: the options, the model's facts, the text as tokens."""
+
+    options: ServeOptions
+    info: EngineInfo
+    corpus: Corpus
+
+    def prompts(self, num_prompts: int, num_tokens: int) -> list[Prompt]:
+        """Prompts of which no two share a block."""
+        return self.corpus.prompts(num_prompts, num_tokens, self.options.block_size)
+
+
+@contextmanager
+def open_engine(
+    options: ServeOptions, info: EngineInfo, device_blocks: int, host_blocks: int
+) -> Iterator[Engine]:
+    """A running engine with tiers of that many blocks. host_blocks: 0 turns the cache off."""
+    config = EngineConfig(
+        model=options.model,
+        device=options.device,
+        block_size=options.block_size,
+        chunk_tokens=options.chunk_tokens,
+        device_capacity=device_blocks * info.bytes_per_block,
+        prefix_cache=host_blocks > 0,
+        threads=options.threads,
+        cache=CacheConfig(host_capacity=host_blocks * info.bytes_per_block),
+    )
+    with Engine(config) as engine:
+        yield engine
+
+
+def probe(options: ServeOptions) -> Setting:
+    """Load the model once, to learn how large a block is and to borrow the tokenizer."""
+    engine = Engine(
+        EngineConfig(
+            model=options.model,
+            device=options.device,
+            block_size=options.block_size,
+            chunk_tokens=options.chunk_tokens,
+            threads=options.threads,
+        )
+    )
+    engine.close()
+    corpus = Corpus(engine.tokenizer.encode, options.text, options.seed)
+    return Setting(options, engine.info, corpus)
+
+
+def run_one(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Completion:
+    """Serve one request and nothing else. ``BenchError`` where it does not end as asked."""
+    completion = engine.submit(prompt, params).result(REQUEST_TIMEOUT_S)
+    check_complete(completion, params)
+    return completion
+
+
+def check_complete(completion: Completion, params: SamplingParams) -> None:
+    """``BenchError`` unless the completion has all the tokens that were asked for."""
+    if len(completion.token_ids) != params.max_tokens:
+        raise BenchError(
+            f"a request ended with {completion.finish_reason!r} after "
+            f"{len(completion.token_ids)} of {params.max_tokens} tokens: "
+            f"{completion.error or 'no reason given'}"
+        )
+
+
+def clear_tiers(engine: Engine, *tiers: str) -> None:
+    """Finish all copies, then empty the tiers; both where none is named."""
+    settle(engine)
+    for tier in tiers or (DEVICE, HOST):
+        engine.clear_tier(tier)
+
+
+def settle(engine: Engine) -> None:
+    """Wait until nothing runs and every copy has ended."""
+    if not engine.drain():
+        raise BenchError("copies did not end within 60 s; is the machine out of memory?")

@@ -1,0 +1,277 @@
+"""What a run of ``kvtier bench serve`` found, as values and as the JSON object that it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvtier.bench.accuracy import TIERS, AccuracyResult
+from kvtier.bench.machine import Fact
+from kvtier.bench.options import ServeOptions
+from kvtier.bench.overhead import OverheadResult
+from kvtier.bench.stats import Median, Summary
+from kvtier.bench.tamper import Damage
+from kvtier.bench.ttft import COLD, TtftResult
+from kvtier.engine import EngineInfo
+from kvtier.types import DEVICE, HOST
+
+Json = Mapping[str, object]
+
+T1_TARGET = 0.95
+T2_TARGET = 0.01
+
+SMALLER = "at a smaller size than the target's"
+OTHER_MIX = "with another mix of tiers than the target's"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One figure against what it has to reach.
+
+    deviation: how the measurement differs from what the target is defined for; "" for not at all.
+    sure: False where the machine was too busy to tell on which side of the target it is.
+    """
+
+    target_id: str
+    meaning: str
+    value: float
+    target: float
+    at_least: bool
+    deviation: str
+    sure: bool = True
+
+    @property
+    def met(self) -> bool:
+        """Whether the value is on the right side of the target."""
+        return self.value >= self.target if self.at_least else self.value <= self.target
+
+    def as_json(self) -> Json:
+        """The row for the list of targets. ``quick`` marks a size it is not defined for,
+        ``sure`` a figure that is too uncertain; both are left out otherwise."""
+        row: dict[str, object] = {
+            "id": self.target_id,
+            "meaning": self.meaning,
+            "value": round(self.value, 4),
+            "target": self.target,
+            "met": self.met,
+        }
+        if self.deviation:
+            row["quick"] = True
+        if not self.sure:
+            row["sure"] = False
+        return row
+
+
+@dataclass(frozen=True, slots=True)
+class ServeResult:
+    """Everything that was found; None for an experiment that did not run.
+
+    command: what to type to get the same. started: local time, ISO 8601. wall_s: of all of it.
+    text: where the prompts came from.
+    """
+
+    options: ServeOptions
+    info: EngineInfo
+    machine: Mapping[str, Fact]
+    command: str
+    started: str
+    wall_s: float
+    text: str
+    accuracy: AccuracyResult | None
+    ttft: TtftResult | None
+    overhead: OverheadResult | None
+
+    @property
+    def targets(self) -> list[Target]:
+        """The targets that this run measured, in the order of the experiments."""
+        found = []
+        if self.accuracy is not None:
+            found.append(
+                Target(
+                    "C2" if self.info.attention == "latent" else "C1",
+                    "share of prompts with logits equal bit for bit and all damage noticed",
+                    self.accuracy.share,
+                    1.0,
+                    at_least=True,
+                    deviation="" if self.accuracy.full_size else SMALLER,
+                )
+            )
+        if self.ttft is not None:
+            found.append(
+                Target(
+                    "T1",
+                    "mean time to first token saved in the second pass",
+                    self.ttft.reduction,
+                    T1_TARGET,
+                    at_least=True,
+                    deviation=self._ttft_deviation(self.ttft),
+                )
+            )
+        if self.overhead is not None:
+            low, high = self.overhead.loss_range
+            found.append(
+                Target(
+                    "T2",
+                    "time or throughput lost when nothing can be reused",
+                    self.overhead.loss,
+                    T2_TARGET,
+                    at_least=False,
+                    deviation="" if self.overhead.full_size else SMALLER,
+                    sure=not low <= T2_TARGET < high,
+                )
+            )
+        return found
+
+    @staticmethod
+    def _ttft_deviation(ttft: TtftResult) -> str:
+        if not ttft.full_size:
+            return SMALLER
+        return "" if ttft.usual_mix else OTHER_MIX
+
+    @property
+    def correct(self) -> bool:
+        """Whether every comparison of logits came out as promised."""
+        accurate = self.accuracy is None or self.accuracy.share == 1.0
+        return accurate and (self.ttft is None or self.ttft.num_same == self.ttft.num_prompts)
+
+    def as_json(self) -> Json:
+        """The one JSON object of this benchmark."""
+        options, info = self.options, self.info
+        return {
+            "benchmark": "serve",
+            "command": self.command,
+            "started": self.started,
+            "wall_s": round(self.wall_s, 1),
+            "quick": options.quick,
+            "machine": dict(self.machine),
+            "model": {
+                "name": info.model_name,
+                "attention": info.attention,
+                "num_parameters": info.num_parameters,
+                "device": info.device,
+                "dtype": info.dtype,
+                "block_size": info.block_size,
+                "chunk_tokens": info.chunk_tokens,
+                "bytes_per_block": info.bytes_per_block,
+            },
+            "text": self.text,
+            "accuracy": _accuracy_json(self.accuracy),
+            **_ttft_json(self.ttft),
+            "overhead": _overhead_json(self.overhead),
+            "rows": self._rows(),
+            "targets": [target.as_json() for target in self.targets],
+        }
+
+    def _rows(self) -> list[Json]:
+        rows: list[Json] = []
+        if self.accuracy is not None:
+            rows += [
+                {
+                    "experiment": "accuracy",
+                    "prompt": row.prompt,
+                    "tier": row.tier,
+                    "reused_all": row.reused,
+                    "equal": row.equal,
+                    "max_difference": row.max_difference,
+                    "noticed": {damage.value: seen for damage, seen in row.noticed.items()},
+                }
+                for row in self.accuracy.rows
+            ]
+        if self.ttft is not None:
+            rows += [
+                {
+                    "experiment": "ttft",
+                    "pass": row.turn,
+                    "order": row.order,
+                    "prompt": row.prompt,
+                    "served_from": row.served_from,
+                    "hit_tokens": dict(row.hit_tokens),
+                    "ttft_ms": round(row.ttft_ms, 3),
+                    "same_logits": row.same_logits,
+                }
+                for row in self.ttft.rows
+            ]
+        if self.overhead is not None:
+            rows += [
+                {
+                    "experiment": "overhead",
+                    "pair": row.pair,
+                    "ttft_ms": {"on": round(row.on.ttft_ms, 3), "off": round(row.off.ttft_ms, 3)},
+                    "tokens_per_s": {
+                        "on": round(row.on.tokens_per_s, 1),
+                        "off": round(row.off.tokens_per_s, 1),
+                    },
+                    "cpu_s": {"on": round(row.on.cpu_s, 3), "off": round(row.off.cpu_s, 3)},
+                }
+                for row in self.overhead.rows
+            ]
+        return rows
+
+
+def _accuracy_json(result: AccuracyResult | None) -> Json | None:
+    if result is None:
+        return None
+    return {
+        "prompts": result.num_prompts,
+        "equal": result.num_equal(),
+        "control_noticed": result.num_noticed(),
+        "by_tier": {
+            tier: {
+                "equal": result.num_equal(tier),
+                "control_noticed": result.num_noticed(tier),
+                "damage": {kind.value: result.num_noticed(tier, damage=kind) for kind in Damage},
+            }
+            for tier in TIERS
+        },
+        "prompt_tokens": result.prompt_tokens,
+        "reused_tokens": result.reused_tokens,
+        "steps": result.steps,
+    }
+
+
+def _ttft_json(result: TtftResult | None) -> dict[str, object]:
+    if result is None:
+        return {"ttft_ms": None, "reduction": None, "hit_tokens": None, "second_pass": None}
+    return {
+        "ttft_ms": {name: _summary_json(result.summary(name)) for name in (COLD, DEVICE, HOST)},
+        "reduction": {
+            "mean": _rounded(result.reduction),
+            **{tier: _rounded(result.reduction_from(tier)) for tier in (DEVICE, HOST)},
+        },
+        "hit_tokens": {tier: result.hit_tokens(tier) for tier in (DEVICE, HOST)},
+        "second_pass": {
+            "prompts": result.num_prompts,
+            "prompt_tokens": result.prompt_tokens,
+            "served_from": {name: len(result.times_ms(2, name)) for name in (DEVICE, HOST, COLD)},
+            "same_logits": result.num_same,
+        },
+    }
+
+
+def _overhead_json(result: OverheadResult | None) -> Json | None:
+    if result is None:
+        return None
+    return {
+        "ttft_ratio": _rounded(result.ttft_ratio.value),
+        "throughput_ratio": _rounded(result.throughput_ratio.value),
+        "num_pairs": len(result.rows),
+        "cpu_ratio": _rounded(result.cpu_ratio.value),
+        "interval_95": {
+            "ttft_ratio": _interval(result.ttft_ratio),
+            "throughput_ratio": _interval(result.throughput_ratio),
+            "cpu_ratio": _interval(result.cpu_ratio),
+        },
+        "prompt_tokens": result.prompt_tokens,
+    }
+
+
+def _summary_json(summary: Summary | None) -> Json | None:
+    return None if summary is None else summary.as_json()
+
+
+def _interval(median: Median) -> list[float | None]:
+    return [_rounded(median.low), _rounded(median.high)]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)

@@ -1,0 +1,183 @@
+"""Time to first token: a cold pass, then the same prompts again from the device and host tiers.
+
+The device pool has room for about 35 % of the prompts, the host tier for all. Eviction is by least
+recent use, so after the first pass the newest prompts are on the device. The second pass asks for
+the newest first: those come from the device, and by the time the older ones are loaded from the
+host, what they push out was served already. Which tier a request was really served from is read
+from its completion, never assumed.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from kvtier.bench.corpus import Prompt
+from kvtier.bench.engines import Setting, clear_tiers, open_engine, run_one, settle
+from kvtier.bench.options import FULL_PROMPT_TOKENS, FULL_TTFT_PROMPTS
+from kvtier.bench.progress import Progress
+from kvtier.bench.stats import Summary, summarize
+from kvtier.engine import Completion, Engine, SamplingParams
+from kvtier.types import DEVICE, HOST
+
+COLD = "cold"
+"""Served from no tier: everything was computed."""
+MAX_TOKENS = 4
+DEVICE_SHARE_WANTED = (0.30, 0.40)
+"""Share of requests from the device for which the target is defined."""
+
+
+@dataclass(frozen=True, slots=True)
+class TtftRow:
+    """One request. turn: 1 or 2. order: its place in the pass. served_from: the tier that most of
+    the reused tokens came from. same_logits: equal to the first pass, bit for bit; None there."""
+
+    turn: int
+    order: int
+    prompt: int
+    served_from: str
+    hit_tokens: Mapping[str, int]
+    ttft_ms: float
+    same_logits: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class TtftResult:
+    """All rows, cold pass first, each pass in the order of its requests."""
+
+    rows: tuple[TtftRow, ...]
+    prompt_tokens: int
+    device_prompts: int
+
+    def times_ms(self, turn: int, served_from: str | None = None) -> list[float]:
+        """Times to first token of a pass, of all its requests or those from one tier."""
+        return [
+            row.ttft_ms
+            for row in self.rows
+            if row.turn == turn and served_from in (None, row.served_from)
+        ]
+
+    def summary(self, served_from: str) -> Summary | None:
+        """Of the first pass for ``COLD``, else of what the second pass served from that tier."""
+        return summarize(self.times_ms(1) if served_from == COLD else self.times_ms(2, served_from))
+
+    def whole_pass(self, turn: int) -> Summary:
+        """Of all requests of a pass."""
+        summary = summarize(self.times_ms(turn))
+        assert summary is not None, "a pass has at least two requests"
+        return summary
+
+    @property
+    def reduction(self) -> float:
+        """1 - mean TTFT of the second pass / mean of the cold pass."""
+        return 1 - self.whole_pass(2).mean / self.whole_pass(1).mean
+
+    def reduction_from(self, tier: str) -> float | None:
+        """The same for what the second pass served from ``tier``; None for nothing."""
+        warm = self.summary(tier)
+        return None if warm is None else 1 - warm.mean / self.whole_pass(1).mean
+
+    def hit_tokens(self, tier: str) -> int:
+        """Tokens that the second pass took from ``tier``."""
+        return sum(row.hit_tokens.get(tier, 0) for row in self.rows if row.turn == 2)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.times_ms(2))
+
+    @property
+    def device_share(self) -> float:
+        """Share of the second pass that was served from the device."""
+        return len(self.times_ms(2, DEVICE)) / self.num_prompts
+
+    @property
+    def num_same(self) -> int:
+        """Requests of the second pass whose logits equal the first pass's."""
+        return sum(row.same_logits is True for row in self.rows)
+
+    @property
+    def usual_mix(self) -> bool:
+        """Whether the mix of tiers is the one that the target is defined for."""
+        low, high = DEVICE_SHARE_WANTED
+        return low <= self.device_share <= high and not self.times_ms(2, COLD)
+
+    @property
+    def full_size(self) -> bool:
+        """Whether this is the size that the target is defined at."""
+        return self.num_prompts >= FULL_TTFT_PROMPTS and self.prompt_tokens >= FULL_PROMPT_TOKENS
+
+
+def num_steps(num_prompts: int) -> int:
+    """Requests in the whole experiment, for the progress bar."""
+    return 2 * num_prompts + 2
+
+
+def measure_ttft(setting: Setting, progress: Progress) -> TtftResult:
+    """Run both passes on a fresh engine, one request at a time."""
+    options = setting.options
+    count, length = options.ttft_prompts, options.ttft_tokens
+    prompts = setting.prompts(count + 1, length)  # the last one is for warming up
+    room = options.blocks(length + MAX_TOKENS)
+    cached = options.blocks(options.cached_tokens(length))
+    on_device = max(1, round(options.device_share * count))
+    device_blocks = (on_device - 1) * cached + room
+    progress.begin("Time to first token", num_steps(count))
+    with open_engine(options, setting.info, device_blocks, (count + 1) * cached) as engine:
+        bench = _Passes(engine, progress)
+        bench.warm_up(prompts.pop())
+        for number, prompt in enumerate(prompts):
+            bench.ask(1, number, number, prompt)
+        settle(engine)
+        gc.collect()
+        for order, number in enumerate(reversed(range(count))):
+            bench.ask(2, order, number, prompts[number])
+    return TtftResult(tuple(bench.rows), length, on_device)
+
+
+class _Passes:
+    """Asks one request after the other and writes down what came of it."""
+
+    def __init__(self, engine: Engine, progress: Progress) -> None:
+        self._engine = engine
+        self._progress = progress
+        self._digests: dict[int, bytes] = {}
+        self.rows: list[TtftRow] = []
+
+    def warm_up(self, prompt: Prompt) -> None:
+        """Run every path once: prefill, decoding, a store, a load. Leaves the tiers empty."""
+        for _ in range(2):
+            self._run(prompt)
+            clear_tiers(self._engine, DEVICE)
+        clear_tiers(self._engine)
+
+    def ask(self, turn: int, order: int, number: int, prompt: Prompt) -> None:
+        """Serve prompt ``number`` once and keep the row."""
+        completion = self._run(prompt)
+        assert completion.logits is not None
+        digest = blake2b(completion.logits.tobytes(), digest_size=16).digest()
+        first = self._digests.setdefault(number, digest)
+        self.rows.append(
+            TtftRow(
+                turn=turn,
+                order=order,
+                prompt=number,
+                served_from=served_from(completion.hit_tokens),
+                hit_tokens={tier: completion.hit_tokens.get(tier, 0) for tier in (DEVICE, HOST)},
+                ttft_ms=completion.ttft_s * 1000,
+                same_logits=None if turn == 1 else first == digest,
+            )
+        )
+
+    def _run(self, prompt: Prompt) -> Completion:
+        params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, keep_logits=True)
+        completion = run_one(self._engine, prompt, params)
+        self._progress.advance(f"{completion.ttft_s * 1000:.0f} ms")
+        return completion
+
+
+def served_from(hit_tokens: Mapping[str, int]) -> str:
+    """The tier that most of the reused tokens came from; ``COLD`` where none were reused."""
+    tier = max(hit_tokens, key=lambda name: hit_tokens[name], default=COLD)
+    return tier if hit_tokens.get(tier, 0) > 0 else COLD

@@ -1,0 +1,196 @@
+"""Results in words: the same figures and sentences for the table and the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.bench.accuracy import TIERS, AccuracyResult
+from kvtier.bench.overhead import OverheadResult
+from kvtier.bench.result import ServeResult, Target
+from kvtier.bench.stats import Median
+from kvtier.bench.ttft import COLD, TtftResult
+from kvtier.types import DEVICE, HOST
+
+PLACES = {COLD: "Without the cache", HOST: "From host memory", DEVICE: "From device memory"}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One finding: what was asked, the figure, what it means in a sentence, and whether it is as
+    promised (None where nothing was promised)."""
+
+    title: str
+    figure: str
+    meaning: str
+    good: bool | None = None
+
+
+GAP = "\N{NO-BREAK SPACE}"
+"""Between a number and its unit."""
+
+
+def number(value: float) -> str:
+    """ "48", "4.2", "1,020"."""
+    return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
+
+
+def milliseconds(value: float) -> str:
+    """ "48 ms", "4.2 ms", "1,020 ms"."""
+    return f"{number(value)}{GAP}ms"
+
+
+def percent(share: float, signed: bool = False, digits: int = 1) -> str:
+    """ "95.3 %", or "+0.4 %" where the sign is the message."""
+    rounded = round(100 * share, digits) + 0.0  # no "-0.0"
+    sign = "+" if signed and rounded else ""
+    return f"{rounded:{sign}.{digits}f}{GAP}%".replace("-", "\N{MINUS SIGN}")
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 prompt", "20 prompts"."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def verdicts(result: ServeResult) -> list[Verdict]:
+    """The findings of a run, most telling first."""
+    found: list[Verdict] = []
+    if result.ttft is not None:
+        found += _ttft(result.ttft)
+    if result.accuracy is not None:
+        found += _accuracy(result.accuracy)
+    if result.overhead is not None:
+        found.append(_overhead(result.overhead))
+    return found
+
+
+def headline(result: ServeResult) -> str:
+    """What the run says, in one short sentence."""
+    if result.ttft is not None:
+        saved = result.ttft.reduction
+        if saved >= 0:
+            return f"The first token came {percent(saved)} sooner."
+        return f"The first token came {percent(-saved)} later."
+    if result.accuracy is not None:
+        equal, asked = result.accuracy.num_equal(), result.accuracy.num_prompts
+        return f"{equal} of {asked} prompts gave the same logits, bit for bit."
+    assert result.overhead is not None
+    return f"With nothing to reuse, the cache cost {percent(max(0.0, result.overhead.loss))}."
+
+
+def subtitle(result: ServeResult) -> str:
+    """What was done, in two sentences."""
+    ttft, accuracy = result.ttft, result.accuracy
+    if ttft is not None:
+        return (
+            f"{counted(ttft.num_prompts, 'prompt')} of {ttft.prompt_tokens:,} tokens of real text, "
+            f"each asked twice: the answer began after {milliseconds(ttft.whole_pass(1).mean)} on "
+            f"average the first time, after {milliseconds(ttft.whole_pass(2).mean)} the second "
+            "time, when all but the end of the prompt came from the cache."
+        )
+    if accuracy is not None:
+        return (
+            f"{counted(accuracy.num_prompts, 'prompt')} of {accuracy.prompt_tokens:,} tokens of "
+            "real text, once without and twice with reused KV."
+        )
+    return "New prompts, served in turn by an engine with the cache and by one without."
+
+
+def wanted(target: Target) -> str:
+    """ "at least 95.0 %"."""
+    return f"{'at least' if target.at_least else 'at most'} {percent(target.target)}"
+
+
+def outcome(target: Target) -> str:
+    """ "met", "not met", or "unclear" where the figure is too uncertain to tell."""
+    if not target.sure:
+        return "unclear"
+    return "met" if target.met else "not met"
+
+
+def target_words(target: Target) -> str:
+    """ "T1: 95.3 %, wanted at least 95.0 %: met"."""
+    remarks = [target.deviation] if target.deviation else []
+    if not target.sure:
+        remarks.append("too much else ran on this machine to tell")
+    return (
+        f"{target.target_id}: {percent(target.value)}, wanted {wanted(target)}: {outcome(target)}"
+        + (f" ({'; '.join(remarks)})" if remarks else "")
+    )
+
+
+def _ttft(result: TtftResult) -> list[Verdict]:
+    first, second = result.whole_pass(1), result.whole_pass(2)
+    shares = " and ".join(
+        f"{percent(len(result.times_ms(2, tier)) / result.num_prompts)} from {name}"
+        for tier, name in ((DEVICE, "device"), (HOST, "host"))
+    )
+    found = [
+        Verdict(
+            "Time to first token",
+            f"{milliseconds(first.mean)} \N{RIGHTWARDS ARROW} {milliseconds(second.mean)} "
+            f"({percent(-result.reduction, signed=True)})",
+            f"Mean without the cache, and mean of a second pass served {shares}.",
+        )
+    ]
+    for tier in (DEVICE, HOST):
+        summary, saved = result.summary(tier), result.reduction_from(tier)
+        if summary is not None and saved is not None:
+            found.append(
+                Verdict(
+                    PLACES[tier],
+                    f"{milliseconds(summary.mean)} ({percent(-saved, signed=True)})",
+                    f"Half of these requests took at most {milliseconds(summary.p50)}, 99 % at "
+                    f"most {milliseconds(summary.p99)}.",
+                )
+            )
+    if again := len(result.times_ms(2, COLD)):
+        found.append(
+            Verdict("Computed again", counted(again, "request"), "Nothing of them was reused.")
+        )
+    if result.num_same < result.num_prompts:
+        wrong = counted(result.num_prompts - result.num_same, "request")
+        found.append(
+            Verdict("Second pass", wrong, "Their logits differ from the first pass.", good=False)
+        )
+    return found
+
+
+def _accuracy(result: AccuracyResult) -> list[Verdict]:
+    asked = result.num_prompts
+    equal = ", ".join(f"{result.num_equal(tier)} of {asked} from {tier}" for tier in TIERS)
+    all_equal, all_noticed = result.num_equal() == asked, result.num_noticed() == asked
+    return [
+        Verdict(
+            "Same logits",
+            equal,
+            f"All logits of {counted(result.steps, 'step')} are, bit for bit, those of a run "
+            "without the cache."
+            if all_equal
+            else "Reused KV changed logits, or did not come from the tier that was asked.",
+            good=all_equal,
+        ),
+        Verdict(
+            "Damage noticed",
+            f"{result.num_noticed()} of {asked}",
+            "One wrong block, of each of three kinds, changes the logits: this comparison can fail."
+            if all_noticed
+            else "Some damaged blocks left the logits as they were: the comparison proves less.",
+            good=all_noticed,
+        ),
+    ]
+
+
+def _overhead(result: OverheadResult) -> Verdict:
+    ttft, throughput = result.ttft_ratio, result.throughput_ratio
+    return Verdict(
+        "Cost without reuse",
+        f"first token {percent(ttft.value - 1, signed=True)}, "
+        f"throughput {percent(throughput.value - 1, signed=True)}",
+        f"Medians of {counted(len(result.rows), 'pair')} with the cache on and off; 95 % "
+        f"sure: {between(ttft)} and {between(throughput)}.",
+    )
+
+
+def between(median: Median) -> str:
+    """ "-0.2 % to +0.9 %", as the distance from 1."""
+    return f"{percent(median.low - 1, signed=True)} to {percent(median.high - 1, signed=True)}"

@@ -1,0 +1,157 @@
+"""``kvtier bench``: measure what the cache saves and costs on this machine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvtier.cli.failure import fail
+from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS
+
+if TYPE_CHECKING:
+    from kvtier.bench import Experiment
+
+app = typer.Typer(no_args_is_help=True)
+
+STDOUT = "-"
+
+
+@app.callback()
+def bench() -> None:
+    """Measure what the cache saves, and what it costs, on this machine."""
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str, typer.Option(help="A built-in model, or a local directory in Hugging Face format.")
+    ] = "kvtier-tiny",
+    device: Annotated[str, typer.Option(help='"auto", "cpu", "cuda", "npu", ...')] = "auto",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer and shorter prompts: a look, not a measurement.")
+    ] = False,
+    experiments: Annotated[
+        str, typer.Option(help="What to run: accuracy, ttft, overhead, separated by commas.")
+    ] = "accuracy,ttft,overhead",
+    prompts: Annotated[
+        int | None, typer.Option(help="Prompts of the TTFT experiment.", show_default="100")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens per prompt, in every experiment.", show_default="3500"),
+    ] = None,
+    accuracy_prompts: Annotated[
+        int | None, typer.Option(help="Prompts of the accuracy experiment.", show_default="20")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Tokens generated and compared per accuracy run.", show_default="32"),
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File or directory to take prompts from; may be repeated.",
+            show_default="the interpreter's own library",
+        ),
+    ] = None,
+    threads: Annotated[
+        int, typer.Option(help="Threads to compute with; 0 leaves torch's own choice.")
+    ] = 0,
+    block_size: Annotated[int, typer.Option(help="Tokens per block.")] = BLOCK_SIZE,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens per prefill chunk.")] = CHUNK_TOKENS,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help='Write the result as JSON; "-" for stdout.'),
+    ] = None,
+    report: Annotated[Path, typer.Option(help="Where to write the HTML report.")] = Path(
+        "reports/bench-serve.html"
+    ),
+    no_report: Annotated[bool, typer.Option("--no-report", help="Write no report.")] = False,
+) -> None:
+    """Time to first token, accuracy and overhead of the prefix cache, on real text.
+
+    Exits with 1 where reused KV changed an answer, with 2 where it could not measure.
+    """
+    from rich.console import Console
+
+    from kvtier.errors import CacheError
+
+    # With JSON on stdout, whatever is meant for a person goes to stderr.
+    console = Console(stderr=json_file == STDOUT)
+    try:
+        _check_packages(needs_report=not no_report)
+        chosen = _experiments(experiments)
+
+        from kvtier.bench import ServeOptions, run_serve
+        from kvtier.bench.console import ProgressBar, show_result
+
+        options = ServeOptions.sized(
+            quick=quick,
+            model=model,
+            device=device,
+            threads=threads,
+            block_size=block_size,
+            chunk_tokens=chunk_tokens,
+            text=tuple(text or ()),
+            experiments=chosen,
+            prompts=prompts,
+            prompt_tokens=prompt_tokens,
+            accuracy_prompts=accuracy_prompts,
+            steps=steps,
+        )
+        command = shlex.join(["kvtier", *sys.argv[1:]])
+        with ProgressBar(Console(stderr=True)) as progress:
+            result = run_serve(options, progress, command)
+        show_result(console, result)
+        if json_file is not None:
+            _write_json(json.dumps(result.as_json(), indent=2), json_file)
+        if not no_report:
+            from kvtier.bench.report import write_report
+
+            write_report(result, report)
+            console.print(f"Report: {report}", highlight=False, soft_wrap=True)
+    except (CacheError, OSError) as error:
+        fail("bench serve", error)
+    if not result.correct:
+        raise typer.Exit(1)
+
+
+def _experiments(names: str) -> tuple[Experiment, ...]:
+    from kvtier.bench.options import Experiment
+    from kvtier.errors import ConfigError
+
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    unknown = [name for name in wanted if name not in list(Experiment)]
+    if unknown or not wanted:
+        raise ConfigError(
+            f"experiments: {names!r} is not a list of {', '.join(Experiment)}, separated by commas"
+        )
+    return tuple(Experiment(name) for name in wanted)
+
+
+def _check_packages(needs_report: bool) -> None:
+    """Say what is missing before an hour was spent measuring."""
+    from kvtier.errors import ConfigError
+
+    wanted = ["torch", "transformers", *(["matplotlib", "jinja2"] if needs_report else [])]
+    missing = [name for name in wanted if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} not installed: pip install 'kvtier[engine]' brings all that "
+            "is needed" + (", or leave the report out with --no-report" if needs_report else "")
+        )
+
+
+def _write_json(text: str, target: str) -> None:
+    if target == STDOUT:
+        print(text)
+        return
+    path = Path(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,160 @@
+"""Looks at the machine, for ``kvtier doctor``. Works without torch, and loads no model."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+
+from kvtier import __version__
+from kvtier.devices.base import Device, Finding, Memory
+from kvtier.errors import CacheError
+from kvtier.tiers.system_memory import available_bytes
+
+PACKAGES = ("numpy", "torch", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn")
+ACCELERATORS = ("cuda", "npu", "xpu", "mps")
+"""What torch calls them: NVIDIA and AMD, Ascend, Intel, Apple. The first one found is used."""
+
+TRIAL_BYTES = 1 << 16
+"""Of the memory that page-locking is tried on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What was found. device: what ``--device auto`` runs on. native: the native core is in use."""
+
+    version: str
+    device: str
+    native: bool
+    sections: Mapping[str, tuple[Finding, ...]]
+
+
+def diagnose(root: Path = Path("/")) -> Diagnosis:
+    """Everything ``kvtier doctor`` tells. root: where ``proc`` and ``sys`` are mounted."""
+    native = native_core()
+    devices, device = devices_found()
+    return Diagnosis(
+        version=__version__,
+        device=device,
+        native=native.found == "yes",
+        sections={
+            "machine": (*machine(root), huge_pages(root)),
+            "packages": packages(),
+            "core": (native,),
+            "devices": devices,
+        },
+    )
+
+
+def machine(root: Path) -> tuple[Finding, ...]:
+    """System, processor, memory."""
+    left_bytes, limited_by = available_bytes(root)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (
+        Finding("system", f"{platform.system()} {platform.release()} {platform.machine()}"),
+        Finding("python", platform.python_version()),
+        Finding("CPU", _cpu_name(root), f"{usable} of {os.cpu_count()} cores may be used"),
+        Finding("memory left", f"{left_bytes / 2**30:.1f} GiB", f"limited by: {limited_by}"),
+    )
+
+
+def _cpu_name(root: Path) -> str:
+    try:
+        text = (root / "proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line)
+    return next(names, platform.machine())
+
+
+def huge_pages(root: Path) -> Finding:
+    """Whether the host tier's arena can have huge pages; it asks for them by itself."""
+    topic = "huge pages"
+    try:
+        text = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return Finding(topic, "no", "this system has no transparent huge pages")
+    mode = text.partition("[")[2].partition("]")[0]
+    if mode == "never":
+        return Finding(topic, "no", "switched off: transparent_hugepage/enabled is never")
+    return Finding(topic, "yes", f"transparent_hugepage/enabled is {mode}")
+
+
+def packages() -> tuple[Finding, ...]:
+    """Versions of what the engine and the server need."""
+    found = []
+    for name in PACKAGES:
+        try:
+            found.append(Finding(name, version(name)))
+        except PackageNotFoundError:
+            note = 'kvtier serve needs it: pip install "kvtier[engine]"'
+            found.append(Finding(name, "not installed", note))
+    return tuple(found)
+
+
+def native_core() -> Finding:
+    """Whether copies run in the native core."""
+    topic = "native core"
+    try:
+        from kvtier._hot import NATIVE, NATIVE_REASON
+    except (ImportError, ValueError) as error:
+        return Finding(topic, "broken", str(error))
+    if NATIVE:
+        return Finding(topic, "yes", "batched copies run in C++")
+    return Finding(topic, "no", f"slower Python twins are used: {NATIVE_REASON}")
+
+
+def devices_found() -> tuple[tuple[Finding, ...], str]:
+    """Per device what it uses or why it can't be used; and the one that "auto" means."""
+    from kvtier.devices import find_device
+
+    findings: list[Finding] = []
+    chosen = "cpu"
+    try:
+        from kvtier.devices import torch_device  # noqa: F401
+    except (ImportError, OSError) as error:
+        findings.append(Finding("accelerators", "not looked for", f"torch can't be used: {error}"))
+        kinds: tuple[str, ...] = ("cpu",)
+    else:
+        kinds = ("cpu", *ACCELERATORS)
+    for kind in kinds:
+        try:
+            device = find_device(kind)
+            findings += [*_of(device), page_locking(device)]
+        except (CacheError, ImportError, RuntimeError, ValueError) as error:
+            reason = str(error).partition(": Expected one of")[0]  # torch lists all it knows
+            findings.append(Finding(kind, "no", reason))
+            continue
+        if chosen == "cpu":
+            chosen = kind
+    findings.append(Finding("auto", chosen, "what --device auto means here"))
+    return tuple(findings), chosen
+
+
+def _of(device: Device) -> list[Finding]:
+    """The device's findings, its name in front of each topic."""
+    topics = (each for each in device.findings() if each.topic != "device")
+    return [
+        Finding(device.name, "yes"),
+        *(Finding(f"{device.name}: {each.topic}", each.found, each.note) for each in topics),
+    ]
+
+
+def page_locking(device: Device) -> Finding:
+    """Whether ``device`` can copy straight from host memory, tried on a little of it."""
+    topic = f"{device.name}: page-locking"
+    if device.name == "cpu":
+        return Finding(topic, "not needed", "device memory is host memory")
+    arena = mmap.mmap(-1, TRIAL_BYTES)
+    address = np.frombuffer(arena, np.uint8).ctypes.data
+    memory = Memory(address, TRIAL_BYTES, "host", arena)
+    if not device.page_lock(memory):
+        return Finding(topic, "no", "not granted: copies go through pageable memory")
+    device.unlock(memory)
+    return Finding(topic, "yes", "the device copies straight from the host tier")

@@ -1,0 +1,39 @@
+"""``kvtier doctor``: what was detected, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from kvtier.cli.detect import Diagnosis, diagnose
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what was detected, which path is used, and why not a better one. Loads no model."""
+    diagnosis = diagnose()
+    if as_json:
+        typer.echo(json.dumps(asdict(diagnosis), indent=2))
+    else:
+        _print_table(diagnosis)
+
+
+def _print_table(diagnosis: Diagnosis) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"kvtier {diagnosis.version}", title_justify="left", show_lines=False)
+    table.add_column("", style="bold", no_wrap=True)
+    table.add_column("found", overflow="fold")
+    table.add_column("note", style="dim", overflow="fold")
+    for section, findings in diagnosis.sections.items():
+        table.add_section()
+        table.add_row(Text(section, style="bold cyan"))
+        for finding in findings:
+            table.add_row(f"  {finding.topic}", Text(finding.found), Text(finding.note))
+    Console().print(table)

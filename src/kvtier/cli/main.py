@@ -1,0 +1,37 @@
+"""``kvtier``: the commands, one file each."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvtier import __version__
+from kvtier.cli.bench import app as bench
+from kvtier.cli.doctor import doctor
+from kvtier.cli.serve import serve
+
+app = typer.Typer(
+    help="A hierarchical KV cache for LLM inference.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(serve)
+app.command()(doctor)
+app.add_typer(bench, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvtier {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which.")
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,168 @@
+"""``kvtier serve``: options, and from them an engine and a server."""
+
+from __future__ import annotations
+
+import logging
+import os
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from kvtier.cli.failure import fail
+from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, CacheConfig, parse_size
+from kvtier.errors import CacheError
+from kvtier.types import WritePolicy
+
+_SERVER, _MODEL, _CACHE = "Server", "Model", "Cache"
+_KEY_VARIABLE = "KVTIER_API_KEY"
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(help="A built-in model, or a local directory in Hugging Face format.")
+    ] = "kvtier-tiny",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="Port; 0 takes any free one.", rich_help_panel=_SERVER)
+    ] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Key that clients must send; better given as {_KEY_VARIABLE} in the environment, "
+            "where other users of the machine don't see it.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="The model's name in the API.", rich_help_panel=_SERVER)
+    ] = None,
+    max_body: Annotated[
+        str, typer.Option(help="Longest request body.", rich_help_panel=_SERVER)
+    ] = "8MiB",
+    shutdown_grace: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that requests in flight may go on after SIGTERM.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = 30.0,
+    log_level: Annotated[
+        LogLevel, typer.Option(help="What is logged, to stderr.", rich_help_panel=_SERVER)
+    ] = LogLevel.INFO,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, npu:0, ...", rich_help_panel=_MODEL)
+    ] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="auto, float32, bfloat16 or float16.", rich_help_panel=_MODEL)
+    ] = "auto",
+    max_running: Annotated[
+        int, typer.Option(help="Requests decoded together.", rich_help_panel=_MODEL)
+    ] = 16,
+    max_queue: Annotated[
+        int, typer.Option(help="Requests that may wait; then 429.", rich_help_panel=_MODEL)
+    ] = 64,
+    max_model_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Prompt and answer together; 0: what the model allows.", rich_help_panel=_MODEL
+        ),
+    ] = 0,
+    chunk_tokens: Annotated[
+        int,
+        typer.Option(help="Grid that prompts are computed on.", rich_help_panel=_MODEL),
+    ] = CHUNK_TOKENS,
+    threads: Annotated[
+        int, typer.Option(help="Compute threads; 0: torch's choice.", rich_help_panel=_MODEL)
+    ] = 0,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Reuse what was computed of earlier prompts.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = True,
+    device_capacity: Annotated[
+        str, typer.Option(help="Size of the device KV pool.", rich_help_panel=_CACHE)
+    ] = "256MiB",
+    host_capacity: Annotated[
+        str,
+        typer.Option(
+            help='Host DRAM for KV: "4GiB", or "2x" the device pool; 0 for none.',
+            rich_help_panel=_CACHE,
+        ),
+    ] = "2x",
+    block_size: Annotated[
+        int, typer.Option(help="Tokens per block.", rich_help_panel=_CACHE)
+    ] = BLOCK_SIZE,
+    write_policy: Annotated[
+        WritePolicy,
+        typer.Option(help="When blocks are stored in the host tier.", rich_help_panel=_CACHE),
+    ] = WritePolicy.WRITE_THROUGH,
+) -> None:
+    """Serve a model with an OpenAI-compatible API."""
+    logging.basicConfig(
+        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.root.level))
+    try:
+        from kvtier.engine import Engine, EngineConfig
+        from kvtier.server import HttpServer, ServerConfig, bind, is_loopback
+    except ImportError as error:
+        fail("serve", f'{error}; install what the engine needs: pip install "kvtier[engine]"')
+    try:
+        server_config = ServerConfig(
+            host=host,
+            port=port,
+            api_key=api_key if api_key is not None else os.environ.get(_KEY_VARIABLE),
+            served_model_name=served_model_name,
+            max_body_bytes=parse_size(max_body, "max_body"),
+            max_choices=max(1, min(64, max_queue)),
+            shutdown_grace_s=shutdown_grace,
+        )
+        engine_config = EngineConfig(
+            model=model,
+            device=device,
+            dtype=dtype,
+            block_size=block_size,
+            chunk_tokens=chunk_tokens,
+            device_capacity=device_capacity,
+            max_running=max_running,
+            max_queue=max_queue,
+            max_model_tokens=max_model_tokens,
+            prefix_cache=prefix_cache,
+            threads=threads,
+            cache=CacheConfig(host_capacity=host_capacity, write_policy=write_policy),
+        )
+        listener = bind(host, port)  # before the model is loaded: a taken port is told at once
+    except CacheError as error:
+        fail("serve", error)
+    if server_config.api_key is None and not is_loopback(listener):
+        typer.echo(
+            f"kvtier serve: warning: listening on {host} without an API key: whoever reaches this "
+            f"machine can use it; set {_KEY_VARIABLE}",
+            err=True,
+        )
+
+    with listener:
+        try:
+            engine = Engine(engine_config)
+        except CacheError as error:
+            fail("serve", error)
+
+        def tell(url: str) -> None:
+            name = server_config.served_model_name or engine.info.model_name
+            typer.echo(f"kvtier serves {name} on {engine.info.device} at {url}")
+
+        with engine:
+            HttpServer(engine, server_config, listener).run(tell, handle_signals=True)

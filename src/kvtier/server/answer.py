@@ -1,0 +1,166 @@
+"""From a running generation to the HTTP answer, whole or streamed, for both endpoints."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from fastapi import Request
+from starlette.responses import Response
+
+from kvtier.server.choice import Piece, TextToken
+from kvtier.server.errors import ApiError, internal_error
+from kvtier.server.generation import Generation
+from kvtier.server.responses import Answer, ChatChoice, ChatChunkChoice, CompletionChoice
+from kvtier.server.schemas import GenerationRequest
+from kvtier.server.service import Service
+from kvtier.server.streaming import DONE, EventStream, encode_event, encode_json, unless_gone
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Whole:
+    """One finished choice."""
+
+    text: str = ""
+    tokens: list[TextToken] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.tokens += piece.tokens
+        self.finish_reason = piece.finish_reason
+
+
+class AnswerForm(ABC):
+    """How an endpoint writes its answers. endpoint: its name in the metrics."""
+
+    endpoint: str
+    whole_object: str
+    chunk_object: str
+
+    @abstractmethod
+    def whole(self, wholes: Sequence[Whole]) -> list[CompletionChoice] | list[ChatChoice]:
+        """The choices of a whole answer."""
+
+    @abstractmethod
+    def chunk(
+        self, index: int, piece: Piece
+    ) -> list[list[CompletionChoice]] | list[list[ChatChunkChoice]]:
+        """The choices of each chunk that tells ``piece``; often one chunk, sometimes none."""
+
+
+class Answerer:
+    """Answers one HTTP request. answer_id: names the answer, in the API and in the log."""
+
+    def __init__(
+        self, service: Service, request: Request, asked: GenerationRequest, form: AnswerForm
+    ) -> None:
+        self._service = service
+        self._request = request
+        self._asked = asked
+        self._form = form
+        self._id: str = request.state.request_id
+        self._began: float = request.state.began
+        self._created = int(time.time())
+        self._wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        self._has_first = False
+
+    async def answer(self, generation: Generation) -> Response:
+        """The response, whole or streamed. Takes care of ``generation`` in any case."""
+        pieces = self._timed(generation.pieces())
+        try:
+            if not self._asked.stream:
+                work = self._collect(generation, pieces)
+                return await unless_gone(work, self._request.receive)
+            # Begin the stream with the first text, so that an error before it has its own status.
+            first = await unless_gone(_first(pieces), self._request.receive)
+        except BaseException:
+            generation.close()
+            raise
+        return EventStream(
+            self._events(generation, first, pieces),
+            lambda complete: self._end(generation, complete),
+        )
+
+    async def _collect(
+        self, generation: Generation, pieces: AsyncIterator[tuple[int, Piece]]
+    ) -> Response:
+        wholes = [Whole() for _ in range(generation.num_choices)]
+        async for at, piece in pieces:
+            wholes[at].add(piece)
+        self._end(generation, is_complete=True)
+        answer = self._answer(self._form.whole_object, self._form.whole(wholes))
+        answer["usage"] = generation.usage
+        return Response(encode_json(answer), media_type="application/json")
+
+    async def _events(
+        self,
+        generation: Generation,
+        first: tuple[int, Piece],
+        rest: AsyncIterator[tuple[int, Piece]],
+    ) -> AsyncIterator[bytes]:
+        try:
+            for event in self._chunks(*first):
+                yield event
+            async for at, piece in rest:
+                for event in self._chunks(at, piece):
+                    yield event
+            if self._wants_usage:
+                last = self._answer(self._form.chunk_object, [])
+                last["usage"] = generation.usage
+                yield encode_event(last)
+        except ApiError as error:
+            self._request.state.status = error.status
+            yield encode_event(error.body)
+        except Exception as error:
+            logger.error("stream failed id=%s error=%s", self._id, type(error).__name__)
+            self._request.state.status = 500
+            yield encode_event(internal_error(self._id).body)
+        yield DONE
+
+    def _chunks(self, at: int, piece: Piece) -> list[bytes]:
+        events = []
+        for choices in self._form.chunk(at, piece):
+            answer = self._answer(self._form.chunk_object, choices)
+            if self._wants_usage:
+                answer["usage"] = None
+            events.append(encode_event(answer))
+        return events
+
+    def _answer(
+        self,
+        kind: str,
+        choices: list[CompletionChoice] | list[ChatChoice] | list[ChatChunkChoice],
+    ) -> Answer:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._service.model_name,
+            "choices": choices,
+        }
+
+    async def _timed(
+        self, pieces: AsyncIterator[tuple[int, Piece]]
+    ) -> AsyncIterator[tuple[int, Piece]]:
+        async for at, piece in pieces:
+            if not self._has_first:
+                self._has_first = True
+                seconds = time.perf_counter() - self._began
+                self._service.metrics.first_token(self._form.endpoint, seconds)
+            yield at, piece
+
+    def _end(self, generation: Generation, is_complete: bool) -> None:
+        generation.close()
+        if is_complete and self._request.state.status is None:
+            seconds = time.perf_counter() - self._began
+            self._service.metrics.answered(self._form.endpoint, seconds, generation.usage)
+
+
+async def _first(pieces: AsyncIterator[tuple[int, Piece]]) -> tuple[int, Piece]:
+    return await anext(pieces)

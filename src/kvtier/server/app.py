@@ -1,0 +1,68 @@
+"""The API: which path is answered by whom."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import Response
+
+from kvtier import __version__
+from kvtier.server.chat import chat_router
+from kvtier.server.completions import completions_router
+from kvtier.server.errors import add_error_handlers
+from kvtier.server.gate import Gate, Observe
+from kvtier.server.responses import Health, Model, ModelList
+from kvtier.server.service import Service
+
+
+def make_app(service: Service) -> FastAPI:
+    """The ASGI application that serves ``service``."""
+    app = FastAPI(title="kvtier", version=__version__, docs_url=None, redoc_url=None)
+    add_error_handlers(app)
+    app.include_router(completions_router(service))
+    app.include_router(chat_router(service))
+
+    def model() -> Model:
+        return {
+            "id": service.model_name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "kvtier",
+            "max_model_len": service.engine.info.max_model_tokens,
+        }
+
+    @app.get("/v1/models")
+    async def list_models() -> ModelList:
+        """The one model that is served."""
+        return {"object": "list", "data": [model()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> Model:
+        service.check_model(name)
+        return model()
+
+    @app.get("/health")
+    async def health() -> Health:
+        """Ready to serve. While the server shuts down this is an error like everything else."""
+        engine = service.engine
+        return {
+            "status": "ok",
+            "model": service.model_name,
+            "running": engine.num_running,
+            "waiting": engine.num_waiting,
+        }
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """The server's metrics, then the cache's."""
+        text = service.metrics.text() + await service.in_thread(cache_metrics)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    def cache_metrics() -> bytes:
+        engine = service.engine
+        return engine.call(lambda: generate_latest(engine.cache.update_metrics().registry))
+
+    # Added last means outermost.
+    app.add_middleware(Gate, service=service)
+    app.add_middleware(Observe, service=service)
+    return app

@@ -1,0 +1,86 @@
+"""One choice of an answer: from tokens to text, cut at stop strings."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtier.engine import Detokenizer, Token
+from kvtier.server.stops import StopMatcher
+
+
+@dataclass(frozen=True, slots=True)
+class TextToken:
+    """A generated token, and where its text begins: characters from the start of the answer."""
+
+    token: Token
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that became certain, with its tokens. finish_reason: in the last piece only."""
+
+    text: str
+    tokens: tuple[TextToken, ...]
+    finish_reason: str | None = None
+
+
+class Choice:
+    """Collects the tokens of one request of the engine.
+
+    prefix: text to give out before the first token's.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], prefix: str = "") -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops)
+        self._prefix = prefix
+        self._held: deque[tuple[TextToken, int]] = deque()
+        self._num_pushed = 0
+        self._num_given = 0
+        self.num_tokens = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text."""
+        return self._matcher.stopped
+
+    def push(self, token: Token) -> Piece:
+        """What the token made certain; may be empty. After a stop string nothing counts."""
+        if self.stopped:
+            return Piece("", ())
+        self.num_tokens += 1
+        text = self._detokenizer.push(token.token_id)
+        start, self._num_pushed = self._num_pushed, self._num_pushed + len(text)
+        self._held.append((TextToken(token, start), self._num_pushed))
+        return self._give(self._matcher.push(text))
+
+    def finish(self, reason: str) -> Piece:
+        """The last piece. reason: why the engine ended; a stop string overrides it."""
+        if not self.stopped:
+            text = self._matcher.push(self._detokenizer.flush())
+            given = self._give(text if self.stopped else text + self._matcher.flush())
+        else:
+            given = Piece("", ())
+        tokens = given.tokens
+        if not self.stopped:
+            tokens += tuple(token for token, _ in self._held)
+        self._held.clear()
+        return Piece(given.text, tokens, "stop" if self.stopped else reason)
+
+    def _give(self, text: str) -> Piece:
+        self._num_given += len(text)
+        tokens = []
+        while self._held and self._is_given(*self._held[0]):
+            tokens.append(self._held.popleft()[0])
+        prefix, self._prefix = self._prefix, ""
+        return Piece(prefix + text, tuple(tokens))
+
+    def _is_given(self, token: TextToken, end: int) -> bool:
+        """Whether the token's text is out; of a cut answer, whether some of it is.
+
+        A token without text, part of a character for instance, goes with the text after it.
+        """
+        return token.offset < self._num_given and (self.stopped or end <= self._num_given)

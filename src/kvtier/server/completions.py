@@ -1,0 +1,101 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from kvtier.engine import Tokenizer
+from kvtier.server.answer import Answerer, AnswerForm, Whole
+from kvtier.server.choice import Piece, TextToken
+from kvtier.server.errors import bad_request
+from kvtier.server.fields import Prompt
+from kvtier.server.generation import Order
+from kvtier.server.logprobs import completion_logprobs
+from kvtier.server.responses import CompletionChoice, CompletionLogprobs
+from kvtier.server.schemas import CompletionRequest
+from kvtier.server.service import Service
+
+DEFAULT_MAX_TOKENS = 16
+"""Of the API."""
+
+
+class CompletionForm(AnswerForm):
+    """num_logprobs: alternatives per token; None reports no log probabilities."""
+
+    endpoint = "completions"
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer, num_logprobs: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._num_logprobs = num_logprobs
+
+    def whole(self, wholes: Sequence[Whole]) -> list[CompletionChoice]:
+        return [
+            self._choice(at, whole.text, whole.tokens, whole.finish_reason)
+            for at, whole in enumerate(wholes)
+        ]
+
+    def chunk(self, index: int, piece: Piece) -> list[list[CompletionChoice]]:
+        tokens = piece.tokens if self._num_logprobs is not None else ()
+        if not piece.text and not tokens and piece.finish_reason is None:
+            return []
+        return [[self._choice(index, piece.text, tokens, piece.finish_reason)]]
+
+    def _choice(
+        self, index: int, text: str, tokens: Sequence[TextToken], finish_reason: str | None
+    ) -> CompletionChoice:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(tokens),
+            "finish_reason": finish_reason,
+        }
+
+    def _logprobs(self, tokens: Sequence[TextToken]) -> CompletionLogprobs | None:
+        if self._num_logprobs is None:
+            return None
+        return completion_logprobs(tokens, self._tokenizer, self._num_logprobs)
+
+
+def completions_router(service: Service) -> APIRouter:
+    router = APIRouter()
+    tokenizer = service.engine.tokenizer
+
+    @router.post("/v1/completions")
+    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+        """Continue one or more prompts."""
+        service.check(body, len(body.prompt))
+        if body.echo and body.logprobs is not None:
+            raise bad_request(
+                "echo with logprobs is not supported by this server; leave one of them out.",
+                "echo",
+                "unsupported_parameter",
+            )
+        prompts = await service.in_thread(lambda: [encode(each) for each in body.prompt])
+        orders: list[Order] = []
+        for token_ids, prompt in zip(prompts, body.prompt, strict=True):
+            orders += service.orders(
+                body,
+                token_ids,
+                max_tokens=body.max_tokens,
+                default_max_tokens=DEFAULT_MAX_TOKENS,
+                num_logprobs=body.logprobs or 0,
+                echo=text_of(prompt) if body.echo else "",
+            )
+        generation = service.start(body, orders)
+        form = CompletionForm(tokenizer, body.logprobs)
+        return await Answerer(service, request, body, form).answer(generation)
+
+    def encode(prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        service.refuse_endless(prompt)
+        return tokenizer.encode(prompt)
+
+    def text_of(prompt: Prompt) -> str:
+        return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+
+    return router

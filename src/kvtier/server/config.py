@@ -1,0 +1,42 @@
+"""Settings of the HTTP server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvtier.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where the server listens, who may use it, and how much one request may ask for."""
+
+    host: str = "127.0.0.1"
+    """Address or name to listen on."""
+    port: int = 8000
+    """TCP port; 0 takes any free one."""
+    api_key: str | None = field(default=None, repr=False)
+    """Clients must send it as bearer token; None asks for none."""
+    served_model_name: str | None = None
+    """The model's name in the API; None takes the engine's."""
+    max_body_bytes: int = 8 << 20
+    """Longest request body."""
+    max_choices: int = 64
+    """Prompts times ``n`` of one HTTP request."""
+    default_chat_tokens: int = 1024
+    """max_tokens of a chat that names none; less where the context has less room."""
+    shutdown_grace_s: float = 30.0
+    """How long requests in flight may go on after SIGTERM."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(
+                f"port: {self.port} is no TCP port; use 1 to 65535, or 0 for a free one"
+            )
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError("api_key: the key is empty; set one, or leave the option out")
+        for name in ("max_body_bytes", "max_choices", "default_chat_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
+        if self.shutdown_grace_s < 0:
+            raise ConfigError(f"shutdown_grace_s: {self.shutdown_grace_s} is below 0")

@@ -1,0 +1,203 @@
+"""Errors as the API shows them: one clear sentence in the shape that clients know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+RETRY_AFTER_S = 1
+"""What a client is told to wait when the queue is full: about one short request."""
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+_SHOWN_CHARACTERS = 60
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    status: of HTTP. message: one sentence. param: the field at fault. code: for programs.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The JSON object that the client gets."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": _TYPES.get(self.status, kind),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        # In ASCII: a field's name may hold what UTF-8 can't.
+        content = json.dumps(self.body)
+        return Response(content, self.status, self.headers, media_type="application/json")
+
+
+class ClientGone(Exception):  # noqa: N818 - an event, not a failure
+    """The client closed the connection before it had its answer."""
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def wrong_key(sent: bool) -> ApiError:
+    found = "The API key is wrong" if sent else "The API key is missing"
+    return ApiError(
+        401,
+        f'{found}; send the server\'s key in the header "Authorization: Bearer <key>".',
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def body_too_long(limit_bytes: int) -> ApiError:
+    return ApiError(
+        413,
+        f"The request body is longer than {limit_bytes} bytes, the limit of this server; "
+        "shorten the prompt or raise --max-body.",
+        code="request_too_large",
+        headers={"Connection": "close"},  # else the rest of the body would be read
+    )
+
+
+def busy(reason: str) -> ApiError:
+    return ApiError(
+        429,
+        f"The server is busy: {reason}.",
+        code="rate_limit_exceeded",
+        headers={"Retry-After": str(RETRY_AFTER_S)},
+    )
+
+
+def shutting_down() -> ApiError:
+    return ApiError(
+        503,
+        "The server is shutting down; send the request again when it is back.",
+        code="shutting_down",
+        headers={"Retry-After": "5"},
+    )
+
+
+def internal_error(request_id: str) -> ApiError:
+    return ApiError(
+        500,
+        f"The server failed while it worked on this request ({request_id}); its log says where.",
+        code="internal_error",
+    )
+
+
+def show(value: object) -> str:
+    """A value from a request, short enough and safe to put into a message."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = type(value).__name__
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+
+
+def from_validation(errors: Sequence[Mapping[str, object]]) -> ApiError:
+    """One sentence from what pydantic found; the first finding is the one that is told."""
+    first = errors[0]
+    kind, message, found = str(first["type"]), str(first["msg"]), first.get("input")
+    location = first["loc"]
+    assert isinstance(location, tuple)
+    if kind == "json_invalid":
+        context = first.get("ctx")
+        why = context.get("error", message) if isinstance(context, Mapping) else message
+        return bad_request(
+            f"The body is not valid JSON at character {location[-1]}: {why}.", code="invalid_json"
+        )
+    if kind == "string_unicode":
+        return bad_request("A key in the body is no text; send whole characters.")
+    name = _field_name(location[1:])
+    if not name:
+        if found is None:
+            return bad_request("The body is empty; send a JSON object.", code="invalid_json")
+        return bad_request(
+            "The body must be a JSON object, sent with the header "
+            '"Content-Type: application/json".',
+            code="invalid_json",
+        )
+    if kind == "missing":
+        return bad_request(f"{name} is missing; this request needs it.", name, "missing")
+    if kind == "value_error":
+        return bad_request(f"{message.removeprefix('Value error, ')}.", name, "invalid_value")
+    advice = message.removeprefix("Input should be ").removeprefix("Input should ")
+    return bad_request(f"{name} is {show(found)}, but must be {advice}.", name, "invalid_value")
+
+
+def _field_name(location: Sequence[object]) -> str:
+    """``messages[0].content`` from ("messages", 0, "content")."""
+    name = ""
+    for part in location:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        else:
+            name += f".{part}" if name else str(part)
+    return name
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Every error that leaves ``app`` has the API's shape."""
+
+    @app.exception_handler(ApiError)
+    async def _api(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def _validation(request: Request, error: RequestValidationError) -> Response:
+        return from_validation(error.errors()).response()
+
+    @app.exception_handler(ClientGone)
+    async def _gone(request: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)  # nobody reads it; it is the status in the metrics
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> Response:
+        method, path = request.method, show(request.url.path)
+        if error.status_code == 404:
+            told = ApiError(
+                404,
+                f"There is nothing at {path}; this server has /v1/completions, "
+                "/v1/chat/completions, /v1/models, /health and /metrics.",
+                code="not_found",
+            )
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            told = ApiError(
+                405,
+                f"{path} can't be used with {method}; use {allowed}.",
+                code="method_not_allowed",
+                headers=error.headers,
+            )
+        elif error.status_code == 400:
+            told = bad_request("The body can't be read as JSON.", code="invalid_json")
+        else:
+            told = ApiError(error.status_code, f"{error.detail}.", headers=error.headers)
+        return told.response()

@@ -1,0 +1,142 @@
+"""The bridge between the event loop and the engine's thread: one HTTP request's choices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from kvtier.engine import (
+    Completion,
+    Engine,
+    EngineBusy,
+    RequestError,
+    RequestHandle,
+    SamplingParams,
+    Token,
+)
+from kvtier.errors import Closed
+from kvtier.server.choice import Choice, Piece
+from kvtier.server.errors import ApiError, bad_request, busy, shutting_down
+from kvtier.server.responses import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One choice to generate. is_first: whether it is the first one of its prompt."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    echo: str = ""
+    is_first: bool = True
+
+
+class Generation:
+    """The choices of one HTTP request, each a request of the engine.
+
+    Belongs to the event loop's thread. Always ``close`` it: that aborts what still runs.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        orders: Sequence[Order],
+        stops: Sequence[str],
+        salt: str,
+        on_close: Callable[[Generation], None],
+    ) -> None:
+        self._orders = tuple(orders)
+        self._on_close = on_close
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Token | Completion]] = asyncio.Queue()
+        self._choices = [
+            Choice(engine.tokenizer.detokenizer(), stops, order.echo) for order in self._orders
+        ]
+        self._completions: dict[int, Completion] = {}
+        self._handles: list[RequestHandle] = []
+        self._was_cut_short = False
+        try:
+            for at, order in enumerate(self._orders):
+                self._handles.append(self._submit(engine, at, order, salt))
+        except ApiError:
+            self.close()
+            raise
+
+    def _submit(self, engine: Engine, at: int, order: Order, salt: str) -> RequestHandle:
+        put = partial(self._put, at)
+        try:
+            return engine.submit(order.prompt, order.params, salt=salt, on_token=put, on_done=put)
+        except RequestError as error:
+            raise bad_request(str(error)) from error
+        except EngineBusy as error:
+            raise busy(str(error)) from error
+        except Closed as error:
+            raise shutting_down() from error
+
+    def _put(self, at: int, event: Token | Completion) -> None:
+        """Called on the engine's thread. The loop may be gone when the server is."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (at, event))
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """(choice, piece) as they become certain, until every choice has ended.
+
+        Raises ``ApiError`` where a choice could not be completed.
+        """
+        while len(self._completions) < len(self._choices):
+            at, event = await self._events.get()
+            choice = self._choices[at]
+            if isinstance(event, Completion):
+                self._completions[at] = event
+                self._check(event, choice)
+                yield at, choice.finish(event.finish_reason)
+                continue
+            was_stopped = choice.stopped
+            piece = choice.push(event)
+            if choice.stopped and not was_stopped:
+                self._handles[at].abort()
+            if piece.text or piece.tokens:
+                yield at, piece
+
+    def _check(self, completion: Completion, choice: Choice) -> None:
+        if completion.finish_reason == "error":
+            raise ApiError(500, completion.error, code="engine_error")
+        if completion.finish_reason == "abort" and not choice.stopped:
+            if self._was_cut_short:
+                raise shutting_down()
+            raise ApiError(500, "The request was aborted in the engine.", code="aborted")
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of the whole request; a prompt counts once, whatever ``n`` is."""
+        firsts = [at for at, order in enumerate(self._orders) if order.is_first]
+        num_prompt = sum(len(self._orders[at].prompt) for at in firsts)
+        num_generated = sum(choice.num_tokens for choice in self._choices)
+        num_cached = sum(
+            self._completions[at].num_cached_tokens for at in firsts if at in self._completions
+        )
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }
+
+    def cut_short(self) -> None:
+        """The server must go: end every choice, which ``pieces`` tells as an error."""
+        self._was_cut_short = True
+        for handle in self._handles:
+            handle.abort()
+
+    def close(self) -> None:
+        """Abort what still runs. Safe to call twice."""
+        for handle in self._handles:
+            if not handle.done:
+                handle.abort()
+        self._on_close(self)

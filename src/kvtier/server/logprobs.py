@@ -1,0 +1,58 @@
+"""Log probabilities in the shapes of the two endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.engine import Tokenizer
+from kvtier.server.choice import TextToken
+from kvtier.server.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+
+def completion_logprobs(
+    tokens: Sequence[TextToken], tokenizer: Tokenizer, num_top: int
+) -> CompletionLogprobs:
+    """Four lists, one entry per token. num_top: alternatives per token; the chosen one comes on top
+    of them where it is not among them."""
+    texts = [tokenizer.token_text(each.token.token_id) for each in tokens]
+    tops: list[dict[str, float]] = []
+    for text, each in zip(texts, tokens, strict=True):
+        top: dict[str, float] = {}
+        for token_id, logprob in each.token.top_logprobs[:num_top]:
+            top.setdefault(tokenizer.token_text(token_id), _finite(logprob))
+        top.setdefault(text, _finite(each.token.logprob))
+        tops.append(top)
+    return {
+        "tokens": texts,
+        "token_logprobs": [_finite(each.token.logprob) for each in tokens],
+        "top_logprobs": tops if num_top else None,
+        "text_offset": [each.offset for each in tokens],
+    }
+
+
+def chat_logprobs(tokens: Sequence[TextToken], tokenizer: Tokenizer, num_top: int) -> ChatLogprobs:
+    """One object per token, each with its ``num_top`` alternatives."""
+    content: list[TokenLogprob] = []
+    for each in tokens:
+        token = each.token
+        top = [_entry(tokenizer, *pair) for pair in token.top_logprobs[:num_top]]
+        content.append({**_entry(tokenizer, token.token_id, token.logprob), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> TopLogprob:
+    text = tokenizer.token_text(token_id)
+    # A token that is part of a character has no text of its own, and so no bytes that we know.
+    known = "\ufffd" not in text
+    return {
+        "token": text,
+        "logprob": _finite(logprob),
+        "bytes": list(text.encode()) if known else None,
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST)

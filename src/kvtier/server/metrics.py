@@ -1,0 +1,90 @@
+"""Metrics of the server: what clients see. The cache's own are in ``kvtier.telemetry``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvtier.server.responses import Usage
+from kvtier.telemetry.metrics import MetricSpec
+
+SERVER_METRICS = (
+    MetricSpec(
+        "kvtier_server_requests_total",
+        "counter",
+        "HTTP requests; status 499 is a client that left before its answer was complete.",
+        ("endpoint", "status"),
+    ),
+    MetricSpec(
+        "kvtier_server_ttft_seconds",
+        "histogram",
+        "From the arrival of a request to its first token.",
+        ("endpoint",),
+    ),
+    MetricSpec(
+        "kvtier_server_e2e_seconds",
+        "histogram",
+        "From the arrival of a request to the end of its answer, of those answered in full.",
+        ("endpoint",),
+    ),
+    MetricSpec("kvtier_server_prompt_tokens_total", "counter", "Tokens in prompts."),
+    MetricSpec("kvtier_server_cached_tokens_total", "counter", "Prompt tokens not computed."),
+    MetricSpec("kvtier_server_completion_tokens_total", "counter", "Tokens in answers."),
+    MetricSpec("kvtier_server_running", "gauge", "Requests that the engine works on."),
+    MetricSpec("kvtier_server_waiting", "gauge", "Requests that wait for the engine."),
+)
+
+_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
+
+
+class ServerMetrics:
+    """The metrics of one server, in a registry of their own. Used by the event loop's thread.
+
+    num_running, num_waiting: asked when the metrics are read.
+    """
+
+    def __init__(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
+        self.registry = CollectorRegistry()
+        specs = {spec.name: spec for spec in SERVER_METRICS}
+
+        def counter(name: str) -> Counter:
+            spec = specs[name]
+            return Counter(spec.name, spec.meaning, spec.labels, registry=self.registry)
+
+        def histogram(name: str) -> Histogram:
+            spec = specs[name]
+            return Histogram(
+                spec.name, spec.meaning, spec.labels, registry=self.registry, buckets=_SECONDS
+            )
+
+        def gauge(name: str, function: Callable[[], int]) -> None:
+            made = Gauge(name, specs[name].meaning, registry=self.registry)
+            made.set_function(function)
+
+        self._requests = counter("kvtier_server_requests_total")
+        self._prompt_tokens = counter("kvtier_server_prompt_tokens_total")
+        self._cached_tokens = counter("kvtier_server_cached_tokens_total")
+        self._completion_tokens = counter("kvtier_server_completion_tokens_total")
+        self._ttft = histogram("kvtier_server_ttft_seconds")
+        self._e2e = histogram("kvtier_server_e2e_seconds")
+        gauge("kvtier_server_running", num_running)
+        gauge("kvtier_server_waiting", num_waiting)
+
+    def request(self, endpoint: str, status: int) -> None:
+        """An HTTP request ended."""
+        self._requests.labels(endpoint, str(status)).inc()
+
+    def first_token(self, endpoint: str, seconds: float) -> None:
+        self._ttft.labels(endpoint).observe(seconds)
+
+    def answered(self, endpoint: str, seconds: float, usage: Usage) -> None:
+        """A request got its whole answer."""
+        self._e2e.labels(endpoint).observe(seconds)
+        self._prompt_tokens.inc(usage["prompt_tokens"])
+        self._cached_tokens.inc(usage["prompt_tokens_details"]["cached_tokens"])
+        self._completion_tokens.inc(usage["completion_tokens"])
+
+    def text(self) -> bytes:
+        """In prometheus' text format."""
+        return generate_latest(self.registry)

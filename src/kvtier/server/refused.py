@@ -1,0 +1,86 @@
+"""Parameters of the API that this server does not have.
+
+A parameter that would change the answer is refused unless it has the value that changes nothing;
+one that only labels the request is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from kvtier.server.errors import ApiError, bad_request, show
+from kvtier.server.schemas import ChatMessage, ChatRequest, GenerationRequest
+
+LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "service_tier"})
+"""Ignored: they say something about the request, not about the answer."""
+
+HARMLESS: Mapping[str, tuple[object, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "min_p": (0,),
+    "modalities": (["text"],),
+    "moderation": (),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Refused, unless null or one of these values."""
+
+
+def refuse_unsupported(request: GenerationRequest) -> None:
+    """Raise ``ApiError`` where the request asks for what this server does not do."""
+    known = type(request).model_fields
+    for name, value in (request.model_extra or {}).items():
+        _refuse_parameter(name, value, list(known))
+    if request.stream_options is not None and not request.stream:
+        raise bad_request(
+            "stream_options is given without stream; set stream to true or leave it out.",
+            "stream_options",
+        )
+    if isinstance(request, ChatRequest):
+        if request.top_logprobs and not request.logprobs:
+            raise bad_request(
+                "top_logprobs is given without logprobs; set logprobs to true.", "top_logprobs"
+            )
+        for at, message in enumerate(request.messages):
+            _refuse_message(at, message)
+
+
+def _refuse_parameter(name: str, value: object, known: list[str]) -> None:
+    if name in LABELS or (name in HARMLESS and (value is None or value in HARMLESS[name])):
+        return
+    if name in HARMLESS:
+        raise _unsupported(
+            f"{name}={show(value)} is not supported by this server; leave it out.", name
+        )
+    near = get_close_matches(name, known, n=1)
+    advice = f"did you mean {near[0]}?" if near else "leave it out."
+    raise _unsupported(f"{show(name)} is no parameter of this request; {advice}", name)
+
+
+def _refuse_message(at: int, message: ChatMessage) -> None:
+    """What clients send back from earlier answers is fine as long as it is empty."""
+    for name, value in (message.model_extra or {}).items():
+        if value not in (None, [], {}):
+            where = f"messages[{at}].{name}"
+            raise _unsupported(f"{where} is not supported by this server; leave it out.", where)
+
+
+def _unsupported(message: str, param: str) -> ApiError:
+    return bad_request(message, param[:100], "unsupported_parameter")

@@ -1,0 +1,157 @@
+"""Runs the server: its socket, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import signal
+import socket
+from collections.abc import Callable, Generator
+
+import uvicorn
+
+from kvtier.engine import Engine
+from kvtier.errors import ConfigError
+from kvtier.server.app import make_app
+from kvtier.server.config import ServerConfig
+from kvtier.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 5
+"""After the grace: for the last bytes to reach their clients."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to ``host`` and ``port`` (0: any free one), not listening yet."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"host: can't listen on {host!r}: {error.strerror}") from error
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+    except OSError as error:
+        made.close()
+        raise ConfigError(
+            f"port: can't listen on {host}:{port}: {error.strerror}; choose another port, or 0 for "
+            "any free one"
+        ) from error
+    return made
+
+
+def url_of(listener: socket.socket) -> str:
+    """The address that clients use."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    """Whether only programs on this machine can reach it."""
+    host: str = listener.getsockname()[0]
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+class _Uvicorn(uvicorn.Server):
+    """Uvicorn without its own signal handling, which ends the process by the signal again."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class HttpServer:
+    """Serves an engine, which must have been started and is not closed by this.
+
+    listener: from ``bind``; the server closes it.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig, listener: socket.socket) -> None:
+        self.url = url_of(listener)
+        self._engine = engine
+        self._config = config
+        self._listener = listener
+        self._loop: asyncio.AbstractEventLoop | None = None
+        # Made here, used by the loop of ``run``: they belong to it from their first wait on.
+        self._stop = asyncio.Event()
+        self._stop_at_once = asyncio.Event()
+
+    def run(self, on_ready: Callable[[str], None], handle_signals: bool = False) -> None:
+        """Serve until ``stop``, or SIGTERM or SIGINT where ``handle_signals`` is set.
+
+        The first signal begins the shutdown, a second one cuts it short. on_ready: called with the
+        URL as soon as clients can connect. Returns when the last request has its answer.
+        """
+        asyncio.run(self._serve(on_ready, handle_signals))
+
+    def stop(self) -> None:
+        """Begin the shutdown; again: cut it short. From any thread, while ``run`` runs."""
+        assert self._loop is not None, "stop is for a server that runs"
+        with contextlib.suppress(RuntimeError):  # it ended meanwhile
+            self._loop.call_soon_threadsafe(self._on_stop)
+
+    def _on_stop(self) -> None:
+        if self._stop.is_set():
+            self._stop_at_once.set()
+        else:
+            logger.info("shutting down grace_s=%s", self._config.shutdown_grace_s)
+            self._stop.set()
+
+    async def _serve(self, on_ready: Callable[[str], None], handle_signals: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        if handle_signals:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._loop.add_signal_handler(number, self._on_stop)
+        service = Service(self._engine, self._config)
+        grace_s = self._config.shutdown_grace_s
+        settings = uvicorn.Config(
+            make_app(service),
+            http="h11",
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=int(grace_s) + PATIENCE_S,
+        )
+        server = _Uvicorn(settings)
+        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        try:
+            await _until(serving, lambda: server.started)
+            on_ready(self.url)
+            stop = asyncio.create_task(self._stop.wait())
+            await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
+            service.is_closing = True
+            server.should_exit = True
+            await self._finish(service, grace_s)
+        finally:
+            await serving
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()  # its client does not read, and now never will
+            await asyncio.sleep(0)
+            service.close()
+
+    async def _finish(self, service: Service, grace_s: float) -> None:
+        """Wait for the requests in flight, as long as the grace or a second stop lets us."""
+        hurry = asyncio.create_task(self._stop_at_once.wait())
+        finish = asyncio.create_task(service.finish(grace_s))
+        await asyncio.wait({hurry, finish}, return_when=asyncio.FIRST_COMPLETED)
+        if not finish.done():
+            service.cut_short()
+        hurry.cancel()
+        await finish
+
+
+async def _until(serving: asyncio.Task[None], is_ready: Callable[[], bool]) -> None:
+    """Return when the server listens; raise what it raises where it can't."""
+    while not is_ready():
+        if serving.done():
+            serving.result()
+            raise ConfigError("the server ended before it listened")
+        await asyncio.sleep(0.005)

@@ -1,0 +1,75 @@
+"""Requests of the API. Unknown parameters are refused, not ignored: see ``refused``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvtier.server.fields import Content, Prompts, Stops, Text, none_is
+
+Flag = Annotated[bool, Field(strict=True), none_is(False)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Count = Annotated[int, Field(strict=True)]
+
+
+class StreamOptions(BaseModel):
+    """include_usage: one more chunk at the end, with the usage of the whole request."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: Flag = False
+    include_obfuscation: Flag = False
+
+
+class GenerationRequest(BaseModel):
+    """What both endpoints take. null is the same as leaving the field out."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: Text
+    stream: Flag = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[Count, Field(ge=1, le=16), none_is(1)] = 1
+    max_tokens: Annotated[Count, Field(ge=1)] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2), none_is(1.0)] = 1.0
+    top_p: Annotated[Number, Field(gt=0, le=1), none_is(1.0)] = 1.0
+    seed: Annotated[Count, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stops = ()
+    user: Text | None = None
+    """Ignored."""
+
+    # -- what the API does not have, but this server does -----------------------------------------
+    top_k: Annotated[Count, Field(ge=0), none_is(0)] = 0
+    """Choose among the k likeliest tokens; 0 for all."""
+    ignore_eos: Flag = False
+    """Go on to max_tokens."""
+    cache_salt: Annotated[Text, Field(max_length=1024), none_is("")] = ""
+    """Requests reuse each other's prefixes only under equal salts."""
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: Prompts
+    echo: Flag = False
+    logprobs: Annotated[Count, Field(ge=0, le=20)] | None = None
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    name: Text | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
+    logprobs: Flag = False
+    top_logprobs: Annotated[Count, Field(ge=0, le=20)] | None = None

@@ -1,0 +1,125 @@
+"""From measurements to targets and JSON."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from kvtier.bench.accuracy import bits_equal
+from kvtier.bench.ttft import served_from
+from kvtier.bench.words import headline, outcome, percent, verdicts
+from tests.bench import samples
+
+pytestmark = pytest.mark.engine
+
+
+def test_json_has_the_promised_shape() -> None:
+    result = samples.serve_result(
+        samples.accuracy(), samples.ttft(from_device=40), samples.overhead()
+    )
+    found = json.loads(json.dumps(result.as_json(), allow_nan=False))
+    assert found["benchmark"] == "serve"
+    assert found["accuracy"]["prompts"] == 20
+    assert found["accuracy"]["equal"] == 20
+    assert found["accuracy"]["control_noticed"] == 20
+    assert set(found["ttft_ms"]) == {"cold", "device", "host"}
+    for summary in found["ttft_ms"].values():
+        assert set(summary) == {"mean", "p50", "p90", "p99"}
+    assert found["reduction"] == {"mean": 0.966, "device": 0.975, "host": 0.96}
+    assert found["hit_tokens"] == {"device": 40 * 3456, "host": 60 * 3456}
+    assert found["overhead"]["ttft_ratio"] == 1.004
+    assert found["overhead"]["throughput_ratio"] == 0.998
+    assert found["overhead"]["num_pairs"] == 40
+    assert len(found["rows"]) == 40 + 200 + 40
+    assert [(row["id"], row["met"]) for row in found["targets"]] == [
+        ("C1", True),
+        ("T1", True),
+        ("T2", True),
+    ]
+    assert not any("quick" in row for row in found["targets"])
+    assert result.correct
+
+
+def test_smaller_sizes_and_another_mix_of_tiers_are_marked() -> None:
+    result = samples.serve_result(
+        samples.accuracy(num_prompts=6), samples.ttft(from_device=60), samples.overhead()
+    )
+    marked = {row["id"] for row in result.as_json()["targets"] if row.get("quick")}  # type: ignore[attr-defined]
+    assert marked == {"C1", "T1"}
+
+
+def test_latent_attention_counts_for_its_own_target() -> None:
+    result = samples.serve_result(samples.accuracy(), attention="latent")
+    assert [target.target_id for target in result.targets] == ["C2"]
+
+
+def test_one_differing_prompt_misses_the_target() -> None:
+    result = samples.serve_result(samples.accuracy(unequal=1))
+    assert result.as_json()["accuracy"]["equal"] == 19  # type: ignore[index]
+    assert not result.targets[0].met
+    assert not result.correct
+    assert any(verdict.good is False for verdict in verdicts(result))
+
+
+def test_one_unnoticed_damage_misses_the_target() -> None:
+    result = samples.serve_result(samples.accuracy(unnoticed=2))
+    accuracy = result.accuracy
+    assert accuracy is not None
+    assert (accuracy.num_equal(), accuracy.num_noticed()) == (20, 18)
+    assert accuracy.num_noticed("host") == 20
+    assert not result.correct
+
+
+def test_differing_logits_in_the_second_pass_are_told() -> None:
+    result = samples.serve_result(ttft=samples.ttft(different=3))
+    assert not result.correct
+    assert any("3 requests" in verdict.figure for verdict in verdicts(result))
+
+
+def test_a_slower_second_pass_is_called_later() -> None:
+    result = samples.serve_result(ttft=samples.ttft(cold_ms=20.0, device_ms=25.0, host_ms=25.0))
+    assert headline(result) == "The first token came 25.0\u00a0% later."
+    assert not result.targets[0].met
+
+
+def test_loss_is_the_worse_of_both_ratios() -> None:
+    assert samples.overhead(1.02, 0.999).loss == pytest.approx(0.02)
+    assert samples.overhead(1.002, 0.95).loss == pytest.approx(0.05)
+    assert samples.overhead(0.99, 1.01).loss < 0
+
+
+def test_a_loss_that_can_not_be_told_from_the_target_is_unclear() -> None:
+    clear, unclear = (
+        samples.serve_result(overhead=samples.overhead(ttft_ratio)).targets[0]
+        for ttft_ratio in (1.05, 1.008)
+    )
+    assert (outcome(clear), clear.as_json()["met"], "sure" in clear.as_json()) == (
+        "not met",
+        False,
+        False,
+    )
+    assert (outcome(unclear), unclear.as_json()["sure"]) == ("unclear", False)
+
+
+def test_source_of_a_request_is_where_most_tokens_came_from() -> None:
+    assert served_from({"device": 10, "host": 30}) == "host"
+    assert served_from({"device": 30, "host": 10}) == "device"
+    assert served_from({"device": 0, "host": 0}) == "cold"
+    assert served_from({}) == "cold"
+
+
+def test_equal_means_every_bit() -> None:
+    one = np.array([[1.0, np.nan], [0.0, 2.0]], np.float32)
+    assert bits_equal(one, one.copy())
+    negative_zero = one.copy()
+    negative_zero[1, 0] = -0.0
+    assert not bits_equal(one, negative_zero)
+    assert not bits_equal(one, one[:1])
+
+
+def test_percent_has_no_negative_zero() -> None:
+    assert percent(-0.0001, signed=True) == "0.0\u00a0%"
+    assert percent(-0.953, signed=True) == "\u221295.3\u00a0%"
+    assert percent(0.004, signed=True) == "+0.4\u00a0%"

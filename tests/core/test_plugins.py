@@ -1,0 +1,60 @@
+"""What is found by name, and what the core gets along without."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from kvtier import plugins
+from kvtier.devices import find_device
+from kvtier.devices.cpu import CpuDevice
+from kvtier.errors import ConfigError, DeviceError
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Entry points by "group/name"; a test may add its own."""
+    known = {"kvtier.devices/cpu": "kvtier.devices.cpu:CpuDevice"}
+
+    def entry_points(group: str) -> list[EntryPoint]:
+        return [
+            EntryPoint(name.partition("/")[2], value, group)
+            for name, value in known.items()
+            if name.partition("/")[0] == group
+        ]
+
+    monkeypatch.setattr(plugins, "entry_points", entry_points)
+    return known
+
+
+def test_plugin_is_found_by_its_name(installed: dict[str, str]) -> None:
+    assert plugins.load_plugin("devices", "cpu") is CpuDevice
+
+
+def test_unknown_plugin_names_those_that_are_known(installed: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"'kettle' in kvtier.devices; known: cpu"):
+        plugins.load_plugin("devices", "kettle")
+    with pytest.raises(ConfigError, match="known: none"):
+        plugins.load_plugin("tiers", "kettle")
+
+
+def test_device_is_found_by_its_name(installed: dict[str, str]) -> None:
+    assert isinstance(find_device("cpu"), CpuDevice)
+
+
+def test_every_other_device_is_served_by_torch(installed: dict[str, str]) -> None:
+    """The plug-in gets the whole name, index included."""
+    installed["kvtier.devices/torch"] = "builtins:str"
+    with pytest.raises(DeviceError, match="'npu:1' made a str, not a Device"):
+        find_device("npu:1")
+
+
+def test_core_needs_no_torch() -> None:
+    code = (
+        "import sys, kvtier, kvtier.cache, kvtier.devices.cpu\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

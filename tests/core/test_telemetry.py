@@ -1,0 +1,57 @@
+"""Metrics: one table of names, and numbers that say what happened."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import generate_latest
+
+from kvtier.telemetry import METRICS, Metrics, RequestRecord
+from kvtier.types import DEVICE, HOST
+from tests.core.world import count
+
+UNITS = ("_total", "_seconds", "_bytes", "_slots")
+
+
+@pytest.mark.parametrize("spec", METRICS, ids=lambda spec: spec.name)
+def test_names_carry_their_unit_and_a_meaning(spec: object) -> None:
+    name, kind, meaning = spec.name, spec.kind, spec.meaning  # type: ignore[attr-defined]
+    assert name.startswith("kvtier_")
+    assert name.endswith(UNITS)
+    assert (kind == "counter") == name.endswith("_total")
+    assert meaning.endswith(".")
+
+
+def test_every_metric_is_exposed_before_anything_happened() -> None:
+    text = generate_latest(Metrics().registry).decode()
+    for spec in METRICS:
+        exposed = spec.name.removesuffix("_total") if spec.kind == "counter" else spec.name
+        assert f"# HELP {exposed}" in text
+
+
+def test_two_caches_count_apart() -> None:
+    one, two = Metrics(), Metrics()
+    one.count("kvtier_requests_total")
+    assert count(one, "kvtier_requests_total") == 1
+    assert count(two, "kvtier_requests_total") == 0
+
+
+def test_request_is_counted_once_with_its_tiers() -> None:
+    metrics = Metrics()
+    metrics.record(
+        RequestRecord(num_asked_blocks=7, hit_blocks={DEVICE: 2, HOST: 3}, load_bytes=9, load_s=2)
+    )
+    metrics.record(RequestRecord(num_asked_blocks=1))
+    assert count(metrics, "kvtier_requests_total") == 2
+    assert count(metrics, "kvtier_prompt_blocks_total") == 8
+    assert count(metrics, "kvtier_hit_blocks_total", tier=DEVICE) == 2
+    assert count(metrics, "kvtier_hit_blocks_total", tier=HOST) == 3
+    assert count(metrics, "kvtier_load_seconds_sum") == 2
+    assert count(metrics, "kvtier_load_seconds_count") == 1
+
+
+def test_occupancy_is_the_last_one_told() -> None:
+    metrics = Metrics()
+    metrics.occupancy({DEVICE: 3}, {DEVICE: 8})
+    metrics.occupancy({DEVICE: 2}, {DEVICE: 8})
+    assert count(metrics, "kvtier_used_slots", tier=DEVICE) == 2
+    assert count(metrics, "kvtier_slots", tier=DEVICE) == 8

@@ -1,0 +1,141 @@
+"""The commands: fast to import, one sentence for what can't be used."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+import subprocess
+import sys
+from dataclasses import fields
+from typing import cast
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvtier.cli import app
+from kvtier.cli.serve import serve
+
+
+def kvtier(*arguments: str, **variables: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env=variables)
+
+
+def test_importing_the_command_line_imports_nothing_heavy() -> None:
+    code = "import sys, kvtier.cli; print({'torch', 'fastapi', 'transformers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+def test_help_lists_the_commands() -> None:
+    shown = kvtier("--help").output
+    assert all(command in shown for command in ("serve", "doctor", "bench"))
+    assert kvtier("serve", "--help").exit_code == 0
+
+
+def test_the_version_is_told() -> None:
+    assert kvtier("--version").output.startswith("kvtier 0.")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["no-such-model"], "model: 'no-such-model' is neither built in"),
+        (["--port", "70000"], "port: 70000 is no TCP port"),
+        (["--api-key", ""], "api_key: the key is empty"),
+        (["--max-body", "many"], "max_body: can't read 'many' as a size"),
+        (["--host-capacity", "4 apples"], "host_capacity: can't read"),
+        (["--host-capacity", "900TiB"], "host tier: a capacity of"),
+        (["--device-capacity", "1KiB"], "device_capacity:"),
+        (["--block-size", "0"], "block_size: 0 is below 1"),
+        (["--chunk-tokens", "100"], "chunk_tokens: 100 is no multiple of block_size=64"),
+        (["--max-running", "0"], "max_running: 0 is below 1"),
+        (["--dtype", "int3"], "dtype: 'int3' is unknown"),
+        (["--device", "toaster"], "device: 'toaster' is unknown"),
+        (["--shutdown-grace", "-1"], "shutdown_grace_s: -1.0 is below 0"),
+        (["--host", "no.such.host.invalid"], "host: can't listen on 'no.such.host.invalid'"),
+    ],
+)
+def test_a_setting_that_cant_be_used_is_told_in_one_sentence(
+    options: list[str], sentence: str
+) -> None:
+    port = [] if "--port" in options else ["--port", "0"]
+    result = kvtier("serve", *port, *options)
+    assert result.exit_code == 2
+    assert f"kvtier serve: {sentence}" in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+@pytest.mark.engine
+def test_an_empty_key_in_the_environment_is_no_open_door() -> None:
+    result = kvtier("serve", "--port", "0", KVTIER_API_KEY="")
+    assert result.exit_code == 2
+    assert "api_key: the key is empty" in result.stderr
+
+
+@pytest.mark.engine
+def test_a_port_that_is_taken_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = kvtier("serve", "--port", str(port))
+    assert result.exit_code == 2
+    assert f"port: can't listen on 127.0.0.1:{port}" in result.stderr
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("address", "loops_back"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("192.0.2.7", False),
+        ("fe80::1%eth0", False),
+    ],
+)
+def test_only_this_machine_reaches_a_loopback_address(address: str, loops_back: bool) -> None:
+    from kvtier.server import is_loopback
+
+    class Listener:
+        def getsockname(self) -> tuple[str, int]:
+            return address, 8000
+
+    assert is_loopback(cast(socket.socket, Listener())) == loops_back
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("loops_back", "key", "warns"),
+    [(False, None, True), (False, "k", False), (True, None, False)],
+)
+def test_an_open_door_without_key_is_warned_of(
+    loops_back: bool, key: str | None, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.server.is_loopback", lambda listener: loops_back)
+    monkeypatch.setattr("kvtier.server.HttpServer.run", lambda self, tell, **rest: tell(self.url))
+    options = ["--device-capacity", "8MiB", "--host-capacity", "0"]
+    options += [] if key is None else ["--api-key", key]
+    result = kvtier("serve", "--port", "0", *options)
+    assert result.exit_code == 0, result.output
+    assert ("without an API key" in result.stderr) == warns
+    assert result.stdout.startswith("kvtier serves kvtier-tiny on cpu at http://")
+    assert len(result.stdout.splitlines()) == 1
+
+
+@pytest.mark.engine
+def test_the_options_defaults_are_those_of_the_code() -> None:
+    from kvtier.engine import EngineConfig
+    from kvtier.server import ServerConfig
+
+    options = {name: each.default for name, each in inspect.signature(serve).parameters.items()}
+    defaults = {
+        field.name: getattr(config, field.name)
+        for config in (EngineConfig(), ServerConfig())
+        for field in fields(config)
+    }
+    shared = options.keys() & defaults.keys()
+    assert {"model", "host", "port", "block_size", "device_capacity", "max_queue"} <= shared
+    assert {name: options[name] for name in shared} == {name: defaults[name] for name in shared}

@@ -1,0 +1,389 @@
+"""Every error: its status, the API's shape, and one sentence that says what to do."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import httpx
+import openai
+import pytest
+
+from kvtier.engine import Completion, Engine, EngineConfig, RequestHandle, SamplingParams, Token
+from kvtier.server import ServerConfig
+
+from .conftest import MODEL, Running, running
+
+pytestmark = pytest.mark.engine
+
+COMPLETION = {"model": MODEL, "prompt": "import", "max_tokens": 2}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, str | None]:
+    """The error object; checks the shape that every error has."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    message = body["error"]["message"]
+    assert message[-1] in ".?"
+    assert "Traceback" not in message
+    assert "\n" not in message
+    error: dict[str, str | None] = body["error"]
+    return error
+
+
+def post(served: Running, path: str, **content: object) -> httpx.Response:
+    return httpx.post(f"{served.url}/v1/{path}", timeout=60, **content)  # type: ignore[arg-type]
+
+
+BAD_COMPLETIONS = [
+    ({"prompt": None}, "prompt", "prompt is null, but must be a text"),
+    ({"prompt": ""}, "prompt", "prompt is empty"),
+    ({"prompt": []}, "prompt", "must be a text, a list of texts"),
+    ({"prompt": [[]]}, "prompt", "prompt is empty"),
+    ({"prompt": ["a", 1]}, "prompt", 'prompt is ["a", 1]'),
+    ({"prompt": [True]}, "prompt", "prompt is [true]"),
+    ({"prompt": [10**6]}, None, "token ids outside 0 .. 4095"),
+    ({"prompt": [-1]}, None, "token ids outside 0 .. 4095"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, but must be greater than or equal to 1"),
+    ({"max_tokens": 2.5}, "max_tokens", "max_tokens is 2.5, but must be a valid integer"),
+    ({"max_tokens": "3"}, "max_tokens", 'max_tokens is "3", but must be a valid integer'),
+    (
+        {"temperature": 2.1},
+        "temperature",
+        "temperature is 2.1, but must be less than or equal to 2",
+    ),
+    ({"temperature": -1}, "temperature", "temperature is -1, but must be greater than"),
+    ({"top_p": 0}, "top_p", "top_p is 0, but must be greater than 0"),
+    ({"top_k": -1}, "top_k", "top_k is -1, but must be greater than or equal to 0"),
+    ({"n": 17}, "n", "n is 17, but must be less than or equal to 16"),
+    ({"seed": 2**64}, "seed", "seed is 18446744073709551616, but must be less than"),
+    ({"stop": 5}, "stop", "stop is 5, but must be a text or a list of texts"),
+    ({"stop": ["a"] * 5}, "stop", "stop has 5 texts; give at most 4"),
+    ({"stop": [""]}, "stop", "stop has a text of 0 characters"),
+    ({"logprobs": 21}, "logprobs", "logprobs is 21, but must be less than or equal to 20"),
+    ({"echo": True, "logprobs": 0}, "echo", "echo with logprobs is not supported"),
+    ({"stream": "yes"}, "stream", 'stream is "yes", but must be a valid boolean'),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "given without stream"),
+    ({"stream_options": {"usage": True}, "stream": True}, "stream_options.usage", "usage"),
+    ({"cache_salt": 5}, "cache_salt", "cache_salt is 5, but must be a valid string"),
+    ({"best_of": 2}, "best_of", "best_of=2 is not supported by this server; leave it out"),
+    ({"suffix": "x"}, "suffix", 'suffix="x" is not supported'),
+    ({"logit_bias": {"50": 1}}, "logit_bias", 'logit_bias={"50": 1} is not supported'),
+    ({"presence_penalty": 0.5}, "presence_penalty", "presence_penalty=0.5 is not supported"),
+    ({"temprature": 1}, "temprature", "did you mean temperature?"),
+    ({"xyzzy": 1}, "xyzzy", '"xyzzy" is no parameter of this request; leave it out'),
+]
+
+BAD_CHATS = [
+    ({"messages": []}, "messages", "messages is [], but"),
+    ({"messages": "hi"}, "messages", 'messages is "hi", but must be a valid list'),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing; this request needs it"),
+    ({"messages": [{"role": "king", "content": ""}]}, "messages[0].role", 'role is "king", but'),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        "messages[0].content",
+        'content has a part of type "image_url"',
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
+        "messages[0].tool_calls",
+        "messages[0].tool_calls is not supported",
+    ),
+    ({"tools": [{"type": "function"}]}, "tools", "tools=["),
+    ({"tool_choice": "required"}, "tool_choice", 'tool_choice="required" is not supported'),
+    ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", 'reasoning_effort="high" is not supported'),
+    ({"top_logprobs": 2}, "top_logprobs", "given without logprobs"),
+    ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "give one of them"),
+]
+
+
+@pytest.mark.parametrize(("change", "param", "sentence"), BAD_COMPLETIONS)
+def test_a_bad_completion_request_is_told_why(
+    served: Running, change: dict[str, object], param: str | None, sentence: str
+) -> None:
+    error = error_of(post(served, "completions", json={**COMPLETION, **change}), 400)
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert sentence in str(error["message"])
+
+
+@pytest.mark.parametrize(("change", "param", "sentence"), BAD_CHATS)
+def test_a_bad_chat_request_is_told_why(
+    served: Running, change: dict[str, object], param: str | None, sentence: str
+) -> None:
+    error = error_of(post(served, "chat/completions", json={**CHAT, **change}), 400)
+    assert error["param"] == param
+    assert sentence in str(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (b"{", "not valid JSON at character 1"),
+        (b'{"model": "kvtier-tiny",}', "not valid JSON at character"),
+        (b"\xff\xfe{", "can't be read as JSON"),
+        (b"[" * 100_000, "can't be read as JSON"),
+        (b"[]", "must be a JSON object"),
+        (b"7", "must be a JSON object"),
+        (b"", "body is empty"),
+        (b'{"model": "kvtier-tiny", "prompt": "x", "temperature": NaN}', "temperature is NaN"),
+        (b'{"model": "kvtier-tiny", "prompt": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"model": "\\ud800", "prompt": "x"}', "model has half of a surrogate pair"),
+        (
+            b'{"model": "kvtier-tiny", "prompt": "x", "cache_salt": "a\\udfff"}',
+            "cache_salt has half of a surrogate pair at character 1",
+        ),
+        (b'{"model": "kvtier-tiny", "prompt": "x", "\\ud800": 1}', "A key in the body is no text"),
+        (b'{"prompt": "x"}', "model is missing"),
+    ],
+)
+def test_a_body_that_is_no_request_is_told_why(served: Running, body: bytes, sentence: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    error = error_of(post(served, "completions", content=body, headers=headers), 400)
+    assert sentence in str(error["message"])
+
+
+def test_a_body_that_does_not_say_it_is_json_is_told_so(served: Running) -> None:
+    body = json.dumps(COMPLETION).encode()
+    error = error_of(post(served, "completions", content=body), 400)
+    assert 'sent with the header "Content-Type: application/json"' in str(error["message"])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "n": None, "stop": None},
+        {"best_of": 1, "suffix": None, "logit_bias": {}, "presence_penalty": 0.0},
+        {"temperature": None, "top_p": None, "seed": None, "stream": None, "max_tokens": None},
+    ],
+)
+def test_what_changes_nothing_is_accepted(served: Running, change: dict[str, object]) -> None:
+    assert post(served, "completions", json={**COMPLETION, **change}).status_code == 200
+
+
+def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="gpt-9", prompt="x")
+    assert caught.value.code == "model_not_found"
+    assert 'no model "gpt-9"; this server serves "kvtier-tiny"' in str(caught.value)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("some/other")
+
+
+def test_unknown_paths_and_methods_have_the_same_shape(served: Running) -> None:
+    missing = error_of(httpx.get(f"{served.url}/v2/nothing"), 404)
+    assert "/v1/chat/completions" in str(missing["message"])
+    answer = httpx.get(f"{served.url}/v1/completions")
+    assert "use POST" in str(error_of(answer, 405)["message"])
+    assert answer.headers["allow"] == "POST"
+
+
+@pytest.fixture(scope="module")
+def short() -> Iterator[Running]:
+    """Prompt and answer must fit into 100 tokens."""
+    config = EngineConfig(model=MODEL, device_capacity="8MiB", threads=1, max_model_tokens=100)
+    with Engine(config) as engine, running(engine) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"prompt": [5] * 100},
+            "The prompt has 100 tokens, but prompt and answer must fit into 100",
+        ),
+        ({"prompt": [5] * 90, "max_tokens": 11}, "together 101, but they must fit into 100"),
+        (
+            {"prompt": "word " * 20_000},
+            "of which the first 1600 alone are more than the 100 tokens",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_context_is_refused(
+    short: Running, change: dict[str, object], sentence: str
+) -> None:
+    error = error_of(post(short, "completions", json={**COMPLETION, **change}), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert sentence in str(error["message"])
+
+
+def test_the_last_token_of_room_may_be_used(short: Running) -> None:
+    with short.client() as client:
+        exact = client.completions.create(
+            model=MODEL, prompt=[5] * 90, max_tokens=10, extra_body={"ignore_eos": True}
+        )
+        chat = client.chat.completions.create(
+            model=MODEL, messages=CHAT["messages"], extra_body={"ignore_eos": True}
+        )
+    assert exact.usage is not None
+    assert chat.usage is not None
+    assert exact.usage.total_tokens == chat.usage.total_tokens == 100
+
+
+# -- keys and bodies ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guarded(engine: Engine) -> Iterator[Running]:
+    with running(engine, ServerConfig(api_key="right-key", max_body_bytes=2000)) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("headers", "sentence"),
+    [
+        ({}, "API key is missing"),
+        ({"Authorization": "Bearer wrong-key"}, "API key is wrong"),
+        ({"Authorization": "Bearer"}, "API key is missing"),
+        ({"Authorization": "Bearer right-key2"}, "API key is wrong"),
+        ({"Authorization": "Basic right-key"}, "API key is wrong"),
+        ({"Authorization": "right-key"}, "API key is missing"),
+        ({"Authorization": b"Bearer \xff\xfe"}, "API key is wrong"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/nothing", "/openapi.json"])
+def test_without_the_key_nothing_is_served(
+    guarded: Running, headers: dict[str, str], sentence: str, path: str
+) -> None:
+    answer = httpx.get(f"{guarded.url}{path}", headers=headers)
+    error = error_of(answer, 401)
+    assert error["code"] == "invalid_api_key"
+    assert sentence in str(error["message"])
+    assert "right-key" not in answer.text
+
+
+def test_with_the_key_and_for_health_checks_the_door_is_open(guarded: Running) -> None:
+    with guarded.client("right-key") as client:
+        assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
+    with guarded.client("wrong") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+    assert httpx.get(f"{guarded.url}/health").json()["status"] == "ok"
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_body_above_the_limit_is_refused(guarded: Running, is_chunked: bool) -> None:
+    headers = {"Authorization": "Bearer right-key", "Content-Type": "application/json"}
+
+    def long_body() -> Iterator[bytes]:
+        for _ in range(300):
+            yield b"x" * 10_000
+
+    content = long_body() if is_chunked else b"x" * 3_000_000
+    error = error_of(post(guarded, "completions", content=content, headers=headers), 413)
+    assert "longer than 2000 bytes" in str(error["message"])
+    exact = json.dumps(COMPLETION).encode().ljust(2000)
+    assert post(guarded, "completions", content=exact, headers=headers).status_code == 200
+    longer = exact + b" "
+    assert post(guarded, "completions", content=longer, headers=headers).status_code == 413
+
+
+# -- failures of the server itself ----------------------------------------------------------------
+
+
+class StandIn:
+    """The real engine, except for what a test makes fail."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+
+class FailsAfterTwoTokens(StandIn):
+    """Every request ends in an error after its tokens."""
+
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        salt: str,
+        on_token: Callable[[Token], None],
+        on_done: Callable[[Completion], None],
+    ) -> RequestHandle:
+        def fail(completion: Completion) -> None:
+            on_done(replace(completion, finish_reason="error", error="The model broke."))
+
+        return self._engine.submit(
+            prompt, replace(params, max_tokens=2), salt=salt, on_token=on_token, on_done=fail
+        )
+
+
+class BreaksOnSubmit(StandIn):
+    """A defect, with a message that quotes the request."""
+
+    def submit(self, prompt: list[int], params: SamplingParams, **rest: object) -> RequestHandle:
+        raise KeyError(self._engine.tokenizer.decode(prompt))
+
+
+def test_a_failure_before_the_end_is_a_500(engine: Engine) -> None:
+    with running(FailsAfterTwoTokens(engine)) as made, made.client() as client:
+        with pytest.raises(openai.InternalServerError, match="The model broke") as caught:
+            client.completions.create(**COMPLETION)
+        assert caught.value.status_code == 500
+        assert caught.value.code == "engine_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"), [("completions", COMPLETION), ("chat/completions", CHAT)]
+)
+def test_a_failure_in_a_stream_ends_it_properly(
+    engine: Engine, path: str, asked: dict[str, object]
+) -> None:
+    with running(FailsAfterTwoTokens(engine)) as made:
+        answer = post(made, path, json={**asked, "stream": True, "ignore_eos": True})
+        assert answer.status_code == 200
+        *chunks, failure, done = answer.text.strip().split("\n\n")
+        assert len(chunks) >= 2
+        assert done == "data: [DONE]"
+        assert json.loads(failure.removeprefix("data: "))["error"]["message"] == "The model broke."
+        metrics = httpx.get(f"{made.url}/metrics").text
+        assert 'status="500"} 1.0' in metrics
+        with made.client() as client, pytest.raises(openai.APIError, match="The model broke"):
+            list(client.completions.create(**COMPLETION, stream=True))
+
+
+def test_a_defect_is_a_500_and_its_text_stays_inside(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with running(BreaksOnSubmit(engine)) as made:
+        answer = post(made, "completions", json={**COMPLETION, "prompt": "plugh"})
+        error = error_of(answer, 500)
+        assert error["type"] == "server_error"
+        assert answer.headers["x-request-id"] in str(error["message"])
+        assert httpx.get(f"{made.url}/health").status_code == 200
+    assert "KeyError" in caplog.text
+    assert answer.headers["x-request-id"] in caplog.text
+    assert "plugh" not in caplog.text + answer.text
+
+
+def test_prompts_and_keys_are_never_logged(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    with running(engine, ServerConfig(api_key="frobozz-key")) as made:
+        for key in ("frobozz-key", "frobozz-wrong"):
+            headers = {"Authorization": f"Bearer {key}"}
+            for asked in (
+                {**COMPLETION, "prompt": "plugh prompt"},
+                {**COMPLETION, "prompt": "plugh prompt", "temperature": 7},
+                {**COMPLETION, "prompt": ["plugh prompt", 1]},
+                {**COMPLETION, "cache_salt": "plugh salt", "stream": True},
+            ):
+                post(made, "completions?key=plugh", json=asked, headers=headers)
+    ours = "".join(
+        record.getMessage() for record in caplog.records if not record.name.startswith("http")
+    )
+    assert "endpoint=completions" in ours
+    assert "plugh" not in ours
+    assert "frobozz" not in ours

@@ -1,0 +1,165 @@
+"""The real program: it starts, it ends on SIGTERM with requests in flight, it exits with 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Thread
+
+import httpx
+import openai
+import pytest
+
+from .conftest import wait_until
+
+pytestmark = pytest.mark.engine
+
+READY = re.compile(r"kvtier serves (\S+) on cpu at (http://127\.0\.0\.1:\d+)\n")
+
+
+@contextmanager
+def program(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """``kvtier serve`` and its URL, once it is ready."""
+    command = [sys.executable, "-m", "kvtier.cli", "serve", "--port", "0", "--threads", "1"]
+    process = subprocess.Popen(
+        [*command, "--device-capacity", "64MiB", "--host-capacity", "0", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **variables},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        ready = READY.fullmatch(line)
+        assert ready, f"{line!r} {process.communicate(timeout=30)}"
+        yield process, ready[2]
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """Wait for the end by itself; gives what was written to stderr."""
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in errors
+    return errors
+
+
+def refuses(url: str) -> bool:
+    host, port = url.removeprefix("http://").split(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def body(max_tokens: int, stream: bool) -> dict[str, object]:
+    return {
+        "model": "mine",
+        "prompt": "import",
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+
+
+def test_requests_in_flight_are_finished_and_no_new_ones_taken() -> None:
+    with program("--served-model-name", "mine") as (process, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        with client:
+            assert client.models.list().data[0].id == "mine"
+            stream = client.completions.create(
+                model="mine",
+                prompt="import",
+                max_tokens=150,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"ignore_eos": True},
+            )
+            chunks = [next(stream)]
+            whole: list[httpx.Response] = []
+            waiting = Thread(
+                target=lambda: whole.append(
+                    httpx.post(f"{url}/v1/completions", json=body(150, False), timeout=60)
+                )
+            )
+            waiting.start()
+            wait_until(
+                lambda: httpx.get(f"{url}/health").json()["running"] == 2, "both requests run"
+            )
+            half = socket.create_connection(tuple(url.removeprefix("http://").split(":")))
+            half.settimeout(60)
+            late = json.dumps(body(1, False)).encode()
+            half.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                + f"Content-Length: {len(late)}\r\n\r\n".encode()
+                + late[:5]
+            )
+            wait_until(
+                lambda: '{endpoint="models",status="200"} 1.0' in httpx.get(f"{url}/metrics").text,
+                "the server reads",
+            )
+            process.send_signal(signal.SIGTERM)
+            wait_until(lambda: refuses(url), "nobody new is let in")
+            half.sendall(late[5:])
+            with half, half.makefile("rb") as answer:
+                assert answer.readline().startswith(b"HTTP/1.1 503 ")
+                assert b"shutting_down" in answer.read()
+            chunks += stream
+            waiting.join(60)
+        assert sum(bool(chunk.choices) for chunk in chunks) > 50
+        assert chunks[-2].choices[0].finish_reason == "length"
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 150
+        assert [answer.status_code for answer in whole] == [200]
+        assert whole[0].json()["usage"]["completion_tokens"] == 150
+        assert "shutting down" in end(process)
+
+
+@pytest.mark.parametrize(
+    ("grace", "signals"), [("0.2", [signal.SIGTERM]), ("1000", [signal.SIGINT, signal.SIGINT])]
+)
+def test_after_the_grace_or_a_second_signal_answers_are_cut_short_properly(
+    grace: str, signals: list[signal.Signals]
+) -> None:
+    name = ("--served-model-name", "mine")
+    with program(*name, "--shutdown-grace", grace, KVTIER_API_KEY="secret") as (process, url):
+        headers = {"Authorization": "Bearer secret"}
+        whole: list[httpx.Response] = []
+        waiting = Thread(
+            target=lambda: whole.append(
+                httpx.post(
+                    f"{url}/v1/completions", json=body(5000, False), headers=headers, timeout=60
+                )
+            )
+        )
+        asked = body(5000, True)
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=asked, headers=headers, timeout=60
+        ) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: {")
+            waiting.start()
+            wait_until(
+                lambda: httpx.get(f"{url}/health").json()["running"] == 2, "both requests run"
+            )
+            for number in signals:
+                process.send_signal(number)
+                wait_until(lambda: refuses(url), "the signal arrived")
+            events = [line for line in lines if line]
+        waiting.join(60)
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert whole[0].status_code == 503
+        assert whole[0].json()["error"]["code"] == "shutting_down"
+        assert "secret" not in end(process)
