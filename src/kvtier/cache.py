@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 
 from kvtier.config import CacheConfig, parse_capacity
 from kvtier.devices import Device, Finding
-from kvtier.errors import Closed
+from kvtier.errors import Closed, ConfigError
 from kvtier.index import State
+from kvtier.index.policies import EvictionPolicy
 from kvtier.ladder import Ladder
 from kvtier.lease import Lease
 from kvtier.plan import Plan, plan_load
+from kvtier.plugins import load_plugin
 from kvtier.telemetry import Metrics
 from kvtier.tiers import DeviceTier, HostTier, MemoryTier
 from kvtier.types import DEVICE, HOST, Label, Match, WritePolicy
@@ -52,8 +54,9 @@ class Cache:
         self._ladder = Ladder(
             tiers,
             device,
+            make_policy=_policy_factory(config.eviction_policy),
             demotes=config.write_policy is WritePolicy.WRITE_BACK,
-            patience_s=config.load_deadline_s,
+            patience_s=config.demote_deadline_s,
             clock=clock,
         )
         self._index = self._ladder.index
@@ -280,3 +283,18 @@ class Cache:
     def check_invariants(self) -> None:
         """Raise AssertionError where slots, leases and blocks don't add up. O(all blocks)."""
         self._ladder.check_invariants(sum(len(lease.room) for lease in self._leases))
+
+
+def _policy_factory(name: str) -> Callable[[], EvictionPolicy]:
+    """Makes policies of the plug-in ``name``."""
+    make = load_plugin("policies", name)
+
+    def made() -> EvictionPolicy:
+        policy = make()
+        if not isinstance(policy, EvictionPolicy):
+            raise ConfigError(
+                f"eviction_policy: {name!r} makes a {type(policy).__name__}, no policy"
+            )
+        return policy
+
+    return made

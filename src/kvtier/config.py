@@ -59,6 +59,10 @@ class CacheConfig:
     """Uses before ``write_through_selective`` stores a block."""
     store_batch_bytes: int = 16 << 20
     """Blocks wait until this much can be stored in one copy, or until their request ends."""
+    eviction_policy: str = "lru"
+    """Which blocks leave a full tier first: a plug-in of ``kvtier.policies``."""
+    demote_deadline_s: float = 1.0
+    """A demotion (write_back) that takes longer keeps its blocks on the device for now."""
     load_deadline_s: float = 30.0
     """A load that takes longer counts as failed, and its blocks are recomputed."""
     strict: bool = False
@@ -77,5 +81,6 @@ class CacheConfig:
             raise ConfigError(f"store_after_uses: {self.store_after_uses} is below 1")
         if self.store_batch_bytes < 0:
             raise ConfigError(f"store_batch_bytes: {self.store_batch_bytes} is below 0")
-        if not self.load_deadline_s > 0:
-            raise ConfigError(f"load_deadline_s: {self.load_deadline_s} is not above 0")
+        for name in ("load_deadline_s", "demote_deadline_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not above 0")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.devices import Device, Direction
 from kvtier.index import BlockIndex, State
-from kvtier.index.policies import LruPolicy
+from kvtier.index.policies import EvictionPolicy
 from kvtier.lease import Transfer
 from kvtier.plan import Copy, CostModel, Costs
 from kvtier.telemetry import Metrics
@@ -21,7 +21,8 @@ STORABLE = (State.READY, State.EVICTING)
 class Ladder:
     """Slots, residencies and copies, kept in step.
 
-    tiers: fastest first. demotes: blocks that leave the device go one tier down (write_back).
+    tiers: fastest first. make_policy: makes the eviction policy of each tier. demotes: blocks that
+    leave the device go one tier down (write_back).
     patience_s: how long a demotion may hold up an eviction.
     """
 
@@ -30,12 +31,13 @@ class Ladder:
         tiers: Mapping[str, MemoryTier],
         device: Device,
         *,
+        make_policy: Callable[[], EvictionPolicy],
         demotes: bool,
         patience_s: float,
         clock: Callable[[], float],
     ) -> None:
         self.tiers = dict(tiers)
-        self.index = BlockIndex({name: LruPolicy() for name in tiers})
+        self.index = BlockIndex({name: make_policy() for name in tiers})
         self.metrics = Metrics()
         self.costs = CostModel()
         self._engine = TransferEngine(device)

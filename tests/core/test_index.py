@@ -244,10 +244,10 @@ def test_numbers_are_never_used_twice(filled: Filled) -> None:
 
 def test_illegal_moves_are_noticed(filled: Filled) -> None:
     (block,) = filled.put("a")
-    with pytest.raises(AssertionError, match="may not go from"):
+    with pytest.raises(AssertionError, match="no move from READY to WRITING"):
         filled.index.begin_write(block, DEVICE, Slot(9))
     with pytest.raises(AssertionError, match="lease on"):
         filled.index.lease([block], HOST)
     filled.index.lease([block], DEVICE)
-    with pytest.raises(AssertionError, match="leased block"):
+    with pytest.raises(AssertionError, match="no move from READY to ABSENT"):
         filled.index.forget(block, DEVICE)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.plan import Copy, CostModel, Costs, Plan, plan_load, plan_store
+from kvtier.plan import Copy, CostModel, Costs, Plan, plan_load
 from kvtier.plan.cost import SMOOTHING, size_class
 from kvtier.types import DEVICE, DISK, HOST, BlockId, Match
 
@@ -193,12 +193,6 @@ def test_plan_says_what_it_does() -> None:
     assert "reuse 2 blocks" in text
     assert "host -> device: 1 blocks" in text
     assert "nothing to copy" in str(Plan())
-
-
-def test_store_is_one_copy_or_none() -> None:
-    blocks = [BlockId(1), BlockId(2)]
-    assert plan_store(blocks, DEVICE, HOST).copies == (Copy(DEVICE, HOST, (*blocks,)),)
-    assert plan_store([], DEVICE, HOST).copies == ()
 
 
 # -- costs -----------------------------------------------------------------------------------------

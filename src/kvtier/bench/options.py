@@ -114,7 +114,7 @@ class ServeOptions:
             accuracy_tokens=_first(prompt_tokens, 1200 if quick else FULL_PROMPT_TOKENS),
             steps=_first(steps, 16 if quick else 32),
             ttft_prompts=_first(prompts, 12 if quick else FULL_TTFT_PROMPTS),
-            ttft_tokens=_first(prompt_tokens, 2000 if quick else FULL_PROMPT_TOKENS),
+            ttft_tokens=_first(prompt_tokens, FULL_PROMPT_TOKENS),
             overhead_pairs=10 if quick else 40,
             overhead_tokens=_first(prompt_tokens, 1200 if quick else FULL_PROMPT_TOKENS),
             batch_prompts=4 if quick else 8,

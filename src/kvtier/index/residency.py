@@ -3,7 +3,7 @@
              begin_write        commit             evict
     ABSENT -------------> WRITING ------> READY <--------> EVICTING
       ^                      |              |      keep        |
-      +------- abort --------+----- drop ---+----- forget -----+
+      +------- abort --------+------- forget ------------------+
 
 A leased block is READY and being read (or WRITING and waited for): it may not leave.
 """
@@ -30,7 +30,6 @@ MOVES: frozenset[tuple[State, State]] = frozenset(
         (State.ABSENT, State.WRITING),
         (State.WRITING, State.READY),
         (State.WRITING, State.ABSENT),
-        (State.READY, State.ABSENT),
         (State.READY, State.EVICTING),
         (State.EVICTING, State.READY),
         (State.EVICTING, State.ABSENT),
@@ -48,8 +47,9 @@ class Residency:
     num_children: int = 0
 
     def move(self, state: State) -> None:
-        assert (self.state, state) in MOVES, f"a block may not go from {self.state} to {state}"
-        assert state is not State.ABSENT or self.leases == 0, "a leased block may not leave a tier"
+        assert (self.state, state) in MOVES, f"no move from {self.state.name} to {state.name}"
+        stays = state in (State.WRITING, State.READY)
+        assert stays or self.leases == 0, "a leased block may not leave a tier"
         self.state = state
 
     @property

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from kvtier.plan.cost import CostModel, Costs
 from kvtier.plan.operations import Copy, Plan
-from kvtier.plan.planner import plan_load, plan_store
+from kvtier.plan.planner import plan_load
 
-__all__ = ["Copy", "CostModel", "Costs", "Plan", "plan_load", "plan_store"]
+__all__ = ["Copy", "CostModel", "Costs", "Plan", "plan_load"]

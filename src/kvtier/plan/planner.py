@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvtier.plan.cost import Costs, Route
 from kvtier.plan.operations import Copy, Plan
 from kvtier.types import DEVICE, BlockId, Match
@@ -59,11 +57,6 @@ def plan_load(
             best = Plan((), cut, load_s, recompute_s, all_recompute_s)
     copies = _loads(match.first(best.num_reused_blocks))
     return Plan(copies, best.num_reused_blocks, best.load_s, best.recompute_s, all_recompute_s)
-
-
-def plan_store(blocks: Sequence[BlockId], src: str, dst: str) -> Plan:
-    """Copy ``blocks`` one tier down (a store or a demotion)."""
-    return Plan((Copy(src, dst, tuple(blocks)),) if blocks else ())
 
 
 def _loads(match: Match) -> tuple[Copy, ...]:
