@@ -166,8 +166,11 @@ class Cache:
             lease.hold(block, DEVICE)
         self._use(lease, first)
 
-    def release(self, lease: Lease) -> None:
-        """End the lease: its blocks may be evicted, its room is free. Safe to call twice."""
+    def release(self, lease: Lease, record: bool = True) -> None:
+        """End the lease: its blocks may be evicted, its room is free. Safe to call twice.
+
+        record: False where the request goes on with another lease, and is counted then.
+        """
         if lease.released:
             return
         lease.released = True
@@ -179,7 +182,7 @@ class Cache:
         self._ladder.tiers[DEVICE].free(lease.room)
         lease.slots = []
         lease.cut(0)
-        if was_used:
+        if was_used and record:
             self.metrics.record(lease.record)
         self._check()
 

@@ -95,3 +95,28 @@ def test_close_ends_every_request(make: Make, text: str) -> None:
     handles = [engine.submit(prompt, SamplingParams(max_tokens=100)) for prompt in prompts]
     engine.close()
     assert all(handle.result(10).finish_reason in ("abort", "length", "stop") for handle in handles)
+
+
+def test_a_request_is_counted_once_however_often_it_was_leased(make: Make, text: str) -> None:
+    engine = make(changed())
+    prompt = engine.tokenizer.encode(text)[:200]
+    handles = [engine.submit(prompt, SamplingParams(max_tokens=2)) for _ in range(5)]
+    for handle in handles:
+        handle.result(60)
+    registry = engine.call(engine.cache.update_metrics).registry
+    assert registry.get_sample_value("kvtier_requests_total") == 5
+    assert registry.get_sample_value("kvtier_hit_blocks_total", {"tier": DEVICE}) == 4 * 12
+
+
+def test_a_caller_that_raises_ends_its_own_request_only(make: Make, text: str) -> None:
+    def refuse(_: object) -> None:
+        raise ValueError("not today")
+
+    engine = make(changed())
+    prompt = engine.tokenizer.encode(text)[:100]
+    broken = engine.submit(prompt, SamplingParams(max_tokens=4), on_token=refuse)
+    fine = engine.submit(prompt, SamplingParams(max_tokens=4, ignore_eos=True))
+    assert broken.result(60).error == "The request failed: not today"
+    assert fine.result(60).finish_reason == "length"
+    assert engine.drain()
+    assert engine.num_waiting == 0

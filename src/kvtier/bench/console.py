@@ -68,5 +68,9 @@ def show_result(console: Console, result: ServeResult) -> None:
         style = {True: "green", False: "bold red", None: ""}[verdict.good]
         table.add_row(verdict.title, Text(verdict.figure, style), Text(verdict.meaning))
     console.print(table)
+    if result.sample is not None:
+        ending, continuation = result.sample.ending, result.sample.continuation
+        console.print(Text.assemble("A prompt ended, ", ("and the model went on:", "bold green")))
+        console.print(Text.assemble((ending, "dim"), (continuation, "green")))
     for target in result.targets:
         console.print(target_words(target), highlight=False)

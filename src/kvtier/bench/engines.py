@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvtier.bench.corpus import Corpus, Prompt
 from kvtier.bench.options import BenchError, ServeOptions
+from kvtier.bench.sample import Sample, take_sample
 from kvtier.config import CacheConfig
 from kvtier.engine import Completion, Engine, EngineConfig, EngineInfo, SamplingParams
 from kvtier.types import DEVICE, HOST
@@ -23,6 +24,7 @@ class Setting:
     options: ServeOptions
     info: EngineInfo
     corpus: Corpus
+    sample: Sample | None = None
 
     def prompts(self, num_prompts: int, num_tokens: int) -> list[Prompt]:
         """Prompts of which no two share a block."""
@@ -49,7 +51,7 @@ def open_engine(
 
 
 def probe(options: ServeOptions) -> Setting:
-    """Load the model once, to learn how large a block is and to borrow the tokenizer."""
+    """Load the model once: to learn its sizes, to borrow the tokenizer, to see it write."""
     engine = Engine(
         EngineConfig(
             model=options.model,
@@ -59,9 +61,10 @@ def probe(options: ServeOptions) -> Setting:
             threads=options.threads,
         )
     )
-    engine.close()
     corpus = Corpus(engine.tokenizer.encode, options.text, options.seed)
-    return Setting(options, engine.info, corpus)
+    (prompt,) = corpus.prompts(1, options.chunk_tokens, options.block_size)
+    with engine:
+        return Setting(options, engine.info, corpus, take_sample(engine, prompt))
 
 
 def run_one(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Completion:

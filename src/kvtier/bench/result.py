@@ -9,6 +9,7 @@ from kvtier.bench.accuracy import TIERS, AccuracyResult
 from kvtier.bench.machine import Fact
 from kvtier.bench.options import ServeOptions
 from kvtier.bench.overhead import OverheadResult
+from kvtier.bench.sample import Sample
 from kvtier.bench.stats import Median, Summary
 from kvtier.bench.tamper import Damage
 from kvtier.bench.ttft import COLD, TtftResult
@@ -67,7 +68,7 @@ class ServeResult:
     """Everything that was found; None for an experiment that did not run.
 
     command: what to type to get the same. started: local time, ISO 8601. wall_s: of all of it.
-    text: where the prompts came from.
+    text: where the prompts came from. sample: what the model writes.
     """
 
     options: ServeOptions
@@ -80,6 +81,7 @@ class ServeResult:
     accuracy: AccuracyResult | None
     ttft: TtftResult | None
     overhead: OverheadResult | None
+    sample: Sample | None = None
 
     @property
     def targets(self) -> list[Target]:

@@ -42,4 +42,5 @@ def run_serve(
         accuracy=accuracy,
         ttft=ttft,
         overhead=overhead,
+        sample=setting.sample,
     )

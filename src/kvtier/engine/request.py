@@ -109,7 +109,9 @@ class Request:
             self.on_token(token)
 
     def finish(self, reason: str, error: str = "") -> None:
-        """Make the completion and tell whoever waits."""
+        """Make the completion and tell whoever waits. The first ending counts."""
+        if self.finished.is_set():
+            return
         self.stage = Stage.DONE
         self.completion = Completion(
             token_ids=tuple(token.token_id for token in self.tokens),

@@ -101,7 +101,7 @@ class Scheduler:
     def _refetch(self, request: Request) -> None:
         """Give the lease back and take a new one; go back to the head of the line without room."""
         assert request.lease is not None
-        self._cache.release(request.lease)
+        self._cache.release(request.lease, record=False)
         if not self._fetch(request):
             self.running.remove(request)
             self.waiting.appendleft(request)
