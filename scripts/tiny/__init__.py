@@ -1,0 +1,1 @@
+"""Parts of ``train_tiny.py``: corpus, chat samples, tokenizer, optimiser, evaluation."""
