@@ -61,21 +61,24 @@ class Ladder:
     def allocate(self, tier: str, num_slots: int) -> list[Slot] | None:
         """Slots of ``tier``, after evicting what has to go; None when that is not enough.
 
-        Attention reads neighbours in place and gathers anything else, so a few blocks more are
-        evicted where that makes the run long enough: what left last mostly lay next to it.
+        Attention reads neighbours in place and gathers anything else in every step, so where a
+        tier below keeps copies, more is evicted until there is a run: at most twice ``num_slots``.
         """
         room = self.tiers[tier]
         missing = num_slots - room.num_free
         if missing > self.index.num_evictable(tier):
             return None
         self.make_room(tier, missing)
-        short = num_slots - room.longest_run()
-        if 0 < short <= num_slots // 4:
-            self.make_room(tier, short)
+        budget = 2 * num_slots if self.below(tier) else 0
+        while budget > 0 and (short := num_slots - room.longest_run()) > 0:
+            more = min(budget, max(short, num_slots // 8))
+            budget -= more
+            if not self.make_room(tier, more):
+                break
         return room.allocate(num_slots)
 
-    def make_room(self, tier: str, num_blocks: int) -> None:
-        """Evict up to ``num_blocks`` blocks from ``tier``, leaves first."""
+    def make_room(self, tier: str, num_blocks: int) -> int:
+        """Evict up to ``num_blocks`` blocks from ``tier``, leaves first. Returns how many left."""
         leaving = self.index.evict(tier, num_blocks)
         below = self.below(tier)
         if self._demotes and tier == DEVICE and below is not None:
@@ -83,6 +86,7 @@ class Ladder:
         self.tiers[tier].free([self.index.forget(block, tier) for block in leaving])
         if leaving:
             self.metrics.count("kvtier_evicted_blocks_total", len(leaving), tier=tier)
+        return len(leaving)
 
     # -- copies -----------------------------------------------------------------------------------
 

@@ -158,6 +158,31 @@ def test_a_block_more_leaves_where_that_gives_neighbours(make_world: MakeWorld) 
     assert world.matched([3, 3]) == [HOST], "two had to leave, and a third lay in between"
 
 
+def leave_holes(world: World) -> None:
+    """Fill the pool of 20 with requests whose room is free afterwards: every other slot."""
+    requests = [world.start([token, token, 0]) for token in range(10)]
+    for request in requests:
+        world.finish(request)
+    assert world.held(DEVICE) == 10
+    assert world.pool.longest_run() == 1
+
+
+def test_older_blocks_leave_until_there_are_neighbours(make_world: MakeWorld) -> None:
+    """Single free slots everywhere: a request that fits in them gets a run all the same."""
+    world = make_world(device_blocks=20)
+    leave_holes(world)
+    slots = world.ask([99] * 7).lease.slots
+    assert slots == list(range(slots[0], slots[0] + 4))
+    assert world.held(DEVICE) == 7, "more left than the run lacked"
+
+
+def test_nothing_leaves_for_neighbours_where_no_tier_keeps_a_copy(make_world: MakeWorld) -> None:
+    world = make_world(device_blocks=20, host_blocks=0)
+    leave_holes(world)
+    assert world.ask([99] * 7).lease.slots
+    assert world.held(DEVICE) == 10
+
+
 def test_request_larger_than_the_pool_is_refused(world: World) -> None:
     assert world.fetch(list(range(40))) is None
     world.check()

@@ -89,6 +89,23 @@ def test_aborted_requests_give_everything_back(make: Make, text: str) -> None:
     assert (engine.num_running, engine.num_waiting) == (0, 0)
 
 
+def test_what_was_computed_before_an_abort_is_reused(text: str) -> None:
+    engine = Engine(changed())
+    prompt = engine.tokenizer.encode(text)[:450]
+    chunk = engine.info.chunk_tokens
+    handle = engine.submit(prompt, SamplingParams(max_tokens=2))
+    scheduler = engine._scheduler
+    engine._take_in(wait=False)
+    scheduler.step()
+    while scheduler.running[0].num_computed < 3 * chunk:
+        scheduler.step()
+    handle.abort()
+    with engine:
+        assert handle.result(60).finish_reason == "abort"
+        again = engine.submit(prompt, SamplingParams(max_tokens=2)).result(60)
+        assert again.num_cached_tokens == 3 * chunk
+
+
 def test_close_ends_every_request(make: Make, text: str) -> None:
     engine = make(changed(max_running=2))
     prompts = requests(engine.tokenizer.encode(text), 20, seed=5)

@@ -66,11 +66,15 @@ class PagedKV:
                 at += length
         if not self.is_latent:
             return key, value
-        keys, values = zip(*(self.context(layer, at) for at in range(len(self.spans))), strict=True)
+        if len(self.spans) == 1:
+            return self.context(layer, 0)
+        # A context may be overwritten by the next one that is read: keep each.
+        contexts = [map(torch.clone, self.context(layer, at)) for at in range(len(self.spans))]
+        keys, values = zip(*contexts, strict=True)
         return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
     def context(self, layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a sequence's whole context: [1, num_heads, end, dim]."""
+        """K and V of a sequence's whole context: [1, num_heads, end, dim], until the next call."""
         length = self.spans[sequence].end
         key, value = (
             self._pool.read(layer, part, self._contexts[sequence], length)[None].transpose(1, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -32,6 +33,7 @@ class KVPool:
         flat = torch.zeros(self.layout.nbytes // dtype.itemsize, dtype=dtype, device=device)
         self.memory = Memory(flat.data_ptr(), self.layout.nbytes, device.type, flat)
         self._views: list[list[torch.Tensor]] = []
+        self._gathered = [flat.new_empty(0) for _ in group.parts]
         for layer in range(group.num_layers):
             views = []
             for part, strides in zip(group.parts, self.layout.parts, strict=True):
@@ -69,12 +71,20 @@ class KVPool:
         self._views[layer][part][rows] = values
 
     def read(self, layer: int, part: int, where: Rows, num_tokens: int) -> torch.Tensor:
-        """The context that ``blocks`` found: [num_tokens, num_heads, dim], a view if it can be."""
+        """The context that ``blocks`` found: [num_tokens, num_heads, dim].
+
+        A view of the pool if it can be; else a copy, which the next one of this part overwrites:
+        new memory for each would cost more than the copy.
+        """
         view = self._views[layer][part]
         if isinstance(where, slice):
             return view[where]
         paged = view.view(-1, self.group.block_size, *view.shape[1:])
-        return paged.index_select(0, where).flatten(0, 1)[:num_tokens]
+        shape = (len(where), *paged.shape[1:])
+        if self._gathered[part].numel() < prod(shape):
+            self._gathered[part] = paged.new_empty(prod(shape))
+        gathered = self._gathered[part][: prod(shape)].view(shape)
+        return torch.index_select(paged, 0, where, out=gathered).flatten(0, 1)[:num_tokens]
 
 
 def _are_neighbours(slots: Sequence[Slot], first: int, last: int) -> bool:

@@ -24,6 +24,10 @@ from kvtier.engine.sampling import logprobs
 
 logger = logging.getLogger(__name__)
 
+COMMIT_CHUNKS = 8
+"""Chunks of a prompt that are committed together. Nobody looks for them before its prefill ends;
+the stores of a very long prompt should begin earlier."""
+
 
 class Scheduler:
     """Requests between submission and completion."""
@@ -127,12 +131,20 @@ class Scheduler:
         logits = self._runner.prefill(request.prompt[start:end], Span(lease.slots, start, end))
         self._cache.observe_prefill(end - start, time.perf_counter() - began)
         request.num_computed = end
-        whole = end // grid * grid // self._info.block_size
-        if whole > lease.num_shared and request.labels:
-            self._cache.commit(lease, whole)
+        if end == len(request.prompt) or end % (COMMIT_CHUNKS * grid) == 0:
+            self._commit(request)
         if end == len(request.prompt):
             request.stage = Stage.DECODE
             self._choose(request, logits)
+
+    def _commit(self, request: Request) -> None:
+        """What was computed of the prompt, in whole chunks, is the cache's from now on."""
+        lease, grid = request.lease, self._info.chunk_tokens
+        assert lease is not None
+        computed = min(request.num_computed, len(request.prompt))
+        num_blocks = computed // grid * grid // self._info.block_size
+        if request.labels and num_blocks > lease.num_shared:
+            self._cache.commit(lease, num_blocks)
 
     def _others_computed_more(self, request: Request) -> bool:
         """Whether more of the prompt was committed since the lease was taken."""
@@ -140,6 +152,8 @@ class Scheduler:
         if not request.may_load:
             return False
         match = self._cache.match(request.namespace, request.labels)
+        if match.num_blocks <= request.lease.num_shared:
+            return False
         plan = self._cache.plan(
             match, len(request.prompt), self._info.chunk_tokens // self._info.block_size
         )
@@ -187,6 +201,8 @@ class Scheduler:
 
     def _end(self, request: Request, reason: str, error: str = "") -> None:
         if request.lease is not None:
+            if reason == "abort":
+                self._commit(request)
             self._cache.release(request.lease)
             request.lease = None
         if request in self.running:
