@@ -22,7 +22,7 @@ from kvtier.lease import Lease
 from kvtier.plan import Plan, plan_load
 from kvtier.plugins import load_plugin
 from kvtier.telemetry import Metrics
-from kvtier.tiers import DeviceTier, HostTier, MemoryTier
+from kvtier.tiers import DeviceTier, HostTier, StorageTier, Tier
 from kvtier.types import DEVICE, HOST, Label, Match, WritePolicy
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 class Cache:
     """A prefix cache over the engine's device pool and the tiers below it.
 
-    pool: the device tier, over memory that the engine owns. clock: seconds, for tests.
+    pool: the device tier, over memory that the engine owns. clock: seconds, for tests. storage: a
+    tier below the host tier, made elsewhere; the cache closes it.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Cache:
         device: Device,
         pool: DeviceTier,
         clock: Callable[[], float] = time.monotonic,
+        storage: StorageTier | None = None,
     ) -> None:
         self.config = config
         self.group = pool.layout.group
@@ -47,16 +49,25 @@ class Cache:
         self._clock = clock
         self._leases: set[Lease] = set()
         self._closed = False
-        tiers: dict[str, MemoryTier] = {DEVICE: pool}
+        tiers: dict[str, Tier] = {DEVICE: pool}
         capacity = parse_capacity(config.host_capacity, pool.layout.nbytes, "host_capacity")
         if capacity:
             tiers[HOST] = HostTier(self.group, capacity, device)
+        if storage is not None:
+            if not capacity:
+                raise ConfigError(
+                    f"host_capacity: the {storage.name} tier needs a host tier above it, for every "
+                    'block goes through host memory; give for instance host_capacity="1GiB"'
+                )
+            tiers[storage.name] = storage
         self._ladder = Ladder(
             tiers,
             device,
             make_policy=_policy_factory(config.eviction_policy),
             demotes=config.write_policy is WritePolicy.WRITE_BACK,
             patience_s=config.demote_deadline_s,
+            archive_after_uses=config.archive_after_uses,
+            load_batch_bytes=config.load_batch_bytes,
             clock=clock,
         )
         self._index = self._ladder.index
@@ -81,6 +92,7 @@ class Cache:
         the request now (``poll``, and ask again).
         """
         self._must_be_open()
+        self._ladder.recall(namespace, labels)
         assert num_blocks * self.group.block_size >= num_tokens, "room for less than the prompt"
         match = self.match(namespace, labels)
         lease = self.lease(namespace, labels, match)
@@ -105,7 +117,7 @@ class Cache:
         """Load or recompute: how much of the match to reuse, by what both would cost now."""
         return plan_load(
             match if load else match.on_device(),
-            self._ladder.cost_snapshot(),
+            self._ladder.traffic.cost_snapshot(),
             num_tokens=num_tokens,
             block_size=self.group.block_size,
             bytes_per_block=self.group.bytes_per_block,
@@ -121,15 +133,15 @@ class Cache:
         """
         lease.cut(plan.num_reused_blocks)
         num_here = lease.num_shared - plan.num_copied_blocks
-        new_slots = self._ladder.allocate(DEVICE, num_blocks - num_here)
+        new_slots = self._ladder.allocate(num_blocks - num_here)
         if new_slots is None:
             return False
         self._note(lease, plan)
         for copy in plan.copies:
             slots, new_slots = new_slots[: len(copy.blocks)], new_slots[len(copy.blocks) :]
-            self._ladder.start(copy, slots)
+            self._ladder.load(copy, slots)
         lease.slots = [*self._index.slots(lease.blocks, DEVICE), *new_slots]
-        for transfer in self._ladder.arriving(lease.blocks):
+        for transfer in self._ladder.traffic.bringing(lease.blocks, DEVICE):
             lease.wait_for(transfer)
         lease.deadline = self._clock() + self.config.load_deadline_s
         self._use(lease, first=0)
@@ -179,9 +191,11 @@ class Cache:
         was_used = bool(lease.slots)
         if was_used and not self._closed:
             self._store(lease)
+            self._ladder.archive(lease.blocks)
         self._ladder.tiers[DEVICE].free(lease.room)
         lease.slots = []
         lease.cut(0)
+        self._ladder.traffic.drop_lost()
         if was_used and record:
             self.metrics.record(lease.record)
         self._check()
@@ -225,22 +239,22 @@ class Cache:
             if not lease.ready and now > lease.deadline:
                 self.metrics.count("kvtier_late_loads_total")
                 logger.warning("load given up after_s=%.3f", now - lease.started)
-                lease.give_up()
+                lease.give_up(late=True)
         if finished:
             self._check()
 
     def drain(self, timeout_s: float = 60.0) -> bool:
         """Wait for all copies on their way, and ``poll``. False if ``timeout_s`` was too short."""
         end = time.monotonic() + timeout_s
-        while self._ladder.num_transfers:
-            if not self._ladder.wait(max(0.0, end - time.monotonic())):
+        while self._ladder.traffic.transfers:
+            if not self._ladder.traffic.wait(max(0.0, end - time.monotonic())):
                 return False
             self.poll()
         return True
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine computed ``num_tokens`` of a prompt in ``seconds``: for the planner."""
-        self._ladder.costs.observe_prefill(num_tokens, seconds)
+        self._ladder.traffic.costs.observe_prefill(num_tokens, seconds)
 
     # -- upkeep -----------------------------------------------------------------------------------
 

@@ -59,6 +59,10 @@ class CacheConfig:
     """Uses before ``write_through_selective`` stores a block."""
     store_batch_bytes: int = 16 << 20
     """Blocks wait until this much can be stored in one copy, or until their request ends."""
+    archive_after_uses: int = 1
+    """Uses before a block is written to storage below the host tier; more spares an SSD's life."""
+    load_batch_bytes: int = 8 << 20
+    """What is read from storage in one piece; while one is read, the last one is copied on."""
     eviction_policy: str = "lru"
     """Which blocks leave a full tier first: a plug-in of ``kvtier.policies``."""
     demote_deadline_s: float = 1.0
@@ -77,8 +81,9 @@ class CacheConfig:
             )
         # A file or a command line gives a string; what compares members needs the member.
         object.__setattr__(self, "write_policy", WritePolicy(self.write_policy))
-        if self.store_after_uses < 1:
-            raise ConfigError(f"store_after_uses: {self.store_after_uses} is below 1")
+        for name in ("store_after_uses", "archive_after_uses", "load_batch_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
         if self.store_batch_bytes < 0:
             raise ConfigError(f"store_batch_bytes: {self.store_batch_bytes} is below 0")
         for name in ("load_deadline_s", "demote_deadline_s"):

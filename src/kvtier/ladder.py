@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby, takewhile
 
-from kvtier.devices import Device, Direction
+from kvtier.devices import Device
 from kvtier.index import BlockIndex, State
 from kvtier.index.policies import EvictionPolicy
+from kvtier.keys import next_key
 from kvtier.lease import Transfer
-from kvtier.plan import Copy, CostModel, Costs
+from kvtier.plan import Copy
 from kvtier.telemetry import Metrics
-from kvtier.tiers import MemoryTier
-from kvtier.transfer import TransferEngine, stage
-from kvtier.types import DEVICE, BlockId, Slot
+from kvtier.tiers import MemoryTier, StorageTier, Tier
+from kvtier.traffic import Traffic
+from kvtier.types import DEVICE, HOST, BlockId, BlockKey, Label, Slot
 
 STORABLE = (State.READY, State.EVICTING)
 """States in which a block's bytes can be copied to the tier below."""
@@ -23,28 +25,38 @@ class Ladder:
 
     tiers: fastest first. make_policy: makes the eviction policy of each tier. demotes: blocks that
     leave the device go one tier down (write_back).
-    patience_s: how long a demotion may hold up an eviction.
+    patience_s: how long a demotion may hold up an eviction. archive_after_uses: when a block of the
+    host tier is worth a write to storage. load_batch_bytes: what is read from storage in one piece.
     """
 
     def __init__(
         self,
-        tiers: Mapping[str, MemoryTier],
+        tiers: Mapping[str, Tier],
         device: Device,
         *,
         make_policy: Callable[[], EvictionPolicy],
         demotes: bool,
         patience_s: float,
+        archive_after_uses: int,
+        load_batch_bytes: int,
         clock: Callable[[], float],
     ) -> None:
         self.tiers = dict(tiers)
         self.index = BlockIndex({name: make_policy() for name in tiers})
         self.metrics = Metrics()
-        self.costs = CostModel()
-        self._engine = TransferEngine(device)
-        self._transfers: list[Transfer] = []
+        self.traffic = Traffic(self.tiers, self.index, device, self.metrics, clock)
         self._demotes = demotes
         self._patience_s = patience_s
+        self._archive_after_uses = archive_after_uses
+        self._load_batch_bytes = load_batch_bytes
         self._clock = clock
+
+    @property
+    def pool(self) -> MemoryTier:
+        """The device tier."""
+        pool = self.tiers[DEVICE]
+        assert isinstance(pool, MemoryTier)
+        return pool
 
     def below(self, tier: str) -> str | None:
         """The next slower tier."""
@@ -52,30 +64,34 @@ class Ladder:
         after = names.index(tier) + 1
         return names[after] if after < len(names) else None
 
+    def above(self, tier: str) -> str:
+        """The next faster tier."""
+        names = list(self.tiers)
+        return names[names.index(tier) - 1]
+
     # -- room -------------------------------------------------------------------------------------
 
     def num_available(self, tier: str) -> int:
         """Slots of ``tier`` that are free or could be had by eviction. An upper bound."""
         return self.tiers[tier].num_free + self.index.num_evictable(tier)
 
-    def allocate(self, tier: str, num_slots: int) -> list[Slot] | None:
-        """Slots of ``tier``, after evicting what has to go; None when that is not enough.
+    def allocate(self, num_slots: int) -> list[Slot] | None:
+        """Device slots, after evicting what has to go; None when that is not enough.
 
         Attention reads neighbours in place and gathers anything else in every step, so where a
         tier below keeps copies, more is evicted until there is a run: at most twice ``num_slots``.
         """
-        room = self.tiers[tier]
-        missing = num_slots - room.num_free
-        if missing > self.index.num_evictable(tier):
+        missing = num_slots - self.pool.num_free
+        if missing > self.index.num_evictable(DEVICE):
             return None
-        self.make_room(tier, missing)
-        budget = 2 * num_slots if self.below(tier) else 0
-        while budget > 0 and (short := num_slots - room.longest_run()) > 0:
+        self.make_room(DEVICE, missing)
+        budget = 2 * num_slots if self.below(DEVICE) else 0
+        while budget > 0 and (short := num_slots - self.pool.longest_run()) > 0:
             more = min(budget, max(short, num_slots // 8))
             budget -= more
-            if not self.make_room(tier, more):
+            if not self.make_room(DEVICE, more):
                 break
-        return room.allocate(num_slots)
+        return self.pool.allocate(num_slots)
 
     def make_room(self, tier: str, num_blocks: int) -> int:
         """Evict up to ``num_blocks`` blocks from ``tier``, leaves first. Returns how many left."""
@@ -90,20 +106,51 @@ class Ladder:
 
     # -- copies -----------------------------------------------------------------------------------
 
-    def start(self, copy: Copy, dst_slots: Sequence[Slot]) -> Transfer:
-        """Begin to copy into ``dst_slots``. The sources can't leave until the copy is finished."""
-        src, dst, blocks = copy.src, copy.dst, copy.blocks
-        batch = stage(self.tiers[src], self.index.slots(blocks, src), self.tiers[dst], dst_slots)
-        holds_source = all(self.index.state(block, src) is State.READY for block in blocks)
-        if holds_source:
-            self.index.lease(blocks, src)
-        for block, slot in zip(blocks, dst_slots, strict=True):
-            self.index.begin_write(block, dst, slot)
-        direction = Direction.LOAD if dst == DEVICE else Direction.STORE
-        job = self._engine.submit(batch, direction)
-        transfer = Transfer(src, dst, blocks, job, holds_source)
-        self._transfers.append(transfer)
-        return transfer
+    def load(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
+        """Begin a plan's copy to the device, from tier to tier and in pieces, so that one is read
+        while another is copied on."""
+        between = self.above(copy.src)
+        if between == DEVICE:
+            self.traffic.begin(copy, dst_slots)
+            return
+        at = 0
+        for leg, part in self.promote(copy.blocks, copy.src):
+            slots, at = dst_slots[at : at + len(part)], at + len(part)
+            self.traffic.begin(Copy(between, DEVICE, part), slots, after=leg)
+
+    def promote(
+        self, blocks: Sequence[BlockId], src: str
+    ) -> list[tuple[Transfer, tuple[BlockId, ...]]]:
+        """Begin to copy blocks one tier up, where they are not on their way there already.
+
+        Returns the transfers with the blocks that each brings, in the order given.
+        """
+        dst = self.above(src)
+        size = max(1, self._load_batch_bytes // self.pool.layout.group.bytes_per_block)
+        legs: list[tuple[Transfer, tuple[BlockId, ...]]] = []
+        for is_new, run in groupby(blocks, lambda block: self._is_absent(block, dst)):
+            waiting = tuple(run)
+            while waiting:
+                if is_new:
+                    part = waiting[:size]
+                    leg = self._begin_promotion(Copy(src, dst, part))
+                else:
+                    (leg,) = self.traffic.bringing(waiting[:1], dst)
+                    part = tuple(takewhile(set(leg.blocks).__contains__, waiting))
+                legs.append((leg, part))
+                waiting = waiting[len(part) :]
+        return legs
+
+    def _begin_promotion(self, copy: Copy) -> Transfer:
+        room = self.tiers[copy.dst]
+        self.make_room(copy.dst, len(copy.blocks) - room.num_free)
+        slots = room.allocate(len(copy.blocks))
+        if slots is None:
+            return self.traffic.refuse(copy, "no room, everything there is in use")
+        return self.traffic.begin(copy, slots)
+
+    def _is_absent(self, block: BlockId, tier: str) -> bool:
+        return self.index.state(block, tier) is State.ABSENT
 
     def store(self, blocks: Sequence[BlockId], src: str = DEVICE, num_there: int = 0) -> int:
         """Copy blocks one tier down where they are not there yet, as far as there is room.
@@ -120,8 +167,7 @@ class Ladder:
         missing = [
             at
             for at in range(num_there, len(blocks))
-            if self.index.state(blocks[at], dst) is State.ABSENT
-            and self.index.state(blocks[at], src) in STORABLE
+            if self._is_absent(blocks[at], dst) and self.index.state(blocks[at], src) in STORABLE
         ]
         if not missing:
             return len(blocks)
@@ -129,7 +175,7 @@ class Ladder:
         slots = self.tiers[dst].allocate(min(len(missing), self.tiers[dst].num_free)) or []
         if slots:
             fits = tuple(blocks[at] for at in missing[: len(slots)])
-            self.start(Copy(src, dst, fits), slots)
+            self.traffic.begin(Copy(src, dst, fits), slots)
         if len(slots) < len(missing):
             refused = len(missing) - len(slots)
             self.metrics.count("kvtier_refused_blocks_total", refused, tier=dst)
@@ -146,71 +192,73 @@ class Ladder:
             self.make_room(tier, lacking)
             self.index.release(prefixes, tier)
 
-    def arriving(self, blocks: Iterable[BlockId]) -> list[Transfer]:
-        """Transfers that bring one of ``blocks`` to the device."""
-        wanted = set(blocks)
-        return [
-            transfer
-            for transfer in self._transfers
-            if transfer.dst == DEVICE and not wanted.isdisjoint(transfer.blocks)
+    def archive(self, blocks: Sequence[BlockId]) -> None:
+        """Write blocks of the host tier to the storage below it: those worth a write by now."""
+        name = self.below(HOST) if HOST in self.tiers else None
+        storage = self.tiers[name] if name else None
+        if name is None or not isinstance(storage, StorageTier):
+            return
+        wanted = [
+            block
+            for block in blocks
+            if self._is_absent(block, name)
+            and self.index.state(block, HOST) is State.READY
+            and self.index.num_uses(block) >= self._archive_after_uses
+            and not self._claimed(block, name, storage)
         ]
+        self.store(wanted[: storage.num_welcome(len(wanted))], HOST)
+
+    def _claimed(self, block: BlockId, name: str, storage: StorageTier) -> bool:
+        """Whether storage has had the block since an earlier life; the index knows it now."""
+        slots = storage.claim([self.index.key(block)]) if storage.num_unclaimed else []
+        if slots:
+            self.index.begin_write(block, name, slots[0])
+            self.index.commit(block, name, self._clock())
+        return bool(slots)
+
+    def recall(self, namespace: bytes, labels: Sequence[Label]) -> None:
+        """Take into the index what storage has kept of this prompt since an earlier life."""
+        for name, tier in self.tiers.items():
+            if not isinstance(tier, StorageTier) or not tier.num_unclaimed:
+                continue
+            known = self.index.match(namespace, labels).blocks
+            above = known[-1] if known else None
+            keys = [namespace if above is None else self.index.key(above)]
+            for label in labels[len(known) :]:
+                keys.append(next_key(keys[-1], label))
+            slots = tier.claim([BlockKey(key) for key in keys[1:]])
+            found = labels[len(known) : len(known) + len(slots)]
+            new = []
+            for block, slot in zip(self.index.extend(namespace, found, above), slots, strict=True):
+                if self._is_absent(block, name):
+                    self.index.begin_write(block, name, slot)
+                    new.append(block)
+                else:
+                    tier.free([slot])
+            for block in new:
+                self.index.commit(block, name, self._clock())
 
     def poll(self) -> bool:
         """Finish the transfers whose copy is done. True if there was one. Never waits."""
-        finished = [transfer for transfer in self._transfers if transfer.job.done]
+        finished = self.traffic.poll()
         for transfer in finished:
-            self._finish(transfer)
+            if transfer.src == DEVICE:
+                self.archive(transfer.blocks)
+        self.traffic.drop_lost()
         return bool(finished)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the oldest transfer is done, or there is none. False on time-out."""
-        return not self._transfers or self._transfers[0].job.wait(timeout_s)
-
-    @property
-    def num_transfers(self) -> int:
-        """Transfers that are not finished."""
-        return len(self._transfers)
-
-    def cost_snapshot(self) -> Costs:
-        """What copies and prefill cost now, with the work that stands in line before a new load."""
-        queued_bytes = self._engine.queued_bytes(Direction.LOAD)
-        costs = self.costs.snapshot()
-        return self.costs.snapshot(
-            {(name, DEVICE): costs.copy_s((name, DEVICE), queued_bytes) for name in self.tiers}
-        )
-
-    def _finish(self, transfer: Transfer) -> None:
-        """What arrived is ready, what failed is absent; then the leases that waited are told."""
-        self._transfers.remove(transfer)
-        src, dst, blocks, job = transfer.src, transfer.dst, transfer.blocks, transfer.job
-        if job.succeeded:
-            now = self._clock()
-            for block in blocks:
-                self.index.commit(block, dst, now)
-            for lease in transfer.waiters:
-                lease.arrive(transfer, now)
-            self.costs.observe_copy((src, dst), job.num_bytes, job.seconds)
-            self.metrics.count("kvtier_copied_bytes_total", job.num_bytes, src=src, dst=dst)
-            self.metrics.observe("kvtier_copy_seconds", job.seconds, src=src, dst=dst)
-        else:
-            for lease in list(transfer.waiters):
-                lease.give_up()
-            self.metrics.count("kvtier_failed_copies_total", src=src, dst=dst)
-        if transfer.holds_source:
-            self.index.release(blocks, src)
-        if not job.succeeded:
-            self.tiers[dst].free([self.index.abort(block, dst) for block in blocks])
 
     def _demote(self, leaving: list[BlockId], src: str, dst: str) -> list[BlockId]:
         """Copy blocks that are being evicted one tier down, and wait. Returns those that may go.
 
         Blocks nearest to the root are worth most, and go first where ``dst`` has not room for all.
         """
-        before = len(self._transfers)
+        before = len(self.traffic.transfers)
         self.store(leaving[::-1], src)
-        for transfer in self._transfers[before:]:
+        for transfer in self.traffic.transfers[before:]:
+            assert transfer.job is not None
             if transfer.job.wait(self._patience_s):
-                self._finish(transfer)
+                self.traffic.finish(transfer)
+                self.archive(transfer.blocks)
                 continue
             for block in transfer.blocks:  # still being read: it has to stay
                 self.index.keep(block, src)
@@ -224,7 +272,10 @@ class Ladder:
 
     def used_slots(self) -> dict[str, int]:
         """Slots in use per tier."""
-        return {name: tier.num_slots - tier.num_free for name, tier in self.tiers.items()}
+        return {
+            name: tier.num_slots - tier.num_quarantined - tier.num_free
+            for name, tier in self.tiers.items()
+        }
 
     def num_slots(self) -> dict[str, int]:
         """Slots in all per tier."""
@@ -232,8 +283,7 @@ class Ladder:
 
     def close(self) -> None:
         """Finish what is on its way, then give the tiers back."""
-        self._engine.close()
-        self.poll()
+        self.traffic.close()
         for tier in self.tiers.values():
             tier.close()
 

@@ -14,14 +14,16 @@ from kvtier.types import DEVICE, BlockId, Label, Match, Slot
 class Transfer:
     """Blocks on their way from one tier to another, and the leases that wait for them.
 
-    holds_source: the sources are leased in ``src`` until the transfer is finished.
+    after: the transfer that brings the sources, and has to end before this one can begin.
+    job: None until it begins. holds_source: the sources are leased in ``src`` until it is finished.
     """
 
     src: str
     dst: str
     blocks: tuple[BlockId, ...]
-    job: Job
-    holds_source: bool
+    after: Transfer | None = None
+    job: Job | None = None
+    holds_source: bool = False
     waiters: list[Lease] = field(default_factory=list)
 
 
@@ -31,7 +33,7 @@ class Lease:
     blocks: the shared prefix; ``held_in[i]`` is the tier in which block i can't be evicted.
     slots: device slots, ``slots[i]`` for block i: first the prefix's, then the room.
     num_stored: blocks of the prefix in the tier below or on their way to it, at the last look.
-    broken: some load failed or came too late; release the lease and ask again without loading.
+    broken: some load failed; release the lease and ask again. late: it came too late.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Lease:
         self.held_in: list[str] = []
         self.slots: list[Slot] = []
         self.num_stored = 0
-        self.broken = False
+        self.broken = self.late = False
         self.released = False
         self.started = now
         self.deadline = float("inf")
@@ -96,9 +98,10 @@ class Lease:
         if self.ready:
             self.record.load_s = now - self.started
 
-    def give_up(self) -> None:
+    def give_up(self, late: bool = False) -> None:
         """A load failed or is late: wait no more."""
         self.broken = self.record.load_failed = True
+        self.late = late
         self.forget_transfers()
 
     def forget_transfers(self) -> None:

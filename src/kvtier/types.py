@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 BlockId = NewType("BlockId", int)
 """A block in the index: a small number, never used twice in one index."""
@@ -14,6 +14,18 @@ Slot = NewType("Slot", int)
 
 BlockKey = NewType("BlockKey", bytes)
 """Chained hash of a prefix and its namespace: 32 bytes, the same in every process."""
+
+
+class BlockName(NamedTuple):
+    """What a block is called outside its process.
+
+    depth: its position in the prompt, 0 for the first block.
+    """
+
+    namespace: bytes
+    depth: int
+    key: BlockKey
+
 
 Label = bytes
 """What names a block under its parent: its token ids, or a hash that the engine gives."""
@@ -50,7 +62,7 @@ class Match:
 
     blocks: the prefix, in prompt order; each is ready in at least one tier.
     tiers: per block the fastest tier that has it ready.
-    in_flight: per block, whether it is on its way to a faster tier than that.
+    in_flight: per block, whether it is on its way to the device already.
     num_asked: how many blocks were asked for.
     """
 

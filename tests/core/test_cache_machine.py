@@ -23,7 +23,7 @@ from kvtier.index import State
 from kvtier.index.trie import Node
 from kvtier.keys import token_labels
 from kvtier.layout import ORDERS
-from kvtier.types import DEVICE, HOST, WritePolicy
+from kvtier.types import DEVICE, DISK, HOST, WritePolicy
 from tests.core.world import BLOCK_SIZE, DEADLINE_S, GROUP, Request, World, count
 
 
@@ -39,6 +39,7 @@ directions = st.sampled_from(Direction)
 
 class CacheMachine(RuleBasedStateMachine):
     policy = WritePolicy.WRITE_THROUGH
+    disk_blocks = 0
 
     @initialize(
         layout=st.sampled_from(sorted(ORDERS)),
@@ -55,8 +56,10 @@ class CacheMachine(RuleBasedStateMachine):
             layout=layout,
             host_blocks=host_blocks,
             store_batch_bytes=store_batch_bytes,
+            disk_blocks=self.disk_blocks,
         )
         self.cache, self.device = self.world.cache, self.world.device
+        self.has_lost = False
         self.committed: set[tuple[bytes, ...]] = set()
         self.is_held = False
         if prefill_s is not None:
@@ -286,13 +289,64 @@ class CacheMachine(RuleBasedStateMachine):
         assert num_blocks <= longest, "a block that nobody committed"
         evicted = sum(
             count(self.cache.metrics, "kvtier_evicted_blocks_total", tier=tier)
-            for tier in (DEVICE, HOST)
+            for tier in self.world.tiers
         )
-        assert evicted or num_blocks == longest, "a block is lost that nobody evicted"
+        may_be_shorter = evicted or self.has_lost
+        assert may_be_shorter or num_blocks == longest, "a block is lost that nobody evicted"
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
             self.world.close()
+
+
+class StorageMachine(CacheMachine):
+    """A small storage tier below, which may hang, lose blocks, and be found again."""
+
+    disk_blocks = 10
+
+    @rule()
+    def hold(self) -> None:
+        super().hold()
+        self.world.storage.open_reads.clear()
+        self.world.storage.open_writes.clear()
+
+    @rule()
+    def let_go(self) -> None:
+        self.world.open_storage()
+        super().let_go()
+
+    @precondition(lambda self: self.world.shelf.blocks)
+    @rule(data=st.data())
+    def spoil(self, data: st.DataObject) -> None:
+        """A block can't be read from now on."""
+        number = data.draw(st.integers(0, len(self.world.shelf.blocks) - 1), label="block")
+        self.world.storage.spoiled.add(list(self.world.shelf.blocks)[number])
+        self.has_lost = True
+
+    @precondition(lambda self: self.world.shelf.blocks)
+    @rule(data=st.data())
+    def refuse(self, data: st.DataObject) -> None:
+        """A block can't be written from now on."""
+        number = data.draw(st.integers(0, len(self.world.shelf.blocks) - 1), label="block")
+        self.world.storage.refused.add(list(self.world.shelf.blocks)[number])
+
+    @rule(disk_blocks=st.sampled_from([10, 10, 4]))
+    def restart(self, disk_blocks: int) -> None:
+        """A new cache finds what the last one has stored."""
+        self.let_go()
+        shelf = self.world.shelf
+        self.world.end()
+        self.world = World(
+            self.policy, host_blocks=20, disk_blocks=disk_blocks, shelf=shelf, layout="layer_first"
+        )
+        self.cache, self.device = self.world.cache, self.world.device
+        self.has_lost = True
+
+    @rule()
+    def clear_storage(self) -> None:
+        self.cache.poll()
+        self.cache.clear(DISK)
+        self._settle()
 
 
 class SelectiveMachine(CacheMachine):
@@ -308,6 +362,10 @@ STEPS = settings(stateful_step_count=60, max_examples=2 * settings.default.max_e
 
 def test_cache_that_writes_through() -> None:
     run_state_machine_as_test(CacheMachine, settings=STEPS)
+
+
+def test_cache_over_storage() -> None:
+    run_state_machine_as_test(StorageMachine, settings=STEPS)
 
 
 def test_cache_that_writes_through_selectively() -> None:

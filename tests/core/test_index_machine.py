@@ -222,8 +222,7 @@ class IndexMachine(RuleBasedStateMachine):
             ready = [t for t in TIERS if known and known.tiers[t].state is State.READY]
             if known is None or not ready:
                 break
-            faster = TIERS[: TIERS.index(ready[0])]
-            arriving = any(known.tiers[tier].state is State.WRITING for tier in faster)
+            arriving = known.tiers[TIERS[0]].state is State.WRITING
             rows.append((known.block, ready[0], arriving))
         blocks, tiers, in_flight = zip(*rows, strict=True) if rows else ((), (), ())
         return Match(blocks, tiers, in_flight, len(path) - 1)

@@ -15,7 +15,7 @@ from kvtier.types import DEVICE, DISK, HOST, BlockId, Match
 BLOCK_SIZE = 4
 BLOCK_BYTES = 1000
 HOST_TO_DEVICE = (HOST, DEVICE)
-DISK_TO_DEVICE = (DISK, DEVICE)
+DISK_TO_HOST = (DISK, HOST)
 
 
 def _match(tiers: str, in_flight: str = "") -> Match:
@@ -43,11 +43,12 @@ def _costs(host_s: float, prefill_s: float | None, queued_s: float = 0.0) -> Cos
 rates = st.dictionaries(st.integers(0, 12), st.sampled_from([1e-6, 1e-5, 1e-3, 1.0]), max_size=3)
 costs_of_any_kind = st.builds(
     Costs,
-    st.fixed_dictionaries({HOST_TO_DEVICE: rates, DISK_TO_DEVICE: rates}),
+    st.fixed_dictionaries({HOST_TO_DEVICE: rates, DISK_TO_HOST: rates}),
     st.none() | st.sampled_from([1e-6, 1e-4, 1e-2, 1.0]),
     st.dictionaries(
-        st.sampled_from([HOST_TO_DEVICE, DISK_TO_DEVICE]), st.sampled_from([0.0, 0.01, 5.0])
+        st.sampled_from([HOST_TO_DEVICE, DISK_TO_HOST]), st.sampled_from([0.0, 0.01, 5.0])
     ),
+    st.just((DEVICE, HOST, DISK)),
 )
 matches = st.lists(st.tuples(st.sampled_from("dhs"), st.sampled_from(" +")), max_size=12).map(
     lambda rows: _match("".join(row[0] for row in rows), "".join(row[1] for row in rows))
@@ -56,14 +57,14 @@ matches = st.lists(st.tuples(st.sampled_from("dhs"), st.sampled_from(" +")), max
 
 def _cost_of_cut(cut: int, match: Match, costs: Costs, num_tokens: int) -> tuple[float, float, int]:
     """Load and prefill seconds, and slots, of reusing ``cut`` blocks, written from scratch."""
-    load_s, num_slots = 0.0, 0
-    for tier in (HOST, DISK):
-        here = [at for at in range(cut) if match.tiers[at] == tier]
-        copied = [at for at in here if not match.in_flight[at]]
-        num_slots += len(copied)
-        if here:
-            load_s += costs.queued_s.get((tier, DEVICE), 0.0)
-            load_s += costs.copy_s((tier, DEVICE), len(copied) * BLOCK_BYTES)
+    coming = [at for at in range(cut) if match.tiers[at] != DEVICE]
+    from_disk = [at for at in coming if match.tiers[at] == DISK]
+    load_s, num_slots = 0.0, sum(not match.in_flight[at] for at in coming)
+    for route, passing in ((DISK_TO_HOST, from_disk), (HOST_TO_DEVICE, coming)):
+        if passing:
+            copied = sum(not match.in_flight[at] for at in passing)
+            load_s += costs.queued_s.get(route, 0.0)
+            load_s += costs.copy_s(route, copied * BLOCK_BYTES)
     return load_s, costs.prefill_s(num_tokens - cut * BLOCK_SIZE), num_slots
 
 

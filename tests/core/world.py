@@ -22,8 +22,8 @@ from kvtier.keys import token_labels
 from kvtier.layout import DType, full_attention, named_layout
 from kvtier.lease import Lease
 from kvtier.telemetry import Metrics
-from kvtier.testing import BlockBytes, FaultyDevice, host_memory
-from kvtier.tiers import DeviceTier
+from kvtier.testing import BlockBytes, FaultyDevice, MemoryStorage, Shelf, host_memory
+from kvtier.tiers import DeviceTier, MemoryTier
 from kvtier.types import DEVICE, HOST, Label, WritePolicy
 
 Content = npt.NDArray[np.uint8]
@@ -77,6 +77,9 @@ class World:
         load_deadline_s: float = DEADLINE_S,
         store_after_uses: int = 2,
         store_batch_bytes: int = 0,
+        disk_blocks: int = 0,
+        shelf: Shelf | None = None,
+        archive_after_uses: int = 1,
     ) -> None:
         self.clock = Clock()
         self.device = FaultyDevice(CpuDevice(threads=1))
@@ -88,9 +91,13 @@ class World:
             store_after_uses=store_after_uses,
             store_batch_bytes=store_batch_bytes,
             load_deadline_s=load_deadline_s,
+            archive_after_uses=archive_after_uses,
+            load_batch_bytes=2 * GROUP.bytes_per_block,
             strict=True,
         )
-        self.cache = Cache(config, self.device, self.pool, self.clock)
+        self.shelf = shelf or Shelf()
+        self.storage = MemoryStorage(GROUP, disk_blocks, self.shelf) if disk_blocks else None
+        self.cache = Cache(config, self.device, self.pool, self.clock, self.storage)
         self.block_bytes = BlockBytes(GROUP)
         self.requests: list[Request] = []
 
@@ -188,6 +195,7 @@ class World:
         return {
             name: self.block_bytes.read_all(tier.memory, tier.layout)
             for name, tier in self.cache._ladder.tiers.items()
+            if isinstance(tier, MemoryTier)
         }
 
     def check_request(self, request: Request, content: Content | None = None) -> None:
@@ -211,8 +219,12 @@ class World:
             expected = self.block_bytes.expected(namespace, prefix)
             for name, residency in zip(self.tiers, node.residencies, strict=True):
                 if residency.state is State.READY:
-                    is_right = np.array_equal(contents[name][residency.slot], expected)
-                    assert is_right, f"wrong bytes in the {name} tier"
+                    held = contents[name][residency.slot] if name in contents else self.kept(node)
+                    assert np.array_equal(held, expected), f"wrong bytes in the {name} tier"
+
+    def kept(self, node: Node) -> Content:
+        """What the shelf has under the block's key."""
+        return np.frombuffer(self.shelf.blocks[self.cache._index.key(node.block)], np.uint8)
 
     def nodes(self) -> Iterator[Node]:
         yield from self.cache._index._trie.nodes.values()
@@ -223,8 +235,8 @@ class World:
 
     def wait(self) -> None:
         """Until every copy is done; none is noticed yet."""
-        for transfer in self.cache._ladder._transfers:
-            assert transfer.job.wait(60), "a copy hangs"
+        for transfer in self.cache._ladder.traffic.transfers:
+            assert transfer.job is None or transfer.job.wait(60), "a copy hangs"
 
     def held(self, tier: str) -> int:
         """Blocks in ``tier``."""
@@ -238,9 +250,26 @@ class World:
         used = self.cache.used_slots()
         return used[DEVICE], used[HOST]
 
+    def open_storage(self) -> None:
+        """Reads and writes that were held go on."""
+        if self.storage is not None:
+            self.storage.open_reads.set()
+            self.storage.open_writes.set()
+
+    def end(self) -> None:
+        """Release every request, finish every copy, and close the cache as it is."""
+        self.device.let_go()
+        self.open_storage()
+        for request in list(self.requests):
+            self.release(request)
+        assert self.cache.drain()
+        self.check()
+        self.cache.close()
+
     def close(self) -> None:
         """End everything; nothing may be left that a lease holds."""
         self.device.let_go()
+        self.open_storage()
         for request in list(self.requests):
             self.release(request)
         assert self.cache.drain()

@@ -116,7 +116,9 @@ class _Blocks:
         self._cache: Cache = engine.cache
         self._info = engine.info
         self._namespace = engine._namespace(salt="").digest
-        self._tier = self._cache._ladder.tiers[tier]
+        found = self._cache._ladder.tiers[tier]
+        assert isinstance(found, MemoryTier), f"no memory to damage in the {tier} tier"
+        self._tier = found
         self.layout = named_layout("block_first", self._cache.group, 1)
 
     def slots(self, prompt: Sequence[int]) -> list[Slot]:

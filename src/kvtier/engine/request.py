@@ -84,6 +84,7 @@ class Request:
     stage: Stage = Stage.WAITING
     lease: Lease | None = None
     may_load: bool = True
+    num_broken_loads: int = 0
     num_computed: int = 0
     num_cached: int = 0
     hit_tokens: dict[str, int] = field(default_factory=dict)

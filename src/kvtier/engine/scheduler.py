@@ -28,6 +28,9 @@ COMMIT_CHUNKS = 8
 """Chunks of a prompt that are committed together. Nobody looks for them before its prefill ends;
 the stores of a very long prompt should begin earlier."""
 
+MAX_LOADS = 3
+"""Loads of one request that may fail before it computes everything itself."""
+
 
 class Scheduler:
     """Requests between submission and completion."""
@@ -97,7 +100,9 @@ class Scheduler:
         if not lease.ready:
             return
         if lease.broken:
-            request.may_load = False
+            # What was lost is not offered again; a load that came too late may be late again.
+            request.num_broken_loads += 1
+            request.may_load = not lease.late and request.num_broken_loads < MAX_LOADS
             self._refetch(request)
             return
         request.stage = Stage.PREFILL

@@ -13,7 +13,7 @@ from kvtier.index.policies.base import EvictionPolicy
 from kvtier.index.residency import Residency, State
 from kvtier.index.trie import Node, Trie
 from kvtier.keys import next_key
-from kvtier.types import BlockId, BlockKey, Label, Match, Slot
+from kvtier.types import BlockId, BlockKey, BlockName, Label, Match, Slot
 
 
 class BlockIndex:
@@ -39,14 +39,12 @@ class BlockIndex:
         tiers: list[str] = []
         in_flight: list[bool] = []
         for node in self._trie.walk(namespace, labels):
-            arriving = False
             for position, residency in enumerate(node.residencies):
                 if residency.state is State.READY:
                     blocks.append(node.block)
                     tiers.append(self.tiers[position])
-                    in_flight.append(arriving)
+                    in_flight.append(node.residencies[0].state is State.WRITING)
                     break
-                arriving = arriving or residency.state is State.WRITING
             else:
                 break
         return Match(tuple(blocks), tuple(tiers), tuple(in_flight), len(labels))
@@ -110,6 +108,13 @@ class BlockIndex:
             node.key = next_key(previous, node.label)
             previous = node.key
         return BlockKey(previous)
+
+    def name(self, block: BlockId) -> BlockName:
+        """What the block is called outside this process."""
+        depth, node = -1, self._trie.nodes[block]
+        while node.parent is not None:
+            depth, node = depth + 1, node.parent
+        return BlockName(node.label, depth, self.key(block))
 
     def __len__(self) -> int:
         """Blocks known, cached or only on the way to a cached one."""
@@ -206,6 +211,18 @@ class BlockIndex:
         self._num_idle[self._position[tier]] += 1
         self._count_in_parent(block, tier, +1)
         self._review(block, tier)
+
+    def drop(self, block: BlockId, tier: str) -> Slot | None:
+        """The tier has lost the block, which was ready there; its children stay, out of reach for
+        now. Returns the slot; None while somebody holds the block: ask again."""
+        residency = self._residency(block, tier)
+        if residency.leases:
+            return None
+        residency.move(State.EVICTING)
+        self._policies[self._position[tier]].discard(block)
+        self._num_idle[self._position[tier]] -= 1
+        self._count_in_parent(block, tier, -1)
+        return self._leave(block, tier)
 
     # -- bookkeeping ------------------------------------------------------------------------------
 

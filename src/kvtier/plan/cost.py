@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
+
+from kvtier.types import DEVICE, HOST
 
 SMOOTHING = 0.2
 """Weight of the newest observation: about ten observations to forget an old regime."""
@@ -26,12 +29,14 @@ class Costs:
     """A snapshot that a plan is made from.
 
     seconds_per_byte: per route and size class. prefill_s_per_token: None while unknown.
-    queued_s: per route, work that stands in line already.
+    queued_s: per route, work that stands in line already. tiers: fastest first; a block goes from
+    tier to tier.
     """
 
     seconds_per_byte: Mapping[Route, Mapping[int, float]] = field(default_factory=dict)
     prefill_s_per_token: float | None = None
     queued_s: Mapping[Route, float] = field(default_factory=dict)
+    tiers: tuple[str, ...] = (DEVICE, HOST)
 
     def copy_s(self, route: Route, num_bytes: int) -> float:
         """Estimated seconds to copy ``num_bytes`` along ``route``, without waiting in line.
@@ -44,6 +49,20 @@ class Costs:
         wanted = size_class(num_bytes)
         nearest = min(classes, key=lambda known: (abs(known - wanted), -known))
         return classes[nearest] * num_bytes
+
+    def load_s(self, num_bytes: Mapping[str, int]) -> float:
+        """Estimated seconds to bring bytes from where they are to the device.
+
+        num_bytes: per tier that blocks come from. Its line counts for a tier that is named, even
+        with 0 bytes: blocks on their way arrive when their turn comes.
+        """
+        seconds, total, is_used = 0.0, 0, False
+        for slow, fast in pairwise(reversed(self.tiers)):
+            total += num_bytes.get(slow, 0)
+            is_used = is_used or slow in num_bytes
+            if is_used:
+                seconds += self.copy_s((slow, fast), total) + self.queued_s.get((slow, fast), 0.0)
+        return seconds
 
     def prefill_s(self, num_tokens: int) -> float:
         """Estimated seconds to compute ``num_tokens`` of a prompt; infinite while unknown."""
@@ -71,10 +90,14 @@ class CostModel:
         if num_tokens > 0 and seconds > 0:
             self._prefill = _blend(self._prefill, seconds / num_tokens)
 
-    def snapshot(self, queued_s: Mapping[Route, float] | None = None) -> Costs:
+    def snapshot(
+        self,
+        queued_s: Mapping[Route, float] | None = None,
+        tiers: tuple[str, ...] = (DEVICE, HOST),
+    ) -> Costs:
         """The estimates as they are now; later observations don't change it."""
         copies = {route: dict(classes) for route, classes in self._copies.items()}
-        return Costs(copies, self._prefill, dict(queued_s or {}))
+        return Costs(copies, self._prefill, dict(queued_s or {}), tiers)
 
 
 def _blend(old: float | None, new: float) -> float:

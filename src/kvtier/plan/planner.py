@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.plan.cost import Costs, Route
+from kvtier.plan.cost import Costs
 from kvtier.plan.operations import Copy, Plan
 from kvtier.types import DEVICE, BlockId, Match
 
@@ -32,22 +32,18 @@ def plan_load(
     deadline_s: a load estimated to take longer is not begun.
     """
     longest = min(match.num_blocks, (num_tokens - 1) // block_size)
-    pending: dict[Route, int] = {}
+    pending: dict[str, int] = {}
     num_slots = 0
     all_recompute_s = costs.prefill_s(num_tokens)
     best = Plan(recompute_s=all_recompute_s, all_recompute_s=all_recompute_s)
     for cut in range(1, longest + 1):
         tier, arriving = match.tiers[cut - 1], match.in_flight[cut - 1]
         if tier != DEVICE:
-            route = (tier, DEVICE)
-            pending[route] = pending.get(route, 0) + (0 if arriving else bytes_per_block)
+            pending[tier] = pending.get(tier, 0) + (0 if arriving else bytes_per_block)
             num_slots += not arriving
         if cut % grain_blocks:
             continue
-        load_s = sum(
-            costs.copy_s(route, num_bytes) + costs.queued_s.get(route, 0.0)
-            for route, num_bytes in pending.items()
-        )
+        load_s = costs.load_s(pending)
         if num_slots > num_free_slots:
             break
         if deadline_s is not None and load_s > deadline_s:

@@ -15,14 +15,17 @@ from kvtier.testing.device_suite import DeviceSuite
 from kvtier.testing.faulty import FaultyDevice
 from kvtier.testing.memory import BlockBytes, host_memory, memory_bytes
 from kvtier.testing.policy_suite import PolicySuite
+from kvtier.testing.storage import MemoryStorage, Shelf
 from kvtier.testing.tier_suite import MemoryTierSuite, TierSuite
 
 __all__ = [
     "BlockBytes",
     "DeviceSuite",
     "FaultyDevice",
+    "MemoryStorage",
     "MemoryTierSuite",
     "PolicySuite",
+    "Shelf",
     "TierSuite",
     "host_memory",
     "memory_bytes",

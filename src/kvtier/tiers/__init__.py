@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from kvtier.tiers.base import MemoryTier, Tier
+from kvtier.tiers.base import Addresses, LoadResult, MemoryTier, StorageTier, Tier
 from kvtier.tiers.device import DeviceTier
 from kvtier.tiers.host import HostTier
 
-__all__ = ["DeviceTier", "HostTier", "MemoryTier", "Tier"]
+__all__ = [
+    "Addresses",
+    "DeviceTier",
+    "HostTier",
+    "LoadResult",
+    "MemoryTier",
+    "StorageTier",
+    "Tier",
+]

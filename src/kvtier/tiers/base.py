@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import Layout
 from kvtier.tiers.slots import SlotPool
-from kvtier.types import Slot
+from kvtier.types import BlockKey, BlockName, Slot
+
+Addresses = npt.NDArray[np.uint64]
+"""Where blocks begin in the memory of this process: one per block."""
 
 
 class Tier(ABC):
@@ -24,6 +32,8 @@ class Tier(ABC):
 
     name: str
     num_slots: int
+    num_quarantined: int = 0
+    """Slots that are broken: in nobody's use, and never handed out again."""
 
     @property
     @abstractmethod
@@ -71,6 +81,72 @@ class MemoryTier(Tier):
         """Length of the longest run of neighbours that are free."""
         return self._slots.longest_run()
 
+    def addresses(self, slots: Sequence[Slot]) -> Addresses:
+        """Where the blocks in ``slots`` begin, for a layout that keeps each block in one piece."""
+        return self.memory.address + np.asarray(slots, np.uint64) * np.uint64(
+            self.layout.group.bytes_per_block
+        )
+
     def findings(self) -> list[Finding]:
         size_gib = self.layout.nbytes / 2**30
         return [Finding(f"{self.name} tier", f"{self.num_slots} blocks, {size_gib:.2f} GiB")]
+
+
+class LoadResult(Enum):
+    """What became of one block that was read."""
+
+    OK = "ok"
+    """Its bytes are in place, and are the right ones."""
+    CORRUPT = "corrupt"
+    """Something else was found there: the block is lost."""
+    FAILED = "failed"
+    """It could not be read."""
+
+
+class StorageTier(Tier):
+    """A tier that is reached by reading and writing whole blocks, and outlives the process.
+
+    The caller guarantees
+        one thread at a time calls ``store``, one ``load``, one everything else; the memory at each
+        address is ``bytes_per_block`` long, stays alive and is touched by nobody else meanwhile.
+        A slot that is being read or written is not freed.
+    The implementer provides
+        ``store`` and ``load`` return when nothing of them is under way any more. A block that was
+        loaded with ``OK`` is the block that was stored under that key, bit for bit.
+        Blocks found at the start are nobody's until they are claimed; unclaimed ones count as free,
+        and ``allocate`` drops them when it needs the room.
+    Outcomes and errors
+        a block that could not be stored or loaded is an outcome per block, not an error. A tier
+        that fails again and again switches itself off: then nothing is stored or loaded, and
+        serving goes on.
+    """
+
+    bytes_per_block: int
+
+    @property
+    @abstractmethod
+    def num_unclaimed(self) -> int:
+        """Blocks that were found at the start and not claimed or dropped since."""
+
+    @abstractmethod
+    def claim(self, keys: Sequence[BlockKey]) -> list[Slot]:
+        """Slots of the longest leading run of ``keys`` that are unclaimed; in use from now on."""
+
+    @abstractmethod
+    def store(
+        self, names: Sequence[BlockName], slots: Sequence[Slot], addresses: Addresses
+    ) -> list[bool]:
+        """Write blocks into ``slots``. True where the block is there for good."""
+
+    @abstractmethod
+    def load(
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], addresses: Addresses
+    ) -> list[LoadResult]:
+        """Read the blocks in ``slots`` to ``addresses``, and see that they are right."""
+
+    def num_welcome(self, num_blocks: int) -> int:
+        """How many of ``num_blocks`` new blocks may be written now; the answer uses them up.
+
+        For tiers that writing wears out, or that are switched off.
+        """
+        return num_blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtier.transfer.engine import TransferEngine
 from kvtier.transfer.job import Job
+from kvtier.transfer.lane import Lane
 from kvtier.transfer.staging import stage
 
-__all__ = ["Job", "TransferEngine", "stage"]
+__all__ = ["Job", "Lane", "TransferEngine", "stage"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from threading import Event
+from time import perf_counter
 
 from kvtier.errors import CacheError
 
@@ -10,13 +12,17 @@ from kvtier.errors import CacheError
 class Job:
     """Becomes done once, with or without an error. Set by a worker, read by anyone.
 
-    num_bytes: what is to be copied. seconds: what the copy took, without the time in line.
+    num_bytes: what is to be moved. started: when its turn came, or when it was made
+    (``perf_counter``). seconds: what it took, without the time in line. lost: positions of blocks
+    that did not arrive though the job as a whole went well.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
+        self.started = perf_counter()
         self.seconds = 0.0
         self.error: CacheError | None = None
+        self.lost: frozenset[int] = frozenset()
         self._done = Event()
 
     @property
@@ -25,13 +31,19 @@ class Job:
 
     @property
     def succeeded(self) -> bool:
-        return self.done and self.error is None
+        """Everything has arrived."""
+        return self.done and self.error is None and not self.lost
 
-    def finish(self, seconds: float, error: CacheError | None = None) -> None:
+    def start(self) -> None:
+        """Its turn has come: ``seconds`` count from now."""
+        self.started = perf_counter()
+
+    def finish(self, error: CacheError | None = None, lost: Iterable[int] = ()) -> None:
         """Called once, by whoever ran the transfer."""
         assert not self.done, "a job finishes once"
-        self.seconds = seconds
+        self.seconds = perf_counter() - self.started
         self.error = error
+        self.lost = frozenset(lost)
         self._done.set()
 
     def wait(self, timeout_s: float | None = None) -> bool:

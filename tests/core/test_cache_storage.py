@@ -1,0 +1,215 @@
+"""A storage tier below the host tier: what it kept comes back, and what it lost is recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvtier.devices import Direction
+from kvtier.errors import ConfigError
+from kvtier.keys import token_labels
+from kvtier.testing import Shelf
+from kvtier.types import DEVICE, DISK, HOST, BlockKey, WritePolicy
+
+from .world import BLOCK_SIZE, NS, A, B, C, Request, World
+
+MakeWorld = Callable[..., World]
+LONG = [*A, 9]
+"""Four blocks that can be reused, and a token left to compute."""
+
+
+@pytest.fixture
+def restarted(make_world: MakeWorld) -> World:
+    """A world whose storage has A from an earlier one."""
+    shelf = Shelf()
+    make_world(disk_blocks=30, shelf=shelf).serve(LONG)
+    assert len(shelf.blocks) == 4
+    return make_world(disk_blocks=30, shelf=shelf)
+
+
+def keys(world: World, tokens: list[int]) -> list[BlockKey]:
+    """Keys of blocks that the index knows."""
+    match = world.cache.match(NS, token_labels(tokens, BLOCK_SIZE))
+    return [world.cache._index.key(block) for block in match.blocks]
+
+
+def hits(request: Request) -> dict[str, int]:
+    return request.lease.record.hit_blocks
+
+
+def test_every_block_goes_down_the_ladder(make_world: MakeWorld) -> None:
+    world = make_world(disk_blocks=30)
+    world.serve(LONG)
+    assert [world.held(tier) for tier in (DEVICE, HOST, DISK)] == [4, 4, 4]
+    world.lose_the_device()
+    world.cache.clear(HOST)
+    assert world.matched(LONG) == [DISK] * 4
+
+
+def test_blocks_come_back_after_a_restart(restarted: World) -> None:
+    assert restarted.matched(LONG) == [], "nothing is in the index before somebody asks"
+    request = restarted.start(LONG)
+    assert request.lease.num_shared == 4
+    assert hits(request) == {DISK: 4}
+    restarted.finish(request)
+    assert restarted.storage.num_written == 0, "what storage has is not written again"
+    assert restarted.matched(LONG) == [DEVICE] * 4
+
+
+def test_a_longer_prompt_continues_what_came_back(restarted: World) -> None:
+    request = restarted.start([*A, 7, 7, 7, 7, 9])
+    assert hits(request) == {DISK: 4}
+    restarted.finish(request)
+    assert restarted.storage.num_written == 2
+
+
+def test_other_namespaces_find_nothing(restarted: World) -> None:
+    assert restarted.start(LONG).lease.num_shared == 4
+    assert restarted.ask(LONG, namespace=b"tenant").lease.num_shared == 0
+
+
+def test_a_block_that_storage_lost_is_recomputed(restarted: World) -> None:
+    restarted.storage.open_reads.clear()
+    first = restarted.ask(LONG)
+    lost = keys(restarted, LONG)[2]
+    restarted.storage.spoiled.add(lost)
+    restarted.storage.open_reads.set()
+    assert restarted.cache.drain()
+    assert first.lease.broken
+    restarted.release(first)
+    restarted.check()
+    assert restarted.matched(LONG) == [DEVICE, DEVICE], "what arrived before it is kept"
+    restarted.storage.spoiled.clear()
+    again = restarted.start(LONG)
+    assert again.lease.num_shared == 2
+    restarted.finish(again)
+    assert restarted.matched(LONG) == [DEVICE] * 4
+    assert restarted.held(DISK) == 4
+
+
+def test_two_requests_share_a_read(restarted: World) -> None:
+    restarted.storage.open_reads.clear()
+    first, second = restarted.ask(LONG), restarted.ask([*A, 5])
+    restarted.storage.open_reads.set()
+    assert restarted.cache.drain()
+    assert first.lease.num_shared == second.lease.num_shared == 4
+    assert first.lease.slots[:4] == second.lease.slots[:4]
+    restarted.check()
+
+
+def test_pieces_are_copied_on_while_the_next_is_read(restarted: World) -> None:
+    """Two blocks a piece: two reads, and each is followed by its own copy to the device."""
+    restarted.device.hold(Direction.LOAD)
+    request = restarted.ask(LONG)
+    reads = [each for each in restarted.cache._ladder.traffic.transfers if each.src == DISK]
+    assert [len(each.blocks) for each in reads] == [2, 2]
+    assert reads[0].job.wait(60)
+    restarted.cache.poll()
+    copies = [each for each in restarted.cache._ladder.traffic.transfers if each.src == HOST]
+    assert copies[0].job is not None
+    assert not request.lease.ready
+    restarted.device.let_go()
+    assert restarted.cache.drain()
+    restarted.check_request(request)
+
+
+def test_a_load_that_comes_too_late_is_given_up(restarted: World) -> None:
+    restarted.storage.open_reads.clear()
+    request = restarted.ask(LONG)
+    restarted.clock.now += 1000
+    restarted.cache.poll()
+    assert request.lease.ready
+    assert request.lease.broken
+    restarted.release(request)
+    again = restarted.ask(LONG, load=False)
+    assert again.lease.num_shared == 0
+    restarted.storage.open_reads.set()
+    assert restarted.cache.drain()
+    restarted.finish(again)
+
+
+def test_a_disk_that_hangs_is_not_waited_for(restarted: World) -> None:
+    """Once a read hangs for longer than the prefill takes, recomputing is the better plan."""
+    restarted.cache.observe_prefill(1000, 1e-9)
+    restarted.storage.open_reads.clear()
+    first = restarted.ask(LONG)
+    second = restarted.ask([*A, 8])
+    assert first.lease.num_shared == 4, "the first read of all is a measurement"
+    assert second.lease.num_shared == 0
+    restarted.storage.open_reads.set()
+    assert restarted.cache.drain()
+
+
+def test_unclaimed_blocks_make_room_for_new_ones(make_world: MakeWorld) -> None:
+    first, shelf = make_world(disk_blocks=10), Shelf()
+    for prompt in (A, B):
+        first.serve([*prompt, 9])
+    shelf.blocks.update(first.shelf.blocks)
+    world = make_world(disk_blocks=10, shelf=shelf)
+    assert world.storage.num_unclaimed == 8
+    world.serve([*C, 9])
+    assert world.storage.num_unclaimed == 6, "two were free, two had to go"
+    assert world.held(DISK) == 4
+    assert len(shelf.blocks) == 10
+
+
+def test_storage_is_a_hard_bound(make_world: MakeWorld) -> None:
+    world = make_world(disk_blocks=6)
+    for prompt in (A, B, C, A):
+        world.serve([*prompt, 9])
+        assert world.held(DISK) <= 6
+    assert len(world.shelf.blocks) <= 6
+
+
+def test_host_without_room_gives_the_load_up(make_world: MakeWorld) -> None:
+    """Everything in the host tier is in use: the prompt is recomputed, and nothing leaks."""
+    shelf = Shelf()
+    earlier = make_world(disk_blocks=30, shelf=shelf)
+    for prompt in (A, B):
+        earlier.serve([*prompt, 9])
+    world = make_world(disk_blocks=30, shelf=shelf, host_blocks=5)
+    world.storage.open_reads.clear()
+    first, second = world.ask(LONG), world.ask([*B, 9])
+    world.cache.poll()
+    assert second.lease.broken
+    assert not first.lease.ready
+    world.release(second)
+    world.storage.open_reads.set()
+    assert world.cache.drain()
+    world.finish(first)
+    world.finish(world.start([*B, 9]))
+
+
+def test_a_block_is_written_at_its_nth_use(make_world: MakeWorld) -> None:
+    world = make_world(disk_blocks=30, archive_after_uses=2)
+    world.serve(LONG)
+    assert world.held(DISK) == 0
+    world.serve(LONG)
+    assert world.held(DISK) == 4
+
+
+def test_a_write_that_fails_is_tried_again_with_the_next_use(make_world: MakeWorld) -> None:
+    world = make_world(disk_blocks=30)
+    world.serve(LONG)
+    refused = set(world.shelf.blocks)
+    other = make_world(disk_blocks=30)
+    other.storage.refused = refused
+    other.serve(LONG)
+    assert other.held(DISK) == 0
+    other.storage.refused = set()
+    other.serve(LONG)
+    assert other.held(DISK) == 4
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_every_write_policy_reaches_storage(make_world: MakeWorld, policy: WritePolicy) -> None:
+    world = make_world(policy, disk_blocks=40, device_blocks=10)
+    for prompt in (A, A, B, B, C, C, A, B):
+        world.serve([*prompt, 9])
+    assert world.held(DISK) >= 4
+
+
+def test_storage_needs_a_host_tier(make_world: MakeWorld) -> None:
+    with pytest.raises(ConfigError, match="host_capacity"):
+        make_world(disk_blocks=5, host_blocks=0)
