@@ -14,7 +14,7 @@ up, and what fits is logged as ``phases``.
 
 ``--continue-from`` trains a finished model further, with fresh optimiser state and the rows in
 another order. Its learning rate falls by the clock, so that it ends in time on any machine. The
-shipped weights come from a first run and one such run after it: the model card has the commands.
+shipped weights come from a first run and such runs after it: the model card has the commands.
 """
 
 from __future__ import annotations
@@ -226,7 +226,15 @@ def main() -> None:
     """Read the options and train."""
     parser = argparse.ArgumentParser(description="Train kvtier-tiny and write its folder.")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder to write")
-    parser.add_argument("--log", type=Path, help="also append the log, JSON lines, to this file")
+    parser.add_argument(
+        "--log",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="also append the log, JSON lines, to this file; with --judge: the logs of all runs "
+        "that made the weights, first one first",
+    )
     parser.add_argument("--minutes", type=float, help="find the number of steps by the clock")
     parser.add_argument(
         "--phases",
@@ -247,26 +255,25 @@ def main() -> None:
         "--judge", action="store_true", help="don't train: measure the folder, write its model card"
     )
     parser.add_argument(
-        "--first-log", type=Path, help="with --judge: the log of the run that was continued"
-    )
-    parser.add_argument(
         "--prompts", type=int, default=judge.NUM_PROMPTS, help="with --judge: greedy prompts"
     )
     options = parser.parse_args()
     environment.restart_with_settings()
     torch.set_num_threads(options.threads)
     if options.judge:
-        if options.log is None:
-            parser.error("--judge needs --log FILE: the log of the run that made the weights")
-        log = card.read_log(options.log)
-        first = None if options.first_log is None else card.read_log(options.first_log)
+        if not options.log:
+            parser.error("--judge needs --log FILE for each run that made the weights")
+        runs = [card.read_log(path) for path in options.log]
         verdict = judge.judge(options.out, options.prompts)
-        card.write_card(options.out, log, verdict, first)
+        card.write_card(options.out, runs, verdict)
         print(json.dumps(verdict, indent=2))
         return
     if options.continue_from is not None and options.minutes is None:
         parser.error("--continue-from needs --minutes: the learning rate falls by the clock")
-    trainer = Trainer(options.out, options.log, options.export_every, options.continue_from)
+    if len(options.log) > 1:
+        parser.error("--log: one run writes one log")
+    log = options.log[0] if options.log else None
+    trainer = Trainer(options.out, log, options.export_every, options.continue_from)
     if options.continue_from is not None:
         trainer.run_on(options.minutes)
     elif options.minutes or options.phases:

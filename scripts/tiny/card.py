@@ -25,8 +25,8 @@ and its benchmarks run at once, offline, on a laptop CPU, and print text instead
 
 ## What it is for
 - trying `kvtier serve`, and testing and measuring KV caching with trained weights, whose output
-  depends on the prompt. Left to decode greedily, it often ends in a loop (see below), so to show
-  that a cache is right, compare logits: equal tokens prove little;
+  depends on the prompt. Left to decode greedily, it ends in a loop now and then (see below), so to
+  show that a cache is right, compare logits: equal tokens prove little;
 - prompts of up to 4,096 tokens (the length that it was trained and judged at). The configuration
   allows 8,192; quality beyond 4,096 was not looked at.
 
@@ -95,18 +95,21 @@ optimiser state and the rows in another order: {phase_0:,} steps with rows of 51
 {phase_1:,} with rows of 2,048 and {phase_2:,} with rows of 4,096. The learning rate rose to
 {peak:.0%} of the first run's peak within {warmup} steps, then fell linearly to zero at the end;
 {wall_minutes:.0f} minutes. The held-out loss on the same quarter of the rows went from
-{valid_before:.2f} to {valid_kept:.2f}. What ships is {kept}."""
+{valid_before:.2f} to {valid_kept:.2f}. What was kept is {kept}."""
 
 ONE_COMMAND = """\
     nice -n 15 python scripts/train_tiny.py --log train.jsonl
     python scripts/train_tiny.py --judge --log train.jsonl"""
 
+FIRST_COMMAND = "    nice -n 15 python scripts/train_tiny.py --out run1 --log run1.jsonl"
+
 MORE_COMMAND = """\
-    nice -n 15 python scripts/train_tiny.py --out first --log first.jsonl
-    nice -n 19 python scripts/train_tiny.py --continue-from first --minutes {budget:g} \\
-        --out second --log second.jsonl
-    python scripts/train_tiny.py --judge --prompts {prompts} --out second \\
-        --first-log first.jsonl --log second.jsonl"""
+    nice -n 19 python scripts/train_tiny.py --continue-from run{before} --minutes {budget:g} \\
+        --out run{number} --log run{number}.jsonl"""
+
+JUDGE_COMMAND = """\
+    python scripts/train_tiny.py --judge --prompts {prompts} --out run{last} \\
+        {logs}"""
 
 
 def _run_fields(log: dict[str, Any]) -> dict[str, Any]:
@@ -125,35 +128,48 @@ def _run_fields(log: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _training(log: dict[str, Any], first: dict[str, Any] | None, prompts: int) -> str:
-    """How the weights were made, in one run or in two, and the commands."""
+def _training(runs: list[dict[str, Any]], prompts: int) -> str:
+    """How the weights were made, run by run, and the commands."""
     ways = "Muon for the matrices inside the layers, AdamW for the rest; fp32, on two CPU cores.\n"
     versions = f"(torch {version('torch')}, transformers {version('transformers')})"
-    if first is None:
-        text = ways + ONE_RUN.format(**_run_fields(log))
-        command, again = ONE_COMMAND, "Seeds are fixed."
+    first, *more = runs
+    if not more:
+        text = ways + ONE_RUN.format(**_run_fields(first))
+        commands, again = [ONE_COMMAND], "Seeds are fixed."
     else:
-        total = first["train_tokens"] + log["train_tokens"]
-        plain = log["valid"] <= log["valid_averaged"]
-        more = MORE_RUN.format(
-            **_run_fields(log),
-            valid_kept=log["valid"] if plain else log["valid_averaged"],
-            kept="the last step" if plain else "a moving average of the weights",
-        )
+        total = sum(run["train_tokens"] for run in runs)
+        texts = [ONE_RUN.format(**_run_fields(first)), *map(_more, more)]
+        numbered = (f"{number}. {_indented(each)}\n" for number, each in enumerate(texts, 1))
+        times = total / first["corpus_tokens"]
         text = (
-            f"{ways}Two runs, {total:,} tokens in all, {total / log['corpus_tokens']:.2f} times"
-            f" the corpus.\n\n1. {_indented(ONE_RUN.format(**_run_fields(first)))}\n"
-            f"2. {_indented(more)}"
-        )
-        command = MORE_COMMAND.format(budget=log["budget_minutes"], prompts=prompts)
+            f"{ways}{len(runs)} runs, {total:,} tokens in all, {times:.2f} times the corpus.\n\n"
+            f"{''.join(numbered)}"
+        ).rstrip()
+        commands = [FIRST_COMMAND]
+        for number, run in enumerate(more, 2):
+            commands.append(
+                MORE_COMMAND.format(before=number - 1, number=number, budget=run["budget_minutes"])
+            )
+        logs = " ".join(f"--log run{number}.jsonl" for number in range(1, len(runs) + 1))
+        commands.append(JUDGE_COMMAND.format(prompts=prompts, last=len(runs), logs=logs))
         again = (
-            "Seeds are fixed, but the second run's schedule follows the clock, so that the number\n"
-            "of its steps depends on the machine."
+            "Seeds are fixed, but the schedule of every run after the first follows the clock, so\n"
+            "that the number of its steps depends on the machine."
         )
     return (
         f"{text}\n\nIt is still under-trained for its size: more steps would help. To do it again\n"
-        f"{versions}:\n\n{command}\n\n{again} Another interpreter, package release, number of\n"
-        "threads or kind of CPU gives different weights, too."
+        f"{versions}:\n\n" + "\n".join(commands) + f"\n\n{again} Another interpreter, package "
+        "release, number of\nthreads or kind of CPU gives different weights, too."
+    )
+
+
+def _more(log: dict[str, Any]) -> str:
+    """What a run was that continued another."""
+    plain = log["valid"] <= log["valid_averaged"]
+    return MORE_RUN.format(
+        **_run_fields(log),
+        valid_kept=log["valid"] if plain else log["valid_averaged"],
+        kept="the last step" if plain else "a moving average of the weights",
     )
 
 
@@ -175,16 +191,9 @@ def _fenced(text: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines())
 
 
-def write_card(
-    folder: Path,
-    log: dict[str, Any],
-    verdict: dict[str, Any],
-    first: dict[str, Any] | None = None,
-) -> None:
-    """Write ``README.md`` from the run's log and from what ``judge`` found.
-
-    first: the log of the run that this one continued.
-    """
+def write_card(folder: Path, runs: list[dict[str, Any]], verdict: dict[str, Any]) -> None:
+    """Write ``README.md`` from the logs of the runs, first one first, and what ``judge`` found."""
+    log = runs[-1]
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     rows = [
         f"| {row['positions']} | {row['loss']:.3f} | {row['loss_near_context'] or '-'} |"
@@ -215,7 +224,7 @@ def write_card(
         files=log["files"],
         corpus_tokens=log["corpus_tokens"],
         held_out_files=log["held_out_files"],
-        training=_training(log, first, verdict["prompts"]),
+        training=_training(runs, verdict["prompts"]),
         far_changes="lowers" if far_gain >= 0 else "raises",
         far_gain=abs(far_gain),
         positions="\n".join(rows),
