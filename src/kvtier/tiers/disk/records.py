@@ -90,6 +90,17 @@ def as_keys(keys: list[bytes]) -> Records:
     return np.frombuffer(joined, "V32")
 
 
+def pick(records: Records, at: npt.NDArray[np.int64]) -> Records:
+    """``records[at]``, a good deal faster."""
+    return np.take(records.view(f"V{RECORD_BYTES}"), at).view(RECORD)
+
+
+def key_prefixes(records: Records) -> npt.NDArray[np.uint64]:
+    """uint64 [n]: the first 8 bytes of each key."""
+    words = records.view("<u8").reshape(len(records), RECORD_BYTES // 8)
+    return np.ascontiguousarray(words[:, (RECORD_BYTES - KEY_BYTES) // 8])
+
+
 def same_keys(left: Records, right: Records) -> npt.NDArray[np.bool_]:
     """bool [n]: which keys are equal, all 32 bytes of them."""
     return np.asarray((as_words(left) == as_words(right)).all(axis=1))

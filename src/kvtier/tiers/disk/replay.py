@@ -15,6 +15,8 @@ from kvtier.tiers.disk.records import (
     Records,
     are_valid,
     as_words,
+    key_prefixes,
+    pick,
 )
 
 SLAB_ID_BYTES = 16
@@ -56,10 +58,10 @@ def replay(records: Records, num_slots: int) -> Replay:
     num_all = len(records)
     valid = are_valid(records)
     if not valid.all():
-        records = records[valid]
+        records = pick(records, np.flatnonzero(valid))
     kind = np.ascontiguousarray(records["kind"])
     headers = records[:1][kind[:1] == Kind.HEADER]
-    named = records[kind == Kind.NAMESPACE]
+    named = pick(records, np.flatnonzero(kind == Kind.NAMESPACE))
     about_slot = (kind == Kind.PUT) | (kind == Kind.DEL) | (kind == Kind.BAD)
     slot = records["slot"].astype(np.int64)
     seq = np.where(kind == Kind.HEADER, 0, records["seq"])
@@ -71,8 +73,10 @@ def replay(records: Records, num_slots: int) -> Replay:
     decides = np.full(num_slots, -1, np.int64)
     decides[slot[at]] = at  # of several records of a slot the last one stays
     taken = np.flatnonzero(decides >= 0)
-    table = np.zeros(num_slots, RECORD)
-    table[taken] = records[decides[taken]]
+    table = pick(records, decides[taken])
+    if len(taken) < num_slots:
+        rows, table = table, np.zeros(num_slots, RECORD)
+        table.view("<u8").reshape(num_slots, 8)[taken] = rows.view("<u8").reshape(-1, 8)
     return Replay(
         table=table,
         namespaces={int(each["namespace"]): each["key"].tobytes() for each in named},
@@ -111,13 +115,13 @@ class Recovered:
 def recovered(table: Records) -> Recovered:
     """The blocks of a table. Of two slots with one key the higher sequence number counts."""
     slots = np.flatnonzero(table["kind"] == Kind.PUT)
-    live = table[slots]
-    words = as_words(live["key"])
-    order = np.argsort(words[:, 0], kind="stable")
-    same = words[order[1:], 0] == words[order[:-1], 0]
-    if same.any():
+    live = table if len(slots) == len(table) else pick(table, slots)
+    prefixes = key_prefixes(live)
+    order = np.argsort(prefixes)
+    if (prefixes[order[1:]] == prefixes[order[:-1]]).any():
+        words = as_words(live["key"])
         order = np.lexsort((live["seq"], *(words[:, column] for column in (3, 2, 1, 0))))
         is_last = np.ones(len(order), bool)
         is_last[:-1] = (words[order[1:]] != words[order[:-1]]).any(axis=1)
         order = order[is_last]
-    return Recovered(words[order, 0], slots[order])
+    return Recovered(prefixes[order], slots[order])

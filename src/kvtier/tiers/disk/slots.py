@@ -44,7 +44,7 @@ class DiskSlots:
         self._num_free = len(free)
         self.num_unclaimed = len(found.slots)
         self.num_quarantined = int(self._is_bad.sum())
-        self._to_drop: Int64s = _drop_order(table, found.slots)
+        self._to_drop: Int64s = _drop_order(table, self._state)
         self._num_passed = 0
 
     @property
@@ -144,9 +144,9 @@ class DiskSlots:
             assert num_left == self.num_unclaimed, "an unclaimed block can't be dropped"
 
 
-def _drop_order(table: Records, slots: Int64s) -> Int64s:
+def _drop_order(table: Records, state: npt.NDArray[np.uint8]) -> Int64s:
     """Unclaimed slots, oldest first, deepest first where equally old."""
-    rows = table[slots]
-    step = (rows["time"] // AGE_STEP_S).astype(np.uint64)
-    rank = (step << np.uint64(32)) | (np.uint32(0xFFFFFFFF) - rows["depth"]).astype(np.uint64)
-    return slots[np.argsort(rank, kind="stable")]
+    slots = np.flatnonzero(state == SlotState.UNCLAIMED)
+    step = (table["time"][slots] // AGE_STEP_S).astype(np.uint64)
+    height = (np.uint32(0xFFFFFFFF) - table["depth"][slots]).astype(np.uint64)
+    return slots[np.argsort((step << np.uint64(32)) | height)]
