@@ -28,10 +28,12 @@ else:
 if _reason:
     from kvtier._reference.copy import copy_batch
 
+from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows  # noqa: E402
+
 NATIVE: Final = not _reason
 """Whether the functions here are the native ones."""
 
 NATIVE_REASON: Final = _reason
 """Why they are not; empty if they are."""
 
-__all__ = ["NATIVE", "NATIVE_REASON", "copy_batch"]
+__all__ = ["NATIVE", "NATIVE_REASON", "copy_batch", "crc32c", "crc32c_many", "crc32c_rows"]

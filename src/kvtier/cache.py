@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from kvtier.config import CacheConfig, parse_capacity
+from kvtier.config import CacheConfig, parse_capacity, parse_size
 from kvtier.devices import Device, Finding
 from kvtier.errors import Closed, ConfigError
 from kvtier.index import State
@@ -23,6 +24,7 @@ from kvtier.plan import Plan, plan_load
 from kvtier.plugins import load_plugin
 from kvtier.telemetry import Metrics
 from kvtier.tiers import DeviceTier, HostTier, StorageTier, Tier
+from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.types import DEVICE, HOST, Label, Match, WritePolicy
 
 logger = logging.getLogger(__name__)
@@ -52,13 +54,15 @@ class Cache:
         tiers: dict[str, Tier] = {DEVICE: pool}
         capacity = parse_capacity(config.host_capacity, pool.layout.nbytes, "host_capacity")
         if capacity:
-            tiers[HOST] = HostTier(self.group, capacity, device)
+            tiers[HOST] = host = HostTier(self.group, capacity, device)
+            if storage is None and config.disk_path:
+                storage = DiskTier(_disk_options(config), self.group, host.memory)
+        elif storage is not None or config.disk_path:
+            raise ConfigError(
+                "host_capacity: a disk tier needs a host tier above it, for every block goes "
+                'through host memory; give for instance host_capacity="1GiB"'
+            )
         if storage is not None:
-            if not capacity:
-                raise ConfigError(
-                    f"host_capacity: the {storage.name} tier needs a host tier above it, for every "
-                    'block goes through host memory; give for instance host_capacity="1GiB"'
-                )
             tiers[storage.name] = storage
         self._ladder = Ladder(
             tiers,
@@ -300,6 +304,17 @@ class Cache:
     def check_invariants(self) -> None:
         """Raise AssertionError where slots, leases and blocks don't add up. O(all blocks)."""
         self._ladder.check_invariants(sum(len(lease.room) for lease in self._leases))
+
+
+def _disk_options(config: CacheConfig) -> DiskOptions:
+    return DiskOptions(
+        path=Path(config.disk_path),
+        capacity_bytes=parse_size(config.disk_capacity, "disk_capacity"),
+        durability=config.disk_durability,
+        verify=config.disk_verify,
+        io=config.disk_io,
+        bytes_per_day=parse_size(config.disk_writes_per_day, "disk_writes_per_day"),
+    )
 
 
 def _policy_factory(name: str) -> Callable[[], EvictionPolicy]:

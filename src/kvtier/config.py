@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 from fractions import Fraction
 
 from kvtier.errors import ConfigError
-from kvtier.types import WritePolicy
+from kvtier.types import Durability, IoKind, Verify, WritePolicy
 
 BLOCK_SIZE = 64
 """Default tokens per block. Smaller blocks are shared more finely and cost more to keep account of;
@@ -47,6 +48,15 @@ def parse_capacity(text: str | int, device_bytes: int, field: str) -> int:
     return parse_size(text, field)
 
 
+CHOICES: dict[str, type[StrEnum]] = {
+    "write_policy": WritePolicy,
+    "disk_durability": Durability,
+    "disk_verify": Verify,
+    "disk_io": IoKind,
+}
+"""Settings of ``CacheConfig`` that are one of a few words."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """How the cache behaves, apart from the model and the device pool."""
@@ -59,6 +69,18 @@ class CacheConfig:
     """Uses before ``write_through_selective`` stores a block."""
     store_batch_bytes: int = 16 << 20
     """Blocks wait until this much can be stored in one copy, or until their request ends."""
+    disk_path: str = ""
+    """Directory for blocks on a local disk, found again after a restart; "" for no disk tier."""
+    disk_capacity: str | int = "10GiB"
+    """Disk space for blocks, reserved when the cache is made."""
+    disk_durability: Durability = Durability.PROCESS
+    """What a stored block survives: the end of the ``process``, or of ``power``, too."""
+    disk_verify: Verify = Verify.ALWAYS
+    """Which blocks read from disk have their checksum compared: all, some, or none."""
+    disk_io: IoKind = IoKind.AUTO
+    """Who talks to the disk."""
+    disk_writes_per_day: str | int = 0
+    """What may be written to the disk in a day, for disks that wear: a size; 0 for no limit."""
     archive_after_uses: int = 1
     """Uses before a block is written to storage below the host tier; more spares an SSD's life."""
     load_batch_bytes: int = 8 << 20
@@ -74,13 +96,14 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         parse_capacity(self.host_capacity, 0, "host_capacity")
-        if self.write_policy not in list(WritePolicy):
-            raise ConfigError(
-                f"write_policy: {self.write_policy!r} is unknown; use one of "
-                f"{', '.join(WritePolicy)}"
-            )
-        # A file or a command line gives a string; what compares members needs the member.
-        object.__setattr__(self, "write_policy", WritePolicy(self.write_policy))
+        parse_size(self.disk_capacity, "disk_capacity")
+        parse_size(self.disk_writes_per_day, "disk_writes_per_day")
+        for name, kind in CHOICES.items():
+            value = getattr(self, name)
+            if value not in list(kind):
+                raise ConfigError(f"{name}: {value!r} is unknown; use one of {', '.join(kind)}")
+            # A file or a command line gives a string; what compares members needs the member.
+            object.__setattr__(self, name, kind(value))
         for name in ("store_after_uses", "archive_after_uses", "load_batch_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")

@@ -56,6 +56,33 @@ class WritePolicy(StrEnum):
     """When it is evicted from the device tier."""
 
 
+class Durability(StrEnum):
+    """What an acknowledged block survives."""
+
+    PROCESS = "process"
+    """The end of the process, however it comes. After a power cut some blocks may be missing."""
+    POWER = "power"
+    """A power cut, too: data and journal are on the medium before the acknowledgement."""
+
+
+class Verify(StrEnum):
+    """Which loads compare the checksum. Key and length are always compared."""
+
+    ALWAYS = "always"
+    SAMPLED = "sampled"
+    """One in several, and what was not yet verified after a crash."""
+    OFF = "off"
+    """Only what was not yet verified after a crash."""
+
+
+class IoKind(StrEnum):
+    """Who talks to the disk."""
+
+    AUTO = "auto"
+    URING = "uring"
+    PREADV = "preadv"
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """Longest cached prefix of a prompt. May be outdated at once: lease before use.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from kvtier.testing.device_suite import DeviceSuite
 from kvtier.testing.faulty import FaultyDevice
+from kvtier.testing.faulty_disk import Crash, CrashingDisk, FaultyDisk, LossyDisk
 from kvtier.testing.memory import BlockBytes, host_memory, memory_bytes
 from kvtier.testing.policy_suite import PolicySuite
 from kvtier.testing.storage import MemoryStorage, Shelf
@@ -20,8 +21,12 @@ from kvtier.testing.tier_suite import MemoryTierSuite, TierSuite
 
 __all__ = [
     "BlockBytes",
+    "Crash",
+    "CrashingDisk",
     "DeviceSuite",
     "FaultyDevice",
+    "FaultyDisk",
+    "LossyDisk",
     "MemoryStorage",
     "MemoryTierSuite",
     "PolicySuite",

@@ -32,13 +32,16 @@ class Tier(ABC):
 
     name: str
     num_slots: int
-    num_quarantined: int = 0
-    """Slots that are broken: in nobody's use, and never handed out again."""
 
     @property
     @abstractmethod
     def num_free(self) -> int:
         """Slots that ``allocate`` could give now."""
+
+    @property
+    def num_quarantined(self) -> int:
+        """Slots that are broken: in nobody's use, and never handed out again."""
+        return 0
 
     @abstractmethod
     def allocate(self, num_slots: int) -> list[Slot] | None:

@@ -1,0 +1,358 @@
+"""Disks that fail when they are told to: errors, short transfers, flipped bytes, power cuts."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+
+from kvtier.devices.base import Memory
+from kvtier.tiers.disk import DiskSystem, IoKind
+from kvtier.tiers.disk.io import IoEngine
+from kvtier.tiers.disk.io.base import Int64s, Uint64s
+
+SECTOR_BYTES = 512
+"""What a disk writes whole or not at all."""
+
+
+class WrappedEngine(IoEngine):
+    """Passes everything on; subclasses change what they want."""
+
+    def __init__(self, inner: IoEngine, fd: int) -> None:
+        self.inner = inner
+        self.fd = fd
+
+    def read(self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float) -> Int64s:
+        return self.inner.read(offsets, addresses, sizes, deadline_s)
+
+    def write(
+        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float
+    ) -> Int64s:
+        return self.inner.write(offsets, addresses, sizes, deadline_s)
+
+    def sync(self) -> None:
+        self.inner.sync()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+class FaultyDisk(DiskSystem):
+    """Faults by operation: "read" and "write" are those of one block each, "journal" is a write to
+    the journal or a superblock, "sync" any sync. Counted over everything this system opened.
+
+    Reads and writes wait while they are held: tests say when, instead of sleeping.
+    """
+
+    OPERATIONS = ("read", "write", "journal", "sync")
+
+    def __init__(self) -> None:
+        self.num_done = dict.fromkeys(self.OPERATIONS, 0)
+        self._faults: dict[tuple[str, int], Callable[[int], int]] = {}
+        self._gates = {operation: Event() for operation in self.OPERATIONS}
+        self.let_go(*self.OPERATIONS)
+
+    # what tests say
+
+    def fail(self, operation: str, nth: int = 1, code: int = errno.EIO, count: int = 1) -> None:
+        """The ``nth`` operation from now, and ``count`` - 1 after it, fail with ``code``."""
+        for number in range(nth, nth + count):
+            self._plan(operation, number, lambda _address: -code)
+
+    def cut_short(self, operation: str, nth: int = 1, num_bytes: int = SECTOR_BYTES) -> None:
+        """The ``nth`` read or write from now moves only ``num_bytes``, and says so."""
+        self._plan(operation, nth, lambda _address: num_bytes)
+
+    def flip(self, operation: str, nth: int = 1) -> None:
+        """The ``nth`` read or write from now has a wrong byte, and says nothing."""
+        self._plan(operation, nth, lambda address: -_FLIP)
+
+    def hold(self, *operations: str) -> None:
+        """These operations wait until ``let_go``."""
+        for operation in operations:
+            self._gates[operation].clear()
+
+    def let_go(self, *operations: str) -> None:
+        """These operations run again."""
+        for operation in operations:
+            self._gates[operation].set()
+
+    def forget_faults(self) -> None:
+        """Faults that have not happened yet won't."""
+        self._faults.clear()
+
+    def _plan(self, operation: str, nth: int, fault: Callable[[int], int]) -> None:
+        self._faults[operation, self.num_done[operation] + nth] = fault
+
+    # the system
+
+    def next_fault(self, operation: str) -> Callable[[int], int] | None:
+        """Count one operation; its fault, if there is one."""
+        self.num_done[operation] += 1
+        return self._faults.pop((operation, self.num_done[operation]), None)
+
+    def wait(self, operation: str) -> None:
+        """Return when the operation is not held."""
+        self._gates[operation].wait()
+
+    def open_engine(
+        self, fd: int, kind: IoKind, buffers: Sequence[Memory], queue_depth: int
+    ) -> IoEngine:
+        return _FaultyEngine(super().open_engine(fd, kind, buffers, queue_depth), fd, self)
+
+    def write_at(self, fd: int, data: bytes, offset: int) -> None:
+        self.wait("journal")
+        fault = self.next_fault("journal")
+        if fault is not None:
+            # Some of it is there: an append that failed has to be taken back.
+            super().write_at(fd, data[: len(data) // 2], offset)
+            _raise(fault(0))
+        super().write_at(fd, data, offset)
+
+    def sync(self, fd: int) -> None:
+        self.wait("sync")
+        fault = self.next_fault("sync")
+        if fault is not None:
+            _raise(fault(0))
+        super().sync(fd)
+
+
+_FLIP = 1 << 20
+"""Stands for a flipped byte where a fault gives -errno."""
+
+
+class _FaultyEngine(WrappedEngine):
+    def __init__(self, inner: IoEngine, fd: int, system: FaultyDisk) -> None:
+        super().__init__(inner, fd)
+        self._system = system
+
+    def read(self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float) -> Int64s:
+        self._system.wait("read")
+        done = self.inner.read(offsets, addresses, sizes, deadline_s)
+        for i, address in enumerate(addresses.tolist()):
+            fault = self._system.next_fault("read")
+            if fault is None:
+                continue
+            result = fault(address)
+            if result == -_FLIP:
+                ctypes.c_uint8.from_address(address).value ^= 0x10
+                continue
+            # What did not arrive leaves garbage.
+            arrived = max(result, 0)
+            ctypes.memset(address + arrived, 0xEE, int(sizes[i]) - arrived)
+            done[i] = result
+        return done
+
+    def write(
+        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float
+    ) -> Int64s:
+        self._system.wait("write")
+        done = self.inner.write(offsets, addresses, sizes, deadline_s)
+        for i in range(len(done)):
+            fault = self._system.next_fault("write")
+            if fault is None:
+                continue
+            result = fault(int(addresses[i]))
+            if result == -_FLIP:
+                _spoil(self.fd, int(offsets[i]), 1)
+                continue
+            written = max(result, 0)
+            _spoil(self.fd, int(offsets[i]) + written, int(sizes[i]) - written)
+            done[i] = result
+        return done
+
+    def sync(self) -> None:
+        self._system.wait("sync")
+        fault = self._system.next_fault("sync")
+        if fault is not None:
+            _raise(fault(0))
+        self.inner.sync()
+
+
+def _raise(result: int) -> None:
+    raise OSError(-result, os.strerror(-result))
+
+
+def _spoil(fd: int, offset: int, num_bytes: int) -> None:
+    """Invert bytes of an open file, which may want aligned access: by a descriptor of its own."""
+    plain = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    try:
+        content = np.frombuffer(os.pread(plain, num_bytes, offset), np.uint8)
+        os.pwrite(plain, (~content).tobytes(), offset)
+    finally:
+        os.close(plain)
+
+
+# -- power cuts ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _File:
+    """What a file surely holds, and what was written to it since."""
+
+    path: Path
+    content: bytearray
+    unsynced: list[tuple[int, bytes]] = field(default_factory=list)
+
+
+class LossyDisk(DiskSystem):
+    """Remembers what was synced. ``power_cut`` leaves that, and some of the rest in any order."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, _File] = {}
+
+    def power_cut(self, rng: random.Random) -> None:
+        """Change the files to what a power cut may leave. Close what uses them first.
+
+        Of the writes that were not synced some are lost, some are torn at a sector, and what is
+        left may have reached the disk in another order than it was written.
+        """
+        for file in self._files.values():
+            if not file.path.exists():
+                continue
+            kept = [write for write in file.unsynced if rng.random() < 0.6]
+            rng.shuffle(kept)
+            content = bytearray(file.content)
+            for offset, data in kept:
+                if rng.random() < 0.3:
+                    data = data[: rng.randrange(len(data)) // SECTOR_BYTES * SECTOR_BYTES]
+                content.extend(bytes(max(0, offset + len(data) - len(content))))
+                content[offset : offset + len(data)] = data
+            file.path.write_bytes(content)
+        self._files.clear()
+
+    def note(self, fd: int, offset: int, data: bytes) -> None:
+        """This is about to be written."""
+        self._file(fd).unsynced.append((offset, data))
+
+    def _file(self, fd: int) -> _File:
+        number = os.fstat(fd).st_ino
+        if number not in self._files:
+            path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+            self._files[number] = _File(path, bytearray(path.read_bytes()))
+        return self._files[number]
+
+    def open_engine(
+        self, fd: int, kind: IoKind, buffers: Sequence[Memory], queue_depth: int
+    ) -> IoEngine:
+        return _LossyEngine(super().open_engine(fd, kind, buffers, queue_depth), fd, self)
+
+    def write_at(self, fd: int, data: bytes, offset: int) -> None:
+        self.note(fd, offset, bytes(data))
+        super().write_at(fd, data, offset)
+
+    def sync(self, fd: int) -> None:
+        file = self._file(fd)  # nothing to wait for: this disk's power is cut by us
+        file.content = bytearray(file.path.read_bytes())
+        file.unsynced.clear()
+
+    def replace(self, source: Path, target: Path) -> None:
+        os.replace(source, target)
+        self._files.pop(target.stat().st_ino, None)
+        fd = os.open(target, os.O_RDONLY)
+        self._file(fd)
+        os.close(fd)
+
+
+class _LossyEngine(WrappedEngine):
+    def __init__(self, inner: IoEngine, fd: int, system: LossyDisk) -> None:
+        super().__init__(inner, fd)
+        self._system = system
+
+    def write(
+        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float
+    ) -> Int64s:
+        for offset, address, size in zip(
+            offsets.tolist(), addresses.tolist(), sizes.tolist(), strict=True
+        ):
+            self._system.note(self.fd, offset, ctypes.string_at(address, size))
+        return self.inner.write(offsets, addresses, sizes, deadline_s)
+
+    def sync(self) -> None:
+        self._system.sync(self.fd)
+
+
+# -- crashes ---------------------------------------------------------------------------------------
+
+
+class Crash(BaseException):
+    """The process ends here. Not an ``Exception``: nobody is meant to handle it."""
+
+
+class CrashingDisk(DiskSystem):
+    """Crashes at the ``at``-th thing that it is asked to do; a write is half done then."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def step(self) -> None:
+        """One more thing was asked for."""
+        self.left -= 1
+        if self.left == 0:
+            raise Crash
+
+    def open_engine(
+        self, fd: int, kind: IoKind, buffers: Sequence[Memory], queue_depth: int
+    ) -> IoEngine:
+        return _CrashingEngine(super().open_engine(fd, kind, buffers, queue_depth), fd, self)
+
+    def write_at(self, fd: int, data: bytes, offset: int) -> None:
+        try:
+            self.step()
+        except Crash:
+            super().write_at(fd, data[: len(data) // 2 + 7], offset)
+            raise
+        super().write_at(fd, data, offset)
+
+    def sync(self, fd: int) -> None:
+        self.step()
+        super().sync(fd)
+
+    def truncate(self, fd: int, num_bytes: int) -> None:
+        self.step()
+        super().truncate(fd, num_bytes)
+
+    def reserve(self, fd: int, num_bytes: int) -> None:
+        self.step()
+        super().reserve(fd, num_bytes)
+
+    def replace(self, source: Path, target: Path) -> None:
+        self.step()
+        super().replace(source, target)
+        self.step()
+
+
+class _CrashingEngine(WrappedEngine):
+    def __init__(self, inner: IoEngine, fd: int, system: CrashingDisk) -> None:
+        super().__init__(inner, fd)
+        self._system = system
+
+    def write(
+        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float
+    ) -> Int64s:
+        done = np.zeros(len(offsets), np.int64)
+        for i in range(len(offsets)):
+            try:
+                self._system.step()
+            except Crash:
+                half = sizes[i : i + 1] // 2 // SECTOR_BYTES * SECTOR_BYTES
+                self.inner.write(offsets[i : i + 1], addresses[i : i + 1], half, deadline_s)
+                raise
+            done[i : i + 1] = self.inner.write(
+                offsets[i : i + 1], addresses[i : i + 1], sizes[i : i + 1], deadline_s
+            )
+        return done
+
+    def sync(self) -> None:
+        self._system.step()
+        self.inner.sync()

@@ -1,0 +1,23 @@
+"""The disk tier: a preallocated slab, a journal, and what was acknowledged survives."""
+
+from __future__ import annotations
+
+from kvtier.tiers.base import LoadResult
+from kvtier.tiers.disk.budget import WriteBudget
+from kvtier.tiers.disk.options import DiskOptions
+from kvtier.tiers.disk.scrub import ScrubReport
+from kvtier.tiers.disk.system import DiskSystem
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.types import Durability, IoKind, Verify
+
+__all__ = [
+    "DiskOptions",
+    "DiskSystem",
+    "DiskTier",
+    "Durability",
+    "IoKind",
+    "LoadResult",
+    "ScrubReport",
+    "Verify",
+    "WriteBudget",
+]

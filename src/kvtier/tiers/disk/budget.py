@@ -1,0 +1,63 @@
+"""How much may be written to a disk that wears."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvtier.errors import ConfigError
+
+DAY_S = 86400
+
+
+class WriteBudget:
+    """A token bucket: at most ``bytes_per_day`` in the long run, whatever happens in between.
+
+    bytes_per_day: 0 for no limit. burst_bytes: saved up at most; None for an hour's worth.
+    clock: seconds, ever growing.
+    """
+
+    def __init__(
+        self,
+        bytes_per_day: int,
+        burst_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if bytes_per_day < 0 or (burst_bytes is not None and burst_bytes < 1):
+            raise ConfigError(
+                f"write budget: {bytes_per_day} bytes per day with a burst of {burst_bytes}; give "
+                "0 (no limit) or more bytes per day, and a burst of at least one byte"
+            )
+        self.bytes_per_day = bytes_per_day
+        self.burst_bytes = max(1, bytes_per_day // 24) if burst_bytes is None else burst_bytes
+        self._clock = clock
+        self._level = float(self.burst_bytes)
+        self._filled_at = clock()
+
+    def take(self, num_bytes: int) -> bool:
+        """Whether ``num_bytes`` may be written now; if so they are spent.
+
+        A write larger than what is left is allowed while anything is left; what follows waits
+        until it is earned back. So a batch is never too large for the bucket.
+        """
+        if not self.bytes_per_day:
+            return True
+        self._fill()
+        if self._level <= 0:
+            return False
+        self._level -= num_bytes
+        return True
+
+    @property
+    def left_bytes(self) -> float:
+        """Bytes saved up; below 0 while a large write is being earned back."""
+        if not self.bytes_per_day:
+            return float("inf")
+        self._fill()
+        return self._level
+
+    def _fill(self) -> None:
+        now = self._clock()
+        earned = max(0.0, now - self._filled_at) * self.bytes_per_day / DAY_S
+        self._filled_at = max(now, self._filled_at)
+        self._level = min(float(self.burst_bytes), self._level + earned)

@@ -1,0 +1,8 @@
+"""Who reads and writes the slab."""
+
+from __future__ import annotations
+
+from kvtier.tiers.disk.io.base import IoEngine
+from kvtier.tiers.disk.io.find import open_engine
+
+__all__ = ["IoEngine", "open_engine"]

@@ -1,0 +1,68 @@
+"""Settings of the disk tier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+from kvtier.types import Durability, IoKind, Verify
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """Where the slab lies and how it is used."""
+
+    path: Path
+    """Directory of the slab, one per rank; made if it is missing."""
+    capacity_bytes: int
+    """Room for blocks, reserved when the slab is opened."""
+    durability: Durability = Durability.PROCESS
+    """What an acknowledged block survives: ``process`` or ``power``."""
+    verify: Verify = Verify.ALWAYS
+    """Which loads compare the checksum: ``always``, ``sampled`` or ``off``."""
+    sample_every: int = 16
+    """One load in this many is compared with ``verify=sampled``."""
+    io: IoKind = IoKind.AUTO
+    """Who talks to the disk: ``auto``, ``uring`` or ``preadv``."""
+    queue_depth: int = 32
+    """Reads or writes in flight at a time, per direction."""
+    bytes_per_day: int = 0
+    """What may be written in a day, for disks that wear; 0 for no limit."""
+    rank: int = 0
+    """Which part of every block this slab holds."""
+    num_ranks: int = 1
+    """Parts that a block is in."""
+    read_deadline_s: float = 10.0
+    """Reads that take longer fail; the blocks are recomputed."""
+    write_deadline_s: float = 60.0
+    """Writes that take longer fail; the blocks are not stored."""
+    errors_until_off: int = 8
+    """I/O errors in a row that switch the tier off."""
+    bounce_bytes: int = 16 << 20
+    """Aligned memory per direction, for blocks that O_DIRECT can't take as they lie."""
+    checksum_threads: int = 1
+    """Threads that compute checksums of a batch."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))
+        for name, kind in (("durability", Durability), ("verify", Verify), ("io", IoKind)):
+            value = getattr(self, name)
+            if value not in list(kind):
+                raise ConfigError(f"{name}: {value!r} is unknown; use one of {', '.join(kind)}")
+            object.__setattr__(self, name, kind(value))
+        for name in ("capacity_bytes", "sample_every", "queue_depth", "num_ranks"):
+            self._at_least(name, 1)
+        for name in ("errors_until_off", "checksum_threads"):
+            self._at_least(name, 1)
+        self._at_least("bounce_bytes", 0)
+        self._at_least("bytes_per_day", 0)
+        if not 0 <= self.rank < self.num_ranks:
+            raise ConfigError(f"rank: {self.rank} is not in 0 .. {self.num_ranks - 1}")
+        for name in ("read_deadline_s", "write_deadline_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not above 0")
+
+    def _at_least(self, name: str, least: int) -> None:
+        if getattr(self, name) < least:
+            raise ConfigError(f"{name}: {getattr(self, name)} is below {least}")

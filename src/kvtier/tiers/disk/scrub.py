@@ -1,0 +1,74 @@
+"""Read blocks that nobody asked for, and find damage before somebody does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._hot import crc32c_many
+from kvtier.tiers.disk.bounce import Bounce
+from kvtier.tiers.disk.io import IoEngine
+from kvtier.tiers.disk.records import Kind, Records
+from kvtier.types import Slot
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubReport:
+    """What a scrub saw. corrupt: slots with wrong bytes. failed: slots that can't be read."""
+
+    num_checked: int
+    num_bytes: int
+    corrupt: tuple[Slot, ...]
+    failed: tuple[Slot, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checked:
+    """Per record: done: bytes read or -errno. right: length and checksum are those recorded."""
+
+    done: npt.NDArray[np.int64]
+    right: npt.NDArray[np.bool_]
+
+
+def check_blocks(
+    engine: IoEngine, bounce: Bounce, records: Records, block_bytes: int, deadline_s: float
+) -> Checked:
+    """Read the blocks of at most ``bounce.num_slots`` records, and compare their checksums."""
+    num = len(records)
+    assert num <= bounce.num_slots, "more blocks than the buffer has room for"
+    slot_bytes = bounce.memory.nbytes // bounce.num_slots
+    sizes = np.full(num, slot_bytes, np.int64)
+    addresses = bounce.addresses[:num]
+    done = engine.read(records["slot"].astype(np.int64) * slot_bytes, addresses, sizes, deadline_s)
+    crcs = crc32c_many(addresses, np.full(num, block_bytes, np.int64))
+    return Checked(done, (done == slot_bytes) & (crcs == records["data_crc"]))
+
+
+class RoundRobin:
+    """Walks over a table of records again and again, a few blocks at a time."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def take(self, table: Records, num_blocks: int) -> Int64s:
+        """Slots of the next blocks; at most one whole round.
+
+        Looks at as few slots as it needs: the table may be large, and most of it empty.
+        """
+        found: list[Int64s] = []
+        missing, left = num_blocks, len(table)
+        while missing > 0 and left > 0:
+            self._next %= len(table)
+            span = min(left, max(1024, missing), len(table) - self._next)
+            part = table[self._next : self._next + span]
+            live = np.flatnonzero(part["kind"] == Kind.PUT)[:missing]
+            seen = int(live[-1]) + 1 if len(live) == missing else span
+            found.append(live + self._next)
+            self._next += seen
+            left -= seen
+            missing -= len(live)
+        return np.concatenate(found) if found else np.zeros(0, np.int64)

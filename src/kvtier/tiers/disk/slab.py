@@ -1,0 +1,318 @@
+"""An open slab: its files, and the record that decides about each slot."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tiers.disk.folder import (
+    JOURNAL,
+    NEW_JOURNAL,
+    OwnerLock,
+    open_file,
+)
+from kvtier.tiers.disk.journal import Journal
+from kvtier.tiers.disk.records import Kind, Records, blank, seal
+from kvtier.tiers.disk.replay import Replay
+from kvtier.tiers.disk.superblock import HALF_BYTES, Superblock
+from kvtier.tiers.disk.system import DiskSystem
+
+logger = logging.getLogger(__name__)
+
+COMPACT_FLOOR = 16384
+"""Dead records (1 MiB of them) below which a journal is left as it is."""
+MAX_NAMESPACES = 0xFFFF
+UNNAMED = 0
+"""Number of the namespaces that did not get one of their own."""
+
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class Slab:
+    """Made by ``opening.open_slab``. Safe to use from several threads, but for ``compact`` and
+    ``close``; changes raise ``OSError`` where the system refuses, and have not happened then.
+
+    Each change is in the journal first and in ``_table`` then; what was appended is read back by
+    the next owner, and nothing else is.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        lock: OwnerLock,
+        superblock: Superblock,
+        found: Replay,
+        files: SlabFiles,
+        is_trusted: bool,
+        system: DiskSystem,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.folder = folder
+        self.superblock = superblock
+        self.data_fd, self.is_direct = files.data_fd, files.is_direct
+        self.compact_floor = COMPACT_FLOOR
+        self._superblock_fd = files.superblock_fd
+        self._owner = lock
+        self._system = system
+        self._clock = clock
+        self._lock = Lock()
+        self._table = found.table
+        self._trusted = np.full(superblock.num_slots, is_trusted)
+        self._numbers = {digest: number for number, digest in found.namespaces.items()}
+        self._last_number = int(found.table["namespace"].max(initial=0))
+        self._last_number = max(self._last_number, *found.namespaces, 0)
+        self._num_live = int(np.isin(found.table["kind"], (Kind.PUT, Kind.BAD)).sum())
+        self._next_seq = found.next_seq
+        self._journal = Journal(files.journal_fd, files.journal_bytes, system)
+        self._since_snapshot: list[Records] | None = None
+
+    # -- queries -----------------------------------------------------------------------------------
+
+    @property
+    def table(self) -> Records:
+        """``RECORD`` [num_slots]: of each slot the record that decides. To look at when nothing
+        else uses the slab."""
+        return self._table
+
+    @property
+    def num_dead(self) -> int:
+        """Records of the journal that say nothing any more."""
+        return self._journal.num_records - self._num_live - len(self._numbers) - 1
+
+    @property
+    def journal_bytes(self) -> int:
+        return self._journal.num_bytes
+
+    def look_up(self, slots: Int64s) -> tuple[Records, Bools]:
+        """Copies of the slots' records, and whether their data may be believed unverified."""
+        with self._lock:
+            return self._table[slots], self._trusted[slots]
+
+    def trust(self, seen: Records) -> None:
+        """The data of the slots with these records was verified."""
+        with self._lock:
+            self._trusted[self._unchanged(seen)] = True
+
+    def _unchanged(self, seen: Records) -> Int64s:
+        """Slots that have not been rewritten since their record was seen."""
+        slots = seen["slot"].astype(np.int64)
+        return np.asarray(slots[self._table["seq"][slots] == seen["seq"]], np.int64)
+
+    # -- changes -----------------------------------------------------------------------------------
+
+    def put(
+        self,
+        namespace: bytes,
+        keys: Records,
+        depths: Int64s,
+        slots: Int64s,
+        data_crcs: npt.NDArray[np.uint32],
+    ) -> None:
+        """The slots hold these blocks: their data has been written."""
+        with self._lock:
+            number, naming = self._number(namespace)
+            records = blank(len(slots), Kind.PUT)
+            records["namespace"] = number
+            records["slot"] = slots
+            records["depth"] = depths
+            records["time"] = max(0, int(self._clock()))
+            records["data_crc"] = data_crcs
+            records["key"] = keys
+            self._append(np.concatenate([naming, records]))
+            if len(naming):
+                self._numbers[namespace] = self._last_number = number
+            self._trusted[slots] = True
+
+    def delete(self, slots: Int64s) -> None:
+        """The slots hold nothing. Those that hold nothing anyway cost no record."""
+        with self._lock:
+            slots = slots[self._table["kind"][slots] == Kind.PUT]
+            self._append(self._about(slots, Kind.DEL))
+
+    def delete_if_unchanged(self, seen: Records) -> Int64s:
+        """Slots whose record is still the one that was ``seen`` hold nothing; returns them."""
+        with self._lock:
+            slots: Int64s = self._unchanged(seen)
+            self._append(self._about(slots, Kind.DEL))
+            return slots
+
+    def mark_bad(self, slots: Int64s) -> None:
+        """The slots can't be read or written. Where even this can't be written, only this process
+        knows."""
+        with self._lock:
+            self._append(self._about(slots, Kind.BAD))
+
+    def _about(self, slots: Int64s, kind: Kind) -> Records:
+        records = blank(len(slots), kind)
+        records["slot"] = slots
+        records["time"] = max(0, int(self._clock()))
+        return records
+
+    def _number(self, namespace: bytes) -> tuple[int, Records]:
+        """The namespace's number, and the record that gives it one where it has none yet."""
+        number = self._numbers.get(namespace)
+        if number is not None or self._last_number >= MAX_NAMESPACES:
+            return number or UNNAMED, blank(0, Kind.NAMESPACE)
+        naming = blank(1, Kind.NAMESPACE)
+        naming["namespace"] = self._last_number + 1
+        naming["key"] = np.frombuffer(namespace, "V32")
+        return self._last_number + 1, naming
+
+    def _append(self, records: Records) -> None:
+        if not len(records):
+            return
+        records["seq"] = np.arange(self._next_seq, self._next_seq + len(records))
+        seal(records)
+        self._journal.append(records)
+        self._next_seq += len(records)
+        if self._since_snapshot is not None:
+            self._since_snapshot.append(records)
+        self._apply(records)
+
+    def _apply(self, records: Records) -> None:
+        records = records[records["kind"] != Kind.NAMESPACE]
+        slots = records["slot"]
+        self._num_live -= int(np.isin(self._table["kind"][slots], (Kind.PUT, Kind.BAD)).sum())
+        self._table[slots] = records
+        self._num_live += int(np.isin(records["kind"], (Kind.PUT, Kind.BAD)).sum())
+
+    def sync_journal(self) -> None:
+        """Return when the journal is on the medium."""
+        if not self._journal.is_synced:
+            self._journal.sync()
+
+    # -- compaction --------------------------------------------------------------------------------
+
+    def compact_if_due(self) -> None:
+        """Compact when more records are dead than live, and enough to be worth it."""
+        if self.num_dead <= max(self._num_live, self.compact_floor) or self._journal.is_broken:
+            return
+        try:
+            self.compact()
+        except OSError as error:
+            self.compact_floor = 2 * self.num_dead  # not again with every batch
+            logger.warning("journal not compacted path=%s error=%s", self.folder, error)
+
+    def compact(self) -> None:
+        """Write what counts to a new journal and put it in place of the old one.
+
+        Others may go on: what they append meanwhile goes to both.
+        """
+        with self._lock:
+            generation = self.superblock.generation + 1
+            snapshot = self._snapshot(generation)
+            self._since_snapshot = []
+        fd = -1
+        try:
+            fd = open_file(self.folder / NEW_JOURNAL, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            fresh = Journal(fd, 0, self._system)
+            fresh.append(snapshot)
+            fresh.sync()
+            with self._lock:
+                if self._since_snapshot:
+                    fresh.append(np.concatenate(self._since_snapshot))
+                    fresh.sync()
+                self._replace_journal(fresh)
+                fd = -1
+        finally:
+            with self._lock:
+                self._since_snapshot = None
+            if fd >= 0:
+                os.close(fd)
+                with contextlib.suppress(OSError):
+                    (self.folder / NEW_JOURNAL).unlink()
+        self._write_superblock(generation=generation)
+
+    def _replace_journal(self, fresh: Journal) -> None:
+        try:
+            self._system.replace(self.folder / NEW_JOURNAL, self.folder / JOURNAL)
+        except OSError as error:
+            # Which of the two the next owner will see is not known.
+            self._journal.give_up(error)
+            raise
+        self._journal.close()
+        self._journal = fresh
+
+    def _snapshot(self, generation: int) -> Records:
+        """A header, the namespaces in use, and of each slot the record that decides."""
+        kept = self._table[np.isin(self._table["kind"], (Kind.PUT, Kind.BAD))]
+        kept = kept[np.argsort(kept["seq"], kind="stable")]
+        used = set(np.unique(kept["namespace"]).tolist())
+        self._numbers = {
+            digest: number for digest, number in self._numbers.items() if number in used
+        }
+        self._last_number = max(self._numbers.values(), default=0)
+        naming = blank(len(self._numbers), Kind.NAMESPACE)
+        naming["namespace"] = list(self._numbers.values())
+        for record, digest in zip(naming, self._numbers, strict=True):
+            record["key"] = digest
+        top = np.concatenate([header(self.superblock.slab_id, generation), naming])
+        seal(top)
+        return np.concatenate([top, kept])
+
+    # -- superblock, end ---------------------------------------------------------------------------
+
+    def _write_superblock(self, generation: int, is_clean: bool = False) -> None:
+        current = dataclasses.replace(
+            self.superblock,
+            epoch=self.superblock.epoch + 1,
+            generation=generation,
+            is_clean=is_clean,
+            journal_bytes=self._journal.num_bytes,
+        )
+        write_superblock(self._superblock_fd, current, self._system)
+        self.superblock = current
+
+    def mark_open(self) -> None:
+        """From now on a restart that finds no clean close verifies before it believes."""
+        self._write_superblock(self.superblock.generation)
+
+    def close(self, clean: bool = True) -> None:
+        """Give the files back. clean: everything is on the medium, and a restart may believe it."""
+        try:
+            if clean and not self._journal.is_broken:
+                self._system.sync(self.data_fd)
+                self._journal.sync()
+                self._write_superblock(self.superblock.generation, is_clean=True)
+        except OSError as error:
+            logger.warning("slab not closed in order path=%s error=%s", self.folder, error)
+        finally:
+            os.close(self.data_fd)
+            os.close(self._superblock_fd)
+            self._journal.close()
+            self._owner.close()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlabFiles:
+    """Open files of a slab. is_direct: blocks go past the page cache."""
+
+    data_fd: int
+    is_direct: bool
+    superblock_fd: int
+    journal_fd: int
+    journal_bytes: int
+
+
+def header(slab_id: bytes, generation: int) -> Records:
+    """The first record of a journal, not yet sealed."""
+    record = blank(1, Kind.HEADER)
+    record["seq"] = generation
+    record["key"] = np.frombuffer(slab_id.ljust(32, b"\0"), "V32")
+    return record
+
+
+def write_superblock(fd: int, superblock: Superblock, system: DiskSystem) -> None:
+    """Over the older of the two, and wait until it is on the medium."""
+    system.write_at(fd, superblock.encode(), superblock.epoch % 2 * HALF_BYTES)
+    system.sync(fd)

@@ -1,0 +1,152 @@
+"""Which slots are free, in use, or hold a block of an earlier run that nobody has claimed yet."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from threading import Lock
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tiers.disk.records import Kind, Records
+from kvtier.tiers.disk.replay import Recovered
+from kvtier.types import Slot
+
+AGE_STEP_S: Final = 60
+"""Blocks are equally old within this: those of one prompt are written over a while, its start
+first, and a prefix should outlive what follows it."""
+
+Int64s = npt.NDArray[np.int64]
+
+
+class SlotState(IntEnum):
+    FREE = 0
+    UNCLAIMED = 1
+    USED = 2
+    QUARANTINED = 3
+
+
+class DiskSlots:
+    """Slots by state. Safe to use from several threads; no call costs O(num_slots)."""
+
+    def __init__(self, table: Records, found: Recovered) -> None:
+        num_slots = len(table)
+        self._lock = Lock()
+        self._state = np.zeros(num_slots, np.uint8)
+        self._state[table["kind"] == Kind.BAD] = SlotState.QUARANTINED
+        self._state[found.slots] = SlotState.UNCLAIMED
+        self._is_bad = self._state == SlotState.QUARANTINED
+        free = np.flatnonzero(self._state == SlotState.FREE)
+        # A stack, lowest slot on top.
+        self._free: Int64s = np.empty(num_slots, np.int64)
+        self._free[: len(free)] = free[::-1]
+        self._num_free = len(free)
+        self.num_unclaimed = len(found.slots)
+        self.num_quarantined = int(self._is_bad.sum())
+        self._to_drop: Int64s = _drop_order(table, self._state)
+        self._num_passed = 0
+
+    @property
+    def num_free(self) -> int:
+        """Free slots and unclaimed blocks."""
+        return self._num_free + self.num_unclaimed
+
+    def allocate(self, num_slots: int) -> list[Slot] | None:
+        """Free slots, then those of unclaimed blocks; None where there are not enough."""
+        with self._lock:
+            if num_slots > self.num_free:
+                return None
+            from_free = min(num_slots, self._num_free)
+            rest = self._num_free - from_free
+            chosen = [self._free[rest : self._num_free][::-1]]
+            self._num_free = rest
+            missing = num_slots - from_free
+            while missing:
+                part = self._to_drop[self._num_passed : self._num_passed + missing]
+                assert len(part), "the count of unclaimed blocks is wrong"
+                self._num_passed += len(part)
+                part = part[self._state[part] == SlotState.UNCLAIMED]
+                self.num_unclaimed -= len(part)
+                missing -= len(part)
+                chosen.append(part)
+            slots = np.concatenate(chosen)
+            self._state[slots] = SlotState.USED
+            return [Slot(slot) for slot in slots.tolist()]
+
+    def free(self, slots: list[Slot]) -> None:
+        """Give slots back; each must be in use. Those with an I/O error stay away."""
+        with self._lock:
+            assert min(slots, default=0) >= 0, "a slot that was never given out"
+            back = np.array(slots, np.int64)
+            assert (self._state[back] == SlotState.USED).all(), "a slot was freed twice"
+            assert len(set(slots)) == len(slots), "a slot was freed twice in one call"
+            bad = self._is_bad[back]
+            self._state[back[bad]] = SlotState.QUARANTINED
+            self._push(back[~bad])
+
+    def _push(self, slots: Int64s) -> None:
+        self._state[slots] = SlotState.FREE
+        self._free[self._num_free : self._num_free + len(slots)] = np.sort(slots)[::-1]
+        self._num_free += len(slots)
+
+    def claim(self, found: list[int]) -> list[Slot]:
+        """The leading run of slots that are unclaimed; they are in use from now on.
+
+        found: slot per block, -1 for none; a slot at most once.
+        """
+        with self._lock:
+            claimed = []
+            for slot in found:
+                if slot < 0 or self._state[slot] != SlotState.UNCLAIMED:
+                    break
+                self._state[slot] = SlotState.USED
+                claimed.append(Slot(slot))
+            self.num_unclaimed -= len(claimed)
+            return claimed
+
+    def drop_unclaimed(self, slots: Int64s) -> None:
+        """Those of the slots that hold an unclaimed block are free: the block is damaged."""
+        with self._lock:
+            dropped = slots[self._state[slots] == SlotState.UNCLAIMED]
+            self.num_unclaimed -= len(dropped)
+            self._push(dropped)
+
+    def quarantine(self, slots: Int64s) -> None:
+        """Never give these out again: they can't be read or written."""
+        with self._lock:
+            slots = slots[~self._is_bad[slots]]
+            self._is_bad[slots] = True
+            self.num_quarantined += len(slots)
+            unclaimed = slots[self._state[slots] == SlotState.UNCLAIMED]
+            self.num_unclaimed -= len(unclaimed)
+            self._state[unclaimed] = SlotState.QUARANTINED
+            is_free = self._state[slots] == SlotState.FREE
+            if is_free.any():  # rare, so it may cost a walk over the free slots
+                self._state[slots[is_free]] = SlotState.QUARANTINED
+                stack = self._free[: self._num_free]
+                kept = stack[self._state[stack] == SlotState.FREE]
+                self._num_free = len(kept)
+                self._free[: len(kept)] = kept
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the counts and the states disagree. O(num_slots)."""
+        with self._lock:
+            counts = np.bincount(self._state, minlength=4)
+            stack = self._free[: self._num_free]
+            assert counts[SlotState.FREE] == self._num_free, "free slots miscounted"
+            assert len(np.unique(stack)) == len(stack), "a slot is free twice"
+            assert (self._state[stack] == SlotState.FREE).all(), "a slot in use is free"
+            assert counts[SlotState.UNCLAIMED] == self.num_unclaimed, "unclaimed miscounted"
+            assert self.num_quarantined == self._is_bad.sum(), "quarantined miscounted"
+            left = self._to_drop[self._num_passed :]
+            num_left = int((self._state[left] == SlotState.UNCLAIMED).sum())
+            assert num_left == self.num_unclaimed, "an unclaimed block can't be dropped"
+
+
+def _drop_order(table: Records, state: npt.NDArray[np.uint8]) -> Int64s:
+    """Unclaimed slots, oldest first, deepest first where equally old."""
+    slots = np.flatnonzero(state == SlotState.UNCLAIMED)
+    step = (table["time"][slots] // AGE_STEP_S).astype(np.uint64)
+    height = (np.uint32(0xFFFFFFFF) - table["depth"][slots]).astype(np.uint64)
+    return slots[np.argsort((step << np.uint64(32)) | height)]

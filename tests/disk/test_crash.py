@@ -1,0 +1,223 @@
+"""The process ends, or the power: what was acknowledged is there, and nothing is wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.testing import Crash, CrashingDisk, LossyDisk
+from kvtier.tiers.disk import LoadResult
+from kvtier.types import Slot
+from tests.disk.world import SLOT_BYTES, World, key, world
+
+OK, CORRUPT = LoadResult.OK, LoadResult.CORRUPT
+NUM_KILLS = int(os.environ.get("KVTIER_NUM_KILLS", "200"))
+NUM_SLOTS = 24
+
+
+def churn(here: World, rng: random.Random, num_batches: int, known: dict[int, Slot]) -> None:
+    """Store batches, overwrite, forget. known: what is acknowledged and has to be there, always
+    up to date, also when this is interrupted."""
+    number = max(known, default=0)
+    for _ in range(num_batches):
+        wanted = rng.randint(1, 6)
+        while here.tier.num_free - here.tier.num_unclaimed < wanted:
+            victim = rng.choice(sorted(known))
+            slot = known.pop(victim)
+            if rng.random() < 0.3:
+                here.tier.forget([slot])
+            here.tier.free([slot])
+        slots = here.tier.allocate(wanted)
+        assert slots is not None
+        numbers = range(number + 1, number + 1 + wanted)
+        number += wanted
+        stored = here.store([key(each) for each in numbers], slots)
+        for each, slot, ok in zip(numbers, slots, stored, strict=True):
+            if ok:
+                known[each] = slot
+            else:
+                here.tier.free([slot])
+
+
+def claim_all(here: World, known: dict[int, Slot]) -> None:
+    """Everything that was acknowledged is there, in its place and right; whatever else is found
+    is right, too. Leaves exactly the known blocks in use."""
+    in_use: list[Slot] = []
+    for number, slot in sorted(known.items()):
+        assert here.tier.claim([key(number)]) == [slot], f"block {number} is lost"
+        assert here.load([key(number)], [slot]) == [OK], f"block {number} is damaged"
+        in_use.append(slot)
+    for number in range(max(known, default=0) + 20):
+        if slots := here.tier.claim([key(number)]):
+            here.load([key(number)], slots)
+            here.tier.free(slots)
+    assert here.tier.num_unclaimed == 0, "blocks that nobody ever stored"
+    here.tier.check_invariants()
+    assert here.tier.num_free == here.tier.num_slots - len(in_use)
+
+
+# -- every single step -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+def test_crash_at_every_step_of_a_life(tmp_path: Path, durability: str) -> None:
+    """Making, storing, compacting, closing, opening: each step, as the system sees it, in turn."""
+    at, is_finished = 0, False
+    while not is_finished:
+        at += 1
+        system = CrashingDisk(at)
+        known: dict[int, Slot] = {}
+        folder = tmp_path / f"{durability} {at}"
+        folder.mkdir()
+        is_finished = _live(folder, system, durability, known)
+        with world(folder, 8, durability=durability) as here:
+            claim_all(here, known)
+    assert at > 30, "the life was too short to be interesting"
+
+
+def _live(folder: Path, system: CrashingDisk, durability: str, known: dict[int, Slot]) -> bool:
+    here = None
+    try:
+        with world(folder, 8, system=system, durability=durability) as here:
+            here.tier._slab.compact_floor = 4
+            try:
+                churn(here, random.Random(1), 8, known)
+                here.reopen()
+                claim_all(here, known)
+                churn(here, random.Random(2), 2, known)
+            except Crash:
+                here.crash()
+                raise
+    except Crash:
+        if here is not None:
+            here.crash()
+        return False
+    return True
+
+
+# -- power cuts ------------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 2**32))
+def test_power_cut_loses_nothing_that_was_acknowledged_in_power_mode(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    _power_cuts(tmp_path_factory.mktemp("slab"), seed, "power")
+
+
+@given(seed=st.integers(0, 2**32))
+def test_power_cut_in_process_mode_may_lose_blocks_but_none_is_wrong(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    _power_cuts(tmp_path_factory.mktemp("slab"), seed, "process")
+
+
+def _power_cuts(folder: Path, seed: int, durability: str) -> None:
+    rng = random.Random(seed)
+    system = LossyDisk()
+    known: dict[int, Slot] = {}
+    verify = rng.choice(["always", "sampled", "off"])
+    with world(folder, 8, system=system, durability=durability, verify=verify) as here:
+        here.tier._slab.compact_floor = rng.choice([4, 1000])
+        for _ in range(3):
+            churn(here, rng, rng.randint(1, 6), known)
+            here.crash()
+            system.power_cut(rng)
+            here.open()
+            if durability == "power":
+                claim_all(here, known)
+                continue
+            for number in range(max(known, default=0) + 20):
+                if slots := here.tier.claim([key(number)]):
+                    if here.load([key(number)], slots) == [OK]:
+                        known[number] = slots[0]
+                    else:
+                        known.pop(number, None)
+                        here.tier.free(slots)
+                else:
+                    known.pop(number, None)
+            here.tier.check_invariants()
+
+
+def test_the_power_cut_of_these_tests_does_lose_blocks(tmp_path: Path) -> None:
+    """A control: without it, the tests above would pass with a disk that loses nothing."""
+    lost = wrong = 0
+    for seed in range(10):
+        rng, system, known = random.Random(seed), LossyDisk(), dict[int, Slot]()
+        with world(tmp_path / str(seed), 8, system=system) as here:
+            churn(here, rng, 4, known)
+            here.crash()
+            system.power_cut(rng)
+            here.open()
+            for number in known:
+                slots = here.tier.claim([key(number)])
+                lost += not slots
+                wrong += bool(slots) and here.load([key(number)], slots) == [CORRUPT]
+    assert lost > 0
+    assert wrong > 0
+
+
+# -- kill ------------------------------------------------------------------------------------------
+
+
+def test_killed_at_any_time_keeps_what_it_acknowledged(tmp_path: Path) -> None:
+    """A writer of its own process is killed again and again, in the middle of whatever it does."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}, {NUM_KILLS} kills")
+    rng = random.Random(seed)
+    writer = subprocess.Popen(
+        [sys.executable, "-m", "tests.disk.writer", str(tmp_path), str(NUM_SLOTS), str(seed)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    assert writer.stdin is not None
+    assert writer.stdout is not None
+    known: dict[int, Slot] = {}
+    num_acknowledged = 0
+    with writer:
+        for kill in range(NUM_KILLS):
+            # Each line starts one writer; it tells its process id, then what it stored and freed.
+            writer.stdin.write(f"{kill} {max(known, default=0)}\n".encode())
+            writer.stdin.flush()
+            number = int(writer.stdout.readline())
+            time.sleep(rng.random() ** 2 * 0.12)
+            os.kill(number, signal.SIGKILL)
+            for line in iter(writer.stdout.readline, b"killed\n"):
+                assert line, "the writer ended by itself"
+                if not line.endswith(b";\n"):
+                    continue  # it was killed while it wrote this line: nobody was told
+                verb, block, slot = line.rstrip(b";\n").split()
+                if verb == b"stored":
+                    known[int(block)] = Slot(int(slot))
+                    num_acknowledged += 1
+                else:
+                    known.pop(int(block), None)
+            with world(tmp_path, NUM_SLOTS) as here:
+                claim_all_but_in_doubt(here, known)
+        writer.stdin.close()
+    assert num_acknowledged > NUM_KILLS, "hardly anything was stored before the kills"
+
+
+def claim_all_but_in_doubt(here: World, known: dict[int, Slot]) -> None:
+    """As ``claim_all``; every block that is found stays for the next writer, as known."""
+    for number, slot in sorted(known.items()):
+        assert here.tier.claim([key(number)]) == [slot], f"block {number} is lost"
+        assert here.load([key(number)], [slot]) == [OK], f"block {number} is damaged"
+    for number in range(max(known, default=0) + 40):
+        if slots := here.tier.claim([key(number)]):
+            assert here.load([key(number)], slots) == [OK], f"block {number} is damaged"
+            known[number] = slots[0]
+    here.tier.check_invariants()
+    assert here.tier.num_unclaimed == 0
+    assert here.tier.num_free == here.tier.num_slots - len(known)
+    assert (here.options.path / "data.slab").stat().st_size == NUM_SLOTS * SLOT_BYTES
