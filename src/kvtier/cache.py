@@ -20,12 +20,12 @@ from kvtier.index import State
 from kvtier.index.policies import EvictionPolicy
 from kvtier.ladder import Ladder
 from kvtier.lease import Lease
-from kvtier.plan import Plan, plan_load
+from kvtier.plan import Costs, Plan, plan_load
 from kvtier.plugins import load_plugin
 from kvtier.telemetry import Metrics
 from kvtier.tiers import DeviceTier, HostTier, StorageTier, Tier
 from kvtier.tiers.disk import DiskOptions, DiskTier
-from kvtier.types import DEVICE, HOST, Label, Match, WritePolicy
+from kvtier.types import DEVICE, HOST, Label, LoadPolicy, Match, WritePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class Cache:
         self.group = pool.layout.group
         self._device = device
         self._clock = clock
+        self._weighs_costs = config.load_policy is LoadPolicy.AUTO
         self._leases: set[Lease] = set()
         self._closed = False
         tiers: dict[str, Tier] = {DEVICE: pool}
@@ -105,6 +106,8 @@ class Cache:
         if not self.transfer(lease, plan, num_blocks):
             self.release(lease)
             return None
+        if load:
+            self._ladder.fetch_ahead(match, plan.num_reused_blocks)
         return lease
 
     def match(self, namespace: bytes, labels: Sequence[Label]) -> Match:
@@ -121,7 +124,7 @@ class Cache:
         """Load or recompute: how much of the match to reuse, by what both would cost now."""
         return plan_load(
             match if load else match.on_device(),
-            self._ladder.traffic.cost_snapshot(),
+            self._ladder.traffic.cost_snapshot() if self._weighs_costs else Costs(),
             num_tokens=num_tokens,
             block_size=self.group.block_size,
             bytes_per_block=self.group.bytes_per_block,

@@ -8,7 +8,7 @@ from enum import StrEnum
 from fractions import Fraction
 
 from kvtier.errors import ConfigError
-from kvtier.types import Durability, IoKind, Verify, WritePolicy
+from kvtier.types import Durability, IoKind, LoadPolicy, Verify, WritePolicy
 
 BLOCK_SIZE = 64
 """Default tokens per block. Smaller blocks are shared more finely and cost more to keep account of;
@@ -50,6 +50,7 @@ def parse_capacity(text: str | int, device_bytes: int, field: str) -> int:
 
 CHOICES: dict[str, type[StrEnum]] = {
     "write_policy": WritePolicy,
+    "load_policy": LoadPolicy,
     "disk_durability": Durability,
     "disk_verify": Verify,
     "disk_io": IoKind,
@@ -65,6 +66,8 @@ class CacheConfig:
     """Host DRAM for blocks: "4GiB", bytes, or "2x" the device pool; 0 for no host tier."""
     write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
     """When a block of the device tier is stored in the host tier."""
+    load_policy: LoadPolicy = LoadPolicy.AUTO
+    """When cached blocks are loaded rather than computed."""
     store_after_uses: int = 2
     """Uses before ``write_through_selective`` stores a block."""
     store_batch_bytes: int = 16 << 20

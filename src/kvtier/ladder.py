@@ -14,7 +14,7 @@ from kvtier.plan import Copy
 from kvtier.telemetry import Metrics
 from kvtier.tiers import MemoryTier, StorageTier, Tier
 from kvtier.traffic import Traffic
-from kvtier.types import DEVICE, HOST, BlockId, BlockKey, Label, Slot
+from kvtier.types import DEVICE, HOST, BlockId, BlockKey, Label, Match, Slot
 
 STORABLE = (State.READY, State.EVICTING)
 """States in which a block's bytes can be copied to the tier below."""
@@ -48,7 +48,7 @@ class Ladder:
         self._demotes = demotes
         self._patience_s = patience_s
         self._archive_after_uses = archive_after_uses
-        self._load_batch_bytes = load_batch_bytes
+        self._blocks_per_piece = max(1, load_batch_bytes // self.pool.layout.group.bytes_per_block)
         self._clock = clock
 
     @property
@@ -126,13 +126,12 @@ class Ladder:
         Returns the transfers with the blocks that each brings, in the order given.
         """
         dst = self.above(src)
-        size = max(1, self._load_batch_bytes // self.pool.layout.group.bytes_per_block)
         legs: list[tuple[Transfer, tuple[BlockId, ...]]] = []
         for is_new, run in groupby(blocks, lambda block: self._is_absent(block, dst)):
             waiting = tuple(run)
             while waiting:
                 if is_new:
-                    part = waiting[:size]
+                    part = waiting[: self._blocks_per_piece]
                     leg = self._begin_promotion(Copy(src, dst, part))
                 else:
                     (leg,) = self.traffic.bringing(waiting[:1], dst)
@@ -140,6 +139,16 @@ class Ladder:
                 legs.append((leg, part))
                 waiting = waiting[len(part) :]
         return legs
+
+    def fetch_ahead(self, match: Match, num_reused_blocks: int) -> None:
+        """Read a piece of what was not worth waiting for, where storage has nothing else to do: the
+        next request finds it in host memory, and the planner learns how long a read takes now."""
+        left = match.blocks[num_reused_blocks:], match.tiers[num_reused_blocks:]
+        for name, tier in self.tiers.items():
+            if isinstance(tier, StorageTier) and self.traffic.is_idle(name):
+                there = [block for block, place in zip(*left, strict=True) if place == name]
+                room = self.num_available(self.above(name))
+                self.promote(there[: min(room, self._blocks_per_piece)], name)
 
     def _begin_promotion(self, copy: Copy) -> Transfer:
         room = self.tiers[copy.dst]

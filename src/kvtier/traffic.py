@@ -176,6 +176,10 @@ class Traffic:
             if each.dst == dst and not wanted.isdisjoint(each.blocks)
         ]
 
+    def is_idle(self, tier: str) -> bool:
+        """Whether nothing is read from a storage tier, and nothing stands in line for it."""
+        return self._lanes[tier, "read"].queued_bytes == 0
+
     def wait(self, timeout_s: float) -> bool:
         """Wait until the oldest transfer is done, or there is none. False on time-out."""
         job = next((each.job for each in self.transfers if each.job is not None), None)

@@ -56,6 +56,15 @@ class WritePolicy(StrEnum):
     """When it is evicted from the device tier."""
 
 
+class LoadPolicy(StrEnum):
+    """When cached blocks are loaded."""
+
+    AUTO = "auto"
+    """Where that is expected to take less time than computing them."""
+    ALWAYS = "always"
+    """Whenever there are some: to compare, and to measure."""
+
+
 class Durability(StrEnum):
     """What an acknowledged block survives."""
 

@@ -9,7 +9,7 @@ from kvtier.bench.result import ServeResult
 from kvtier.bench.tamper import Damage
 from kvtier.bench.ttft import TtftResult, TtftRow, served_from
 from kvtier.engine import EngineInfo
-from kvtier.types import DEVICE, HOST
+from kvtier.types import DEVICE, DISK, HOST
 
 
 def accuracy(
@@ -39,6 +39,7 @@ def ttft(
     cold_ms: float = 1000.0,
     device_ms: float = 25.0,
     host_ms: float = 40.0,
+    disk_ms: float = 55.0,
     num_prompts: int = 100,
     prompt_tokens: int = 3500,
     from_device: int = 35,
@@ -63,6 +64,8 @@ def ttft(
                 same_logits=order >= different,
             )
         )
+    hits = {DEVICE: 0, HOST: 0, DISK: prompt_tokens // 128 * 128}
+    rows += [TtftRow(3, at, at, DISK, hits, disk_ms, True) for at in range(num_prompts)]
     return TtftResult(tuple(rows), prompt_tokens, from_device)
 
 

@@ -81,7 +81,7 @@ def test_report_says_the_figures_in_words(html: str) -> None:
         "The first token came 96.5 % sooner.",
         "1,000 ms",
         "\u221297.5 %",
-        "345,600 of 350,000 prompt tokens",
+        "691,200 of 700,000 prompt tokens",
         "20 of 20",
         "19 of 20",
         "first token +0.4 %",

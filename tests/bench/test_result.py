@@ -24,17 +24,27 @@ def test_json_has_the_promised_shape() -> None:
     assert found["accuracy"]["prompts"] == 20
     assert found["accuracy"]["equal"] == 20
     assert found["accuracy"]["control_noticed"] == 20
-    assert set(found["ttft_ms"]) == {"cold", "device", "host"}
+    assert set(found["ttft_ms"]) == {"cold", "device", "host", "disk"}
     for summary in found["ttft_ms"].values():
         assert set(summary) == {"mean", "p50", "p90", "p99"}
-    assert found["reduction"] == {"mean": 0.966, "device": 0.975, "host": 0.96}
-    assert found["hit_tokens"] == {"device": 40 * 3456, "host": 60 * 3456}
+    assert found["reduction"] == {
+        "mean": 0.966,
+        "device": 0.975,
+        "host": 0.96,
+        "disk": 0.945,
+    }
+    assert found["hit_tokens"] == {
+        "device": 40 * 3456,
+        "host": 60 * 3456,
+        "disk": 100 * 3456,
+    }
     assert found["overhead"]["ttft_ratio"] == 1.004
     assert found["overhead"]["throughput_ratio"] == 0.998
     assert found["overhead"]["num_pairs"] == 40
-    assert len(found["rows"]) == 40 + 200 + 40
+    assert len(found["rows"]) == 60 + 300 + 40
     assert [(row["id"], row["met"]) for row in found["targets"]] == [
         ("C1", True),
+        ("T1", True),
         ("T1", True),
         ("T2", True),
     ]

@@ -64,7 +64,7 @@ def expose(engine: Engine, tier: str) -> None:
 @pytest.mark.parametrize("tier", [DEVICE, HOST])
 @pytest.mark.parametrize("damage", list(Damage))
 def test_damage_is_noticed_and_undone(engine: Engine, tier: str, damage: Damage) -> None:
-    clear_tiers(engine)
+    clear_tiers(engine, DEVICE, HOST)
     cold = logits(engine)
     run_one(engine, OTHER, SamplingParams(max_tokens=1, ignore_eos=True))
     expose(engine, tier)
@@ -81,7 +81,7 @@ def test_damage_is_noticed_and_undone(engine: Engine, tier: str, damage: Damage)
 
 
 def test_bytes_come_back_when_the_run_fails(engine: Engine) -> None:
-    clear_tiers(engine)
+    clear_tiers(engine, DEVICE, HOST)
     logits(engine)
     run_one(engine, OTHER, SamplingParams(max_tokens=1, ignore_eos=True))
     settle(engine)
@@ -95,7 +95,7 @@ def test_bytes_come_back_when_the_run_fails(engine: Engine) -> None:
 
 
 def test_a_changed_value_is_one_value(engine: Engine) -> None:
-    clear_tiers(engine)
+    clear_tiers(engine, DEVICE, HOST)
     logits(engine)
     settle(engine)
     blocks = _Blocks(engine, DEVICE)
@@ -111,7 +111,7 @@ def test_a_changed_value_is_one_value(engine: Engine) -> None:
 
 
 def test_an_empty_tier_has_nothing_to_damage(engine: Engine) -> None:
-    clear_tiers(engine)
+    clear_tiers(engine, DEVICE, HOST)
     with (
         pytest.raises(BenchError, match="nothing to damage"),
         damaged(engine, HOST, Damage.SWAPPED, PROMPT, OTHER, seed=0),

@@ -141,6 +141,18 @@ def test_a_disk_that_hangs_is_not_waited_for(restarted: World) -> None:
     assert restarted.cache.drain()
 
 
+def test_what_was_not_worth_waiting_for_is_read_meanwhile(restarted: World) -> None:
+    """Recomputing is cheaper: nobody waits, but a piece is in host memory for the next one."""
+    restarted.cache.observe_prefill(1000, 1e-9)
+    restarted.cache._ladder.traffic.costs.observe_copy((DISK, HOST), 1, 1.0)
+    request = restarted.ask(LONG)
+    assert request.lease.num_shared == 0
+    assert request.lease.ready
+    assert restarted.cache.drain()
+    assert restarted.matched(LONG) == [HOST, HOST, DISK, DISK]
+    restarted.finish(request)
+
+
 def test_unclaimed_blocks_make_room_for_new_ones(make_world: MakeWorld) -> None:
     first, shelf = make_world(disk_blocks=10), Shelf()
     for prompt in (A, B):

@@ -204,10 +204,18 @@ def test_first_observation_is_the_estimate_and_later_ones_move_it() -> None:
     model.observe_copy(HOST_TO_DEVICE, 1000, 1.0)
     assert model.snapshot().copy_s(HOST_TO_DEVICE, 1000) == 1.0
     model.observe_copy(HOST_TO_DEVICE, 1000, 2.0)
-    assert model.snapshot().copy_s(HOST_TO_DEVICE, 1000) == pytest.approx(1 + SMOOTHING)
+    assert model.snapshot().copy_s(HOST_TO_DEVICE, 1000) == pytest.approx(1.5)
     model.observe_prefill(10, 1.0)
     model.observe_prefill(10, 2.0)
-    assert model.snapshot().prefill_s(10) == pytest.approx(1 + SMOOTHING)
+    assert model.snapshot().prefill_s(10) == pytest.approx(1.5)
+
+
+def test_newest_observation_keeps_its_weight_after_many() -> None:
+    model = CostModel()
+    for _ in range(100):
+        model.observe_copy(HOST_TO_DEVICE, 1000, 1.0)
+    model.observe_copy(HOST_TO_DEVICE, 1000, 2.0)
+    assert model.snapshot().copy_s(HOST_TO_DEVICE, 1000) == pytest.approx(1 + SMOOTHING)
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=30))

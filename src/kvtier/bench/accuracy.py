@@ -2,11 +2,14 @@
 
 For every prompt, one request at a time:
 
-    cold      both tiers empty: the reference
-    donor     both tiers empty: another request with the same beginning computes and stores it
+    cold      under another salt, so that nothing is shared with it: the reference
+    donor     another request with the same beginning computes and stores it
     device    the prompt again, its beginning from the device tier: equal to cold?
     host      the device tier emptied, the prompt again, its beginning from the host tier: equal?
-    control   the last two again, with one block damaged in three ways: different from cold?
+    disk      a new engine over the same disk, its beginning from there: equal?
+    control   the last three again, with one block damaged in three ways: different from cold?
+
+Damage on disk is written with a checksum that fits: otherwise it would be found, and recomputed.
 """
 
 from __future__ import annotations
@@ -19,14 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.bench.corpus import Prompt, with_other_ending
-from kvtier.bench.engines import Setting, clear_tiers, open_engine, run_one, settle
+from kvtier.bench.engines import Setting, clear_tiers, open_engine, run_one, scratch_disk, settle
 from kvtier.bench.options import FULL_ACCURACY_PROMPTS, FULL_PROMPT_TOKENS, BenchError
 from kvtier.bench.progress import Progress
 from kvtier.bench.tamper import Damage, damaged
 from kvtier.engine import Engine, SamplingParams
-from kvtier.types import DEVICE, HOST
+from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 
-TIERS = (DEVICE, HOST)
+TIERS = (DEVICE, HOST, DISK)
 CONTROL_STEPS = 4
 """Steps of a control run: damage shows in the first logits or never."""
 
@@ -57,7 +60,7 @@ class AccuracyRow:
 
 @dataclass(frozen=True, slots=True)
 class AccuracyResult:
-    """All rows, two per prompt, and what they were measured at."""
+    """All rows, one per prompt and tier, and what they were measured at."""
 
     rows: tuple[AccuracyRow, ...]
     num_prompts: int
@@ -99,7 +102,7 @@ def num_steps(num_prompts: int) -> int:
 
 
 def measure_accuracy(setting: Setting, progress: Progress) -> AccuracyResult:
-    """Run the experiment on a fresh engine."""
+    """Run the experiment on a fresh engine, and its last part on another over the same disk."""
     options = setting.options
     length = options.accuracy_tokens
     room = options.blocks(length + options.steps)
@@ -107,82 +110,107 @@ def measure_accuracy(setting: Setting, progress: Progress) -> AccuracyResult:
     prompts = setting.prompts(options.accuracy_prompts + 1, length)
     progress.begin("Accuracy", num_steps(options.accuracy_prompts))
     rows: list[AccuracyRow] = []
-    with open_engine(options, setting.info, 3 * room, 3 * room) as engine:
-        bench = _Accuracy(engine, options.steps, options.reused_tokens(length), progress)
-        for number, (prompt, other) in enumerate(pairwise(prompts)):
-            rows += bench.measure(number, prompt, other, options.seed + number)
+    bench = _Accuracy(options.steps, options.reused_tokens(length), progress)
+    with scratch_disk(options) as disk:
+        sizes = (3 * room, 3 * room, disk, 3 * room * len(prompts), LoadPolicy.ALWAYS)
+        with open_engine(options, setting.info, *sizes) as engine:
+            for number, (prompt, other) in enumerate(pairwise(prompts)):
+                bench.prepare(engine, number, prompt, other)
+                for tier in (DEVICE, HOST):
+                    seed = options.seed + number
+                    rows.append(bench.measure(engine, tier, number, prompt, other, seed))
+        with open_engine(options, setting.info, *sizes) as engine:
+            for number, (prompt, other) in enumerate(pairwise(prompts)):
+                seed = options.seed + number
+                rows.append(bench.measure(engine, DISK, number, prompt, other, seed))
     return AccuracyResult(
         tuple(rows), options.accuracy_prompts, length, options.reused_tokens(length), options.steps
     )
 
 
 class _Accuracy:
-    """The runs of one prompt."""
+    """The runs of all prompts; remembers each one's reference."""
 
-    def __init__(self, engine: Engine, steps: int, reused_tokens: int, progress: Progress) -> None:
-        self._engine = engine
+    def __init__(self, steps: int, reused_tokens: int, progress: Progress) -> None:
         self._steps = steps
         self._reused_tokens = reused_tokens
         self._progress = progress
+        self._cold: list[Logits] = []
 
-    def measure(self, number: int, prompt: Prompt, other: Prompt, seed: int) -> list[AccuracyRow]:
-        """Both tiers' rows. other: a prompt that shares nothing with this one."""
-        clear_tiers(self._engine)
-        cold, hits = self._run(prompt, self._steps)
+    def prepare(self, engine: Engine, number: int, prompt: Prompt, other: Prompt) -> None:
+        """Compute the reference; then have other requests compute what is to be reused.
+
+        other: a prompt that shares nothing with this one.
+        """
+        cold, hits = self._run(engine, prompt, self._steps, salt="cold")
         if sum(hits.values()):
             raise BenchError(f"the cold run of prompt {number} reused {dict(hits)} tokens")
-        self._fill(prompt, other)
-        rows = []
-        for tier in TIERS:
-            self._expose(tier)
-            warm, hits = self._run(prompt, self._steps)
-            noticed = {
-                damage: self._notices(tier, damage, prompt, other, cold, seed) for damage in Damage
-            }
-            rows.append(
-                AccuracyRow(
-                    prompt=number,
-                    tier=tier,
-                    reused=hits.get(tier, 0) == sum(hits.values()) == self._reused_tokens,
-                    equal=bits_equal(cold, warm),
-                    max_difference=float(np.max(np.abs(cold - warm))),
-                    noticed=noticed,
-                )
-            )
-        return rows
+        self._cold.append(cold)
+        clear_tiers(engine, DEVICE, HOST)
+        self._ask(engine, with_other_ending(prompt, self._reused_tokens, other))
+        self._progress.advance()
+        self._meet_stranger(engine, other)
+        self._progress.advance()
 
-    def _run(self, prompt: Prompt, steps: int) -> tuple[Logits, Mapping[str, int]]:
+    def measure(
+        self, engine: Engine, tier: str, number: int, prompt: Prompt, other: Prompt, seed: int
+    ) -> AccuracyRow:
+        """The prompt again, served from ``tier``; then with damage there."""
+        cold = self._cold[number]
+        self._expose(engine, tier)
+        warm, hits = self._run(engine, prompt, self._steps)
+        if tier == DISK:
+            self._meet_stranger(engine, other)
+        noticed = {
+            damage: self._notices(engine, tier, damage, prompt, other, cold, seed)
+            for damage in Damage
+        }
+        return AccuracyRow(
+            prompt=number,
+            tier=tier,
+            reused=hits.get(tier, 0) == sum(hits.values()) == self._reused_tokens,
+            equal=bits_equal(cold, warm),
+            max_difference=float(np.max(np.abs(cold - warm))),
+            noticed=noticed,
+        )
+
+    def _run(
+        self, engine: Engine, prompt: Prompt, steps: int, salt: str = ""
+    ) -> tuple[Logits, Mapping[str, int]]:
         params = SamplingParams(max_tokens=steps, ignore_eos=True, keep_logits=True)
-        completion = run_one(self._engine, prompt, params)
+        completion = run_one(engine, prompt, params, salt)
         self._progress.advance()
         assert completion.logits is not None
         return completion.logits, completion.hit_tokens
 
-    def _fill(self, prompt: Prompt, other: Prompt) -> None:
-        """Empty the tiers; have other requests compute what is to be reused, and a stranger."""
-        clear_tiers(self._engine)
-        once = SamplingParams(max_tokens=1, ignore_eos=True)
-        run_one(self._engine, with_other_ending(prompt, self._reused_tokens, other), once)
-        self._progress.advance()
-        run_one(self._engine, other[: 2 * self._engine.info.chunk_tokens + 1], once)
-        self._progress.advance()
+    def _ask(self, engine: Engine, prompt: Prompt) -> None:
+        run_one(engine, prompt, SamplingParams(max_tokens=1, ignore_eos=True))
 
-    def _expose(self, tier: str) -> None:
+    def _meet_stranger(self, engine: Engine, other: Prompt) -> None:
+        """Have blocks of another prompt at hand: some damage is done with them."""
+        self._ask(engine, other[: 2 * engine.info.chunk_tokens + 1])
+
+    def _expose(self, engine: Engine, tier: str) -> None:
         """Make ``tier`` the fastest one that has the prompt."""
-        if tier == DEVICE:
-            settle(self._engine)
-        else:
-            clear_tiers(self._engine, DEVICE)
+        settle(engine)
+        clear_tiers(engine, *TIERS[: TIERS.index(tier)])
 
     def _notices(
-        self, tier: str, damage: Damage, prompt: Prompt, other: Prompt, cold: Logits, seed: int
+        self,
+        engine: Engine,
+        tier: str,
+        damage: Damage,
+        prompt: Prompt,
+        other: Prompt,
+        cold: Logits,
+        seed: int,
     ) -> bool:
         """Whether a run with a damaged block in ``tier`` differs from the cold one."""
-        self._expose(tier)
+        self._expose(engine, tier)
         steps = min(self._steps, CONTROL_STEPS)
-        with damaged(self._engine, tier, damage, prompt, other, seed):
-            logits, hits = self._run(prompt, steps)
-            settle(self._engine)
+        with damaged(engine, tier, damage, prompt, other, seed):
+            logits, hits = self._run(engine, prompt, steps)
+            self._expose(engine, tier)
         if hits.get(tier, 0) != self._reused_tokens:
             raise BenchError(f"the control run reused {dict(hits)} tokens, not all from {tier}")
         return not bits_equal(cold[:steps], logits)

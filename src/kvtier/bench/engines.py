@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from kvtier.bench.corpus import Corpus, Prompt
 from kvtier.bench.options import BenchError, ServeOptions
 from kvtier.bench.sample import Sample, take_sample
 from kvtier.config import CacheConfig
 from kvtier.engine import Completion, Engine, EngineConfig, EngineInfo, SamplingParams
-from kvtier.types import DEVICE, HOST
+from kvtier.types import LoadPolicy
 
+DISK_PAGE_BYTES = 4096
+"""A block takes whole pages of the disk."""
 REQUEST_TIMEOUT_S = 1800.0
 """No single request may hang a benchmark for longer."""
 
@@ -33,9 +37,17 @@ class Setting:
 
 @contextmanager
 def open_engine(
-    options: ServeOptions, info: EngineInfo, device_blocks: int, host_blocks: int
+    options: ServeOptions,
+    info: EngineInfo,
+    device_blocks: int,
+    host_blocks: int,
+    disk: Path | None = None,
+    disk_blocks: int = 0,
+    load_policy: LoadPolicy = LoadPolicy.AUTO,
 ) -> Iterator[Engine]:
-    """A running engine with tiers of that many blocks. host_blocks: 0 turns the cache off."""
+    """A running engine with tiers of that many blocks. host_blocks: 0 turns the cache off. disk:
+    the directory of the disk tier; None for none."""
+    slot_bytes = -(-info.bytes_per_block // DISK_PAGE_BYTES) * DISK_PAGE_BYTES
     config = EngineConfig(
         model=options.model,
         device=options.device,
@@ -44,10 +56,22 @@ def open_engine(
         device_capacity=device_blocks * info.bytes_per_block,
         prefix_cache=host_blocks > 0,
         threads=options.threads,
-        cache=CacheConfig(host_capacity=host_blocks * info.bytes_per_block),
+        cache=CacheConfig(
+            host_capacity=host_blocks * info.bytes_per_block,
+            load_policy=load_policy,
+            disk_path="" if disk is None else str(disk),
+            disk_capacity=disk_blocks * slot_bytes,
+        ),
     )
     with Engine(config) as engine:
         yield engine
+
+
+@contextmanager
+def scratch_disk(options: ServeOptions) -> Iterator[Path]:
+    """An empty directory for a disk tier, gone afterwards."""
+    with TemporaryDirectory(prefix="kvtier-bench-", dir=options.disk) as folder:
+        yield Path(folder) / "slab"
 
 
 def probe(options: ServeOptions) -> Setting:
@@ -67,9 +91,11 @@ def probe(options: ServeOptions) -> Setting:
         return Setting(options, engine.info, corpus, take_sample(engine, prompt))
 
 
-def run_one(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Completion:
+def run_one(
+    engine: Engine, prompt: Sequence[int], params: SamplingParams, salt: str = ""
+) -> Completion:
     """Serve one request and nothing else. ``BenchError`` where it does not end as asked."""
-    completion = engine.submit(prompt, params).result(REQUEST_TIMEOUT_S)
+    completion = engine.submit(prompt, params, salt=salt).result(REQUEST_TIMEOUT_S)
     check_complete(completion, params)
     return completion
 
@@ -85,9 +111,9 @@ def check_complete(completion: Completion, params: SamplingParams) -> None:
 
 
 def clear_tiers(engine: Engine, *tiers: str) -> None:
-    """Finish all copies, then empty the tiers; both where none is named."""
+    """Finish all copies, then empty the tiers."""
     settle(engine)
-    for tier in tiers or (DEVICE, HOST):
+    for tier in tiers:
         engine.clear_tier(tier)
 
 

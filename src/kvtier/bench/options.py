@@ -41,6 +41,9 @@ class ServeOptions:
     chunk_tokens: int = CHUNK_TOKENS
     text: tuple[Path, ...] = ()
     """Files and directories to take prompts from; none for the interpreter's own library."""
+    disk: Path | None = None
+    """Directory on the disk to measure; a slab is made in it and removed. None for the system's
+    place for temporary files."""
     seed: int = 0
     """Order of the text, and where the negative control does its damage."""
     experiments: tuple[Experiment, ...] = tuple(Experiment)
@@ -81,6 +84,8 @@ class ServeOptions:
                 )
         if not 0 < self.device_share < 1:
             raise ConfigError(f"device_share: {self.device_share} is not between 0 and 1")
+        if self.disk is not None and not self.disk.is_dir():
+            raise ConfigError(f"disk: {self.disk} is no directory; make it, or choose another")
         if not self.experiments:
             raise ConfigError(f"experiments: none chosen; name some of {', '.join(Experiment)}")
 
@@ -95,6 +100,7 @@ class ServeOptions:
         block_size: int = BLOCK_SIZE,
         chunk_tokens: int = CHUNK_TOKENS,
         text: tuple[Path, ...] = (),
+        disk: Path | None = None,
         experiments: tuple[Experiment, ...] = tuple(Experiment),
         prompts: int | None = None,
         prompt_tokens: int | None = None,
@@ -109,6 +115,7 @@ class ServeOptions:
             block_size=block_size,
             chunk_tokens=chunk_tokens,
             text=text,
+            disk=disk,
             experiments=experiments,
             accuracy_prompts=_first(accuracy_prompts, 6 if quick else FULL_ACCURACY_PROMPTS),
             accuracy_tokens=_first(prompt_tokens, 1200 if quick else FULL_PROMPT_TOKENS),

@@ -23,10 +23,10 @@ from kvtier.bench.overhead import OverheadResult
 from kvtier.bench.stats import Median
 from kvtier.bench.ttft import COLD, TtftResult
 from kvtier.bench.words import PLACES, milliseconds, percent
-from kvtier.types import DEVICE, HOST
+from kvtier.types import DEVICE, DISK, HOST
 
 INK, MUTED, LINE, PAPER = "#101001", "#101002", "#101003", "#101004"
-COLOURS = {COLD: "#101005", HOST: "#101006", DEVICE: "#101007"}
+COLOURS = {COLD: "#101005", HOST: "#101006", DEVICE: "#101007", DISK: "#101008"}
 VARIABLES = {
     INK: "--ink",
     MUTED: "--muted",
@@ -35,6 +35,7 @@ VARIABLES = {
     COLOURS[COLD]: "--cold",
     COLOURS[HOST]: "--host",
     COLOURS[DEVICE]: "--device",
+    COLOURS[DISK]: "--disk",
 }
 WIDE_IN, NARROW_IN = 9.4, 4.5
 """Widths, in inches, at which 10-point text is easy to read on a screen and on a phone."""
@@ -72,11 +73,11 @@ def ttft_distribution(result: TtftResult) -> tuple[str, str]:
     """Every request as a dot, by where it was served from; time on a logarithmic axis."""
 
     def draw(width: float) -> Figure:
-        figure = Figure(figsize=(width, 3.3), layout="constrained")
+        figure = Figure(figsize=(width, 0.85 * len(PLACES) + 0.7), layout="constrained")
         axes = figure.add_subplot()
-        places = [place for place in (COLD, HOST, DEVICE) if result.summary(place)]
+        places = [place for place in PLACES if result.summary(place)]
         for row, place in enumerate(reversed(places)):
-            values = result.times_ms(1) if place == COLD else result.times_ms(2, place)
+            values = result.times_from(place)
             _strip(axes, row, values, COLOURS[place])
             summary = result.summary(place)
             assert summary is not None
@@ -90,7 +91,7 @@ def ttft_distribution(result: TtftResult) -> tuple[str, str]:
             )  # fmt: skip
         axes.set_ylim(-0.35, len(places) - 0.3)
         axes.set_yticks([])
-        _log_milliseconds(axes, "x", [*result.times_ms(1), *result.times_ms(2)])
+        _log_milliseconds(axes, "x", [row.ttft_ms for row in result.rows])
         axes.set_xlabel("time to first token, logarithmic")
         return figure
 

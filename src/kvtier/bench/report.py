@@ -14,7 +14,7 @@ from kvtier.bench.accuracy import TIERS, AccuracyResult
 from kvtier.bench.machine import Fact
 from kvtier.bench.result import ServeResult
 from kvtier.bench.tamper import Damage
-from kvtier.bench.ttft import COLD, TtftResult
+from kvtier.bench.ttft import COLD, WARM, TtftResult
 from kvtier.bench.words import (
     PLACES,
     Verdict,
@@ -29,7 +29,6 @@ from kvtier.bench.words import (
     verdicts,
     wanted,
 )
-from kvtier.types import DEVICE, HOST
 
 DAMAGES = {
     Damage.SWAPPED: "two blocks swapped",
@@ -125,7 +124,7 @@ def _bars(result: TtftResult | None) -> list[Bar]:
     """Mean times to scale, longest first."""
     if result is None:
         return []
-    found = [(place, result.summary(place)) for place in (COLD, HOST, DEVICE)]
+    found = [(place, result.summary(place)) for place in PLACES]
     longest = max(summary.mean for _, summary in found if summary is not None)
     bars = []
     for place, summary in found:
@@ -143,14 +142,14 @@ def _cards(result: ServeResult) -> list[Verdict]:
     shown = {"Time to first token", *PLACES.values()} if result.ttft is not None else set()
     cards = [verdict for verdict in verdicts(result) if verdict.title not in shown]
     if result.ttft is not None:
-        tokens = sum(result.ttft.hit_tokens(tier) for tier in (DEVICE, HOST))
-        asked = result.ttft.num_prompts * result.ttft.prompt_tokens
+        tokens = sum(result.ttft.hit_tokens(tier) for tier in WARM)
+        asked = result.ttft.num_warm * result.ttft.prompt_tokens
         cards.insert(
             0,
             Verdict(
                 "Prompt not computed again",
                 percent(tokens / asked),
-                f"{tokens:,} of {asked:,} prompt tokens of the second pass came from the cache.",
+                f"{tokens:,} of {asked:,} prompt tokens of the later passes came from the cache.",
             ),
         )
     return cards
@@ -160,10 +159,10 @@ def _summaries(result: TtftResult | None) -> list[tuple[str, str, int, list[str]
     if result is None:
         return []
     rows = []
-    for place in (COLD, HOST, DEVICE):
+    for place in PLACES:
         summary = result.summary(place)
         if summary is not None:
-            count = len(result.times_ms(1) if place == COLD else result.times_ms(2, place))
+            count = len(result.times_from(place))
             values = (summary.mean, summary.p50, summary.p90, summary.p99)
             rows.append((place, PLACES[place], count, [number(value) for value in values]))
     return rows

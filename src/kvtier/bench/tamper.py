@@ -20,9 +20,9 @@ from kvtier.engine import Engine
 from kvtier.index import State
 from kvtier.keys import grid_labels
 from kvtier.layout import Layout, named_layout, part_view
-from kvtier.tiers import MemoryTier
+from kvtier.tiers import Addresses, LoadResult, MemoryTier, StorageTier
 from kvtier.transfer import stage
-from kvtier.types import Slot
+from kvtier.types import BlockName, Slot
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -116,9 +116,8 @@ class _Blocks:
         self._cache: Cache = engine.cache
         self._info = engine.info
         self._namespace = engine._namespace(salt="").digest
-        found = self._cache._ladder.tiers[tier]
-        assert isinstance(found, MemoryTier), f"no memory to damage in the {tier} tier"
-        self._tier = found
+        self._tier = self._cache._ladder.tiers[tier]
+        self._names: dict[Slot, BlockName] = {}
         self.layout = named_layout("block_first", self._cache.group, 1)
 
     def slots(self, prompt: Sequence[int]) -> list[Slot]:
@@ -131,19 +130,36 @@ class _Blocks:
             raise BenchError(
                 f"the {name} tier holds {len(held)} blocks of the prompt: nothing to damage"
             )
-        return index.slots(held, name)
+        slots = index.slots(held, name)
+        self._names.update(zip(slots, map(index.name, held), strict=True))
+        return slots
 
     def read(self, slot: Slot) -> Bytes:
         """A copy of the block's bytes."""
         content = np.zeros(self.layout.nbytes, np.uint8)
+        if isinstance(self._tier, StorageTier):
+            (result,) = self._tier.load([self._names[slot].key], [slot], _address(content))
+            if result is not LoadResult.OK:
+                raise BenchError(f"the {self._tier.name} tier lost a block: {result.value}")
+            return content
+        assert isinstance(self._tier, MemoryTier)
         batch = stage(self._tier, [slot], _Scratch(content, self.layout), [Slot(0)])
         self._cache._device.copy(batch, Direction.STORE)
         return content
 
     def write(self, slot: Slot, content: Bytes) -> None:
         """Overwrite the block's bytes."""
+        if isinstance(self._tier, StorageTier):
+            if not all(self._tier.store([self._names[slot]], [slot], _address(content))):
+                raise BenchError(f"the {self._tier.name} tier refused a block")
+            return
+        assert isinstance(self._tier, MemoryTier)
         batch = stage(_Scratch(content, self.layout), [Slot(0)], self._tier, [slot])
         self._cache._device.copy(batch, Direction.LOAD)
+
+
+def _address(content: Bytes) -> Addresses:
+    return np.array([content.ctypes.data], np.uint64)
 
 
 class _Scratch(MemoryTier):

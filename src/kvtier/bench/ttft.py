@@ -1,9 +1,10 @@
-"""Time to first token: a cold pass, then the same prompts again from the device and host tiers.
+"""Time to first token: a cold pass, then the same prompts again from the tiers.
 
 The device pool has room for about 35 % of the prompts, the host tier for all. Eviction is by least
 recent use, so after the first pass the newest prompts are on the device. The second pass asks for
 the newest first: those come from the device, and by the time the older ones are loaded from the
-host, what they push out was served already. Which tier a request was really served from is read
+host, what they push out was served already. Then the engine is closed and another one opened over
+the same disk: the third pass comes from there. Which tier a request was really served from is read
 from its completion, never assumed.
 """
 
@@ -15,13 +16,15 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from kvtier.bench.corpus import Prompt
-from kvtier.bench.engines import Setting, clear_tiers, open_engine, run_one, settle
+from kvtier.bench.engines import Setting, clear_tiers, open_engine, run_one, scratch_disk, settle
 from kvtier.bench.options import FULL_PROMPT_TOKENS, FULL_TTFT_PROMPTS
 from kvtier.bench.progress import Progress
 from kvtier.bench.stats import Summary, summarize
 from kvtier.engine import Completion, Engine, SamplingParams
-from kvtier.types import DEVICE, HOST
+from kvtier.types import DEVICE, DISK, HOST
 
+WARM = (DEVICE, HOST, DISK)
+"""Where reused blocks may come from."""
 COLD = "cold"
 """Served from no tier: everything was computed."""
 MAX_TOKENS = 4
@@ -31,8 +34,9 @@ DEVICE_SHARE_WANTED = (0.30, 0.40)
 
 @dataclass(frozen=True, slots=True)
 class TtftRow:
-    """One request. turn: 1 or 2. order: its place in the pass. served_from: the tier that most of
-    the reused tokens came from. same_logits: equal to the first pass, bit for bit; None there."""
+    """One request. turn: 1, 2, or 3 after the restart. order: its place in the pass. served_from:
+    the tier that most of the reused tokens came from. same_logits: equal to the first pass, bit for
+    bit; None there."""
 
     turn: int
     order: int
@@ -60,8 +64,14 @@ class TtftResult:
         ]
 
     def summary(self, served_from: str) -> Summary | None:
-        """Of the first pass for ``COLD``, else of what the second pass served from that tier."""
-        return summarize(self.times_ms(1) if served_from == COLD else self.times_ms(2, served_from))
+        """Of the first pass for ``COLD``, else of what the pass for that tier served from it."""
+        return summarize(self.times_from(served_from))
+
+    def times_from(self, served_from: str) -> list[float]:
+        """Times to first token that count for a place: the cold pass, or what came from a tier."""
+        if served_from == COLD:
+            return self.times_ms(1)
+        return self.times_ms(3 if served_from == DISK else 2, served_from)
 
     def whole_pass(self, turn: int) -> Summary:
         """Of all requests of a pass."""
@@ -75,13 +85,13 @@ class TtftResult:
         return 1 - self.whole_pass(2).mean / self.whole_pass(1).mean
 
     def reduction_from(self, tier: str) -> float | None:
-        """The same for what the second pass served from ``tier``; None for nothing."""
+        """The same for what was served from ``tier``; None for nothing."""
         warm = self.summary(tier)
         return None if warm is None else 1 - warm.mean / self.whole_pass(1).mean
 
     def hit_tokens(self, tier: str) -> int:
-        """Tokens that the second pass took from ``tier``."""
-        return sum(row.hit_tokens.get(tier, 0) for row in self.rows if row.turn == 2)
+        """Tokens that the later passes took from ``tier``."""
+        return sum(row.hit_tokens.get(tier, 0) for row in self.rows if row.turn > 1)
 
     @property
     def num_prompts(self) -> int:
@@ -93,8 +103,13 @@ class TtftResult:
         return len(self.times_ms(2, DEVICE)) / self.num_prompts
 
     @property
+    def num_warm(self) -> int:
+        """Requests of the passes after the first."""
+        return sum(row.turn > 1 for row in self.rows)
+
+    @property
     def num_same(self) -> int:
-        """Requests of the second pass whose logits equal the first pass's."""
+        """Requests of the later passes whose logits equal the first pass's."""
         return sum(row.same_logits is True for row in self.rows)
 
     @property
@@ -111,11 +126,11 @@ class TtftResult:
 
 def num_steps(num_prompts: int) -> int:
     """Requests in the whole experiment, for the progress bar."""
-    return 2 * num_prompts + 2
+    return 3 * num_prompts + 4
 
 
 def measure_ttft(setting: Setting, progress: Progress) -> TtftResult:
-    """Run both passes on a fresh engine, one request at a time."""
+    """Run the passes on a fresh engine, and the last one on another; one request at a time."""
     options = setting.options
     count, length = options.ttft_prompts, options.ttft_tokens
     prompts = setting.prompts(count + 1, length)  # the last one is for warming up
@@ -124,37 +139,43 @@ def measure_ttft(setting: Setting, progress: Progress) -> TtftResult:
     on_device = max(1, round(options.device_share * count))
     device_blocks = (on_device - 1) * cached + room
     progress.begin("Time to first token", num_steps(count))
-    with open_engine(options, setting.info, device_blocks, (count + 1) * cached) as engine:
-        bench = _Passes(engine, progress)
-        bench.warm_up(prompts.pop())
-        for number, prompt in enumerate(prompts):
-            bench.ask(1, number, number, prompt)
-        settle(engine)
-        gc.collect()
-        for order, number in enumerate(reversed(range(count))):
-            bench.ask(2, order, number, prompts[number])
+    host_blocks = (count + 1) * cached
+    warm_up, bench = prompts.pop(), _Passes(progress)
+    with scratch_disk(options) as disk:
+        sizes = (device_blocks, host_blocks, disk, host_blocks)
+        with open_engine(options, setting.info, *sizes) as engine:
+            bench.warm_up(engine, warm_up)
+            for number, prompt in enumerate(prompts):
+                bench.ask(engine, 1, number, number, prompt)
+            settle(engine)
+            gc.collect()
+            for order, number in enumerate(reversed(range(count))):
+                bench.ask(engine, 2, order, number, prompts[number])
+        with open_engine(options, setting.info, *sizes) as engine:
+            bench.warm_up(engine, warm_up)
+            for number, prompt in enumerate(prompts):
+                bench.ask(engine, 3, number, number, prompt)
     return TtftResult(tuple(bench.rows), length, on_device)
 
 
 class _Passes:
     """Asks one request after the other and writes down what came of it."""
 
-    def __init__(self, engine: Engine, progress: Progress) -> None:
-        self._engine = engine
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._digests: dict[int, bytes] = {}
         self.rows: list[TtftRow] = []
 
-    def warm_up(self, prompt: Prompt) -> None:
-        """Run every path once: prefill, decoding, a store, a load. Leaves the tiers empty."""
+    def warm_up(self, engine: Engine, prompt: Prompt) -> None:
+        """Run every path once: prefill, decoding, a store, a load. Leaves device and host empty."""
         for _ in range(2):
-            self._run(prompt)
-            clear_tiers(self._engine, DEVICE)
-        clear_tiers(self._engine)
+            self._run(engine, prompt)
+            clear_tiers(engine, DEVICE)
+        clear_tiers(engine, DEVICE, HOST)
 
-    def ask(self, turn: int, order: int, number: int, prompt: Prompt) -> None:
+    def ask(self, engine: Engine, turn: int, order: int, number: int, prompt: Prompt) -> None:
         """Serve prompt ``number`` once and keep the row."""
-        completion = self._run(prompt)
+        completion = self._run(engine, prompt)
         assert completion.logits is not None
         digest = blake2b(completion.logits.tobytes(), digest_size=16).digest()
         first = self._digests.setdefault(number, digest)
@@ -164,15 +185,15 @@ class _Passes:
                 order=order,
                 prompt=number,
                 served_from=served_from(completion.hit_tokens),
-                hit_tokens={tier: completion.hit_tokens.get(tier, 0) for tier in (DEVICE, HOST)},
+                hit_tokens={tier: completion.hit_tokens.get(tier, 0) for tier in WARM},
                 ttft_ms=completion.ttft_s * 1000,
                 same_logits=None if turn == 1 else first == digest,
             )
         )
 
-    def _run(self, prompt: Prompt) -> Completion:
+    def _run(self, engine: Engine, prompt: Prompt) -> Completion:
         params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, keep_logits=True)
-        completion = run_one(self._engine, prompt, params)
+        completion = run_one(engine, prompt, params)
         self._progress.advance(f"{completion.ttft_s * 1000:.0f} ms")
         return completion
 

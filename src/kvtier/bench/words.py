@@ -8,10 +8,16 @@ from kvtier.bench.accuracy import TIERS, AccuracyResult
 from kvtier.bench.overhead import OverheadResult
 from kvtier.bench.result import ServeResult, Target
 from kvtier.bench.stats import Median
-from kvtier.bench.ttft import COLD, TtftResult
-from kvtier.types import DEVICE, HOST
+from kvtier.bench.ttft import COLD, WARM, TtftResult
+from kvtier.types import DEVICE, DISK, HOST
 
-PLACES = {COLD: "Without the cache", HOST: "From host memory", DEVICE: "From device memory"}
+PLACES = {
+    COLD: "Without the cache",
+    DISK: "From disk, after a restart",
+    HOST: "From host memory",
+    DEVICE: "From device memory",
+}
+"""Where a prompt's beginning came from, slowest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +138,7 @@ def _ttft(result: TtftResult) -> list[Verdict]:
             f"Mean without the cache, and mean of a second pass served {shares}.",
         )
     ]
-    for tier in (DEVICE, HOST):
+    for tier in WARM:
         summary, saved = result.summary(tier), result.reduction_from(tier)
         if summary is not None and saved is not None:
             found.append(
@@ -143,14 +149,14 @@ def _ttft(result: TtftResult) -> list[Verdict]:
                     f"most {milliseconds(summary.p99)}.",
                 )
             )
-    if again := len(result.times_ms(2, COLD)):
+    if again := len(result.times_ms(2, COLD)) + len(result.times_ms(3, COLD)):
         found.append(
             Verdict("Computed again", counted(again, "request"), "Nothing of them was reused.")
         )
-    if result.num_same < result.num_prompts:
-        wrong = counted(result.num_prompts - result.num_same, "request")
+    if result.num_same < result.num_warm:
+        wrong = counted(result.num_warm - result.num_same, "request")
         found.append(
-            Verdict("Second pass", wrong, "Their logits differ from the first pass.", good=False)
+            Verdict("Later passes", wrong, "Their logits differ from the first pass.", good=False)
         )
     return found
 

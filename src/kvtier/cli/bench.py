@@ -60,6 +60,13 @@ def serve(
             show_default="the interpreter's own library",
         ),
     ] = None,
+    disk: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory on the disk to measure; what is made there is removed.",
+            show_default="the system's place for temporary files",
+        ),
+    ] = None,
     threads: Annotated[
         int, typer.Option(help="Threads to compute with; 0 leaves torch's own choice.")
     ] = 0,
@@ -99,6 +106,7 @@ def serve(
             block_size=block_size,
             chunk_tokens=chunk_tokens,
             text=tuple(text or ()),
+            disk=disk,
             experiments=chosen,
             prompts=prompts,
             prompt_tokens=prompt_tokens,

@@ -14,7 +14,8 @@ from itertools import pairwise
 from kvtier.types import DEVICE, HOST
 
 SMOOTHING = 0.2
-"""Weight of the newest observation: about ten observations to forget an old regime."""
+"""Weight of the newest observation: about ten observations to forget an old regime. The first few
+count alike: the very first one has often paid for something that comes only once."""
 
 Route = tuple[str, str]
 
@@ -71,24 +72,37 @@ class Costs:
         return self.prefill_s_per_token * num_tokens
 
 
+class _Average:
+    """A moving average: of all observations at first, of the newest ones later."""
+
+    __slots__ = ("num_seen", "value")
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self.num_seen = 0
+
+    def add(self, new: float) -> None:
+        self.num_seen += 1
+        self.value += max(SMOOTHING, 1 / self.num_seen) * (new - self.value)
+
+
 class CostModel:
     """Collects observations; ``snapshot`` gives what the planner needs."""
 
     def __init__(self) -> None:
-        self._copies: dict[Route, dict[int, float]] = {}
-        self._prefill: float | None = None
+        self._copies: dict[Route, dict[int, _Average]] = {}
+        self._prefill = _Average()
 
     def observe_copy(self, route: Route, num_bytes: int, seconds: float) -> None:
         """A copy along ``route`` took ``seconds``, without the time it stood in line."""
         if num_bytes > 0 and seconds > 0:
             classes = self._copies.setdefault(route, {})
-            wanted = size_class(num_bytes)
-            classes[wanted] = _blend(classes.get(wanted), seconds / num_bytes)
+            classes.setdefault(size_class(num_bytes), _Average()).add(seconds / num_bytes)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """Computing ``num_tokens`` of a prompt took ``seconds``."""
         if num_tokens > 0 and seconds > 0:
-            self._prefill = _blend(self._prefill, seconds / num_tokens)
+            self._prefill.add(seconds / num_tokens)
 
     def snapshot(
         self,
@@ -96,9 +110,9 @@ class CostModel:
         tiers: tuple[str, ...] = (DEVICE, HOST),
     ) -> Costs:
         """The estimates as they are now; later observations don't change it."""
-        copies = {route: dict(classes) for route, classes in self._copies.items()}
-        return Costs(copies, self._prefill, dict(queued_s or {}), tiers)
-
-
-def _blend(old: float | None, new: float) -> float:
-    return new if old is None else old + SMOOTHING * (new - old)
+        copies = {
+            route: {key: average.value for key, average in classes.items()}
+            for route, classes in self._copies.items()
+        }
+        prefill = self._prefill.value if self._prefill.num_seen else None
+        return Costs(copies, prefill, dict(queued_s or {}), tiers)
