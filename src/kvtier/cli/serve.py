@@ -12,7 +12,7 @@ import typer
 from kvtier.cli.failure import fail
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, CacheConfig, parse_size
 from kvtier.errors import CacheError
-from kvtier.types import WritePolicy
+from kvtier.types import Durability, Verify, WritePolicy
 
 _SERVER, _MODEL, _CACHE = "Server", "Model", "Cache"
 _KEY_VARIABLE = "KVTIER_API_KEY"
@@ -102,6 +102,37 @@ def serve(
             rich_help_panel=_CACHE,
         ),
     ] = "2x",
+    disk_path: Annotated[
+        str,
+        typer.Option(
+            help="Directory for KV on a local disk, found again after a restart.",
+            rich_help_panel=_CACHE,
+            show_default="none",
+        ),
+    ] = "",
+    disk_capacity: Annotated[
+        str, typer.Option(help="Disk space to reserve for KV.", rich_help_panel=_CACHE)
+    ] = "10GiB",
+    disk_durability: Annotated[
+        Durability,
+        typer.Option(
+            help="What stored KV survives: the end of the process, or of power, too.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = Durability.PROCESS,
+    disk_verify: Annotated[
+        Verify,
+        typer.Option(
+            help="Which KV read from disk has its checksum compared.", rich_help_panel=_CACHE
+        ),
+    ] = Verify.ALWAYS,
+    disk_writes_per_day: Annotated[
+        str,
+        typer.Option(
+            help='What may be written in a day, for disks that wear: "500GiB"; 0 for no limit.',
+            rich_help_panel=_CACHE,
+        ),
+    ] = "0",
     block_size: Annotated[
         int, typer.Option(help="Tokens per block.", rich_help_panel=_CACHE)
     ] = BLOCK_SIZE,
@@ -142,7 +173,15 @@ def serve(
             max_model_tokens=max_model_tokens,
             prefix_cache=prefix_cache,
             threads=threads,
-            cache=CacheConfig(host_capacity=host_capacity, write_policy=write_policy),
+            cache=CacheConfig(
+                host_capacity=host_capacity,
+                write_policy=write_policy,
+                disk_path=disk_path,
+                disk_capacity=disk_capacity,
+                disk_durability=disk_durability,
+                disk_verify=disk_verify,
+                disk_writes_per_day=disk_writes_per_day,
+            ),
         )
         listener = bind(host, port)  # before the model is loaded: a taken port is told at once
     except CacheError as error:
