@@ -87,8 +87,7 @@ class DiskTier(Tier):
         self._engines: list[IoEngine] = []
         self._scrubber: tuple[IoEngine, Bounce] | None = None
         try:
-            self._writer = self._open_port(arena)
-            self._reader = self._open_port(arena)
+            self._writer, self._reader = self._open_ports(arena)
         except BaseException:
             for engine in self._engines:
                 engine.close()
@@ -102,13 +101,15 @@ class DiskTier(Tier):
             time.monotonic() - began,
         )
 
-    def _open_port(self, arena: Memory) -> BlockPort:
-        bounce = Bounce(self.options.bounce_bytes // self._slot_bytes, self._slot_bytes)
-        # Registered memory stays resident: not for a buffer that is hardly needed.
-        is_needed = self._block_bytes != self._slot_bytes
-        buffers = [arena, bounce.memory] if is_needed else [arena]
+    def _open_ports(self, arena: Memory) -> list[BlockPort]:
+        """One engine, which a writer and a reader may use at once, and a buffer for each."""
+        num_slots = self.options.bounce_bytes // self._slot_bytes
+        bounces = [Bounce(num_slots, self._slot_bytes) for _ in range(2)]
+        # Registered memory stays resident: not for buffers that are hardly needed.
+        are_needed = self._block_bytes != self._slot_bytes
+        buffers = [arena, *(each.memory for each in bounces if are_needed)]
         engine = self._open_engine(self.options.io, buffers)
-        return BlockPort(engine, bounce, self._block_bytes, self._slot_bytes)
+        return [BlockPort(engine, each, self._block_bytes, self._slot_bytes) for each in bounces]
 
     def _open_engine(self, kind: IoKind, buffers: Sequence[Memory]) -> IoEngine:
         engine = self._system.open_engine(
@@ -208,7 +209,7 @@ class DiskTier(Tier):
         self._slab.delete(slots)
         if power:
             self._slab.sync_journal()
-        sizes = np.full(len(slots), self._block_bytes, np.int64)
+        sizes = np.full(len(slots), self._block_bytes, np.uint64)
         crcs = crc32c_many(addresses, sizes, self.options.checksum_threads)
         done = self._writer.write(slots, addresses, self.options.write_deadline_s)
         self._health.note("write", done)
@@ -248,7 +249,7 @@ class DiskTier(Tier):
         right = known & (done == self._slot_bytes)
         check = np.flatnonzero(right & self._to_verify(trusted))
         if len(check):
-            sizes = np.full(len(check), self._block_bytes, np.int64)
+            sizes = np.full(len(check), self._block_bytes, np.uint64)
             crcs = crc32c_many(to[check], sizes, self.options.checksum_threads)
             right[check] = crcs == records["data_crc"][check]
             self._slab.trust(records[check[right[check]]])
