@@ -12,12 +12,13 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check crash-test bench clean
 
 help:
 	@echo "make demo    serve real prompts through a two-tier cache, and show what it saved"
 	@echo "make test    all tests"
 	@echo "make check   format, lint, types, import contracts, stubs, fast tests"
+	@echo "make crash-test  kill a writer of the disk tier KILLS=5000 times, cut its power as often"
 	@echo "make bench   the benchmarks; results in reports/"
 	@echo "make setup   make .venv (the others do it too)"
 	@echo "make clean   remove what was built and measured; .venv stays"
@@ -58,9 +59,16 @@ ifdef KVTIER_REQUIRE_NATIVE
 endif
 	$(BIN)/python -m pytest -m "not slow"
 
+KILLS := 5000
+
+crash-test: setup
+	KVTIER_NUM_KILLS=$(KILLS) HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/disk \
+		-k "crash or kill or power_cut or Machine" --timeout 0 -o faulthandler_timeout=0
+
 bench: setup
 	@mkdir -p reports
 	$(BIN)/python -m benchmarks.copy --json reports/copy.json
+	$(BIN)/python -m benchmarks.slab_recovery --json reports/slab_recovery.json
 	$(BIN)/kvtier bench serve
 
 clean:

@@ -17,7 +17,7 @@ if _wanted == "off":
     _reason = "switched off by KVTIER_NATIVE=off in the environment"
 else:
     try:
-        from kvtier._native import copy_batch
+        from kvtier._native import copy_batch, crc32c, crc32c_many, crc32c_rows
     except ImportError as error:
         if _wanted == "on":
             raise
@@ -27,8 +27,7 @@ else:
 
 if _reason:
     from kvtier._reference.copy import copy_batch
-
-from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows  # noqa: E402
+    from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows
 
 NATIVE: Final = not _reason
 """Whether the functions here are the native ones."""

@@ -9,10 +9,17 @@ from pathlib import Path
 import pytest
 
 from kvtier import _hot
+from kvtier._reference import crc
 from kvtier._reference.copy import copy_batch as reference_copy_batch
 
 STUB = Path(_hot.__file__).with_name("_native.pyi")
-TWINS = {"copy_batch": reference_copy_batch}
+TWINS = {
+    "copy_batch": reference_copy_batch,
+    "crc32c": crc.crc32c,
+    "crc32c_table": crc.crc32c,
+    "crc32c_many": crc.crc32c_many,
+    "crc32c_rows": crc.crc32c_rows,
+}
 
 
 def signature(definition: ast.FunctionDef) -> dict[str, object]:

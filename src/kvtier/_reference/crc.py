@@ -1,4 +1,10 @@
-"""crc32c by table."""
+"""crc32c, many bytes at a time with numpy.
+
+A state is the inverted checksum. It is linear in the bytes (over bits), so a long piece is cut into
+rows of one width, the rows go side by side, and their states are then added in pairs:
+
+    state(a b) = shift(state(a), len(b)) ^ state(b)      with state(b) begun at 0
+"""
 
 from __future__ import annotations
 
@@ -8,52 +14,165 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvtier._reference.arguments import check_memory, check_threads, words_of
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _POLYNOMIAL = 0x82F63B78
-
-
-@cache
-def _table() -> NDArray[np.uint32]:
-    """uint32 [256]: what one byte does to the checksum."""
-    words = np.arange(256, dtype=np.uint32)
-    for _ in range(8):
-        words = np.where(words & 1, (words >> 1) ^ np.uint32(_POLYNOMIAL), words >> 1)
-    return words.astype(np.uint32)
-
-
-@cache
-def _list() -> list[int]:
-    return [int(word) for word in _table()]
+_ALL_BITS = 0xFFFF_FFFF
+_ROW_BYTES = 512  # of a long piece
+_NUM_SIDE_BY_SIDE = 1 << 14  # rows at a time: their states stay in the cache
 
 
 def crc32c(address: int, num_bytes: int, seed: int = 0) -> int:
-    """Checksum of ``num_bytes`` at ``address``; seed: that of the bytes before them."""
-    table = _list()
-    state = seed ^ 0xFFFF_FFFF
-    for byte in ctypes.string_at(address, num_bytes):
-        state = table[(state ^ byte) & 0xFF] ^ (state >> 8)
-    return state ^ 0xFFFF_FFFF
+    """Checksum of ``num_bytes`` at ``address``: CRC-32 by Castagnoli's polynomial.
+
+    seed: the checksum of the bytes before them; 0 for none.
+    The caller guarantees that the memory exists.
+    """
+    if num_bytes < 0 or not 0 <= seed <= _ALL_BITS or address < 0:
+        raise TypeError(
+            f"address, num_bytes and seed must not be negative and a seed has 32 bits, "
+            f"not {address}, {num_bytes} and {seed}"
+        )
+    check_memory("", address, num_bytes)
+    return _update(seed ^ _ALL_BITS, address, num_bytes) ^ _ALL_BITS
 
 
 def crc32c_many(
-    addresses: NDArray[np.uint64], sizes: NDArray[np.int64], threads: int = 1
+    addresses: NDArray[np.uint64], sizes: NDArray[np.uint64], threads: int = 1
 ) -> NDArray[np.uint32]:
-    """uint32 [n]: checksum of ``sizes[i]`` bytes at ``addresses[i]``."""
-    pairs = zip(addresses.tolist(), sizes.tolist(), strict=True)
-    return np.array([crc32c(address, size) for address, size in pairs], np.uint32)
+    """uint32 [n]: checksums of ``sizes[i]`` bytes at ``addresses[i]``.
+
+    addresses, sizes: C-contiguous uint64 arrays of one length; threads: 1 to 256, ignored here.
+    """
+    starts, lengths = words_of("addresses", addresses), words_of("sizes", sizes)
+    if len(starts) != len(lengths):
+        raise ValueError(
+            f"addresses and sizes must have equal lengths, not {len(starts)} and {len(lengths)}"
+        )
+    check_threads(threads)
+    for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        check_memory(f"addresses[{i}]: ", start, length)
+    checksums = [crc32c(*piece) for piece in zip(starts, lengths, strict=True)]
+    return np.array(checksums, np.uint32)
 
 
 def crc32c_rows(rows: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """uint32 [n]: checksum of each row of uint8 [n, width]."""
-    table = _table()
-    states = np.full(len(rows), 0xFFFF_FFFF, np.uint32)
-    step = 8192
-    for start in range(0, len(rows), step):
-        part = np.ascontiguousarray(rows[start : start + step].T)
-        state = states[start : start + step]
-        for column in part:
-            state = table[(state ^ column) & 0xFF] ^ (state >> np.uint32(8))
-        states[start : start + step] = state
-    return states ^ np.uint32(0xFFFF_FFFF)
+    """uint32 [n]: checksum of each row of uint8 [n, width].
+
+    The bytes of a row lie side by side; the rows may lie apart, as in ``records[:, 4:64]``.
+    """
+    try:
+        view = memoryview(rows)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        raise TypeError(f"rows must be an array of uint8, not {type(rows).__qualname__}") from None
+    if view.format != "B":
+        raise TypeError(f"rows must be an array of uint8; its items have format {view.format!r}")
+    if view.ndim != 2:
+        raise ValueError(f"rows must have two dimensions, not {view.ndim}")
+    num, width = rows.shape
+    if width > 1 and rows.strides[1] != 1:
+        raise ValueError(
+            f"rows must lie in one piece each, not with {rows.strides[1]} bytes from item to item"
+        )
+    checksums = np.empty(num, np.uint32)
+    for start in range(0, num, _NUM_SIDE_BY_SIDE):
+        part = rows[start : start + _NUM_SIDE_BY_SIDE]
+        states = np.full(len(part), _ALL_BITS, np.uint32)
+        checksums[start : start + len(part)] = ~_update_rows(states, part)
+    return checksums
+
+
+def _update(state: int, address: int, num_bytes: int) -> int:
+    num_rows, rest = divmod(num_bytes, _ROW_BYTES)
+    for start in range(0, num_rows, _NUM_SIDE_BY_SIDE):
+        num = min(_NUM_SIDE_BY_SIDE, num_rows - start)
+        place = (ctypes.c_uint8 * (num * _ROW_BYTES)).from_address(address + start * _ROW_BYTES)
+        rows = np.frombuffer(memoryview(place), np.uint8).reshape(num, _ROW_BYTES)
+        states = np.zeros(num, np.uint32)
+        states[0] = state
+        state = _joined(_update_rows(states, rows))
+    table = _byte_table()
+    for byte in ctypes.string_at(address + num_rows * _ROW_BYTES, rest) if rest else b"":
+        state = table[(state ^ byte) & 0xFF] ^ (state >> 8)
+    return state
+
+
+def _update_rows(states: NDArray[np.uint32], rows: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """The states after their rows, four bytes of each row at a time."""
+    num_words = rows.shape[1] // 4
+    low, high = _half_tables()
+    words = np.ascontiguousarray(rows[:, : 4 * num_words]).view("<u4")
+    for column in np.ascontiguousarray(words.T):
+        states = states ^ column
+        states = low[states & 0xFFFF] ^ high[states >> 16]
+    steps = np.array(_byte_table(), np.uint32)
+    for column in rows[:, 4 * num_words :].T:
+        states = steps[(states ^ column) & 0xFF] ^ (states >> 8)
+    return states
+
+
+def _joined(states: NDArray[np.uint32]) -> int:
+    """The state of all rows in order, from those of each alone."""
+    num_bytes = _ROW_BYTES
+    while len(states) > 1:
+        # An odd one out stands first: zero states before it change nothing.
+        if len(states) % 2:
+            states = np.concatenate((np.zeros(1, np.uint32), states))
+        low, high = _shift_tables(num_bytes)
+        left = states[::2]
+        states = low[left & 0xFFFF] ^ high[left >> 16] ^ states[1::2]
+        num_bytes *= 2
+    return int(states[0])
+
+
+@cache
+def _byte_table() -> list[int]:
+    """What each byte does to a state of 0."""
+    table = list(range(256))
+    for _ in range(8):
+        table = [(state >> 1) ^ (_POLYNOMIAL if state & 1 else 0) for state in table]
+    return table
+
+
+@cache
+def _half_tables() -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """uint32 [65536] twice: states after four zero bytes, by their low and their high half."""
+    return _spread(_shift_bits(4))
+
+
+@cache
+def _shift_tables(num_bytes: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """The same after ``num_bytes`` zero bytes: a power of two, 4 or more."""
+    return _spread(_shift_bits(num_bytes))
+
+
+@cache
+def _shift_bits(num_bytes: int) -> tuple[int, ...]:
+    """What a state with one bit set, 1 << i, becomes after ``num_bytes`` zero bytes."""
+    if num_bytes == 1:
+        table = _byte_table()
+        return tuple(table[(1 << i) & 0xFF] ^ ((1 << i) >> 8) for i in range(32))
+    half = _shift_bits(num_bytes // 2)
+    return tuple(_times(half, state) for state in half)
+
+
+def _times(bits: tuple[int, ...], state: int) -> int:
+    result = 0
+    for i in range(32):
+        if state >> i & 1:
+            result ^= bits[i]
+    return result
+
+
+def _spread(bits: tuple[int, ...]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Two tables of 65,536 from 32 bits: every state is the sum of those of its bits."""
+    halves = []
+    for start in (0, 16):
+        table = np.zeros(1, np.uint32)
+        for bit in bits[start : start + 16]:
+            table = np.concatenate((table, table ^ np.uint32(bit)))
+        halves.append(table)
+    return halves[0], halves[1]

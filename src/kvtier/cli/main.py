@@ -9,7 +9,9 @@ import typer
 from kvtier import __version__
 from kvtier.cli.bench import app as bench
 from kvtier.cli.doctor import doctor
+from kvtier.cli.inspect import inspect
 from kvtier.cli.serve import serve
+from kvtier.cli.verify import verify
 
 app = typer.Typer(
     help="A hierarchical KV cache for LLM inference.",
@@ -19,6 +21,8 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(doctor)
+app.command()(inspect)
+app.command()(verify)
 app.add_typer(bench, name="bench")
 
 

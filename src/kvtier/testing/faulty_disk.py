@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
+from typing import BinaryIO
 
 import numpy as np
 
@@ -33,7 +34,7 @@ class WrappedEngine(IoEngine):
         return self.inner.read(offsets, addresses, sizes, deadline_s)
 
     def write(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float
+        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
         return self.inner.write(offsets, addresses, sizes, deadline_s)
 
@@ -154,7 +155,7 @@ class _FaultyEngine(WrappedEngine):
         return done
 
     def write(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float
+        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
         self._system.wait("write")
         done = self.inner.write(offsets, addresses, sizes, deadline_s)
@@ -184,13 +185,24 @@ def _raise(result: int) -> None:
 
 
 def _spoil(fd: int, offset: int, num_bytes: int) -> None:
-    """Invert bytes of an open file, which may want aligned access: by a descriptor of its own."""
-    plain = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
-    try:
-        content = np.frombuffer(os.pread(plain, num_bytes, offset), np.uint8)
-        os.pwrite(plain, (~content).tobytes(), offset)
-    finally:
-        os.close(plain)
+    """Invert bytes of an open file."""
+    with _plain(fd) as file:
+        file.seek(offset)
+        content = np.frombuffer(file.read(num_bytes), np.uint8)
+        file.seek(offset)
+        file.write((~content).tobytes())
+
+
+def _write_plain(fd: int, offset: int, data: bytes) -> None:
+    """Write any number of bytes anywhere."""
+    with _plain(fd) as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def _plain(fd: int) -> BinaryIO:
+    """The same file by way of the page cache: nothing has to be aligned."""
+    return Path(f"/proc/self/fd/{fd}").open("r+b")
 
 
 # -- power cuts ------------------------------------------------------------------------------------
@@ -270,7 +282,7 @@ class _LossyEngine(WrappedEngine):
         self._system = system
 
     def write(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float
+        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
         for offset, address, size in zip(
             offsets.tolist(), addresses.tolist(), sizes.tolist(), strict=True
@@ -338,15 +350,15 @@ class _CrashingEngine(WrappedEngine):
         self._system = system
 
     def write(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float
+        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
         done = np.zeros(len(offsets), np.int64)
         for i in range(len(offsets)):
             try:
                 self._system.step()
             except Crash:
-                half = sizes[i : i + 1] // 2 // SECTOR_BYTES * SECTOR_BYTES
-                self.inner.write(offsets[i : i + 1], addresses[i : i + 1], half, deadline_s)
+                half = int(sizes[i]) // 2 // SECTOR_BYTES * SECTOR_BYTES
+                _write_plain(self.fd, int(offsets[i]), ctypes.string_at(int(addresses[i]), half))
                 raise
             done[i : i + 1] = self.inner.write(
                 offsets[i : i + 1], addresses[i : i + 1], sizes[i : i + 1], deadline_s

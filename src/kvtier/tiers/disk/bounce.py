@@ -1,16 +1,26 @@
-"""Aligned memory for blocks that can't be read or written where they lie."""
+"""Blocks between slots and memory: straight where both are aligned, else by way of a buffer."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.devices.base import Memory
+from kvtier.tiers.disk.io import IoEngine
 
+ALIGNMENT: Final = 4096
+"""Of slots, and of what O_DIRECT reads and writes."""
+
+Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
+Transfer = Callable[[Int64s, Uint64s, Int64s, float], Int64s]
 
 
 class Bounce:
@@ -38,3 +48,57 @@ class Bounce:
         """The block at place i to ``addresses[i]``."""
         for to, at in zip(addresses.tolist(), self.addresses.tolist(), strict=False):
             ctypes.memmove(to, at, block_bytes)
+
+
+class BlockPort:
+    """One direction between slots and memory: an engine, and a buffer of its own.
+
+    Results: int64 [n], ``slot_bytes`` where a block was moved, fewer or -errno elsewhere.
+    """
+
+    def __init__(self, engine: IoEngine, bounce: Bounce, block_bytes: int, slot_bytes: int) -> None:
+        self.engine = engine
+        self._bounce = bounce
+        self._block_bytes = block_bytes
+        self._slot_bytes = slot_bytes
+
+    def write(self, slots: Int64s, addresses: Uint64s, deadline_s: float) -> Int64s:
+        """Blocks from memory to slots, all of them within ``deadline_s`` or not at all."""
+        ends_at = time.monotonic() + deadline_s
+        done = np.zeros(len(slots), np.int64)
+        for part, is_aligned in self._parts(addresses):
+            at = addresses[part]
+            if not is_aligned:
+                self._bounce.copy_in(at, self._block_bytes)
+                at = self._bounce.addresses[: len(part)]
+            done[part] = self._move(self.engine.write, slots[part], at, ends_at)
+        return done
+
+    def read(self, slots: Int64s, addresses: Uint64s, deadline_s: float) -> Int64s:
+        """Blocks from slots to memory, all of them within ``deadline_s`` or not at all."""
+        ends_at = time.monotonic() + deadline_s
+        done = np.zeros(len(slots), np.int64)
+        for part, is_aligned in self._parts(addresses):
+            at = addresses[part] if is_aligned else self._bounce.addresses[: len(part)]
+            done[part] = self._move(self.engine.read, slots[part], at, ends_at)
+            if not is_aligned:
+                self._bounce.copy_out(addresses[part], self._block_bytes)
+        return done
+
+    def _parts(self, addresses: Uint64s) -> Iterator[tuple[Int64s, bool]]:
+        """Positions that need no buffer, then the others, a bufferful each."""
+        aligned = addresses % ALIGNMENT == 0
+        if self._block_bytes != self._slot_bytes:
+            aligned[:] = False
+        if aligned.any():
+            yield np.flatnonzero(aligned), True
+        rest = np.flatnonzero(~aligned)
+        for start in range(0, len(rest), self._bounce.num_slots):
+            yield rest[start : start + self._bounce.num_slots], False
+
+    def _move(self, move: Transfer, slots: Int64s, at: Uint64s, ends_at: float) -> Int64s:
+        left_s = ends_at - time.monotonic()
+        if left_s <= 0:
+            return np.full(len(slots), -errno.ETIMEDOUT, np.int64)
+        sizes = np.full(len(slots), self._slot_bytes, np.int64)
+        return move(slots * self._slot_bytes, at, sizes, left_s)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import KVGroup
+from kvtier.tiers.disk.bounce import ALIGNMENT
 from kvtier.tiers.disk.folder import (
     DATA,
     JOURNAL,
@@ -42,8 +43,6 @@ from kvtier.tiers.disk.system import DiskSystem, read_at
 
 logger = logging.getLogger(__name__)
 
-ALIGNMENT = 4096
-"""Of slots, and of what O_DIRECT reads and writes."""
 DELETE_OR_MOVE = "delete the directory to start empty, or choose another path"
 
 
@@ -286,8 +285,7 @@ def check_same_slab(folder: Path, current: Superblock, found: Replay) -> None:
 
 
 def _fit(data_fd: int, data_bytes: int, want: Superblock, system: DiskSystem) -> None:
-    """Have room for every slot; a file that was cut or copied without its holes gets it back."""
+    """Have room for every slot; a file that was cut gets it back."""
     needed = want.slot_bytes * want.num_slots
-    allocated = os.fstat(data_fd).st_blocks * 512
-    if data_bytes < needed or allocated < needed:
+    if data_bytes < needed:
         system.reserve(data_fd, needed)

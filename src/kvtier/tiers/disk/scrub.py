@@ -44,7 +44,7 @@ def check_blocks(
     sizes = np.full(num, slot_bytes, np.int64)
     addresses = bounce.addresses[:num]
     done = engine.read(records["slot"].astype(np.int64) * slot_bytes, addresses, sizes, deadline_s)
-    crcs = crc32c_many(addresses, np.full(num, block_bytes, np.int64))
+    crcs = crc32c_many(addresses, np.full(num, block_bytes, np.uint64))
     return Checked(done, (done == slot_bytes) & (crcs == records["data_crc"]))
 
 

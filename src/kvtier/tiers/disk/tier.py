@@ -14,11 +14,11 @@ from kvtier._hot import crc32c_many
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
 from kvtier.tiers.base import Addresses, LoadResult, StorageTier
-from kvtier.tiers.disk.bounce import Bounce
+from kvtier.tiers.disk.bounce import BlockPort, Bounce
 from kvtier.tiers.disk.budget import WriteBudget
 from kvtier.tiers.disk.health import MEDIUM_ERRORS, Health
 from kvtier.tiers.disk.io import IoEngine
-from kvtier.tiers.disk.opening import ALIGNMENT, open_slab, wanted
+from kvtier.tiers.disk.opening import open_slab, wanted
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.records import Kind, Records, as_keys, same_keys
 from kvtier.tiers.disk.replay import recovered
@@ -76,14 +76,10 @@ class DiskTier(StorageTier):
         self._is_closed = False
         self._round = RoundRobin()
         self._system = system
-        num_bounce = options.bounce_bytes // self._slot_bytes
-        self._store_bounce = Bounce(num_bounce, self._slot_bytes)
-        self._load_bounce = Bounce(num_bounce, self._slot_bytes)
         self._engines: list[IoEngine] = []
         self._scrubber: tuple[IoEngine, Bounce] | None = None
         try:
-            self._writer = self._open_engine(options.io, [arena, self._store_bounce.memory])
-            self._reader = self._open_engine(options.io, [arena, self._load_bounce.memory])
+            self._writer, self._reader = self._open_ports(arena)
         except BaseException:
             for engine in self._engines:
                 engine.close()
@@ -96,6 +92,16 @@ class DiskTier(StorageTier):
             self.num_unclaimed,
             time.monotonic() - began,
         )
+
+    def _open_ports(self, arena: Memory) -> list[BlockPort]:
+        """One engine, which a writer and a reader may use at once, and a buffer for each."""
+        num_slots = self.options.bounce_bytes // self._slot_bytes
+        bounces = [Bounce(num_slots, self._slot_bytes) for _ in range(2)]
+        # Registered memory stays resident: not for buffers that are hardly needed.
+        are_needed = self.bytes_per_block != self._slot_bytes
+        buffers = [arena, *(each.memory for each in bounces if are_needed)]
+        engine = self._open_engine(self.options.io, buffers)
+        return [BlockPort(engine, each, self.bytes_per_block, self._slot_bytes) for each in bounces]
 
     def _open_engine(self, kind: IoKind, buffers: Sequence[Memory]) -> IoEngine:
         engine = self._system.open_engine(
@@ -207,15 +213,15 @@ class DiskTier(StorageTier):
         self._slab.delete(slots)
         if power:
             self._slab.sync_journal()
-        sizes = np.full(len(slots), self.bytes_per_block, np.int64)
+        sizes = np.full(len(slots), self.bytes_per_block, np.uint64)
         crcs = crc32c_many(addresses, sizes, self.options.checksum_threads)
-        done = self._write(slots, addresses)
+        done = self._writer.write(slots, addresses, self.options.write_deadline_s)
         self._health.note("write", done)
         self._quarantine(slots, done)
         written = done == self._slot_bytes
         if power:
             try:
-                self._writer.sync()
+                self._writer.engine.sync()
             except OSError as error:
                 # The kernel reports a lost write once: from here on no sync can be believed.
                 self._health.switch_off(f"data could not be synced: {error}")
@@ -227,21 +233,6 @@ class DiskTier(StorageTier):
             self._health.succeeded("journal")
         stored[:] = written
         self._slab.compact_if_due()
-
-    def _write(self, slots: Int64s, addresses: Uint64s) -> Int64s:
-        """int64 [n]: ``slot_bytes`` where the block is written, -errno or fewer bytes elsewhere."""
-        done = np.zeros(len(slots), np.int64)
-        deadline_s, bounce = self.options.write_deadline_s, self._store_bounce
-        aligned, parts = self._parts(addresses, bounce)
-        if len(aligned):
-            done[aligned] = self._writer.write(
-                *self._transfers(slots[aligned], addresses[aligned]), deadline_s
-            )
-        for part in parts:
-            bounce.copy_in(addresses[part], self.bytes_per_block)
-            at = bounce.addresses[: len(part)]
-            done[part] = self._writer.write(*self._transfers(slots[part], at), deadline_s)
-        return done
 
     def load(
         self, keys: Sequence[BlockKey], slots: Sequence[Slot], addresses: Addresses
@@ -255,14 +246,14 @@ class DiskTier(StorageTier):
         records, trusted = self._slab.look_up(at)
         known = (records["kind"] == Kind.PUT) & same_keys(records["key"], as_keys(list(keys)))
         done = np.full(len(at), self._slot_bytes, np.int64)
-        done[known] = self._read(at[known], to[known])
+        done[known] = self._reader.read(at[known], to[known], self.options.read_deadline_s)
         self._health.note("read", done[known])
         self._quarantine(at, done)
         failed = done < 0
         right = known & (done == self._slot_bytes)
         check = np.flatnonzero(right & self._to_verify(trusted))
         if len(check):
-            sizes = np.full(len(check), self.bytes_per_block, np.int64)
+            sizes = np.full(len(check), self.bytes_per_block, np.uint64)
             crcs = crc32c_many(to[check], sizes, self.options.checksum_threads)
             right[check] = crcs == records["data_crc"][check]
             self._slab.trust(records[check[right[check]]])
@@ -282,38 +273,9 @@ class DiskTier(StorageTier):
             return np.asarray(~trusted | (count % self.options.sample_every == 0))
         return ~trusted
 
-    def _read(self, slots: Int64s, addresses: Uint64s) -> Int64s:
-        """int64 [n]: ``slot_bytes`` where the block is in memory, -errno or fewer elsewhere."""
-        done = np.zeros(len(slots), np.int64)
-        deadline_s, bounce = self.options.read_deadline_s, self._load_bounce
-        aligned, parts = self._parts(addresses, bounce)
-        if len(aligned):
-            done[aligned] = self._reader.read(
-                *self._transfers(slots[aligned], addresses[aligned]), deadline_s
-            )
-        for part in parts:
-            at = bounce.addresses[: len(part)]
-            done[part] = self._reader.read(*self._transfers(slots[part], at), deadline_s)
-            bounce.copy_out(addresses[part], self.bytes_per_block)
-        return done
-
-    def _parts(self, addresses: Uint64s, bounce: Bounce) -> tuple[Int64s, list[Int64s]]:
-        """Positions that go straight between disk and memory, and the others, a bufferful each."""
-        straight = addresses % ALIGNMENT == 0
-        if self.bytes_per_block != self._slot_bytes:
-            straight[:] = False
-        rest = np.flatnonzero(~straight)
-        step = bounce.num_slots
-        parts = [rest[start : start + step] for start in range(0, len(rest), step)]
-        return np.flatnonzero(straight), parts
-
-    def _transfers(self, slots: Int64s, addresses: Uint64s) -> tuple[Int64s, Uint64s, Int64s]:
-        """Offsets, addresses, sizes."""
-        return slots * self._slot_bytes, addresses, np.full(len(slots), self._slot_bytes, np.int64)
-
     def _quarantine(self, slots: Int64s, done: Int64s) -> None:
         bad = slots[np.isin(-done, MEDIUM_ERRORS)]
-        if len(bad):
+        if len(bad) and not self.is_off:  # that many errors are not about single slots
             self._slots.quarantine(bad)
             logger.warning("slots quarantined path=%s slots=%s", self.options.path, bad.tolist())
             try:

@@ -20,7 +20,7 @@ class IoEngine(ABC):
 
     @abstractmethod
     def write(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float
+        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
         """int64 [n]: bytes written, or -errno."""
 

@@ -19,7 +19,7 @@ class PreadvEngine(IoEngine):
         return self._each(os.preadv, offsets, addresses, sizes)
 
     def write(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float
+        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
         return self._each(os.pwritev, offsets, addresses, sizes)
 

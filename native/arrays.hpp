@@ -1,0 +1,88 @@
+// Arguments that are arrays, checked at the border.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace kvtier {
+
+constexpr long long kMaxThreads = 256;
+
+template <typename... Args>
+[[noreturn]] void fail(PyObject* type, const char* format, Args... args) {
+  PyErr_Format(type, format, args...);
+  throw nanobind::python_error();
+}
+
+inline std::size_t checked_threads(long long threads) {
+  if (threads < 1 || threads > kMaxThreads)
+    fail(PyExc_ValueError, "threads must be between 1 and %lld, not %lld", kMaxThreads, threads);
+  return static_cast<std::size_t>(threads);
+}
+
+// Whether `num_bytes` at `address` can lie in memory; no bytes lie anywhere.
+inline bool lies_in_memory(std::uint64_t address, std::uint64_t num_bytes) {
+  constexpr std::uint64_t kMax = std::numeric_limits<std::uint64_t>::max();
+  return num_bytes == 0 || (address != 0 && num_bytes <= kMax - address);
+}
+
+// The buffer of a Python object, held for as long as this lives.
+class Buffer {
+ public:
+  explicit Buffer(nanobind::handle object)
+      : held_(PyObject_GetBuffer(object.ptr(), &view_, PyBUF_RECORDS_RO) == 0) {
+    if (!held_) PyErr_Clear();
+  }
+  ~Buffer() {
+    if (held_) PyBuffer_Release(&view_);
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  bool held() const { return held_; }
+  const Py_buffer& view() const { return view_; }
+
+ private:
+  Py_buffer view_{};
+  bool held_;
+};
+
+// A one-dimensional, C-contiguous array of 64-bit integers.
+template <typename Item>
+class Items {
+  static_assert(sizeof(Item) == 8);
+  static constexpr bool kSigned = std::numeric_limits<Item>::is_signed;
+  static constexpr const char* kType = kSigned ? "int64" : "uint64";
+
+ public:
+  Items(const char* name, nanobind::handle array) : buffer_(array) {
+    const Py_buffer& view = buffer_.view();
+    if (!buffer_.held())
+      fail(PyExc_TypeError, "%s must be an array of %s, not %s", name, kType,
+           nanobind::type_name(array.type()).c_str());
+    const bool fits =
+        view.itemsize == sizeof(Item) && (std::strcmp(view.format, kSigned ? "q" : "Q") == 0 ||
+                                          std::strcmp(view.format, kSigned ? "l" : "L") == 0);
+    if (!fits)
+      fail(PyExc_TypeError, "%s must be an array of %s; its items have format '%s'", name, kType,
+           view.format);
+    if (view.ndim != 1)
+      fail(PyExc_ValueError, "%s must have one dimension, not %d", name, view.ndim);
+    if (!PyBuffer_IsContiguous(&view, 'C'))
+      fail(PyExc_ValueError, "%s must be C-contiguous; pass numpy.ascontiguousarray(%s)", name,
+           name);
+  }
+
+  std::size_t size() const { return static_cast<std::size_t>(buffer_.view().shape[0]); }
+  const Item* data() const { return static_cast<const Item*>(buffer_.view().buf); }
+
+ private:
+  Buffer buffer_;
+};
+
+using Words = Items<std::uint64_t>;  // addresses or sizes
+
+}  // namespace kvtier

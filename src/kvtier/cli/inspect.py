@@ -1,0 +1,180 @@
+"""``kvtier inspect``: what is in a slab of the disk tier, as tables or as JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvtier.cli.failure import fail
+from kvtier.errors import CacheError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvtier.tiers.disk.report import SlabReport
+
+MAX_NAMESPACES = 20
+BAR_WIDTH = 30
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(help="Directory of a slab.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what is in a slab: by namespace, age and size. Changes nothing; it may be in use."""
+    from kvtier.tiers.disk.report import report_slab
+
+    now = time.time()
+    try:
+        report = report_slab(path, now)
+    except (CacheError, OSError) as error:
+        fail("inspect", error)
+    if as_json:
+        typer.echo(json.dumps(asdict(report), indent=2))
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(_summary(report, now))
+    if report.num_blocks:
+        console.print(_namespaces(report, now))
+        console.print(_ages(report))
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people: "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def ago(seconds: float) -> str:
+    """A time for people: "3.2 h"."""
+    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{max(0.0, seconds) / divisor:.{0 if divisor == 1 else 1}f} {unit}"
+    return f"{seconds / 86400:.1f} d"
+
+
+def describe_layout(description: str) -> str:
+    """One line about what a block holds."""
+    try:
+        fields = json.loads(description)
+        parts = fields["parts"]
+        names = (
+            parts
+            if isinstance(parts, str)
+            else ", ".join(f"{p['name']} {p['num_heads']}×{p['dim']}" for p in parts)
+        )
+        return (
+            f"{fields['attention']} attention, {fields['num_layers']} layers, {names}, "
+            f"{fields['dtype']}, {fields['block_size']} tokens per block"
+        )
+    except (ValueError, KeyError, TypeError):
+        return description
+
+
+def _summary(report: SlabReport, now: float) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"slab {report.path}", title_justify="left", show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    filled = report.num_blocks / report.num_slots if report.num_slots else 0.0
+    if report.owner:
+        state = f"in use by {report.owner}"
+    elif report.is_clean:
+        state = "closed in order"
+    else:
+        state = "not closed in order: blocks are verified when they are first read"
+    oddities = [
+        f"{count} {what}"
+        for count, what in (
+            (report.num_quarantined, "slots quarantined after I/O errors"),
+            (report.num_damaged, "damaged records"),
+            (report.num_superseded, "older copies of a block"),
+            (2 - report.num_whole_superblocks, "damaged superblock"),
+        )
+        if count
+    ]
+    rows = (
+        ("blocks", f"{report.num_blocks:,} of {report.num_slots:,} slots ({filled:.1%})"),
+        ("size", f"{size(report.used_bytes)} of {size(report.capacity_bytes)}"),
+        (
+            "a block",
+            (
+                f"{size(report.block_bytes)} in a slot of {size(report.slot_bytes)}: "
+                f"{describe_layout(report.description)}"
+            ),
+        ),
+        ("layout", f"{report.layout}, rank {report.rank} of {report.num_ranks}"),
+        (
+            "journal",
+            (
+                f"{size(report.journal_bytes)}, {report.num_records:,} records, "
+                f"{report.num_dead:,} of them dead"
+            ),
+        ),
+        ("state", state),
+        ("oddities", ", ".join(oddities) or "none"),
+        ("made", f"{ago(now - report.made_at)} ago, format {report.format_version}"),
+    )
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    return table
+
+
+def _namespaces(report: SlabReport, now: float) -> Table:
+    from rich.table import Table
+
+    table = Table(title="namespaces, largest first", title_justify="left")
+    table.add_column("namespace", no_wrap=True)
+    for heading in ("blocks", "size", "longest", "newest", "oldest"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in report.namespaces[:MAX_NAMESPACES]:
+        table.add_row(
+            each.digest[:16] or "(not named)",
+            f"{each.num_blocks:,}",
+            size(each.num_bytes),
+            f"{each.longest_blocks:,}",
+            ago(now - each.newest_at),
+            ago(now - each.oldest_at),
+        )
+    rest = report.namespaces[MAX_NAMESPACES:]
+    if rest:
+        table.add_row(
+            f"{len(rest):,} more",
+            f"{sum(each.num_blocks for each in rest):,}",
+            size(sum(each.num_bytes for each in rest)),
+            f"{max(each.longest_blocks for each in rest):,}",
+            ago(now - max(each.newest_at for each in rest)),
+            ago(now - min(each.oldest_at for each in rest)),
+        )
+    return table
+
+
+def _ages(report: SlabReport) -> Table:
+    from rich.table import Table
+
+    table = Table(title="age", title_justify="left")
+    table.add_column("less than", no_wrap=True)
+    table.add_column("blocks", justify="right", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    most = max(each.num_blocks for each in report.ages)
+    for each in report.ages:
+        table.add_row(
+            each.below,
+            f"{each.num_blocks:,}",
+            size(each.num_bytes),
+            "█" * -(-BAR_WIDTH * each.num_blocks // most),
+        )
+    return table

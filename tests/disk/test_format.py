@@ -1,0 +1,222 @@
+"""The format on disk: what version 1 wrote is read for ever, whatever is in a journal."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import ConfigError
+from kvtier.tiers.disk import WriteBudget
+from kvtier.tiers.disk.records import RECORD, Kind, are_valid, as_keys, blank, seal
+from kvtier.tiers.disk.replay import recovered, replay
+from kvtier.tiers.disk.slots import DiskSlots
+from kvtier.tiers.disk.superblock import Superblock, decode, decode_both
+from tests.disk.world import LoadResult, key, world
+
+NUM_SLOTS = 5
+
+
+def crc32c(data: bytes) -> int:
+    """Bit by bit, as the polynomial says."""
+    state = 0xFFFFFFFF
+    for byte in data:
+        state ^= byte
+        for _ in range(8):
+            state = (state >> 1) ^ (0x82F63B78 if state & 1 else 0)
+    return state ^ 0xFFFFFFFF
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+def test_record_of_version_1_is_these_bytes() -> None:
+    record = blank(1, Kind.PUT)
+    record["namespace"], record["seq"], record["slot"] = 0x0201, 0x0807060504030201, 0x04030201
+    record["depth"], record["time"], record["data_crc"] = 7, 1_800_000_000, 0xDEADBEEF
+    record["key"] = np.frombuffer(bytes(range(32)), "V32")
+    seal(record)
+    body = struct.pack(
+        "<BBHQIIII", 2, 1, 0x0201, 0x0807060504030201, 0x04030201, 7, 1_800_000_000, 0xDEADBEEF
+    ) + bytes(range(32))
+    assert crc32c(b"123456789") == 0xE3069283
+    assert record.tobytes() == struct.pack("<I", crc32c(body)) + body
+    assert are_valid(record).tolist() == [True]
+
+
+def test_superblock_of_version_1_is_these_bytes() -> None:
+    superblock = Superblock(
+        slot_bytes=8192,
+        block_bytes=5000,
+        num_slots=77,
+        rank=1,
+        num_ranks=4,
+        layout="0123456789abcdef",
+        description='{"a":1}',
+        slab_id=b"i" * 16,
+        made_at=1_800_000_000,
+        epoch=9,
+        generation=3,
+        journal_bytes=6400,
+        is_clean=True,
+    )
+    body = struct.pack("<HHQQQQIIQQQ", 1, 1, 9, 8192, 5000, 77, 1, 4, 3, 6400, 1_800_000_000)
+    body += b"i" * 16 + b"0123456789abcdef".ljust(32, b"\0") + struct.pack("<I", 7) + b'{"a":1}'
+    body = body.ljust(4096 - 12, b"\0")
+    encoded = b"kvtslab\n" + struct.pack("<I", crc32c(body)) + body
+    assert superblock.encode() == encoded
+    assert decode(encoded) == superblock
+
+
+def test_newest_whole_superblock_counts() -> None:
+    old, new = (
+        Superblock(4096, 1, 1, 0, 1, "", "x" * 3000, b"i" * 16, 0, epoch=epoch).encode()
+        for epoch in (3, 4)
+    )
+    torn = new[:512] + old[512:2048] + bytes(2048)
+    for content, expected in (
+        (new + old, (4, 2)),
+        (old + new, (4, 2)),
+        (torn + old, (3, 1)),
+        (bytes(4096) + old, (3, 1)),
+        (new[:4000], (None, 0)),
+        (b"", (None, 0)),
+    ):
+        found, num_whole = decode_both(content)
+        assert (found and found.epoch, num_whole) == expected
+
+
+# -- replay ----------------------------------------------------------------------------------------
+
+events = st.lists(
+    st.tuples(
+        st.sampled_from([Kind.PUT, Kind.PUT, Kind.DEL, Kind.BAD, Kind.NAMESPACE]),
+        st.integers(0, NUM_SLOTS + 1),
+        st.integers(0, 4),
+        st.booleans(),
+    ),
+    max_size=40,
+)
+
+
+@given(events=events, seed=st.integers(0, 2**32))
+def test_replay_is_the_last_record_of_each_slot(
+    events: list[tuple[Kind, int, int, bool]], seed: int
+) -> None:
+    """In any order, with damaged records between; seq decides. Compared with a dictionary."""
+    records = np.concatenate([blank(0, Kind.PUT), *(blank(1, kind) for kind, *_ in events)])
+    records["seq"] = np.arange(1, len(events) + 1)
+    last: dict[int, tuple[Kind, int, int]] = {}
+    num_invalid = num_beyond = 0
+    for record, (_, slot, name, _right) in zip(records, events, strict=True):
+        record["slot"], record["namespace"] = slot, name
+        record["key"] = key(name)
+    seal(records)
+    for at, (kind, slot, name, is_right) in enumerate(events):
+        if not is_right:
+            num_invalid += 1
+            records["depth"][at] ^= 1
+        elif kind is not Kind.NAMESPACE:
+            if slot < NUM_SLOTS:
+                last[slot] = (kind, name, at + 1)
+            else:
+                num_beyond += 1
+    rng = np.random.default_rng(seed)
+    found = replay(records[rng.permutation(len(records))], NUM_SLOTS)
+    assert (found.num_invalid, found.num_beyond) == (num_invalid, num_beyond)
+    assert found.num_records == len(events) - num_invalid
+    for slot in range(NUM_SLOTS):
+        kind, name, seq = last.get(slot, (0, 0, 0))
+        row = found.table[slot]
+        assert (row["kind"], row["seq"]) == (kind, seq)
+        assert row["key"].tobytes() == (key(name) if kind else bytes(32))
+
+    newest: dict[int, int] = {}
+    for slot, (kind, name, _) in sorted(last.items(), key=lambda item: item[1][2]):
+        if kind is Kind.PUT:
+            newest[name] = slot
+    blocks = recovered(found.table)
+    names = list(range(5))
+    expected = [newest.get(name, -1) for name in names]
+    assert blocks.find(as_keys([key(name) for name in names]), found.table) == expected
+    assert sorted(blocks.slots.tolist()) == sorted(newest.values())
+    DiskSlots(found.table, blocks).check_invariants()
+
+
+def test_keys_that_agree_in_eight_bytes_are_two_blocks() -> None:
+    keys = [b"12345678" + bytes([last]) * 24 for last in (3, 1, 2)]
+    table = blank(3, Kind.PUT)
+    table["slot"], table["seq"], table["key"] = range(3), [5, 6, 7], as_keys(keys)
+    blocks = recovered(table)
+    assert blocks.find(as_keys([*keys, b"12345678" + b"\4" * 24]), table) == [0, 1, 2, -1]
+
+
+@given(st.binary(max_size=1000))
+def test_any_bytes_can_be_replayed(content: bytes) -> None:
+    records = np.frombuffer(content[: len(content) // 64 * 64], RECORD)
+    found = replay(records, NUM_SLOTS)
+    assert found.num_invalid + found.num_records == len(records)
+
+
+def test_more_namespaces_than_numbers_share_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.tiers.disk.slab.MAX_NAMESPACES", 3)
+    with world(tmp_path, 8) as here:
+        slots = here.tier.allocate(6)
+        assert slots is not None
+        for number, slot in enumerate(slots):
+            assert here.store([key(number)], [slot], namespace=bytes([number]) * 32) == [True]
+        assert here.tier._slab.table["namespace"][slots].tolist() == [1, 2, 3, 0, 0, 0]
+        here.reopen()
+        assert here.get(*range(6)) == [LoadResult.OK] * 6
+
+
+# -- endurance -------------------------------------------------------------------------------------
+
+
+@given(
+    wanted=st.lists(st.tuples(st.integers(0, 50_000), st.integers(0, 3000)), max_size=60),
+    per_day=st.integers(1, 10**6),
+    burst=st.integers(1, 10**5),
+)
+def test_budget_is_kept_over_any_time(
+    wanted: list[tuple[int, int]], per_day: int, burst: int
+) -> None:
+    now = 0.0
+    budget = WriteBudget(per_day, burst, clock=lambda: now)
+    written = 0
+    largest = 0
+    for pause, num_bytes in wanted:
+        now += pause
+        had = budget.left_bytes
+        allowed = budget.take(num_bytes)
+        assert allowed == (had > 0)
+        if allowed:
+            written += num_bytes
+            largest = max(largest, num_bytes)
+        assert written <= burst + largest + now * per_day / 86400 + 1e-6 * written + 1e-6
+
+
+def test_no_budget_is_no_limit() -> None:
+    budget = WriteBudget(0)
+    assert budget.take(1 << 60)
+    assert budget.left_bytes > 1 << 60
+
+
+def test_budget_that_can_not_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="-1 bytes per day"):
+        WriteBudget(-1)
+
+
+def test_budget_earns_an_hour_at_most() -> None:
+    now = 0.0
+    budget = WriteBudget(24_000, clock=lambda: now)
+    assert budget.take(1000)
+    assert not budget.take(1)
+    now += 100 * 86400
+    assert budget.left_bytes == 1000
