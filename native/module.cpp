@@ -6,4 +6,5 @@ NB_MODULE(_native, module) {
   module.doc() = "The native core of kvtier. Use it through kvtier._hot.";
   nanobind::exception<kvtier::NativeError>(module, "NativeError", PyExc_RuntimeError);
   kvtier::bind_copy(module);
+  kvtier::bind_trie(module);
 }

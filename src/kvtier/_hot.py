@@ -17,7 +17,7 @@ if _wanted == "off":
     _reason = "switched off by KVTIER_NATIVE=off in the environment"
 else:
     try:
-        from kvtier._native import copy_batch
+        from kvtier._native import BlockTrie, copy_batch, pack_tokens
     except ImportError as error:
         if _wanted == "on":
             raise
@@ -27,6 +27,10 @@ else:
 
 if _reason:
     from kvtier._reference.copy import copy_batch
+    from kvtier._reference.tokens import pack_tokens
+
+    # Its twin knows policies and keys, and is kvtier.index.python_index.
+    BlockTrie = None  # type: ignore[assignment,misc]
 
 NATIVE: Final = not _reason
 """Whether the functions here are the native ones."""
@@ -34,4 +38,4 @@ NATIVE: Final = not _reason
 NATIVE_REASON: Final = _reason
 """Why they are not; empty if they are."""
 
-__all__ = ["NATIVE", "NATIVE_REASON", "copy_batch"]
+__all__ = ["NATIVE", "NATIVE_REASON", "BlockTrie", "copy_batch", "pack_tokens"]

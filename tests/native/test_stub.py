@@ -10,9 +10,10 @@ import pytest
 
 from kvtier import _hot
 from kvtier._reference.copy import copy_batch as reference_copy_batch
+from kvtier._reference.tokens import pack_tokens as reference_pack_tokens
 
 STUB = Path(_hot.__file__).with_name("_native.pyi")
-TWINS = {"copy_batch": reference_copy_batch}
+TWINS = {"copy_batch": reference_copy_batch, "pack_tokens": reference_pack_tokens}
 
 
 def signature(definition: ast.FunctionDef) -> dict[str, object]:
