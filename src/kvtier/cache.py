@@ -97,7 +97,7 @@ class Cache:
 
     def lease(self, namespace: bytes, labels: Sequence[Label], match: Match) -> Lease:
         """Hold the matched blocks where they are, so that they can't be evicted."""
-        lease = Lease(self._index, namespace, list(labels), match, self._clock())
+        lease = Lease(self._index, namespace, labels[:], match, self._clock())
         self._leases.add(lease)
         return lease
 
@@ -271,7 +271,9 @@ class Cache:
     def findings(self) -> list[Finding]:
         """What is in use, for ``kvtier doctor``."""
         tiers = self._ladder.tiers.values()
-        return [*self._device.findings(), *(line for tier in tiers for line in tier.findings())]
+        index = Finding("index", self._index.describe())
+        lines = (line for tier in tiers for line in tier.findings())
+        return [*self._device.findings(), index, *lines]
 
     def close(self) -> None:
         """Finish the copies on their way and give the tiers back. Safe to call twice."""

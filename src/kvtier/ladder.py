@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.devices import Device, Direction
-from kvtier.index import BlockIndex, State
+from kvtier.index import State, make_index
 from kvtier.index.policies import EvictionPolicy
 from kvtier.lease import Transfer
 from kvtier.plan import Copy, CostModel, Costs
@@ -37,7 +37,7 @@ class Ladder:
         clock: Callable[[], float],
     ) -> None:
         self.tiers = dict(tiers)
-        self.index = BlockIndex({name: make_policy() for name in tiers})
+        self.index = make_index({name: make_policy() for name in tiers})
         self.metrics = Metrics()
         self.costs = CostModel()
         self._engine = TransferEngine(device)

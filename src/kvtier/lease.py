@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.index import BlockIndex
@@ -35,7 +36,7 @@ class Lease:
     """
 
     def __init__(
-        self, index: BlockIndex, namespace: bytes, labels: list[Label], match: Match, now: float
+        self, index: BlockIndex, namespace: bytes, labels: Sequence[Label], match: Match, now: float
     ) -> None:
         self._index = index
         self.namespace = namespace
