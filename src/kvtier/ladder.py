@@ -83,7 +83,7 @@ class Ladder:
         below = self.below(tier)
         if self._demotes and tier == DEVICE and below is not None:
             leaving = self._demote(leaving, tier, below)
-        self.tiers[tier].free([self.index.forget(block, tier) for block in leaving])
+        self.tiers[tier].free(self.index.forget_all(leaving, tier))
         if leaving:
             self.metrics.count("kvtier_evicted_blocks_total", len(leaving), tier=tier)
         return len(leaving)
@@ -94,11 +94,10 @@ class Ladder:
         """Begin to copy into ``dst_slots``. The sources can't leave until the copy is finished."""
         src, dst, blocks = copy.src, copy.dst, copy.blocks
         batch = stage(self.tiers[src], self.index.slots(blocks, src), self.tiers[dst], dst_slots)
-        holds_source = all(self.index.state(block, src) is State.READY for block in blocks)
+        holds_source = all(state is State.READY for state in self.index.states_of(blocks, src))
         if holds_source:
             self.index.lease(blocks, src)
-        for block, slot in zip(blocks, dst_slots, strict=True):
-            self.index.begin_write(block, dst, slot)
+        self.index.begin_write_all(blocks, dst, dst_slots)
         direction = Direction.LOAD if dst == DEVICE else Direction.STORE
         job = self._engine.submit(batch, direction)
         transfer = Transfer(src, dst, blocks, job, holds_source)
@@ -117,11 +116,12 @@ class Ladder:
             return 0
         if num_there and self.index.state(blocks[num_there - 1], dst) is State.ABSENT:
             num_there = 0  # evicted meanwhile
+        there = self.index.states_of(blocks[num_there:], dst)
+        here = self.index.states_of(blocks[num_there:], src)
         missing = [
             at
-            for at in range(num_there, len(blocks))
-            if self.index.state(blocks[at], dst) is State.ABSENT
-            and self.index.state(blocks[at], src) in STORABLE
+            for at, (below, above) in enumerate(zip(there, here, strict=True), num_there)
+            if below is State.ABSENT and above in STORABLE
         ]
         if not missing:
             return len(blocks)
@@ -185,8 +185,7 @@ class Ladder:
         src, dst, blocks, job = transfer.src, transfer.dst, transfer.blocks, transfer.job
         if job.succeeded:
             now = self._clock()
-            for block in blocks:
-                self.index.commit(block, dst, now)
+            self.index.commit_all(blocks, dst, now)
             for lease in transfer.waiters:
                 lease.arrive(transfer, now)
             self.costs.observe_copy((src, dst), job.num_bytes, job.seconds)
@@ -199,7 +198,7 @@ class Ladder:
         if transfer.holds_source:
             self.index.release(blocks, src)
         if not job.succeeded:
-            self.tiers[dst].free([self.index.abort(block, dst) for block in blocks])
+            self.tiers[dst].free(self.index.abort_all(blocks, dst))
 
     def _demote(self, leaving: list[BlockId], src: str, dst: str) -> list[BlockId]:
         """Copy blocks that are being evicted one tier down, and wait. Returns those that may go.
