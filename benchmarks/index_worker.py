@@ -67,26 +67,25 @@ class Kvtier(Index):
             self.index = native_index.NativeIndex({"device": "lru", "host": "lru"})
         else:
             self.index = python_index.PythonIndex({"device": LruPolicy(), "host": LruPolicy()})
-        self.page, self.token_labels = page, keys.token_labels
+        self.page, self.labels = page, keys.view_labels
 
     def insert(self, tokens: Tokens, slots: list[int], number: int) -> int:
-        labels = self.token_labels(tokens, self.page)
+        labels = self.labels(tokens, self.page)
         made = self.index.insert(b"model", labels, "device", slots, float(number))
         return (len(made.blocks) - made.num_new) * self.page
 
     def match(self, tokens: Tokens) -> int:
-        labels = self.token_labels(tokens, self.page)
+        labels = self.labels(tokens, self.page)
         return self.index.match(b"model", labels).num_blocks * self.page
 
     def slots(self, tokens: Tokens) -> object:
-        return self.index.match_slots(b"model", self.token_labels(tokens, self.page), "device")
+        return self.index.match_slots(b"model", self.labels(tokens, self.page), "device")
 
     def blocks(self, slots: object) -> list[int]:
         return slots.tolist()
 
     def evict(self, num_tokens: int) -> int:
-        leaving = self.index.evict("device", num_tokens // self.page)
-        return len(self.index.forget_all(leaving, "device")) * self.page
+        return len(self.index.drop("device", num_tokens // self.page)) * self.page
 
     def facts(self) -> dict[str, float]:
         if not hasattr(self.index, "num_bytes"):

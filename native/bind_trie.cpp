@@ -1,6 +1,7 @@
 // Binding of the block trie. Arguments are checked here and trusted inside.
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -38,6 +39,8 @@ auto checked(Call&& call) {
     fail(PyExc_AssertionError, "%s", error.what());
   } catch (const nb::python_error&) {
     throw;
+  } catch (const std::invalid_argument& error) {
+    fail(PyExc_ValueError, "%s", error.what());
   } catch (const std::exception& error) {
     throw NativeError(error.what());
   }
@@ -115,9 +118,53 @@ std::vector<std::string_view> names_of(const nb::tuple& names) {
   return result;
 }
 
+class Buffer {
+ public:
+  explicit Buffer(nb::handle object)
+      : held_(PyObject_GetBuffer(object.ptr(), &view_, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) == 0) {
+    if (!held_) PyErr_Clear();
+  }
+  ~Buffer() {
+    if (held_) PyBuffer_Release(&view_);
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  bool held() const { return held_; }
+  const Py_buffer& view() const { return view_; }
+
+ private:
+  Py_buffer view_{};
+  bool held_;
+};
+
+// One axis of integers of four or eight bytes, in the machine's order: token ids as they come.
+class TokenArray {
+ public:
+  explicit TokenArray(nb::handle tokens) : buffer_(tokens) {
+    if (!buffer_.held() || buffer_.view().ndim != 1 || buffer_.view().format == nullptr) return;
+    const char* const format = buffer_.view().format;
+    is_integer_ = std::strlen(format) == 1 && std::strchr("iIlLqQ", *format) != nullptr &&
+                  (item_bytes() == 4 || item_bytes() == 8);
+    is_signed_ = *format == 'i' || *format == 'l' || *format == 'q';
+  }
+
+  bool is_integer() const { return is_integer_; }
+  bool is_signed() const { return is_signed_; }
+  std::size_t item_bytes() const { return static_cast<std::size_t>(buffer_.view().itemsize); }
+  std::size_t size() const { return static_cast<std::size_t>(buffer_.view().len) / item_bytes(); }
+  const std::byte* data() const { return static_cast<const std::byte*>(buffer_.view().buf); }
+
+ private:
+  Buffer buffer_;
+  bool is_integer_ = false;
+  bool is_signed_ = false;
+};
+
 class BlockTrie {
  public:
-  BlockTrie(nb::tuple tiers, nb::tuple policies, nb::tuple states, nb::handle labels_type)
+  BlockTrie(nb::tuple tiers, nb::tuple policies, nb::tuple states, nb::handle labels_type,
+            nb::handle match_type)
       : trie_(checked([&] {
           if (tiers.size() < 1 || tiers.size() > trie::kMaxTiers || tiers.size() != policies.size())
             fail(PyExc_ValueError, "1 to %zu tiers with a policy each, not %zu tiers and %zu policies",
@@ -127,7 +174,10 @@ class BlockTrie {
         tiers_(std::move(tiers)),
         states_(std::move(states)),
         labels_type_(nb::borrow(labels_type)),
-        spec_(nb::steal(PyUnicode_InternFromString("spec"))) {
+        match_type_(nb::borrow(match_type)),
+        spec_(owned(PyUnicode_InternFromString("spec"))) {
+    for (const char* each : {"blocks", "tiers", "in_flight", "num_asked"})
+      match_fields_.push_back(owned(PyUnicode_InternFromString(each)));
     if (states_.size() != 4) fail(PyExc_ValueError, "four states, not %zu", states_.size());
   }
   BlockTrie(const BlockTrie&) = delete;
@@ -135,13 +185,24 @@ class BlockTrie {
 
   nb::object match(nb::handle space, nb::handle labels) {
     found_.clear();
+    std::size_t num_asked = 0;
     with_labels(labels, [&](const trie::Labels& path) {
+      num_asked = path.size();
       trie_.match(to_bytes(space.ptr(), "a namespace"), path, found_);
     });
-    return nb::make_tuple(
+    const nb::object fields[] = {
         tuple_of(found_, [](const auto& each) { return number(each.block); }),
         tuple_of(found_, [&](const auto& each) { return nb::borrow(tiers_[each.tier]); }),
-        tuple_of(found_, [](const auto& each) { return nb::bool_(each.in_flight); }));
+        tuple_of(found_, [](const auto& each) { return nb::borrow(each.in_flight ? Py_True : Py_False); }),
+        owned(PyLong_FromSize_t(num_asked)),
+    };
+    // As object.__setattr__ does it, which is how a frozen dataclass fills itself.
+    auto* const type = reinterpret_cast<PyTypeObject*>(match_type_.ptr());
+    nb::object result = owned(type->tp_alloc(type, 0));
+    for (std::size_t i = 0; i < std::size(fields); ++i)
+      if (PyObject_GenericSetAttr(result.ptr(), match_fields_[i].ptr(), fields[i].ptr()) != 0)
+        throw nb::python_error();
+    return result;
   }
 
   nb::object match_slots(nb::handle space, nb::handle labels, nb::handle tier) {
@@ -275,6 +336,20 @@ class BlockTrie {
     return list_of(blocks_, number);
   }
 
+  // Evicts and forgets; the slots that are free now.
+  nb::object drop(nb::handle tier, nb::handle num_blocks) {
+    const std::size_t at = position(tier);
+    const std::size_t most = to_index(num_blocks);
+    blocks_.clear();
+    slots_.clear();
+    checked([&] {
+      trie_.evict(at, most, blocks_);
+      for (const BlockId block : blocks_) trie_.prefetch(block);
+      for (const BlockId block : blocks_) slots_.push_back(trie_.forget(block, at));
+    });
+    return list_of(slots_, number);
+  }
+
   nb::object missing_keys(nb::handle block) {
     const BlockId id = to_number(block.ptr(), "a block");
     std::vector<trie::BlockTrie::Unnamed> missing;
@@ -384,14 +459,31 @@ class BlockTrie {
         fail(PyExc_TypeError, "Labels.spec has five fields");
       for (std::size_t i = 0; i < 4; ++i)
         fields[i] = to_index(PyTuple_GET_ITEM(spec.ptr(), static_cast<Py_ssize_t>(i) + 1));
-      const std::string_view tokens = to_bytes(PyTuple_GET_ITEM(spec.ptr(), 0), "tokens");
+      PyObject* const tokens = PyTuple_GET_ITEM(spec.ptr(), 0);
       const auto [width, per_chunk, first, num] = fields;
-      const std::size_t last = per_chunk > 0 ? (first + num + per_chunk - 1) / per_chunk * per_chunk : 0;
-      if (width == 0 || per_chunk == 0 || last > tokens.size() / width)
-        fail(PyExc_ValueError, "Labels name blocks outside of their tokens: %R", spec.ptr());
-      const trie::Labels path(reinterpret_cast<const std::byte*>(tokens.data()), width, per_chunk,
-                              first, num);
-      checked([&] { use(path); });
+      const std::size_t end =
+          per_chunk > 0 ? (first + num + per_chunk - 1) / per_chunk * per_chunk : 0;
+      const auto must_hold = [&](std::size_t num_bytes) {
+        if (width == 0 || per_chunk == 0 || end > num_bytes / width)
+          fail(PyExc_ValueError, "Labels name blocks outside of their tokens: %R", spec.ptr());
+      };
+      if (PyBytes_CheckExact(tokens)) {
+        const std::string_view text = to_bytes(tokens, "tokens");
+        must_hold(text.size());
+        const trie::Labels path(reinterpret_cast<const std::byte*>(text.data()), width, per_chunk,
+                                first, num);
+        checked([&] { use(path); });
+      } else {
+        const TokenArray ids{nb::handle(tokens)};
+        if (!ids.is_integer())
+          fail(PyExc_TypeError, "tokens must be bytes or an array of integers, not %s",
+               Py_TYPE(tokens)->tp_name);
+        must_hold(4 * ids.size());
+        packed_.resize(width * per_chunk);
+        trie::Labels path(ids.data(), width, per_chunk, first, num);
+        path.unpacked(ids.item_bytes(), ids.is_signed(), packed_.data());
+        checked([&] { use(path); });
+      }
     } else {
       const Items items(labels, "labels must be iterable");
       std::vector<trie::Label> list(items.size());
@@ -405,32 +497,15 @@ class BlockTrie {
   nb::tuple tiers_;
   nb::tuple states_;
   nb::object labels_type_;
+  nb::object match_type_;
   nb::object spec_;
+  std::vector<nb::object> match_fields_;
   // Kept from call to call, to spare allocations.
   std::vector<BlockId> blocks_;
   std::vector<Slot> slots_;
   std::vector<std::int64_t> numbers_;
   std::vector<trie::BlockTrie::Found> found_;
-};
-
-class Buffer {
- public:
-  explicit Buffer(nb::handle object)
-      : held_(PyObject_GetBuffer(object.ptr(), &view_, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) == 0) {
-    if (!held_) PyErr_Clear();
-  }
-  ~Buffer() {
-    if (held_) PyBuffer_Release(&view_);
-  }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-
-  bool held() const { return held_; }
-  const Py_buffer& view() const { return view_; }
-
- private:
-  Py_buffer view_{};
-  bool held_;
+  std::vector<std::byte> packed_;
 };
 
 std::byte* bytes_of(const nb::object& packed) {
@@ -453,17 +528,12 @@ nb::object pack_tokens(nb::handle tokens) {
     }
     return packed;
   }
-  const Buffer buffer(tokens);
-  if (!buffer.held() || buffer.view().ndim != 1 || buffer.view().format == nullptr) return nb::none();
-  const char* const format = buffer.view().format;
-  const auto item_bytes = static_cast<std::size_t>(buffer.view().itemsize);
-  const bool is_integer = std::strlen(format) == 1 && std::strchr("iIlLqQ", *format) != nullptr;
-  if (!is_integer || (item_bytes != 4 && item_bytes != 8)) return nb::none();
-  const auto num = static_cast<std::size_t>(buffer.view().len) / item_bytes;
-  nb::object packed = owned(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(num * kItem)));
-  const bool is_signed = *format == 'i' || *format == 'l' || *format == 'q';
-  const bool fits =
-      trie::pack_tokens(buffer.view().buf, item_bytes, is_signed, num, bytes_of(packed));
+  const TokenArray ids(tokens);
+  if (!ids.is_integer()) return nb::none();
+  nb::object packed =
+      owned(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(ids.size() * kItem)));
+  const bool fits = trie::pack_tokens(ids.data(), ids.item_bytes(), ids.is_signed(), ids.size(),
+                                      bytes_of(packed));
   return fits ? packed : nb::none();
 }
 
@@ -475,8 +545,9 @@ void bind_trie(nb::module_& module) {
              "Token ids as little-endian uint32.");
 
   nb::class_<BlockTrie>(module, "BlockTrie", "What is cached, where: see kvtier.index.")
-      .def(nb::init<nb::tuple, nb::tuple, nb::tuple, nb::handle>(), nb::arg("tiers"),
-           nb::arg("policies"), nb::arg("states"), nb::arg("labels_type"))
+      .def(nb::init<nb::tuple, nb::tuple, nb::tuple, nb::handle, nb::handle>(), nb::arg("tiers"),
+           nb::arg("policies"), nb::arg("states"), nb::arg("labels_type"),
+           nb::arg("match_type"))
       .def("__len__", &BlockTrie::size, nb::lock_self())
       .def("match", &BlockTrie::match, nb::arg("namespace"), nb::arg("labels"), nb::lock_self())
       .def("match_slots", &BlockTrie::match_slots, nb::arg("namespace"), nb::arg("labels"),
@@ -506,6 +577,7 @@ void bind_trie(nb::module_& module) {
       .def("lease", &BlockTrie::lease, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
       .def("release", &BlockTrie::release, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
       .def("evict", &BlockTrie::evict, nb::arg("tier"), nb::arg("num_blocks"), nb::lock_self())
+      .def("drop", &BlockTrie::drop, nb::arg("tier"), nb::arg("num_blocks"), nb::lock_self())
       .def("forget", &BlockTrie::forget, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
       .def("keep", &BlockTrie::keep, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
       .def("missing_keys", &BlockTrie::missing_keys, nb::arg("block"), nb::lock_self())

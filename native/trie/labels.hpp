@@ -3,12 +3,15 @@
 
 #include <cstddef>
 #include <span>
+#include <stdexcept>
 
+#include "trie/tokens.hpp"
 #include "trie/types.hpp"
 
 namespace kvtier::trie {
 
-// Either blocks of one token buffer, or a list of byte strings. Owns nothing.
+// Either blocks of one token buffer, or a list of byte strings. Owns nothing. A label lives until the
+// next one is asked for: ids that are not packed yet are packed block by block, as far as a walk goes.
 //
 // In a token buffer block i has bytes [i * block_bytes, (i + 1) * block_bytes), except that the first
 // block of a chunk is named by the bytes of the whole chunk.
@@ -23,13 +26,26 @@ class Labels {
         first_(first),
         size_(size) {}
 
+  // The ids have `item_bytes` each; `packed` has room for a chunk.
+  void unpacked(std::size_t item_bytes, bool is_signed, std::byte* packed) {
+    item_bytes_ = item_bytes;
+    is_signed_ = is_signed;
+    packed_ = packed;
+  }
+
   std::size_t size() const { return size_; }
 
   Label operator[](std::size_t i) const {
     if (tokens_ == nullptr) return list_[i];
     const std::size_t at = first_ + i;
     const bool begins_chunk = blocks_per_chunk_ > 1 && at % blocks_per_chunk_ == 0;
-    return {tokens_ + at * block_bytes_, begins_chunk ? block_bytes_ * blocks_per_chunk_ : block_bytes_};
+    const std::size_t size = begins_chunk ? block_bytes_ * blocks_per_chunk_ : block_bytes_;
+    if (packed_ == nullptr) return {tokens_ + at * block_bytes_, size};
+    constexpr std::size_t kPacked = 4;
+    if (!pack_tokens(tokens_ + at * (block_bytes_ / kPacked * item_bytes_), item_bytes_, is_signed_,
+                     size / kPacked, packed_))
+      throw std::invalid_argument("token ids must lie in 0 .. 2**32 - 1");
+    return {packed_, size};
   }
 
  private:
@@ -39,6 +55,9 @@ class Labels {
   std::size_t blocks_per_chunk_ = 1;
   std::size_t first_ = 0;
   std::size_t size_ = 0;
+  std::size_t item_bytes_ = 4;
+  bool is_signed_ = false;
+  std::byte* packed_ = nullptr;
 };
 
 }  // namespace kvtier::trie

@@ -11,10 +11,11 @@ so a key names the whole prefix, the model and everything else that changes the 
 from __future__ import annotations
 
 import operator
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import overload
+from typing import TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -56,11 +57,16 @@ class Namespace:
         return hasher.digest()
 
 
+TokenArray: TypeAlias = "npt.NDArray[np.integer] | array[int]"
+"""Token ids of an engine, as they are."""
+
+
 class Labels(Sequence[Label]):
     """The labels of a prompt's blocks, over one buffer of token ids: a list of bytes to whoever
     reads it, and a piece of memory to the native core. Not changed once made.
 
-    tokens: little-endian, four bytes each. blocks_per_chunk: every so many blocks one is called
+    tokens: ids as bytes, little-endian, four each; or an array of theirs (see ``view_labels``).
+    block_bytes: as bytes, of one block. blocks_per_chunk: every so many blocks one is called
     by the tokens of as many blocks from it on; 1 where there are no chunks. first, num: the
     blocks that it stands for, counted from the start of the buffer.
     """
@@ -68,7 +74,12 @@ class Labels(Sequence[Label]):
     __slots__ = ("spec",)
 
     def __init__(
-        self, tokens: bytes, block_bytes: int, blocks_per_chunk: int, first: int, num: int
+        self,
+        tokens: bytes | TokenArray,
+        block_bytes: int,
+        blocks_per_chunk: int,
+        first: int,
+        num: int,
     ) -> None:
         # One tuple: the native core takes it apart with fewer look-ups than five attributes.
         self.spec = (tokens, block_bytes, blocks_per_chunk, first, num)
@@ -93,8 +104,10 @@ class Labels(Sequence[Label]):
             raise IndexError(f"block {at} of a prompt with {num} full blocks")
         block = first + at % num
         begins_chunk = block % blocks_per_chunk == 0
-        start = block * block_bytes
-        return tokens[start : start + block_bytes * (blocks_per_chunk if begins_chunk else 1)]
+        start, width = block * block_bytes, block_bytes * (blocks_per_chunk if begins_chunk else 1)
+        if isinstance(tokens, bytes):
+            return tokens[start : start + width]
+        return _packed(np.asarray(tokens[start // 4 : (start + width) // 4]))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, (Labels, list, tuple)):
@@ -118,6 +131,15 @@ def token_labels(tokens: Sequence[int] | npt.NDArray[np.integer], block_size: in
         packed = _packed(tokens)
     width = block_size * 4
     return Labels(packed, width, 1, 0, len(packed) // width)
+
+
+def view_labels(tokens: TokenArray, block_size: int) -> Labels:
+    """``token_labels`` without a copy, for a call that is over before ``tokens`` changes.
+
+    tokens: contiguous integers of four or eight bytes; nothing of them is read here. An id outside
+    of 0 .. 2**32 - 1 is a ValueError of the call that meets it.
+    """
+    return Labels(tokens, block_size * 4, 1, 0, len(tokens) // block_size)
 
 
 def grid_labels(

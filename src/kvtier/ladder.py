@@ -79,14 +79,16 @@ class Ladder:
 
     def make_room(self, tier: str, num_blocks: int) -> int:
         """Evict up to ``num_blocks`` blocks from ``tier``, leaves first. Returns how many left."""
-        leaving = self.index.evict(tier, num_blocks)
         below = self.below(tier)
         if self._demotes and tier == DEVICE and below is not None:
-            leaving = self._demote(leaving, tier, below)
-        self.tiers[tier].free(self.index.forget_all(leaving, tier))
-        if leaving:
-            self.metrics.count("kvtier_evicted_blocks_total", len(leaving), tier=tier)
-        return len(leaving)
+            leaving = self._demote(self.index.evict(tier, num_blocks), tier, below)
+            slots = self.index.forget_all(leaving, tier)
+        else:
+            slots = self.index.drop(tier, num_blocks)
+        self.tiers[tier].free(slots)
+        if slots:
+            self.metrics.count("kvtier_evicted_blocks_total", len(slots), tier=tier)
+        return len(slots)
 
     # -- copies -----------------------------------------------------------------------------------
 

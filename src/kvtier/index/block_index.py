@@ -218,6 +218,10 @@ class BlockIndex(ABC):
         """``forget`` of each."""
         return [self.forget(block, tier) for block in blocks]
 
+    def drop(self, tier: str, num_blocks: int) -> list[Slot]:
+        """``evict``, and ``forget`` at once. Returns the slots that are free now."""
+        return self.forget_all(self.evict(tier, num_blocks), tier)
+
     @abstractmethod
     def keep(self, block: BlockId, tier: str) -> None:
         """The block stays in ``tier``: it is ready again."""

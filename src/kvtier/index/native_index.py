@@ -23,13 +23,12 @@ class NativeIndex(BlockIndex):
         assert BlockTrie is not None, "the native core is not there"
         self.tiers = tuple(policies)
         self._policies = tuple(policies.values())
-        self._trie = BlockTrie(self.tiers, self._policies, tuple(State), Labels)
+        self._trie = BlockTrie(self.tiers, self._policies, tuple(State), Labels, Match)
 
     # -- queries ----------------------------------------------------------------------------------
 
     def match(self, namespace: bytes, labels: Sequence[Label]) -> Match:
-        blocks, tiers, in_flight = self._trie.match(namespace, labels)
-        return Match(cast("tuple[BlockId, ...]", blocks), tiers, in_flight, len(labels))
+        return cast("Match", self._trie.match(namespace, labels))
 
     def match_slots(
         self, namespace: bytes, labels: Sequence[Label], tier: str
@@ -142,6 +141,9 @@ class NativeIndex(BlockIndex):
 
     def forget_all(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
         return cast("list[Slot]", self._trie.forget(blocks, tier))
+
+    def drop(self, tier: str, num_blocks: int) -> list[Slot]:
+        return cast("list[Slot]", self._trie.drop(tier, num_blocks))
 
     def keep(self, block: BlockId, tier: str) -> None:
         self._trie.keep((block,), tier)
