@@ -186,7 +186,7 @@ class BlockTrie {
   nb::object match(nb::handle space, nb::handle labels) {
     found_.clear();
     std::size_t num_asked = 0;
-    with_labels(labels, [&](const trie::Labels& path) {
+    with_labels(labels, [&](trie::Labels& path) {
       num_asked = path.size();
       trie_.match(to_bytes(space.ptr(), "a namespace"), path, found_);
     });
@@ -208,7 +208,7 @@ class BlockTrie {
   nb::object match_slots(nb::handle space, nb::handle labels, nb::handle tier) {
     numbers_.clear();
     const std::size_t at = position(tier);
-    with_labels(labels, [&](const trie::Labels& path) {
+    with_labels(labels, [&](trie::Labels& path) {
       trie_.match_slots(to_bytes(space.ptr(), "a namespace"), path, at, numbers_);
     });
     return owned(PyBytes_FromStringAndSize(
@@ -223,7 +223,7 @@ class BlockTrie {
   nb::object states(nb::handle space, nb::handle labels, nb::handle tier, nb::handle after) {
     std::vector<State> found;
     const std::size_t at = position(tier);
-    with_labels(labels, [&](const trie::Labels& path) {
+    with_labels(labels, [&](trie::Labels& path) {
       trie_.states(to_bytes(space.ptr(), "a namespace"), path, at, optional_block(after), found);
     });
     return list_of(found, [&](State each) { return state_object(each); });
@@ -261,7 +261,7 @@ class BlockTrie {
 
   nb::object extend(nb::handle space, nb::handle labels, nb::handle after) {
     blocks_.clear();
-    with_labels(labels, [&](const trie::Labels& path) {
+    with_labels(labels, [&](trie::Labels& path) {
       trie_.extend(to_bytes(space.ptr(), "a namespace"), path, optional_block(after), blocks_);
     });
     return list_of(blocks_, number);
@@ -270,24 +270,31 @@ class BlockTrie {
   nb::object insert(nb::handle space, nb::handle labels, nb::handle tier, nb::handle slots,
                     double now, nb::handle after, bool hold) {
     const std::size_t at = position(tier);
-    read_slots(slots);
+    const Items given(slots, "slots must be iterable");
+    read_slots(given);
+    given_ = slots_;
     blocks_.clear();
     std::size_t num_new = 0;
-    with_labels(labels, [&](const trie::Labels& path) {
+    with_labels(labels, [&](trie::Labels& path) {
       if (path.size() != slots_.size())
         fail(PyExc_ValueError, "a slot for each block: %zu labels, %zu slots", path.size(),
              slots_.size());
       num_new = trie_.insert(to_bytes(space.ptr(), "a namespace"), path, optional_block(after), at,
                              slots_, now, hold, blocks_);
     });
-    slots_.resize(blocks_.size());
-    return nb::make_tuple(list_of(blocks_, number), list_of(slots_, number), num_new);
+    // A slot that was taken as it was given is the object that was given.
+    nb::object used = owned(PyList_New(static_cast<Py_ssize_t>(blocks_.size())));
+    for (std::size_t i = 0; i < blocks_.size(); ++i) {
+      nb::object slot = slots_[i] == given_[i] ? nb::borrow(given[i]) : number(slots_[i]);
+      PyList_SET_ITEM(used.ptr(), static_cast<Py_ssize_t>(i), slot.release().ptr());
+    }
+    return nb::make_tuple(list_of(blocks_, number), used, num_new);
   }
 
   void begin_write(nb::handle blocks, nb::handle tier, nb::handle slots) {
     const std::size_t at = position(tier);
     read_blocks(blocks);
-    read_slots(slots);
+    read_slots(Items(slots, "slots must be iterable"));
     if (blocks_.size() != slots_.size())
       fail(PyExc_ValueError, "a slot for each block: %zu blocks, %zu slots", blocks_.size(),
            slots_.size());
@@ -429,8 +436,7 @@ class BlockTrie {
     return blocks_;
   }
 
-  void read_slots(nb::handle slots) {
-    const Items items(slots, "slots must be iterable");
+  void read_slots(const Items& items) {
     slots_.resize(items.size());
     for (std::size_t i = 0; i < items.size(); ++i) {
       const std::uint64_t slot = to_number(items[i], "a slot");
@@ -470,7 +476,7 @@ class BlockTrie {
       if (PyBytes_CheckExact(tokens)) {
         const std::string_view text = to_bytes(tokens, "tokens");
         must_hold(text.size());
-        const trie::Labels path(reinterpret_cast<const std::byte*>(text.data()), width, per_chunk,
+        trie::Labels path(reinterpret_cast<const std::byte*>(text.data()), width, per_chunk,
                                 first, num);
         checked([&] { use(path); });
       } else {
@@ -479,7 +485,7 @@ class BlockTrie {
           fail(PyExc_TypeError, "tokens must be bytes or an array of integers, not %s",
                Py_TYPE(tokens)->tp_name);
         must_hold(4 * ids.size());
-        packed_.resize(width * per_chunk);
+        packed_.resize(width * (end - first));
         trie::Labels path(ids.data(), width, per_chunk, first, num);
         path.unpacked(ids.item_bytes(), ids.is_signed(), packed_.data());
         checked([&] { use(path); });
@@ -488,7 +494,7 @@ class BlockTrie {
       const Items items(labels, "labels must be iterable");
       std::vector<trie::Label> list(items.size());
       for (std::size_t i = 0; i < list.size(); ++i) list[i] = to_label(items[i]);
-      const trie::Labels path{std::span<const trie::Label>(list)};
+      trie::Labels path{std::span<const trie::Label>(list)};
       checked([&] { use(path); });
     }
   }
@@ -503,6 +509,7 @@ class BlockTrie {
   // Kept from call to call, to spare allocations.
   std::vector<BlockId> blocks_;
   std::vector<Slot> slots_;
+  std::vector<Slot> given_;
   std::vector<std::int64_t> numbers_;
   std::vector<trie::BlockTrie::Found> found_;
   std::vector<std::byte> packed_;

@@ -85,6 +85,10 @@ class Nodes {
   BlockId id(Index index) const {
     return static_cast<BlockId>((*this)[index].generation) << 32 | index;
   }
+  void prefetch(Index index) const {
+    __builtin_prefetch(nodes_.row(index));
+    __builtin_prefetch(residencies_.row(index));
+  }
   bool is_block(Index index) const { return (*this)[index].parent < kFree; }
 
   Index allocate() {

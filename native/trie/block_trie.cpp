@@ -10,6 +10,8 @@ namespace kvtier::trie {
 
 namespace {
 
+constexpr Index kAhead = 12;  // blocks between what is used and what is fetched into the cache
+
 const char* name(State state) {
   switch (state) {
     case State::absent: return "ABSENT";
@@ -71,13 +73,23 @@ bool BlockTrie::is_child(Index index, Index parent, Label label) const {
          std::memcmp(labels_.data(node.label), label.data, label.size) == 0;
 }
 
+// What lies behind a block is mostly what is asked for next.
+void BlockTrie::prefetch_after(Index index) const {
+  if (index + kAhead >= nodes_.end()) return;
+  nodes_.prefetch(index + kAhead);
+  __builtin_prefetch(labels_.data(nodes_[index].label) + kAhead * std::size_t{nodes_[index].label_bytes});
+}
+
 Index BlockTrie::child(Index parent, Label label) {
   Node& above = nodes_[parent];
   if (above.num_children == 0) return kNone;
   // Blocks of a path were mostly made together, and lie in the order in which they are asked for:
   // then neither a hash nor a look-up is needed.
   const Index hint = above.hint;
-  if (hint != kNone && is_child(hint, parent, label)) return hint;
+  if (hint != kNone && is_child(hint, parent, label)) {
+    prefetch_after(hint);
+    return hint;
+  }
   const std::uint64_t hash = prefix_hash(above.hash, label);
   const Index found =
       table_.find(hash, [&](Index index) { return is_child(index, parent, label); });
@@ -89,7 +101,7 @@ Index BlockTrie::begin(std::string_view space, std::optional<BlockId> after) con
   return after ? at(*after) : root(space);
 }
 
-void BlockTrie::match(std::string_view space, const Labels& labels, std::vector<Found>& found) {
+void BlockTrie::match(std::string_view space, Labels& labels, std::vector<Found>& found) {
   Index index = root(space);
   for (std::size_t i = 0; i < labels.size() && index != kNone; ++i) {
     index = child(index, labels[i]);
@@ -104,7 +116,7 @@ void BlockTrie::match(std::string_view space, const Labels& labels, std::vector<
   }
 }
 
-void BlockTrie::match_slots(std::string_view space, const Labels& labels, std::size_t tier,
+void BlockTrie::match_slots(std::string_view space, Labels& labels, std::size_t tier,
                             std::vector<std::int64_t>& slots) {
   Index index = root(space);
   for (std::size_t i = 0; i < labels.size() && index != kNone; ++i) {
@@ -123,7 +135,7 @@ State BlockTrie::state(BlockId block, std::size_t tier) const {
   return nodes_.residencies(index)[tier].state;
 }
 
-void BlockTrie::states(std::string_view space, const Labels& labels, std::size_t tier,
+void BlockTrie::states(std::string_view space, Labels& labels, std::size_t tier,
                        std::optional<BlockId> after, std::vector<State>& states) {
   Index index = begin(space, after);
   for (std::size_t i = 0; i < labels.size() && index != kNone; ++i) {
@@ -182,6 +194,18 @@ Index BlockTrie::make(Index parent, std::uint64_t hash, Label label) {
   return index;
 }
 
+// Nothing is known below a block that is missing: the hashes of what will be made can be computed, and
+// their places in the table be on their way, before they are needed.
+void BlockTrie::look_ahead(Index above, Labels& labels, std::size_t i) {
+  ahead_.resize(labels.size());
+  std::uint64_t hash = nodes_[above].hash;
+  for (; i < labels.size(); ++i) {
+    hash = prefix_hash(hash, labels[i]);
+    ahead_[i] = hash;
+    table_.prefetch(hash);
+  }
+}
+
 Index BlockTrie::begin_or_make(std::string_view space, std::optional<BlockId> after) {
   Index index = begin(space, after);
   if (index == kNone) {
@@ -191,28 +215,34 @@ Index BlockTrie::begin_or_make(std::string_view space, std::optional<BlockId> af
   return index;
 }
 
-void BlockTrie::extend(std::string_view space, const Labels& labels, std::optional<BlockId> after,
+void BlockTrie::extend(std::string_view space, Labels& labels, std::optional<BlockId> after,
                        Path& path) {
   if (labels.size() == 0) return;  // a root without blocks would never be pruned
   Index index = begin_or_make(space, after);
+  bool is_known = true;
   for (std::size_t i = 0; i < labels.size(); ++i) {
     const Label label = labels[i];
-    const Index known = child(index, label);
-    index = known != kNone ? known : make(index, prefix_hash(nodes_[index].hash, label), label);
+    const Index known = is_known ? child(index, label) : kNone;
+    if (is_known && known == kNone) look_ahead(index, labels, i);
+    is_known = known != kNone;
+    index = is_known ? known : make(index, ahead_[i], label);
     path.push_back(nodes_.id(index));
   }
 }
 
-std::size_t BlockTrie::insert(std::string_view space, const Labels& labels,
+std::size_t BlockTrie::insert(std::string_view space, Labels& labels,
                               std::optional<BlockId> after, std::size_t tier, std::span<Slot> slots,
                               double now, bool hold, Path& path) {
   if (labels.size() == 0) return 0;
   Index above = begin_or_make(space, after);
   std::size_t num_new = 0;
+  bool is_known = true;
   for (std::size_t i = 0; i < labels.size(); ++i) {
     const Label label = labels[i];
-    Index index = child(above, label);
-    if (index == kNone) index = make(above, prefix_hash(nodes_[above].hash, label), label);
+    Index index = is_known ? child(above, label) : kNone;
+    if (is_known && index == kNone) look_ahead(above, labels, i);
+    is_known = index != kNone;
+    if (!is_known) index = make(above, ahead_[i], label);
     Residency& residency = nodes_.residencies(index)[tier];
     if (residency.state == State::ready) {
       slots[i] = residency.slot;
@@ -315,6 +345,8 @@ void BlockTrie::evict(std::size_t tier, std::size_t num_blocks, Path& chosen) {
   while (chosen.size() < num_blocks) {
     const Index index = policy.victim();
     if (index == kNone) return;
+    // Its ancestors, which follow it, mostly lie before it.
+    if (index >= kAhead) nodes_.prefetch(index - kAhead);
     move(nodes_.residencies(index)[tier], State::evicting);
     --counts_[tier].idle;
     count_in_parent(index, tier, false);

@@ -39,12 +39,12 @@ class BlockTrie {
     std::uint8_t tier;
     bool in_flight;
   };
-  void match(std::string_view space, const Labels& labels, std::vector<Found>& found);
-  void match_slots(std::string_view space, const Labels& labels, std::size_t tier,
+  void match(std::string_view space, Labels& labels, std::vector<Found>& found);
+  void match_slots(std::string_view space, Labels& labels, std::size_t tier,
                    std::vector<std::int64_t>& slots);
 
   State state(BlockId block, std::size_t tier) const;
-  void states(std::string_view space, const Labels& labels, std::size_t tier,
+  void states(std::string_view space, Labels& labels, std::size_t tier,
               std::optional<BlockId> after, std::vector<State>& states);
   Slot slot(BlockId block, std::size_t tier) const;
   std::vector<BlockId> prefixes(std::span<const BlockId> blocks, std::size_t tier) const;
@@ -57,7 +57,7 @@ class BlockTrie {
 
   // -- writing
 
-  void extend(std::string_view space, const Labels& labels, std::optional<BlockId> after, Path& path);
+  void extend(std::string_view space, Labels& labels, std::optional<BlockId> after, Path& path);
   void begin_write(BlockId block, std::size_t tier, Slot slot);
   void commit(BlockId block, std::size_t tier, double now);
   Slot abort(BlockId block, std::size_t tier) { return leave(at(block), tier); }
@@ -65,7 +65,7 @@ class BlockTrie {
   // Extends, and makes the blocks ready in `tier` where they are absent, block i in slots[i]. Stops
   // before a block that is being written or evicted there. Where a block was ready, slots[i] becomes
   // the slot that it has. Leases all of `path` if `hold`. Returns how many were absent.
-  std::size_t insert(std::string_view space, const Labels& labels, std::optional<BlockId> after,
+  std::size_t insert(std::string_view space, Labels& labels, std::optional<BlockId> after,
                      std::size_t tier, std::span<Slot> slots, double now, bool hold, Path& path);
 
   // -- use
@@ -118,6 +118,8 @@ class BlockTrie {
   Index root(std::string_view space) const;
   Index child(Index parent, Label label);
   Index make(Index parent, std::uint64_t hash, Label label);
+  void look_ahead(Index above, Labels& labels, std::size_t i);
+  void prefetch_after(Index index) const;
   Index begin(std::string_view space, std::optional<BlockId> after) const;
   Index begin_or_make(std::string_view space, std::optional<BlockId> after);
   bool is_child(Index index, Index parent, Label label) const;
@@ -140,6 +142,7 @@ class BlockTrie {
   std::vector<std::unique_ptr<Policy>> policies_;
   std::vector<Counts> counts_;
   std::unordered_map<Index, Key> keys_;
+  std::vector<std::uint64_t> ahead_;  // hashes of the prefixes that are about to be made
 };
 
 }  // namespace kvtier::trie

@@ -15,6 +15,8 @@ from kvtier.index.trie import Node
 from kvtier.keys import Labels, next_key
 from kvtier.types import BlockId, BlockKey, Label, Match, Slot
 
+_INT64 = np.dtype(np.int64)
+
 
 class NativeIndex(BlockIndex):
     """Blocks in an arena of the native core. policies: per tier the name of a native policy."""
@@ -33,7 +35,7 @@ class NativeIndex(BlockIndex):
     def match_slots(
         self, namespace: bytes, labels: Sequence[Label], tier: str
     ) -> npt.NDArray[np.int64]:
-        return np.frombuffer(self._trie.match_slots(namespace, labels, tier), np.int64)
+        return np.frombuffer(self._trie.match_slots(namespace, labels, tier), _INT64)
 
     def state(self, block: BlockId, tier: str) -> State:
         return cast("State", self._trie.state(block, tier))
