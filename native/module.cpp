@@ -7,4 +7,5 @@ NB_MODULE(_native, module) {
   nanobind::exception<kvtier::NativeError>(module, "NativeError", PyExc_RuntimeError);
   kvtier::bind_copy(module);
   kvtier::bind_crc(module);
+  kvtier::bind_trie(module);
 }

@@ -17,7 +17,14 @@ if _wanted == "off":
     _reason = "switched off by KVTIER_NATIVE=off in the environment"
 else:
     try:
-        from kvtier._native import copy_batch, crc32c, crc32c_many, crc32c_rows
+        from kvtier._native import (
+            BlockTrie,
+            copy_batch,
+            crc32c,
+            crc32c_many,
+            crc32c_rows,
+            pack_tokens,
+        )
     except ImportError as error:
         if _wanted == "on":
             raise
@@ -28,6 +35,10 @@ else:
 if _reason:
     from kvtier._reference.copy import copy_batch
     from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows
+    from kvtier._reference.tokens import pack_tokens
+
+    # Its twin knows policies and keys, and is kvtier.index.python_index.
+    BlockTrie = None  # type: ignore[assignment,misc]
 
 NATIVE: Final = not _reason
 """Whether the functions here are the native ones."""
@@ -35,4 +46,13 @@ NATIVE: Final = not _reason
 NATIVE_REASON: Final = _reason
 """Why they are not; empty if they are."""
 
-__all__ = ["NATIVE", "NATIVE_REASON", "copy_batch", "crc32c", "crc32c_many", "crc32c_rows"]
+__all__ = [
+    "NATIVE",
+    "NATIVE_REASON",
+    "BlockTrie",
+    "copy_batch",
+    "crc32c",
+    "crc32c_many",
+    "crc32c_rows",
+    "pack_tokens",
+]

@@ -16,7 +16,6 @@ from pathlib import Path
 from kvtier.config import CacheConfig, parse_capacity, parse_size
 from kvtier.devices import Device, Finding
 from kvtier.errors import Closed, ConfigError
-from kvtier.index import State
 from kvtier.index.policies import EvictionPolicy
 from kvtier.ladder import Ladder
 from kvtier.lease import Lease
@@ -116,7 +115,7 @@ class Cache:
 
     def lease(self, namespace: bytes, labels: Sequence[Label], match: Match) -> Lease:
         """Hold the matched blocks where they are, so that they can't be evicted."""
-        lease = Lease(self._index, namespace, list(labels), match, self._clock())
+        lease = Lease(self._index, namespace, labels[:], match, self._clock())
         self._leases.add(lease)
         return lease
 
@@ -165,24 +164,17 @@ class Cache:
         assert not lease.broken, "commit needs a lease whose loads arrived"
         first, labels = lease.num_shared, lease.labels[lease.num_shared : num_blocks]
         above = lease.blocks[-1] if lease.blocks else None
-        states = self._index.states(lease.namespace, labels, DEVICE, above)
-        for position, state in enumerate(states):
-            if state not in (State.READY, State.ABSENT):
-                labels = labels[:position]  # on its way from elsewhere: ours stays private
-                break
-        if not labels:
-            return
-        path, now = self._index.extend(lease.namespace, labels, above), self._clock()
-        for position, block in enumerate(path, first):
-            slot = lease.slots[position]
-            if self._index.state(block, DEVICE) is State.READY:
-                lease.slots[position] = self._index.slots([block], DEVICE)[0]
-                self._ladder.tiers[DEVICE].free([slot])
-            else:
-                self._index.begin_write(block, DEVICE, slot)
-                self._index.commit(block, DEVICE, now)
-                lease.record.num_committed_blocks += 1
-            lease.hold(block, DEVICE)
+        ours = lease.slots[first : first + len(labels)]
+        made = self._index.insert(
+            lease.namespace, labels, DEVICE, ours, self._clock(), above, hold=True
+        )
+        if not made.blocks:
+            return  # on their way from elsewhere: ours stay private
+        lease.slots[first : first + len(made.slots)] = made.slots
+        twins = [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
+        self._ladder.tiers[DEVICE].free(twins)
+        lease.record.num_committed_blocks += made.num_new
+        lease.adopt(made.blocks, DEVICE)
         self._use(lease, first)
 
     def release(self, lease: Lease, record: bool = True) -> None:
@@ -292,7 +284,9 @@ class Cache:
     def findings(self) -> list[Finding]:
         """What is in use, for ``kvtier doctor``."""
         tiers = self._ladder.tiers.values()
-        return [*self._device.findings(), *(line for tier in tiers for line in tier.findings())]
+        index = Finding("index", self._index.describe())
+        lines = (line for tier in tiers for line in tier.findings())
+        return [*self._device.findings(), index, *lines]
 
     def close(self) -> None:
         """Finish the copies on their way and give the tiers back. Safe to call twice."""

@@ -10,14 +10,18 @@ so a key names the whole prefix, the model and everything else that changes the 
 
 from __future__ import annotations
 
+import operator
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from kvtier._hot import pack_tokens
 from kvtier.errors import ConfigError
 from kvtier.types import BlockKey, Label
 
@@ -53,12 +57,111 @@ class Namespace:
         return hasher.digest()
 
 
-def token_labels(tokens: Sequence[int] | npt.NDArray[np.integer], block_size: int) -> list[Label]:
+TokenArray: TypeAlias = "npt.NDArray[np.integer] | array[int]"
+"""Token ids of an engine, as they are."""
+
+
+class Labels(Sequence[Label]):
+    """The labels of a prompt's blocks, over one buffer of token ids: a list of bytes to whoever
+    reads it, and a piece of memory to the native core. Not changed once made.
+
+    tokens: ids as bytes, little-endian, four each; or an array of theirs (see ``view_labels``).
+    block_bytes: as bytes, of one block. blocks_per_chunk: every so many blocks one is called
+    by the tokens of as many blocks from it on; 1 where there are no chunks. first, num: the
+    blocks that it stands for, counted from the start of the buffer.
+    """
+
+    __slots__ = ("spec",)
+
+    def __init__(
+        self,
+        tokens: bytes | TokenArray,
+        block_bytes: int,
+        blocks_per_chunk: int,
+        first: int,
+        num: int,
+    ) -> None:
+        # One tuple: the native core takes it apart with fewer look-ups than five attributes.
+        self.spec = (tokens, block_bytes, blocks_per_chunk, first, num)
+
+    def __len__(self) -> int:
+        return self.spec[4]
+
+    @overload
+    def __getitem__(self, at: int) -> Label: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Label]: ...
+    def __getitem__(self, at: int | slice) -> Label | Sequence[Label]:
+        tokens, block_bytes, blocks_per_chunk, first, num = self.spec
+        if isinstance(at, slice):
+            start, stop, step = at.indices(num)
+            if step != 1:
+                return [self[position] for position in range(start, stop, step)]
+            return Labels(
+                tokens, block_bytes, blocks_per_chunk, first + start, max(stop - start, 0)
+            )
+        if not -num <= at < num:
+            raise IndexError(f"block {at} of a prompt with {num} full blocks")
+        block = first + at % num
+        begins_chunk = block % blocks_per_chunk == 0
+        start, width = block * block_bytes, block_bytes * (blocks_per_chunk if begins_chunk else 1)
+        if isinstance(tokens, bytes):
+            return tokens[start : start + width]
+        return _packed(np.asarray(tokens[start // 4 : (start + width) // 4]))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (Labels, list, tuple)):
+            return NotImplemented
+        return len(self) == len(other) and all(map(operator.eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]  # equal to lists, which have none
+
+    def __repr__(self) -> str:
+        return f"Labels({list(self)!r})"
+
+
+def token_labels(tokens: Sequence[int] | npt.NDArray[np.integer], block_size: int) -> Labels:
     """Labels of the full blocks of a prompt; a last, partial block has none.
 
-    tokens: integers in 0 .. 2**32 - 1, prompt order, one axis.
+    tokens: integers in 0 .. 2**32 - 1, prompt order, one axis; they are copied.
     Returns ``len(tokens) // block_size`` labels of ``4 * block_size`` bytes.
     """
+    packed = pack_tokens(tokens)
+    if packed is None:
+        packed = _packed(tokens)
+    width = block_size * 4
+    return Labels(packed, width, 1, 0, len(packed) // width)
+
+
+def view_labels(tokens: TokenArray, block_size: int) -> Labels:
+    """``token_labels`` without a copy, for a call that is over before ``tokens`` changes.
+
+    tokens: contiguous integers of four or eight bytes; nothing of them is read here. An id outside
+    of 0 .. 2**32 - 1 is a ValueError of the call that meets it.
+    """
+    return Labels(tokens, block_size * 4, 1, 0, len(tokens) // block_size)
+
+
+def grid_labels(
+    tokens: Sequence[int] | npt.NDArray[np.integer], block_size: int, chunk_tokens: int
+) -> Labels:
+    """Labels of the blocks of a prompt's whole chunks, for an engine that computes on a grid.
+
+    The bits of a block may depend on all tokens that were computed with it: where a model routes
+    tokens to experts, they decide how many rows each expert multiplies. So the first block of a
+    chunk is called by the tokens of the whole chunk, and the blocks below it in the trie are
+    shared only where the whole chunk agrees.
+
+    chunk_tokens: a multiple of ``block_size``; a last, partial chunk has no labels.
+    """
+    assert chunk_tokens % block_size == 0, "a chunk is a whole number of blocks"
+    packed, width, _, _, num = token_labels(tokens, block_size).spec
+    per_chunk = chunk_tokens // block_size
+    return Labels(packed, width, per_chunk, 0, num - num % per_chunk)
+
+
+def _packed(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
+    """The ids as bytes, from any sequence or array; or what is wrong with them."""
     ids = np.asarray(tokens)
     if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iuO"):
         raise ConfigError(
@@ -70,29 +173,7 @@ def token_labels(tokens: Sequence[int] | npt.NDArray[np.integer], block_size: in
             f"token ids must lie in 0 .. 2**32 - 1, got {ids.min()} .. {ids.max()}; "
             "map padding or special ids before asking the cache"
         )
-    raw = ids.astype(TOKEN_DTYPE).tobytes()
-    width = block_size * TOKEN_DTYPE.itemsize
-    return [raw[start : start + width] for start in range(0, len(raw) - width + 1, width)]
-
-
-def grid_labels(
-    tokens: Sequence[int] | npt.NDArray[np.integer], block_size: int, chunk_tokens: int
-) -> list[Label]:
-    """Labels of the blocks of a prompt's whole chunks, for an engine that computes on a grid.
-
-    The bits of a block may depend on all tokens that were computed with it: where a model routes
-    tokens to experts, they decide how many rows each expert multiplies. So the first block of a
-    chunk is called by the tokens of the whole chunk, and the blocks below it in the trie are
-    shared only where the whole chunk agrees.
-
-    chunk_tokens: a multiple of ``block_size``; a last, partial chunk has no labels.
-    """
-    assert chunk_tokens % block_size == 0, "a chunk is a whole number of blocks"
-    num_chunks = len(tokens) // chunk_tokens
-    labels = token_labels(tokens[: num_chunks * chunk_tokens], block_size)
-    chunks = token_labels(tokens, chunk_tokens)
-    labels[:: chunk_tokens // block_size] = chunks
-    return labels
+    return ids.astype(TOKEN_DTYPE).tobytes()
 
 
 def next_key(previous: bytes, label: Label) -> BlockKey:

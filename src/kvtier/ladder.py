@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, takewhile
 
 from kvtier.devices import Device
-from kvtier.index import BlockIndex, State
+from kvtier.index import State, make_index
 from kvtier.index.policies import EvictionPolicy
 from kvtier.keys import next_key
 from kvtier.lease import Transfer
@@ -42,7 +42,7 @@ class Ladder:
         clock: Callable[[], float],
     ) -> None:
         self.tiers = dict(tiers)
-        self.index = BlockIndex({name: make_policy() for name in tiers})
+        self.index = make_index({name: make_policy() for name in tiers})
         self.metrics = Metrics()
         self.traffic = Traffic(self.tiers, self.index, device, self.metrics, clock)
         self._demotes = demotes
@@ -95,14 +95,16 @@ class Ladder:
 
     def make_room(self, tier: str, num_blocks: int) -> int:
         """Evict up to ``num_blocks`` blocks from ``tier``, leaves first. Returns how many left."""
-        leaving = self.index.evict(tier, num_blocks)
         below = self.below(tier)
         if self._demotes and tier == DEVICE and below is not None:
-            leaving = self._demote(leaving, tier, below)
-        self.tiers[tier].free([self.index.forget(block, tier) for block in leaving])
-        if leaving:
-            self.metrics.count("kvtier_evicted_blocks_total", len(leaving), tier=tier)
-        return len(leaving)
+            leaving = self._demote(self.index.evict(tier, num_blocks), tier, below)
+            slots = self.index.forget_all(leaving, tier)
+        else:
+            slots = self.index.drop(tier, num_blocks)
+        self.tiers[tier].free(slots)
+        if slots:
+            self.metrics.count("kvtier_evicted_blocks_total", len(slots), tier=tier)
+        return len(slots)
 
     # -- copies -----------------------------------------------------------------------------------
 
@@ -173,10 +175,12 @@ class Ladder:
             return 0
         if num_there and self.index.state(blocks[num_there - 1], dst) is State.ABSENT:
             num_there = 0  # evicted meanwhile
+        there = self.index.states_of(blocks[num_there:], dst)
+        here = self.index.states_of(blocks[num_there:], src)
         missing = [
             at
-            for at in range(num_there, len(blocks))
-            if self._is_absent(blocks[at], dst) and self.index.state(blocks[at], src) in STORABLE
+            for at, (below, above) in enumerate(zip(there, here, strict=True), num_there)
+            if below is State.ABSENT and above in STORABLE
         ]
         if not missing:
             return len(blocks)
@@ -207,15 +211,18 @@ class Ladder:
         storage = self.tiers[name] if name else None
         if name is None or not isinstance(storage, StorageTier):
             return
+        there = self.index.states_of(blocks, name)
+        here = self.index.states_of(blocks, HOST)
         wanted = [
             block
-            for block in blocks
-            if self._is_absent(block, name)
-            and self.index.state(block, HOST) is State.READY
+            for block, below, above in zip(blocks, there, here, strict=True)
+            if below is State.ABSENT
+            and above is State.READY
             and self.index.num_uses(block) >= self._archive_after_uses
             and not self._claimed(block, name, storage)
         ]
-        self.store(wanted[: storage.num_welcome(len(wanted))], HOST)
+        if wanted:
+            self.store(wanted[: storage.num_welcome(len(wanted))], HOST)
 
     def _claimed(self, block: BlockId, name: str, storage: StorageTier) -> bool:
         """Whether storage has had the block since an earlier life; the index knows it now."""
@@ -233,19 +240,19 @@ class Ladder:
             known = self.index.match(namespace, labels).blocks
             above = known[-1] if known else None
             keys = [namespace if above is None else self.index.key(above)]
-            for label in labels[len(known) :]:
+            for label in labels[len(known) : len(labels)]:
                 keys.append(next_key(keys[-1], label))
             slots = tier.claim([BlockKey(key) for key in keys[1:]])
             found = labels[len(known) : len(known) + len(slots)]
+            path = self.index.extend(namespace, found, above)
             new = []
-            for block, slot in zip(self.index.extend(namespace, found, above), slots, strict=True):
+            for block, slot in zip(path, slots, strict=True):
                 if self._is_absent(block, name):
                     self.index.begin_write(block, name, slot)
                     new.append(block)
                 else:
                     tier.free([slot])
-            for block in new:
-                self.index.commit(block, name, self._clock())
+            self.index.commit_all(new, name, self._clock())
 
     def poll(self) -> bool:
         """Finish the transfers whose copy is done. True if there was one. Never waits."""

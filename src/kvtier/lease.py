@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from kvtier.index import BlockIndex
 from kvtier.telemetry import RequestRecord
@@ -37,7 +39,7 @@ class Lease:
     """
 
     def __init__(
-        self, index: BlockIndex, namespace: bytes, labels: list[Label], match: Match, now: float
+        self, index: BlockIndex, namespace: bytes, labels: Sequence[Label], match: Match, now: float
     ) -> None:
         self._index = index
         self.namespace = namespace
@@ -52,8 +54,8 @@ class Lease:
         self.deadline = float("inf")
         self.record = RequestRecord(num_asked_blocks=match.num_asked)
         self._waiting_for: set[Transfer] = set()
-        for block, tier in zip(match.blocks, match.tiers, strict=True):
-            self.hold(block, tier)
+        for tier, positions in _runs(match.tiers):
+            self.hold(match.blocks[positions], tier)
 
     @property
     def ready(self) -> bool:
@@ -70,16 +72,22 @@ class Lease:
         """Slots that only this request uses."""
         return self.slots[len(self.blocks) :]
 
-    def hold(self, block: BlockId, tier: str) -> None:
-        """Take the next block into the prefix, held in ``tier``."""
-        self._index.lease([block], tier)
-        self.blocks.append(block)
-        self.held_in.append(tier)
+    def hold(self, blocks: Sequence[BlockId], tier: str) -> None:
+        """Take the next blocks into the prefix, held in ``tier``."""
+        self._index.lease(blocks, tier)
+        self.adopt(blocks, tier)
+
+    def adopt(self, blocks: Sequence[BlockId], tier: str) -> None:
+        """Take blocks into the prefix that are held in ``tier`` for it already."""
+        self.blocks += blocks
+        self.held_in += [tier] * len(blocks)
 
     def cut(self, num_blocks: int) -> None:
         """Let go of all but the first ``num_blocks`` of the prefix."""
-        while len(self.blocks) > num_blocks:
-            self._index.release([self.blocks.pop()], self.held_in.pop())
+        dropped = self.blocks[num_blocks:]
+        for tier, positions in _runs(self.held_in[num_blocks:]):
+            self._index.release(dropped[positions], tier)
+        del self.blocks[num_blocks:], self.held_in[num_blocks:]
 
     def wait_for(self, transfer: Transfer) -> None:
         """The transfer brings blocks of the prefix: the lease is not ready before it is."""
@@ -89,11 +97,16 @@ class Lease:
     def arrive(self, transfer: Transfer, now: float) -> None:
         """The transfer's blocks are on the device: hold them there."""
         arrived = set(transfer.blocks)
-        for position, block in enumerate(self.blocks):
-            if block in arrived and self.held_in[position] != DEVICE:
-                self._index.lease([block], DEVICE)
-                self._index.release([block], self.held_in[position])
-                self.held_in[position] = DEVICE
+        moved = [
+            position
+            for position, block in enumerate(self.blocks)
+            if block in arrived and self.held_in[position] != DEVICE
+        ]
+        self._index.lease([self.blocks[position] for position in moved], DEVICE)
+        for tier, positions in _runs([self.held_in[position] for position in moved]):
+            self._index.release([self.blocks[position] for position in moved[positions]], tier)
+        for position in moved:
+            self.held_in[position] = DEVICE
         self._waiting_for.discard(transfer)
         if self.ready:
             self.record.load_s = now - self.started
@@ -109,3 +122,12 @@ class Lease:
         for transfer in self._waiting_for:
             transfer.waiters.remove(self)
         self._waiting_for.clear()
+
+
+def _runs(tiers: Sequence[str]) -> Iterator[tuple[str, slice]]:
+    """Where neighbours are in one tier: a call of the index for each run, not for each block."""
+    start = 0
+    for tier, run in groupby(tiers):
+        end = start + sum(1 for _ in run)
+        yield tier, slice(start, end)
+        start = end

@@ -62,8 +62,7 @@ class Traffic:
 
         after: the transfer that brings the sources, if they are on their way themselves.
         """
-        for block, slot in zip(copy.blocks, dst_slots, strict=True):
-            self._index.begin_write(block, copy.dst, slot)
+        self._index.begin_write_all(copy.blocks, copy.dst, dst_slots)
         transfer = Transfer(copy.src, copy.dst, copy.blocks, after)
         self.transfers.append(transfer)
         if after is None:
@@ -81,7 +80,8 @@ class Traffic:
     def _submit(self, transfer: Transfer) -> None:
         """The sources are there: queue the copy."""
         blocks = transfer.blocks
-        if all(self._index.state(block, transfer.src) is State.READY for block in blocks):
+        states = self._index.states_of(blocks, transfer.src)
+        if all(state is State.READY for state in states):
             self._index.lease(blocks, transfer.src)
             transfer.holds_source = True
         src, dst = self._tiers[transfer.src], self._tiers[transfer.dst]
@@ -122,8 +122,7 @@ class Traffic:
         self.transfers.remove(transfer)
         src, dst, blocks, now = transfer.src, transfer.dst, transfer.blocks, self._clock()
         arrived = [at not in job.lost and job.error is None for at in range(len(blocks))]
-        for block in compress(blocks, arrived):
-            self._index.commit(block, dst, now)
+        self._index.commit_all(list(compress(blocks, arrived)), dst, now)
         if job.error is None:
             self.costs.observe_copy((src, dst), job.num_bytes, job.seconds)
             self._metrics.count("kvtier_copied_bytes_total", job.num_bytes, src=src, dst=dst)
@@ -138,7 +137,7 @@ class Traffic:
         if transfer.holds_source:
             self._index.release(blocks, src)
         absent = [block for block, is_there in zip(blocks, arrived, strict=True) if not is_there]
-        self._tiers[dst].free([self._index.abort(block, dst) for block in absent])
+        self._tiers[dst].free(self._index.abort_all(absent, dst))
         if job.error is None and isinstance(self._tiers[src], StorageTier):
             self._lost.update((block, src) for block in absent)
         for follower in [each for each in self.transfers if each.after is transfer]:
@@ -159,7 +158,7 @@ class Traffic:
         """Forget blocks that their tier could not give back, once nobody holds them any more."""
         for block, tier in list(self._lost):
             if self._index.state(block, tier) is State.READY:
-                slot = self._index.drop(block, tier)
+                slot = self._index.lose(block, tier)
                 if slot is None:
                     continue
                 self._tiers[tier].free([slot])

@@ -7,7 +7,7 @@ from enum import Enum, StrEnum
 from typing import NamedTuple, NewType
 
 BlockId = NewType("BlockId", int)
-"""A block in the index: a small number, never used twice in one index."""
+"""A block in the index: a number, never used twice in one index."""
 
 Slot = NewType("Slot", int)
 """Room for one block in a tier: 0 <= slot < num_slots."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvtier.index import BlockIndex, State
-from kvtier.index.policies import LruPolicy
-from kvtier.types import DEVICE, HOST, BlockId, Outcome, Slot
+from kvtier.keys import grid_labels, token_labels
+from kvtier.types import DEVICE, DISK, HOST, BlockId, Outcome, Slot
+from tests.core.indexes import INDEXES, make
 
 NS = b"namespace"
 
@@ -14,8 +17,8 @@ NS = b"namespace"
 class Filled:
     """An index of two tiers, with shorthand to put paths into it."""
 
-    def __init__(self) -> None:
-        self.index = BlockIndex({DEVICE: LruPolicy(), HOST: LruPolicy()})
+    def __init__(self, index: BlockIndex) -> None:
+        self.index = index
         self._next = 0
 
     def put(self, labels: str, tier: str = DEVICE, namespace: bytes = NS) -> list[BlockId]:
@@ -41,14 +44,17 @@ class Filled:
     def matched(self, labels: str, namespace: bytes = NS) -> int:
         return self.index.match(namespace, self.labels(labels)).num_blocks
 
+    def matched_labels(self, labels: Sequence[bytes]) -> int:
+        return self.index.match(NS, labels).num_blocks
+
     @staticmethod
     def labels(labels: str) -> list[bytes]:
         return [label.encode() for label in labels]
 
 
-@pytest.fixture
-def filled() -> Filled:
-    return Filled()
+@pytest.fixture(params=INDEXES)
+def filled(request: pytest.FixtureRequest) -> Filled:
+    return Filled(make(request.param, (DEVICE, HOST)))
 
 
 def test_longest_prefix_is_matched(filled: Filled) -> None:
@@ -227,12 +233,12 @@ def test_nothing_is_left_of_what_was_evicted(filled: Filled) -> None:
         filled.put("abc", namespace=namespace)
     filled.evict()
     assert len(filled.index) == 0
-    assert filled.index._trie.num_roots == 0
+    assert filled.index.num_namespaces == 0
 
 
 def test_a_path_of_no_blocks_leaves_nothing_behind(filled: Filled) -> None:
     assert filled.index.extend(NS, []) == []
-    assert filled.index._trie.num_roots == 0
+    assert filled.index.num_namespaces == 0
 
 
 def test_numbers_are_never_used_twice(filled: Filled) -> None:
@@ -251,3 +257,148 @@ def test_illegal_moves_are_noticed(filled: Filled) -> None:
     filled.index.lease([block], DEVICE)
     with pytest.raises(AssertionError, match="no move from READY to ABSENT"):
         filled.index.forget(block, DEVICE)
+
+
+# -- whole paths in one call -----------------------------------------------------------------------
+
+
+def slots(*numbers: int) -> list[Slot]:
+    return [Slot(number) for number in numbers]
+
+
+def test_inserted_path_is_ready_and_keeps_the_slots_it_had(filled: Filled) -> None:
+    before = filled.put("ab")
+    made = filled.index.insert(NS, filled.labels("abcd"), DEVICE, slots(7, 8, 9, 10), 5.0)
+    assert made.blocks[:2] == before
+    assert made.slots == slots(0, 1, 9, 10), "two slots are the caller's again"
+    assert made.num_new == 2
+    assert filled.matched("abcd") == 4
+    filled.index.check_invariants()
+    assert filled.evict() == made.blocks[::-1]
+
+
+def test_insert_ends_before_a_block_on_its_way(filled: Filled) -> None:
+    filled.put("a")
+    b = filled.index.extend(NS, filled.labels("ab"))[1]
+    filled.begin(b)
+    made = filled.index.insert(NS, filled.labels("abc"), DEVICE, slots(7, 8, 9), 5.0)
+    assert (len(made.blocks), made.slots, made.num_new) == (1, slots(0), 0)
+    assert len(filled.index) == 2, "nothing was made below"
+    filled.index.check_invariants()
+
+
+def test_insert_below_a_block_holds_what_it_made(filled: Filled) -> None:
+    a = filled.put("a")[0]
+    made = filled.index.insert(NS, filled.labels("bc"), HOST, slots(8, 9), 5.0, a, hold=True)
+    assert filled.matched("abc") == 3
+    assert filled.evict(HOST) == []
+    filled.index.release(made.blocks, HOST)
+    assert filled.evict(HOST) == made.blocks[::-1]
+
+
+def test_insert_fills_a_hole(filled: Filled) -> None:
+    blocks = filled.put("abc")
+    chosen = filled.index.evict(DEVICE, 2)
+    filled.index.keep(chosen[0], DEVICE)
+    filled.index.forget(chosen[1], DEVICE)
+    assert filled.matched("abc") == 1
+    made = filled.index.insert(NS, filled.labels("ab"), DEVICE, slots(7, 8), 5.0)
+    assert made.num_new == 1
+    assert filled.matched("abc") == 3
+    filled.index.check_invariants()
+    assert filled.evict() == blocks[::-1]
+
+
+def test_a_path_of_no_blocks_inserts_nothing(filled: Filled) -> None:
+    assert filled.index.insert(NS, [], DEVICE, [], 1.0) == ([], [], 0)
+    assert filled.index.num_namespaces == 0
+
+
+def test_slots_of_the_prefix_that_one_tier_has_ready(filled: Filled) -> None:
+    filled.put("ab")
+    filled.put("abc", HOST)
+    ours = filled.index.match_slots(NS, filled.labels("abcd"), DEVICE)
+    assert ours.tolist() == [0, 1]
+    assert filled.index.match_slots(NS, filled.labels("abcd"), HOST).tolist() == [2, 3, 4]
+    assert filled.index.match_slots(NS, filled.labels("xyz"), HOST).tolist() == []
+    assert filled.index.match_slots(b"other", filled.labels("ab"), HOST).tolist() == []
+    assert ours.dtype == "int64"
+    assert not ours.flags.writeable
+
+
+def test_many_blocks_in_one_call_are_as_one_after_another(filled: Filled) -> None:
+    blocks = filled.index.extend(NS, filled.labels("abc"))
+    filled.index.begin_write_all(blocks, DEVICE, slots(4, 5, 6))
+    assert filled.index.states_of(blocks, DEVICE) == [State.WRITING] * 3
+    assert filled.index.abort_all(blocks[2:], DEVICE) == slots(6)
+    filled.index.commit_all(blocks[:2], DEVICE, 1.0)
+    assert filled.index.states_of(blocks, DEVICE) == [State.READY, State.READY, State.ABSENT]
+    assert filled.index.slots(blocks[:2], DEVICE) == slots(4, 5)
+    chosen = filled.index.evict(DEVICE, 2)
+    assert filled.index.forget_all(chosen, DEVICE) == slots(5, 4)
+    assert len(filled.index) == 0
+
+
+# -- labels ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_tokens", [2, 6])
+def test_labels_over_tokens_name_the_blocks_that_their_bytes_name(
+    filled: Filled, chunk_tokens: int
+) -> None:
+    labels = grid_labels(range(100, 119), 2, chunk_tokens)
+    num_blocks = len(labels)
+    made = filled.index.insert(NS, labels[:4], DEVICE, slots(*range(4)), 1.0)
+    rest = slots(*range(4, num_blocks))
+    filled.index.insert(NS, labels[4:], DEVICE, rest, 1.0, made.blocks[-1])
+    assert filled.index.match(NS, list(labels)) == filled.index.match(NS, labels)
+    assert filled.index.match_slots(NS, list(labels), DEVICE).tolist() == list(range(num_blocks))
+    assert filled.index.states(NS, labels[4:6], DEVICE, made.blocks[-1]) == [State.READY] * 2
+    assert [node.label for node in filled.index.nodes()] == list(labels)
+    other = grid_labels([*range(100, 110), *range(9)], 2, chunk_tokens)
+    assert filled.matched_labels(other) == 10 // chunk_tokens * chunk_tokens // 2
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 31, 32, 33, 100, 300_000])
+def test_label_may_have_any_length(filled: Filled, length: int) -> None:
+    labels = [bytes(length), b"x" + bytes(length), bytes(length + 1)]
+    filled.index.insert(NS, labels, DEVICE, slots(0, 1, 2), 1.0)
+    assert filled.matched_labels(labels) == 3
+    assert filled.matched_labels([labels[0], bytes(length + 1)]) == 1
+    assert [node.label for node in filled.index.nodes()] == labels
+
+
+def test_place_of_a_label_is_used_again_for_another(filled: Filled) -> None:
+    for first in range(4):
+        labels = token_labels(range(first, first + 40), 4)
+        filled.index.insert(NS, labels, DEVICE, slots(*range(10)), float(first))
+        assert filled.matched_labels(labels) == 10
+        assert filled.matched_labels(token_labels(range(first + 1, first + 41), 4)) == 0
+        assert len(filled.evict()) == 10
+
+
+# -- misuse ----------------------------------------------------------------------------------------
+
+
+def test_unknown_names_are_refused(filled: Filled) -> None:
+    (block,) = filled.put("a")
+    with pytest.raises(KeyError):
+        filled.index.slots([BlockId(block + 1)], DEVICE)
+    with pytest.raises(KeyError):
+        filled.index.extend(NS, [b"x"], BlockId(99))
+    with pytest.raises(KeyError):
+        filled.index.num_held(DISK)
+
+
+@pytest.mark.parametrize("kind", INDEXES)
+def test_an_index_has_as_many_tiers_as_it_is_given(kind: str) -> None:
+    tiers = tuple(f"tier {number}" for number in range(8))
+    index = make(kind, tiers)
+    for number, tier in enumerate(tiers[::-1]):
+        index.insert(NS, [b"a", b"b"], tier, slots(0, 1), float(number))
+        assert index.match(NS, [b"a", b"b"]).tiers == (tier, tier)
+    index.check_invariants()
+    for tier in tiers:
+        assert len(index.forget_all(index.evict(tier, 2), tier)) == 2
+        index.check_invariants()
+    assert len(index) == 0

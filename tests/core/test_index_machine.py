@@ -1,9 +1,12 @@
-"""The index against a dictionary: random paths, leases, writes that succeed and fail, evictions."""
+"""Native index, its twin and a dictionary side by side: random paths, leases, writes that succeed
+and fail, evictions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -11,12 +14,14 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
+    run_state_machine_as_test,
 )
 
-from kvtier.index import BlockIndex, State
-from kvtier.index.policies import LruPolicy
+from kvtier import _hot
+from kvtier.index import State
 from kvtier.keys import next_key
 from kvtier.types import DEVICE, DISK, HOST, BlockId, Label, Match, Slot
+from tests.core.indexes import Both, make
 
 TIERS = (DEVICE, HOST, DISK)
 NAMESPACES = (b"one", b"two")
@@ -56,10 +61,14 @@ class Known:
 class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.index = BlockIndex({tier: LruPolicy() for tier in TIERS})
+        self.index = self.make_index()
         self.model: dict[Path, Known] = {}
         self.now = 0
         self.next_slot = 0
+
+    def make_index(self) -> Any:
+        """The native index and its twin: what one answers, the other has to answer, too."""
+        return Both(TIERS)
 
     # -- the model ---------------------------------------------------------------------------------
 
@@ -138,6 +147,44 @@ class IndexMachine(RuleBasedStateMachine):
         for length in range(2, len(path) + 1):
             if self.model[path[:length]].tiers[tier].state is State.WRITING:
                 self._commit(self.model[path[:length]], tier)
+
+    @rule(
+        path=paths,
+        tier=st.sampled_from(TIERS),
+        hold=st.booleans(),
+        tick=st.integers(0, 1),
+        data=st.data(),
+    )
+    def insert(self, path: Path, tier: str, hold: bool, tick: int, data: st.DataObject) -> None:
+        """The whole path at once, from the root or from a known block on. Without a tick it is as
+        old as what was used last: then both indexes have to choose the same victim all the same."""
+        known = [n for n in range(2, len(path)) if path[:n] in self.model]
+        cut = data.draw(st.sampled_from([1, *known]))
+        above = self.model[path[:cut]].block if cut > 1 else None
+        slots = [Slot(self.next_slot + n) for n in range(len(path) - cut)]
+        self.next_slot += len(slots)
+        self.now += tick
+        made = self.index.insert(
+            path[0], path[cut:], tier, slots, float(self.now), above, hold=hold
+        )
+        num_new = 0
+        for at, slot in enumerate(slots):
+            name = path[: cut + at + 1]
+            place = self.model[name].tiers[tier] if name in self.model else Place()
+            if place.state not in (State.ABSENT, State.READY):
+                assert len(made.blocks) == at, "a block on its way was taken for a ready one"
+                break
+            block = made.blocks[at]
+            place = self.model.setdefault(name, Known(block)).tiers[tier]
+            assert self.model[name].block == block
+            if place.state is State.ABSENT:
+                place.state, place.slot, place.last_use = State.READY, slot, self.now
+                num_new += 1
+            place.leases += hold
+            assert made.slots[at] == place.slot
+        else:
+            assert len(made.blocks) == len(slots)
+        assert made.num_new == num_new
 
     @precondition(lambda self: self._places(State.WRITING, leases=0))
     @rule(data=st.data())
@@ -236,12 +283,21 @@ class IndexMachine(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         self.index.check_invariants()
         assert len(self.index) == len(self.model)
-        assert self.index._trie.num_roots == len({path[0] for path in self.model})
+        assert self.index.num_namespaces == len({path[0] for path in self.model})
         for tier in TIERS:
             held = [p for p, t in self._places(State.WRITING, State.READY) if t == tier]
             assert self.index.num_held(tier) == len(held)
             slots = self.index.slots([self.model[path].block for path in held], tier)
             assert slots == [self.model[path].tiers[tier].slot for path in held]
+
+    @invariant()
+    def slots_are_those_of_the_prefix(self) -> None:
+        for path in self.model:
+            places = [self.model[path[:n]].tiers[DEVICE] for n in range(2, len(path) + 1)]
+            ready = [place.state is State.READY for place in places]
+            num_ready = (*ready, False).index(False)
+            expected = [place.slot for place in places[:num_ready]]
+            assert self.index.match_slots(path[0], path[1:], DEVICE).tolist() == expected
 
     @invariant()
     def keys_are_chained(self) -> None:
@@ -271,7 +327,21 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.prefixes(below, tier) == expected
 
 
-TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(
-    stateful_step_count=50, max_examples=3 * settings.default.max_examples
-)
+class TwinMachine(IndexMachine):
+    """The twin alone: where nothing was compiled, it is all there is."""
+
+    def make_index(self) -> Any:
+        return make("python", TIERS)
+
+
+STEPS = settings(stateful_step_count=50, max_examples=3 * settings.default.max_examples)
+
+
+@pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
+def test_native_index_twin_and_model_agree() -> None:
+    run_state_machine_as_test(IndexMachine, settings=STEPS)
+
+
+@pytest.mark.skipif(_hot.NATIVE, reason="runs beside the native index")
+def test_twin_and_model_agree() -> None:
+    run_state_machine_as_test(TwinMachine, settings=STEPS)

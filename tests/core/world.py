@@ -50,7 +50,7 @@ class Request:
     """What the engine knows: the prompt, its lease, the blocks it has computed into its room."""
 
     namespace: bytes
-    labels: list[Label]
+    labels: Sequence[Label]
     num_tokens: int
     lease: Lease
     num_computed: int = 0
@@ -60,7 +60,7 @@ class Request:
         """Leading blocks whose bytes are in the lease's slots."""
         return max(self.lease.num_shared, self.num_computed)
 
-    def prefix(self, position: int) -> list[Label]:
+    def prefix(self, position: int) -> Sequence[Label]:
         """What names the block at ``position``."""
         return self.labels[: position + 1]
 
@@ -227,7 +227,7 @@ class World:
         return np.frombuffer(self.shelf.blocks[self.cache._index.key(node.block)], np.uint8)
 
     def nodes(self) -> Iterator[Node]:
-        yield from self.cache._index._trie.nodes.values()
+        yield from self.cache._index.nodes()
 
     @property
     def tiers(self) -> tuple[str, ...]:

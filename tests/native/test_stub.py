@@ -11,6 +11,7 @@ import pytest
 from kvtier import _hot
 from kvtier._reference import crc
 from kvtier._reference.copy import copy_batch as reference_copy_batch
+from kvtier._reference.tokens import pack_tokens as reference_pack_tokens
 
 STUB = Path(_hot.__file__).with_name("_native.pyi")
 TWINS = {
@@ -19,6 +20,7 @@ TWINS = {
     "crc32c_table": crc.crc32c,
     "crc32c_many": crc.crc32c_many,
     "crc32c_rows": crc.crc32c_rows,
+    "pack_tokens": reference_pack_tokens,
 }
 
 

@@ -36,7 +36,7 @@ from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import Closed, ConfigError, DeviceError
 from kvtier.keys import Namespace, grid_labels
-from kvtier.types import Slot
+from kvtier.types import Label, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Engine:
         """
         params = params or SamplingParams()
         self._refuse_bad(prompt, params)
-        labels = []
+        labels: Sequence[Label] = ()
         if self.config.prefix_cache:
             labels = grid_labels(prompt, self.info.block_size, self.info.chunk_tokens)
         request = Request(

@@ -76,7 +76,7 @@ class Request:
     prompt: Sequence[int]
     params: SamplingParams
     namespace: bytes
-    labels: list[Label]
+    labels: Sequence[Label]
     on_token: Callable[[Token], None] | None
     on_done: Callable[[Completion], None] | None
     sampler: Sampler

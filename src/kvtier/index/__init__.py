@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvtier.index.block_index import BlockIndex
+from kvtier.index.block_index import BlockIndex, Inserted
+from kvtier.index.choice import make_index
 from kvtier.index.residency import State
 
-__all__ = ["BlockIndex", "State"]
+__all__ = ["BlockIndex", "Inserted", "State", "make_index"]

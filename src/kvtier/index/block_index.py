@@ -1,59 +1,75 @@
 """The index that the cache asks: one call per prompt, blocks by number.
 
-A trie says which prefixes are known, a residency per tier says where each block stands, a policy
-per tier says which leaf leaves first. Queries change nothing; the verbs that change something
-take whole paths and keep the counts that make eviction a constant-time question.
+Two classes keep these promises, the native core's (``native_index``) and its Python twin
+(``python_index``); ``choice`` says which is used. Both number blocks in the same way and choose the
+same victims, so what one does can be compared with the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from kvtier.index.policies.base import EvictionPolicy
-from kvtier.index.residency import Residency, State
-from kvtier.index.trie import Node, Trie
-from kvtier.keys import next_key
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.index.residency import State
+from kvtier.index.trie import Node
 from kvtier.types import BlockId, BlockKey, BlockName, Label, Match, Slot
 
 
-class BlockIndex:
-    """Which blocks are cached, in which tier and slot, who holds them.
+class Inserted(NamedTuple):
+    """What ``BlockIndex.insert`` made of a path.
 
-    policies: per tier, fastest tier first; the order of the mapping is the order of the ladder.
-    Owned by one thread.
+    blocks: along the path, as far as it went. slots: where each of them is now. num_new: how many
+    of them are in a slot that the caller gave.
     """
 
-    def __init__(self, policies: Mapping[str, EvictionPolicy]) -> None:
-        self.tiers = tuple(policies)
-        self._position = {tier: position for position, tier in enumerate(self.tiers)}
-        self._policies = tuple(policies.values())
-        self._trie = Trie(len(self.tiers))
-        self._num_held = [0] * len(self.tiers)
-        self._num_idle = [0] * len(self.tiers)
+    blocks: list[BlockId]
+    slots: list[Slot]
+    num_new: int
+
+
+class BlockIndex(ABC):
+    """Which blocks are cached, in which tier and slot, who holds them.
+
+    tiers: fastest tier first. Queries change nothing; the verbs that change something take whole
+    paths and keep the counts that make eviction a constant-time question. Labels: ``keys.Labels``,
+    or any sequence of bytes. Owned by one thread.
+
+    Misuse raises: KeyError for a block that is not known any more, AssertionError for a move that
+    is not legal.
+    """
+
+    tiers: tuple[str, ...]
 
     # -- queries ----------------------------------------------------------------------------------
 
+    @abstractmethod
     def match(self, namespace: bytes, labels: Sequence[Label]) -> Match:
         """Longest prefix of ``labels`` whose blocks are all ready in some tier."""
-        blocks: list[BlockId] = []
-        tiers: list[str] = []
-        in_flight: list[bool] = []
-        for node in self._trie.walk(namespace, labels):
-            for position, residency in enumerate(node.residencies):
-                if residency.state is State.READY:
-                    blocks.append(node.block)
-                    tiers.append(self.tiers[position])
-                    in_flight.append(node.residencies[0].state is State.WRITING)
-                    break
-            else:
-                break
-        return Match(tuple(blocks), tuple(tiers), tuple(in_flight), len(labels))
 
+    def match_slots(
+        self, namespace: bytes, labels: Sequence[Label], tier: str
+    ) -> npt.NDArray[np.int64]:
+        """Slots of the longest prefix that is ready in ``tier``: int64 [num_blocks], read-only."""
+        states = self.states(namespace, labels, tier)
+        ready = next((at for at, state in enumerate(states) if state is not State.READY), None)
+        blocks = self.extend(namespace, labels[: len(states) if ready is None else ready])
+        slots = np.array(self.slots(blocks, tier), np.int64)
+        slots.setflags(write=False)
+        return slots
+
+    @abstractmethod
     def state(self, block: BlockId, tier: str) -> State:
         """Where ``block`` stands in ``tier``; ABSENT also for a block that is not known."""
-        node = self._trie.nodes.get(block)
-        return node.residencies[self._position[tier]].state if node else State.ABSENT
 
+    def states_of(self, blocks: Iterable[BlockId], tier: str) -> list[State]:
+        """``state`` of each."""
+        return [self.state(block, tier) for block in blocks]
+
+    @abstractmethod
     def states(
         self, namespace: bytes, labels: Sequence[Label], tier: str, after: BlockId | None = None
     ) -> list[State]:
@@ -61,67 +77,48 @@ class BlockIndex:
 
         after: the block below which the labels begin; None for the start of a prompt.
         """
-        position = self._position[tier]
-        nodes = self._trie.walk(namespace, labels, after)
-        return [node.residencies[position].state for node in nodes]
 
+    @abstractmethod
     def slots(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
         """Slots of blocks that ``tier`` holds."""
-        return [self._residency(block, tier).slot for block in blocks]
 
+    @abstractmethod
     def prefixes(self, blocks: Iterable[BlockId], tier: str) -> list[BlockId]:
         """The blocks of ``tier`` that ``blocks`` continue: the nearest ready one above each."""
-        below, position = set(blocks), self._position[tier]
-        found: set[BlockId] = set()
-        for block in below:
-            node = self._trie.nodes[block].parent
-            while node is not None and node.parent is not None and node.block not in below:
-                if node.residencies[position].state is State.READY:
-                    found.add(node.block)
-                    break
-                node = node.parent
-        return sorted(found)
 
+    @abstractmethod
     def num_uses(self, block: BlockId) -> int:
         """How often the block was touched."""
-        return self._trie.nodes[block].num_uses
 
+    @abstractmethod
     def num_evictable(self, tier: str) -> int:
         """Blocks of ``tier`` that are ready and not leased: they could leave one after another,
         leaves first. An upper bound, for a child that has to stay keeps its parent."""
-        return self._num_idle[self._position[tier]]
 
+    @abstractmethod
     def num_held(self, tier: str) -> int:
         """Blocks that occupy a slot of ``tier``."""
-        return self._num_held[self._position[tier]]
 
+    @abstractmethod
     def key(self, block: BlockId) -> BlockKey:
         """Chained key of the block's prefix; computed once, with its ancestors'."""
-        chain: list[Node] = []
-        node: Node | None = self._trie.nodes[block]
-        while node is not None and node.key is None and node.parent is not None:
-            chain.append(node)
-            node = node.parent
-        assert node is not None
-        previous: bytes = node.label if node.parent is None else node.key or b""
-        for node in reversed(chain):
-            node.key = next_key(previous, node.label)
-            previous = node.key
-        return BlockKey(previous)
 
+    @abstractmethod
     def name(self, block: BlockId) -> BlockName:
         """What the block is called outside this process."""
-        depth, node = -1, self._trie.nodes[block]
-        while node.parent is not None:
-            depth, node = depth + 1, node.parent
-        return BlockName(node.label, depth, self.key(block))
 
+    @property
+    @abstractmethod
+    def num_namespaces(self) -> int:
+        """Namespaces with a block."""
+
+    @abstractmethod
     def __len__(self) -> int:
         """Blocks known, cached or only on the way to a cached one."""
-        return len(self._trie)
 
     # -- writing: absent -> writing -> ready ------------------------------------------------------
 
+    @abstractmethod
     def extend(
         self, namespace: bytes, labels: Sequence[Label], after: BlockId | None = None
     ) -> list[BlockId]:
@@ -130,163 +127,124 @@ class BlockIndex:
 
         after: the block below which the labels begin; None for the start of a prompt.
         """
-        return [node.block for node in self._trie.extend(namespace, labels, after)]
 
+    @abstractmethod
     def begin_write(self, block: BlockId, tier: str, slot: Slot) -> None:
         """``slot`` of ``tier`` is being filled with ``block``."""
-        residency = self._residency(block, tier)
-        residency.move(State.WRITING)
-        residency.slot = slot
-        self._count(block, tier, +1)
 
+    def begin_write_all(self, blocks: Iterable[BlockId], tier: str, slots: Iterable[Slot]) -> None:
+        """``begin_write`` of each."""
+        for block, slot in zip(blocks, slots, strict=True):
+            self.begin_write(block, tier, slot)
+
+    @abstractmethod
     def commit(self, block: BlockId, tier: str, now: float) -> None:
         """The block's bytes are in its slot of ``tier``: it can be matched from now on."""
-        residency = self._residency(block, tier)
-        residency.move(State.READY)
-        self._num_idle[self._position[tier]] += residency.leases == 0
-        self._policies[self._position[tier]].touch(block, now)
-        self._review(block, tier)
 
+    def commit_all(self, blocks: Iterable[BlockId], tier: str, now: float) -> None:
+        """``commit`` of each."""
+        for block in blocks:
+            self.commit(block, tier, now)
+
+    @abstractmethod
     def abort(self, block: BlockId, tier: str) -> Slot:
         """The write failed: the block is absent from ``tier`` again. Returns the slot."""
-        return self._leave(block, tier)
+
+    def abort_all(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
+        """``abort`` of each."""
+        return [self.abort(block, tier) for block in blocks]
+
+    def insert(
+        self,
+        namespace: bytes,
+        labels: Sequence[Label],
+        tier: str,
+        slots: Sequence[Slot],
+        now: float,
+        after: BlockId | None = None,
+        hold: bool = False,
+    ) -> Inserted:
+        """Blocks whose bytes are in ``tier`` already: ``extend``, ``begin_write`` and ``commit``.
+
+        slots: one per label. A block that is ready in ``tier`` keeps the slot that it has; the walk
+        ends before one that is being written or evicted there.
+        hold: lease all blocks of the path.
+        """
+        states = self.states(namespace, labels, tier, after)
+        for position, state in enumerate(states):
+            if state not in (State.READY, State.ABSENT):
+                labels = labels[:position]
+                break
+        path = self.extend(namespace, labels, after)
+        placed: list[Slot] = []
+        num_new = 0
+        for block, slot in zip(path, slots, strict=False):
+            if self.state(block, tier) is State.READY:
+                [slot] = self.slots([block], tier)
+            else:
+                self.begin_write(block, tier, slot)
+                self.commit(block, tier, now)
+                num_new += 1
+            placed.append(slot)
+        if hold:
+            self.lease(path, tier)
+        return Inserted(path, placed, num_new)
 
     # -- use --------------------------------------------------------------------------------------
 
+    @abstractmethod
     def touch(self, blocks: Iterable[BlockId], now: float) -> None:
         """The blocks were used: every tier that holds them should know."""
-        for block in blocks:
-            node = self._trie.nodes[block]
-            node.num_uses += 1
-            for residency, policy in zip(node.residencies, self._policies, strict=True):
-                if residency.state is not State.ABSENT:
-                    policy.touch(block, now)
 
+    @abstractmethod
     def lease(self, blocks: Iterable[BlockId], tier: str) -> None:
         """Hold blocks that are ready (or on their way) in ``tier``: they can't be evicted."""
-        for block in blocks:
-            residency = self._residency(block, tier)
-            assert residency.state in (State.READY, State.WRITING), f"lease on {residency}"
-            residency.leases += 1
-            if residency.leases == 1:
-                self._num_idle[self._position[tier]] -= residency.state is State.READY
-                self._review(block, tier)
 
+    @abstractmethod
     def release(self, blocks: Iterable[BlockId], tier: str) -> None:
         """Give one hold back per block."""
-        for block in blocks:
-            residency = self._residency(block, tier)
-            assert residency.leases > 0, "released more often than leased"
-            residency.leases -= 1
-            if residency.leases == 0:
-                self._num_idle[self._position[tier]] += residency.state is State.READY
-                self._review(block, tier)
 
     # -- eviction: ready -> evicting -> absent ----------------------------------------------------
 
+    @abstractmethod
     def evict(self, tier: str, num_blocks: int) -> list[BlockId]:
         """Choose up to ``num_blocks`` blocks to leave ``tier``; they are not matched there now.
 
         Leaves first, so a parent may follow its child in the same call. Finish each with
         ``forget`` (it is gone) or ``keep`` (it stays after all).
         """
-        position = self._position[tier]
-        policy = self._policies[position]
-        chosen: list[BlockId] = []
-        while len(chosen) < num_blocks and (block := policy.victim()) is not None:
-            self._residency(block, tier).move(State.EVICTING)
-            policy.discard(block)
-            self._num_idle[position] -= 1
-            self._count_in_parent(block, tier, -1)
-            chosen.append(block)
-        return chosen
 
+    @abstractmethod
     def forget(self, block: BlockId, tier: str) -> Slot:
         """The block has left ``tier``. Returns its slot, free from now on."""
-        return self._leave(block, tier)
 
+    def forget_all(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
+        """``forget`` of each."""
+        return [self.forget(block, tier) for block in blocks]
+
+    def drop(self, tier: str, num_blocks: int) -> list[Slot]:
+        """``evict``, and ``forget`` at once. Returns the slots that are free now."""
+        return self.forget_all(self.evict(tier, num_blocks), tier)
+
+    @abstractmethod
     def keep(self, block: BlockId, tier: str) -> None:
         """The block stays in ``tier``: it is ready again."""
-        self._residency(block, tier).move(State.READY)
-        self._num_idle[self._position[tier]] += 1
-        self._count_in_parent(block, tier, +1)
-        self._review(block, tier)
 
-    def drop(self, block: BlockId, tier: str) -> Slot | None:
+    @abstractmethod
+    def lose(self, block: BlockId, tier: str) -> Slot | None:
         """The tier has lost the block, which was ready there; its children stay, out of reach for
         now. Returns the slot; None while somebody holds the block: ask again."""
-        residency = self._residency(block, tier)
-        if residency.leases:
-            return None
-        residency.move(State.EVICTING)
-        self._policies[self._position[tier]].discard(block)
-        self._num_idle[self._position[tier]] -= 1
-        self._count_in_parent(block, tier, -1)
-        return self._leave(block, tier)
 
-    # -- bookkeeping ------------------------------------------------------------------------------
+    # -- for tests and doctors --------------------------------------------------------------------
 
-    def _residency(self, block: BlockId, tier: str) -> Residency:
-        return self._trie.nodes[block].residencies[self._position[tier]]
+    @abstractmethod
+    def nodes(self) -> list[Node]:
+        """All blocks as they are now, with their places in the trie. To be read only."""
 
-    def _leave(self, block: BlockId, tier: str) -> Slot:
-        node, position = self._trie.nodes[block], self._position[tier]
-        residency = node.residencies[position]
-        before = residency.state
-        slot, residency.slot = residency.slot, Slot(-1)
-        residency.move(State.ABSENT)
-        self._num_held[position] -= 1
-        self._num_idle[position] -= before is State.READY
-        self._policies[position].forget(block)
-        if before is not State.EVICTING:
-            self._count_in_parent(block, tier, -1)
-        self._trie.prune(node)
-        return slot
+    @abstractmethod
+    def describe(self) -> str:
+        """In words, what keeps the index and why."""
 
-    def _count(self, block: BlockId, tier: str, change: int) -> None:
-        self._num_held[self._position[tier]] += change
-        self._count_in_parent(block, tier, change)
-
-    def _count_in_parent(self, block: BlockId, tier: str, change: int) -> None:
-        parent = self._trie.nodes[block].parent
-        if parent is not None and parent.residencies:
-            parent.residencies[self._position[tier]].num_children += change
-            self._review(parent.block, tier)
-
-    def _review(self, block: BlockId, tier: str) -> None:
-        """Tell the policy whether the block may leave ``tier`` now."""
-        policy = self._policies[self._position[tier]]
-        if self._residency(block, tier).evictable:
-            policy.add(block)
-        else:
-            policy.discard(block)
-
+    @abstractmethod
     def check_invariants(self) -> None:
         """Raise AssertionError where the counts and the trie disagree. O(all blocks)."""
-        for position, tier in enumerate(self.tiers):
-            held: list[Slot] = []
-            idle = 0
-            candidates: set[BlockId] = set()
-            for node in self._trie.nodes.values():
-                residency = node.residencies[position]
-                children = sum(
-                    child.residencies[position].state not in (State.ABSENT, State.EVICTING)
-                    for child in node.children.values()
-                )
-                assert residency.num_children == children, f"{tier}: children miscounted"
-                assert residency.leases >= 0, f"{tier}: leases below zero"
-                if residency.state is State.ABSENT:
-                    assert residency.leases == 0, f"{tier}: a block that is not there is leased"
-                    continue
-                held.append(residency.slot)
-                idle += residency.state is State.READY and residency.leases == 0
-                if residency.evictable:
-                    candidates.add(node.block)
-            assert len(held) == len(set(held)), f"{tier}: two blocks share a slot"
-            assert len(held) == self._num_held[position], f"{tier}: blocks miscounted"
-            assert idle == self._num_idle[position], f"{tier}: idle blocks miscounted"
-            assert candidates == self._policies[position].candidates(), f"{tier}: candidates differ"
-        for node in self._trie.nodes.values():
-            assert node.children or node.is_cached, "a node that nothing needs was not pruned"
-            assert node.parent is not None, "a block without a parent"
-            assert node.parent.children.get(node.label) is node, "a block its parent does not know"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import count
 
 from kvtier.index.residency import Residency, State
 from kvtier.types import BlockId, BlockKey, Label
@@ -29,6 +28,27 @@ class Node:
         return any(residency.state is not State.ABSENT for residency in self.residencies)
 
 
+class Numbers:
+    """Numbers of nodes: a place in the low 32 bits, how often it was used before in the others.
+
+    Places are used again last in, first out, as the native core does, so that both give the same
+    number to the same block.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[BlockId] = []
+        self._num_places = 0
+
+    def take(self) -> BlockId:
+        if self._free:
+            return self._free.pop()
+        self._num_places += 1
+        return BlockId(self._num_places - 1)
+
+    def give_back(self, number: BlockId) -> None:
+        self._free.append(BlockId(number + (1 << 32)))
+
+
 class Trie:
     """Blocks under one root per namespace.
 
@@ -38,7 +58,7 @@ class Trie:
 
     def __init__(self, num_tiers: int) -> None:
         self._num_tiers = num_tiers
-        self._ids = count()
+        self._numbers = Numbers()
         self._roots: dict[bytes, Node] = {}
         self.nodes: dict[BlockId, Node] = {}
 
@@ -64,12 +84,12 @@ class Trie:
             return []  # a root without blocks would never be pruned
         node = self._roots.get(namespace) if after is None else self.nodes[after]
         if node is None:
-            node = self._roots[namespace] = Node(BlockId(-1), None, namespace, 0)
+            node = self._roots[namespace] = Node(self._numbers.take(), None, namespace, 0)
         path = []
         for label in labels:
             child = node.children.get(label)
             if child is None:
-                child = Node(BlockId(next(self._ids)), node, label, self._num_tiers)
+                child = Node(self._numbers.take(), node, label, self._num_tiers)
                 node.children[label] = self.nodes[child.block] = child
             path.append(child)
             node = child
@@ -81,9 +101,11 @@ class Trie:
             parent = node.parent
             del parent.children[node.label]
             del self.nodes[node.block]
+            self._numbers.give_back(node.block)
             node = parent
         if node.parent is None and not node.children:
-            self._roots.pop(node.label, None)
+            del self._roots[node.label]
+            self._numbers.give_back(node.block)
 
     @property
     def num_roots(self) -> int:

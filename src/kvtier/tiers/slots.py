@@ -15,7 +15,10 @@ class SlotPool:
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._is_free = np.ones(num_slots, bool)
+        # A slot that is never free stands on either side, so that every run has two ends.
+        self._bounded = np.zeros(num_slots + 2, bool)
+        self._is_free = self._bounded[1:-1]
+        self._is_free[:] = True
         self.num_free = num_slots
 
     def allocate(self, num_slots: int) -> list[Slot] | None:
@@ -35,7 +38,7 @@ class SlotPool:
 
     def longest_run(self) -> int:
         """Length of the longest run of free neighbours."""
-        edges = np.flatnonzero(np.diff(self._is_free, prepend=False, append=False))
+        edges = np.flatnonzero(self._bounded[1:] != self._bounded[:-1])
         return int((edges[1::2] - edges[::2]).max(initial=0))
 
     def free(self, slots: list[Slot]) -> None:

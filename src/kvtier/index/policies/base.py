@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from kvtier.types import BlockId
 
@@ -19,7 +20,13 @@ class EvictionPolicy(ABC):
         ``victim``: the candidate to lose first. Every call is O(log n) or better.
     Outcomes
         ``victim`` gives None when there is no candidate. Nothing raises.
+
+    native_name: the native core's name for the very same policy. Where it is set in the class
+    itself, the native index is used and the object only names the policy; otherwise the index in
+    Python calls the object.
     """
+
+    native_name: ClassVar[str] = ""
 
     @abstractmethod
     def touch(self, block: BlockId, now: float) -> None:

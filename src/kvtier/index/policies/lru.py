@@ -15,6 +15,8 @@ class LruPolicy(EvictionPolicy):
     and the heap is rebuilt when stale entries outnumber the candidates.
     """
 
+    native_name = "lru"
+
     def __init__(self) -> None:
         self._last_use: dict[BlockId, float] = {}
         self._candidates: set[BlockId] = set()

@@ -1,0 +1,609 @@
+// Binding of the block trie. Arguments are checked here and trusted inside.
+#include <algorithm>
+#include <cstring>
+#include <iterator>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "bind.hpp"
+#include "errors.hpp"
+#include "trie/block_trie.hpp"
+#include "trie/tokens.hpp"
+
+namespace nb = nanobind;
+
+namespace kvtier {
+namespace {
+
+using trie::BlockId;
+using trie::Slot;
+using trie::State;
+
+template <typename... Args>
+[[noreturn]] void fail(PyObject* type, const char* format, Args... args) {
+  PyErr_Format(type, format, args...);
+  throw nb::python_error();
+}
+
+// Calls into the trie; misuse becomes the error that the Python twin raises for it.
+template <typename Call>
+auto checked(Call&& call) {
+  try {
+    return call();
+  } catch (const trie::UnknownBlock& error) {
+    fail(PyExc_KeyError, "block %llu is not known (any more)",
+         static_cast<unsigned long long>(error.block));
+  } catch (const trie::BrokenPromise& error) {
+    fail(PyExc_AssertionError, "%s", error.what());
+  } catch (const nb::python_error&) {
+    throw;
+  } catch (const std::invalid_argument& error) {
+    fail(PyExc_ValueError, "%s", error.what());
+  } catch (const std::exception& error) {
+    throw NativeError(error.what());
+  }
+}
+
+nb::object owned(PyObject* made) {
+  if (made == nullptr) throw nb::python_error();
+  return nb::steal(made);
+}
+
+nb::object number(std::uint64_t value) { return owned(PyLong_FromUnsignedLongLong(value)); }
+
+std::uint64_t to_number(PyObject* value, const char* what) {
+  const unsigned long long result = PyLong_AsUnsignedLongLong(value);
+  if (result == static_cast<unsigned long long>(-1) && PyErr_Occurred()) {
+    if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+      PyErr_Clear();
+      fail(PyExc_KeyError, "%s: %R is negative or too large", what, value);
+    }
+    throw nb::python_error();
+  }
+  return result;
+}
+
+std::size_t to_index(nb::handle value) {
+  const Py_ssize_t result = PyNumber_AsSsize_t(value.ptr(), PyExc_OverflowError);
+  if (result == -1 && PyErr_Occurred()) throw nb::python_error();
+  return result < 0 ? 0 : static_cast<std::size_t>(result);
+}
+
+std::string_view to_bytes(PyObject* value, const char* what) {
+  if (!PyBytes_Check(value))
+    fail(PyExc_TypeError, "%s must be bytes, not %s", what, Py_TYPE(value)->tp_name);
+  return {PyBytes_AS_STRING(value), static_cast<std::size_t>(PyBytes_GET_SIZE(value))};
+}
+
+trie::Label to_label(PyObject* value) {
+  const std::string_view text = to_bytes(value, "a label");
+  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
+}
+
+// The items of any iterable, while this lives.
+class Items {
+ public:
+  Items(nb::handle sequence, const char* what)
+      : fast_(owned(PySequence_Fast(sequence.ptr(), what))) {}
+  std::size_t size() const { return static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast_.ptr())); }
+  PyObject* operator[](std::size_t i) const {
+    return PySequence_Fast_GET_ITEM(fast_.ptr(), static_cast<Py_ssize_t>(i));
+  }
+
+ private:
+  nb::object fast_;
+};
+
+template <typename Values, typename Make>
+nb::object list_of(const Values& values, Make&& make) {
+  nb::object list = owned(PyList_New(static_cast<Py_ssize_t>(values.size())));
+  for (std::size_t i = 0; i < values.size(); ++i)
+    PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), make(values[i]).release().ptr());
+  return list;
+}
+
+template <typename Values, typename Make>
+nb::object tuple_of(const Values& values, Make&& make) {
+  nb::object tuple = owned(PyTuple_New(static_cast<Py_ssize_t>(values.size())));
+  for (std::size_t i = 0; i < values.size(); ++i)
+    PyTuple_SET_ITEM(tuple.ptr(), static_cast<Py_ssize_t>(i), make(values[i]).release().ptr());
+  return tuple;
+}
+
+std::vector<std::string_view> names_of(const nb::tuple& names) {
+  std::vector<std::string_view> result;
+  for (const nb::handle each : names) result.emplace_back(nb::cast<const char*>(each));
+  return result;
+}
+
+class Buffer {
+ public:
+  explicit Buffer(nb::handle object)
+      : held_(PyObject_GetBuffer(object.ptr(), &view_, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) == 0) {
+    if (!held_) PyErr_Clear();
+  }
+  ~Buffer() {
+    if (held_) PyBuffer_Release(&view_);
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  bool held() const { return held_; }
+  const Py_buffer& view() const { return view_; }
+
+ private:
+  Py_buffer view_{};
+  bool held_;
+};
+
+// One axis of integers of four or eight bytes, in the machine's order: token ids as they come.
+class TokenArray {
+ public:
+  explicit TokenArray(nb::handle tokens) : buffer_(tokens) {
+    if (!buffer_.held() || buffer_.view().ndim != 1 || buffer_.view().format == nullptr) return;
+    const char* const format = buffer_.view().format;
+    is_integer_ = std::strlen(format) == 1 && std::strchr("iIlLqQ", *format) != nullptr &&
+                  (item_bytes() == 4 || item_bytes() == 8);
+    is_signed_ = *format == 'i' || *format == 'l' || *format == 'q';
+  }
+
+  bool is_integer() const { return is_integer_; }
+  bool is_signed() const { return is_signed_; }
+  std::size_t item_bytes() const { return static_cast<std::size_t>(buffer_.view().itemsize); }
+  std::size_t size() const { return static_cast<std::size_t>(buffer_.view().len) / item_bytes(); }
+  const std::byte* data() const { return static_cast<const std::byte*>(buffer_.view().buf); }
+
+ private:
+  Buffer buffer_;
+  bool is_integer_ = false;
+  bool is_signed_ = false;
+};
+
+class BlockTrie {
+ public:
+  BlockTrie(nb::tuple tiers, nb::tuple policies, nb::tuple states, nb::handle labels_type,
+            nb::handle match_type)
+      : trie_(checked([&] {
+          if (tiers.size() < 1 || tiers.size() > trie::kMaxTiers || tiers.size() != policies.size())
+            fail(PyExc_ValueError, "1 to %zu tiers with a policy each, not %zu tiers and %zu policies",
+                 trie::kMaxTiers, tiers.size(), policies.size());
+          return trie::BlockTrie(names_of(policies));
+        })),
+        tiers_(std::move(tiers)),
+        states_(std::move(states)),
+        labels_type_(nb::borrow(labels_type)),
+        match_type_(nb::borrow(match_type)),
+        spec_(owned(PyUnicode_InternFromString("spec"))) {
+    for (const char* each : {"blocks", "tiers", "in_flight", "num_asked"})
+      match_fields_.push_back(owned(PyUnicode_InternFromString(each)));
+    if (states_.size() != 4) fail(PyExc_ValueError, "four states, not %zu", states_.size());
+  }
+  BlockTrie(const BlockTrie&) = delete;
+  BlockTrie& operator=(const BlockTrie&) = delete;
+
+  nb::object match(nb::handle space, nb::handle labels) {
+    found_.clear();
+    std::size_t num_asked = 0;
+    with_labels(labels, [&](trie::Labels& path) {
+      num_asked = path.size();
+      trie_.match(to_bytes(space.ptr(), "a namespace"), path, found_);
+    });
+    const nb::object fields[] = {
+        tuple_of(found_, [](const auto& each) { return number(each.block); }),
+        tuple_of(found_, [&](const auto& each) { return nb::borrow(tiers_[each.tier]); }),
+        tuple_of(found_, [](const auto& each) { return nb::borrow(each.in_flight ? Py_True : Py_False); }),
+        owned(PyLong_FromSize_t(num_asked)),
+    };
+    // As object.__setattr__ does it, which is how a frozen dataclass fills itself.
+    auto* const type = reinterpret_cast<PyTypeObject*>(match_type_.ptr());
+    nb::object result = owned(type->tp_alloc(type, 0));
+    for (std::size_t i = 0; i < std::size(fields); ++i)
+      if (PyObject_GenericSetAttr(result.ptr(), match_fields_[i].ptr(), fields[i].ptr()) != 0)
+        throw nb::python_error();
+    return result;
+  }
+
+  nb::object match_slots(nb::handle space, nb::handle labels, nb::handle tier) {
+    numbers_.clear();
+    const std::size_t at = position(tier);
+    with_labels(labels, [&](trie::Labels& path) {
+      trie_.match_slots(to_bytes(space.ptr(), "a namespace"), path, at, numbers_);
+    });
+    return owned(PyBytes_FromStringAndSize(
+        reinterpret_cast<const char*>(numbers_.data()),
+        static_cast<Py_ssize_t>(numbers_.size() * sizeof(numbers_[0]))));
+  }
+
+  nb::object state(nb::handle block, nb::handle tier) {
+    return state_object(trie_.state(to_number(block.ptr(), "a block"), position(tier)));
+  }
+
+  nb::object states(nb::handle space, nb::handle labels, nb::handle tier, nb::handle after) {
+    std::vector<State> found;
+    const std::size_t at = position(tier);
+    with_labels(labels, [&](trie::Labels& path) {
+      trie_.states(to_bytes(space.ptr(), "a namespace"), path, at, optional_block(after), found);
+    });
+    return list_of(found, [&](State each) { return state_object(each); });
+  }
+
+  nb::object states_of(nb::handle blocks, nb::handle tier) {
+    const std::size_t at = position(tier);
+    return list_of(read_blocks(blocks),
+                   [&](BlockId block) { return state_object(trie_.state(block, at)); });
+  }
+
+  nb::object slots(nb::handle blocks, nb::handle tier) {
+    const std::size_t at = position(tier);
+    read_blocks(blocks);
+    return checked([&] {
+      return list_of(blocks_, [&](BlockId block) { return number(trie_.slot(block, at)); });
+    });
+  }
+
+  nb::object prefixes(nb::handle blocks, nb::handle tier) {
+    const std::size_t at = position(tier);
+    read_blocks(blocks);
+    return checked([&] { return list_of(trie_.prefixes(blocks_, at), number); });
+  }
+
+  std::uint32_t num_uses(nb::handle block) {
+    const BlockId id = to_number(block.ptr(), "a block");
+    return checked([&] { return trie_.num_uses(id); });
+  }
+  std::size_t num_evictable(nb::handle tier) { return trie_.num_evictable(position(tier)); }
+  std::size_t num_held(nb::handle tier) { return trie_.num_held(position(tier)); }
+  std::size_t num_namespaces() { return trie_.num_namespaces(); }
+  std::size_t num_bytes() { return trie_.num_bytes(); }
+  std::size_t size() { return trie_.size(); }
+
+  nb::object extend(nb::handle space, nb::handle labels, nb::handle after) {
+    blocks_.clear();
+    with_labels(labels, [&](trie::Labels& path) {
+      trie_.extend(to_bytes(space.ptr(), "a namespace"), path, optional_block(after), blocks_);
+    });
+    return list_of(blocks_, number);
+  }
+
+  nb::object insert(nb::handle space, nb::handle labels, nb::handle tier, nb::handle slots,
+                    double now, nb::handle after, bool hold) {
+    const std::size_t at = position(tier);
+    const Items given(slots, "slots must be iterable");
+    read_slots(given);
+    given_ = slots_;
+    blocks_.clear();
+    std::size_t num_new = 0;
+    with_labels(labels, [&](trie::Labels& path) {
+      if (path.size() != slots_.size())
+        fail(PyExc_ValueError, "a slot for each block: %zu labels, %zu slots", path.size(),
+             slots_.size());
+      num_new = trie_.insert(to_bytes(space.ptr(), "a namespace"), path, optional_block(after), at,
+                             slots_, now, hold, blocks_);
+    });
+    // A slot that was taken as it was given is the object that was given.
+    nb::object used = owned(PyList_New(static_cast<Py_ssize_t>(blocks_.size())));
+    for (std::size_t i = 0; i < blocks_.size(); ++i) {
+      nb::object slot = slots_[i] == given_[i] ? nb::borrow(given[i]) : number(slots_[i]);
+      PyList_SET_ITEM(used.ptr(), static_cast<Py_ssize_t>(i), slot.release().ptr());
+    }
+    return nb::make_tuple(list_of(blocks_, number), used, num_new);
+  }
+
+  void begin_write(nb::handle blocks, nb::handle tier, nb::handle slots) {
+    const std::size_t at = position(tier);
+    read_blocks(blocks);
+    read_slots(Items(slots, "slots must be iterable"));
+    if (blocks_.size() != slots_.size())
+      fail(PyExc_ValueError, "a slot for each block: %zu blocks, %zu slots", blocks_.size(),
+           slots_.size());
+    checked([&] {
+      for (std::size_t i = 0; i < blocks_.size(); ++i) trie_.begin_write(blocks_[i], at, slots_[i]);
+    });
+  }
+
+  void commit(nb::handle blocks, nb::handle tier, double now) {
+    each(blocks, tier, [&](BlockId block, std::size_t at) { trie_.commit(block, at, now); });
+  }
+  void lease(nb::handle blocks, nb::handle tier) {
+    each(blocks, tier, [&](BlockId block, std::size_t at) { trie_.lease(block, at); });
+  }
+  void release(nb::handle blocks, nb::handle tier) {
+    each(blocks, tier, [&](BlockId block, std::size_t at) { trie_.release(block, at); });
+  }
+  void keep(nb::handle blocks, nb::handle tier) {
+    each(blocks, tier, [&](BlockId block, std::size_t at) { trie_.keep(block, at); });
+  }
+  nb::object lose(nb::handle block, nb::handle tier) {
+    const BlockId id = to_number(block.ptr(), "a block");
+    const std::size_t at = position(tier);
+    const std::optional<Slot> slot = checked([&] { return trie_.lose(id, at); });
+    return slot ? number(*slot) : nb::none();
+  }
+  nb::object origin(nb::handle block) {
+    const BlockId id = to_number(block.ptr(), "a block");
+    const trie::BlockTrie::Origin from = checked([&] { return trie_.origin(id); });
+    return nb::make_tuple(bytes(from.space), from.depth);
+  }
+  nb::object abort(nb::handle blocks, nb::handle tier) {
+    slots_.clear();
+    each(blocks, tier,
+         [&](BlockId block, std::size_t at) { slots_.push_back(trie_.abort(block, at)); });
+    return list_of(slots_, number);
+  }
+  nb::object forget(nb::handle blocks, nb::handle tier) {
+    slots_.clear();
+    for (const BlockId block : read_blocks(blocks)) trie_.prefetch(block);
+    each(blocks, tier,
+         [&](BlockId block, std::size_t at) { slots_.push_back(trie_.forget(block, at)); });
+    return list_of(slots_, number);
+  }
+  void touch(nb::handle blocks, double now) {
+    read_blocks(blocks);
+    checked([&] {
+      for (const BlockId block : blocks_) trie_.touch(block, now);
+    });
+  }
+
+  nb::object evict(nb::handle tier, nb::handle num_blocks) {
+    const std::size_t at = position(tier);
+    const std::size_t most = to_index(num_blocks);
+    blocks_.clear();
+    checked([&] { trie_.evict(at, most, blocks_); });
+    return list_of(blocks_, number);
+  }
+
+  // Evicts and forgets; the slots that are free now.
+  nb::object drop(nb::handle tier, nb::handle num_blocks) {
+    const std::size_t at = position(tier);
+    const std::size_t most = to_index(num_blocks);
+    blocks_.clear();
+    slots_.clear();
+    checked([&] {
+      trie_.evict(at, most, blocks_);
+      for (const BlockId block : blocks_) trie_.prefetch(block);
+      for (const BlockId block : blocks_) slots_.push_back(trie_.forget(block, at));
+    });
+    return list_of(slots_, number);
+  }
+
+  nb::object missing_keys(nb::handle block) {
+    const BlockId id = to_number(block.ptr(), "a block");
+    std::vector<trie::BlockTrie::Unnamed> missing;
+    const std::string_view before = checked([&] { return trie_.missing_keys(id, missing); });
+    return nb::make_tuple(nb::bytes(before.data(), before.size()),
+                          list_of(missing, [](const auto& each) { return number(each.block); }),
+                          list_of(missing, [](const auto& each) { return bytes(each.label); }));
+  }
+
+  void set_keys(nb::handle blocks, nb::handle keys) {
+    const Items items(keys, "keys must be a sequence");
+    read_blocks(blocks);
+    if (items.size() != blocks_.size()) fail(PyExc_ValueError, "a key for each block");
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      const std::string_view text = to_bytes(items[i], "a key");
+      trie::BlockTrie::Key key;
+      if (text.size() != key.size()) fail(PyExc_ValueError, "a key has %zu bytes", key.size());
+      std::memcpy(key.data(), text.data(), key.size());
+      checked([&] { trie_.set_key(blocks_[i], key); });
+    }
+  }
+
+  // (block, parent, label, num_uses, [(state, slot, leases, num_children) per tier]) of every node,
+  // parents first; the parent of a root is None.
+  nb::object dump() {
+    const trie::Nodes& nodes = trie_.nodes();
+    std::vector<trie::Index> order;
+    trie_.each([&](trie::Index index) { order.push_back(index); });
+    std::stable_sort(order.begin(), order.end(), [&](trie::Index a, trie::Index b) {
+      return nodes[a].depth < nodes[b].depth;
+    });
+    return list_of(order, [&](trie::Index index) -> nb::object {
+      const trie::Node& node = nodes[index];
+      nb::list places;
+      for (std::size_t tier = 0; tier < nodes.num_tiers(); ++tier) {
+        const trie::Residency& at = nodes.residencies(index)[tier];
+        const bool absent = at.state == State::absent;
+        places.append(nb::make_tuple(state_object(at.state),
+                                     absent ? -1 : static_cast<long long>(at.slot), at.leases,
+                                     at.num_children));
+      }
+      nb::object parent = nodes.is_block(index) ? number(nodes.id(node.parent)) : nb::none();
+      return nb::make_tuple(number(nodes.id(index)), parent, bytes(trie_.label(index)),
+                            node.num_uses, places);
+    });
+  }
+
+  void check_invariants() {
+    checked([&] { trie_.check_invariants(); });
+  }
+
+ private:
+  static nb::object bytes(trie::Label label) { return nb::bytes(label.data, label.size); }
+
+  nb::object state_object(State state) const {
+    return nb::borrow(states_[static_cast<std::size_t>(state) - 1]);
+  }
+
+  std::size_t position(nb::handle tier) const {
+    const std::size_t num_tiers = tiers_.size();
+    for (std::size_t at = 0; at < num_tiers; ++at)
+      if (tiers_[at].ptr() == tier.ptr()) return at;
+    for (std::size_t at = 0; at < num_tiers; ++at)
+      if (tiers_[at].equal(tier)) return at;
+    fail(PyExc_KeyError, "no tier %R; known: %R", tier.ptr(), tiers_.ptr());
+  }
+
+  static std::optional<BlockId> optional_block(nb::handle block) {
+    if (block.is_none()) return std::nullopt;
+    return to_number(block.ptr(), "a block");
+  }
+
+  const std::vector<BlockId>& read_blocks(nb::handle blocks) {
+    const Items items(blocks, "blocks must be iterable");
+    blocks_.resize(items.size());
+    for (std::size_t i = 0; i < items.size(); ++i) blocks_[i] = to_number(items[i], "a block");
+    return blocks_;
+  }
+
+  void read_slots(const Items& items) {
+    slots_.resize(items.size());
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      const std::uint64_t slot = to_number(items[i], "a slot");
+      if (slot > 0xFFFF'FFFF) fail(PyExc_ValueError, "slot %R is 2**32 or more", items[i]);
+      slots_[i] = static_cast<Slot>(slot);
+    }
+  }
+
+  template <typename Change>
+  void each(nb::handle blocks, nb::handle tier, Change&& change) {
+    const std::size_t at = position(tier);
+    read_blocks(blocks);
+    checked([&] {
+      for (const BlockId block : blocks_) change(block, at);
+    });
+  }
+
+  // Calls use(labels) with the labels of a `Labels` (read from its token buffer) or of any sequence
+  // of bytes.
+  template <typename Use>
+  void with_labels(nb::handle labels, Use&& use) {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(labels.ptr())) == labels_type_.ptr()) {
+      const nb::object spec = owned(PyObject_GetAttr(labels.ptr(), spec_.ptr()));
+      std::size_t fields[4];  // block_bytes, blocks_per_chunk, first, number of blocks
+      if (!PyTuple_Check(spec.ptr()) || PyTuple_GET_SIZE(spec.ptr()) != 5)
+        fail(PyExc_TypeError, "Labels.spec has five fields");
+      for (std::size_t i = 0; i < 4; ++i)
+        fields[i] = to_index(PyTuple_GET_ITEM(spec.ptr(), static_cast<Py_ssize_t>(i) + 1));
+      PyObject* const tokens = PyTuple_GET_ITEM(spec.ptr(), 0);
+      const auto [width, per_chunk, first, num] = fields;
+      const std::size_t end =
+          per_chunk > 0 ? (first + num + per_chunk - 1) / per_chunk * per_chunk : 0;
+      const auto must_hold = [&](std::size_t num_bytes) {
+        if (width == 0 || per_chunk == 0 || end > num_bytes / width)
+          fail(PyExc_ValueError, "Labels name blocks outside of their tokens: %R", spec.ptr());
+      };
+      if (PyBytes_CheckExact(tokens)) {
+        const std::string_view text = to_bytes(tokens, "tokens");
+        must_hold(text.size());
+        trie::Labels path(reinterpret_cast<const std::byte*>(text.data()), width, per_chunk,
+                                first, num);
+        checked([&] { use(path); });
+      } else {
+        const TokenArray ids{nb::handle(tokens)};
+        if (!ids.is_integer())
+          fail(PyExc_TypeError, "tokens must be bytes or an array of integers, not %s",
+               Py_TYPE(tokens)->tp_name);
+        must_hold(4 * ids.size());
+        packed_.resize(width * (end - first));
+        trie::Labels path(ids.data(), width, per_chunk, first, num);
+        path.unpacked(ids.item_bytes(), ids.is_signed(), packed_.data());
+        checked([&] { use(path); });
+      }
+    } else {
+      const Items items(labels, "labels must be iterable");
+      std::vector<trie::Label> list(items.size());
+      for (std::size_t i = 0; i < list.size(); ++i) list[i] = to_label(items[i]);
+      trie::Labels path{std::span<const trie::Label>(list)};
+      checked([&] { use(path); });
+    }
+  }
+
+  trie::BlockTrie trie_;
+  nb::tuple tiers_;
+  nb::tuple states_;
+  nb::object labels_type_;
+  nb::object match_type_;
+  nb::object spec_;
+  std::vector<nb::object> match_fields_;
+  // Kept from call to call, to spare allocations.
+  std::vector<BlockId> blocks_;
+  std::vector<Slot> slots_;
+  std::vector<Slot> given_;
+  std::vector<std::int64_t> numbers_;
+  std::vector<trie::BlockTrie::Found> found_;
+  std::vector<std::byte> packed_;
+};
+
+std::byte* bytes_of(const nb::object& packed) {
+  return reinterpret_cast<std::byte*>(PyBytes_AS_STRING(packed.ptr()));
+}
+
+nb::object pack_tokens(nb::handle tokens) {
+  constexpr std::size_t kItem = sizeof(std::uint32_t);
+  if (PyList_CheckExact(tokens.ptr()) || PyTuple_CheckExact(tokens.ptr())) {
+    const Items items(tokens, "tokens");
+    nb::object packed =
+        owned(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(items.size() * kItem)));
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      if (!PyLong_CheckExact(items[i])) return nb::none();
+      int overflow = 0;
+      const long long id = PyLong_AsLongLongAndOverflow(items[i], &overflow);
+      if (overflow != 0 || id < 0 || id > 0xFFFF'FFFF) return nb::none();
+      const auto word = static_cast<std::uint32_t>(id);
+      std::memcpy(bytes_of(packed) + i * kItem, &word, kItem);
+    }
+    return packed;
+  }
+  const TokenArray ids(tokens);
+  if (!ids.is_integer()) return nb::none();
+  nb::object packed =
+      owned(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(ids.size() * kItem)));
+  const bool fits = trie::pack_tokens(ids.data(), ids.item_bytes(), ids.is_signed(), ids.size(),
+                                      bytes_of(packed));
+  return fits ? packed : nb::none();
+}
+
+}  // namespace
+
+void bind_trie(nb::module_& module) {
+  module.def("pack_tokens", &pack_tokens, nb::arg("tokens").none(),
+             nb::sig("def pack_tokens(tokens: object) -> bytes | None"),
+             "Token ids as little-endian uint32.");
+
+  nb::class_<BlockTrie>(module, "BlockTrie", "What is cached, where: see kvtier.index.")
+      .def(nb::init<nb::tuple, nb::tuple, nb::tuple, nb::handle, nb::handle>(), nb::arg("tiers"),
+           nb::arg("policies"), nb::arg("states"), nb::arg("labels_type"),
+           nb::arg("match_type"))
+      .def("__len__", &BlockTrie::size, nb::lock_self())
+      .def("match", &BlockTrie::match, nb::arg("namespace"), nb::arg("labels"), nb::lock_self())
+      .def("match_slots", &BlockTrie::match_slots, nb::arg("namespace"), nb::arg("labels"),
+           nb::arg("tier"), nb::lock_self())
+      .def("state", &BlockTrie::state, nb::arg("block"), nb::arg("tier"), nb::lock_self())
+      .def("states", &BlockTrie::states, nb::arg("namespace"), nb::arg("labels"), nb::arg("tier"),
+           nb::arg("after").none(), nb::lock_self())
+      .def("states_of", &BlockTrie::states_of, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
+      .def("slots", &BlockTrie::slots, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
+      .def("prefixes", &BlockTrie::prefixes, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
+      .def("num_uses", &BlockTrie::num_uses, nb::arg("block"), nb::lock_self())
+      .def("num_evictable", &BlockTrie::num_evictable, nb::arg("tier"), nb::lock_self())
+      .def("num_held", &BlockTrie::num_held, nb::arg("tier"), nb::lock_self())
+      .def("num_namespaces", &BlockTrie::num_namespaces, nb::lock_self())
+      .def("num_bytes", &BlockTrie::num_bytes, nb::lock_self())
+      .def("extend", &BlockTrie::extend, nb::arg("namespace"), nb::arg("labels"),
+           nb::arg("after").none(), nb::lock_self())
+      .def("insert", &BlockTrie::insert, nb::arg("namespace"), nb::arg("labels"), nb::arg("tier"),
+           nb::arg("slots"), nb::arg("now"), nb::arg("after").none(), nb::arg("hold"),
+           nb::lock_self())
+      .def("begin_write", &BlockTrie::begin_write, nb::arg("blocks"), nb::arg("tier"),
+           nb::arg("slots"), nb::lock_self())
+      .def("commit", &BlockTrie::commit, nb::arg("blocks"), nb::arg("tier"), nb::arg("now"),
+           nb::lock_self())
+      .def("abort", &BlockTrie::abort, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
+      .def("touch", &BlockTrie::touch, nb::arg("blocks"), nb::arg("now"), nb::lock_self())
+      .def("lease", &BlockTrie::lease, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
+      .def("release", &BlockTrie::release, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
+      .def("evict", &BlockTrie::evict, nb::arg("tier"), nb::arg("num_blocks"), nb::lock_self())
+      .def("drop", &BlockTrie::drop, nb::arg("tier"), nb::arg("num_blocks"), nb::lock_self())
+      .def("forget", &BlockTrie::forget, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
+      .def("keep", &BlockTrie::keep, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
+      .def("lose", &BlockTrie::lose, nb::arg("block"), nb::arg("tier"), nb::lock_self())
+      .def("origin", &BlockTrie::origin, nb::arg("block"), nb::lock_self())
+      .def("missing_keys", &BlockTrie::missing_keys, nb::arg("block"), nb::lock_self())
+      .def("set_keys", &BlockTrie::set_keys, nb::arg("blocks"), nb::arg("keys"), nb::lock_self())
+      .def("dump", &BlockTrie::dump, nb::lock_self())
+      .def("check_invariants", &BlockTrie::check_invariants, nb::lock_self());
+}
+
+}  // namespace kvtier

@@ -1,0 +1,156 @@
+// What is cached, where: one node per block, found by (parent, label).
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "trie/arena.hpp"
+#include "trie/labels.hpp"
+#include "trie/policy.hpp"
+#include "trie/table.hpp"
+#include "trie/types.hpp"
+
+namespace kvtier::trie {
+
+// The meaning of each call is that of kvtier.index.BlockIndex; tiers are numbers here, the fastest
+// is 0. Owned by one thread at a time. Misuse throws UnknownBlock or BrokenPromise.
+class BlockTrie {
+ public:
+  using Path = std::vector<BlockId>;
+  using Key = std::array<std::byte, 32>;
+
+  // One policy per tier, by name; every name must be known to `make_policy`.
+  explicit BlockTrie(std::span<const std::string_view> policies);
+  BlockTrie(const BlockTrie&) = delete;
+  BlockTrie& operator=(const BlockTrie&) = delete;
+
+  // -- queries
+
+  struct Found {
+    BlockId block;
+    std::uint8_t tier;
+    bool in_flight;
+  };
+  void match(std::string_view space, Labels& labels, std::vector<Found>& found);
+  void match_slots(std::string_view space, Labels& labels, std::size_t tier,
+                   std::vector<std::int64_t>& slots);
+
+  State state(BlockId block, std::size_t tier) const;
+  void states(std::string_view space, Labels& labels, std::size_t tier,
+              std::optional<BlockId> after, std::vector<State>& states);
+  Slot slot(BlockId block, std::size_t tier) const;
+  std::vector<BlockId> prefixes(std::span<const BlockId> blocks, std::size_t tier) const;
+  std::uint32_t num_uses(BlockId block) const { return nodes_[at(block)].num_uses; }
+  std::size_t num_evictable(std::size_t tier) const { return counts_[tier].idle; }
+  std::size_t num_held(std::size_t tier) const { return counts_[tier].held; }
+  std::size_t size() const { return nodes_.num_live() - roots_.size(); }
+  std::size_t num_namespaces() const { return roots_.size(); }
+  std::size_t num_bytes() const;
+
+  // -- writing
+
+  void extend(std::string_view space, Labels& labels, std::optional<BlockId> after, Path& path);
+  void begin_write(BlockId block, std::size_t tier, Slot slot);
+  void commit(BlockId block, std::size_t tier, double now);
+  Slot abort(BlockId block, std::size_t tier) { return leave(at(block), tier); }
+
+  // Extends, and makes the blocks ready in `tier` where they are absent, block i in slots[i]. Stops
+  // before a block that is being written or evicted there. Where a block was ready, slots[i] becomes
+  // the slot that it has. Leases all of `path` if `hold`. Returns how many were absent.
+  std::size_t insert(std::string_view space, Labels& labels, std::optional<BlockId> after,
+                     std::size_t tier, std::span<Slot> slots, double now, bool hold, Path& path);
+
+  // -- use
+
+  void touch(BlockId block, double now);
+  void lease(BlockId block, std::size_t tier);
+  void release(BlockId block, std::size_t tier);
+
+  // -- eviction
+
+  void evict(std::size_t tier, std::size_t num_blocks, Path& chosen);
+  Slot forget(BlockId block, std::size_t tier) { return leave(at(block), tier); }
+  void keep(BlockId block, std::size_t tier);
+  // A ready block is gone, leaf or not; nothing while it is leased.
+  std::optional<Slot> lose(BlockId block, std::size_t tier);
+
+  struct Origin {
+    Label space;
+    std::uint32_t depth;  // 0 for the first block of a prompt
+  };
+  Origin origin(BlockId block) const;
+  // Brings what `forget` will need nearer.
+  void prefetch(BlockId block) const;
+
+  // -- keys: computed by the caller, kept here
+
+  struct Unnamed {
+    BlockId block;
+    Label label;
+  };
+  // The blocks from the first without a key to `block`, in prompt order, and the key before them:
+  // the namespace where there is none.
+  std::string_view missing_keys(BlockId block, std::vector<Unnamed>& missing) const;
+  void set_key(BlockId block, const Key& key);
+
+  // -- for tests
+
+  // Calls visit(index) for every node, roots included, in the order of their places.
+  template <typename Visit>
+  void each(Visit&& visit) const {
+    for (Index index = 0; index < nodes_.end(); ++index)
+      if (nodes_[index].parent != kFree) visit(index);
+  }
+  const Nodes& nodes() const { return nodes_; }
+  Label label(Index index) const {
+    return {labels_.data(nodes_[index].label), nodes_[index].label_bytes};
+  }
+  // Throws BrokenPromise where counts, links, queues and tables disagree. O(all blocks).
+  void check_invariants() const;
+
+ private:
+  struct Counts {
+    std::size_t held = 0;
+    std::size_t idle = 0;
+  };
+
+  Index at(BlockId block) const;
+  Index root(std::string_view space) const;
+  Index child(Index parent, Label label);
+  Index make(Index parent, std::uint64_t hash, Label label);
+  void look_ahead(Index above, Labels& labels, std::size_t i);
+  void prefetch_after(Index index) const;
+  Index begin(std::string_view space, std::optional<BlockId> after) const;
+  Index begin_or_make(std::string_view space, std::optional<BlockId> after);
+  bool is_child(Index index, Index parent, Label label) const;
+  bool is_cached(Index index) const;
+  void move(Residency& residency, State to);
+  void review(Index index, std::size_t tier);
+  void count_in_parent(Index index, std::size_t tier, bool added);
+  Slot leave(Index index, std::size_t tier);
+  void prune(Index index);
+
+  void check_node(Index index) const;
+  void check_tier(std::size_t tier) const;
+
+  std::uint64_t seed_;
+  Nodes nodes_;
+  LabelArena labels_;
+  Table table_;
+  std::unordered_map<std::string, Index> roots_;
+  mutable Index last_root_ = kNone;
+  std::vector<std::unique_ptr<Policy>> policies_;
+  std::vector<Counts> counts_;
+  std::unordered_map<Index, Key> keys_;
+  std::vector<std::uint64_t> ahead_;  // hashes of the prefixes that are about to be made
+};
+
+}  // namespace kvtier::trie

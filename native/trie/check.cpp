@@ -1,0 +1,80 @@
+// Does everything add up? For tests, and for a cache that is told to be strict.
+#include <unordered_set>
+
+#include "trie/block_trie.hpp"
+
+namespace kvtier::trie {
+
+void BlockTrie::check_invariants() const {
+  std::size_t num_live = 0;
+  std::size_t num_roots = 0;
+  each([&](Index index) {
+    ++num_live;
+    num_roots += nodes_[index].parent == kRoot;
+    check_node(index);
+  });
+  promise(num_live == nodes_.num_live(), "nodes miscounted");
+  promise(num_roots == roots_.size(), "roots miscounted");
+  promise(num_live - num_roots == table_.size(), "the table knows more or fewer blocks than there are");
+  for (const auto& [index, key] : keys_) promise(nodes_.is_block(index), "a key of no block");
+  for (std::size_t tier = 0; tier < nodes_.num_tiers(); ++tier) {
+    check_tier(tier);
+    policies_[tier]->check();
+  }
+}
+
+void BlockTrie::check_node(Index index) const {
+  const Node& node = nodes_[index];
+  if (node.parent == kRoot) {
+    const Label space = label(index);
+    const auto known =
+        roots_.find(std::string(reinterpret_cast<const char*>(space.data), space.size));
+    promise(known != roots_.end() && known->second == index, "a root that its namespace misses");
+    promise(node.num_children > 0, "a root that nothing needs was not pruned");
+    return;
+  }
+  promise(node.num_children > 0 || is_cached(index), "a node that nothing needs was not pruned");
+  promise(node.parent < nodes_.end() && nodes_[node.parent].parent != kFree, "a block without a parent");
+  promise(node.depth == nodes_[node.parent].depth + 1, "a block at the wrong depth");
+  const Label mine = label(index);
+  const Index found =
+      table_.find(node.hash, [&](Index other) { return is_child(other, node.parent, mine); });
+  promise(found == index, "a block that the table does not know");
+}
+
+void BlockTrie::check_tier(std::size_t tier) const {
+  std::vector<std::uint32_t> known(nodes_.end(), 0);    // children of any state
+  std::vector<std::uint32_t> staying(nodes_.end(), 0);  // children writing or ready in the tier
+  std::unordered_set<Slot> slots;
+  std::size_t held = 0;
+  std::size_t idle = 0;
+  std::size_t queued = 0;
+  each([&](Index index) {
+    if (!nodes_.is_block(index)) return;
+    const Residency& residency = nodes_.residencies(index)[tier];
+    const Index parent = nodes_[index].parent;
+    ++known[parent];
+    staying[parent] += residency.state == State::writing || residency.state == State::ready;
+    queued += residency.queued;
+    if (residency.state == State::absent) {
+      promise(residency.leases == 0, "a block that is not there is leased");
+      return;
+    }
+    ++held;
+    slots.insert(residency.slot);
+    idle += residency.state == State::ready && residency.leases == 0;
+    promise(!residency.evictable() || residency.queued, "a candidate that its policy does not know");
+  });
+  promise(held == slots.size(), "two blocks share a slot");
+  promise(held == counts_[tier].held, "blocks miscounted");
+  promise(idle == counts_[tier].idle, "idle blocks miscounted");
+  promise(queued == policies_[tier]->num_queued(), "a queue has more or fewer blocks than are marked");
+  each([&](Index index) {
+    promise(nodes_[index].num_children == known[index], "children miscounted");
+    if (nodes_.is_block(index))
+      promise(nodes_.residencies(index)[tier].num_children == staying[index],
+              "children in a tier miscounted");
+  });
+}
+
+}  // namespace kvtier::trie

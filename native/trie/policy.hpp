@@ -1,0 +1,101 @@
+// The seam of eviction policies inside the core: which leaf leaves a tier first.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "trie/arena.hpp"
+
+namespace kvtier::trie {
+
+// What a policy may read of the blocks of its tier, and its mark on them.
+class TierView {
+ public:
+  TierView(Nodes& nodes, std::size_t tier) : nodes_(nodes), tier_(tier) {}
+
+  const Node& node(Index index) const { return nodes_[index]; }
+  BlockId id(Index index) const { return nodes_.id(index); }
+  Residency& residency(Index index) const { return nodes_.residencies(index)[tier_]; }
+
+ private:
+  Nodes& nodes_;
+  std::size_t tier_;
+};
+
+// One object per tier. Which blocks are candidates (ready, not leased, no child in the tier) is the
+// trie's business and read from the residency; the policy keeps a queue and is not told of every
+// change: a block that was offered and is no candidate any more stays queued until `victim` meets it.
+//
+// The caller guarantees
+//   `offer` for every block that becomes a candidate and is not queued; `used` after `last_use` and
+//   `num_uses` of a block in the tier have changed. A queued block stays ready: it leaves the tier
+//   as a victim, or after `withdraw`. Time never runs backwards.
+// The implementer provides
+//   `victim`: takes the candidate to lose first from the queue and gives it, kNone where there is
+//   none. `queued` of the residency says whether a block is in the queue.
+//
+// A policy that learns has what it needs here: the class of a leaf (num_uses, depth, and what a
+// caller says of a request, kept beside the nodes by index), reuse ages (last_use, in seconds), and
+// a ghost list by the hash of the prefix, which does not change when a block comes back.
+class Policy {
+ public:
+  explicit Policy(TierView view) : view_(view) {}
+  virtual ~Policy() = default;
+  Policy(const Policy&) = delete;
+  Policy& operator=(const Policy&) = delete;
+
+  virtual void used(Index) {}
+  virtual void offer(Index index) = 0;
+  virtual Index victim() = 0;
+  // A queued block leaves the tier otherwise, which is rare: it may be searched for.
+  virtual void withdraw(Index index) = 0;
+  virtual std::size_t num_queued() const = 0;
+  virtual std::size_t num_bytes() const = 0;
+  // Throws BrokenPromise where the queue and the blocks disagree.
+  virtual void check() const = 0;
+
+ protected:
+  TierView view_;
+};
+
+// By name; null where there is none of that name.
+std::unique_ptr<Policy> make_policy(std::string_view name, TierView view);
+
+// Least recently used leaf first; of two used at the same moment, the one with the lower number.
+//
+// A heap with one entry per queued block. A use does not move the entry: its time is a lower bound,
+// made right when the entry comes to the top. So a use costs nothing here.
+class Lru final : public Policy {
+ public:
+  using Policy::Policy;
+
+  void offer(Index index) override;
+  Index victim() override;
+  void withdraw(Index index) override;
+  std::size_t num_queued() const override { return heap_.size() - (hole_ ? 1 : 0); }
+  std::size_t num_bytes() const override { return heap_.capacity() * sizeof(Entry); }
+  void check() const override;
+
+ private:
+  struct Entry {
+    double last_use;
+    BlockId block;
+
+    Index index() const { return static_cast<Index>(block); }
+    bool operator<(const Entry& other) const {
+      return last_use < other.last_use || (last_use == other.last_use && block < other.block);
+    }
+  };
+
+  void drop_top();
+  void sift_down(std::size_t at);
+  void sift_up(std::size_t at);
+
+  std::vector<Entry> heap_;
+  bool hole_ = false;  // the top was taken; its place goes to the next entry, often the parent
+};
+
+}  // namespace kvtier::trie

@@ -1,0 +1,49 @@
+// The words of the block trie.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace kvtier::trie {
+
+// A node's place in the arena. It is used again after the node is freed.
+using Index = std::uint32_t;
+inline constexpr Index kNone = 0xFFFF'FFFF;
+
+// What callers hold: generation << 32 | index. A node that is freed begins a new generation, so the
+// number of a block is never that of another one.
+using BlockId = std::uint64_t;
+
+using Slot = std::uint32_t;
+
+inline constexpr std::size_t kMaxTiers = 8;
+
+// The values of kvtier.index.State.
+enum class State : std::uint8_t { absent = 1, writing = 2, ready = 3, evicting = 4 };
+
+// The bytes that name a block under its parent. Owned by whoever gives it.
+struct Label {
+  const std::byte* data;
+  std::size_t size;
+};
+
+// A caller named a block that the index does not know (any more).
+class UnknownBlock : public std::out_of_range {
+ public:
+  explicit UnknownBlock(BlockId block) : std::out_of_range("unknown block"), block(block) {}
+  BlockId block;
+};
+
+// A caller broke a promise, or `check_invariants` found that the trie did.
+class BrokenPromise : public std::logic_error {
+ public:
+  using std::logic_error::logic_error;
+};
+
+inline void promise(bool kept, const char* otherwise) {
+  if (!kept) throw BrokenPromise(otherwise);
+}
+
+}  // namespace kvtier::trie

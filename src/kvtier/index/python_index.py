@@ -1,0 +1,268 @@
+"""The index in pure Python: fall-back, oracle, and home of policies that are written in Python.
+
+A trie says which prefixes are known, a residency per tier says where each block stands, a policy
+per tier says which leaf leaves first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvtier.index.block_index import BlockIndex
+from kvtier.index.policies.base import EvictionPolicy
+from kvtier.index.residency import Residency, State
+from kvtier.index.trie import Node, Trie
+from kvtier.keys import next_key
+from kvtier.types import BlockId, BlockKey, BlockName, Label, Match, Slot
+
+
+class PythonIndex(BlockIndex):
+    """Blocks as Python objects.
+
+    policies: per tier, fastest tier first. because: why this index is used.
+    """
+
+    def __init__(self, policies: Mapping[str, EvictionPolicy], because: str = "asked for") -> None:
+        self.tiers = tuple(policies)
+        self._because = because
+        self._position = {tier: position for position, tier in enumerate(self.tiers)}
+        self._policies = tuple(policies.values())
+        self._trie = Trie(len(self.tiers))
+        self._num_held = [0] * len(self.tiers)
+        self._num_idle = [0] * len(self.tiers)
+
+    # -- queries ----------------------------------------------------------------------------------
+
+    def match(self, namespace: bytes, labels: Sequence[Label]) -> Match:
+        blocks: list[BlockId] = []
+        tiers: list[str] = []
+        in_flight: list[bool] = []
+        for node in self._trie.walk(namespace, labels):
+            for position, residency in enumerate(node.residencies):
+                if residency.state is State.READY:
+                    blocks.append(node.block)
+                    tiers.append(self.tiers[position])
+                    in_flight.append(node.residencies[0].state is State.WRITING)
+                    break
+            else:
+                break
+        return Match(tuple(blocks), tuple(tiers), tuple(in_flight), len(labels))
+
+    def state(self, block: BlockId, tier: str) -> State:
+        node = self._trie.nodes.get(block)
+        return node.residencies[self._position[tier]].state if node else State.ABSENT
+
+    def states(
+        self, namespace: bytes, labels: Sequence[Label], tier: str, after: BlockId | None = None
+    ) -> list[State]:
+        position = self._position[tier]
+        nodes = self._trie.walk(namespace, labels, after)
+        return [node.residencies[position].state for node in nodes]
+
+    def slots(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
+        return [self._residency(block, tier).slot for block in blocks]
+
+    def prefixes(self, blocks: Iterable[BlockId], tier: str) -> list[BlockId]:
+        below, position = set(blocks), self._position[tier]
+        found: set[BlockId] = set()
+        for block in below:
+            node = self._trie.nodes[block].parent
+            while node is not None and node.parent is not None and node.block not in below:
+                if node.residencies[position].state is State.READY:
+                    found.add(node.block)
+                    break
+                node = node.parent
+        return sorted(found)
+
+    def num_uses(self, block: BlockId) -> int:
+        return self._trie.nodes[block].num_uses
+
+    def num_evictable(self, tier: str) -> int:
+        return self._num_idle[self._position[tier]]
+
+    def num_held(self, tier: str) -> int:
+        return self._num_held[self._position[tier]]
+
+    def key(self, block: BlockId) -> BlockKey:
+        chain: list[Node] = []
+        node: Node | None = self._trie.nodes[block]
+        while node is not None and node.key is None and node.parent is not None:
+            chain.append(node)
+            node = node.parent
+        assert node is not None
+        previous: bytes = node.label if node.parent is None else node.key or b""
+        for node in reversed(chain):
+            node.key = next_key(previous, node.label)
+            previous = node.key
+        return BlockKey(previous)
+
+    def name(self, block: BlockId) -> BlockName:
+        depth, node = -1, self._trie.nodes[block]
+        while node.parent is not None:
+            depth, node = depth + 1, node.parent
+        return BlockName(node.label, depth, self.key(block))
+
+    @property
+    def num_namespaces(self) -> int:
+        return self._trie.num_roots
+
+    def __len__(self) -> int:
+        return len(self._trie)
+
+    # -- writing: absent -> writing -> ready ------------------------------------------------------
+
+    def extend(
+        self, namespace: bytes, labels: Sequence[Label], after: BlockId | None = None
+    ) -> list[BlockId]:
+        return [node.block for node in self._trie.extend(namespace, labels, after)]
+
+    def begin_write(self, block: BlockId, tier: str, slot: Slot) -> None:
+        residency = self._residency(block, tier)
+        residency.move(State.WRITING)
+        residency.slot = slot
+        self._count(block, tier, +1)
+
+    def commit(self, block: BlockId, tier: str, now: float) -> None:
+        residency = self._residency(block, tier)
+        residency.move(State.READY)
+        self._num_idle[self._position[tier]] += residency.leases == 0
+        self._policies[self._position[tier]].touch(block, now)
+        self._review(block, tier)
+
+    def abort(self, block: BlockId, tier: str) -> Slot:
+        return self._leave(block, tier)
+
+    # -- use --------------------------------------------------------------------------------------
+
+    def touch(self, blocks: Iterable[BlockId], now: float) -> None:
+        for block in blocks:
+            node = self._trie.nodes[block]
+            node.num_uses += 1
+            for residency, policy in zip(node.residencies, self._policies, strict=True):
+                if residency.state is not State.ABSENT:
+                    policy.touch(block, now)
+
+    def lease(self, blocks: Iterable[BlockId], tier: str) -> None:
+        for block in blocks:
+            residency = self._residency(block, tier)
+            assert residency.state in (State.READY, State.WRITING), f"lease on {residency}"
+            residency.leases += 1
+            if residency.leases == 1:
+                self._num_idle[self._position[tier]] -= residency.state is State.READY
+                self._review(block, tier)
+
+    def release(self, blocks: Iterable[BlockId], tier: str) -> None:
+        for block in blocks:
+            residency = self._residency(block, tier)
+            assert residency.leases > 0, "released more often than leased"
+            residency.leases -= 1
+            if residency.leases == 0:
+                self._num_idle[self._position[tier]] += residency.state is State.READY
+                self._review(block, tier)
+
+    # -- eviction: ready -> evicting -> absent ----------------------------------------------------
+
+    def evict(self, tier: str, num_blocks: int) -> list[BlockId]:
+        position = self._position[tier]
+        policy = self._policies[position]
+        chosen: list[BlockId] = []
+        while len(chosen) < num_blocks and (block := policy.victim()) is not None:
+            self._residency(block, tier).move(State.EVICTING)
+            policy.discard(block)
+            self._num_idle[position] -= 1
+            self._count_in_parent(block, tier, -1)
+            chosen.append(block)
+        return chosen
+
+    def forget(self, block: BlockId, tier: str) -> Slot:
+        return self._leave(block, tier)
+
+    def keep(self, block: BlockId, tier: str) -> None:
+        self._residency(block, tier).move(State.READY)
+        self._num_idle[self._position[tier]] += 1
+        self._count_in_parent(block, tier, +1)
+        self._review(block, tier)
+
+    def lose(self, block: BlockId, tier: str) -> Slot | None:
+        residency = self._residency(block, tier)
+        if residency.leases:
+            return None
+        residency.move(State.EVICTING)
+        self._policies[self._position[tier]].discard(block)
+        self._num_idle[self._position[tier]] -= 1
+        self._count_in_parent(block, tier, -1)
+        return self._leave(block, tier)
+
+    # -- for tests and doctors --------------------------------------------------------------------
+
+    def nodes(self) -> list[Node]:
+        return list(self._trie.nodes.values())
+
+    def describe(self) -> str:
+        return f"Python, {self._because}"
+
+    # -- bookkeeping ------------------------------------------------------------------------------
+
+    def _residency(self, block: BlockId, tier: str) -> Residency:
+        return self._trie.nodes[block].residencies[self._position[tier]]
+
+    def _leave(self, block: BlockId, tier: str) -> Slot:
+        node, position = self._trie.nodes[block], self._position[tier]
+        residency = node.residencies[position]
+        before = residency.state
+        slot, residency.slot = residency.slot, Slot(-1)
+        residency.move(State.ABSENT)
+        self._num_held[position] -= 1
+        self._num_idle[position] -= before is State.READY
+        self._policies[position].forget(block)
+        if before is not State.EVICTING:
+            self._count_in_parent(block, tier, -1)
+        self._trie.prune(node)
+        return slot
+
+    def _count(self, block: BlockId, tier: str, change: int) -> None:
+        self._num_held[self._position[tier]] += change
+        self._count_in_parent(block, tier, change)
+
+    def _count_in_parent(self, block: BlockId, tier: str, change: int) -> None:
+        parent = self._trie.nodes[block].parent
+        if parent is not None and parent.residencies:
+            parent.residencies[self._position[tier]].num_children += change
+            self._review(parent.block, tier)
+
+    def _review(self, block: BlockId, tier: str) -> None:
+        """Tell the policy whether the block may leave ``tier`` now."""
+        policy = self._policies[self._position[tier]]
+        if self._residency(block, tier).evictable:
+            policy.add(block)
+        else:
+            policy.discard(block)
+
+    def check_invariants(self) -> None:
+        for position, tier in enumerate(self.tiers):
+            held: list[Slot] = []
+            idle = 0
+            candidates: set[BlockId] = set()
+            for node in self._trie.nodes.values():
+                residency = node.residencies[position]
+                children = sum(
+                    child.residencies[position].state not in (State.ABSENT, State.EVICTING)
+                    for child in node.children.values()
+                )
+                assert residency.num_children == children, f"{tier}: children miscounted"
+                assert residency.leases >= 0, f"{tier}: leases below zero"
+                if residency.state is State.ABSENT:
+                    assert residency.leases == 0, f"{tier}: a block that is not there is leased"
+                    continue
+                held.append(residency.slot)
+                idle += residency.state is State.READY and residency.leases == 0
+                if residency.evictable:
+                    candidates.add(node.block)
+            assert len(held) == len(set(held)), f"{tier}: two blocks share a slot"
+            assert len(held) == self._num_held[position], f"{tier}: blocks miscounted"
+            assert idle == self._num_idle[position], f"{tier}: idle blocks miscounted"
+            assert candidates == self._policies[position].candidates(), f"{tier}: candidates differ"
+        for node in self._trie.nodes.values():
+            assert node.children or node.is_cached, "a node that nothing needs was not pruned"
+            assert node.parent is not None, "a block without a parent"
+            assert node.parent.children.get(node.label) is node, "a block its parent does not know"
