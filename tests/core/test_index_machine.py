@@ -194,6 +194,19 @@ class IndexMachine(RuleBasedStateMachine):
         place.state, place.slot = State.ABSENT, -1
         self._prune()
 
+    @precondition(lambda self: self._places(State.READY))
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        """Any ready block, leaf or not; nothing happens while it is leased."""
+        known, place, tier = self._draw(data, self._places(State.READY))
+        slot = self.index.lose(known.block, tier)
+        if place.leases:
+            assert slot is None
+            return
+        assert slot == place.slot
+        place.state, place.slot = State.ABSENT, -1
+        self._prune()
+
     # -- use ---------------------------------------------------------------------------------------
 
     @precondition(lambda self: self._places(State.READY, State.WRITING))
@@ -306,6 +319,7 @@ class IndexMachine(RuleBasedStateMachine):
             for label in path[1:]:
                 key = next_key(key, Label(label))
             assert self.index.key(known.block) == key
+            assert self.index.name(known.block) == (path[0], len(path) - 2, key)
 
     @invariant()
     def states_follow_the_path(self) -> None:
