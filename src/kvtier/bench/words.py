@@ -87,11 +87,14 @@ def subtitle(result: ServeResult) -> str:
     """What was done, in two sentences."""
     ttft, accuracy = result.ttft, result.accuracy
     if ttft is not None:
+        end = "."
+        if ttft.times_ms(3):
+            end = f", and after {milliseconds(ttft.whole_pass(3).mean)} after a restart."
         return (
-            f"{counted(ttft.num_prompts, 'prompt')} of {ttft.prompt_tokens:,} tokens of real text, "
-            f"each asked twice: the answer began after {milliseconds(ttft.whole_pass(1).mean)} on "
-            f"average the first time, after {milliseconds(ttft.whole_pass(2).mean)} the second "
-            "time, when all but the end of the prompt came from the cache."
+            f"{counted(ttft.num_prompts, 'prompt')} of {ttft.prompt_tokens:,} tokens of real text: "
+            f"the answer began after {milliseconds(ttft.whole_pass(1).mean)} on average the first "
+            f"time, after {milliseconds(ttft.whole_pass(2).mean)} the second time, when all but "
+            f"the end of the prompt came from the cache{end}"
         )
     if accuracy is not None:
         return (
