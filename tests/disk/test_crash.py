@@ -8,14 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.testing import Crash, CrashingDisk, LossyDisk
-from kvtier.tiers.disk import LoadResult
+from kvtier.testing import Crash, CrashingDisk, FaultyDisk, LossyDisk
+from kvtier.tiers.disk import DiskSystem, LoadResult
 from kvtier.types import Slot
 from tests.disk.world import SLOT_BYTES, World, key, world
 
@@ -102,6 +103,63 @@ def _live(folder: Path, system: CrashingDisk, durability: str, known: dict[int, 
             here.crash()
         return False
     return True
+
+
+class BusyDisk(DiskSystem):
+    """Does something else while a new journal is on its way to the medium."""
+
+    def __init__(self) -> None:
+        self.meanwhile: Callable[[], object] | None = None
+
+    def sync(self, fd: int) -> None:
+        if self.meanwhile and os.readlink(f"/proc/self/fd/{fd}").endswith("journal.new"):
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
+        super().sync(fd)
+
+
+def test_what_is_appended_while_the_journal_is_compacted_is_not_lost(tmp_path: Path) -> None:
+    system = BusyDisk()
+    with world(tmp_path, 8, system=system) as here:
+        slots = here.put(1, 2, 3)
+        more = here.tier.allocate(1)
+        assert more is not None
+
+        def meanwhile() -> None:
+            here.tier.forget(slots[1:2])
+            assert here.store([key(4)], more, namespace=b"m" * 32) == [True]
+
+        system.meanwhile = meanwhile
+        here.tier._slab.compact()
+        assert system.meanwhile is None
+        here.tier.forget(slots[2:])
+        here.crash()
+        here.open()
+        assert here.get(1, 2, 3, 4) == [OK, CORRUPT, CORRUPT, OK]
+        here.tier.check_invariants()
+
+
+@pytest.mark.parametrize("operation", ["write", "sync"])
+def test_compaction_that_fails_leaves_the_journal_as_it_was(tmp_path: Path, operation: str) -> None:
+    system = FaultyDisk()
+    with world(tmp_path, 8, system=system) as here:
+        for number in range(3):
+            here.tier.forget(here.put(number))
+        here.tier._slab.compact_floor = 1
+        slots = here.tier.allocate(1)
+        assert slots is not None
+        # After the append of the block's record comes the new journal.
+        if operation == "write":
+            system.fail("journal", 2)
+        else:
+            system.fail("sync")
+        assert here.store([key(10)], slots) == [True]
+        assert not (here.options.path / "journal.new").exists()
+        assert here.tier._slab.superblock.generation == 0
+        here.put(11)
+        here.crash()
+        here.open()
+        assert here.get(10, 11) == [OK, OK]
 
 
 # -- power cuts ------------------------------------------------------------------------------------
