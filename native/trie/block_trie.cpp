@@ -218,6 +218,7 @@ Index BlockTrie::begin_or_make(std::string_view space, std::optional<BlockId> af
 void BlockTrie::extend(std::string_view space, Labels& labels, std::optional<BlockId> after,
                        Path& path) {
   if (labels.size() == 0) return;  // a root without blocks would never be pruned
+  labels.pack_all();
   Index index = begin_or_make(space, after);
   bool is_known = true;
   for (std::size_t i = 0; i < labels.size(); ++i) {
@@ -234,6 +235,7 @@ std::size_t BlockTrie::insert(std::string_view space, Labels& labels,
                               std::optional<BlockId> after, std::size_t tier, std::span<Slot> slots,
                               double now, bool hold, Path& path) {
   if (labels.size() == 0) return 0;
+  labels.pack_all();
   Index above = begin_or_make(space, after);
   std::size_t num_new = 0;
   bool is_known = true;

@@ -36,20 +36,24 @@ class Labels {
 
   std::size_t size() const { return size_; }
 
+  // So that no id is found out of range half-way through a change.
+  void pack_all() {
+    if (packed_ != nullptr && size_ > 0) pack(0, size_);
+  }
+
   Label operator[](std::size_t i) {
     if (tokens_ == nullptr) return list_[i];
     const std::size_t at = first_ + i;
     const bool begins_chunk = blocks_per_chunk_ > 1 && at % blocks_per_chunk_ == 0;
     const std::size_t size = begins_chunk ? block_bytes_ * blocks_per_chunk_ : block_bytes_;
     if (packed_ == nullptr) return {tokens_ + at * block_bytes_, size};
-    if (i >= num_packed_) pack_from(i);
+    if (i >= num_packed_) pack(i, i == 0 ? 1 : i < 16 ? 16 : 64);
     return {packed_ + i * block_bytes_, size};
   }
 
  private:
-  void pack_from(std::size_t i) {
+  void pack(std::size_t i, std::size_t num) {
     constexpr std::size_t kPacked = 4;
-    const std::size_t num = i == 0 ? 1 : i < 16 ? 16 : 64;
     std::size_t end = first_ + (i + num < size_ ? i + num : size_);
     end = (end + blocks_per_chunk_ - 1) / blocks_per_chunk_ * blocks_per_chunk_;
     const std::size_t begin = first_ + i;
