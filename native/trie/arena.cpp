@@ -7,7 +7,8 @@ namespace kvtier::trie {
 
 std::uint32_t LabelArena::store(Label label) {
   const std::uint32_t at = take(units(label.size));
-  if (label.size > 0) std::memcpy(chunks_[at >> kBits] + (at & kMask) * kUnit, label.data, label.size);
+  if (label.size > 0)
+    std::memcpy(chunks_[at >> kBits] + (at & kMask) * kUnit, label.data, label.size);
   return at;
 }
 

@@ -70,7 +70,8 @@ inline constexpr Index kFree = kNone - 2;
 // the places of an evicted one lies as that did: in order.
 class Nodes {
  public:
-  explicit Nodes(std::size_t num_tiers) : num_tiers_(num_tiers), nodes_(1), residencies_(num_tiers) {}
+  explicit Nodes(std::size_t num_tiers)
+      : num_tiers_(num_tiers), nodes_(1), residencies_(num_tiers) {}
 
   std::size_t num_tiers() const { return num_tiers_; }
   Index end() const { return end_; }  // places used at any time are below

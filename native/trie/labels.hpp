@@ -10,11 +10,12 @@
 
 namespace kvtier::trie {
 
-// Either blocks of one token buffer, or a list of byte strings. Owns nothing. Ids that are not packed
-// yet are packed while a walk goes on, a few blocks at first and then more: a miss reads little.
+// Either blocks of one token buffer, or a list of byte strings. Owns nothing. Ids that are not
+// packed yet are packed while a walk goes on, a few blocks at first and then more: a miss reads
+// little.
 //
-// In a token buffer block i has bytes [i * block_bytes, (i + 1) * block_bytes), except that the first
-// block of a chunk is named by the bytes of the whole chunk.
+// In a token buffer block i has bytes [i * block_bytes, (i + 1) * block_bytes), except that the
+// first block of a chunk is named by the bytes of the whole chunk.
 class Labels {
  public:
   explicit Labels(std::span<const Label> list) : list_(list), size_(list.size()) {}
@@ -26,8 +27,8 @@ class Labels {
         first_(first),
         size_(size) {}
 
-  // The ids have `item_bytes` each; `packed` has room for all blocks and whole chunks. Blocks are then
-  // asked for in ascending order.
+  // The ids have `item_bytes` each; `packed` has room for all blocks and whole chunks. Blocks are
+  // then asked for in ascending order.
   void unpacked(std::size_t item_bytes, bool is_signed, std::byte* packed) {
     item_bytes_ = item_bytes;
     is_signed_ = is_signed;
@@ -57,8 +58,9 @@ class Labels {
     std::size_t end = first_ + (i + num < size_ ? i + num : size_);
     end = (end + blocks_per_chunk_ - 1) / blocks_per_chunk_ * blocks_per_chunk_;
     const std::size_t begin = first_ + i;
-    if (!pack_tokens(tokens_ + begin * (block_bytes_ / kPacked * item_bytes_), item_bytes_, is_signed_,
-                     (end - begin) * (block_bytes_ / kPacked), packed_ + i * block_bytes_))
+    if (!pack_tokens(tokens_ + begin * (block_bytes_ / kPacked * item_bytes_), item_bytes_,
+                     is_signed_, (end - begin) * (block_bytes_ / kPacked),
+                     packed_ + i * block_bytes_))
       throw std::invalid_argument("token ids must lie in 0 .. 2**32 - 1");
     num_packed_ = end - first_;
   }

@@ -19,9 +19,9 @@ struct FreePages {
 template <typename Item>
 using Pages = std::unique_ptr<Item[], FreePages>;
 
-// Room for `num` items, which hold nothing defined. All pages are brought in at once: that costs a third
-// of what a fault on each of them does. Not huge pages: to find some, a system may move memory around for
-// milliseconds, in the middle of a request.
+// Room for `num` items, which hold nothing defined. All pages are brought in at once: while an
+// index grows, one call in many pays for it, and not every call. Not huge pages: to find some, a
+// system may move memory around for milliseconds, in the middle of a request.
 template <typename Item>
 Pages<Item> allocate_pages(std::size_t num) {
   constexpr std::size_t kPage = 4096;
