@@ -12,7 +12,7 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup demo test check crash-test bench clean
+.PHONY: help setup demo test check crash-test bench peers-sglang clean
 
 help:
 	@echo "make demo    serve real prompts through a two-tier cache, and show what it saved"
@@ -20,6 +20,7 @@ help:
 	@echo "make check   format, lint, types, import contracts, stubs, fast tests"
 	@echo "make crash-test  kill a writer of the disk tier KILLS=5000 times, cut its power as often"
 	@echo "make bench   the benchmarks; results in reports/"
+	@echo "make peers-sglang   SGLang into .peers/sglang, for the benchmarks that compare with it"
 	@echo "make setup   make .venv (the others do it too)"
 	@echo "make clean   remove what was built and measured; .venv stays"
 
@@ -69,7 +70,21 @@ bench: setup
 	@mkdir -p reports
 	$(BIN)/python -m benchmarks.copy --json reports/copy.json
 	$(BIN)/python -m benchmarks.slab_recovery --json reports/slab_recovery.json
+	$(BIN)/python -m benchmarks.index --json reports/index.json
+	$(BIN)/python -m benchmarks.cache --json reports/cache.json
 	$(BIN)/kvtier bench serve
+
+# SGLang's trees on a machine without an accelerator. Its own list of requirements would bring CUDA, and
+# torchvision another torch: what its index imports is named here instead.
+SGLANG := .peers/sglang
+SGLANG_PIP = $(SGLANG)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS)
+peers-sglang: | $(BIN)/python
+	$(BIN)/python -m venv $(SGLANG)
+	$(SGLANG_PIP) torch==2.13.0 numpy
+	$(SGLANG_PIP) --no-deps sglang==0.5.23
+	$(SGLANG_PIP) orjson psutil pybase64 requests triton pillow starlette msgspec pyzmq tqdm IPython \
+		pydantic aiohttp transformers dill apache-tvm-ffi==0.1.11
+	$(SGLANG_PIP) --no-deps sentencepiece compressed_tensors loguru gguf openai sniffio partial_json_parser
 
 clean:
 	rm -rf build dist reports .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

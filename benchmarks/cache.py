@@ -93,8 +93,8 @@ def make_cache(write_policy: str, device_blocks: int, host_blocks: int) -> Cache
 def request(cache: Cache, tokens: np.ndarray) -> int:
     """One request from start to end. Returns how many blocks were new."""
     labels = token_labels(tokens, BLOCK_SIZE)
-    lease = cache.fetch(NAMESPACE, labels, len(tokens), len(labels) + 1)
-    assert lease is not None, "the pool has room for a request"
+    while (lease := cache.fetch(NAMESPACE, labels, len(tokens), len(labels) + 1)) is None:
+        assert cache.drain()  # what is being stored can't leave yet
     if not lease.ready:
         assert cache.drain()
     num_new = len(labels) - lease.num_shared

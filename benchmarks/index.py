@@ -106,8 +106,9 @@ class Contestant:
         )
 
     def close(self) -> None:
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
         self._process.wait()
 
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "bind.hpp"
-#include "errors.hpp"
+#include "bound_values.hpp"
 #include "trie/block_trie.hpp"
 #include "trie/tokens.hpp"
 
@@ -17,100 +17,11 @@ namespace nb = nanobind;
 namespace kvtier {
 namespace {
 
+using namespace bound;
+
 using trie::BlockId;
 using trie::Slot;
 using trie::State;
-
-template <typename... Args>
-[[noreturn]] void fail(PyObject* type, const char* format, Args... args) {
-  PyErr_Format(type, format, args...);
-  throw nb::python_error();
-}
-
-// Calls into the trie; misuse becomes the error that the Python twin raises for it.
-template <typename Call>
-auto checked(Call&& call) {
-  try {
-    return call();
-  } catch (const trie::UnknownBlock& error) {
-    fail(PyExc_KeyError, "block %llu is not known (any more)",
-         static_cast<unsigned long long>(error.block));
-  } catch (const trie::BrokenPromise& error) {
-    fail(PyExc_AssertionError, "%s", error.what());
-  } catch (const nb::python_error&) {
-    throw;
-  } catch (const std::invalid_argument& error) {
-    fail(PyExc_ValueError, "%s", error.what());
-  } catch (const std::exception& error) {
-    throw NativeError(error.what());
-  }
-}
-
-nb::object owned(PyObject* made) {
-  if (made == nullptr) throw nb::python_error();
-  return nb::steal(made);
-}
-
-nb::object number(std::uint64_t value) { return owned(PyLong_FromUnsignedLongLong(value)); }
-
-std::uint64_t to_number(PyObject* value, const char* what) {
-  const unsigned long long result = PyLong_AsUnsignedLongLong(value);
-  if (result == static_cast<unsigned long long>(-1) && PyErr_Occurred()) {
-    if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
-      PyErr_Clear();
-      fail(PyExc_KeyError, "%s: %R is negative or too large", what, value);
-    }
-    throw nb::python_error();
-  }
-  return result;
-}
-
-std::size_t to_index(nb::handle value) {
-  const Py_ssize_t result = PyNumber_AsSsize_t(value.ptr(), PyExc_OverflowError);
-  if (result == -1 && PyErr_Occurred()) throw nb::python_error();
-  return result < 0 ? 0 : static_cast<std::size_t>(result);
-}
-
-std::string_view to_bytes(PyObject* value, const char* what) {
-  if (!PyBytes_Check(value))
-    fail(PyExc_TypeError, "%s must be bytes, not %s", what, Py_TYPE(value)->tp_name);
-  return {PyBytes_AS_STRING(value), static_cast<std::size_t>(PyBytes_GET_SIZE(value))};
-}
-
-trie::Label to_label(PyObject* value) {
-  const std::string_view text = to_bytes(value, "a label");
-  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
-}
-
-// The items of any iterable, while this lives.
-class Items {
- public:
-  Items(nb::handle sequence, const char* what)
-      : fast_(owned(PySequence_Fast(sequence.ptr(), what))) {}
-  std::size_t size() const { return static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast_.ptr())); }
-  PyObject* operator[](std::size_t i) const {
-    return PySequence_Fast_GET_ITEM(fast_.ptr(), static_cast<Py_ssize_t>(i));
-  }
-
- private:
-  nb::object fast_;
-};
-
-template <typename Values, typename Make>
-nb::object list_of(const Values& values, Make&& make) {
-  nb::object list = owned(PyList_New(static_cast<Py_ssize_t>(values.size())));
-  for (std::size_t i = 0; i < values.size(); ++i)
-    PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), make(values[i]).release().ptr());
-  return list;
-}
-
-template <typename Values, typename Make>
-nb::object tuple_of(const Values& values, Make&& make) {
-  nb::object tuple = owned(PyTuple_New(static_cast<Py_ssize_t>(values.size())));
-  for (std::size_t i = 0; i < values.size(); ++i)
-    PyTuple_SET_ITEM(tuple.ptr(), static_cast<Py_ssize_t>(i), make(values[i]).release().ptr());
-  return tuple;
-}
 
 std::vector<std::string_view> names_of(const nb::tuple& names) {
   std::vector<std::string_view> result;
@@ -118,56 +29,14 @@ std::vector<std::string_view> names_of(const nb::tuple& names) {
   return result;
 }
 
-class Buffer {
- public:
-  explicit Buffer(nb::handle object)
-      : held_(PyObject_GetBuffer(object.ptr(), &view_, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) == 0) {
-    if (!held_) PyErr_Clear();
-  }
-  ~Buffer() {
-    if (held_) PyBuffer_Release(&view_);
-  }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-
-  bool held() const { return held_; }
-  const Py_buffer& view() const { return view_; }
-
- private:
-  Py_buffer view_{};
-  bool held_;
-};
-
-// One axis of integers of four or eight bytes, in the machine's order: token ids as they come.
-class TokenArray {
- public:
-  explicit TokenArray(nb::handle tokens) : buffer_(tokens) {
-    if (!buffer_.held() || buffer_.view().ndim != 1 || buffer_.view().format == nullptr) return;
-    const char* const format = buffer_.view().format;
-    is_integer_ = std::strlen(format) == 1 && std::strchr("iIlLqQ", *format) != nullptr &&
-                  (item_bytes() == 4 || item_bytes() == 8);
-    is_signed_ = *format == 'i' || *format == 'l' || *format == 'q';
-  }
-
-  bool is_integer() const { return is_integer_; }
-  bool is_signed() const { return is_signed_; }
-  std::size_t item_bytes() const { return static_cast<std::size_t>(buffer_.view().itemsize); }
-  std::size_t size() const { return static_cast<std::size_t>(buffer_.view().len) / item_bytes(); }
-  const std::byte* data() const { return static_cast<const std::byte*>(buffer_.view().buf); }
-
- private:
-  Buffer buffer_;
-  bool is_integer_ = false;
-  bool is_signed_ = false;
-};
-
 class BlockTrie {
  public:
   BlockTrie(nb::tuple tiers, nb::tuple policies, nb::tuple states, nb::handle labels_type,
             nb::handle match_type)
       : trie_(checked([&] {
           if (tiers.size() < 1 || tiers.size() > trie::kMaxTiers || tiers.size() != policies.size())
-            fail(PyExc_ValueError, "1 to %zu tiers with a policy each, not %zu tiers and %zu policies",
+            fail(PyExc_ValueError,
+                 "1 to %zu tiers with a policy each, not %zu tiers and %zu policies",
                  trie::kMaxTiers, tiers.size(), policies.size());
           return trie::BlockTrie(names_of(policies));
         })),
@@ -193,7 +62,8 @@ class BlockTrie {
     const nb::object fields[] = {
         tuple_of(found_, [](const auto& each) { return number(each.block); }),
         tuple_of(found_, [&](const auto& each) { return nb::borrow(tiers_[each.tier]); }),
-        tuple_of(found_, [](const auto& each) { return nb::borrow(each.in_flight ? Py_True : Py_False); }),
+        tuple_of(found_,
+                 [](const auto& each) { return nb::borrow(each.in_flight ? Py_True : Py_False); }),
         owned(PyLong_FromSize_t(num_asked)),
     };
     // As object.__setattr__ does it, which is how a frozen dataclass fills itself.
@@ -211,9 +81,9 @@ class BlockTrie {
     with_labels(labels, [&](trie::Labels& path) {
       trie_.match_slots(to_bytes(space.ptr(), "a namespace"), path, at, numbers_);
     });
-    return owned(PyBytes_FromStringAndSize(
-        reinterpret_cast<const char*>(numbers_.data()),
-        static_cast<Py_ssize_t>(numbers_.size() * sizeof(numbers_[0]))));
+    return owned(
+        PyBytes_FromStringAndSize(reinterpret_cast<const char*>(numbers_.data()),
+                                  static_cast<Py_ssize_t>(numbers_.size() * sizeof(numbers_[0]))));
   }
 
   nb::object state(nb::handle block, nb::handle tier) {
@@ -396,9 +266,8 @@ class BlockTrie {
     const trie::Nodes& nodes = trie_.nodes();
     std::vector<trie::Index> order;
     trie_.each([&](trie::Index index) { order.push_back(index); });
-    std::stable_sort(order.begin(), order.end(), [&](trie::Index a, trie::Index b) {
-      return nodes[a].depth < nodes[b].depth;
-    });
+    std::stable_sort(order.begin(), order.end(),
+                     [&](trie::Index a, trie::Index b) { return nodes[a].depth < nodes[b].depth; });
     return list_of(order, [&](trie::Index index) -> nb::object {
       const trie::Node& node = nodes[index];
       nb::list places;
@@ -487,8 +356,8 @@ class BlockTrie {
       if (PyBytes_CheckExact(tokens)) {
         const std::string_view text = to_bytes(tokens, "tokens");
         must_hold(text.size());
-        trie::Labels path(reinterpret_cast<const std::byte*>(text.data()), width, per_chunk,
-                                first, num);
+        trie::Labels path(reinterpret_cast<const std::byte*>(text.data()), width, per_chunk, first,
+                          num);
         checked([&] { use(path); });
       } else {
         const TokenArray ids{nb::handle(tokens)};
@@ -564,8 +433,7 @@ void bind_trie(nb::module_& module) {
 
   nb::class_<BlockTrie>(module, "BlockTrie", "What is cached, where: see kvtier.index.")
       .def(nb::init<nb::tuple, nb::tuple, nb::tuple, nb::handle, nb::handle>(), nb::arg("tiers"),
-           nb::arg("policies"), nb::arg("states"), nb::arg("labels_type"),
-           nb::arg("match_type"))
+           nb::arg("policies"), nb::arg("states"), nb::arg("labels_type"), nb::arg("match_type"))
       .def("__len__", &BlockTrie::size, nb::lock_self())
       .def("match", &BlockTrie::match, nb::arg("namespace"), nb::arg("labels"), nb::lock_self())
       .def("match_slots", &BlockTrie::match_slots, nb::arg("namespace"), nb::arg("labels"),

@@ -7,7 +7,8 @@ namespace kvtier::trie {
 
 std::uint32_t LabelArena::store(Label label) {
   const std::uint32_t at = take(units(label.size));
-  if (label.size > 0) std::memcpy(chunks_[at >> kBits] + (at & kMask) * kUnit, label.data, label.size);
+  if (label.size > 0)
+    std::memcpy(chunks_[at >> kBits] + (at & kMask) * kUnit, label.data, label.size);
   return at;
 }
 
@@ -36,7 +37,7 @@ std::uint32_t LabelArena::take(std::size_t num_units) {
     if (next_ + num_chunks * kUnits > std::size_t{1} << 32)
       throw std::length_error("the index holds 32 GiB of labels");
     const std::size_t num_bytes = num_chunks * kUnits * kUnit;
-    buffers_.push_back(std::make_unique_for_overwrite<std::byte[]>(num_bytes));
+    buffers_.push_back(allocate_pages<std::byte>(num_bytes));
     num_bytes_ += num_bytes;
     for (std::size_t chunk = 0; chunk < num_chunks; ++chunk)
       chunks_.push_back(buffers_.back().get() + chunk * kUnits * kUnit);

@@ -3,9 +3,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
+#include "trie/pages.hpp"
 #include "trie/types.hpp"
 
 namespace kvtier::trie {
@@ -24,7 +24,7 @@ class Rows {
   // Rows 0 .. index exist afterwards; new ones hold nothing defined.
   void reach(Index index) {
     while (chunks_.size() <= index >> kBits)
-      chunks_.push_back(std::make_unique_for_overwrite<Item[]>(kRows * stride_));
+      chunks_.push_back(allocate_pages<Item>(kRows * stride_));
   }
 
   std::size_t num_bytes() const { return chunks_.size() * kRows * stride_ * sizeof(Item); }
@@ -35,7 +35,7 @@ class Rows {
   static constexpr Index kMask = kRows - 1;
 
   std::size_t stride_;
-  std::vector<std::unique_ptr<Item[]>> chunks_;
+  std::vector<Pages<Item>> chunks_;
 };
 
 // One block in one tier.
@@ -70,7 +70,8 @@ inline constexpr Index kFree = kNone - 2;
 // the places of an evicted one lies as that did: in order.
 class Nodes {
  public:
-  explicit Nodes(std::size_t num_tiers) : num_tiers_(num_tiers), nodes_(1), residencies_(num_tiers) {}
+  explicit Nodes(std::size_t num_tiers)
+      : num_tiers_(num_tiers), nodes_(1), residencies_(num_tiers) {}
 
   std::size_t num_tiers() const { return num_tiers_; }
   Index end() const { return end_; }  // places used at any time are below
@@ -155,7 +156,7 @@ class LabelArena {
   Freed& freed(std::size_t num_units);
   std::uint32_t take(std::size_t num_units);
 
-  std::vector<std::unique_ptr<std::byte[]>> buffers_;
+  std::vector<Pages<std::byte>> buffers_;
   std::vector<std::byte*> chunks_;  // a long label's buffer is several chunks
   std::size_t next_ = 0;            // the first unit that was never used
   std::size_t num_bytes_ = 0;

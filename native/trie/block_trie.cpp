@@ -14,20 +14,28 @@ constexpr Index kAhead = 12;  // blocks between what is used and what is fetched
 
 const char* name(State state) {
   switch (state) {
-    case State::absent: return "ABSENT";
-    case State::writing: return "WRITING";
-    case State::ready: return "READY";
-    case State::evicting: return "EVICTING";
+    case State::absent:
+      return "ABSENT";
+    case State::writing:
+      return "WRITING";
+    case State::ready:
+      return "READY";
+    case State::evicting:
+      return "EVICTING";
   }
   return "?";
 }
 
 bool may_move(State from, State to) {
   switch (from) {
-    case State::absent: return to == State::writing;
-    case State::writing: return to == State::ready || to == State::absent;
-    case State::ready: return to == State::evicting;
-    case State::evicting: return to == State::ready || to == State::absent;
+    case State::absent:
+      return to == State::writing;
+    case State::writing:
+      return to == State::ready || to == State::absent;
+    case State::ready:
+      return to == State::evicting;
+    case State::evicting:
+      return to == State::ready || to == State::absent;
   }
   return false;
 }
@@ -47,7 +55,8 @@ BlockTrie::BlockTrie(std::span<const std::string_view> policies)
   }
 }
 
-// -- finding ------------------------------------------------------------------------------------------
+// -- finding
+// ------------------------------------------------------------------------------------------
 
 Index BlockTrie::at(BlockId block) const {
   const Index index = static_cast<Index>(block);
@@ -77,7 +86,8 @@ bool BlockTrie::is_child(Index index, Index parent, Label label) const {
 void BlockTrie::prefetch_after(Index index) const {
   if (index + kAhead >= nodes_.end()) return;
   nodes_.prefetch(index + kAhead);
-  __builtin_prefetch(labels_.data(nodes_[index].label) + kAhead * std::size_t{nodes_[index].label_bytes});
+  __builtin_prefetch(labels_.data(nodes_[index].label) +
+                     kAhead * std::size_t{nodes_[index].label_bytes});
 }
 
 Index BlockTrie::child(Index parent, Label label) {
@@ -173,7 +183,8 @@ std::size_t BlockTrie::num_bytes() const {
   return total + keys_.size() * (sizeof(Key) + 4 * sizeof(void*));
 }
 
-// -- writing ------------------------------------------------------------------------------------------
+// -- writing
+// ------------------------------------------------------------------------------------------
 
 Index BlockTrie::make(Index parent, std::uint64_t hash, Label label) {
   const Index index = nodes_.allocate();
@@ -193,8 +204,8 @@ Index BlockTrie::make(Index parent, std::uint64_t hash, Label label) {
   return index;
 }
 
-// Nothing is known below a block that is missing: the hashes of what will be made can be computed, and
-// their places in the table be on their way, before they are needed.
+// Nothing is known below a block that is missing: the hashes of what will be made can be computed,
+// and their places in the table be on their way, before they are needed.
 void BlockTrie::look_ahead(Index above, Labels& labels, std::size_t i) {
   ahead_.resize(labels.size());
   std::uint64_t hash = nodes_[above].hash;
@@ -217,6 +228,7 @@ Index BlockTrie::begin_or_make(std::string_view space, std::optional<BlockId> af
 void BlockTrie::extend(std::string_view space, Labels& labels, std::optional<BlockId> after,
                        Path& path) {
   if (labels.size() == 0) return;  // a root without blocks would never be pruned
+  labels.pack_all();
   Index index = begin_or_make(space, after);
   bool is_known = true;
   for (std::size_t i = 0; i < labels.size(); ++i) {
@@ -229,10 +241,11 @@ void BlockTrie::extend(std::string_view space, Labels& labels, std::optional<Blo
   }
 }
 
-std::size_t BlockTrie::insert(std::string_view space, Labels& labels,
-                              std::optional<BlockId> after, std::size_t tier, std::span<Slot> slots,
-                              double now, bool hold, Path& path) {
+std::size_t BlockTrie::insert(std::string_view space, Labels& labels, std::optional<BlockId> after,
+                              std::size_t tier, std::span<Slot> slots, double now, bool hold,
+                              Path& path) {
   if (labels.size() == 0) return 0;
+  labels.pack_all();
   Index above = begin_or_make(space, after);
   std::size_t num_new = 0;
   bool is_known = true;
@@ -261,9 +274,9 @@ std::size_t BlockTrie::insert(std::string_view space, Labels& labels,
     path.push_back(nodes_.id(index));
     above = index;
   }
-  // Of a path of new blocks only the last can be a leaf; the parent of the first was one perhaps, and
-  // a queue notices by itself that it is none now. A block that was there before may have lost its
-  // children since, but then it is queued.
+  // Of a path of new blocks only the last can be a leaf; the parent of the first was one perhaps,
+  // and a queue notices by itself that it is none now. A block that was there before may have lost
+  // its children since, but then it is queued.
   if (num_new > 0 && !hold) review(above, tier);
   return num_new;
 }
@@ -308,7 +321,8 @@ void BlockTrie::commit(BlockId block, std::size_t tier, double now) {
   review(index, tier);
 }
 
-// -- use ----------------------------------------------------------------------------------------------
+// -- use
+// ----------------------------------------------------------------------------------------------
 
 void BlockTrie::touch(BlockId block, double now) {
   const Index index = at(block);
@@ -337,7 +351,8 @@ void BlockTrie::release(BlockId block, std::size_t tier) {
   review(index, tier);
 }
 
-// -- eviction -----------------------------------------------------------------------------------------
+// -- eviction
+// -----------------------------------------------------------------------------------------
 
 void BlockTrie::evict(std::size_t tier, std::size_t num_blocks, Path& chosen) {
   Policy& policy = *policies_[tier];
@@ -426,7 +441,8 @@ void BlockTrie::prune(Index index) {
   }
 }
 
-// -- keys ---------------------------------------------------------------------------------------------
+// -- keys
+// ---------------------------------------------------------------------------------------------
 
 std::string_view BlockTrie::missing_keys(BlockId block, std::vector<Unnamed>& missing) const {
   const auto text = [](const std::byte* data, std::size_t size) {

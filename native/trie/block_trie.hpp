@@ -63,8 +63,8 @@ class BlockTrie {
   Slot abort(BlockId block, std::size_t tier) { return leave(at(block), tier); }
 
   // Extends, and makes the blocks ready in `tier` where they are absent, block i in slots[i]. Stops
-  // before a block that is being written or evicted there. Where a block was ready, slots[i] becomes
-  // the slot that it has. Leases all of `path` if `hold`. Returns how many were absent.
+  // before a block that is being written or evicted there. Where a block was ready, slots[i]
+  // becomes the slot that it has. Leases all of `path` if `hold`. Returns how many were absent.
   std::size_t insert(std::string_view space, Labels& labels, std::optional<BlockId> after,
                      std::size_t tier, std::span<Slot> slots, double now, bool hold, Path& path);
 

@@ -15,7 +15,8 @@ void BlockTrie::check_invariants() const {
   });
   promise(num_live == nodes_.num_live(), "nodes miscounted");
   promise(num_roots == roots_.size(), "roots miscounted");
-  promise(num_live - num_roots == table_.size(), "the table knows more or fewer blocks than there are");
+  promise(num_live - num_roots == table_.size(),
+          "the table knows more or fewer blocks than there are");
   for (const auto& [index, key] : keys_) promise(nodes_.is_block(index), "a key of no block");
   for (std::size_t tier = 0; tier < nodes_.num_tiers(); ++tier) {
     check_tier(tier);
@@ -34,7 +35,8 @@ void BlockTrie::check_node(Index index) const {
     return;
   }
   promise(node.num_children > 0 || is_cached(index), "a node that nothing needs was not pruned");
-  promise(node.parent < nodes_.end() && nodes_[node.parent].parent != kFree, "a block without a parent");
+  promise(node.parent < nodes_.end() && nodes_[node.parent].parent != kFree,
+          "a block without a parent");
   promise(node.depth == nodes_[node.parent].depth + 1, "a block at the wrong depth");
   const Label mine = label(index);
   const Index found =
@@ -63,12 +65,14 @@ void BlockTrie::check_tier(std::size_t tier) const {
     ++held;
     slots.insert(residency.slot);
     idle += residency.state == State::ready && residency.leases == 0;
-    promise(!residency.evictable() || residency.queued, "a candidate that its policy does not know");
+    promise(!residency.evictable() || residency.queued,
+            "a candidate that its policy does not know");
   });
   promise(held == slots.size(), "two blocks share a slot");
   promise(held == counts_[tier].held, "blocks miscounted");
   promise(idle == counts_[tier].idle, "idle blocks miscounted");
-  promise(queued == policies_[tier]->num_queued(), "a queue has more or fewer blocks than are marked");
+  promise(queued == policies_[tier]->num_queued(),
+          "a queue has more or fewer blocks than are marked");
   each([&](Index index) {
     promise(nodes_[index].num_children == known[index], "children miscounted");
     if (nodes_.is_block(index))

@@ -13,7 +13,8 @@ namespace detail {
 
 __extension__ using Wide = unsigned __int128;
 
-// Both halves of a 64 x 64 bit product, folded: every bit of the input reaches every bit of the result.
+// Both halves of a 64 x 64 bit product, folded: every bit of the input reaches every bit of the
+// result.
 inline std::uint64_t fold(std::uint64_t a, std::uint64_t b) {
   const Wide product = static_cast<Wide>(a) * b;
   return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
@@ -27,8 +28,8 @@ inline std::uint64_t word(const std::byte* at, std::size_t num_bytes = 8) {
 
 }  // namespace detail
 
-// Hash of the prefix that ends with `label`, from the hash of the prefix before it. It starts from the
-// trie's secret seed, so that nobody can send prompts that all meet in one place of the table.
+// Hash of the prefix that ends with `label`, from the hash of the prefix before it. It starts from
+// the trie's secret seed, so that nobody can send prompts that all meet in one place of the table.
 inline std::uint64_t prefix_hash(std::uint64_t before, Label label) {
   constexpr std::uint64_t kOdd[] = {0x9E37'79B9'7F4A'7C15, 0xC2B2'AE3D'27D4'EB4F,
                                     0xD6E8'FEB8'6659'FD93, 0xA076'1D64'78BD'642F};

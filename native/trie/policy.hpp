@@ -27,7 +27,8 @@ class TierView {
 
 // One object per tier. Which blocks are candidates (ready, not leased, no child in the tier) is the
 // trie's business and read from the residency; the policy keeps a queue and is not told of every
-// change: a block that was offered and is no candidate any more stays queued until `victim` meets it.
+// change: a block that was offered and is no candidate any more stays queued until `victim` meets
+// it.
 //
 // The caller guarantees
 //   `offer` for every block that becomes a candidate and is not queued; `used` after `last_use` and

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TypeAlias, overload
@@ -109,6 +109,14 @@ class Labels(Sequence[Label]):
             return tokens[start : start + width]
         return _packed(np.asarray(tokens[start // 4 : (start + width) // 4]))
 
+    def __iter__(self) -> Iterator[Label]:
+        tokens, block_bytes, blocks_per_chunk, first, num = self.spec
+        if not isinstance(tokens, bytes):
+            tokens = _packed(np.asarray(tokens))  # once, and not for each block
+        for block in range(first, first + num):
+            width = block_bytes * (1 if block % blocks_per_chunk else blocks_per_chunk)
+            yield tokens[block * block_bytes : block * block_bytes + width]
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, (Labels, list, tuple)):
             return NotImplemented
@@ -137,7 +145,8 @@ def view_labels(tokens: TokenArray, block_size: int) -> Labels:
     """``token_labels`` without a copy, for a call that is over before ``tokens`` changes.
 
     tokens: contiguous integers of four or eight bytes; nothing of them is read here. An id outside
-    of 0 .. 2**32 - 1 is a ValueError of the call that meets it.
+    of 0 .. 2**32 - 1 is a ValueError of the call that changes something, and of a query that
+    meets it.
     """
     return Labels(tokens, block_size * 4, 1, 0, len(tokens) // block_size)
 

@@ -288,10 +288,7 @@ class Ladder:
 
     def used_slots(self) -> dict[str, int]:
         """Slots in use per tier."""
-        return {
-            name: tier.num_slots - tier.num_quarantined - tier.num_free
-            for name, tier in self.tiers.items()
-        }
+        return {name: tier.num_used for name, tier in self.tiers.items()}
 
     def num_slots(self) -> dict[str, int]:
         """Slots in all per tier."""

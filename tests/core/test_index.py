@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from kvtier.index import BlockIndex, State
-from kvtier.keys import grid_labels, token_labels
+from kvtier.keys import grid_labels, token_labels, view_labels
 from kvtier.types import DEVICE, DISK, HOST, BlockId, Outcome, Slot
-from tests.core.indexes import INDEXES, make
+from tests.core.indexes import INDEXES, Both, make
 
 NS = b"namespace"
 
@@ -339,6 +342,16 @@ def test_many_blocks_in_one_call_are_as_one_after_another(filled: Filled) -> Non
     assert len(filled.index) == 0
 
 
+def test_what_is_dropped_gives_its_slots_back(filled: Filled) -> None:
+    filled.put("abc")
+    filled.put("ab", HOST)
+    assert filled.index.drop(DEVICE, 2) == slots(2, 1)
+    assert filled.matched("abc") == 2
+    assert filled.index.drop(DEVICE, 9) == slots(0)
+    assert filled.index.drop(DEVICE, 9) == []
+    filled.index.check_invariants()
+
+
 # -- labels ----------------------------------------------------------------------------------------
 
 
@@ -357,6 +370,33 @@ def test_labels_over_tokens_name_the_blocks_that_their_bytes_name(
     assert [node.label for node in filled.index.nodes()] == list(labels)
     other = grid_labels([*range(100, 110), *range(9)], 2, chunk_tokens)
     assert filled.matched_labels(other) == 10 // chunk_tokens * chunk_tokens // 2
+
+
+@pytest.mark.parametrize("kind", ["q", "i", "I", "Q"])
+def test_tokens_are_read_where_they_lie(filled: Filled, kind: str) -> None:
+    tokens = array(kind, range(1000, 1700))
+    labels = view_labels(tokens, 4)
+    filled.index.insert(NS, labels, DEVICE, slots(*range(175)), 1.0)
+    assert [node.label for node in filled.index.nodes()] == list(token_labels(tokens, 4))
+    for known in (0, 1, 15, 16, 17, 63, 64, 80, 81, 174):
+        other = array(kind, tokens)
+        other[4 * known] += 1
+        assert filled.matched_labels(view_labels(other, 4)) == known
+    assert filled.matched_labels(labels[:100]) == 100
+    below = filled.index.extend(NS, labels[:40])[-1]
+    assert filled.index.states(NS, labels[40:], DEVICE, below) == [State.READY] * 135
+    tokens.extend(range(4))  # nothing keeps the array's memory
+    assert filled.matched_labels(view_labels(np.array(tokens), 4)) == 175
+
+
+def test_ids_out_of_range_are_refused_before_anything_changes(filled: Filled) -> None:
+    tokens = array("q", range(8))
+    for wrong in (-1, 2**32):
+        tokens[5] = wrong
+        with pytest.raises(ValueError, match=r"0 \.\. 2\*\*32 - 1"):
+            filled.index.extend(NS, view_labels(tokens, 4))
+        filled.evict()
+    filled.index.check_invariants()
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 31, 32, 33, 100, 300_000])
@@ -402,3 +442,27 @@ def test_an_index_has_as_many_tiers_as_it_is_given(kind: str) -> None:
         assert len(index.forget_all(index.evict(tier, 2), tier)) == 2
         index.check_invariants()
     assert len(index) == 0
+
+
+def test_both_indexes_agree_on_thousands_of_blocks() -> None:
+    """So many that memory, look-up table and queue have to grow, and places are used again."""
+    both = Both((DEVICE, HOST))
+    rng = random.Random(1)
+    heads = [[rng.randrange(9) for _ in range(300)] for _ in range(4)]
+    next_slot = 0
+    for now in range(120):
+        tokens = [*rng.choice(heads)[: rng.randrange(300)], *rng.choices(range(99), k=400)]
+        labels = token_labels(tokens, 4)
+        given = slots(*range(next_slot, next_slot + len(labels)))
+        next_slot += len(labels)
+        made = both.insert(NS, labels, rng.choice([DEVICE, HOST]), given, float(now // 3))
+        both.touch(made.blocks[: rng.randrange(100)], float(now // 3))
+        both.match(NS, labels)
+        if now % 5 == 4:
+            both.drop(rng.choice([DEVICE, HOST]), rng.randrange(600))
+            both.check_invariants()
+    assert len(both) > 4096, "more than a chunk of the arena"
+    assert both.drop(DEVICE, 10**6)
+    assert both.drop(HOST, 10**6)
+    assert len(both) == 0
+    both.check_invariants()

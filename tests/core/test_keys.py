@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import fields, replace
 from itertools import pairwise
 
@@ -10,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier import _hot
+from kvtier._reference.tokens import pack_tokens as reference_pack_tokens
 from kvtier.errors import ConfigError
-from kvtier.keys import KeyChain, Namespace, grid_labels, next_key, token_labels
+from kvtier.keys import KeyChain, Namespace, grid_labels, next_key, token_labels, view_labels
 
 NAMESPACE = Namespace("model", "main", "float32", "abc", 4)
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -59,6 +62,50 @@ def test_token_ids_that_are_no_integers_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match="token ids"):
             token_labels(ids, 1)
+
+
+@given(tokens, st.integers(1, 9))
+def test_labels_over_an_array_are_those_of_its_copy(ids: list[int], block_size: int) -> None:
+    labels = view_labels(np.array(ids, np.int64), block_size)
+    assert labels == token_labels(ids, block_size)
+    assert labels[1:] == token_labels(ids, block_size)[1:]
+
+
+@given(st.lists(st.integers(0, 9), max_size=30), st.data())
+def test_labels_are_read_like_a_list(ids: list[int], data: st.DataObject) -> None:
+    labels = data.draw(st.sampled_from([token_labels(ids, 2), grid_labels(ids, 2, 6)]))
+    plain = list(labels)
+    ends = st.none() | st.integers(-20, 20)
+    part = slice(data.draw(ends), data.draw(ends), data.draw(st.sampled_from([None, 1, 2, -1])))
+    assert list(labels[part]) == plain[part]
+    assert labels[part] == plain[part]
+    assert [labels[at] for at in range(-len(plain), len(plain))] == plain + plain
+    for outside in (len(plain), -len(plain) - 1):
+        with pytest.raises(IndexError, match="full blocks"):
+            labels[outside]
+    assert labels != [*plain, b"x"]
+    assert labels != "no labels"
+
+
+@given(
+    st.lists(st.integers(-(2**33), 2**33) | st.booleans(), max_size=20)
+    | st.lists(st.integers(0, 2**32 - 1), max_size=20),
+    st.sampled_from([list, tuple, "i", "I", "q", "Q", "h", "d", np.int32, np.uint64, ">i8", set]),
+)
+def test_native_packing_and_its_twin_agree(ids: list[int], kind: object) -> None:
+    try:
+        given = array(kind, ids) if isinstance(kind, str) and len(kind) == 1 else None
+        if given is None:
+            made = kind(ids) if kind in (list, tuple, set) else np.array(ids, kind)
+        else:
+            made = given
+    except OverflowError:
+        return  # no such array
+    packed = reference_pack_tokens(made)
+    if _hot.NATIVE:
+        assert _hot.pack_tokens(made) == packed
+    if packed is not None:
+        assert np.frombuffer(packed, "<u4").tolist() == list(made)
 
 
 # -- labels on a grid of chunks --------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from kvtier.engine import Completion, Engine, EngineConfig, SamplingParams
 from kvtier.errors import ConfigError
+from kvtier.testing import FaultyDisk
 from kvtier.types import DEVICE, DISK, HOST
 
 from .conftest import SMALL, changed
@@ -20,7 +23,9 @@ GREEDY = SamplingParams(max_tokens=4, ignore_eos=True, keep_logits=True)
 
 
 def with_disk(folder: Path, model: str = "random-gqa", **settings: object) -> EngineConfig:
-    cache = replace(SMALL.cache, disk_path=str(folder), disk_capacity="8MiB", **settings)  # type: ignore[arg-type]
+    cache = replace(
+        SMALL.cache, disk_path=str(folder), disk_capacity="16MiB", load_policy="always", **settings
+    )  # type: ignore[arg-type]
     return replace(SMALL, model=model, cache=cache)
 
 
@@ -84,6 +89,68 @@ def test_damage_on_disk_is_recomputed(tmp_path: Path, prompt: list[int]) -> None
         engine.clear_tier(DEVICE)
         engine.clear_tier(HOST)
         assert ask(engine, prompt).hit_tokens == {DISK: 288}, "what was recomputed is stored again"
+
+
+def _eio_reads(disk: FaultyDisk) -> None:
+    disk.fail("read", nth=3)
+    disk.fail("read", nth=20, count=2)
+
+
+def _eio_writes(disk: FaultyDisk) -> None:
+    disk.fail("write", nth=5, count=3)
+
+
+def _broken_at_last(disk: FaultyDisk) -> None:
+    disk.fail("read", nth=30, count=1000)
+    disk.fail("write", nth=30, count=1000)
+
+
+def _full(disk: FaultyDisk) -> None:
+    disk.fail("write", nth=10, code=errno.ENOSPC, count=1000)
+
+
+def _short(disk: FaultyDisk) -> None:
+    for nth in (2, 9, 25):
+        disk.cut_short("read", nth)
+        disk.cut_short("write", nth)
+
+
+def _flipped(disk: FaultyDisk) -> None:
+    for nth in (1, 4, 30):
+        disk.flip("read", nth)
+        disk.flip("write", nth)
+
+
+def _journal(disk: FaultyDisk) -> None:
+    disk.fail("journal", nth=4, count=2)
+
+
+FAULTS = [_eio_reads, _eio_writes, _broken_at_last, _full, _short, _flipped, _journal]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_answers_are_the_same_whatever_the_disk_does(
+    tmp_path: Path, text: str, fault: Callable[[FaultyDisk], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Engine(changed(host=0, prefix_cache=False)) as engine:
+        tokens = engine.tokenizer.encode(text)
+        prompts = [tokens[start : start + 200] for start in range(0, 1600, 200)]
+        expected = [ask(engine, prompt) for prompt in prompts]
+    disk = FaultyDisk()
+    monkeypatch.setattr("kvtier.tiers.disk.tier.DiskSystem", lambda: disk)
+    with Engine(with_disk(tmp_path / "slab")) as engine:
+        fault(disk)
+        num_hits = 0
+        for turn in range(3):
+            for prompt, cold in zip(prompts, expected, strict=True):
+                answer = ask(engine, prompt)
+                assert answer.finish_reason == "length"
+                assert same(cold, answer)
+                num_hits += turn * answer.num_cached_tokens
+            engine.clear_tier(DEVICE)
+            engine.clear_tier(HOST)
+        assert num_hits > 0 or fault in (_broken_at_last, _full)
+        engine.call(engine.cache.check_invariants)
 
 
 def test_a_disk_needs_a_host_tier(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks import cache, index, index_worker
 from kvtier import _hot
 
 copy = pytest.importorskip("benchmarks.copy", reason="needs the engine extra", exc_type=ImportError)
@@ -42,3 +43,35 @@ def test_copy_benchmark_notices_a_wrong_byte(damaged: str) -> None:
     dst.block(block)[-1, -1] ^= 1
     with pytest.raises(AssertionError, match="did not arrive" if damaged == "named" else "changed"):
         copy.check(src, dst, "wrong")
+
+
+def test_index_benchmark_reports_rows_and_targets(tmp_path: Path) -> None:
+    report = tmp_path / "index.json"
+    sizes = ["--prompts", "10", "--length", "4096", "--contestants", "native", "python"]
+    index.main([*sizes, "--json", str(report)])
+    result = json.loads(report.read_text(encoding="utf-8"))
+    assert result["benchmark"] == "index"
+    kinds = {"native", "python"} if _hot.NATIVE else {"python"}
+    measured = {(row["contestant"], row["phase"]) for row in result["rows"]}
+    assert measured == {(kind, phase) for kind in kinds for phase in index.PHASES}
+    assert [target["id"] for target in result["targets"]] == (["I5"] if _hot.NATIVE else [])
+
+
+def test_index_benchmark_notices_a_wrong_result() -> None:
+    worker = index_worker.Kvtier("python", 16)
+    contest = index_worker.Contest(worker, 10, 64, 16)
+    assert contest.run("insert", 0, 10)["wrong"] == 0
+    assert contest.run("hit+slots", 0, 10)["wrong"] == 0
+    contest.index.evict(64)
+    assert contest.run("hit+slots", 0, 10)["wrong"] > 0
+    assert contest.run("hit", 0, 10)["wrong"] > 0
+
+
+def test_cache_benchmark_reports_what_a_block_costs(tmp_path: Path) -> None:
+    report = tmp_path / "cache.json"
+    sizes = ["--requests", "12", "--device-blocks", "80", "--host-blocks", "160"]
+    cache.main([*sizes, "--json", str(report)])
+    rows = json.loads(report.read_text(encoding="utf-8"))["rows"]
+    assert [row["write_policy"] for row in rows] == ["write_through", "write_back"]
+    assert all(row["index_us"] > 0 for row in rows)
+    assert all(row["blocks"] == 5 * 32 for row in rows)

@@ -41,6 +41,30 @@ def stubs() -> dict[str, dict[str, object]]:
     return {item.name: signature(item) for item in body if isinstance(item, ast.FunctionDef)}
 
 
+def methods() -> dict[str, dict[str, object]]:
+    """Every method of every class that the stub declares, but those that Python itself knows."""
+    body = ast.parse(STUB.read_text(encoding="utf-8")).body
+    return {
+        f"{kind.name}.{item.name}": signature(item)
+        for kind in body
+        if isinstance(kind, ast.ClassDef)
+        for item in kind.body
+        if isinstance(item, ast.FunctionDef) and item.name not in ("__init__", "__len__")
+    }
+
+
+def test_every_method_of_the_stub_agrees_with_the_native_core() -> None:
+    native = pytest.importorskip("kvtier._native", reason="the native core is not built")
+    built = {}
+    for name, method in vars(native.BlockTrie).items():
+        if type(method).__name__ == "nb_method" and not name.startswith("__"):
+            [(text, *_)] = method.__nb_signature__
+            [definition] = ast.parse(text + ": ...").body
+            assert isinstance(definition, ast.FunctionDef)
+            built[f"BlockTrie.{name}"] = signature(definition)
+    assert methods() == built
+
+
 def test_every_stub_has_a_twin_with_its_signature() -> None:
     twins = {
         name: {

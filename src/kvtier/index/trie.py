@@ -82,6 +82,7 @@ class Trie:
         """The nodes along ``labels``, made where missing, from the root or below ``after``."""
         if not labels:
             return []  # a root without blocks would never be pruned
+        labels = list(labels)  # read before anything changes: they may not be right
         node = self._roots.get(namespace) if after is None else self.nodes[after]
         if node is None:
             node = self._roots[namespace] = Node(self._numbers.take(), None, namespace, 0)

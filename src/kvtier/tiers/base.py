@@ -39,9 +39,9 @@ class Tier(ABC):
         """Slots that ``allocate`` could give now."""
 
     @property
-    def num_quarantined(self) -> int:
-        """Slots that are broken: in nobody's use, and never handed out again."""
-        return 0
+    def num_used(self) -> int:
+        """Slots that were given out and not given back."""
+        return self.num_slots - self.num_free
 
     @abstractmethod
     def allocate(self, num_slots: int) -> list[Slot] | None:

@@ -44,6 +44,7 @@ class DiskSlots:
         self._num_free = len(free)
         self.num_unclaimed = len(found.slots)
         self.num_quarantined = int(self._is_bad.sum())
+        self.num_used = 0
         self._to_drop: Int64s = _drop_order(table, self._state)
         self._num_passed = 0
 
@@ -72,6 +73,7 @@ class DiskSlots:
                 chosen.append(part)
             slots = np.concatenate(chosen)
             self._state[slots] = SlotState.USED
+            self.num_used += num_slots
             return [Slot(slot) for slot in slots.tolist()]
 
     def free(self, slots: list[Slot]) -> None:
@@ -81,6 +83,7 @@ class DiskSlots:
             back = np.array(slots, np.int64)
             assert (self._state[back] == SlotState.USED).all(), "a slot was freed twice"
             assert len(set(slots)) == len(slots), "a slot was freed twice in one call"
+            self.num_used -= len(slots)
             bad = self._is_bad[back]
             self._state[back[bad]] = SlotState.QUARANTINED
             self._push(back[~bad])
@@ -103,6 +106,7 @@ class DiskSlots:
                 self._state[slot] = SlotState.USED
                 claimed.append(Slot(slot))
             self.num_unclaimed -= len(claimed)
+            self.num_used += len(claimed)
             return claimed
 
     def drop_unclaimed(self, slots: Int64s) -> None:
@@ -137,6 +141,7 @@ class DiskSlots:
             assert counts[SlotState.FREE] == self._num_free, "free slots miscounted"
             assert len(np.unique(stack)) == len(stack), "a slot is free twice"
             assert (self._state[stack] == SlotState.FREE).all(), "a slot in use is free"
+            assert counts[SlotState.USED] == self.num_used, "used slots miscounted"
             assert counts[SlotState.UNCLAIMED] == self.num_unclaimed, "unclaimed miscounted"
             assert self.num_quarantined == self._is_bad.sum(), "quarantined miscounted"
             left = self._to_drop[self._num_passed :]

@@ -117,6 +117,11 @@ class DiskTier(StorageTier):
         return 0 if self.is_off else self._slots.num_free
 
     @property
+    def num_used(self) -> int:
+        """Slots that were given out or claimed, and not given back."""
+        return self._slots.num_used
+
+    @property
     def num_unclaimed(self) -> int:
         """Blocks that a restart found and nobody has claimed yet; they count as free."""
         return self._slots.num_unclaimed

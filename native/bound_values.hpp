@@ -1,0 +1,154 @@
+// What the binding of the trie takes and gives: numbers, bytes, lists and arrays of Python.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <stdexcept>
+#include <string_view>
+
+#include "bind.hpp"
+#include "errors.hpp"
+#include "trie/types.hpp"
+
+namespace kvtier::bound {
+
+namespace nb = nanobind;
+
+template <typename... Args>
+[[noreturn]] void fail(PyObject* type, const char* format, Args... args) {
+  PyErr_Format(type, format, args...);
+  throw nb::python_error();
+}
+
+// Calls into the trie; misuse becomes the error that the Python twin raises for it.
+template <typename Call>
+auto checked(Call&& call) {
+  try {
+    return call();
+  } catch (const trie::UnknownBlock& error) {
+    fail(PyExc_KeyError, "block %llu is not known (any more)",
+         static_cast<unsigned long long>(error.block));
+  } catch (const trie::BrokenPromise& error) {
+    fail(PyExc_AssertionError, "%s", error.what());
+  } catch (const nb::python_error&) {
+    throw;
+  } catch (const std::invalid_argument& error) {
+    fail(PyExc_ValueError, "%s", error.what());
+  } catch (const std::exception& error) {
+    throw NativeError(error.what());
+  }
+}
+
+inline nb::object owned(PyObject* made) {
+  if (made == nullptr) throw nb::python_error();
+  return nb::steal(made);
+}
+
+inline nb::object number(std::uint64_t value) { return owned(PyLong_FromUnsignedLongLong(value)); }
+
+inline std::uint64_t to_number(PyObject* value, const char* what) {
+  const unsigned long long result = PyLong_AsUnsignedLongLong(value);
+  if (result == static_cast<unsigned long long>(-1) && PyErr_Occurred()) {
+    if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+      PyErr_Clear();
+      fail(PyExc_KeyError, "%s: %R is negative or too large", what, value);
+    }
+    throw nb::python_error();
+  }
+  return result;
+}
+
+inline std::size_t to_index(nb::handle value) {
+  const Py_ssize_t result = PyNumber_AsSsize_t(value.ptr(), PyExc_OverflowError);
+  if (result == -1 && PyErr_Occurred()) throw nb::python_error();
+  return result < 0 ? 0 : static_cast<std::size_t>(result);
+}
+
+inline std::string_view to_bytes(PyObject* value, const char* what) {
+  if (!PyBytes_Check(value))
+    fail(PyExc_TypeError, "%s must be bytes, not %s", what, Py_TYPE(value)->tp_name);
+  return {PyBytes_AS_STRING(value), static_cast<std::size_t>(PyBytes_GET_SIZE(value))};
+}
+
+inline trie::Label to_label(PyObject* value) {
+  const std::string_view text = to_bytes(value, "a label");
+  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
+}
+
+// The items of any iterable, while this lives.
+class Items {
+ public:
+  Items(nb::handle sequence, const char* what)
+      : fast_(owned(PySequence_Fast(sequence.ptr(), what))) {}
+  std::size_t size() const {
+    return static_cast<std::size_t>(PySequence_Fast_GET_SIZE(fast_.ptr()));
+  }
+  PyObject* operator[](std::size_t i) const {
+    return PySequence_Fast_GET_ITEM(fast_.ptr(), static_cast<Py_ssize_t>(i));
+  }
+
+ private:
+  nb::object fast_;
+};
+
+template <typename Values, typename Make>
+nb::object list_of(const Values& values, Make&& make) {
+  nb::object list = owned(PyList_New(static_cast<Py_ssize_t>(values.size())));
+  for (std::size_t i = 0; i < values.size(); ++i)
+    PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), make(values[i]).release().ptr());
+  return list;
+}
+
+template <typename Values, typename Make>
+nb::object tuple_of(const Values& values, Make&& make) {
+  nb::object tuple = owned(PyTuple_New(static_cast<Py_ssize_t>(values.size())));
+  for (std::size_t i = 0; i < values.size(); ++i)
+    PyTuple_SET_ITEM(tuple.ptr(), static_cast<Py_ssize_t>(i), make(values[i]).release().ptr());
+  return tuple;
+}
+
+class Buffer {
+ public:
+  explicit Buffer(nb::handle object)
+      : held_(PyObject_GetBuffer(object.ptr(), &view_, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS) == 0) {
+    if (!held_) PyErr_Clear();
+  }
+  ~Buffer() {
+    if (held_) PyBuffer_Release(&view_);
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  bool held() const { return held_; }
+  const Py_buffer& view() const { return view_; }
+
+ private:
+  Py_buffer view_{};
+  bool held_;
+};
+
+// One axis of integers of four or eight bytes, in the machine's order: token ids as they come.
+class TokenArray {
+ public:
+  explicit TokenArray(nb::handle tokens) : buffer_(tokens) {
+    if (!buffer_.held() || buffer_.view().ndim != 1 || buffer_.view().format == nullptr) return;
+    const char* const format = buffer_.view().format;
+    is_integer_ = std::strlen(format) == 1 && std::strchr("iIlLqQ", *format) != nullptr &&
+                  (item_bytes() == 4 || item_bytes() == 8);
+    is_signed_ = *format == 'i' || *format == 'l' || *format == 'q';
+  }
+
+  bool is_integer() const { return is_integer_; }
+  bool is_signed() const { return is_signed_; }
+  std::size_t item_bytes() const { return static_cast<std::size_t>(buffer_.view().itemsize); }
+  std::size_t size() const { return static_cast<std::size_t>(buffer_.view().len) / item_bytes(); }
+  const std::byte* data() const { return static_cast<const std::byte*>(buffer_.view().buf); }
+
+ private:
+  Buffer buffer_;
+  bool is_integer_ = false;
+  bool is_signed_ = false;
+};
+
+}  // namespace kvtier::bound
