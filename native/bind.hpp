@@ -8,5 +8,6 @@ namespace kvtier {
 void bind_copy(nanobind::module_& module);
 void bind_crc(nanobind::module_& module);
 void bind_trie(nanobind::module_& module);
+void bind_uring(nanobind::module_& module);
 
 }  // namespace kvtier

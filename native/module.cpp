@@ -8,4 +8,5 @@ NB_MODULE(_native, module) {
   kvtier::bind_copy(module);
   kvtier::bind_crc(module);
   kvtier::bind_trie(module);
+  kvtier::bind_uring(module);
 }

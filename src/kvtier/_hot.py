@@ -19,6 +19,7 @@ else:
     try:
         from kvtier._native import (
             BlockTrie,
+            UringRing,
             copy_batch,
             crc32c,
             crc32c_many,
@@ -39,6 +40,8 @@ if _reason:
 
     # Its twin knows policies and keys, and is kvtier.index.python_index.
     BlockTrie = None  # type: ignore[assignment,misc]
+    # Its twin is kvtier.tiers.disk.io.preadv.
+    UringRing = None  # type: ignore[assignment,misc]
 
 NATIVE: Final = not _reason
 """Whether the functions here are the native ones."""
@@ -50,6 +53,7 @@ __all__ = [
     "NATIVE",
     "NATIVE_REASON",
     "BlockTrie",
+    "UringRing",
     "copy_batch",
     "crc32c",
     "crc32c_many",

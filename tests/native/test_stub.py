@@ -56,12 +56,13 @@ def methods() -> dict[str, dict[str, object]]:
 def test_every_method_of_the_stub_agrees_with_the_native_core() -> None:
     native = pytest.importorskip("kvtier._native", reason="the native core is not built")
     built = {}
-    for name, method in vars(native.BlockTrie).items():
-        if type(method).__name__ == "nb_method" and not name.startswith("__"):
-            [(text, *_)] = method.__nb_signature__
-            [definition] = ast.parse(text + ": ...").body
-            assert isinstance(definition, ast.FunctionDef)
-            built[f"BlockTrie.{name}"] = signature(definition)
+    for kind in (native.BlockTrie, native.UringRing):
+        for name, method in vars(kind).items():
+            if type(method).__name__ == "nb_method" and not name.startswith("__"):
+                [(text, *_)] = method.__nb_signature__
+                [definition] = ast.parse(text + ": ...").body
+                assert isinstance(definition, ast.FunctionDef)
+                built[f"{kind.__name__}.{name}"] = signature(definition)
     assert methods() == built
 
 

@@ -30,7 +30,9 @@ class WrappedEngine(IoEngine):
         self.inner = inner
         self.fd = fd
 
-    def read(self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float) -> Int64s:
+    def read(
+        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
+    ) -> Int64s:
         return self.inner.read(offsets, addresses, sizes, deadline_s)
 
     def write(
@@ -137,7 +139,9 @@ class _FaultyEngine(WrappedEngine):
         super().__init__(inner, fd)
         self._system = system
 
-    def read(self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float) -> Int64s:
+    def read(
+        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
+    ) -> Int64s:
         self._system.wait("read")
         done = self.inner.read(offsets, addresses, sizes, deadline_s)
         for i, address in enumerate(addresses.tolist()):

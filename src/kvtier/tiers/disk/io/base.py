@@ -1,33 +1,92 @@
-"""The seam of I/O engines: batches of reads and writes between one file and memory."""
+"""The seam of I/O engines: batches of blocks between one open file and memory."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 from abc import ABC, abstractmethod
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.devices.base import Finding
+
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
 
+IO_ALIGNMENT: Final = 4096
+"""O_DIRECT: offsets, addresses and sizes are multiples of this (open(2): that of the file system;
+no current one asks for more)."""
+
 
 class IoEngine(ABC):
-    """Reads and writes batches. Returns only when no buffer is in use any more."""
+    """Reads and writes blocks of one file. Block i is ``sizes[i]`` bytes at ``offsets[i]`` of the
+    file and at ``addresses[i]`` in memory.
+
+    The caller guarantees
+        the file stays open and the memory exists until ``close``; no block of a batch overlaps
+        another where something writes; with O_DIRECT all three numbers are multiples of
+        ``IO_ALIGNMENT``. At most one thread reads while one other writes; ``sync`` may be called
+        by either. ``close`` comes last.
+    The implementer provides
+        a call returns only when the kernel uses none of its buffers any more, whatever happened. A
+        short transfer is continued until all is done, the file ends or an error comes.
+        ``deadline_s`` after the call began, no block is begun any more and those under way are
+        cancelled where the kernel can; what it cannot cancel is waited for.
+    Outcomes and errors
+        per block: the number of bytes moved (below its size: the file ended there), or -errno;
+        ``-ECANCELED`` where the deadline came first, and the memory or the file may then hold a
+        part. A batch never raises for what the disk did; ``sync`` raises ``OSError``. After
+        ``close`` everything raises ``Closed``.
+    """
+
+    name: str
 
     @abstractmethod
-    def read(self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float) -> Int64s:
-        """int64 [n]: bytes read, or -errno."""
+    def read(
+        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
+    ) -> Int64s:
+        """Read a batch; int64 [n], per block bytes or -errno. None: no deadline."""
 
     @abstractmethod
     def write(
         self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
-        """int64 [n]: bytes written, or -errno."""
+        """Write a batch; int64 [n], per block bytes or -errno. None: no deadline."""
 
     @abstractmethod
     def sync(self) -> None:
-        """Return when what was written is on the medium. Raises OSError."""
+        """Return when all that was written before is on the medium (fdatasync)."""
+
+    def findings(self) -> list[Finding]:
+        """For ``kvtier doctor``: what this engine uses, and why not something faster."""
+        return []
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back but the file."""
+        """Give everything back but the file. A second call does nothing."""
+
+
+def is_direct(fd: int) -> bool:
+    """Whether the file was opened with O_DIRECT."""
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & getattr(os, "O_DIRECT", 0))
+
+
+def check_batch(offsets: Int64s, addresses: Uint64s, sizes: Int64s, direct: bool) -> None:
+    """Assert what the caller of ``read`` and ``write`` guarantees."""
+    assert len(offsets) == len(addresses) == len(sizes), (
+        f"a batch has as many offsets as addresses and sizes, "
+        f"not {len(offsets)}, {len(addresses)} and {len(sizes)}"
+    )
+    if not len(offsets):
+        return
+    assert offsets.min() >= 0, f"offset {offsets.min()} is below 0"
+    assert sizes.min() >= 0, f"size {sizes.min()} is below 0"
+    if direct:
+        for name, numbers in (("offset", offsets), ("address", addresses), ("size", sizes)):
+            odd = numbers % numbers.dtype.type(IO_ALIGNMENT) != 0
+            assert not odd.any(), (
+                f"O_DIRECT moves multiples of {IO_ALIGNMENT} bytes: "
+                f"{name} {numbers[odd][0]} of block {odd.argmax()} is none"
+            )

@@ -1,0 +1,108 @@
+// Binding of the io_uring engine. Arguments are checked here and trusted inside.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "arrays.hpp"
+#include "bind.hpp"
+#include "errors.hpp"
+#include "uring/ring.hpp"
+
+namespace nb = nanobind;
+
+namespace kvtier {
+namespace {
+
+using Results = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
+using Numbers = Items<std::int64_t>;
+
+constexpr long long kMaxDepth = 4096;
+constexpr long long kMaxPieceBytes = 1ll << 30;  // a request has 32 bits for its size
+
+class UringRing {
+ public:
+  UringRing(int fd, long long depth, long long piece_bytes, bool is_direct) {
+    if (depth < 1 || depth > kMaxDepth)
+      fail(PyExc_ValueError, "depth must be between 1 and %lld, not %lld", kMaxDepth, depth);
+    if (piece_bytes < 4096 || piece_bytes > kMaxPieceBytes || piece_bytes % 4096 != 0)
+      fail(PyExc_ValueError, "piece_bytes must be a multiple of 4096 up to %lld, not %lld",
+           kMaxPieceBytes, piece_bytes);
+    ring_ = guarded([&] {
+      return std::make_unique<uring::Ring>(fd, static_cast<unsigned>(depth), piece_bytes,
+                                           is_direct);
+    });
+  }
+
+  int register_file() { return ring_->register_file(); }
+
+  int register_buffers(const std::vector<std::pair<std::uint64_t, std::uint64_t>>& buffers) {
+    std::vector<uring::Memory> pieces;
+    for (const auto& [address, num_bytes] : buffers) pieces.push_back({address, num_bytes});
+    return ring_->register_buffers(pieces);
+  }
+
+  Results transfer(bool write, nb::handle offsets, nb::handle addresses, nb::handle sizes,
+                   std::optional<double> deadline_s) {
+    const Numbers offset("offsets", offsets);
+    const Words address("addresses", addresses);
+    const Numbers size("sizes", sizes);
+    if (offset.size() != address.size() || offset.size() != size.size())
+      fail(PyExc_ValueError,
+           "offsets, addresses and sizes must have equal lengths, not %zu, %zu and %zu",
+           offset.size(), address.size(), size.size());
+    std::vector<uring::Block> blocks(offset.size());
+    for (std::size_t i = 0; i < blocks.size(); ++i) {
+      blocks[i] = {offset.data()[i], address.data()[i], size.data()[i]};
+      constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
+      if (blocks[i].offset < 0 || blocks[i].size < 0 || blocks[i].size > kMax - blocks[i].offset)
+        fail(PyExc_ValueError, "block %zu: %lld bytes at offset %lld lie in no file", i,
+             static_cast<long long>(blocks[i].size), static_cast<long long>(blocks[i].offset));
+      if (!lies_in_memory(blocks[i].address, static_cast<std::uint64_t>(blocks[i].size)))
+        fail(PyExc_ValueError, "addresses[%zu]: %lld bytes at address %llu do not lie in memory", i,
+             static_cast<long long>(blocks[i].size),
+             static_cast<unsigned long long>(blocks[i].address));
+    }
+    auto results = std::make_unique<std::int64_t[]>(blocks.size());
+    {
+      const nb::gil_scoped_release others_may_run;
+      guarded([&] {
+        ring_->transfer(write ? uring::Way::write : uring::Way::read, blocks, deadline_s,
+                        results.get());
+      });
+    }
+    std::int64_t* const data = results.get();
+    const nb::capsule owner(
+        data, [](void* memory) noexcept { delete[] static_cast<std::int64_t*>(memory); });
+    results.release();
+    return Results(data, {blocks.size()}, owner);
+  }
+
+ private:
+  std::unique_ptr<uring::Ring> ring_;
+};
+
+}  // namespace
+
+void bind_uring(nb::module_& module) {
+  nb::class_<UringRing>(module, "UringRing",
+                        "Batches of reads or writes of one file. Used by one thread at a time.")
+      .def(nb::init<int, long long, long long, bool>(), nb::arg("fd"), nb::arg("depth"),
+           nb::arg("piece_bytes"), nb::arg("is_direct"))
+      .def("register_file", &UringRing::register_file)
+      .def("register_buffers", &UringRing::register_buffers, nb::arg("buffers"))
+      .def("transfer", &UringRing::transfer, nb::arg("write"), nb::arg("offsets"),
+           nb::arg("addresses"), nb::arg("sizes"), nb::arg("deadline_s").none(),
+           nb::sig("def transfer(self, write: bool, offsets: NDArray[int64], "
+                   "addresses: NDArray[uint64], sizes: NDArray[int64], "
+                   "deadline_s: float | None) -> NDArray[int64]"));
+}
+
+}  // namespace kvtier

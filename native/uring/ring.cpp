@@ -1,0 +1,269 @@
+#include "uring/ring.hpp"
+
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <string>
+#include <thread>
+
+#include "errors.hpp"
+
+namespace kvtier::uring {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::uint64_t kIsCancel = ~std::uint64_t{0};
+constexpr std::int64_t kPage = 4096;
+
+unsigned load(const unsigned* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+void store(unsigned* word, unsigned value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+
+// A system call: its result, or -errno.
+int call(long number, auto... arguments) {
+  const long result = syscall(number, arguments...);
+  return result < 0 ? -errno : static_cast<int>(result);
+}
+
+}  // namespace
+
+Ring::Mapping::~Mapping() {
+  if (start_ != nullptr) munmap(start_, num_bytes_);
+}
+
+void Ring::Mapping::map(int fd, std::size_t num_bytes, std::uint64_t offset) {
+  void* const start = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd,
+                           static_cast<off_t>(offset));
+  if (start == MAP_FAILED)
+    throw NativeError(std::string("io_uring: mapping its rings failed: ") + std::strerror(errno));
+  start_ = start;
+  num_bytes_ = num_bytes;
+}
+
+Ring::Descriptor::~Descriptor() {
+  if (number >= 0) close(number);
+}
+
+Ring::Ring(int fd, unsigned depth, std::int64_t piece_bytes, bool is_direct)
+    : fd_(fd), depth_(depth), piece_bytes_(piece_bytes), is_direct_(is_direct), pieces_(depth) {
+  // Room for a cancellation of each request, too.
+  int made = -EINVAL;
+  for (const std::uint32_t flags : {kernel::kCoopTaskrun, std::uint32_t{0}}) {
+    params_ = {};
+    params_.flags = flags;
+    made = call(kernel::kSetup, 2 * depth, &params_);
+    if (made != -EINVAL) break;  // an older kernel does not know the flag
+  }
+  if (made < 0) throw NativeError(std::string("io_uring is not available: ") + std::strerror(-made));
+  ring_.number = made;
+  if ((params_.features & kernel::kFeatureSingleMmap) == 0 ||
+      (params_.features & kernel::kFeatureExtArg) == 0)
+    throw NativeError("io_uring is too old: Linux 5.11 or newer is needed");
+  const std::size_t sq_bytes = params_.sq.array + params_.sq_entries * sizeof(unsigned);
+  const std::size_t cq_bytes = params_.cq.cqes + params_.cq_entries * sizeof(kernel::Cqe);
+  rings_.map(ring_.number, std::max(sq_bytes, cq_bytes), kernel::kSqRingOffset);
+  sqes_.map(ring_.number, params_.sq_entries * sizeof(kernel::Sqe), kernel::kSqesOffset);
+  for (unsigned i = 0; i < params_.sq_entries; ++i) rings_.at<unsigned>(params_.sq.array)[i] = i;
+  for (std::size_t place = depth; place-- > 0;) places_.push_back(place);
+}
+
+Ring::~Ring() {
+  // The kernel takes a ring apart some time after it was closed; file and memory are free at once.
+  if (has_file_) call(kernel::kRegister, ring_.number, kernel::kUnregisterFiles, nullptr, 0u);
+  if (!buffers_.empty())
+    call(kernel::kRegister, ring_.number, kernel::kUnregisterBuffers, nullptr, 0u);
+}
+
+int Ring::register_file() {
+  const int result = call(kernel::kRegister, ring_.number, kernel::kRegisterFiles, &fd_, 1u);
+  has_file_ = result >= 0;
+  return result < 0 ? result : 0;
+}
+
+int Ring::register_buffers(std::span<const Memory> buffers) {
+  struct Vector {
+    std::uint64_t base, size;
+  };
+  std::vector<Vector> vectors;
+  for (const Memory& each : buffers) vectors.push_back({each.address, each.num_bytes});
+  const int result = call(kernel::kRegister, ring_.number, kernel::kRegisterBuffers, vectors.data(),
+                          static_cast<unsigned>(vectors.size()));
+  if (result < 0) return result;
+  buffers_.assign(buffers.begin(), buffers.end());
+  return 0;
+}
+
+int Ring::buffer_of(std::uint64_t address, std::int64_t size) const {
+  for (std::size_t i = 0; i < buffers_.size(); ++i) {
+    const Memory& buffer = buffers_[i];
+    if (address >= buffer.address &&
+        address + static_cast<std::uint64_t>(size) <= buffer.address + buffer.num_bytes)
+      return static_cast<int>(i);
+  }
+  return -1;
+}
+
+kernel::Sqe& Ring::next_request() {
+  const unsigned mask = *rings_.at<unsigned>(params_.sq.ring_mask);
+  kernel::Sqe& request = sqes_.at<kernel::Sqe>(0)[tail_++ & mask];
+  request = {};
+  return request;
+}
+
+void Ring::submit(Way way, const Block& block, std::size_t place) {
+  const Piece& piece = pieces_[place];
+  const std::uint64_t address = block.address + static_cast<std::uint64_t>(piece.begin);
+  const int buffer = buffer_of(address, piece.size);
+  kernel::Sqe& request = next_request();
+  request.opcode = way == Way::read ? (buffer < 0 ? kernel::kRead : kernel::kReadFixed)
+                                    : (buffer < 0 ? kernel::kWrite : kernel::kWriteFixed);
+  request.fd = has_file_ ? 0 : fd_;
+  request.flags = has_file_ ? kernel::kFixedFile : std::uint8_t{0};
+  request.offset = static_cast<std::uint64_t>(block.offset + piece.begin);
+  request.address = address;
+  request.size = static_cast<std::uint32_t>(piece.size);
+  request.buffer = static_cast<std::uint16_t>(std::max(buffer, 0));
+  request.user_data = place;
+}
+
+void Ring::cancel(std::size_t place) {
+  kernel::Sqe& request = next_request();
+  request.opcode = kernel::kCancel;
+  request.fd = -1;
+  request.address = place;
+  request.user_data = kIsCancel;
+}
+
+int Ring::enter(unsigned num_wanted, std::optional<double> timeout_s) {
+  unsigned* const sq_tail = rings_.at<unsigned>(params_.sq.tail);
+  store(sq_tail, tail_);
+  const unsigned num_requests = tail_ - load(rings_.at<unsigned>(params_.sq.head));
+  kernel::Timespec time{};
+  kernel::GetEventsArg argument{};
+  if (timeout_s) {
+    const double seconds = std::max(*timeout_s, 0.0);
+    time.seconds = static_cast<std::int64_t>(seconds);
+    time.nanoseconds =
+        static_cast<std::int64_t>((seconds - static_cast<double>(time.seconds)) * 1e9);
+    argument.timespec = reinterpret_cast<std::uint64_t>(&time);
+  }
+  const int result =
+      call(kernel::kEnter, ring_.number, num_requests, num_wanted,
+           kernel::kGetEvents | kernel::kExtArg, &argument, sizeof(argument));
+  return result < 0 ? result : 0;
+}
+
+void Ring::complete(Way way, std::uint64_t place, int result, bool is_over) {
+  Piece& piece = pieces_[place];
+  State& state = states_[piece.block];
+  if (result == -EINTR || result == -EAGAIN) {
+    if (is_over)
+      result = -ECANCELED;
+    else {
+      again_.push_back(place);
+      return;
+    }
+  }
+  if (result == 0 && way == Way::write && piece.size > 0) result = -EIO;  // a file has no end there
+  if (result < 0) {
+    if (state.error == 0) state.error = result;
+  } else if (result < piece.size) {
+    const bool is_end =
+        result == 0 || (way == Way::read && is_direct_ && result % kPage != 0);
+    piece.begin += result;
+    piece.size -= result;
+    if (is_end) {
+      state.end = std::min(state.end, piece.begin);
+    } else if (is_over) {
+      if (state.error == 0) state.error = -ECANCELED;
+    } else if (state.error == 0) {
+      again_.push_back(place);
+      return;
+    }
+  }
+  places_.push_back(place);
+}
+
+void Ring::transfer(Way way, std::span<const Block> blocks, std::optional<double> deadline_s,
+                    std::int64_t* results) {
+  const auto began = Clock::now();
+  const auto left_s = [&]() -> std::optional<double> {
+    if (!deadline_s) return std::nullopt;
+    return *deadline_s - std::chrono::duration<double>(Clock::now() - began).count();
+  };
+  states_.clear();
+  for (const Block& block : blocks) states_.push_back({block.size});
+  again_.clear();
+  std::size_t block = 0;       // the next piece to begin: of this block,
+  std::int64_t begin = 0;      // from here on
+  bool is_over = false;        // the deadline has passed
+  bool was_cancelled = false;  // and what was under way has been told
+  while (true) {
+    if (!is_over && deadline_s && *left_s() <= 0) is_over = true;
+    if (!is_over) {
+      while (!again_.empty()) {
+        const std::size_t place = again_.back();
+        again_.pop_back();
+        submit(way, blocks[pieces_[place].block], place);
+      }
+      while (block < blocks.size() && !places_.empty()) {
+        if (begin >= blocks[block].size || states_[block].error != 0) {
+          ++block;
+          begin = 0;
+          continue;
+        }
+        const std::size_t place = places_.back();
+        places_.pop_back();
+        pieces_[place] = {block, begin, std::min(piece_bytes_, blocks[block].size - begin)};
+        begin += pieces_[place].size;
+        submit(way, blocks[block], place);
+      }
+    } else {
+      for (const std::size_t place : again_) {
+        State& state = states_[pieces_[place].block];
+        if (state.error == 0) state.error = -ECANCELED;
+        places_.push_back(place);
+      }
+      again_.clear();
+    }
+    const std::size_t num_running = depth_ - places_.size();
+    if (num_running == 0) break;
+    if (is_over && !was_cancelled) {
+      was_cancelled = true;
+      for (std::size_t place = 0; place < depth_; ++place)
+        if (std::find(places_.begin(), places_.end(), place) == places_.end()) cancel(place);
+    }
+    // While there is more to begin, a quarter of the depth at a time spares system calls.
+    const bool is_last = is_over || block >= blocks.size();
+    const std::size_t wanted = is_last ? 1 : std::max<std::size_t>(1, depth_ / 4);
+    const int entered = enter(static_cast<unsigned>(std::min(wanted, num_running)),
+                              is_over ? std::nullopt : left_s());
+    // Buffers are in use, so there is no way out but to ask again; it is not asked in a frenzy.
+    if (entered < 0 && entered != -ETIME && entered != -EINTR)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    unsigned* const head = rings_.at<unsigned>(params_.cq.head);
+    const unsigned mask = *rings_.at<unsigned>(params_.cq.ring_mask);
+    const auto* const events = rings_.at<kernel::Cqe>(params_.cq.cqes);
+    unsigned at = load(head);
+    for (const unsigned end = load(rings_.at<unsigned>(params_.cq.tail)); at != end; ++at) {
+      const kernel::Cqe& event = events[at & mask];
+      if (event.user_data != kIsCancel) complete(way, event.user_data, event.result, is_over);
+    }
+    store(head, at);
+  }
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    const bool was_begun = i < block || (i == block && begin >= blocks[i].size);
+    if (states_[i].error != 0)
+      results[i] = states_[i].error;
+    else
+      results[i] = was_begun ? states_[i].end : -ECANCELED;
+  }
+}
+
+}  // namespace kvtier::uring

@@ -1,0 +1,107 @@
+// Batches of reads or writes of one file through io_uring(7).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "uring/kernel.hpp"
+
+namespace kvtier::uring {
+
+struct Memory {
+  std::uint64_t address;
+  std::uint64_t num_bytes;
+};
+
+// One block: `size` bytes at `offset` of the file and at `address` in memory.
+struct Block {
+  std::int64_t offset;
+  std::uint64_t address;
+  std::int64_t size;
+};
+
+enum class Way { read, write };
+
+// A submission and a completion ring of their own. Used by one thread at a time.
+class Ring {
+ public:
+  // `depth` requests are under way at a time; larger blocks go in pieces of `piece_bytes`.
+  // Throws NativeError where the kernel has no io_uring, or does not allow it.
+  Ring(int fd, unsigned depth, std::int64_t piece_bytes, bool is_direct);
+  ~Ring();
+  Ring(const Ring&) = delete;
+  Ring& operator=(const Ring&) = delete;
+
+  // Spares the kernel a look-up of the file, and of the pages, per request: 0 or -errno.
+  int register_file();
+  int register_buffers(std::span<const Memory> buffers);
+
+  // Moves all blocks; returns when nothing is under way any more. results[i]: bytes, or -errno.
+  // After `deadline_s` nothing is begun, and what is under way is cancelled where that is possible.
+  void transfer(Way way, std::span<const Block> blocks, std::optional<double> deadline_s,
+                std::int64_t* results);
+
+ private:
+  struct Piece {  // what one request moves
+    std::size_t block = 0;
+    std::int64_t begin = 0;  // within the block
+    std::int64_t size = 0;
+  };
+  struct State {  // of one block
+    std::int64_t end;  // bytes from its start that are there, as far as is known
+    int error = 0;
+  };
+  class Mapping {
+   public:
+    Mapping() = default;
+    ~Mapping();
+    Mapping(const Mapping&) = delete;
+    Mapping& operator=(const Mapping&) = delete;
+    void map(int fd, std::size_t num_bytes, std::uint64_t offset);
+    template <typename Item>
+    Item* at(std::size_t offset) const {
+      return reinterpret_cast<Item*>(static_cast<std::byte*>(start_) + offset);
+    }
+
+   private:
+    void* start_ = nullptr;
+    std::size_t num_bytes_ = 0;
+  };
+  class Descriptor {
+   public:
+    ~Descriptor();
+    int number = -1;
+  };
+
+  kernel::Sqe& next_request();
+  void submit(Way way, const Block& block, std::size_t place);
+  void cancel(std::size_t place);
+  // Submits what waits, and returns when `num_wanted` completions are there or the time is over.
+  // 0 or -errno.
+  int enter(unsigned num_wanted, std::optional<double> timeout_s);
+  void complete(Way way, std::uint64_t place, int result, bool is_over);
+  int buffer_of(std::uint64_t address, std::int64_t size) const;
+
+  Descriptor ring_;
+  Mapping rings_;
+  Mapping sqes_;
+  kernel::Params params_{};
+  int fd_;
+  unsigned depth_;
+  std::int64_t piece_bytes_;
+  bool is_direct_;
+  bool has_file_ = false;
+  std::vector<Memory> buffers_;  // registered ones, by address
+  unsigned tail_ = 0;            // of the submission ring, ahead of what the kernel knows
+
+  // Of the batch that is being moved.
+  std::vector<Piece> pieces_;        // by place, 0 .. depth - 1
+  std::vector<std::size_t> places_;  // free ones
+  std::vector<State> states_;
+  std::vector<std::size_t> again_;  // places whose rest has to be submitted once more
+};
+
+}  // namespace kvtier::uring

@@ -1,0 +1,104 @@
+"""io_uring: one call submits a batch and waits for it; file and memory are registered."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvtier._hot import UringRing
+from kvtier.devices.base import Finding, Memory
+from kvtier.errors import Closed, TierError
+from kvtier.tiers.disk.io.base import Int64s, IoEngine, Uint64s, check_batch, is_direct
+
+PIECE_BYTES = 1 << 20
+"""A request moves at most this much; a larger block goes in several."""
+
+REGISTERED_BYTES = 1 << 30
+"""The kernel registers memory in pieces of at most this much."""
+
+
+class UringEngine(IoEngine):
+    """Two rings of the native core, one per direction.
+
+    buffers: memory that blocks mostly lie in; registered where the kernel allows that much.
+    Raises ``TierError`` where io_uring can't be had.
+    """
+
+    name = "uring"
+
+    def __init__(self, fd: int, buffers: Sequence[Memory] = (), queue_depth: int = 32) -> None:
+        if UringRing is None:
+            raise TierError("disk", "io_uring", "the native core is not there")
+        self._fd = fd
+        self._direct = is_direct(fd)
+        self._depth = queue_depth
+        self._is_closed = False
+        try:
+            self._rings = [
+                UringRing(fd, queue_depth, PIECE_BYTES, self._direct) for _ in ("read", "write")
+            ]
+        except RuntimeError as error:
+            raise TierError("disk", "io_uring", str(error)) from error
+        self._notes = [note for ring in self._rings for note in self._register(ring, buffers)]
+
+    def _register(self, ring: UringRing, buffers: Sequence[Memory]) -> list[str]:
+        """Register what can be; gives what could not, in words."""
+        notes = []
+        if refused := ring.register_file():
+            notes.append(f"the file is not registered: {os.strerror(-refused)}")
+        pieces = [
+            (start, min(REGISTERED_BYTES, memory.address + memory.nbytes - start))
+            for memory in buffers
+            for start in range(memory.address, memory.address + memory.nbytes, REGISTERED_BYTES)
+        ]
+        if pieces and (refused := ring.register_buffers(pieces)):
+            remedy = "; raise the limit on locked memory" if refused == -errno.ENOMEM else ""
+            notes.append(f"memory is not registered: {os.strerror(-refused)}{remedy}")
+        return notes
+
+    def read(
+        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
+    ) -> Int64s:
+        return self._transfer(False, offsets, addresses, sizes, deadline_s)
+
+    def write(
+        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
+    ) -> Int64s:
+        return self._transfer(True, offsets, addresses, sizes, deadline_s)
+
+    def sync(self) -> None:
+        self._check_open()
+        os.fdatasync(self._fd)
+
+    def findings(self) -> list[Finding]:
+        note = "; ".join(dict.fromkeys(self._notes))
+        return [Finding("disk I/O", f"io_uring, {self._depth} requests at a time", note)]
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._rings.clear()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Closed("this I/O engine was closed; open another for the file")
+
+    def _transfer(
+        self,
+        write: bool,
+        offsets: Int64s,
+        addresses: Uint64s,
+        sizes: Int64s,
+        deadline_s: float | None,
+    ) -> Int64s:
+        self._check_open()
+        check_batch(offsets, addresses, sizes, self._direct)
+        return self._rings[write].transfer(
+            write,
+            np.ascontiguousarray(offsets),
+            np.ascontiguousarray(addresses),
+            np.ascontiguousarray(sizes),
+            deadline_s,
+        )

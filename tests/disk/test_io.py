@@ -1,0 +1,228 @@
+"""Every I/O engine, by the same rules: bytes, ends of files, errors, deadlines."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+
+from kvtier.errors import Closed, TierError
+from kvtier.testing import host_memory, memory_bytes
+from kvtier.tiers.disk.io import IoEngine, open_engine
+from kvtier.tiers.disk.io.base import Int64s, Uint64s
+from kvtier.types import IoKind
+
+PAGE = 4096
+FILE_PAGES = 2000
+
+Batch = tuple[Int64s, Uint64s, Int64s]
+Open = Callable[..., IoEngine]
+
+
+class Place:
+    """A file of known bytes and memory to move them to and from."""
+
+    def __init__(self, path: Path, flags: int) -> None:
+        self.path = path
+        self.memory = host_memory((FILE_PAGES + 1) * PAGE)
+        shift = -self.memory.address % PAGE
+        self.address = self.memory.address + shift
+        self.bytes = memory_bytes(self.memory)[shift : shift + FILE_PAGES * PAGE]
+        self.content = np.random.default_rng(5).integers(0, 256, FILE_PAGES * PAGE, np.uint8)
+        path.write_bytes(self.content.tobytes())
+        self.fd = os.open(path, flags)
+
+    def batch(self, *blocks: tuple[int, int, int]) -> Batch:
+        """Blocks in pages: (offset in the file, place in memory, size)."""
+        offsets, places, sizes = np.array(blocks, np.int64).reshape(-1, 3).T * PAGE
+        return offsets.copy(), places.astype(np.uint64) + np.uint64(self.address), sizes.copy()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path / "file", os.O_RDWR | os.O_DIRECT)
+    yield made
+    os.close(made.fd)
+
+
+@pytest.fixture(params=[IoKind.PREADV, IoKind.URING])
+def opened(request: pytest.FixtureRequest) -> Iterator[Open]:
+    with ExitStack() as stack:
+
+        def make(fd: int, *arguments: object, **named: object) -> IoEngine:
+            try:
+                engine = open_engine(fd, request.param, *arguments, **named)  # type: ignore[arg-type]
+            except TierError as error:
+                pytest.skip(str(error))
+            stack.callback(engine.close)
+            return engine
+
+        yield make
+
+
+def shuffled(seed: int, num_pages: int, longest: int) -> list[tuple[int, int, int]]:
+    """Blocks that cover the file once, each somewhere else in memory."""
+    rng = random.Random(seed)
+    sizes = []
+    while (left := num_pages - sum(sizes)) > 0:
+        sizes.append(min(left, rng.randrange(1, longest)))
+    starts = np.cumsum([0, *sizes[:-1]]).tolist()
+    order = rng.sample(range(len(sizes)), len(sizes))
+    to = dict(zip(order, np.cumsum([0, *(sizes[n] for n in order[:-1])]).tolist(), strict=True))
+    blocks = [(starts[n], to[n], sizes[n]) for n in range(len(sizes))]
+    return rng.sample(blocks, len(blocks))
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+@pytest.mark.parametrize(("queue_depth", "longest"), [(1, 9), (4, 2), (32, 700), (64, 5)])
+def test_bytes_are_right_both_ways(
+    place: Place, opened: Open, queue_depth: int, longest: int, is_registered: bool
+) -> None:
+    engine = opened(place.fd, [place.memory] if is_registered else [], queue_depth)
+    blocks = shuffled(queue_depth, FILE_PAGES, longest)
+    batch = place.batch(*blocks)
+    assert engine.read(*batch).tolist() == batch[2].tolist()
+    for offset, to, size in blocks:
+        there = place.bytes[to * PAGE : (to + size) * PAGE]
+        assert np.array_equal(there, place.content[offset * PAGE : (offset + size) * PAGE])
+    place.bytes[:] = place.bytes[::-1].copy()
+    assert engine.write(*batch).tolist() == batch[2].tolist()
+    engine.sync()
+    written = np.frombuffer(place.path.read_bytes(), np.uint8)
+    for offset, to, size in blocks:
+        there = place.bytes[to * PAGE : (to + size) * PAGE]
+        assert np.array_equal(there, written[offset * PAGE : (offset + size) * PAGE])
+
+
+def test_no_blocks_and_empty_blocks_are_nothing(place: Place, opened: Open) -> None:
+    engine = opened(place.fd)
+    assert engine.read(*place.batch()).tolist() == []
+    assert engine.read(*place.batch((0, 0, 0), (1, 1, 0))).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("num_pages", [1, 600])
+def test_end_of_the_file_is_told_per_block(place: Place, opened: Open, num_pages: int) -> None:
+    engine = opened(place.fd)
+    end = FILE_PAGES
+    batch = place.batch((end - num_pages, 0, num_pages + 3), (end + 5, 900, 2), (3, 1000, 4))
+    assert engine.read(*batch).tolist() == [num_pages * PAGE, 0, 4 * PAGE]
+
+
+def test_errors_are_told_per_block(tmp_path: Path, opened: Open) -> None:
+    """A file that may only be read: every write fails, and nothing is raised."""
+    place = Place(tmp_path / "file", os.O_RDONLY | os.O_DIRECT)
+    engine = opened(place.fd, [place.memory])
+    batch = place.batch((0, 0, 1), (7, 3, 400))
+    assert engine.write(*batch).tolist() == [-errno.EBADF] * 2
+    assert engine.read(*batch).tolist() == batch[2].tolist()
+    engine.close()
+    os.close(place.fd)
+
+
+def test_memory_that_is_not_there_fails_its_block_only(place: Place, opened: Open) -> None:
+    engine = opened(place.fd)
+    offsets, addresses, sizes = place.batch((0, 0, 1), (1, 1, 1), (2, 2, 1))
+    if engine.name == "preadv":
+        pytest.skip("a wrong address ends the process")
+    addresses[1] = PAGE
+    assert engine.read(offsets, addresses, sizes).tolist() == [PAGE, -errno.EFAULT, PAGE]
+
+
+def test_nothing_is_begun_after_the_deadline(place: Place, opened: Open) -> None:
+    engine = opened(place.fd)
+    batch = place.batch(*((n, n, 1) for n in range(100)))
+    place.bytes[:] = 7
+    assert set(engine.write(*batch, 0.0).tolist()) == {-errno.ECANCELED}
+    assert set(engine.read(*batch, 0.0).tolist()) == {-errno.ECANCELED}
+    assert (place.bytes == 7).all()
+    assert np.array_equal(np.frombuffer(place.path.read_bytes(), np.uint8), place.content)
+    assert engine.read(*batch, 60.0).tolist() == [PAGE] * 100, "the next batch is served"
+
+
+def test_a_deadline_in_the_middle_loses_no_buffer(place: Place, opened: Open) -> None:
+    """Wherever it falls: a block is whole, or it is told that it is not."""
+    engine = opened(place.fd, [place.memory], 4)
+    blocks = shuffled(3, FILE_PAGES, 300)
+    batch = place.batch(*blocks)
+    for deadline_s in (1e-6, 1e-4, 3e-4, 1e-3, 2e-3):
+        place.bytes[:] = 0
+        results = engine.read(*batch, deadline_s).tolist()
+        before = place.bytes.copy()
+        for (offset, to, size), result in zip(blocks, results, strict=True):
+            assert result in (size * PAGE, -errno.ECANCELED)
+            if result > 0:
+                there = place.bytes[to * PAGE : (to + size) * PAGE]
+                assert np.array_equal(there, place.content[offset * PAGE : (offset + size) * PAGE])
+        assert np.array_equal(before, place.bytes), "a buffer was written to after the call"
+
+
+def test_what_direct_io_can_not_move_is_refused(place: Place, opened: Open) -> None:
+    engine = opened(place.fd)
+    for position in range(3):
+        batch = place.batch((1, 1, 1))
+        batch[position][0] += batch[position].dtype.type(512)
+        with pytest.raises(AssertionError, match="4096"):
+            engine.read(*batch)
+
+
+def test_files_without_direct_io_work(tmp_path: Path, opened: Open) -> None:
+    place = Place(tmp_path / "file", os.O_RDWR)
+    engine = opened(place.fd)
+    offsets, addresses, sizes = place.batch((3, 1, 2))
+    assert engine.read(offsets + 5, addresses, sizes - 9).tolist() == [2 * PAGE - 9]
+    there = place.bytes[PAGE : 3 * PAGE - 9]
+    assert np.array_equal(there, place.content[3 * PAGE + 5 : 5 * PAGE - 4])
+    engine.close()
+    os.close(place.fd)
+
+
+def test_one_reads_while_another_writes(place: Place, opened: Open) -> None:
+    engine = opened(place.fd, [place.memory])
+    reads = place.batch(*((n, n, 1) for n in range(1000)))
+    writes = place.batch(*((n, n, 1) for n in range(1000, 2000)))
+    place.bytes[1000 * PAGE :] = 9
+    results: list[list[int]] = []
+
+    def write() -> None:
+        results.extend(engine.write(*writes).tolist() for _ in range(5))
+
+    writer = Thread(target=write)
+    writer.start()
+    for _ in range(5):
+        assert engine.read(*reads).tolist() == [PAGE] * 1000
+    writer.join()
+    assert results == [[PAGE] * 1000] * 5
+    assert np.array_equal(place.bytes[: 1000 * PAGE], place.content[: 1000 * PAGE])
+    assert set(place.path.read_bytes()[1000 * PAGE :]) == {9}
+
+
+def test_closed_engine_says_so(place: Place, opened: Open) -> None:
+    engine = opened(place.fd)
+    engine.close()
+    engine.close()
+    with pytest.raises(Closed):
+        engine.read(*place.batch((0, 0, 1)))
+    with pytest.raises(Closed):
+        engine.sync()
+
+
+def test_findings_name_the_engine(place: Place, opened: Open) -> None:
+    (finding,) = opened(place.fd).findings()
+    assert finding.topic == "disk I/O"
+
+
+def test_auto_falls_back_and_says_why(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.tiers.disk.io.uring.UringRing", None)
+    engine = open_engine(place.fd)
+    assert engine.name == "preadv"
+    assert "native core" in engine.findings()[0].note
+    engine.close()
+    with pytest.raises(TierError, match="native core"):
+        open_engine(place.fd, IoKind.URING)
