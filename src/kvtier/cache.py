@@ -51,23 +51,11 @@ class Cache:
         self._weighs_costs = config.load_policy is LoadPolicy.AUTO
         self._leases: set[Lease] = set()
         self._closed = False
-        tiers: dict[str, Tier] = {DEVICE: pool}
-        capacity = parse_capacity(config.host_capacity, pool.layout.nbytes, "host_capacity")
-        if capacity:
-            tiers[HOST] = host = HostTier(self.group, capacity, device)
-            if storage is None and config.disk_path:
-                storage = DiskTier(_disk_options(config), self.group, host.memory)
-        elif storage is not None or config.disk_path:
-            raise ConfigError(
-                "host_capacity: a disk tier needs a host tier above it, for every block goes "
-                'through host memory; give for instance host_capacity="1GiB"'
-            )
-        if storage is not None:
-            tiers[storage.name] = storage
+        make_policy = _policy_factory(config.eviction_policy)
         self._ladder = Ladder(
-            tiers,
+            _make_tiers(config, device, pool, storage),
             device,
-            make_policy=_policy_factory(config.eviction_policy),
+            make_policy=make_policy,
             demotes=config.write_policy is WritePolicy.WRITE_BACK,
             patience_s=config.demote_deadline_s,
             archive_after_uses=config.archive_after_uses,
@@ -301,6 +289,27 @@ class Cache:
     def check_invariants(self) -> None:
         """Raise AssertionError where slots, leases and blocks don't add up. O(all blocks)."""
         self._ladder.check_invariants(sum(len(lease.room) for lease in self._leases))
+
+
+def _make_tiers(
+    config: CacheConfig, device: Device, pool: DeviceTier, storage: StorageTier | None
+) -> dict[str, Tier]:
+    """The tiers that the configuration asks for, fastest first."""
+    tiers: dict[str, Tier] = {DEVICE: pool}
+    group = pool.layout.group
+    capacity = parse_capacity(config.host_capacity, pool.layout.nbytes, "host_capacity")
+    if capacity:
+        tiers[HOST] = host = HostTier(group, capacity, device)
+        if storage is None and config.disk_path:
+            storage = DiskTier(_disk_options(config), group, host.memory)
+    elif storage is not None or config.disk_path:
+        raise ConfigError(
+            "host_capacity: a disk tier needs a host tier above it, for every block goes through "
+            'host memory; give for instance host_capacity="1GiB"'
+        )
+    if storage is not None:
+        tiers[storage.name] = storage
+    return tiers
 
 
 def _disk_options(config: CacheConfig) -> DiskOptions:

@@ -296,9 +296,10 @@ class Ladder:
 
     def close(self) -> None:
         """Finish what is on its way, then give the tiers back."""
-        self.traffic.close()
-        for tier in self.tiers.values():
-            tier.close()
+        in_use = self.traffic.close()
+        for name, tier in self.tiers.items():
+            if name not in in_use:
+                tier.close()
 
     def check_invariants(self, num_private: int) -> None:
         """Raise AssertionError where slots and blocks don't add up. num_private: device slots that

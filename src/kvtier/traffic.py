@@ -20,7 +20,7 @@ from kvtier.types import DEVICE, BlockId, BlockKey, BlockName, Slot
 logger = logging.getLogger(__name__)
 
 CLOSE_WAIT_S = 10.0
-"""How long a tier of files may take to finish at the end."""
+"""How long storage may take to finish at the end."""
 
 
 class Traffic:
@@ -197,17 +197,19 @@ class Traffic:
                 queued_s[slow, fast] = costs.copy_s((slow, fast), queued_bytes)
         return self.costs.snapshot(queued_s, tuple(self._tiers))
 
-    def close(self) -> None:
-        """Finish what is on its way, as far as it ends in time."""
+    def close(self) -> set[str]:
+        """Finish what is on its way, as far as it ends in time. Returns the tiers with work that
+        did not: they are still in use."""
         while any(each.after is not None for each in self.transfers):
             if not self.wait(CLOSE_WAIT_S):
                 break
             self.poll()
         self._engine.close()
-        for lane in self._lanes.values():
-            if not lane.close(CLOSE_WAIT_S):
-                logger.warning("left behind lane=%s after_s=%.0f", lane.name, CLOSE_WAIT_S)
+        hanging = {name for (name, _), lane in self._lanes.items() if not lane.close(CLOSE_WAIT_S)}
+        if hanging:
+            logger.warning("left behind tiers=%s after_s=%.0f", sorted(hanging), CLOSE_WAIT_S)
         self.poll()
+        return hanging
 
 
 def _read(

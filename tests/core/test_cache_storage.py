@@ -222,6 +222,27 @@ def test_every_write_policy_reaches_storage(make_world: MakeWorld, policy: Write
     assert world.held(DISK) >= 4
 
 
+def test_storage_that_hangs_is_left_open_at_the_end(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is inside still uses its files and memory."""
+    monkeypatch.setattr("kvtier.traffic.CLOSE_WAIT_S", 0.01)
+    world = World(disk_blocks=30)
+    world.storage.open_writes.clear()
+    request = world.start(LONG)
+    world.compute(request, 4)
+    world.cache.commit(request.lease, 4)
+    world.release(request)
+    world.wait()
+    world.cache.poll()
+    world.cache.close()
+    assert not world.storage.closed
+    world.storage.open_writes.set()
+    other = make_world(disk_blocks=30)
+    other.end()
+    assert other.storage.closed
+
+
 def test_storage_needs_a_host_tier(make_world: MakeWorld) -> None:
     with pytest.raises(ConfigError, match="host_capacity"):
         make_world(disk_blocks=5, host_blocks=0)

@@ -37,6 +37,7 @@ class MemoryStorage(StorageTier):
         self.spoiled: set[BlockKey] = set()
         self.refused: set[BlockKey] = set()
         self.num_written = 0
+        self.closed = False
         self._shelf = shelf
         self._slots = SlotPool(num_slots)
         self._keys: dict[Slot, BlockKey] = {}
@@ -107,3 +108,4 @@ class MemoryStorage(StorageTier):
 
     def close(self) -> None:
         """The shelf stays."""
+        self.closed = True
