@@ -69,6 +69,7 @@ crash-test: setup
 bench: setup
 	@mkdir -p reports
 	$(BIN)/python -m benchmarks.copy --json reports/copy.json
+	$(BIN)/python -m benchmarks.crc --json reports/crc.json
 	$(BIN)/python -m benchmarks.disk --json reports/disk.json
 	$(BIN)/python -m benchmarks.slab_recovery --json reports/slab_recovery.json
 	$(BIN)/python -m benchmarks.index --json reports/index.json
