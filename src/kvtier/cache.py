@@ -2,6 +2,8 @@
 
     tokens --labels--> match --> lease --> plan --> transfer --> (the engine computes) --> commit
 
+A request that has to wait for its turn may have it prefetched meanwhile.
+
 One thread owns a cache and calls its methods; copies run on threads of their own and are noticed
 by ``poll``. A cache failure never fails a request: it costs a recomputation.
 """
@@ -21,10 +23,11 @@ from kvtier.ladder import Ladder
 from kvtier.lease import Lease
 from kvtier.plan import Costs, Plan, plan_load
 from kvtier.plugins import load_plugin
+from kvtier.prefetch import Prefetch
 from kvtier.telemetry import Metrics
 from kvtier.tiers import DeviceTier, HostTier, StorageTier, Tier
 from kvtier.tiers.disk import DiskOptions, DiskTier
-from kvtier.types import DEVICE, HOST, Label, LoadPolicy, Match, WritePolicy
+from kvtier.types import DEVICE, HOST, Label, LoadPolicy, Match, PrefetchPolicy, WritePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,31 @@ class Cache:
         self._index = self._ladder.index
 
     # -- the life of a request --------------------------------------------------------------------
+
+    def prefetch(self, namespace: bytes, labels: Sequence[Label]) -> Prefetch | None:
+        """While a request waits for its turn, read what storage has of it into host memory.
+
+        Nobody who has to wait is held up by it. Hand the result to ``end_prefetch``, after
+        ``fetch``. None while waiting requests hold too much of the host memory: ask again.
+        """
+        self._must_be_open()
+        patience_s = self.config.load_deadline_s
+        if self.config.prefetch_policy is PrefetchPolicy.TIMEOUT:
+            patience_s = self.config.prefetch_timeout_s
+        self._ladder.recall(namespace, labels)
+        match = self.match(namespace, labels)
+        return self._ladder.prefetch(match, self._clock() + patience_s)
+
+    def is_worth_waiting(self, prefetch: Prefetch) -> bool:
+        """Whether the request's turn should come later, by the prefetch policy."""
+        if self.config.prefetch_policy is PrefetchPolicy.BEST_EFFORT or prefetch.ready:
+            return False
+        return self._clock() < prefetch.deadline
+
+    def end_prefetch(self, prefetch: Prefetch) -> None:
+        """The request's turn has come, or it has gone: what was not begun is not read."""
+        self._ladder.end_prefetch(prefetch)
+        self._check()
 
     def fetch(
         self,
@@ -116,6 +144,7 @@ class Cache:
             block_size=self.group.block_size,
             bytes_per_block=self.group.bytes_per_block,
             num_free_slots=self.num_available_slots,
+            num_staging_slots=self._ladder.num_staging_slots,
             grain_blocks=grain_blocks,
             deadline_s=self.config.load_deadline_s,
         )

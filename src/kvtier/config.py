@@ -8,7 +8,14 @@ from enum import StrEnum
 from fractions import Fraction
 
 from kvtier.errors import ConfigError
-from kvtier.types import Durability, IoKind, LoadPolicy, Verify, WritePolicy
+from kvtier.types import (
+    Durability,
+    IoKind,
+    LoadPolicy,
+    PrefetchPolicy,
+    Verify,
+    WritePolicy,
+)
 
 BLOCK_SIZE = 64
 """Default tokens per block. Smaller blocks are shared more finely and cost more to keep account of;
@@ -51,6 +58,7 @@ def parse_capacity(text: str | int, device_bytes: int, field: str) -> int:
 CHOICES: dict[str, type[StrEnum]] = {
     "write_policy": WritePolicy,
     "load_policy": LoadPolicy,
+    "prefetch_policy": PrefetchPolicy,
     "disk_durability": Durability,
     "disk_verify": Verify,
     "disk_io": IoKind,
@@ -88,6 +96,10 @@ class CacheConfig:
     """Uses before a block is written to storage below the host tier; more spares an SSD's life."""
     load_batch_bytes: int = 8 << 20
     """What is read from storage in one piece; while one is read, the last one is copied on."""
+    prefetch_policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT
+    """Whether a request waits for what storage has of it before its turn comes."""
+    prefetch_timeout_s: float = 1.0
+    """How long it waits at most with ``timeout``."""
     eviction_policy: str = "lru"
     """Which blocks leave a full tier first: a plug-in of ``kvtier.policies``."""
     demote_deadline_s: float = 1.0
@@ -112,6 +124,6 @@ class CacheConfig:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
         if self.store_batch_bytes < 0:
             raise ConfigError(f"store_batch_bytes: {self.store_batch_bytes} is below 0")
-        for name in ("load_deadline_s", "demote_deadline_s"):
+        for name in ("load_deadline_s", "demote_deadline_s", "prefetch_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not above 0")

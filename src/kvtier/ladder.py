@@ -9,15 +9,20 @@ from kvtier.devices import Device
 from kvtier.index import State, make_index
 from kvtier.index.policies import EvictionPolicy
 from kvtier.keys import next_key
-from kvtier.lease import Transfer
 from kvtier.plan import Copy
+from kvtier.prefetch import Prefetch
 from kvtier.telemetry import Metrics
 from kvtier.tiers import MemoryTier, StorageTier, Tier
 from kvtier.traffic import Traffic
 from kvtier.types import DEVICE, HOST, BlockId, BlockKey, Label, Match, Slot
+from kvtier.waiter import Transfer
 
 STORABLE = (State.READY, State.EVICTING)
 """States in which a block's bytes can be copied to the tier below."""
+
+PREFETCH_SHARE = 0.5
+"""Of the host tier, what requests that wait for their turn may hold. The rest is for those whose
+turn it is."""
 
 
 class Ladder:
@@ -50,6 +55,7 @@ class Ladder:
         self._archive_after_uses = archive_after_uses
         self._blocks_per_piece = max(1, load_batch_bytes // self.pool.layout.group.bytes_per_block)
         self._clock = clock
+        self._prefetches: set[Prefetch] = set()
 
     @property
     def pool(self) -> MemoryTier:
@@ -74,6 +80,11 @@ class Ladder:
     def num_available(self, tier: str) -> int:
         """Slots of ``tier`` that are free or could be had by eviction. An upper bound."""
         return self.tiers[tier].num_free + self.index.num_evictable(tier)
+
+    @property
+    def num_staging_slots(self) -> int:
+        """Blocks that could be brought from storage at a time: room for them in host memory."""
+        return self.num_available(HOST) if HOST in self.tiers else 0
 
     def allocate(self, num_slots: int) -> list[Slot] | None:
         """Device slots, after evicting what has to go; None when that is not enough.
@@ -121,11 +132,12 @@ class Ladder:
             self.traffic.begin(Copy(between, DEVICE, part), slots, after=leg)
 
     def promote(
-        self, blocks: Sequence[BlockId], src: str
+        self, blocks: Sequence[BlockId], src: str, urgent: bool = True
     ) -> list[tuple[Transfer, tuple[BlockId, ...]]]:
         """Begin to copy blocks one tier up, where they are not on their way there already.
 
-        Returns the transfers with the blocks that each brings, in the order given.
+        urgent: somebody waits for them. Returns the transfers with the blocks that each brings, in
+        the order given.
         """
         dst = self.above(src)
         legs: list[tuple[Transfer, tuple[BlockId, ...]]] = []
@@ -134,9 +146,11 @@ class Ladder:
             while waiting:
                 if is_new:
                     part = waiting[: self._blocks_per_piece]
-                    leg = self._begin_promotion(Copy(src, dst, part))
+                    leg = self._begin_promotion(Copy(src, dst, part), urgent)
                 else:
                     (leg,) = self.traffic.bringing(waiting[:1], dst)
+                    if urgent:
+                        self.traffic.hurry(leg)
                     part = tuple(takewhile(set(leg.blocks).__contains__, waiting))
                 legs.append((leg, part))
                 waiting = waiting[len(part) :]
@@ -145,20 +159,52 @@ class Ladder:
     def fetch_ahead(self, match: Match, num_reused_blocks: int) -> None:
         """Read a piece of what was not worth waiting for, where storage has nothing else to do: the
         next request finds it in host memory, and the planner learns how long a read takes now."""
-        left = match.blocks[num_reused_blocks:], match.tiers[num_reused_blocks:]
-        for name, tier in self.tiers.items():
-            if isinstance(tier, StorageTier) and self.traffic.is_idle(name):
-                there = [block for block, place in zip(*left, strict=True) if place == name]
-                room = self.num_available(self.above(name))
-                self.promote(there[: min(room, self._blocks_per_piece)], name)
+        name = self._storage_name
+        if name is not None and self.traffic.is_idle(name):
+            left = match.blocks[num_reused_blocks:], match.tiers[num_reused_blocks:]
+            there = [block for block, tier in zip(*left, strict=True) if tier == name]
+            room = min(self._blocks_per_piece, self.num_available(HOST))
+            self.promote(there[:room], name, urgent=False)
 
-    def _begin_promotion(self, copy: Copy) -> Transfer:
+    def prefetch(self, match: Match, deadline: float) -> Prefetch | None:
+        """Begin to read what only storage has of a match, and hold it in host memory together with
+        what is there already. None while others hold too much of that memory."""
+        name = self._storage_name
+        if name is None:
+            return Prefetch(self.index, HOST, (), deadline)
+        there = list(zip(match.blocks, match.tiers, strict=True))
+        wanted = [block for block, tier in there if tier in (HOST, name)]
+        limit = int(self.tiers[HOST].num_slots * PREFETCH_SHARE)
+        num_held = sum(len(each.blocks) for each in self._prefetches)
+        if num_held and num_held + len(wanted) > limit:
+            return None
+        prefetch = Prefetch(self.index, HOST, wanted[:limit], deadline)
+        missing = [block for block, tier in there if tier == name and block in prefetch.blocks]
+        room = self.num_available(HOST)
+        for leg, _ in self.promote(missing[:room], name, urgent=False):
+            prefetch.wait_for(leg)
+        self._prefetches.add(prefetch)
+        return prefetch
+
+    def end_prefetch(self, prefetch: Prefetch) -> None:
+        """Hold its blocks no longer; what was not begun and nobody else wants is not read."""
+        self._prefetches.discard(prefetch)
+        for transfer in prefetch.end():
+            self.traffic.withdraw(transfer)
+
+    @property
+    def _storage_name(self) -> str | None:
+        """The storage tier below the host tier."""
+        name = self.below(HOST) if HOST in self.tiers else None
+        return name if name and isinstance(self.tiers[name], StorageTier) else None
+
+    def _begin_promotion(self, copy: Copy, urgent: bool) -> Transfer:
         room = self.tiers[copy.dst]
         self.make_room(copy.dst, len(copy.blocks) - room.num_free)
         slots = room.allocate(len(copy.blocks))
         if slots is None:
             return self.traffic.refuse(copy, "no room, everything there is in use")
-        return self.traffic.begin(copy, slots)
+        return self.traffic.begin(copy, slots, urgent=urgent)
 
     def _is_absent(self, block: BlockId, tier: str) -> bool:
         return self.index.state(block, tier) is State.ABSENT
@@ -207,10 +253,11 @@ class Ladder:
 
     def archive(self, blocks: Sequence[BlockId]) -> None:
         """Write blocks of the host tier to the storage below it: those worth a write by now."""
-        name = self.below(HOST) if HOST in self.tiers else None
-        storage = self.tiers[name] if name else None
-        if name is None or not isinstance(storage, StorageTier):
+        name = self._storage_name
+        if name is None:
             return
+        storage = self.tiers[name]
+        assert isinstance(storage, StorageTier)
         there = self.index.states_of(blocks, name)
         here = self.index.states_of(blocks, HOST)
         wanted = [

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 
 from kvtier.index import BlockIndex
 from kvtier.telemetry import RequestRecord
-from kvtier.transfer import Job
 from kvtier.types import DEVICE, BlockId, Label, Match, Slot
+from kvtier.waiter import Transfer, Waiter
 
 
-@dataclass(slots=True, eq=False)
-class Transfer:
-    """Blocks on their way from one tier to another, and the leases that wait for them.
-
-    after: the transfer that brings the sources, and has to end before this one can begin.
-    job: None until it begins. holds_source: the sources are leased in ``src`` until it is finished.
-    """
-
-    src: str
-    dst: str
-    blocks: tuple[BlockId, ...]
-    after: Transfer | None = None
-    job: Job | None = None
-    holds_source: bool = False
-    waiters: list[Lease] = field(default_factory=list)
-
-
-class Lease:
+class Lease(Waiter):
     """Blocks of one request, in prompt order: a shared prefix, then room of its own.
+
+    Ready when nothing is on its way any more: the prefix is on the device, or the lease is broken.
 
     blocks: the shared prefix; ``held_in[i]`` is the tier in which block i can't be evicted.
     slots: device slots, ``slots[i]`` for block i: first the prefix's, then the room.
@@ -41,6 +25,7 @@ class Lease:
     def __init__(
         self, index: BlockIndex, namespace: bytes, labels: Sequence[Label], match: Match, now: float
     ) -> None:
+        super().__init__()
         self._index = index
         self.namespace = namespace
         self.labels = labels
@@ -53,14 +38,8 @@ class Lease:
         self.started = now
         self.deadline = float("inf")
         self.record = RequestRecord(num_asked_blocks=match.num_asked)
-        self._waiting_for: set[Transfer] = set()
         for tier, positions in _runs(match.tiers):
             self.hold(match.blocks[positions], tier)
-
-    @property
-    def ready(self) -> bool:
-        """Nothing is on its way any more: the prefix is on the device, or the lease is broken."""
-        return not self._waiting_for
 
     @property
     def num_shared(self) -> int:
@@ -89,13 +68,7 @@ class Lease:
             self._index.release(dropped[positions], tier)
         del self.blocks[num_blocks:], self.held_in[num_blocks:]
 
-    def wait_for(self, transfer: Transfer) -> None:
-        """The transfer brings blocks of the prefix: the lease is not ready before it is."""
-        transfer.waiters.append(self)
-        self._waiting_for.add(transfer)
-
-    def arrive(self, transfer: Transfer, now: float) -> None:
-        """The transfer's blocks are on the device: hold them there."""
+    def take(self, transfer: Transfer, now: float) -> None:
         arrived = set(transfer.blocks)
         moved = [
             position
@@ -107,21 +80,16 @@ class Lease:
             self._index.release([self.blocks[position] for position in moved[positions]], tier)
         for position in moved:
             self.held_in[position] = DEVICE
-        self._waiting_for.discard(transfer)
         if self.ready:
             self.record.load_s = now - self.started
 
+    def failed(self, transfer: Transfer) -> None:
+        self.give_up()
+
     def give_up(self, late: bool = False) -> None:
-        """A load failed or is late: wait no more."""
         self.broken = self.record.load_failed = True
         self.late = late
         self.forget_transfers()
-
-    def forget_transfers(self) -> None:
-        """Wait for nothing any more; the transfers go on."""
-        for transfer in self._waiting_for:
-            transfer.waiters.remove(self)
-        self._waiting_for.clear()
 
 
 def _runs(tiers: Sequence[str]) -> Iterator[tuple[str, slice]]:

@@ -10,12 +10,12 @@ from itertools import compress, pairwise
 from kvtier.devices import Device, Direction
 from kvtier.errors import TierError
 from kvtier.index import BlockIndex, State
-from kvtier.lease import Transfer
 from kvtier.plan import Copy, CostModel, Costs
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Addresses, LoadResult, MemoryTier, StorageTier, Tier
 from kvtier.transfer import Job, Lane, TransferEngine, stage
 from kvtier.types import DEVICE, BlockId, BlockKey, BlockName, Slot
+from kvtier.waiter import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -56,18 +56,36 @@ class Traffic:
     # -- begin ------------------------------------------------------------------------------------
 
     def begin(
-        self, copy: Copy, dst_slots: Sequence[Slot], after: Transfer | None = None
+        self,
+        copy: Copy,
+        dst_slots: Sequence[Slot],
+        after: Transfer | None = None,
+        urgent: bool = True,
     ) -> Transfer:
         """Begin to copy into ``dst_slots``. The sources can't leave until the copy is finished.
 
         after: the transfer that brings the sources, if they are on their way themselves.
+        urgent: False for a read that nobody waits for yet; it lets others pass.
         """
         self._index.begin_write_all(copy.blocks, copy.dst, dst_slots)
         transfer = Transfer(copy.src, copy.dst, copy.blocks, after)
         self.transfers.append(transfer)
         if after is None:
-            self._submit(transfer)
+            self._submit(transfer, urgent)
         return transfer
+
+    def hurry(self, transfer: Transfer) -> None:
+        """Somebody waits for a read now that nobody waited for when it began."""
+        if transfer.job is not None and (lane := self._lanes.get((transfer.src, "read"))):
+            lane.hurry(transfer.job)
+
+    def withdraw(self, transfer: Transfer) -> None:
+        """Nobody wants the transfer any more: end it, unless it is under way or others want it."""
+        if transfer.job is None or transfer.waiters:
+            return
+        lane = self._lanes.get((transfer.src, "read"))
+        if lane is not None and lane.withdraw(transfer.job):
+            self.finish(transfer)
 
     def refuse(self, copy: Copy, reason: str) -> Transfer:
         """A transfer that has failed already: the next ``poll`` notices, and whoever waits."""
@@ -77,7 +95,7 @@ class Traffic:
         self.transfers.append(transfer)
         return transfer
 
-    def _submit(self, transfer: Transfer) -> None:
+    def _submit(self, transfer: Transfer, urgent: bool = True) -> None:
         """The sources are there: queue the copy."""
         blocks = transfer.blocks
         states = self._index.states_of(blocks, transfer.src)
@@ -95,7 +113,7 @@ class Traffic:
             keys = [self._index.key(block) for block in blocks]
             work = partial(_read, src, keys, src_slots, dst.addresses(dst_slots))
             transfer.job = self._lanes[src.name, "read"].submit(
-                work, len(blocks) * src.bytes_per_block
+                work, len(blocks) * src.bytes_per_block, urgent
             )
         elif isinstance(src, MemoryTier) and isinstance(dst, StorageTier):
             names = [self._index.name(block) for block in blocks]
@@ -127,13 +145,13 @@ class Traffic:
             self.costs.observe_copy((src, dst), job.num_bytes, job.seconds)
             self._metrics.count("kvtier_copied_bytes_total", job.num_bytes, src=src, dst=dst)
             self._metrics.observe("kvtier_copy_seconds", job.seconds, src=src, dst=dst)
-        if not job.succeeded:
+        if not job.succeeded and not job.withdrawn:
             self._metrics.count("kvtier_failed_copies_total", src=src, dst=dst)
-        for lease in list(transfer.waiters):
+        for waiter in list(transfer.waiters):
             if job.succeeded:
-                lease.arrive(transfer, now)
+                waiter.arrived(transfer, now)
             else:
-                lease.give_up()
+                waiter.failed(transfer)
         if transfer.holds_source:
             self._index.release(blocks, src)
         absent = [block for block, is_there in zip(blocks, arrived, strict=True) if not is_there]
@@ -177,7 +195,7 @@ class Traffic:
 
     def is_idle(self, tier: str) -> bool:
         """Whether nothing is read from a storage tier, and nothing stands in line for it."""
-        return self._lanes[tier, "read"].queued_bytes == 0
+        return self._lanes[tier, "read"].is_idle
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the oldest transfer is done, or there is none. False on time-out."""

@@ -65,6 +65,17 @@ class LoadPolicy(StrEnum):
     """Whenever there are some: to compare, and to measure."""
 
 
+class PrefetchPolicy(StrEnum):
+    """What becomes of a request while storage is being read for it, before its turn."""
+
+    BEST_EFFORT = "best_effort"
+    """It takes its turn when it comes; the planner decides on what has not arrived by then."""
+    WAIT_COMPLETE = "wait_complete"
+    """Its turn comes when all that storage has of it is in host memory; others pass meanwhile."""
+    TIMEOUT = "timeout"
+    """As ``wait_complete``, but for ``CacheConfig.prefetch_timeout_s`` at most."""
+
+
 class Durability(StrEnum):
     """What an acknowledged block survives."""
 

@@ -342,6 +342,22 @@ class StorageMachine(CacheMachine):
         self.cache, self.device = self.world.cache, self.world.device
         self.has_lost = True
 
+    @precondition(lambda self: len(self.world.prefetches) < 3)
+    @rule(tokens=prompts, namespace=namespaces, hold=st.booleans())
+    def prefetch(self, tokens: list[int], namespace: bytes, hold: bool) -> None:
+        if hold:
+            self.hold()
+        prefetch = self.world.prefetch(tokens, namespace)
+        assert prefetch is not None or len(self.world.prefetches) > 0, "refused, though none holds"
+        self._settle()
+
+    @precondition(lambda self: self.world.prefetches)
+    @rule(data=st.data())
+    def end_prefetch(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, len(self.world.prefetches) - 1), label="prefetch")
+        self.world.end_prefetch(self.world.prefetches[number])
+        self._settle()
+
     @rule()
     def clear_storage(self) -> None:
         self.cache.poll()

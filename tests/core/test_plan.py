@@ -31,6 +31,10 @@ def _plan(match: Match, costs: Costs, **limits: float) -> Plan:
     return plan_load(match, costs, block_size=BLOCK_SIZE, bytes_per_block=BLOCK_BYTES, **settings)  # type: ignore[arg-type]
 
 
+STORED = Costs(tiers=(DEVICE, HOST, DISK))
+"""Nothing measured yet, three tiers."""
+
+
 def _costs(host_s: float, prefill_s: float | None, queued_s: float = 0.0) -> Costs:
     """Seconds per block from the host, and per block of prefill."""
     per_token = None if prefill_s is None else prefill_s / BLOCK_SIZE
@@ -166,6 +170,15 @@ def test_one_token_is_left_to_compute() -> None:
 
 def test_reuse_ends_where_slots_do() -> None:
     assert _plan(_match("dhhhd"), Costs(), num_free_slots=2).num_reused_blocks == 3
+
+
+def test_reuse_ends_where_there_is_no_room_on_the_way() -> None:
+    """Blocks from disk pass through host memory; those that are there already need no room."""
+    match = _match("dhsssd")
+    assert _plan(match, STORED, num_staging_slots=2).num_reused_blocks == 4
+    assert _plan(match, STORED, num_staging_slots=3).num_reused_blocks == 6
+    assert _plan(match, STORED).num_reused_blocks == 6
+    assert _plan(_match("hhhh"), STORED, num_staging_slots=0).num_reused_blocks == 4
 
 
 def test_load_that_would_miss_its_deadline_is_not_begun() -> None:

@@ -16,7 +16,7 @@ from kvtier.errors import Closed, DeviceError
 from kvtier.layout import ORDERS, DType, full_attention, named_layout, repack
 from kvtier.testing import FaultyDevice, host_memory, memory_bytes
 from kvtier.tiers import MemoryTier
-from kvtier.transfer import TransferEngine, stage
+from kvtier.transfer import Job, Lane, TransferEngine, stage
 from kvtier.transfer.batching import MAX_COPIES, coalesce, split
 from kvtier.types import Slot
 
@@ -278,3 +278,88 @@ def test_close_finishes_all_and_refuses_more(device: FencedDevice) -> None:
     engine.close()
     with pytest.raises(Closed):
         engine.submit(_batch(), Direction.LOAD)
+
+
+# -- lanes -----------------------------------------------------------------------------------------
+
+
+class Order:
+    """Work that notes when it runs; the first of it waits at a gate."""
+
+    def __init__(self) -> None:
+        self.lane = Lane("test", DeviceError)
+        self.gate, self.began = Event(), Event()
+        self.ran: list[str] = []
+        self.lane.submit(self._wait, 1)
+        assert self.began.wait(60)
+
+    def _wait(self, job: Job) -> tuple[int, ...]:
+        self.began.set()
+        assert self.gate.wait(60)
+        return ()
+
+    def submit(self, name: str, urgent: bool) -> Job:
+        def work(job: Job) -> tuple[int, ...]:
+            self.ran.append(name)
+            return ()
+
+        return self.lane.submit(work, 10, urgent)
+
+    def finish(self) -> list[str]:
+        self.gate.set()
+        assert self.lane.close(60)
+        return self.ran
+
+
+def test_urgent_jobs_pass_the_others() -> None:
+    order = Order()
+    jobs = [order.submit(name, urgent=name.isupper()) for name in "abCD"]
+    order.gate.set()
+    assert all(job.wait(60) for job in jobs)
+    assert order.finish() == ["C", "D", "a", "b"]
+
+
+def test_a_job_in_a_hurry_goes_to_the_end_of_the_urgent_line() -> None:
+    order = Order()
+    jobs = {name: order.submit(name, urgent=name.isupper()) for name in "abCd"}
+    order.lane.hurry(jobs["b"])
+    order.lane.hurry(jobs["b"])
+    order.gate.set()
+    assert all(job.wait(60) for job in jobs.values())
+    assert order.finish() == ["C", "b", "a", "d"]
+
+
+def test_only_what_is_not_urgent_can_be_withdrawn() -> None:
+    order = Order()
+    urgent, patient = order.submit("A", urgent=True), order.submit("b", urgent=False)
+    assert not order.lane.withdraw(urgent)
+    assert order.lane.withdraw(patient)
+    assert not order.lane.withdraw(patient)
+    assert patient.done
+    assert patient.withdrawn
+    assert not patient.succeeded
+    assert order.finish() == ["A"]
+
+
+def test_a_newcomer_waits_for_urgent_bytes_only() -> None:
+    order = Order()
+    assert order.lane.queued_bytes == 1, "what is running counts"
+    order.submit("a", urgent=False)
+    assert order.lane.queued_bytes == 1
+    order.submit("B", urgent=True)
+    assert order.lane.queued_bytes == 11
+    assert not order.lane.is_idle
+    assert order.lane.running_s > 0
+    order.finish()
+    assert order.lane.queued_bytes == 0
+    assert order.lane.is_idle
+    assert order.lane.running_s == 0
+
+
+def test_the_end_does_not_wait_for_what_nobody_wants() -> None:
+    order = Order()
+    patient, urgent = order.submit("a", urgent=False), order.submit("B", urgent=True)
+    assert not order.lane.close(0), "the first job is still running"
+    assert patient.withdrawn
+    assert not urgent.done
+    assert order.finish() == ["B"]

@@ -21,10 +21,11 @@ from kvtier.index.trie import Node
 from kvtier.keys import token_labels
 from kvtier.layout import DType, full_attention, named_layout
 from kvtier.lease import Lease
+from kvtier.prefetch import Prefetch
 from kvtier.telemetry import Metrics
 from kvtier.testing import BlockBytes, FaultyDevice, MemoryStorage, Shelf, host_memory
 from kvtier.tiers import DeviceTier, MemoryTier
-from kvtier.types import DEVICE, HOST, Label, WritePolicy
+from kvtier.types import DEVICE, HOST, Label, PrefetchPolicy, WritePolicy
 
 Content = npt.NDArray[np.uint8]
 BLOCK_SIZE = 2
@@ -80,6 +81,7 @@ class World:
         disk_blocks: int = 0,
         shelf: Shelf | None = None,
         archive_after_uses: int = 1,
+        prefetch_policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT,
     ) -> None:
         self.clock = Clock()
         self.device = FaultyDevice(CpuDevice(threads=1))
@@ -92,6 +94,7 @@ class World:
             store_batch_bytes=store_batch_bytes,
             load_deadline_s=load_deadline_s,
             archive_after_uses=archive_after_uses,
+            prefetch_policy=prefetch_policy,
             load_batch_bytes=2 * GROUP.bytes_per_block,
             strict=True,
         )
@@ -100,6 +103,7 @@ class World:
         self.cache = Cache(config, self.device, self.pool, self.clock, self.storage)
         self.block_bytes = BlockBytes(GROUP)
         self.requests: list[Request] = []
+        self.prefetches: list[Prefetch] = []
 
     # -- an engine ---------------------------------------------------------------------------------
 
@@ -130,6 +134,17 @@ class World:
         request = self.fetch(tokens, load=load, namespace=namespace)
         assert request is not None, "the test expects room"
         return request
+
+    def prefetch(self, tokens: Sequence[int], namespace: bytes = NS) -> Prefetch | None:
+        """What a request does while it waits for its turn."""
+        prefetch = self.cache.prefetch(namespace, token_labels(tokens, BLOCK_SIZE))
+        if prefetch is not None:
+            self.prefetches.append(prefetch)
+        return prefetch
+
+    def end_prefetch(self, prefetch: Prefetch) -> None:
+        self.prefetches.remove(prefetch)
+        self.cache.end_prefetch(prefetch)
 
     def compute(self, request: Request, num_blocks: int) -> None:
         """Do the prefill of the blocks up to ``num_blocks``: write their bytes into the room."""
@@ -262,6 +277,8 @@ class World:
         self.open_storage()
         for request in list(self.requests):
             self.release(request)
+        for prefetch in list(self.prefetches):
+            self.end_prefetch(prefetch)
         assert self.cache.drain()
         self.check()
         self.cache.close()
@@ -272,6 +289,8 @@ class World:
         self.open_storage()
         for request in list(self.requests):
             self.release(request)
+        for prefetch in list(self.prefetches):
+            self.end_prefetch(prefetch)
         assert self.cache.drain()
         self.check()
         assert self.cache.used_slots() == {name: self.held(name) for name in self.tiers}

@@ -74,6 +74,56 @@ def test_a_prompt_may_come_from_three_tiers(tmp_path: Path, prompt: list[int]) -
     assert same(cold, warm)
 
 
+def test_storage_is_read_while_a_request_waits_for_its_turn(
+    tmp_path: Path, prompt: list[int]
+) -> None:
+    """Two requests, and only one may run: the second one finds its blocks in host memory."""
+    other = prompt[::-1]
+    with Engine(with_disk(tmp_path / "slab")) as engine:
+        cold = [ask(engine, each) for each in (prompt, other)]
+    narrow = replace(with_disk(tmp_path / "slab"), max_running=1)
+    with Engine(narrow) as engine:
+        handles = [engine.submit(each, replace(GREEDY, max_tokens=20)) for each in (prompt, other)]
+        warm = [handle.result(60) for handle in handles]
+    assert [each.hit_tokens for each in warm] == [{DISK: 288}, {HOST: 288}]
+    for one, another in zip(cold, warm, strict=True):
+        assert one.logits is not None
+        assert another.logits is not None
+        assert np.array_equal(one.logits, another.logits[: len(one.logits)])
+
+
+@pytest.mark.parametrize(
+    ("policy", "source"), [("best_effort", DISK), ("wait_complete", HOST), ("timeout", HOST)]
+)
+def test_prefetch_policies_say_what_a_request_waits_for(
+    tmp_path: Path, prompt: list[int], policy: str, source: str
+) -> None:
+    with Engine(with_disk(tmp_path / "slab")) as engine:
+        cold = ask(engine, prompt)
+    settings = with_disk(tmp_path / "slab", prefetch_policy=policy, prefetch_timeout_s=30.0)
+    with Engine(settings) as engine:
+        warm = ask(engine, prompt)
+    assert warm.hit_tokens == {source: 288}
+    assert same(cold, warm)
+
+
+def test_a_client_that_leaves_the_queue_takes_its_prefetch_along(
+    tmp_path: Path, prompt: list[int]
+) -> None:
+    with Engine(with_disk(tmp_path / "slab")) as engine:
+        ask(engine, prompt)
+    with Engine(replace(with_disk(tmp_path / "slab"), max_running=1)) as engine:
+        first = engine.submit(prompt[::-1], replace(GREEDY, max_tokens=100))
+        second = engine.submit(prompt, GREEDY)
+        second.abort()
+        assert second.result(60).finish_reason == "abort"
+        first.abort()
+        first.result(60)
+        assert engine.drain()
+        engine.clear_tier(HOST)
+        assert engine.call(lambda: engine.cache.used_slots()[HOST]) == 0
+
+
 def test_damage_on_disk_is_recomputed(tmp_path: Path, prompt: list[int]) -> None:
     with Engine(with_disk(tmp_path / "slab")) as engine:
         cold = ask(engine, prompt)

@@ -12,7 +12,7 @@ import typer
 from kvtier.cli.failure import fail
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, CacheConfig, parse_size
 from kvtier.errors import CacheError
-from kvtier.types import Durability, Verify, WritePolicy
+from kvtier.types import Durability, PrefetchPolicy, Verify, WritePolicy
 
 _SERVER, _MODEL, _CACHE = "Server", "Model", "Cache"
 _KEY_VARIABLE = "KVTIER_API_KEY"
@@ -133,6 +133,19 @@ def serve(
             rich_help_panel=_CACHE,
         ),
     ] = "0",
+    prefetch: Annotated[
+        PrefetchPolicy,
+        typer.Option(
+            help="Whether a request waits for what the disk has of it before its turn comes.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = PrefetchPolicy.BEST_EFFORT,
+    prefetch_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that it waits at most, with --prefetch timeout.", rich_help_panel=_CACHE
+        ),
+    ] = 1.0,
     block_size: Annotated[
         int, typer.Option(help="Tokens per block.", rich_help_panel=_CACHE)
     ] = BLOCK_SIZE,
@@ -181,6 +194,8 @@ def serve(
                 disk_durability=disk_durability,
                 disk_verify=disk_verify,
                 disk_writes_per_day=disk_writes_per_day,
+                prefetch_policy=prefetch,
+                prefetch_timeout_s=prefetch_timeout,
             ),
         )
         listener = bind(host, port)  # before the model is loaded: a taken port is told at once

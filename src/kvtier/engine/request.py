@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvtier.engine.sampling import Sampler, SamplingParams
 from kvtier.errors import CacheError
 from kvtier.lease import Lease
+from kvtier.prefetch import Prefetch
 from kvtier.types import Label
 
 
@@ -82,6 +83,7 @@ class Request:
     sampler: Sampler
     submitted: float = field(default_factory=time.perf_counter)
     stage: Stage = Stage.WAITING
+    prefetch: Prefetch | None = None
     lease: Lease | None = None
     may_load: bool = True
     num_broken_loads: int = 0

@@ -1,8 +1,9 @@
 """Continuous batching: who is admitted, what runs next. Owned by the engine thread.
 
 Requests are admitted in order, as soon as the device tier has room for all they may need, so
-nothing that runs ever has to be thrown out. Prompts are computed one at a time, a chunk per step,
-and between two chunks everybody who already generates gets one more token.
+nothing that runs ever has to be thrown out; who waits for storage lets others pass. Prompts are
+computed one at a time, a chunk per step, and between two chunks everybody who already generates
+gets one more token.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvtier.engine.paged import Span
 from kvtier.engine.request import Request, Stage, Token
 from kvtier.engine.runner import ModelRunner
 from kvtier.engine.sampling import logprobs
+from kvtier.types import PrefetchPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +77,37 @@ class Scheduler:
     # -- from waiting to prefill ------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self._max_running:
-            if not self._fetch(self.waiting[0]):
-                return
-            self.running.append(self.waiting.popleft())
+        """Who may run now, runs. Those that have to wait have storage read for them meanwhile."""
+        for request in list(self.waiting):
+            if len(self.running) >= self._max_running:
+                break
+            if self._waits_for_storage(request):
+                continue  # others may pass
+            if not self._fetch(request):
+                break
+            self.waiting.remove(request)
+            self.running.append(request)
+        for request in self.waiting:
+            if not self._prefetch(request):
+                break
+
+    def _waits_for_storage(self, request: Request) -> bool:
+        if self._cache.config.prefetch_policy is PrefetchPolicy.BEST_EFFORT:
+            return False
+        self._prefetch(request)
+        return request.prefetch is not None and self._cache.is_worth_waiting(request.prefetch)
+
+    def _prefetch(self, request: Request) -> bool:
+        """Have storage read for a waiting request, once. False when there is no room for it now."""
+        if request.prefetch is None and request.may_load and request.labels:
+            request.prefetch = self._cache.prefetch(request.namespace, request.labels)
+            return request.prefetch is not None
+        return True
+
+    def _end_prefetch(self, request: Request) -> None:
+        if request.prefetch is not None:
+            self._cache.end_prefetch(request.prefetch)
+            request.prefetch = None
 
     def _fetch(self, request: Request) -> bool:
         """Take a lease for the request. False when there is no room now."""
@@ -90,8 +119,12 @@ class Scheduler:
             grain_blocks=self._info.chunk_tokens // self._info.block_size,
             load=request.may_load,
         )
-        request.stage = Stage.WAITING if request.lease is None else Stage.LOADING
-        return request.lease is not None
+        if request.lease is None:
+            request.stage = Stage.WAITING
+            return False
+        request.stage = Stage.LOADING
+        self._end_prefetch(request)
+        return True
 
     def _check_load(self, request: Request) -> None:
         """A load has ended: begin with the prefill, or ask again for what needs no load."""
@@ -205,6 +238,7 @@ class Scheduler:
             self._end(request, "error", f"The request failed: {error}")
 
     def _end(self, request: Request, reason: str, error: str = "") -> None:
+        self._end_prefetch(request)
         if request.lease is not None:
             if reason == "abort":
                 self._commit(request)

@@ -15,6 +15,7 @@ def plan_load(
     block_size: int,
     bytes_per_block: int,
     num_free_slots: int,
+    num_staging_slots: int | None = None,
     grain_blocks: int = 1,
     deadline_s: float | None = None,
 ) -> Plan:
@@ -29,11 +30,13 @@ def plan_load(
 
     num_tokens: the prompt's length; the cut leaves at least one token to compute, for its logits.
     num_free_slots: slots of the device tier that could be had, by eviction if need be.
+    num_staging_slots: the same of the tier below it, which blocks from further down pass through;
+    None for any number.
     deadline_s: a load estimated to take longer is not begun.
     """
     longest = min(match.num_blocks, (num_tokens - 1) // block_size)
     pending: dict[str, int] = {}
-    num_slots = 0
+    num_slots = num_staged = 0
     all_recompute_s = costs.prefill_s(num_tokens)
     best = Plan(recompute_s=all_recompute_s, all_recompute_s=all_recompute_s)
     for cut in range(1, longest + 1):
@@ -41,10 +44,13 @@ def plan_load(
         if tier != DEVICE:
             pending[tier] = pending.get(tier, 0) + (0 if arriving else bytes_per_block)
             num_slots += not arriving
+            num_staged += not arriving and tier not in costs.tiers[:2]
         if cut % grain_blocks:
             continue
         load_s = costs.load_s(pending)
         if num_slots > num_free_slots:
+            break
+        if num_staging_slots is not None and num_staged > num_staging_slots:
             break
         if deadline_s is not None and load_s > deadline_s:
             continue  # a longer copy may be faster: large copies have a better rate

@@ -25,18 +25,20 @@ class MemoryStorage(StorageTier):
 
     open_reads, open_writes: gates, open at first; ``clear`` holds the next call. spoiled: keys that
     come back ``CORRUPT``. refused: keys that can't be stored. num_written: blocks, in all.
+    reads: the keys of each load that has begun; is_reading: there was one.
     """
 
     def __init__(self, group: KVGroup, num_slots: int, shelf: Shelf) -> None:
         self.name = DISK
         self.num_slots = num_slots
         self.bytes_per_block = group.bytes_per_block
-        self.open_reads, self.open_writes = Event(), Event()
+        self.open_reads, self.open_writes, self.is_reading = Event(), Event(), Event()
         self.open_reads.set()
         self.open_writes.set()
         self.spoiled: set[BlockKey] = set()
         self.refused: set[BlockKey] = set()
         self.num_written = 0
+        self.reads: list[list[BlockKey]] = []
         self.closed = False
         self._shelf = shelf
         self._slots = SlotPool(num_slots)
@@ -94,6 +96,8 @@ class MemoryStorage(StorageTier):
     def load(
         self, keys: Sequence[BlockKey], slots: Sequence[Slot], addresses: Addresses
     ) -> list[LoadResult]:
+        self.reads.append(list(keys))
+        self.is_reading.set()
         self.open_reads.wait()
         results = []
         for key, slot, address in zip(keys, slots, addresses, strict=True):

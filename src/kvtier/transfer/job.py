@@ -14,7 +14,7 @@ class Job:
 
     num_bytes: what is to be moved. started: when its turn came, or when it was made
     (``perf_counter``). seconds: what it took, without the time in line. lost: positions of blocks
-    that did not arrive though the job as a whole went well.
+    that did not arrive though the job as a whole went well. withdrawn: it never began.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -23,6 +23,7 @@ class Job:
         self.seconds = 0.0
         self.error: CacheError | None = None
         self.lost: frozenset[int] = frozenset()
+        self.withdrawn = False
         self._done = Event()
 
     @property

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import queue
+from collections import deque
 from collections.abc import Callable, Iterable
-from threading import Thread
+from threading import Condition, Thread
 from time import perf_counter
 
 from kvtier.errors import CacheError, Closed
@@ -19,30 +19,36 @@ Work = Callable[[Job], Iterable[int]]
 
 
 class Lane:
-    """Runs jobs one after another, first come, first served. Its thread starts with the first job.
+    """Runs jobs one after another: urgent ones first, and each line in its order.
 
-    name: of the thread, and in the log. fails_as: makes the error of a job out of what went wrong.
+    Its thread starts with the first job. name: of the thread, and in the log. fails_as: makes the
+    error of a job out of what went wrong.
     """
 
     def __init__(self, name: str, fails_as: Callable[[str], CacheError]) -> None:
         self.name = name
         self._fails_as = fails_as
-        self._queue: queue.SimpleQueue[tuple[Job, Work] | None] = queue.SimpleQueue()
-        self._pending: list[Job] = []
+        self._changed = Condition()
+        self._urgent: deque[tuple[Job, Work]] = deque()
+        self._patient: deque[tuple[Job, Work]] = deque()
+        self._running: Job | None = None
         self._worker: Thread | None = None
         self._closed = False
 
-    def submit(self, work: Work, num_bytes: int) -> Job:
-        """Queue ``work``. What goes wrong is reported by the job, never raised."""
+    def submit(self, work: Work, num_bytes: int, urgent: bool = True) -> Job:
+        """Queue ``work``. What goes wrong is reported by the job, never raised.
+
+        urgent: False for what nobody waits for yet.
+        """
         if self._closed:
             raise Closed(f"the {self.name} lane is closed; make a new cache")
         job = Job(num_bytes)
-        self._pending = [old for old in self._pending if not old.done]
-        self._pending.append(job)
+        with self._changed:
+            (self._urgent if urgent else self._patient).append((job, work))
+            self._changed.notify()
         if self._worker is None:
             self._worker = Thread(target=self._run, name=f"kvtier-{self.name}", daemon=True)
             self._worker.start()
-        self._queue.put((job, work))
         return job
 
     def fail(self, num_bytes: int, caught: Exception) -> Job:
@@ -51,30 +57,59 @@ class Lane:
         job.finish(self._reported(caught))
         return job
 
+    def hurry(self, job: Job) -> None:
+        """Somebody waits for ``job`` now: it goes to the end of the urgent line."""
+        with self._changed:
+            if (task := _take(self._patient, job)) is not None:
+                self._urgent.append(task)
+
+    def withdraw(self, job: Job) -> bool:
+        """Take ``job`` out of the line of those that are not urgent; False if it is not in it.
+
+        It counts as failed.
+        """
+        with self._changed:
+            task = _take(self._patient, job)
+        if task is not None:
+            job.withdrawn = True
+            job.finish(self._fails_as("not wanted any more"))
+        return task is not None
+
     @property
     def queued_bytes(self) -> int:
-        """Bytes that stand in line or are being moved."""
-        return sum(job.num_bytes for job in self._pending if not job.done)
+        """Bytes that are being moved, or have to be before a new urgent job's."""
+        with self._changed:
+            waiting = sum(job.num_bytes for job, _ in self._urgent)
+            return waiting + (self._running.num_bytes if self._running else 0)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is running or standing in line."""
+        with self._changed:
+            return self._running is None and not self._urgent and not self._patient
 
     @property
     def running_s(self) -> float:
         """How long the job whose turn it is has been running; 0 for an idle lane."""
-        running = next((job for job in self._pending if not job.done), None)
-        return 0.0 if running is None else perf_counter() - running.started
+        with self._changed:
+            return 0.0 if self._running is None else perf_counter() - self._running.started
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Finish what stands in line, then stop. False where that took longer than ``timeout_s``:
-        the thread is left to itself then, for nothing else can end a call that hangs."""
-        if not self._closed:
+        """Finish what is urgent, withdraw the rest, then stop. False where that took longer than
+        ``timeout_s``: the thread is left to itself then, for nothing can end a call that hangs."""
+        with self._changed:
             self._closed = True
-            self._queue.put(None)
+            unwanted = [job for job, _ in self._patient]
+            self._changed.notify()
+        for job in unwanted:
+            self.withdraw(job)
         if self._worker is None:
             return True
         self._worker.join(timeout_s)
         return not self._worker.is_alive()
 
     def _run(self) -> None:
-        while (task := self._queue.get()) is not None:
+        while (task := self._next()) is not None:
             job, work = task
             error: CacheError | None = None
             lost: Iterable[int] = ()
@@ -83,7 +118,20 @@ class Lane:
                 lost = work(job)
             except Exception as caught:  # a worker outlives every failure
                 error = self._reported(caught)
+            with self._changed:
+                self._running = None
             job.finish(error, lost)
+
+    def _next(self) -> tuple[Job, Work] | None:
+        """The job whose turn it is; None once the lane is closed and the line empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._urgent or self._patient or self._closed)
+            line = self._urgent or self._patient
+            if not line:
+                return None
+            task = line.popleft()
+            self._running = task[0]
+            return task
 
     def _reported(self, caught: Exception) -> CacheError:
         """The error that the job shows, logged."""
@@ -94,3 +142,11 @@ class Lane:
             error.__cause__ = caught
         logger.warning("transfer failed lane=%s error=%s", self.name, error)
         return error
+
+
+def _take(line: deque[tuple[Job, Work]], job: Job) -> tuple[Job, Work] | None:
+    """Take ``job`` out of ``line``; None if it is not there."""
+    task = next((each for each in line if each[0] is job), None)
+    if task is not None:
+        line.remove(task)
+    return task

@@ -1,0 +1,53 @@
+"""What storage has of a request that waits for its turn, read ahead into host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvtier.index import BlockIndex, State
+from kvtier.types import BlockId
+from kvtier.waiter import Transfer, Waiter
+
+
+class Prefetch(Waiter):
+    """Blocks of one prompt that are held in ``tier``, or on their way to it.
+
+    blocks: those wanted there. deadline: when waiting for them is over. broken: some did not come,
+    or not in time; the others are held all the same.
+    """
+
+    def __init__(
+        self, index: BlockIndex, tier: str, blocks: Iterable[BlockId], deadline: float
+    ) -> None:
+        super().__init__()
+        self._index = index
+        self.tier = tier
+        self.blocks = frozenset(blocks)
+        self.deadline = deadline
+        self.broken = False
+        self._held: set[BlockId] = set()
+        self.hold(self.blocks)
+
+    def hold(self, blocks: Iterable[BlockId]) -> None:
+        """Those of ``blocks`` that are in ``tier`` can't be evicted from it."""
+        new = [
+            block
+            for block in self.blocks.intersection(blocks) - self._held
+            if self._index.state(block, self.tier) is State.READY
+        ]
+        self._index.lease(new, self.tier)
+        self._held.update(new)
+
+    def take(self, transfer: Transfer, now: float) -> None:
+        self.hold(transfer.blocks)
+
+    def failed(self, transfer: Transfer) -> None:
+        self._waiting_for.discard(transfer)
+        self.broken = True
+        self.hold(transfer.blocks)
+
+    def end(self) -> list[Transfer]:
+        """Hold nothing and wait for nothing. Returns the transfers that are still on their way."""
+        self._index.release(list(self._held), self.tier)
+        self._held.clear()
+        return self.forget_transfers()

@@ -1,0 +1,65 @@
+"""A transfer on its way, and who waits for it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+from kvtier.transfer import Job
+from kvtier.types import BlockId
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """Blocks on their way from one tier to another.
+
+    after: the transfer that brings the sources, and has to end before this one can begin.
+    job: None until it begins. holds_source: the sources are leased in ``src`` until it is finished.
+    waiters: who is told when it has ended.
+    """
+
+    src: str
+    dst: str
+    blocks: tuple[BlockId, ...]
+    after: Transfer | None = None
+    job: Job | None = None
+    holds_source: bool = False
+    waiters: list[Waiter] = field(default_factory=list)
+
+
+class Waiter(ABC):
+    """Waits for transfers, and is told of each whether it arrived."""
+
+    def __init__(self) -> None:
+        self._waiting_for: set[Transfer] = set()
+
+    @property
+    def ready(self) -> bool:
+        """Nothing that it waits for is on its way any more."""
+        return not self._waiting_for
+
+    def wait_for(self, transfer: Transfer) -> None:
+        """Not ready before ``transfer`` has ended."""
+        transfer.waiters.append(self)
+        self._waiting_for.add(transfer)
+
+    def arrived(self, transfer: Transfer, now: float) -> None:
+        """The transfer's blocks are where they were to go."""
+        self._waiting_for.discard(transfer)
+        self.take(transfer, now)
+
+    @abstractmethod
+    def take(self, transfer: Transfer, now: float) -> None:
+        """Hold what has arrived."""
+
+    @abstractmethod
+    def failed(self, transfer: Transfer) -> None:
+        """Not all of the transfer's blocks have arrived."""
+
+    def forget_transfers(self) -> list[Transfer]:
+        """Wait for nothing any more. The transfers go on; returns them."""
+        forgotten = list(self._waiting_for)
+        for transfer in forgotten:
+            transfer.waiters.remove(self)
+        self._waiting_for.clear()
+        return forgotten
