@@ -342,8 +342,11 @@ def _make_tiers(
 
 
 def _disk_options(config: CacheConfig) -> DiskOptions:
+    paths = config.disk_path
+    first, *others = [paths] if isinstance(paths, str) else paths
     return DiskOptions(
-        path=Path(config.disk_path),
+        path=Path(first),
+        more_paths=tuple(map(Path, others)),
         capacity_bytes=parse_size(config.disk_capacity, "disk_capacity"),
         durability=config.disk_durability,
         verify=config.disk_verify,

@@ -80,8 +80,9 @@ class CacheConfig:
     """Uses before ``write_through_selective`` stores a block."""
     store_batch_bytes: int = 16 << 20
     """Blocks wait until this much can be stored in one copy, or until their request ends."""
-    disk_path: str = ""
-    """Directory for blocks on a local disk, found again after a restart; "" for no disk tier."""
+    disk_path: str | tuple[str, ...] = ""
+    """Directory for blocks on a local disk, found again after a restart; "" for no disk tier.
+    Several directories, on a disk each: every block is cut over all of them."""
     disk_capacity: str | int = "10GiB"
     """Disk space for blocks, reserved when the cache is made."""
     disk_durability: Durability = Durability.PROCESS

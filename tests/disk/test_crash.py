@@ -89,7 +89,7 @@ def _live(folder: Path, system: CrashingDisk, durability: str, known: dict[int, 
     here = None
     try:
         with world(folder, 8, system=system, durability=durability) as here:
-            here.tier._slab.compact_floor = 4
+            here.tier.parts[0].slab.compact_floor = 4
             try:
                 churn(here, random.Random(1), 8, known)
                 here.reopen()
@@ -130,7 +130,7 @@ def test_what_is_appended_while_the_journal_is_compacted_is_not_lost(tmp_path: P
             assert here.store([key(4)], more, namespace=b"m" * 32) == [True]
 
         system.meanwhile = meanwhile
-        here.tier._slab.compact()
+        here.tier.parts[0].slab.compact()
         assert system.meanwhile is None
         here.tier.forget(slots[2:])
         here.crash()
@@ -145,7 +145,7 @@ def test_compaction_that_fails_leaves_the_journal_as_it_was(tmp_path: Path, oper
     with world(tmp_path, 8, system=system) as here:
         for number in range(3):
             here.tier.forget(here.put(number))
-        here.tier._slab.compact_floor = 1
+        here.tier.parts[0].slab.compact_floor = 1
         slots = here.tier.allocate(1)
         assert slots is not None
         # After the append of the block's record comes the new journal.
@@ -155,7 +155,7 @@ def test_compaction_that_fails_leaves_the_journal_as_it_was(tmp_path: Path, oper
             system.fail("sync")
         assert here.store([key(10)], slots) == [True]
         assert not (here.options.path / "journal.new").exists()
-        assert here.tier._slab.superblock.generation == 0
+        assert here.tier.parts[0].slab.superblock.generation == 0
         here.put(11)
         here.crash()
         here.open()
@@ -180,12 +180,14 @@ def test_power_cut_in_process_mode_may_lose_blocks_but_none_is_wrong(
 
 
 def _power_cuts(folder: Path, seed: int, durability: str) -> None:
+    """One slab, or two that lose different writes."""
     rng = random.Random(seed)
     system = LossyDisk()
     known: dict[int, Slot] = {}
     verify = rng.choice(["always", "sampled", "off"])
-    with world(folder, 8, system=system, durability=durability, verify=verify) as here:
-        here.tier._slab.compact_floor = rng.choice([4, 1000])
+    num_parts = rng.choice([1, 1, 2])
+    with world(folder, 8, num_parts, system=system, durability=durability, verify=verify) as here:
+        here.tier.parts[0].slab.compact_floor = rng.choice([4, 1000])
         for _ in range(3):
             churn(here, rng, rng.randint(1, 6), known)
             here.crash()
@@ -227,13 +229,17 @@ def test_the_power_cut_of_these_tests_does_lose_blocks(tmp_path: Path) -> None:
 # -- kill ------------------------------------------------------------------------------------------
 
 
-def test_killed_at_any_time_keeps_what_it_acknowledged(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("num_parts", "num_kills"), [(1, NUM_KILLS), (2, NUM_KILLS // 4)])
+def test_killed_at_any_time_keeps_what_it_acknowledged(
+    tmp_path: Path, num_parts: int, num_kills: int
+) -> None:
     """A writer of its own process is killed again and again, in the middle of whatever it does."""
     seed = random.randrange(2**32)
-    print(f"seed {seed}, {NUM_KILLS} kills")
+    print(f"seed {seed}, {num_kills} kills")
     rng = random.Random(seed)
     writer = subprocess.Popen(
-        [sys.executable, "-m", "tests.disk.writer", str(tmp_path), str(NUM_SLOTS), str(seed)],
+        [sys.executable, "-m", "tests.disk.writer", str(tmp_path)]
+        + [str(each) for each in (NUM_SLOTS, num_parts, seed)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=Path(__file__).parents[2],
@@ -243,7 +249,7 @@ def test_killed_at_any_time_keeps_what_it_acknowledged(tmp_path: Path) -> None:
     known: dict[int, Slot] = {}
     num_acknowledged = 0
     with writer:
-        for kill in range(NUM_KILLS):
+        for kill in range(num_kills):
             # Each line starts one writer; it tells its process id, then what it stored and freed.
             writer.stdin.write(f"{kill} {max(known, default=0)}\n".encode())
             writer.stdin.flush()
@@ -260,10 +266,10 @@ def test_killed_at_any_time_keeps_what_it_acknowledged(tmp_path: Path) -> None:
                     num_acknowledged += 1
                 else:
                     known.pop(int(block), None)
-            with world(tmp_path, NUM_SLOTS) as here:
+            with world(tmp_path, NUM_SLOTS, num_parts) as here:
                 claim_all_but_in_doubt(here, known)
         writer.stdin.close()
-    assert num_acknowledged > NUM_KILLS, "hardly anything was stored before the kills"
+    assert num_acknowledged > num_kills, "hardly anything was stored before the kills"
 
 
 def claim_all_but_in_doubt(here: World, known: dict[int, Slot]) -> None:

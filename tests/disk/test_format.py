@@ -171,7 +171,7 @@ def test_more_namespaces_than_numbers_share_one(
         assert slots is not None
         for number, slot in enumerate(slots):
             assert here.store([key(number)], [slot], namespace=bytes([number]) * 32) == [True]
-        assert here.tier._slab.table["namespace"][slots].tolist() == [1, 2, 3, 0, 0, 0]
+        assert here.tier.parts[0].slab.table["namespace"][slots].tolist() == [1, 2, 3, 0, 0, 0]
         here.reopen()
         assert here.get(*range(6)) == [LoadResult.OK] * 6
 

@@ -32,7 +32,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.now = 0
         options = DiskOptions(self.folder / "slab", NUM_SLOTS * SLOT_BYTES, bounce_bytes=SLOT_BYTES)
         self.world = World(options, SMALL)
-        self.world.tier._slab.compact_floor = 6
+        self.world.tier.parts[0].slab.compact_floor = 6
 
     def teardown(self) -> None:
         self.world.tier.close()
@@ -97,7 +97,7 @@ class DiskMachine(RuleBasedStateMachine):
         else:
             self.world.tier.close()
         self.world.open()
-        self.world.tier._slab.compact_floor = 6
+        self.world.tier.parts[0].slab.compact_floor = 6
         self.in_use.clear()
         newest = self._newest()
         assert self.world.tier.num_unclaimed == len(newest)
@@ -129,7 +129,20 @@ class AlignedDiskMachine(DiskMachine):
         self.world = World(self.world.options, ALIGNED)
 
 
+class TwoPartMachine(DiskMachine):
+    """Blocks cut over two slabs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world.tier.close()
+        shutil.rmtree(self.folder / "slab")
+        paths = self.folder / "slab", (self.folder / "other",)
+        self.world = World(DiskOptions(paths[0], 2 * NUM_SLOTS * SLOT_BYTES, paths[1]), SMALL)
+
+
 TestDiskMachine = DiskMachine.TestCase
 TestAlignedDiskMachine = AlignedDiskMachine.TestCase
 TestDiskMachine.settings = settings(stateful_step_count=30)
 TestAlignedDiskMachine.settings = settings(stateful_step_count=20, max_examples=15)
+TestTwoPartMachine = TwoPartMachine.TestCase
+TestTwoPartMachine.settings = settings(stateful_step_count=20, max_examples=15)

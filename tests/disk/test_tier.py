@@ -270,7 +270,7 @@ def test_slab_grows_and_shrinks_with_its_capacity(tmp_path: Path, slots_after: i
 def test_used_slab_keeps_its_namespaces_and_journal_short(tmp_path: Path) -> None:
     """However long it is written to, the journal has about as many records as there are slots."""
     with world(tmp_path, 8) as here:
-        here.tier._slab.compact_floor = 32
+        here.tier.parts[0].slab.compact_floor = 32
         rng = random.Random(3)
         in_use: dict[int, Slot] = {}
         for number in range(400):

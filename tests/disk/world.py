@@ -94,7 +94,7 @@ class World:
 
     def crash(self) -> None:
         """The process ends: files are closed, nothing is written any more."""
-        abandon(self.tier)
+        self.tier.abandon()
 
     def store(
         self,
@@ -147,25 +147,18 @@ class World:
         return found
 
 
-def abandon(tier: DiskTier) -> None:
-    """Close the tier's files without a word to the disk, as the end of the process would."""
-    if tier._is_closed:
-        return
-    for engine in tier._engines:
-        engine.close()
-    tier._slab.close(clean=False)
-    tier._is_closed = True
-
-
 @contextmanager
-def world(path: Path, num_slots: int = 16, **settings: object) -> Iterator[World]:
-    """A world in a new directory; closed at the end."""
+def world(
+    path: Path, num_slots: int = 16, num_parts: int = 1, **settings: object
+) -> Iterator[World]:
+    """A world in a new directory; closed at the end. num_parts: slabs that a block is cut over."""
     made = {
         name: settings.pop(name)
         for name in ("group", "system", "arena", "clock")
         if name in settings
     }
-    options = DiskOptions(path=path / "slab", capacity_bytes=num_slots * SLOT_BYTES, **settings)  # type: ignore[arg-type]
+    more_paths = tuple(path / f"slab {rank}" for rank in range(1, num_parts))
+    options = DiskOptions(path / "slab", num_slots * num_parts * SLOT_BYTES, more_paths, **settings)  # type: ignore[arg-type]
     here = World(options, **made)  # type: ignore[arg-type]
     try:
         yield here

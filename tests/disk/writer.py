@@ -15,15 +15,16 @@ from pathlib import Path
 from tests.disk.world import key, world
 
 
-def write(path: Path, num_slots: int, seed: int, first: int) -> None:
+def write(path: Path, num_slots: int, num_parts: int, seed: int, first: int) -> None:
     """Claim everything, then store, overwrite and forget without end."""
 
     def tell(*words: object) -> None:
         os.write(1, (" ".join(map(str, words)) + ";\n").encode())
 
     rng = random.Random(seed)
-    with world(path, num_slots, durability=rng.choice(["process", "power"])) as here:
-        here.tier._slab.compact_floor = rng.choice([8, 64])
+    with world(path, num_slots, num_parts, durability=rng.choice(["process", "power"])) as here:
+        for part in here.tier.parts:
+            part.slab.compact_floor = rng.choice([8, 64])
         known = {}
         for number in range(first + 1):
             if slots := here.tier.claim([key(number)]):
@@ -51,14 +52,14 @@ def write(path: Path, num_slots: int, seed: int, first: int) -> None:
 
 
 def main() -> None:
-    path, num_slots, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    path, (num_slots, num_parts, seed) = Path(sys.argv[1]), map(int, sys.argv[2:])
     for line in sys.stdin:
         kill, first = map(int, line.split())
         child = os.fork()
         if child == 0:
             try:
                 os.write(1, f"{os.getpid()}\n".encode())
-                write(path, num_slots, seed + kill, first)
+                write(path, num_slots, num_parts, seed + kill, first)
             finally:
                 os._exit(1)
         os.waitpid(child, 0)

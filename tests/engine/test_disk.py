@@ -62,6 +62,18 @@ def test_after_a_restart_prompts_come_from_disk(
     assert same(cold, again)
 
 
+def test_prompts_may_be_cut_over_several_disks(tmp_path: Path, prompt: list[int]) -> None:
+    config = with_disk(tmp_path / "one")
+    disks = (str(tmp_path / "one"), str(tmp_path / "two"))
+    config = replace(config, cache=replace(config.cache, disk_path=disks))
+    with Engine(config) as engine:
+        cold = ask(engine, prompt)
+    with Engine(config) as engine:
+        warm = ask(engine, prompt)
+    assert warm.hit_tokens == {DISK: 288}
+    assert same(cold, warm)
+
+
 def test_a_prompt_may_come_from_three_tiers(tmp_path: Path, prompt: list[int]) -> None:
     with Engine(with_disk(tmp_path / "slab")) as engine:
         cold = ask(engine, prompt)

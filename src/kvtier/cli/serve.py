@@ -103,13 +103,14 @@ def serve(
         ),
     ] = "2x",
     disk_path: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="Directory for KV on a local disk, found again after a restart.",
+            help="Directory for KV on a local disk, found again after a restart. Given several "
+            "times: KV is cut over several disks.",
             rich_help_panel=_CACHE,
             show_default="none",
         ),
-    ] = "",
+    ] = None,
     disk_capacity: Annotated[
         str, typer.Option(help="Disk space to reserve for KV.", rich_help_panel=_CACHE)
     ] = "10GiB",
@@ -189,7 +190,7 @@ def serve(
             cache=CacheConfig(
                 host_capacity=host_capacity,
                 write_policy=write_policy,
-                disk_path=disk_path,
+                disk_path=tuple(disk_path or ()),
                 disk_capacity=disk_capacity,
                 disk_durability=disk_durability,
                 disk_verify=disk_verify,

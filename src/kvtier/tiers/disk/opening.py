@@ -46,9 +46,15 @@ logger = logging.getLogger(__name__)
 DELETE_OR_MOVE = "delete the directory to start empty, or choose another path"
 
 
-def wanted(options: DiskOptions, group: KVGroup) -> Superblock:
-    """The slab that these settings ask for."""
-    slot_bytes = -(-group.bytes_per_block // ALIGNMENT) * ALIGNMENT
+def wanted(options: DiskOptions, group: KVGroup, num_parts: int = 1) -> Superblock:
+    """The slab that these settings ask for. num_parts: into which a block of ``group`` is cut."""
+    part_bytes, rest = divmod(group.bytes_per_block, num_parts)
+    if rest:
+        raise ConfigError(
+            f"disk tier: a block of {group.bytes_per_block} bytes can't be cut into {num_parts} "
+            "equal parts; give another number of directories, or another block_size"
+        )
+    slot_bytes = -(-part_bytes // ALIGNMENT) * ALIGNMENT
     num_slots = options.capacity_bytes // slot_bytes
     if num_slots < 1:
         raise ConfigError(
@@ -57,7 +63,7 @@ def wanted(options: DiskOptions, group: KVGroup) -> Superblock:
         )
     return Superblock(
         slot_bytes=slot_bytes,
-        block_bytes=group.bytes_per_block,
+        block_bytes=part_bytes,
         num_slots=num_slots,
         rank=options.rank,
         num_ranks=options.num_ranks,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvtier.errors import ConfigError
@@ -14,9 +14,11 @@ class DiskOptions:
     """Where the slab lies and how it is used."""
 
     path: Path
-    """Directory of the slab, one per rank; made if it is missing."""
+    """Directory of the slab; made if it is missing."""
     capacity_bytes: int
-    """Room for blocks, reserved when the slab is opened."""
+    """Room for blocks, reserved when the tier is opened; in all directories together."""
+    more_paths: tuple[Path, ...] = ()
+    """Directories on other disks. Each block is cut over all of them, and read from all at once."""
     durability: Durability = Durability.PROCESS
     """What an acknowledged block survives: ``process`` or ``power``."""
     verify: Verify = Verify.ALWAYS
@@ -30,7 +32,7 @@ class DiskOptions:
     bytes_per_day: int = 0
     """What may be written in a day, for disks that wear; 0 for no limit."""
     rank: int = 0
-    """Which part of every block this slab holds."""
+    """Which part of every block this slab holds, where others hold the rest."""
     num_ranks: int = 1
     """Parts that a block is in."""
     read_deadline_s: float = 10.0
@@ -46,6 +48,15 @@ class DiskOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path))
+        object.__setattr__(self, "more_paths", tuple(map(Path, self.more_paths)))
+        paths = [path.absolute() for path in (self.path, *self.more_paths)]
+        twice = next((path for path in paths if paths.count(path) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"more_paths: {twice} is named twice; give each disk one directory")
+        if self.more_paths and self.num_ranks > 1:
+            raise ConfigError(
+                f"num_ranks: {self.num_ranks} with more_paths; each path is a rank of its own"
+            )
         for name, kind in (("durability", Durability), ("verify", Verify), ("io", IoKind)):
             value = getattr(self, name)
             if value not in list(kind):
@@ -62,6 +73,27 @@ class DiskOptions:
         for name in ("read_deadline_s", "write_deadline_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not above 0")
+
+    @property
+    def num_paths(self) -> int:
+        return 1 + len(self.more_paths)
+
+    def each_part(self) -> list[DiskOptions]:
+        """These settings, for each directory its own."""
+        if not self.more_paths:
+            return [self]
+        return [
+            replace(
+                self,
+                path=path,
+                more_paths=(),
+                capacity_bytes=self.capacity_bytes // self.num_paths,
+                bounce_bytes=self.bounce_bytes // self.num_paths,
+                rank=rank,
+                num_ranks=self.num_paths,
+            )
+            for rank, path in enumerate((self.path, *self.more_paths))
+        ]
 
     def _at_least(self, name: str, least: int) -> None:
         if getattr(self, name) < least:

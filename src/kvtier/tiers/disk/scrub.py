@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,16 @@ class ScrubReport:
     num_bytes: int
     corrupt: tuple[Slot, ...]
     failed: tuple[Slot, ...]
+
+    @classmethod
+    def sum(cls, reports: Sequence[ScrubReport]) -> ScrubReport:
+        """What several scrubs saw."""
+        return cls(
+            sum(report.num_checked for report in reports),
+            sum(report.num_bytes for report in reports),
+            tuple(slot for report in reports for slot in report.corrupt),
+            tuple(slot for report in reports for slot in report.failed),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,314 @@
+"""One part of every block: a slab, the engines that reach it, and how its bytes are trusted."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._hot import crc32c_many
+from kvtier.devices.base import Finding, Memory
+from kvtier.tiers.base import Addresses
+from kvtier.tiers.disk.bounce import BlockPort, Bounce
+from kvtier.tiers.disk.health import MEDIUM_ERRORS, Health
+from kvtier.tiers.disk.io import IoEngine
+from kvtier.tiers.disk.opening import open_slab
+from kvtier.tiers.disk.options import DiskOptions
+from kvtier.tiers.disk.records import Kind, Records, as_keys, same_keys
+from kvtier.tiers.disk.scrub import RoundRobin, ScrubReport, check_blocks
+from kvtier.tiers.disk.superblock import Superblock
+from kvtier.tiers.disk.system import DiskSystem
+from kvtier.types import BlockKey, BlockName, Durability, IoKind, Slot, Verify
+
+logger = logging.getLogger(__name__)
+
+SCRUB_BUFFER_BYTES = 4 << 20
+
+Int64s = npt.NDArray[np.int64]
+Uint64s = npt.NDArray[np.uint64]
+Bools = npt.NDArray[np.bool_]
+NO_SLOTS: Int64s = np.zeros(0, np.int64)
+
+
+class SlotOwner(ABC):
+    """Who gives out the slots of a slab, and has to know what is found out about them."""
+
+    @abstractmethod
+    def quarantine(self, slots: Int64s) -> None:
+        """The slots can't be read or written."""
+
+    @abstractmethod
+    def drop(self, slots: Int64s) -> None:
+        """The bytes in the slots turned out to be wrong: nothing is in them any more."""
+
+
+class DiskPart:
+    """What one rank, or one of several disks, keeps of the blocks: in slot i its part of block i.
+
+    want: the slab that it must be. owner: of the slots.
+
+    The caller guarantees
+        one thread stores, one loads, one scrubs, at the same time if they like; a slot is never
+        stored to and loaded from at once.
+    Outcomes and errors
+        no method raises for what the disk does after the slab was opened. After too many errors in
+        a row the part is off: nothing is stored or loaded.
+        Opening raises ``ConfigError`` (see ``opening.open_slab``) or ``TierError``.
+    """
+
+    def __init__(
+        self,
+        options: DiskOptions,
+        want: Superblock,
+        arena: Memory,
+        system: DiskSystem,
+        clock: Callable[[], float],
+        owner: SlotOwner,
+    ) -> None:
+        self.options = options
+        self.slab = open_slab(options.path, want, system, clock)
+        self.num_bytes = self.slab.superblock.block_bytes
+        self.slot_bytes = self.slab.superblock.slot_bytes
+        self._health = Health(str(options.path), options.errors_until_off)
+        self._owner = owner
+        self._num_loads = 0
+        self._round = RoundRobin()
+        self._system = system
+        self._engines: list[IoEngine] = []
+        self._scrubber: tuple[IoEngine, Bounce] | None = None
+        try:
+            self._writer, self._reader = self._open_ports(arena)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _open_ports(self, arena: Memory) -> list[BlockPort]:
+        """One engine, which a writer and a reader may use at once, and a buffer for each."""
+        num_slots = self.options.bounce_bytes // self.slot_bytes
+        bounces = [Bounce(num_slots, self.slot_bytes) for _ in range(2)]
+        # Registered memory stays resident: not for buffers that are hardly needed.
+        are_needed = self.num_bytes != self.slot_bytes
+        buffers = [arena, *(each.memory for each in bounces if are_needed)]
+        engine = self._open_engine(self.options.io, buffers)
+        return [BlockPort(engine, each, self.num_bytes, self.slot_bytes) for each in bounces]
+
+    def _open_engine(self, kind: IoKind, buffers: Sequence[Memory]) -> IoEngine:
+        engine = self._system.open_engine(
+            self.slab.data_fd, kind, buffers, self.options.queue_depth
+        )
+        self._engines.append(engine)
+        return engine
+
+    @property
+    def is_off(self) -> bool:
+        """Too many errors in a row: nothing is stored or loaded any more."""
+        return self._health.is_off
+
+    @property
+    def off_reason(self) -> str:
+        """Why; empty while it is on."""
+        return self._health.reason
+
+    # -- blocks ------------------------------------------------------------------------------------
+
+    def empty(self, slots: Int64s) -> bool:
+        """Nothing is in these slots from now on, and a restart knows it. False where that can't be
+        written down."""
+        try:
+            self.slab.delete(slots)
+            if self.options.durability is Durability.POWER:
+                self.slab.sync_journal()
+        except OSError as error:
+            self._health.failed("journal", error)
+            return False
+        return True
+
+    def store(
+        self, names: Sequence[BlockName], slots: Sequence[Slot], addresses: Addresses
+    ) -> Bools:
+        """Write the parts at ``addresses`` into slots that are empty.
+
+        True: it survives what ``options.durability`` says. What was not stored leaves its slot
+        empty.
+        """
+        stored = np.zeros(len(names), bool)
+        at = 0
+        for namespace, run in groupby(names, lambda name: name.namespace):
+            piece = slice(at, at := at + len(list(run)))
+            if not self.is_off:
+                self._store_run(
+                    stored[piece], namespace, names[piece], slots[piece], addresses[piece]
+                )
+        return stored
+
+    def _store_run(
+        self,
+        stored: Bools,
+        namespace: bytes,
+        names: Sequence[BlockName],
+        slots: Sequence[Slot],
+        addresses: Addresses,
+    ) -> None:
+        try:
+            self._store(
+                stored,
+                namespace,
+                as_keys([name.key for name in names]),
+                np.array([name.depth for name in names], np.int64),
+                np.array(slots, np.int64),
+                np.asarray(addresses, np.uint64),
+            )
+        except OSError as error:
+            stored[:] = False
+            self._health.failed("journal", error)
+
+    def _store(
+        self,
+        stored: Bools,
+        namespace: bytes,
+        keys: Records,
+        depths: Int64s,
+        slots: Int64s,
+        addresses: Uint64s,
+    ) -> None:
+        """The order matters: a record never names a slot whose bytes are not yet those of its
+        block, and ``empty`` comes before."""
+        power = self.options.durability is Durability.POWER
+        sizes = np.full(len(slots), self.num_bytes, np.uint64)
+        crcs = crc32c_many(addresses, sizes, self.options.checksum_threads)
+        done = self._writer.write(slots, addresses, self.options.write_deadline_s)
+        self._health.note("write", done)
+        self._quarantine(slots, done)
+        written = done == self.slot_bytes
+        if power:
+            try:
+                self._writer.engine.sync()
+            except OSError as error:
+                # The kernel reports a lost write once: from here on no sync can be believed.
+                self._health.switch_off(f"data could not be synced: {error}")
+                return
+        if written.any():
+            self.slab.put(namespace, keys[written], depths[written], slots[written], crcs[written])
+            if power:
+                self.slab.sync_journal()
+            self._health.succeeded("journal")
+        stored[:] = written
+        self.slab.compact_if_due()
+
+    def load(
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], addresses: Addresses
+    ) -> tuple[Bools, Bools]:
+        """Read parts to ``addresses``, ``num_bytes`` bytes each. Returns which are right, verified
+        as ``options.verify`` says, and which could not be read."""
+        if self.is_off:
+            return np.zeros(len(keys), bool), np.ones(len(keys), bool)
+        at, to = np.array(slots, np.int64), np.asarray(addresses, np.uint64)
+        records, trusted = self.slab.look_up(at)
+        known = (records["kind"] == Kind.PUT) & same_keys(records["key"], as_keys(list(keys)))
+        done = np.full(len(at), self.slot_bytes, np.int64)
+        done[known] = self._reader.read(at[known], to[known], self.options.read_deadline_s)
+        self._health.note("read", done[known])
+        self._quarantine(at, done)
+        failed = done < 0
+        right = known & (done == self.slot_bytes)
+        check = np.flatnonzero(right & self._to_verify(trusted))
+        if len(check):
+            sizes = np.full(len(check), self.num_bytes, np.uint64)
+            crcs = crc32c_many(to[check], sizes, self.options.checksum_threads)
+            right[check] = crcs == records["data_crc"][check]
+            self.slab.trust(records[check[right[check]]])
+        self._drop(records[known & ~right & ~failed])
+        return right, failed
+
+    def _to_verify(self, trusted: Bools) -> Bools:
+        """Which blocks of a batch have their checksum compared."""
+        count = np.arange(self._num_loads, self._num_loads + len(trusted))
+        self._num_loads += len(trusted)
+        if self.options.verify is Verify.ALWAYS:
+            return np.ones(len(trusted), bool)
+        if self.options.verify is Verify.SAMPLED:
+            return np.asarray(~trusted | (count % self.options.sample_every == 0))
+        return ~trusted
+
+    def _quarantine(self, slots: Int64s, done: Int64s) -> None:
+        bad = slots[np.isin(-done, MEDIUM_ERRORS)]
+        if len(bad) and not self.is_off:  # that many errors are not about single slots
+            self._owner.quarantine(bad)
+            logger.warning("slots quarantined path=%s slots=%s", self.options.path, bad.tolist())
+            try:
+                self.slab.mark_bad(bad)
+            except OSError as error:
+                self._health.failed("journal", error)
+
+    def _drop(self, seen: Records) -> Int64s:
+        """Forget blocks whose bytes are wrong, unless they were rewritten since."""
+        if not len(seen):
+            return NO_SLOTS
+        try:
+            dropped = self.slab.delete_if_unchanged(seen)
+        except OSError as error:
+            self._health.failed("journal", error)
+            return NO_SLOTS
+        self._owner.drop(dropped)
+        if len(dropped):
+            logger.warning(
+                "damaged blocks dropped path=%s slots=%s", self.options.path, dropped.tolist()
+            )
+        return dropped
+
+    # -- upkeep ------------------------------------------------------------------------------------
+
+    def scrub(self, max_bytes: int) -> ScrubReport:
+        """Verify the next blocks, about ``max_bytes`` of them, whether anybody uses them or not.
+
+        A damaged block is forgotten; one that was rewritten meanwhile is not judged.
+        """
+        report = ScrubReport(0, 0, (), ())
+        if self.is_off:
+            return report
+        if self._scrubber is None:
+            bounce = Bounce(SCRUB_BUFFER_BYTES // self.slot_bytes, self.slot_bytes)
+            engine = self._open_engine(IoKind.PREADV, [bounce.memory])
+            self._scrubber = engine, bounce
+        engine, bounce = self._scrubber
+        slots = self._round.take(self.slab.table, max(1, max_bytes // self.slot_bytes))
+        records, _ = self.slab.look_up(slots)
+        records = records[records["kind"] == Kind.PUT]
+        corrupt: list[Slot] = []
+        failed: list[Slot] = []
+        for start in range(0, len(records), bounce.num_slots):
+            part = records[start : start + bounce.num_slots]
+            checked = check_blocks(
+                engine, bounce, part, self.num_bytes, self.options.read_deadline_s
+            )
+            self._health.note("read", checked.done)
+            wrong = (checked.done >= 0) & ~checked.right
+            self.slab.trust(part[checked.right])
+            corrupt += [Slot(slot) for slot in self._drop(part[wrong]).tolist()]
+            unreadable = part["slot"].astype(np.int64)[checked.done < 0]
+            failed += [Slot(slot) for slot in unreadable.tolist()]
+            self._quarantine(part["slot"].astype(np.int64), checked.done)
+        return ScrubReport(
+            len(records), len(records) * self.slot_bytes, tuple(corrupt), tuple(failed)
+        )
+
+    def findings(self) -> list[Finding]:
+        direct = "" if self.slab.is_direct else "the file system has no O_DIRECT"
+        engine = self._writer.engine.findings()
+        return [Finding("disk path", str(self.options.path), direct), *engine]
+
+    def close(self) -> None:
+        """Everything on the medium, and the slab free for its next owner."""
+        for engine in self._engines:
+            engine.close()
+        self.slab.close(clean=not self.is_off)
+
+    def abandon(self) -> None:
+        """Give the files back as they are: a restart verifies what it finds."""
+        for engine in self._engines:
+            engine.close()
+        self.slab.close(clean=False)

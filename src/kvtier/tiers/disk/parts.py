@@ -1,0 +1,50 @@
+"""Blocks in several parts: one per rank or disk, and there only when all of them are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Thread
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tiers.disk.records import Kind, Records, same_keys
+
+Part = TypeVar("Part")
+Result = TypeVar("Result")
+
+
+def complete(tables: Sequence[Records]) -> npt.NDArray[np.bool_]:
+    """Slots in which every part holds the same block. tables: per part the record of each slot."""
+    first, *others = tables
+    same = first["kind"] == Kind.PUT
+    for table in others:
+        same &= (table["kind"] == Kind.PUT) & same_keys(table["key"], first["key"])
+    return np.asarray(same)
+
+
+def on_all(parts: Sequence[Part], work: Callable[[int, Part], Result]) -> list[Result]:
+    """What ``work(rank, part)`` gives for each part, all at the same time.
+
+    A call that raises raises here, after the others have ended.
+    """
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank, parts[rank])
+        except BaseException as error:  # raised again by the caller's thread
+            errors.append(error)
+
+    # Threads that a disk which hangs can't keep the process from ending with.
+    others = [Thread(target=run, args=(rank,), daemon=True) for rank in range(1, len(parts))]
+    for thread in others:
+        thread.start()
+    run(0)
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(len(parts))]
