@@ -27,6 +27,7 @@ from kvtier.prefetch import Prefetch
 from kvtier.telemetry import Metrics
 from kvtier.tiers import DeviceTier, HostTier, StorageTier, Tier
 from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.tiers.wrappers import ThrottledTier
 from kvtier.types import DEVICE, HOST, Label, LoadPolicy, Match, PrefetchPolicy, WritePolicy
 
 logger = logging.getLogger(__name__)
@@ -268,9 +269,10 @@ class Cache:
             self.poll()
         return True
 
-    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """The engine computed ``num_tokens`` of a prompt in ``seconds``: for the planner."""
-        self._ladder.traffic.costs.observe_prefill(num_tokens, seconds)
+    def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
+        """The engine computed ``num_tokens`` of a prompt, after ``num_before`` others, in
+        ``seconds``: for the planner."""
+        self._ladder.traffic.costs.observe_prefill(num_before, num_tokens, seconds)
 
     # -- upkeep -----------------------------------------------------------------------------------
 
@@ -337,7 +339,8 @@ def _make_tiers(
             'host memory; give for instance host_capacity="1GiB"'
         )
     if storage is not None:
-        tiers[storage.name] = storage
+        bytes_per_s = parse_size(config.disk_bytes_per_s, "disk_bytes_per_s")
+        tiers[storage.name] = ThrottledTier(storage, bytes_per_s) if bytes_per_s else storage
     return tiers
 
 

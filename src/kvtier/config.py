@@ -93,6 +93,8 @@ class CacheConfig:
     """Who talks to the disk."""
     disk_writes_per_day: str | int = 0
     """What may be written to the disk in a day, for disks that wear: a size; 0 for no limit."""
+    disk_bytes_per_s: str | int = 0
+    """What is read from the disk in a second at most, and written; 0 for no limit."""
     archive_after_uses: int = 1
     """Uses before a block is written to storage below the host tier; more spares an SSD's life."""
     load_batch_bytes: int = 8 << 20
@@ -114,6 +116,7 @@ class CacheConfig:
         parse_capacity(self.host_capacity, 0, "host_capacity")
         parse_size(self.disk_capacity, "disk_capacity")
         parse_size(self.disk_writes_per_day, "disk_writes_per_day")
+        parse_size(self.disk_bytes_per_s, "disk_bytes_per_s")
         for name, kind in CHOICES.items():
             value = getattr(self, name)
             if value not in list(kind):

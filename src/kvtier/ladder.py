@@ -308,6 +308,7 @@ class Ladder:
             if transfer.src == DEVICE:
                 self.archive(transfer.blocks)
         self.traffic.drop_lost()
+        self.traffic.scrub()
         return bool(finished)
 
     def _demote(self, leaving: list[BlockId], src: str, dst: str) -> list[BlockId]:

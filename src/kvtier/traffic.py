@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import compress, pairwise
+from math import inf
 
 from kvtier.devices import Device, Direction
 from kvtier.errors import TierError
@@ -19,6 +20,10 @@ from kvtier.waiter import Transfer
 
 logger = logging.getLogger(__name__)
 
+SCRUB_BYTES = 4 << 20
+SCRUB_PAUSE_S = 1.0
+"""So much is verified in the background at a time, where storage is idle, and so seldom: a disk of
+a terabyte in three days."""
 CLOSE_WAIT_S = 10.0
 """How long storage may take to finish at the end."""
 
@@ -52,6 +57,8 @@ class Traffic:
         }
         self.transfers: list[Transfer] = []
         self._lost: set[tuple[BlockId, str]] = set()
+        self._scrubs: dict[str, Job] = {}
+        self._next_scrub_s = -inf
 
     # -- begin ------------------------------------------------------------------------------------
 
@@ -157,6 +164,7 @@ class Traffic:
         absent = [block for block, is_there in zip(blocks, arrived, strict=True) if not is_there]
         self._tiers[dst].free(self._index.abort_all(absent, dst))
         if job.error is None and isinstance(self._tiers[src], StorageTier):
+            self._metrics.count("kvtier_damaged_blocks_total", len(absent), tier=src)
             self._lost.update((block, src) for block in absent)
         for follower in [each for each in self.transfers if each.after is transfer]:
             self._follow(follower, transfer)
@@ -171,6 +179,32 @@ class Traffic:
             follower.job = Job(0)
             follower.job.finish(TierError(follower.src, "load", "the block did not arrive there"))
             self.finish(follower)
+
+    def scrub(self) -> None:
+        """Have storage that is idle verify a few blocks, now and then. Never waits."""
+        for name, job in list(self._scrubs.items()):
+            if job.done:
+                del self._scrubs[name]
+                self._note_scrub(name, job)
+        if self._clock() < self._next_scrub_s:
+            return
+        for name, tier in self._tiers.items():
+            if not isinstance(tier, StorageTier) or name in self._scrubs:
+                continue
+            if self.is_idle(name) and self._lanes[name, "write"].is_idle:
+                self._next_scrub_s = self._clock() + SCRUB_PAUSE_S
+                lane = self._lanes[name, "read"]
+                self._scrubs[name] = lane.submit(partial(_scrub, tier), SCRUB_BYTES, urgent=False)
+
+    def _note_scrub(self, name: str, job: Job) -> None:
+        if job.error is not None or not job.num_bytes:
+            return
+        self._metrics.count("kvtier_scrubbed_bytes_total", job.num_bytes, tier=name)
+        self._metrics.count("kvtier_damaged_blocks_total", len(job.lost), tier=name)
+        names = list(self._tiers)
+        route = (name, names[names.index(name) - 1])
+        if not self.costs.has_seen(route):  # the planner knows what a read costs before the first
+            self.costs.observe_copy(route, job.num_bytes, job.seconds)
 
     def drop_lost(self) -> None:
         """Forget blocks that their tier could not give back, once nobody holds them any more."""
@@ -236,6 +270,13 @@ def _read(
     del job  # what waits in line is counted by its lane
     results = tier.load(keys, slots, to)
     return [at for at, result in enumerate(results) if result is not LoadResult.OK]
+
+
+def _scrub(tier: StorageTier, job: Job) -> tuple[int, ...]:
+    """Gives the slots that it found damaged."""
+    report = tier.scrub(SCRUB_BYTES)
+    job.num_bytes = report.num_bytes
+    return (*report.corrupt, *report.failed)
 
 
 def _write(

@@ -6,6 +6,7 @@ from kvtier.bench.accuracy import TIERS, AccuracyResult, AccuracyRow
 from kvtier.bench.options import ServeOptions
 from kvtier.bench.overhead import OverheadResult, OverheadRow, Turn
 from kvtier.bench.result import ServeResult
+from kvtier.bench.slow_disk import SlowDiskResult, SlowDiskRow
 from kvtier.bench.tamper import Damage
 from kvtier.bench.ttft import TtftResult, TtftRow, served_from
 from kvtier.engine import EngineInfo
@@ -78,10 +79,19 @@ def overhead(ttft_ratio: float = 1.004, throughput_ratio: float = 0.998) -> Over
     return OverheadResult(tuple(rows), 3500)
 
 
+def slow_disk(ratio: float = 1.01, num_prompts: int = 100) -> SlowDiskResult:
+    """ratio: time to first token over the slow disk against cold, for every prompt."""
+    rows = tuple(
+        SlowDiskRow(at, ratio * (1000.0 + at), 1000.0 + at, 0) for at in range(num_prompts)
+    )
+    return SlowDiskResult(rows, 3500, prompt_bytes=20_000_000, bytes_per_s=10_000_000)
+
+
 def serve_result(
     accuracy: AccuracyResult | None = None,
     ttft: TtftResult | None = None,
     overhead: OverheadResult | None = None,
+    slow_disk: SlowDiskResult | None = None,
     attention: str = "full",
 ) -> ServeResult:
     info = EngineInfo(
@@ -108,4 +118,5 @@ def serve_result(
         accuracy=accuracy,
         ttft=ttft,
         overhead=overhead,
+        slow_disk=slow_disk,
     )

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 
 def test_json_has_the_promised_shape() -> None:
     result = samples.serve_result(
-        samples.accuracy(), samples.ttft(from_device=40), samples.overhead()
+        samples.accuracy(), samples.ttft(from_device=40), samples.overhead(), samples.slow_disk()
     )
     found = json.loads(json.dumps(result.as_json(), allow_nan=False))
     assert found["benchmark"] == "serve"
@@ -41,12 +41,16 @@ def test_json_has_the_promised_shape() -> None:
     assert found["overhead"]["ttft_ratio"] == 1.004
     assert found["overhead"]["throughput_ratio"] == 0.998
     assert found["overhead"]["num_pairs"] == 40
-    assert len(found["rows"]) == 60 + 300 + 40
+    assert found["slow_disk"]["p50_ratio"] == 1.01
+    assert found["slow_disk"]["load_s"] == 2.0
+    assert len(found["rows"]) == 60 + 300 + 40 + 100
     assert [(row["id"], row["met"]) for row in found["targets"]] == [
         ("C1", True),
         ("T1", True),
         ("T1", True),
         ("T2", True),
+        ("T3", True),
+        ("T3", True),
     ]
     assert not any("quick" in row for row in found["targets"])
     assert result.correct
@@ -133,3 +137,17 @@ def test_percent_has_no_negative_zero() -> None:
     assert percent(-0.0001, signed=True) == "0.0\u00a0%"
     assert percent(-0.953, signed=True) == "\u221295.3\u00a0%"
     assert percent(0.004, signed=True) == "+0.4\u00a0%"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "met"), [(0.9, [True, True]), (1.05, [False, True]), (1.2, [False, False])]
+)
+def test_a_slow_disk_may_cost_little_in_the_middle_and_a_bit_more_at_the_end(
+    ratio: float, met: list[bool]
+) -> None:
+    result = samples.serve_result(slow_disk=samples.slow_disk(ratio))
+    assert [target.met for target in result.targets] == met
+    assert [target.deviation for target in result.targets] == ["", ""]
+    assert samples.serve_result(slow_disk=samples.slow_disk(1.0, 10)).targets[0].deviation
+    assert headline(result).startswith("A disk slower than computing cost")
+    assert verdicts(result)[0].title == "A disk slower than computing"

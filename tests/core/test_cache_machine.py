@@ -63,7 +63,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.committed: set[tuple[bytes, ...]] = set()
         self.is_held = False
         if prefill_s is not None:
-            self.cache.observe_prefill(1, prefill_s)
+            self.cache.observe_prefill(0, 1, prefill_s)
 
     # -- requests ----------------------------------------------------------------------------------
 

@@ -304,7 +304,7 @@ def test_cost_of_a_load_is_learnt_and_used(world: World) -> None:
     world.serve([*A, 9])
     world.lose_the_device()
     world.serve([*A, 9])
-    world.cache.observe_prefill(1, 1e-12)
+    world.cache.observe_prefill(0, 1, 1e-12)
     world.lose_the_device()
     assert world.start([*A, 9]).lease.num_shared == 0, "recomputing is cheaper by far"
     assert world.device.num_copies[Direction.LOAD] == 1

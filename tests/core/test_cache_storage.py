@@ -12,7 +12,7 @@ from kvtier.keys import token_labels
 from kvtier.testing import Shelf
 from kvtier.types import DEVICE, DISK, HOST, BlockKey, WritePolicy
 
-from .world import BLOCK_SIZE, NS, A, B, C, Request, World
+from .world import BLOCK_SIZE, NS, A, B, C, Request, World, count
 
 MakeWorld = Callable[..., World]
 LONG = [*A, 9]
@@ -131,7 +131,7 @@ def test_a_load_that_comes_too_late_is_given_up(restarted: World) -> None:
 
 def test_a_disk_that_hangs_is_not_waited_for(restarted: World) -> None:
     """Once a read hangs for longer than the prefill takes, recomputing is the better plan."""
-    restarted.cache.observe_prefill(1000, 1e-9)
+    restarted.cache.observe_prefill(0, 1000, 1e-9)
     restarted.storage.open_reads.clear()
     first = restarted.ask(LONG)
     second = restarted.ask([*A, 8])
@@ -143,7 +143,7 @@ def test_a_disk_that_hangs_is_not_waited_for(restarted: World) -> None:
 
 def test_what_was_not_worth_waiting_for_is_read_meanwhile(restarted: World) -> None:
     """Recomputing is cheaper: nobody waits, but a piece is in host memory for the next one."""
-    restarted.cache.observe_prefill(1000, 1e-9)
+    restarted.cache.observe_prefill(0, 1000, 1e-9)
     restarted.cache._ladder.traffic.costs.observe_copy((DISK, HOST), 1, 1.0)
     request = restarted.ask(LONG)
     assert request.lease.num_shared == 0
@@ -254,6 +254,53 @@ def test_storage_that_hangs_is_left_open_at_the_end(
     other = make_world(disk_blocks=30)
     other.end()
     assert other.storage.closed
+
+
+def scrubbed(world: World) -> None:
+    """Notice the scrub that ``poll`` has begun, if it has."""
+    for job in world.cache._ladder.traffic._scrubs.values():
+        assert job.wait(60)
+    world.cache.poll()
+
+
+def test_idle_storage_is_scrubbed_now_and_then(restarted: World) -> None:
+    restarted.cache.poll()
+    scrubbed(restarted)
+    assert len(restarted.storage.scrubs) == 1
+    restarted.cache.poll()
+    assert len(restarted.storage.scrubs) == 1, "not again at once"
+    restarted.clock.now += 10
+    restarted.cache.poll()
+    scrubbed(restarted)
+    assert len(restarted.storage.scrubs) == 2
+    assert count(restarted.cache.metrics, "kvtier_scrubbed_bytes_total", tier=DISK) > 0
+
+
+def test_storage_in_use_is_not_scrubbed(restarted: World) -> None:
+    restarted.storage.open_reads.clear()
+    request = restarted.ask(LONG)
+    for _ in range(3):
+        restarted.clock.now += 10
+        restarted.cache.poll()
+    assert restarted.storage.scrubs == []
+    restarted.storage.open_reads.set()
+    assert restarted.cache.drain()
+    restarted.finish(request)
+
+
+def test_the_first_scrub_tells_the_planner_what_a_read_costs(restarted: World) -> None:
+    costs = restarted.cache._ladder.traffic.costs
+    assert not costs.has_seen((DISK, HOST))
+    restarted.cache.poll()
+    scrubbed(restarted)
+    assert costs.has_seen((DISK, HOST))
+
+
+def test_damage_that_a_scrub_finds_is_counted(restarted: World) -> None:
+    restarted.storage.spoiled.update(restarted.shelf.blocks)
+    restarted.cache.poll()
+    scrubbed(restarted)
+    assert count(restarted.cache.metrics, "kvtier_damaged_blocks_total", tier=DISK) == 4
 
 
 def test_storage_needs_a_host_tier(make_world: MakeWorld) -> None:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.plan import Copy, CostModel, Costs, Plan, plan_load
-from kvtier.plan.cost import SMOOTHING, size_class
+from kvtier.plan import Copy, CostModel, Costs, Plan, PrefillCost, plan_load
+from kvtier.plan.average import SMOOTHING, size_class
 from kvtier.types import DEVICE, DISK, HOST, BlockId, Match
 
 BLOCK_SIZE = 4
@@ -37,9 +37,9 @@ STORED = Costs(tiers=(DEVICE, HOST, DISK))
 
 def _costs(host_s: float, prefill_s: float | None, queued_s: float = 0.0) -> Costs:
     """Seconds per block from the host, and per block of prefill."""
-    per_token = None if prefill_s is None else prefill_s / BLOCK_SIZE
+    prefill = None if prefill_s is None else PrefillCost(prefill_s / BLOCK_SIZE)
     rates = {HOST_TO_DEVICE: {size_class(BLOCK_BYTES): host_s / BLOCK_BYTES}}
-    return Costs(rates, per_token, {HOST_TO_DEVICE: queued_s})
+    return Costs(rates, prefill, {HOST_TO_DEVICE: queued_s})
 
 
 # -- against brute force ---------------------------------------------------------------------------
@@ -48,7 +48,10 @@ rates = st.dictionaries(st.integers(0, 12), st.sampled_from([1e-6, 1e-5, 1e-3, 1
 costs_of_any_kind = st.builds(
     Costs,
     st.fixed_dictionaries({HOST_TO_DEVICE: rates, DISK_TO_HOST: rates}),
-    st.none() | st.sampled_from([1e-6, 1e-4, 1e-2, 1.0]),
+    st.none()
+    | st.builds(
+        PrefillCost, st.sampled_from([1e-6, 1e-4, 1e-2, 1.0]), st.sampled_from([0.0, 1e-4, 0.1])
+    ),
     st.dictionaries(
         st.sampled_from([HOST_TO_DEVICE, DISK_TO_HOST]), st.sampled_from([0.0, 0.01, 5.0])
     ),
@@ -69,7 +72,7 @@ def _cost_of_cut(cut: int, match: Match, costs: Costs, num_tokens: int) -> tuple
             copied = sum(not match.in_flight[at] for at in passing)
             load_s += costs.queued_s.get(route, 0.0)
             load_s += costs.copy_s(route, copied * BLOCK_BYTES)
-    return load_s, costs.prefill_s(num_tokens - cut * BLOCK_SIZE), num_slots
+    return load_s, costs.prefill_s(cut * BLOCK_SIZE, num_tokens), num_slots
 
 
 @settings(max_examples=10 * settings.default.max_examples)
@@ -94,7 +97,7 @@ def test_planner_picks_the_cheapest_cut(
         grain_blocks=grain,
         deadline_s=deadline_s,
     )
-    allowed = {0: costs.prefill_s(tokens)}
+    allowed = {0: costs.prefill_s(0, tokens)}
     for cut in range(0, match.num_blocks + 1, grain):
         load_s, prefill_s, num_slots = _cost_of_cut(cut, match, costs, tokens)
         in_time = deadline_s is None or load_s <= deadline_s
@@ -191,7 +194,7 @@ def test_deadline_does_not_hide_a_longer_cut_that_is_faster() -> None:
     """Small copies pay for latency: two blocks may take less time than one."""
     one, two = size_class(BLOCK_BYTES), size_class(2 * BLOCK_BYTES)
     assert one != two
-    costs = Costs({HOST_TO_DEVICE: {one: 1.0, two: 1e-6}}, 1.0)
+    costs = Costs({HOST_TO_DEVICE: {one: 1.0, two: 1e-6}}, PrefillCost(1.0))
     assert _plan(_match("hh"), costs, deadline_s=5.0).num_reused_blocks == 2
 
 
@@ -218,9 +221,9 @@ def test_first_observation_is_the_estimate_and_later_ones_move_it() -> None:
     assert model.snapshot().copy_s(HOST_TO_DEVICE, 1000) == 1.0
     model.observe_copy(HOST_TO_DEVICE, 1000, 2.0)
     assert model.snapshot().copy_s(HOST_TO_DEVICE, 1000) == pytest.approx(1.5)
-    model.observe_prefill(10, 1.0)
-    model.observe_prefill(10, 2.0)
-    assert model.snapshot().prefill_s(10) == pytest.approx(1.5)
+    model.observe_prefill(0, 10, 1.0)
+    model.observe_prefill(0, 10, 2.0)
+    assert model.snapshot().prefill_s(0, 10) == pytest.approx(1.5)
 
 
 def test_newest_observation_keeps_its_weight_after_many() -> None:
@@ -267,8 +270,8 @@ def test_unseen_class_borrows_from_the_nearest() -> None:
 
 def test_what_is_not_known_costs_nothing_to_copy_and_everything_to_compute() -> None:
     assert Costs().copy_s(HOST_TO_DEVICE, 1 << 30) == 0
-    assert Costs().prefill_s(1) == inf
-    assert Costs().prefill_s(0) == 0
+    assert Costs().prefill_s(0, 1) == inf
+    assert Costs().prefill_s(7, 7) == 0
     assert _costs(1.0, 1.0).copy_s(HOST_TO_DEVICE, 0) == 0
 
 
@@ -278,10 +281,10 @@ def test_snapshot_does_not_change_later() -> None:
     queued = {HOST_TO_DEVICE: 1.0}
     before = model.snapshot(queued)
     model.observe_copy(HOST_TO_DEVICE, 1000, 9.0)
-    model.observe_prefill(1, 1.0)
+    model.observe_prefill(0, 1, 1.0)
     queued.clear()
     assert before.copy_s(HOST_TO_DEVICE, 1000) == 1.0
-    assert before.prefill_s(1) == inf
+    assert before.prefill_s(0, 1) == inf
     assert before.queued_s == {HOST_TO_DEVICE: 1.0}
 
 
@@ -289,5 +292,51 @@ def test_snapshot_does_not_change_later() -> None:
 def test_observations_of_nothing_are_ignored(amount: int, seconds: float) -> None:
     model = CostModel()
     model.observe_copy(HOST_TO_DEVICE, amount, seconds)
-    model.observe_prefill(amount, seconds)
+    model.observe_prefill(0, amount, seconds)
     assert model.snapshot() == Costs()
+
+
+# -- the cost of prefill ---------------------------------------------------------------------------
+
+
+def _seconds(num_before: int, num_tokens: int) -> float:
+    """A machine as they are: 1 ms per call, 0.1 ms per token, 20 ns per pair."""
+    return 1e-3 + 1e-4 * num_tokens + 2e-8 * num_tokens * (num_before + num_tokens / 2)
+
+
+def _whole(chunk: int, num_tokens: int) -> float:
+    return sum(_seconds(first, chunk) for first in range(0, num_tokens, chunk))
+
+
+def test_ends_of_long_prompts_do_not_pass_for_whole_ones() -> None:
+    """Over a warm cache nothing else is computed; three pieces told the rest before."""
+    model = CostModel()
+    for first, num_tokens in ((0, 128), (0, 32), (4096, 128)):
+        model.observe_prefill(first, num_tokens, _seconds(first, num_tokens))
+    for _ in range(200):
+        model.observe_prefill(3456, 44, _seconds(3456, 44))
+    costs = model.snapshot()
+    assert costs.prefill_s(0, 4096) == pytest.approx(_whole(128, 4096), rel=0.03)
+    assert costs.prefill_s(0, 256) == pytest.approx(_whole(128, 256), rel=0.1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 8000), st.integers(1, 512)), min_size=1, max_size=40))
+def test_prefill_is_estimated_from_whatever_was_seen(pieces: list[tuple[int, int]]) -> None:
+    model = CostModel()
+    for first, num_tokens in pieces:
+        model.observe_prefill(first, num_tokens, _seconds(first, num_tokens))
+    costs = model.snapshot()
+    assert costs.prefill is not None
+    assert costs.prefill.token_s >= 0
+    assert costs.prefill.pair_s >= 0
+    assert 0 < costs.prefill_s(0, 1000) < inf
+    assert costs.prefill_s(0, 2000) >= costs.prefill_s(500, 2000) >= costs.prefill_s(500, 1500)
+
+
+def test_a_slower_machine_is_noticed_wherever_prompts_are_computed() -> None:
+    model = CostModel()
+    for slowness in (1.0, 3.0):
+        for _ in range(30):
+            for first in range(0, 2048, 128):
+                model.observe_prefill(first, 128, slowness * _seconds(first, 128))
+    assert model.snapshot().prefill_s(0, 2048) == pytest.approx(3 * _whole(128, 2048), rel=0.03)

@@ -44,9 +44,10 @@ def open_engine(
     disk: Path | None = None,
     disk_blocks: int = 0,
     load_policy: LoadPolicy = LoadPolicy.AUTO,
+    disk_bytes_per_s: int = 0,
 ) -> Iterator[Engine]:
     """A running engine with tiers of that many blocks. host_blocks: 0 turns the cache off. disk:
-    the directory of the disk tier; None for none."""
+    the directory of the disk tier; None for none. disk_bytes_per_s: throttles it."""
     slot_bytes = -(-info.bytes_per_block // DISK_PAGE_BYTES) * DISK_PAGE_BYTES
     config = EngineConfig(
         model=options.model,
@@ -61,6 +62,7 @@ def open_engine(
             load_policy=load_policy,
             disk_path="" if disk is None else str(disk),
             disk_capacity=disk_blocks * slot_bytes,
+            disk_bytes_per_s=disk_bytes_per_s,
         ),
     )
     with Engine(config) as engine:

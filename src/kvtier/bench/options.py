@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS
+from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, parse_size
 from kvtier.errors import CacheError, ConfigError
 
 FULL_ACCURACY_PROMPTS = 20
@@ -28,6 +28,12 @@ class Experiment(StrEnum):
     """How much sooner does the first token come?"""
     OVERHEAD = "overhead"
     """What does the cache cost when there is nothing to reuse?"""
+    SLOW_DISK = "slow-disk"
+    """What does it cost when what could be reused is on a disk slower than computing?"""
+
+
+USUAL = (Experiment.ACCURACY, Experiment.TTFT, Experiment.OVERHEAD)
+"""What runs where nothing else is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,9 @@ class ServeOptions:
     place for temporary files."""
     seed: int = 0
     """Order of the text, and where the negative control does its damage."""
-    experiments: tuple[Experiment, ...] = tuple(Experiment)
+    experiments: tuple[Experiment, ...] = USUAL
+    disk_throttle: str = "auto"
+    """Bytes per second of the slow disk; "auto": reading takes twice as long as computing."""
     accuracy_prompts: int = FULL_ACCURACY_PROMPTS
     accuracy_tokens: int = FULL_PROMPT_TOKENS
     steps: int = 32
@@ -86,6 +94,11 @@ class ServeOptions:
             raise ConfigError(f"device_share: {self.device_share} is not between 0 and 1")
         if self.disk is not None and not self.disk.is_dir():
             raise ConfigError(f"disk: {self.disk} is no directory; make it, or choose another")
+        if self.disk_throttle != "auto" and parse_size(self.disk_throttle, "disk_throttle") < 1:
+            raise ConfigError(
+                f'disk_throttle: {self.disk_throttle!r} is no rate; write for instance "50MB", '
+                'bytes per second, or "auto"'
+            )
         if not self.experiments:
             raise ConfigError(f"experiments: none chosen; name some of {', '.join(Experiment)}")
 
@@ -101,7 +114,8 @@ class ServeOptions:
         chunk_tokens: int = CHUNK_TOKENS,
         text: tuple[Path, ...] = (),
         disk: Path | None = None,
-        experiments: tuple[Experiment, ...] = tuple(Experiment),
+        experiments: tuple[Experiment, ...] = USUAL,
+        disk_throttle: str = "auto",
         prompts: int | None = None,
         prompt_tokens: int | None = None,
         accuracy_prompts: int | None = None,
@@ -117,6 +131,7 @@ class ServeOptions:
             text=text,
             disk=disk,
             experiments=experiments,
+            disk_throttle=disk_throttle,
             accuracy_prompts=_first(accuracy_prompts, 6 if quick else FULL_ACCURACY_PROMPTS),
             accuracy_tokens=_first(prompt_tokens, 1200 if quick else FULL_PROMPT_TOKENS),
             steps=_first(steps, 16 if quick else 32),

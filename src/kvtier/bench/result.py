@@ -10,6 +10,7 @@ from kvtier.bench.machine import Fact
 from kvtier.bench.options import ServeOptions
 from kvtier.bench.overhead import OverheadResult
 from kvtier.bench.sample import Sample
+from kvtier.bench.slow_disk import SlowDiskResult
 from kvtier.bench.stats import Median, Summary
 from kvtier.bench.tamper import Damage
 from kvtier.bench.ttft import COLD, WARM, TtftResult
@@ -21,6 +22,8 @@ Json = Mapping[str, object]
 T1_TARGET = 0.95
 T1_DISK_TARGET = 0.93
 T2_TARGET = 0.01
+T3_P50_TARGET = 0.03
+T3_P99_TARGET = 0.10
 
 SMALLER = "at a smaller size than the target's"
 OTHER_MIX = "with another mix of tiers than the target's"
@@ -83,6 +86,7 @@ class ServeResult:
     ttft: TtftResult | None
     overhead: OverheadResult | None
     sample: Sample | None = None
+    slow_disk: SlowDiskResult | None = None
 
     @property
     def targets(self) -> list[Target]:
@@ -135,6 +139,22 @@ class ServeResult:
                     sure=not low <= T2_TARGET < high,
                 )
             )
+        if self.slow_disk is not None:
+            deviation = "" if self.slow_disk.full_size else SMALLER
+            found += [
+                Target(
+                    "T3",
+                    f"{which} time to first token lost over a disk slower than computing",
+                    loss,
+                    wanted,
+                    at_least=False,
+                    deviation=deviation,
+                )
+                for which, loss, wanted in (
+                    ("median", self.slow_disk.p50_loss, T3_P50_TARGET),
+                    ("p99", self.slow_disk.p99_loss, T3_P99_TARGET),
+                )
+            ]
         return found
 
     @staticmethod
@@ -173,6 +193,7 @@ class ServeResult:
             "accuracy": _accuracy_json(self.accuracy),
             **_ttft_json(self.ttft),
             "overhead": _overhead_json(self.overhead),
+            "slow_disk": _slow_disk_json(self.slow_disk),
             "rows": self._rows(),
             "targets": [target.as_json() for target in self.targets],
         }
@@ -219,6 +240,17 @@ class ServeResult:
                     "cpu_s": {"on": round(row.on.cpu_s, 3), "off": round(row.off.cpu_s, 3)},
                 }
                 for row in self.overhead.rows
+            ]
+        if self.slow_disk is not None:
+            rows += [
+                {
+                    "experiment": "slow-disk",
+                    "prompt": row.prompt,
+                    "ttft_ms": round(row.ttft_ms, 3),
+                    "cold_ms": round(row.cold_ms, 3),
+                    "reused_tokens": row.reused_tokens,
+                }
+                for row in self.slow_disk.rows
             ]
         return rows
 
@@ -286,6 +318,20 @@ def _overhead_json(result: OverheadResult | None) -> Json | None:
             "throughput_ratio": _interval(result.throughput_ratio),
             "cpu_ratio": _interval(result.cpu_ratio),
         },
+        "prompt_tokens": result.prompt_tokens,
+    }
+
+
+def _slow_disk_json(result: SlowDiskResult | None) -> Json | None:
+    if result is None:
+        return None
+    return {
+        "ttft_ms": {"slow_disk": result.warm.as_json(), "cold": result.cold.as_json()},
+        "p50_ratio": _rounded(1 + result.p50_loss),
+        "p99_ratio": _rounded(1 + result.p99_loss),
+        "bytes_per_s": result.bytes_per_s,
+        "prompt_bytes": result.prompt_bytes,
+        "load_s": _rounded(result.load_s),
         "prompt_tokens": result.prompt_tokens,
     }
 

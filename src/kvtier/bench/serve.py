@@ -12,6 +12,7 @@ from kvtier.bench.options import Experiment, ServeOptions
 from kvtier.bench.overhead import measure_overhead
 from kvtier.bench.progress import Progress, Silence
 from kvtier.bench.result import ServeResult
+from kvtier.bench.slow_disk import measure_slow_disk
 from kvtier.bench.ttft import measure_ttft
 
 
@@ -31,6 +32,7 @@ def run_serve(
     accuracy = measure_accuracy(setting, progress) if Experiment.ACCURACY in chosen else None
     ttft = measure_ttft(setting, progress) if Experiment.TTFT in chosen else None
     overhead = measure_overhead(setting, progress) if Experiment.OVERHEAD in chosen else None
+    slow_disk = measure_slow_disk(setting, progress) if Experiment.SLOW_DISK in chosen else None
     return ServeResult(
         options=options,
         info=setting.info,
@@ -42,5 +44,6 @@ def run_serve(
         accuracy=accuracy,
         ttft=ttft,
         overhead=overhead,
+        slow_disk=slow_disk,
         sample=setting.sample,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvtier.bench.accuracy import TIERS, AccuracyResult
 from kvtier.bench.overhead import OverheadResult
 from kvtier.bench.result import ServeResult, Target
+from kvtier.bench.slow_disk import SlowDiskResult
 from kvtier.bench.stats import Median
 from kvtier.bench.ttft import COLD, WARM, TtftResult
 from kvtier.types import DEVICE, DISK, HOST
@@ -66,6 +67,8 @@ def verdicts(result: ServeResult) -> list[Verdict]:
         found += _accuracy(result.accuracy)
     if result.overhead is not None:
         found.append(_overhead(result.overhead))
+    if result.slow_disk is not None:
+        found.append(_slow_disk(result.slow_disk))
     return found
 
 
@@ -79,7 +82,10 @@ def headline(result: ServeResult) -> str:
     if result.accuracy is not None:
         equal, asked = result.accuracy.num_equal(), result.accuracy.num_prompts
         return f"{equal} of {asked} prompts gave the same logits, bit for bit."
-    assert result.overhead is not None
+    if result.overhead is None:
+        assert result.slow_disk is not None
+        lost = percent(max(0.0, result.slow_disk.p50_loss))
+        return f"A disk slower than computing cost {lost}."
     return f"With nothing to reuse, the cache cost {percent(max(0.0, result.overhead.loss))}."
 
 
@@ -101,6 +107,8 @@ def subtitle(result: ServeResult) -> str:
             f"{counted(accuracy.num_prompts, 'prompt')} of {accuracy.prompt_tokens:,} tokens of "
             "real text, once without and twice with reused KV."
         )
+    if result.overhead is None:
+        return "Prompts that lie on a throttled disk, in turn with an engine without the cache."
     return "New prompts, served in turn by an engine with the cache and by one without."
 
 
@@ -197,6 +205,17 @@ def _overhead(result: OverheadResult) -> Verdict:
         f"throughput {percent(throughput.value - 1, signed=True)}",
         f"Medians of {counted(len(result.rows), 'pair')} with the cache on and off; 95 % "
         f"sure: {between(ttft)} and {between(throughput)}.",
+    )
+
+
+def _slow_disk(result: SlowDiskResult) -> Verdict:
+    return Verdict(
+        "A disk slower than computing",
+        f"median {percent(result.p50_loss, signed=True)}, p99 "
+        f"{percent(result.p99_loss, signed=True)}",
+        f"Time to first token against an engine without the cache. Reading a prompt's KV would "
+        f"take {milliseconds(1000 * result.load_s)}, computing it takes "
+        f"{milliseconds(result.cold.p50)}.",
     )
 
 

@@ -37,7 +37,8 @@ def serve(
         bool, typer.Option("--quick", help="Fewer and shorter prompts: a look, not a measurement.")
     ] = False,
     experiments: Annotated[
-        str, typer.Option(help="What to run: accuracy, ttft, overhead, separated by commas.")
+        str,
+        typer.Option(help="What to run: accuracy, ttft, overhead, slow-disk, separated by commas."),
     ] = "accuracy,ttft,overhead",
     prompts: Annotated[
         int | None, typer.Option(help="Prompts of the TTFT experiment.", show_default="100")
@@ -65,6 +66,14 @@ def serve(
         typer.Option(
             help="Directory on the disk to measure; what is made there is removed.",
             show_default="the system's place for temporary files",
+        ),
+    ] = None,
+    disk_throttle: Annotated[
+        str | None,
+        typer.Option(
+            help='Runs slow-disk, too, over a disk of so many bytes per second: "50MB", or '
+            '"auto" for one that takes twice as long as computing.',
+            show_default="none",
         ),
     ] = None,
     threads: Annotated[
@@ -95,9 +104,11 @@ def serve(
         _check_packages(needs_report=not no_report)
         chosen = _experiments(experiments)
 
-        from kvtier.bench import ServeOptions, run_serve
+        from kvtier.bench import Experiment, ServeOptions, run_serve
         from kvtier.bench.console import ProgressBar, show_result
 
+        if disk_throttle is not None and Experiment.SLOW_DISK not in chosen:
+            chosen = (*chosen, Experiment.SLOW_DISK)
         options = ServeOptions.sized(
             quick=quick,
             model=model,
@@ -108,6 +119,7 @@ def serve(
             text=tuple(text or ()),
             disk=disk,
             experiments=chosen,
+            disk_throttle=disk_throttle or "auto",
             prompts=prompts,
             prompt_tokens=prompt_tokens,
             accuracy_prompts=accuracy_prompts,

@@ -167,7 +167,7 @@ class Scheduler:
         end = min((start // grid + 1) * grid, len(request.prompt))
         began = time.perf_counter()
         logits = self._runner.prefill(request.prompt[start:end], Span(lease.slots, start, end))
-        self._cache.observe_prefill(end - start, time.perf_counter() - began)
+        self._cache.observe_prefill(start, end - start, time.perf_counter() - began)
         request.num_computed = end
         if end == len(request.prompt) or end % (COMMIT_CHUNKS * grid) == 0:
             self._commit(request)

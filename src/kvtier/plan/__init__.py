@@ -5,5 +5,6 @@ from __future__ import annotations
 from kvtier.plan.cost import CostModel, Costs
 from kvtier.plan.operations import Copy, Plan
 from kvtier.plan.planner import plan_load
+from kvtier.plan.prefill import PrefillCost
 
-__all__ = ["Copy", "CostModel", "Costs", "Plan", "plan_load"]
+__all__ = ["Copy", "CostModel", "Costs", "Plan", "PrefillCost", "plan_load"]

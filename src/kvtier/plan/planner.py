@@ -23,7 +23,7 @@ def plan_load(
 
     For every cut c (a multiple of ``grain_blocks``) the cost is
 
-        load(blocks < c that are not on the device) + prefill(num_tokens - c * block_size)
+        load(blocks < c that are not on the device) + prefill(c * block_size up to num_tokens)
 
     and the cheapest cut wins, the longer one where two cost the same. Blocks on their way to the
     device cost what is left of their copy, for which the line they stand in is the estimate.
@@ -37,7 +37,7 @@ def plan_load(
     longest = min(match.num_blocks, (num_tokens - 1) // block_size)
     pending: dict[str, int] = {}
     num_slots = num_staged = 0
-    all_recompute_s = costs.prefill_s(num_tokens)
+    all_recompute_s = costs.prefill_s(0, num_tokens)
     best = Plan(recompute_s=all_recompute_s, all_recompute_s=all_recompute_s)
     for cut in range(1, longest + 1):
         tier, arriving = match.tiers[cut - 1], match.in_flight[cut - 1]
@@ -54,7 +54,7 @@ def plan_load(
             break
         if deadline_s is not None and load_s > deadline_s:
             continue  # a longer copy may be faster: large copies have a better rate
-        recompute_s = costs.prefill_s(num_tokens - cut * block_size)
+        recompute_s = costs.prefill_s(cut * block_size, num_tokens)
         if load_s + recompute_s <= best.load_s + best.recompute_s:
             best = Plan((), cut, load_s, recompute_s, all_recompute_s)
     copies = _loads(match.first(best.num_reused_blocks))

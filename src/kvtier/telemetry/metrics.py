@@ -35,6 +35,15 @@ METRICS = (
     MetricSpec(
         "kvtier_refused_blocks_total", "counter", "Blocks a full tier had no room for.", ("tier",)
     ),
+    MetricSpec(
+        "kvtier_scrubbed_bytes_total", "counter", "Bytes verified in the background.", ("tier",)
+    ),
+    MetricSpec(
+        "kvtier_damaged_blocks_total",
+        "counter",
+        "Blocks that storage could not give back as they were.",
+        ("tier",),
+    ),
     MetricSpec("kvtier_used_slots", "gauge", "Slots in use.", ("tier",)),
     MetricSpec("kvtier_slots", "gauge", "Slots in all.", ("tier",)),
 )

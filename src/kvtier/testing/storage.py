@@ -8,7 +8,7 @@ from threading import Event
 
 from kvtier.devices import Finding
 from kvtier.layout import KVGroup
-from kvtier.tiers import Addresses, LoadResult, StorageTier
+from kvtier.tiers import Addresses, LoadResult, ScrubReport, StorageTier
 from kvtier.tiers.slots import SlotPool
 from kvtier.types import DISK, BlockKey, BlockName, Slot
 
@@ -25,7 +25,8 @@ class MemoryStorage(StorageTier):
 
     open_reads, open_writes: gates, open at first; ``clear`` holds the next call. spoiled: keys that
     come back ``CORRUPT``. refused: keys that can't be stored. num_written: blocks, in all.
-    reads: the keys of each load that has begun; is_reading: there was one.
+    reads: the keys of each load that has begun; is_reading: there was one. scrubs: how many bytes
+    each scrub was to look at.
     """
 
     def __init__(self, group: KVGroup, num_slots: int, shelf: Shelf) -> None:
@@ -39,6 +40,7 @@ class MemoryStorage(StorageTier):
         self.refused: set[BlockKey] = set()
         self.num_written = 0
         self.reads: list[list[BlockKey]] = []
+        self.scrubs: list[int] = []
         self.closed = False
         self._shelf = shelf
         self._slots = SlotPool(num_slots)
@@ -106,6 +108,13 @@ class MemoryStorage(StorageTier):
                 ctypes.memmove(int(address), self._shelf.blocks[key], self.bytes_per_block)
             results.append(LoadResult.OK if is_right else LoadResult.CORRUPT)
         return results
+
+    def scrub(self, max_bytes: int) -> ScrubReport:
+        """Looks at everything."""
+        self.scrubs.append(max_bytes)
+        keys = dict(self._keys)
+        spoiled = tuple(slot for slot, key in keys.items() if key in self.spoiled)
+        return ScrubReport(len(keys), len(keys) * self.bytes_per_block, spoiled, ())
 
     def findings(self) -> list[Finding]:
         return [Finding("disk tier", f"{self.num_slots} blocks in a dictionary")]

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from kvtier.tiers.base import Addresses, LoadResult, MemoryTier, StorageTier, Tier
+from kvtier.tiers.base import (
+    Addresses,
+    LoadResult,
+    MemoryTier,
+    ScrubReport,
+    StorageTier,
+    Tier,
+)
 from kvtier.tiers.device import DeviceTier
 from kvtier.tiers.host import HostTier
 
@@ -12,6 +19,7 @@ __all__ = [
     "HostTier",
     "LoadResult",
     "MemoryTier",
+    "ScrubReport",
     "StorageTier",
     "Tier",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
@@ -106,6 +107,26 @@ class LoadResult(Enum):
     """It could not be read."""
 
 
+@dataclass(frozen=True, slots=True)
+class ScrubReport:
+    """What a scrub saw. corrupt: slots with wrong bytes. failed: slots that can't be read."""
+
+    num_checked: int
+    num_bytes: int
+    corrupt: tuple[Slot, ...]
+    failed: tuple[Slot, ...]
+
+    @classmethod
+    def sum(cls, reports: Sequence[ScrubReport]) -> ScrubReport:
+        """What several scrubs saw."""
+        return cls(
+            sum(report.num_checked for report in reports),
+            sum(report.num_bytes for report in reports),
+            tuple(slot for report in reports for slot in report.corrupt),
+            tuple(slot for report in reports for slot in report.failed),
+        )
+
+
 class StorageTier(Tier):
     """A tier that is reached by reading and writing whole blocks, and outlives the process.
 
@@ -146,6 +167,12 @@ class StorageTier(Tier):
         self, keys: Sequence[BlockKey], slots: Sequence[Slot], addresses: Addresses
     ) -> list[LoadResult]:
         """Read the blocks in ``slots`` to ``addresses``, and see that they are right."""
+
+    def scrub(self, max_bytes: int) -> ScrubReport:
+        """Verify some blocks, about ``max_bytes`` of them, that nobody asked for; each call goes on
+        where the last one ended. Called like ``load``, by one thread at a time."""
+        del max_bytes
+        return ScrubReport(0, 0, (), ())
 
     def num_welcome(self, num_blocks: int) -> int:
         """How many of ``num_blocks`` new blocks may be written now; the answer uses them up.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from kvtier.tiers.base import LoadResult
+from kvtier.tiers.base import LoadResult, ScrubReport
 from kvtier.tiers.disk.budget import WriteBudget
 from kvtier.tiers.disk.options import DiskOptions
-from kvtier.tiers.disk.scrub import ScrubReport
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.types import Durability, IoKind, Verify

@@ -12,14 +12,14 @@ import numpy.typing as npt
 
 from kvtier._hot import crc32c_many
 from kvtier.devices.base import Finding, Memory
-from kvtier.tiers.base import Addresses
+from kvtier.tiers.base import Addresses, ScrubReport
 from kvtier.tiers.disk.bounce import BlockPort, Bounce
 from kvtier.tiers.disk.health import MEDIUM_ERRORS, Health
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.opening import open_slab
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.records import Kind, Records, as_keys, same_keys
-from kvtier.tiers.disk.scrub import RoundRobin, ScrubReport, check_blocks
+from kvtier.tiers.disk.scrub import RoundRobin, check_blocks
 from kvtier.tiers.disk.superblock import Superblock
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.types import BlockKey, BlockName, Durability, IoKind, Slot, Verify

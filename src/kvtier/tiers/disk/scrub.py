@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,29 +11,8 @@ from kvtier._hot import crc32c_many
 from kvtier.tiers.disk.bounce import Bounce
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.records import Kind, Records
-from kvtier.types import Slot
 
 Int64s = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class ScrubReport:
-    """What a scrub saw. corrupt: slots with wrong bytes. failed: slots that can't be read."""
-
-    num_checked: int
-    num_bytes: int
-    corrupt: tuple[Slot, ...]
-    failed: tuple[Slot, ...]
-
-    @classmethod
-    def sum(cls, reports: Sequence[ScrubReport]) -> ScrubReport:
-        """What several scrubs saw."""
-        return cls(
-            sum(report.num_checked for report in reports),
-            sum(report.num_bytes for report in reports),
-            tuple(slot for report in reports for slot in report.corrupt),
-            tuple(slot for report in reports for slot in report.failed),
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

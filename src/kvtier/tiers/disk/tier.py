@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
-from kvtier.tiers.base import Addresses, LoadResult, StorageTier
+from kvtier.tiers.base import Addresses, LoadResult, ScrubReport, StorageTier
 from kvtier.tiers.disk.budget import WriteBudget
 from kvtier.tiers.disk.opening import wanted
 from kvtier.tiers.disk.options import DiskOptions
@@ -20,7 +20,6 @@ from kvtier.tiers.disk.part import DiskPart, SlotOwner
 from kvtier.tiers.disk.parts import complete, on_all
 from kvtier.tiers.disk.records import Kind, as_keys
 from kvtier.tiers.disk.replay import recovered
-from kvtier.tiers.disk.scrub import ScrubReport
 from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.types import DISK, BlockKey, BlockName, Slot

@@ -1,0 +1,7 @@
+"""Tiers around tiers."""
+
+from __future__ import annotations
+
+from kvtier.tiers.wrappers.throttled import ThrottledTier
+
+__all__ = ["ThrottledTier"]
