@@ -1,4 +1,4 @@
-"""D1 and D2: random blocks between a layer-first and a block-first pool, on the CPU.
+"""D1, D2, D3: random blocks between a layer-first and a block-first pool, on the CPU.
 
     python -m benchmarks.copy            a table
     python -m benchmarks.copy --json -   one JSON object on stdout, the table on stderr
@@ -26,6 +26,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.copy_plan import PlanRow, plan_targets, run_plan
 from benchmarks.machine import machine_facts
 from kvtier import _hot
 from kvtier._reference.copy import copy_batch as reference_copy_batch
@@ -50,6 +51,7 @@ UNTOUCHED = 0xAB  # every byte of the blocks that no copy names
 CONTIGUOUS = "contiguous memcpy"
 OURS = "copy_batch"
 OURS_FLAT = "copy_batch, flat"
+PLAN_ROUNDS = 500
 SLOW_ROUNDS = 3  # for methods that take many times as long as the others
 
 Bytes = npt.NDArray[np.uint8]
@@ -313,10 +315,23 @@ def table(rows: list[Row]) -> Table:
     return result
 
 
+def plan_table(rows: list[PlanRow]) -> Table:
+    """One line per direction and step."""
+    result = Table(title="D3: a copy of 256 blocks, before its first byte moves")
+    for heading in ("case", "step", "copies", "median \u00b5s", "best", "worst"):
+        result.add_column(heading, no_wrap=True)
+    for row in rows:
+        times = (f"{value:.1f}" for value in (row.median_us, row.best_us, row.worst_us))
+        result.add_row(f"D3 {row.direction}", row.step, f"{row.num_copies:,}", *times)
+    return result
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.copy", description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
-    parser.add_argument("--case", choices=[case.target_id for case in CASES], help="only this one")
+    parser.add_argument(
+        "--case", choices=[*(case.target_id for case in CASES), "D3"], help="only this one"
+    )
     parser.add_argument("--blocks", type=int, default=256, help="blocks copied at a time (256)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(1 2)")
     parser.add_argument("--rounds", type=int, default=11, help="timed rounds (11)")
@@ -327,13 +342,18 @@ def main(arguments: list[str] | None = None) -> None:
     for case in CASES:
         if options.case in (None, case.target_id):
             rows += run_case(case, options.blocks, tuple(options.threads), options.rounds)
+    plans = run_plan(PLAN_ROUNDS) if options.case in (None, "D3") else []
     result = {
         "benchmark": "copy",
         "machine": machine,
-        "rows": [asdict(row) for row in rows],
-        "targets": targets(rows),
+        "rows": [asdict(row) for row in (*rows, *plans)],
+        "targets": targets(rows) + (plan_targets(plans) if plans else []),
     }
-    Console(stderr=options.json == "-").print(table(rows))
+    console = Console(stderr=options.json == "-")
+    if rows:
+        console.print(table(rows))
+    if plans:
+        console.print(plan_table(plans))
     if options.json == "-":
         json.dump(result, sys.stdout, indent=1)
         print()

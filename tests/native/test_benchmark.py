@@ -21,12 +21,31 @@ def test_copy_benchmark_reports_rows_and_targets(tmp_path: Path) -> None:
     assert result["benchmark"] == "copy"
     assert result["machine"]["cores"] >= 1
     compared = {(row["case"], row["direction"]) for row in result["rows"]}
-    assert compared == {(case, way) for case in ("D1", "D2") for way in ("store", "load")}
-    assert all(row["ratio"] > 0 for row in result["rows"])
+    assert compared == {(case, way) for case in ("D1", "D2", "D3") for way in ("store", "load")}
+    copies = [row for row in result["rows"] if row["case"] != "D3"]
+    assert all(row["ratio"] > 0 for row in copies)
+    plans = [row for row in result["rows"] if row["case"] == "D3"]
+    assert {row["num_copies"] for row in plans} == {14_336}
     measured = [target["id"] for target in result["targets"]]
-    assert measured == (["D1", "D2"] if _hot.NATIVE else [])
+    assert measured == [*(["D1", "D2"] if _hot.NATIVE else []), "D3", "D3"]
     for target in result["targets"]:
-        assert target["met"] == (target["value"] >= target["target"])
+        value, wanted = target["value"], target["target"]
+        assert target["met"] == (value <= wanted if target["id"] == "D3" else value >= wanted)
+
+
+def test_plan_benchmark_notices_a_wrong_address() -> None:
+    from benchmarks import copy_plan
+
+    layers, blocks = (
+        copy_plan._Pool("layer_first", 4, 0),
+        copy_plan._Pool("block_first", 4, 1 << 44),
+    )
+    args = layers, [2, 0], blocks, [1, 3]
+    batch = copy_plan.stage(*args)
+    copy_plan._check(batch, *args)
+    batch.dst_offset[7] += 1
+    with pytest.raises(SystemExit, match="wrong"):
+        copy_plan._check(batch, *args)
 
 
 @pytest.mark.parametrize("damaged", ["named", "other"])

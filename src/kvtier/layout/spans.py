@@ -1,8 +1,8 @@
 """Contiguous pieces of a block, in one layout and between two.
 
 Between two layouts a block falls into *fragments*: pieces that are contiguous on both sides. Their
-offsets are the same for every block up to a stride, so they are worked out once per pair of
-layouts and a batch of copies is one broadcast:
+offsets are the same for every block up to a stride, so they are worked out, and merged where they
+are neighbours, once per pair of layouts, and a batch of copies is one broadcast:
 
     src(b, f) = src_offset[f] + b * src_stride[f]        dst(b, f) likewise
 """
@@ -32,6 +32,14 @@ class Fragments:
     dst_stride: Int64s
     size: Int64s
 
+    def src(self, blocks: Int64s) -> Int64s:
+        """Where the fragments of each block begin in the source: int64 [num_blocks, n]."""
+        return _begins(blocks, self.src_offset, self.src_stride)
+
+    def dst(self, blocks: Int64s) -> Int64s:
+        """The same in the destination."""
+        return _begins(blocks, self.dst_offset, self.dst_stride)
+
 
 def spans(layout: Layout, block: int, layer: int) -> Int64s:
     """Where a block lies in one layer: int64 [num_spans, 2] = (offset, length), bytes.
@@ -59,7 +67,7 @@ def spans(layout: Layout, block: int, layer: int) -> Int64s:
 
 @lru_cache(maxsize=64)
 def fragments(src: Layout, dst: Layout) -> Fragments:
-    """Largest pieces of one part that are contiguous in both layouts, sorted by ``dst`` offset."""
+    """Largest pieces that are contiguous in both layouts, whatever the block, by ``dst`` offset."""
     if src.group != dst.group:
         raise LayoutError(
             f"blocks of {src.group} can't be copied into blocks of {dst.group}: make both tiers "
@@ -72,7 +80,7 @@ def fragments(src: Layout, dst: Layout) -> Fragments:
             (dst_part.offset + to, dst_part.block, src_part.offset + at, src_part.block, run)
             for at, to in _offsets(rest, src_part, dst_part)
         ]
-    table = np.array(sorted(rows), np.int64)
+    table = np.array(_merged(sorted(rows)), np.int64)
     return Fragments(
         src_offset=table[:, 2].copy(),
         src_stride=table[:, 3].copy(),
@@ -80,6 +88,30 @@ def fragments(src: Layout, dst: Layout) -> Fragments:
         dst_stride=table[:, 1].copy(),
         size=table[:, 4].copy(),
     )
+
+
+def _begins(blocks: Int64s, offset: Int64s, stride: Int64s) -> Int64s:
+    """offset[f] + blocks[b] * stride[f]: one addition where the strides are equal, as they are in
+    most layouts."""
+    if (stride == stride[0]).all():
+        return np.asarray(np.add.outer(blocks * stride[0], offset))
+    return offset + blocks[:, None] * stride
+
+
+def _merged(rows: list[tuple[int, int, int, int, int]]) -> list[tuple[int, int, int, int, int]]:
+    """Neighbours on both sides with the same strides as one. Rows: (dst offset, dst stride, src
+    offset, src stride, size)."""
+    merged: list[tuple[int, int, int, int, int]] = []
+    for to, to_stride, at, at_stride, size in rows:
+        if merged:
+            last = merged[-1]
+            if (last[0] + last[4], last[1], last[2] + last[4], last[3]) == (
+                to, to_stride, at, at_stride,
+            ):  # fmt: skip
+                merged[-1] = (*last[:4], last[4] + size)
+                continue
+        merged.append((to, to_stride, at, at_stride, size))
+    return merged
 
 
 def _common_run(

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.devices.base import CopyBatch
 from kvtier.layout import fragments
 from kvtier.tiers.base import MemoryTier
 from kvtier.transfer.batching import coalesce
 from kvtier.types import Slot
+
+Int64s = npt.NDArray[np.int64]
 
 
 def stage(
@@ -22,11 +25,16 @@ def stage(
     both sides is merged.
     """
     pieces = fragments(src.layout, dst.layout)
-    at = np.asarray(src_slots, np.int64)[:, None]
-    to = np.asarray(dst_slots, np.int64)[:, None]
-    src_offset = pieces.src_offset + at * pieces.src_stride
-    dst_offset = pieces.dst_offset + to * pieces.dst_stride
-    size = np.broadcast_to(pieces.size, src_offset.shape)
-    return coalesce(
-        CopyBatch(src.memory, dst.memory, src_offset.ravel(), dst_offset.ravel(), size.ravel())
-    )
+    at = pieces.src(np.asarray(src_slots, np.int64))
+    to = pieces.dst(np.asarray(dst_slots, np.int64))
+    size = np.broadcast_to(pieces.size, at.shape)
+    batch = CopyBatch(src.memory, dst.memory, at.ravel(), to.ravel(), size.ravel())
+    return coalesce(batch) if _have_neighbours(at, to, pieces.size[-1]) else batch
+
+
+def _have_neighbours(at: Int64s, to: Int64s, last_size: int) -> bool:
+    """Whether some block begins where the one before it ends, on both sides. Within a block the
+    fragments are merged already."""
+    follows = at[:-1, -1] + last_size == at[1:, 0]
+    follows &= to[:-1, -1] + last_size == to[1:, 0]
+    return bool(follows.any())

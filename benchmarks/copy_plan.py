@@ -1,0 +1,162 @@
+"""D3: what a copy costs before its first byte moves; part of ``benchmarks.copy``.
+
+256 random blocks of 28 layers, K and V, between a layer-first pool and a block-first one: 14,336
+fragments. *Planning* turns slots into addresses and sizes, merged where they are neighbours.
+*Submitting* hands them to the worker thread: what the calling thread pays. *Checked* is the same
+plan made fragment by fragment, which says that the fast one is right.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.devices.base import CopyBatch, Device, Direction, Fence, Finding, Memory
+from kvtier.errors import DeviceError
+from kvtier.layout import DType, full_attention, named_layout
+from kvtier.tiers import MemoryTier
+from kvtier.transfer import TransferEngine, stage
+from kvtier.types import Slot
+
+GROUP = full_attention(28, 8, 128, DType.BFLOAT16, 16)
+NUM_BLOCKS = 256
+PLAN_TARGET_US = 100.0
+SUBMIT_TARGET_US = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """Microseconds per call."""
+
+    case: str
+    direction: str
+    step: str
+    num_copies: int
+    median_us: float
+    best_us: float
+    worst_us: float
+    rounds: int
+
+
+class _Pool(MemoryTier):
+    """Addresses without memory: nothing is copied here."""
+
+    def __init__(self, order: str, num_blocks: int, address: int) -> None:
+        layout = named_layout(order, GROUP, num_blocks)
+        super().__init__(order, Memory(address, layout.nbytes, "host", ()), layout)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class _Done(Fence):
+    def wait(self) -> None:
+        """Nothing was queued before."""
+
+
+class _NoDevice(Device):
+    """Takes every batch and copies nothing: what is measured is the way to it."""
+
+    name = "none"
+
+    def fence(self) -> Fence:
+        return _Done()
+
+    def copy(self, batch: CopyBatch, direction: Direction) -> None:
+        if not len(batch.size):
+            raise DeviceError("an empty batch was handed on")
+
+    def page_lock(self, memory: Memory) -> bool:
+        return False
+
+    def unlock(self, memory: Memory) -> None:
+        """Nothing was locked."""
+
+    def findings(self) -> list[Finding]:
+        return []
+
+
+def run_plan(rounds: int) -> list[PlanRow]:
+    """Both directions, planning and submitting."""
+    rng = np.random.default_rng(0)
+    layers, blocks = _Pool("layer_first", 4 * NUM_BLOCKS, 0), _Pool("block_first", 320, 1 << 44)
+    slots = {
+        pool.name: [Slot(each) for each in rng.permutation(pool.num_slots)[:NUM_BLOCKS].tolist()]
+        for pool in (layers, blocks)
+    }
+    rows = []
+    engine = TransferEngine(_NoDevice())
+    for way, src, dst in (("store", layers, blocks), ("load", blocks, layers)):
+        direction = Direction(way)
+        args = src, slots[src.name], dst, slots[dst.name]
+        batch = stage(*args)
+        _check(batch, *args)
+        plan_us, submit_us = list[float](), list[float]()
+        for _ in range(rounds):
+            began = time.perf_counter()
+            stage(*args)
+            planned = time.perf_counter()
+            job = engine.submit(batch, direction)
+            submitted = time.perf_counter()
+            assert job.wait(60)
+            assert job.succeeded
+            plan_us.append(1e6 * (planned - began))
+            submit_us.append(1e6 * (submitted - planned))
+        for step, taken in (("plan", plan_us), ("submit", submit_us)):
+            rows.append(
+                PlanRow(
+                    "D3",
+                    way,
+                    step,
+                    len(batch.size),
+                    statistics.median(taken),
+                    min(taken),
+                    max(taken),
+                    rounds,
+                )
+            )
+    engine.close()
+    return rows
+
+
+def plan_targets(rows: list[PlanRow]) -> list[dict[str, object]]:
+    """The slower direction of each step."""
+    found: list[dict[str, object]] = []
+    for step, target in (("plan", PLAN_TARGET_US), ("submit", SUBMIT_TARGET_US)):
+        value = round(max(row.median_us for row in rows if row.step == step), 1)
+        found.append(
+            {
+                "id": "D3",
+                "what": f"{step}, microseconds",
+                "value": value,
+                "target": target,
+                "met": value <= target,
+            }
+        )
+    return found
+
+
+def _check(
+    batch: CopyBatch, src: _Pool, src_slots: list[Slot], dst: _Pool, dst_slots: list[Slot]
+) -> None:
+    """Every byte goes where the layouts say, piece by piece."""
+    expected = set()
+    token_bytes = GROUP.parts[0].num_heads * GROUP.parts[0].dim * GROUP.dtype.itemsize
+    run = GROUP.block_size * token_bytes
+    for at, to in zip(src_slots, dst_slots, strict=True):
+        for index in range(len(GROUP.parts)):
+            one, other = src.layout.parts[index], dst.layout.parts[index]
+            for layer in range(GROUP.num_layers):
+                expected.add(
+                    (
+                        one.offset + at * one.block + layer * one.layer,
+                        other.offset + to * other.block + layer * other.layer,
+                        run,
+                    )
+                )
+    columns = (batch.src_offset.tolist(), batch.dst_offset.tolist(), batch.size.tolist())
+    if set(zip(*columns, strict=True)) != expected:
+        raise SystemExit("the plan of D3 is wrong: bytes would go astray")
