@@ -76,35 +76,47 @@ Index BlockTrie::root(std::string_view space) const {
   return found == roots_.end() ? kNone : last_root_ = found->second;
 }
 
-bool BlockTrie::is_child(Index index, Index parent, Label label) const {
-  const Node& node = nodes_[index];
-  return node.parent == parent && node.label_bytes == label.size &&
-         std::memcmp(labels_.data(node.label), label.data, label.size) == 0;
+bool BlockTrie::is_child(Index index, Index parent, const Labels& labels, std::size_t i) const {
+  return nodes_[index].parent == parent && labels.is(i, label(index));
+}
+
+Index BlockTrie::child(Index parent, Labels& labels, std::size_t i) {
+  Node& above = nodes_[parent];
+  if (above.num_children == 0) return kNone;
+  labels.prefetch(i + kAhead);
+  // Blocks of a path were mostly made together, and lie in the order in which they are asked for:
+  // then neither a hash nor a look-up is needed, and the processor need not wait for one block to
+  // know where the next one is.
+  const Index next = parent + 1;
+  if (next < nodes_.end() && is_child(next, parent, labels, i)) {
+    prefetch_path(next, kAhead, kAhead);
+    return next;
+  }
+  const Index hint = above.hint;
+  if (hint != kNone && hint != next && is_child(hint, parent, labels, i)) {
+    prefetch_path(hint, 1, kAhead);
+    return hint;
+  }
+  const std::uint64_t hash = prefix_hash(above.hash, labels[i]);
+  const Index found = table_.find(hash, [&](Index index) {
+    nodes_.prefetch(index);
+    return is_child(index, parent, labels, i);
+  });
+  if (found != kNone) {
+    above.hint = found;
+    prefetch_path(found, 1, kAhead);
+  }
+  return found;
 }
 
 // What lies behind a block is mostly what is asked for next.
-void BlockTrie::prefetch_after(Index index) const {
-  if (index + kAhead >= nodes_.end()) return;
-  nodes_.prefetch(index + kAhead);
-  __builtin_prefetch(labels_.data(nodes_[index].label) +
-                     kAhead * std::size_t{nodes_[index].label_bytes});
-}
-
-Index BlockTrie::child(Index parent, Label label) {
-  Node& above = nodes_[parent];
-  if (above.num_children == 0) return kNone;
-  // Blocks of a path were mostly made together, and lie in the order in which they are asked for:
-  // then neither a hash nor a look-up is needed.
-  const Index hint = above.hint;
-  if (hint != kNone && is_child(hint, parent, label)) {
-    prefetch_after(hint);
-    return hint;
+void BlockTrie::prefetch_path(Index index, Index from, Index to) const {
+  if (index + to >= nodes_.end()) return;
+  const Label first = label(index);
+  for (Index ahead = from; ahead <= to; ++ahead) {
+    nodes_.prefetch(index + ahead);
+    __builtin_prefetch(first.data + ahead * first.size);
   }
-  const std::uint64_t hash = prefix_hash(above.hash, label);
-  const Index found =
-      table_.find(hash, [&](Index index) { return is_child(index, parent, label); });
-  if (found != kNone) above.hint = found;
-  return found;
 }
 
 Index BlockTrie::begin(std::string_view space, std::optional<BlockId> after) const {
@@ -114,7 +126,7 @@ Index BlockTrie::begin(std::string_view space, std::optional<BlockId> after) con
 void BlockTrie::match(std::string_view space, Labels& labels, std::vector<Found>& found) {
   Index index = root(space);
   for (std::size_t i = 0; i < labels.size() && index != kNone; ++i) {
-    index = child(index, labels[i]);
+    index = child(index, labels, i);
     if (index == kNone) return;
     const Residency* residencies = nodes_.residencies(index);
     const bool arriving = residencies[0].state == State::writing;
@@ -129,7 +141,7 @@ void BlockTrie::match_slots(std::string_view space, Labels& labels, std::size_t 
                             std::vector<std::int64_t>& slots) {
   Index index = root(space);
   for (std::size_t i = 0; i < labels.size() && index != kNone; ++i) {
-    index = child(index, labels[i]);
+    index = child(index, labels, i);
     if (index == kNone) return;
     const Residency& residency = nodes_.residencies(index)[tier];
     if (residency.state != State::ready) return;
@@ -148,7 +160,7 @@ void BlockTrie::states(std::string_view space, Labels& labels, std::size_t tier,
                        std::optional<BlockId> after, std::vector<State>& states) {
   Index index = begin(space, after);
   for (std::size_t i = 0; i < labels.size() && index != kNone; ++i) {
-    index = child(index, labels[i]);
+    index = child(index, labels, i);
     if (index != kNone) states.push_back(nodes_.residencies(index)[tier].state);
   }
 }
@@ -233,7 +245,7 @@ void BlockTrie::extend(std::string_view space, Labels& labels, std::optional<Blo
   bool is_known = true;
   for (std::size_t i = 0; i < labels.size(); ++i) {
     const Label label = labels[i];
-    const Index known = is_known ? child(index, label) : kNone;
+    const Index known = is_known ? child(index, labels, i) : kNone;
     if (is_known && known == kNone) look_ahead(index, labels, i);
     is_known = known != kNone;
     index = is_known ? known : make(index, ahead_[i], label);
@@ -251,7 +263,7 @@ std::size_t BlockTrie::insert(std::string_view space, Labels& labels, std::optio
   bool is_known = true;
   for (std::size_t i = 0; i < labels.size(); ++i) {
     const Label label = labels[i];
-    Index index = is_known ? child(above, label) : kNone;
+    Index index = is_known ? child(above, labels, i) : kNone;
     if (is_known && index == kNone) look_ahead(above, labels, i);
     is_known = index != kNone;
     if (!is_known) index = make(above, ahead_[i], label);

@@ -124,13 +124,13 @@ class BlockTrie {
 
   Index at(BlockId block) const;
   Index root(std::string_view space) const;
-  Index child(Index parent, Label label);
+  Index child(Index parent, Labels& labels, std::size_t i);
   Index make(Index parent, std::uint64_t hash, Label label);
   void look_ahead(Index above, Labels& labels, std::size_t i);
-  void prefetch_after(Index index) const;
+  void prefetch_path(Index index, Index from, Index to) const;
   Index begin(std::string_view space, std::optional<BlockId> after) const;
   Index begin_or_make(std::string_view space, std::optional<BlockId> after);
-  bool is_child(Index index, Index parent, Label label) const;
+  bool is_child(Index index, Index parent, const Labels& labels, std::size_t i) const;
   bool is_cached(Index index) const;
   void move(Residency& residency, State to);
   void review(Index index, std::size_t tier);

@@ -39,8 +39,9 @@ void BlockTrie::check_node(Index index) const {
           "a block without a parent");
   promise(node.depth == nodes_[node.parent].depth + 1, "a block at the wrong depth");
   const Label mine = label(index);
+  const Labels only{std::span(&mine, 1)};
   const Index found =
-      table_.find(node.hash, [&](Index other) { return is_child(other, node.parent, mine); });
+      table_.find(node.hash, [&](Index other) { return is_child(other, node.parent, only, 0); });
   promise(found == index, "a block that the table does not know");
 }
 

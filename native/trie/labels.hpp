@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstring>
 #include <span>
 #include <stdexcept>
 
@@ -39,30 +40,56 @@ class Labels {
 
   // So that no id is found out of range half-way through a change.
   void pack_all() {
-    if (packed_ != nullptr && size_ > 0) pack(0, size_);
+    if (packed_ == nullptr || size_ == 0) return;
+    const std::size_t end = first_ + size_ + blocks_per_chunk_ - 1;
+    pack(0, end / blocks_per_chunk_ * blocks_per_chunk_ - first_);
+    all_packed_ = true;
   }
 
   Label operator[](std::size_t i) {
     if (tokens_ == nullptr) return list_[i];
-    const std::size_t at = first_ + i;
-    const bool begins_chunk = blocks_per_chunk_ > 1 && at % blocks_per_chunk_ == 0;
-    const std::size_t size = begins_chunk ? block_bytes_ * blocks_per_chunk_ : block_bytes_;
-    if (packed_ == nullptr) return {tokens_ + at * block_bytes_, size};
-    if (i >= num_packed_) pack(i, i == 0 ? 1 : i < 16 ? 16 : 64);
-    return {packed_ + i * block_bytes_, size};
+    if (packed_ != nullptr && !all_packed_) pack(i, num_blocks(i));
+    return {bytes(i), num_blocks(i) * block_bytes_};
+  }
+
+  // Whether `known` is the label of block i. Ids are compared as they are.
+  bool is(std::size_t i, Label known) const {
+    const std::size_t size = tokens_ == nullptr ? list_[i].size : num_blocks(i) * block_bytes_;
+    if (size != known.size) return false;
+    if (tokens_ == nullptr) return std::memcmp(list_[i].data, known.data, size) == 0;
+    if (packed_ == nullptr || all_packed_) return std::memcmp(bytes(i), known.data, size) == 0;
+    const std::size_t num = size / kPacked;
+    if (item_bytes_ == 8) return same_tokens<std::uint64_t>(ids(i), num, known.data);
+    if (is_signed_) return same_tokens<std::int32_t>(ids(i), num, known.data);
+    return same_tokens<std::uint32_t>(ids(i), num, known.data);
+  }
+
+  // Brings block i nearer, where there is one.
+  void prefetch(std::size_t i) const {
+    if (tokens_ == nullptr || i >= size_) return;
+    const std::size_t num_bytes = block_bytes_ / kPacked * item_bytes_;
+    for (std::size_t at = 0; at < num_bytes; at += kLine) __builtin_prefetch(ids(i) + at);
   }
 
  private:
-  void pack(std::size_t i, std::size_t num) {
-    constexpr std::size_t kPacked = 4;
-    std::size_t end = first_ + (i + num < size_ ? i + num : size_);
-    end = (end + blocks_per_chunk_ - 1) / blocks_per_chunk_ * blocks_per_chunk_;
-    const std::size_t begin = first_ + i;
-    if (!pack_tokens(tokens_ + begin * (block_bytes_ / kPacked * item_bytes_), item_bytes_,
-                     is_signed_, (end - begin) * (block_bytes_ / kPacked),
+  static constexpr std::size_t kPacked = 4;
+  static constexpr std::size_t kLine = 64;
+
+  // Of how many blocks the tokens are that name block i.
+  std::size_t num_blocks(std::size_t i) const {
+    return blocks_per_chunk_ > 1 && (first_ + i) % blocks_per_chunk_ == 0 ? blocks_per_chunk_ : 1;
+  }
+  const std::byte* ids(std::size_t i) const {
+    return tokens_ + (first_ + i) * (block_bytes_ / kPacked) * item_bytes_;
+  }
+  const std::byte* bytes(std::size_t i) const {
+    return packed_ == nullptr ? tokens_ + (first_ + i) * block_bytes_ : packed_ + i * block_bytes_;
+  }
+
+  void pack(std::size_t i, std::size_t num_blocks) {
+    if (!pack_tokens(ids(i), item_bytes_, is_signed_, num_blocks * (block_bytes_ / kPacked),
                      packed_ + i * block_bytes_))
       throw std::invalid_argument("token ids must lie in 0 .. 2**32 - 1");
-    num_packed_ = end - first_;
   }
 
   std::span<const Label> list_;
@@ -73,8 +100,8 @@ class Labels {
   std::size_t size_ = 0;
   std::size_t item_bytes_ = 4;
   bool is_signed_ = false;
-  std::byte* packed_ = nullptr;
-  std::size_t num_packed_ = 0;
+  std::byte* packed_ = nullptr;  // null where tokens are packed already
+  bool all_packed_ = false;
 };
 
 }  // namespace kvtier::trie
