@@ -272,15 +272,16 @@ class BlockTrie {
       const trie::Node& node = nodes[index];
       nb::list places;
       for (std::size_t tier = 0; tier < nodes.num_tiers(); ++tier) {
-        const trie::Residency& at = nodes.residencies(index)[tier];
+        const trie::Residency& at = nodes.residency(index, tier);
+        const trie::Standing& standing = nodes.standing(index, tier);
         const bool absent = at.state == State::absent;
         places.append(nb::make_tuple(state_object(at.state),
-                                     absent ? -1 : static_cast<long long>(at.slot), at.leases,
-                                     at.num_children));
+                                     absent ? -1 : static_cast<long long>(at.slot),
+                                     standing.leases, standing.num_children));
       }
       nb::object parent = nodes.is_block(index) ? number(nodes.id(node.parent)) : nb::none();
       return nb::make_tuple(number(nodes.id(index)), parent, bytes(trie_.label(index)),
-                            node.num_uses, places);
+                            nodes.num_uses(index), places);
     });
   }
 
@@ -367,7 +368,7 @@ class BlockTrie {
         must_hold(4 * ids.size());
         packed_.resize(width * (end - first));
         trie::Labels path(ids.data(), width, per_chunk, first, num);
-        path.unpacked(ids.item_bytes(), ids.is_signed(), packed_.data());
+        path.unpacked(ids.type(), packed_.data());
         checked([&] { use(path); });
       }
     } else {
@@ -419,8 +420,7 @@ nb::object pack_tokens(nb::handle tokens) {
   if (!ids.is_integer()) return nb::none();
   nb::object packed =
       owned(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(ids.size() * kItem)));
-  const bool fits = trie::pack_tokens(ids.data(), ids.item_bytes(), ids.is_signed(), ids.size(),
-                                      bytes_of(packed));
+  const bool fits = trie::pack_tokens(ids.data(), ids.type(), ids.size(), bytes_of(packed));
   return fits ? packed : nb::none();
 }
 

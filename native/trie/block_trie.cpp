@@ -76,47 +76,44 @@ Index BlockTrie::root(std::string_view space) const {
   return found == roots_.end() ? kNone : last_root_ = found->second;
 }
 
-bool BlockTrie::is_child(Index index, Index parent, const Labels& labels, std::size_t i) const {
-  return nodes_[index].parent == parent && labels.is(i, label(index));
+bool BlockTrie::is_child(Index index, Index parent, Label label) const {
+  const Label known = this->label(index);
+  return nodes_[index].parent == parent && known.size == label.size &&
+         std::memcmp(known.data, label.data, label.size) == 0;
 }
 
-Index BlockTrie::child(Index parent, Labels& labels, std::size_t i) {
+Index BlockTrie::child(Index parent, Label label) {
   Node& above = nodes_[parent];
   if (above.num_children == 0) return kNone;
-  labels.prefetch(i + kAhead);
-  // Blocks of a path were mostly made together, and lie in the order in which they are asked for:
-  // then neither a hash nor a look-up is needed, and the processor need not wait for one block to
-  // know where the next one is.
-  const Index next = parent + 1;
-  if (next < nodes_.end() && is_child(next, parent, labels, i)) {
-    prefetch_path(next, kAhead, kAhead);
-    return next;
-  }
   const Index hint = above.hint;
-  if (hint != kNone && hint != next && is_child(hint, parent, labels, i)) {
-    prefetch_path(hint, 1, kAhead);
-    return hint;
-  }
-  const std::uint64_t hash = prefix_hash(above.hash, labels[i]);
+  if (above.num_children == 1 && hint != kNone && is_child(hint, parent, label)) return hint;
+  const std::uint64_t hash = prefix_hash(above.hash, label);
   const Index found = table_.find(hash, [&](Index index) {
-    nodes_.prefetch(index);
-    return is_child(index, parent, labels, i);
+    prefetch_path(index, index + kAhead);
+    return is_child(index, parent, label);
   });
-  if (found != kNone) {
-    above.hint = found;
-    prefetch_path(found, 1, kAhead);
-  }
+  if (found != kNone) above.hint = found;
   return found;
 }
 
-// What lies behind a block is mostly what is asked for next.
-void BlockTrie::prefetch_path(Index index, Index from, Index to) const {
-  if (index + to >= nodes_.end()) return;
-  const Label first = label(index);
-  for (Index ahead = from; ahead <= to; ++ahead) {
-    nodes_.prefetch(index + ahead);
-    __builtin_prefetch(first.data + ahead * first.size);
+// Calls visit(block) for each block that there is below `index`, until it says no. Blocks of a path
+// were mostly made together, and lie in the order in which they are asked for: then neither a hash
+// nor a look-up is needed.
+template <typename Visit>
+void BlockTrie::walk(Index index, Labels& labels, Visit&& visit) {
+  for (std::size_t i = 0; i < labels.size() && index != kNone;) {
+    for (std::size_t num = nodes_.follow(index, labels.run(i)); num > 0; --num, ++i)
+      if (!visit(++index)) return;
+    if (i == labels.size()) return;
+    index = child(index, labels[i++]);
+    if (index != kNone && !visit(index)) return;
   }
+}
+
+// What lies behind a block is mostly what is asked for next.
+void BlockTrie::prefetch_path(Index begin, Index end) const {
+  end = std::min(end, nodes_.end());
+  for (Index index = begin; index < end; ++index) nodes_.prefetch_walked(index);
 }
 
 Index BlockTrie::begin(std::string_view space, std::optional<BlockId> after) const {
@@ -124,49 +121,44 @@ Index BlockTrie::begin(std::string_view space, std::optional<BlockId> after) con
 }
 
 void BlockTrie::match(std::string_view space, Labels& labels, std::vector<Found>& found) {
-  Index index = root(space);
-  for (std::size_t i = 0; i < labels.size() && index != kNone; ++i) {
-    index = child(index, labels, i);
-    if (index == kNone) return;
-    const Residency* residencies = nodes_.residencies(index);
+  walk(root(space), labels, [&](Index index) {
+    const Residency* const residencies = nodes_.residencies(index);
     const bool arriving = residencies[0].state == State::writing;
     std::size_t tier = 0;
     while (tier < nodes_.num_tiers() && residencies[tier].state != State::ready) ++tier;
-    if (tier == nodes_.num_tiers()) return;
+    if (tier == nodes_.num_tiers()) return false;
     found.push_back({nodes_.id(index), static_cast<std::uint8_t>(tier), arriving});
-  }
+    return true;
+  });
 }
 
 void BlockTrie::match_slots(std::string_view space, Labels& labels, std::size_t tier,
                             std::vector<std::int64_t>& slots) {
-  Index index = root(space);
-  for (std::size_t i = 0; i < labels.size() && index != kNone; ++i) {
-    index = child(index, labels, i);
-    if (index == kNone) return;
-    const Residency& residency = nodes_.residencies(index)[tier];
-    if (residency.state != State::ready) return;
+  walk(root(space), labels, [&](Index index) {
+    const Residency& residency = nodes_.residency(index, tier);
+    if (residency.state != State::ready) return false;
     slots.push_back(residency.slot);
-  }
+    return true;
+  });
 }
 
 State BlockTrie::state(BlockId block, std::size_t tier) const {
   const Index index = static_cast<Index>(block);
   if (index >= nodes_.end() || !nodes_.is_block(index) || nodes_.id(index) != block)
     return State::absent;
-  return nodes_.residencies(index)[tier].state;
+  return nodes_.residency(index, tier).state;
 }
 
 void BlockTrie::states(std::string_view space, Labels& labels, std::size_t tier,
                        std::optional<BlockId> after, std::vector<State>& states) {
-  Index index = begin(space, after);
-  for (std::size_t i = 0; i < labels.size() && index != kNone; ++i) {
-    index = child(index, labels, i);
-    if (index != kNone) states.push_back(nodes_.residencies(index)[tier].state);
-  }
+  walk(begin(space, after), labels, [&](Index index) {
+    states.push_back(nodes_.residency(index, tier).state);
+    return true;
+  });
 }
 
 Slot BlockTrie::slot(BlockId block, std::size_t tier) const {
-  return nodes_.residencies(at(block))[tier].slot;
+  return nodes_.residency(at(block), tier).slot;
 }
 
 std::vector<BlockId> BlockTrie::prefixes(std::span<const BlockId> blocks, std::size_t tier) const {
@@ -177,7 +169,7 @@ std::vector<BlockId> BlockTrie::prefixes(std::span<const BlockId> blocks, std::s
   for (const Index block : below) {
     Index above = nodes_[block].parent;
     while (nodes_.is_block(above) && !std::binary_search(below.begin(), below.end(), above)) {
-      if (nodes_.residencies(above)[tier].state == State::ready) {
+      if (nodes_.residency(above, tier).state == State::ready) {
         found.push_back(nodes_.id(above));
         break;
       }
@@ -190,7 +182,7 @@ std::vector<BlockId> BlockTrie::prefixes(std::span<const BlockId> blocks, std::s
 }
 
 std::size_t BlockTrie::num_bytes() const {
-  std::size_t total = nodes_.num_bytes() + labels_.num_bytes() + table_.num_bytes();
+  std::size_t total = nodes_.num_bytes() + table_.num_bytes();
   for (const auto& policy : policies_) total += policy->num_bytes();
   return total + keys_.size() * (sizeof(Key) + 4 * sizeof(void*));
 }
@@ -199,14 +191,12 @@ std::size_t BlockTrie::num_bytes() const {
 // ------------------------------------------------------------------------------------------
 
 Index BlockTrie::make(Index parent, std::uint64_t hash, Label label) {
-  const Index index = nodes_.allocate();
+  const Index index = nodes_.allocate(label);
   Node& node = nodes_[index];
   node.hash = hash;
   node.parent = parent;
   node.hint = kNone;
-  node.num_children = node.num_uses = node.depth = 0;
-  node.label = labels_.store(label);
-  node.label_bytes = static_cast<std::uint32_t>(label.size);
+  node.num_children = node.depth = 0;
   if (parent != kRoot) {
     node.depth = nodes_[parent].depth + 1;
     ++nodes_[parent].num_children;
@@ -228,9 +218,10 @@ void BlockTrie::look_ahead(Index above, Labels& labels, std::size_t i) {
   }
 }
 
-Index BlockTrie::begin_or_make(std::string_view space, std::optional<BlockId> after) {
+Index BlockTrie::begin_or_make(std::string_view space, Labels& labels, std::optional<BlockId> after) {
   Index index = begin(space, after);
   if (index == kNone) {
+    if (nodes_.end() == 0) nodes_.expect_labels(labels.usual_bytes());
     index = make(kRoot, prefix_hash(seed_, bytes_of(space)), bytes_of(space));
     roots_.emplace(space, index);
   }
@@ -241,11 +232,11 @@ void BlockTrie::extend(std::string_view space, Labels& labels, std::optional<Blo
                        Path& path) {
   if (labels.size() == 0) return;  // a root without blocks would never be pruned
   labels.pack_all();
-  Index index = begin_or_make(space, after);
+  Index index = begin_or_make(space, labels, after);
   bool is_known = true;
   for (std::size_t i = 0; i < labels.size(); ++i) {
     const Label label = labels[i];
-    const Index known = is_known ? child(index, labels, i) : kNone;
+    const Index known = is_known ? child(index, label) : kNone;
     if (is_known && known == kNone) look_ahead(index, labels, i);
     is_known = known != kNone;
     index = is_known ? known : make(index, ahead_[i], label);
@@ -258,31 +249,31 @@ std::size_t BlockTrie::insert(std::string_view space, Labels& labels, std::optio
                               Path& path) {
   if (labels.size() == 0) return 0;
   labels.pack_all();
-  Index above = begin_or_make(space, after);
+  Index above = begin_or_make(space, labels, after);
   std::size_t num_new = 0;
   bool is_known = true;
   for (std::size_t i = 0; i < labels.size(); ++i) {
     const Label label = labels[i];
-    Index index = is_known ? child(above, labels, i) : kNone;
+    Index index = is_known ? child(above, label) : kNone;
     if (is_known && index == kNone) look_ahead(above, labels, i);
     is_known = index != kNone;
     if (!is_known) index = make(above, ahead_[i], label);
-    Residency& residency = nodes_.residencies(index)[tier];
+    Residency& residency = nodes_.residency(index, tier);
     if (residency.state == State::ready) {
       slots[i] = residency.slot;
     } else if (residency.state == State::absent) {
       residency.state = State::ready;
       residency.slot = slots[i];
-      residency.last_use = now;
+      nodes_.standing(index, tier).last_use = now;
       ++counts_[tier].held;
       ++counts_[tier].idle;
-      if (nodes_.is_block(above)) ++nodes_.residencies(above)[tier].num_children;
+      if (nodes_.is_block(above)) ++nodes_.standing(above, tier).num_children;
       policies_[tier]->used(index);
       ++num_new;
     } else {
       break;
     }
-    if (hold && residency.leases++ == 0) --counts_[tier].idle;
+    if (hold && nodes_.standing(index, tier).leases++ == 0) --counts_[tier].idle;
     path.push_back(nodes_.id(index));
     above = index;
   }
@@ -293,42 +284,41 @@ std::size_t BlockTrie::insert(std::string_view space, Labels& labels, std::optio
   return num_new;
 }
 
-void BlockTrie::move(Residency& residency, State to) {
+void BlockTrie::move(Index index, std::size_t tier, State to) {
+  Residency& residency = nodes_.residency(index, tier);
   if (!may_move(residency.state, to))
     throw BrokenPromise(std::string("no move from ") + name(residency.state) + " to " + name(to));
-  promise(to == State::writing || to == State::ready || residency.leases == 0,
+  promise(to == State::writing || to == State::ready || nodes_.standing(index, tier).leases == 0,
           "a leased block may not leave a tier");
   residency.state = to;
 }
 
 void BlockTrie::review(Index index, std::size_t tier) {
-  const Residency& residency = nodes_.residencies(index)[tier];
-  if (residency.evictable() && !residency.queued) policies_[tier]->offer(index);
+  if (nodes_.is_evictable(index, tier) && !nodes_.residency(index, tier).queued)
+    policies_[tier]->offer(index);
 }
 
 void BlockTrie::count_in_parent(Index index, std::size_t tier, bool added) {
   const Index parent = nodes_[index].parent;
   if (!nodes_.is_block(parent)) return;
-  Residency& residency = nodes_.residencies(parent)[tier];
-  residency.num_children += added ? 1 : std::uint32_t(-1);
+  nodes_.standing(parent, tier).num_children += added ? 1 : std::uint32_t(-1);
   review(parent, tier);
 }
 
 void BlockTrie::begin_write(BlockId block, std::size_t tier, Slot slot) {
   const Index index = at(block);
-  Residency& residency = nodes_.residencies(index)[tier];
-  move(residency, State::writing);
-  residency.slot = slot;
+  move(index, tier, State::writing);
+  nodes_.residency(index, tier).slot = slot;
   ++counts_[tier].held;
   count_in_parent(index, tier, true);
 }
 
 void BlockTrie::commit(BlockId block, std::size_t tier, double now) {
   const Index index = at(block);
-  Residency& residency = nodes_.residencies(index)[tier];
-  move(residency, State::ready);
-  counts_[tier].idle += residency.leases == 0;
-  residency.last_use = now;
+  Standing& standing = nodes_.standing(index, tier);
+  move(index, tier, State::ready);
+  counts_[tier].idle += standing.leases == 0;
+  standing.last_use = now;
   policies_[tier]->used(index);
   review(index, tier);
 }
@@ -338,28 +328,29 @@ void BlockTrie::commit(BlockId block, std::size_t tier, double now) {
 
 void BlockTrie::touch(BlockId block, double now) {
   const Index index = at(block);
-  ++nodes_[index].num_uses;
-  Residency* residencies = nodes_.residencies(index);
+  ++nodes_.num_uses(index);
   for (std::size_t tier = 0; tier < nodes_.num_tiers(); ++tier) {
-    if (residencies[tier].state == State::absent) continue;
-    residencies[tier].last_use = now;
+    if (nodes_.residency(index, tier).state == State::absent) continue;
+    nodes_.standing(index, tier).last_use = now;
     policies_[tier]->used(index);
   }
 }
 
 void BlockTrie::lease(BlockId block, std::size_t tier) {
-  Residency& residency = nodes_.residencies(at(block))[tier];
+  const Index index = at(block);
+  const Residency& residency = nodes_.residency(index, tier);
   if (residency.state != State::ready && residency.state != State::writing)
     throw BrokenPromise(std::string("lease on a block that is ") + name(residency.state));
-  if (residency.leases++ == 0) counts_[tier].idle -= residency.state == State::ready;
+  if (nodes_.standing(index, tier).leases++ == 0)
+    counts_[tier].idle -= residency.state == State::ready;
 }
 
 void BlockTrie::release(BlockId block, std::size_t tier) {
   const Index index = at(block);
-  Residency& residency = nodes_.residencies(index)[tier];
-  promise(residency.leases > 0, "released more often than leased");
-  if (--residency.leases > 0) return;
-  counts_[tier].idle += residency.state == State::ready;
+  std::uint32_t& leases = nodes_.standing(index, tier).leases;
+  promise(leases > 0, "released more often than leased");
+  if (--leases > 0) return;
+  counts_[tier].idle += nodes_.residency(index, tier).state == State::ready;
   review(index, tier);
 }
 
@@ -372,8 +363,8 @@ void BlockTrie::evict(std::size_t tier, std::size_t num_blocks, Path& chosen) {
     const Index index = policy.victim();
     if (index == kNone) return;
     // Its ancestors, which follow it, mostly lie before it.
-    if (index >= kAhead) nodes_.prefetch(index - kAhead);
-    move(nodes_.residencies(index)[tier], State::evicting);
+    if (index >= kAhead) nodes_.prefetch_evicted(index - kAhead);
+    move(index, tier, State::evicting);
     --counts_[tier].idle;
     count_in_parent(index, tier, false);
     chosen.push_back(nodes_.id(index));
@@ -382,7 +373,7 @@ void BlockTrie::evict(std::size_t tier, std::size_t num_blocks, Path& chosen) {
 
 void BlockTrie::keep(BlockId block, std::size_t tier) {
   const Index index = at(block);
-  move(nodes_.residencies(index)[tier], State::ready);
+  move(index, tier, State::ready);
   ++counts_[tier].idle;
   count_in_parent(index, tier, true);
   review(index, tier);
@@ -390,10 +381,9 @@ void BlockTrie::keep(BlockId block, std::size_t tier) {
 
 std::optional<Slot> BlockTrie::lose(BlockId block, std::size_t tier) {
   const Index index = at(block);
-  Residency& residency = nodes_.residencies(index)[tier];
-  if (residency.leases > 0) return std::nullopt;
-  move(residency, State::evicting);
-  if (residency.queued) policies_[tier]->withdraw(index);
+  if (nodes_.standing(index, tier).leases > 0) return std::nullopt;
+  move(index, tier, State::evicting);
+  if (nodes_.residency(index, tier).queued) policies_[tier]->withdraw(index);
   --counts_[tier].idle;
   count_in_parent(index, tier, false);
   return leave(index, tier);
@@ -412,12 +402,12 @@ void BlockTrie::prefetch(BlockId block) const {
 }
 
 Slot BlockTrie::leave(Index index, std::size_t tier) {
-  Residency& residency = nodes_.residencies(index)[tier];
+  Residency& residency = nodes_.residency(index, tier);
   const State before = residency.state;
-  move(residency, State::absent);
+  move(index, tier, State::absent);
   const Slot slot = residency.slot;
   residency.slot = 0;
-  residency.last_use = 0.0;
+  nodes_.standing(index, tier).last_use = 0.0;
   --counts_[tier].held;
   if (before != State::evicting) count_in_parent(index, tier, false);
   prune(index);
@@ -425,9 +415,8 @@ Slot BlockTrie::leave(Index index, std::size_t tier) {
 }
 
 bool BlockTrie::is_cached(Index index) const {
-  const Residency* residencies = nodes_.residencies(index);
   for (std::size_t tier = 0; tier < nodes_.num_tiers(); ++tier)
-    if (residencies[tier].state != State::absent) return true;
+    if (nodes_.residency(index, tier).state != State::absent) return true;
   return false;
 }
 
@@ -436,7 +425,6 @@ void BlockTrie::prune(Index index) {
     const Node& node = nodes_[index];
     const Index parent = node.parent;
     table_.erase(node.hash, index);
-    labels_.free(node.label, node.label_bytes);
     if (!keys_.empty()) keys_.erase(index);
     if (nodes_[parent].hint == index) nodes_[parent].hint = kNone;
     --nodes_[parent].num_children;
@@ -448,7 +436,6 @@ void BlockTrie::prune(Index index) {
     const Label space = label(index);
     roots_.erase(std::string(reinterpret_cast<const char*>(space.data), space.size));
     if (last_root_ == index) last_root_ = kNone;
-    labels_.free(node.label, node.label_bytes);
     nodes_.free(index);
   }
 }

@@ -12,8 +12,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "trie/arena.hpp"
 #include "trie/labels.hpp"
+#include "trie/nodes.hpp"
 #include "trie/policy.hpp"
 #include "trie/table.hpp"
 #include "trie/types.hpp"
@@ -48,7 +48,7 @@ class BlockTrie {
               std::optional<BlockId> after, std::vector<State>& states);
   Slot slot(BlockId block, std::size_t tier) const;
   std::vector<BlockId> prefixes(std::span<const BlockId> blocks, std::size_t tier) const;
-  std::uint32_t num_uses(BlockId block) const { return nodes_[at(block)].num_uses; }
+  std::uint32_t num_uses(BlockId block) const { return nodes_.num_uses(at(block)); }
   std::size_t num_evictable(std::size_t tier) const { return counts_[tier].idle; }
   std::size_t num_held(std::size_t tier) const { return counts_[tier].held; }
   std::size_t size() const { return nodes_.num_live() - roots_.size(); }
@@ -110,9 +110,7 @@ class BlockTrie {
       if (nodes_[index].parent != kFree) visit(index);
   }
   const Nodes& nodes() const { return nodes_; }
-  Label label(Index index) const {
-    return {labels_.data(nodes_[index].label), nodes_[index].label_bytes};
-  }
+  Label label(Index index) const { return nodes_.label(index); }
   // Throws BrokenPromise where counts, links, queues and tables disagree. O(all blocks).
   void check_invariants() const;
 
@@ -124,15 +122,17 @@ class BlockTrie {
 
   Index at(BlockId block) const;
   Index root(std::string_view space) const;
-  Index child(Index parent, Labels& labels, std::size_t i);
+  Index child(Index parent, Label label);
+  template <typename Visit>
+  void walk(Index index, Labels& labels, Visit&& visit);
   Index make(Index parent, std::uint64_t hash, Label label);
   void look_ahead(Index above, Labels& labels, std::size_t i);
-  void prefetch_path(Index index, Index from, Index to) const;
+  void prefetch_path(Index begin, Index end) const;
   Index begin(std::string_view space, std::optional<BlockId> after) const;
-  Index begin_or_make(std::string_view space, std::optional<BlockId> after);
-  bool is_child(Index index, Index parent, const Labels& labels, std::size_t i) const;
+  Index begin_or_make(std::string_view space, Labels& labels, std::optional<BlockId> after);
+  bool is_child(Index index, Index parent, Label label) const;
   bool is_cached(Index index) const;
-  void move(Residency& residency, State to);
+  void move(Index index, std::size_t tier, State to);
   void review(Index index, std::size_t tier);
   void count_in_parent(Index index, std::size_t tier, bool added);
   Slot leave(Index index, std::size_t tier);
@@ -143,7 +143,6 @@ class BlockTrie {
 
   std::uint64_t seed_;
   Nodes nodes_;
-  LabelArena labels_;
   Table table_;
   std::unordered_map<std::string, Index> roots_;
   mutable Index last_root_ = kNone;

@@ -28,15 +28,17 @@ class Labels {
         first_(first),
         size_(size) {}
 
-  // The ids have `item_bytes` each; `packed` has room for all blocks and whole chunks. Blocks are
+  // `packed` has room for all blocks and whole chunks. Blocks are
   // then asked for in ascending order.
-  void unpacked(std::size_t item_bytes, bool is_signed, std::byte* packed) {
-    item_bytes_ = item_bytes;
-    is_signed_ = is_signed;
+  void unpacked(IdType type, std::byte* packed) {
+    type_ = type;
     packed_ = packed;
   }
 
   std::size_t size() const { return size_; }
+
+  // How long most of them are; there must be one.
+  std::size_t usual_bytes() const { return tokens_ == nullptr ? list_.back().size : block_bytes_; }
 
   // So that no id is found out of range half-way through a change.
   void pack_all() {
@@ -52,42 +54,40 @@ class Labels {
     return {bytes(i), num_blocks(i) * block_bytes_};
   }
 
-  // Whether `known` is the label of block i. Ids are compared as they are.
-  bool is(std::size_t i, Label known) const {
-    const std::size_t size = tokens_ == nullptr ? list_[i].size : num_blocks(i) * block_bytes_;
-    if (size != known.size) return false;
-    if (tokens_ == nullptr) return std::memcmp(list_[i].data, known.data, size) == 0;
-    if (packed_ == nullptr || all_packed_) return std::memcmp(bytes(i), known.data, size) == 0;
-    const std::size_t num = size / kPacked;
-    if (item_bytes_ == 8) return same_tokens<std::uint64_t>(ids(i), num, known.data);
-    if (is_signed_) return same_tokens<std::int32_t>(ids(i), num, known.data);
-    return same_tokens<std::uint32_t>(ids(i), num, known.data);
-  }
-
-  // Brings block i nearer, where there is one.
-  void prefetch(std::size_t i) const {
-    if (tokens_ == nullptr || i >= size_) return;
-    const std::size_t num_bytes = block_bytes_ / kPacked * item_bytes_;
-    for (std::size_t at = 0; at < num_bytes; at += kLine) __builtin_prefetch(ids(i) + at);
+  // Blocks that lie in one piece, each named by its own ids only; unpacked ids are as they came.
+  struct Run {
+    const std::byte* ids;
+    IdType type;
+    std::size_t tokens_per_block;
+    std::size_t num_blocks;
+  };
+  // From block i on; of no blocks where that one is named otherwise.
+  Run run(std::size_t i) const {
+    if (tokens_ == nullptr || num_blocks(i) != 1 || block_bytes_ % kPacked != 0) return {};
+    const std::size_t rest = size_ - i;
+    const std::size_t in_chunk = blocks_per_chunk_ - (first_ + i) % blocks_per_chunk_;
+    const bool are_packed = packed_ == nullptr || all_packed_;
+    return {are_packed ? bytes(i) : ids(i), are_packed ? IdType::uint32 : type_,
+            block_bytes_ / kPacked,
+            blocks_per_chunk_ > 1 && in_chunk < rest ? in_chunk : rest};
   }
 
  private:
   static constexpr std::size_t kPacked = 4;
-  static constexpr std::size_t kLine = 64;
 
   // Of how many blocks the tokens are that name block i.
   std::size_t num_blocks(std::size_t i) const {
     return blocks_per_chunk_ > 1 && (first_ + i) % blocks_per_chunk_ == 0 ? blocks_per_chunk_ : 1;
   }
   const std::byte* ids(std::size_t i) const {
-    return tokens_ + (first_ + i) * (block_bytes_ / kPacked) * item_bytes_;
+    return tokens_ + (first_ + i) * (block_bytes_ / kPacked) * id_bytes(type_);
   }
   const std::byte* bytes(std::size_t i) const {
     return packed_ == nullptr ? tokens_ + (first_ + i) * block_bytes_ : packed_ + i * block_bytes_;
   }
 
   void pack(std::size_t i, std::size_t num_blocks) {
-    if (!pack_tokens(ids(i), item_bytes_, is_signed_, num_blocks * (block_bytes_ / kPacked),
+    if (!pack_tokens(ids(i), type_, num_blocks * (block_bytes_ / kPacked),
                      packed_ + i * block_bytes_))
       throw std::invalid_argument("token ids must lie in 0 .. 2**32 - 1");
   }
@@ -98,8 +98,7 @@ class Labels {
   std::size_t blocks_per_chunk_ = 1;
   std::size_t first_ = 0;
   std::size_t size_ = 0;
-  std::size_t item_bytes_ = 4;
-  bool is_signed_ = false;
+  IdType type_ = IdType::uint32;
   std::byte* packed_ = nullptr;  // null where tokens are packed already
   bool all_packed_ = false;
 };

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "trie/arena.hpp"
+#include "trie/nodes.hpp"
 
 namespace kvtier::trie {
 
@@ -18,7 +18,10 @@ class TierView {
 
   const Node& node(Index index) const { return nodes_[index]; }
   BlockId id(Index index) const { return nodes_.id(index); }
-  Residency& residency(Index index) const { return nodes_.residencies(index)[tier_]; }
+  double last_use(Index index) const { return nodes_.standing(index, tier_).last_use; }
+  bool is_evictable(Index index) const { return nodes_.is_evictable(index, tier_); }
+  State state(Index index) const { return nodes_.residency(index, tier_).state; }
+  bool& queued(Index index) const { return nodes_.residency(index, tier_).queued; }
 
  private:
   Nodes& nodes_;
@@ -36,7 +39,7 @@ class TierView {
 //   as a victim, or after `withdraw`. Time never runs backwards.
 // The implementer provides
 //   `victim`: takes the candidate to lose first from the queue and gives it, kNone where there is
-//   none. `queued` of the residency says whether a block is in the queue.
+//   none. `queued` says whether a block is in the queue.
 //
 // A policy that learns has what it needs here: the class of a leaf (num_uses, depth, and what a
 // caller says of a request, kept beside the nodes by index), reuse ages (last_use, in seconds), and
