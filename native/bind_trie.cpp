@@ -76,14 +76,19 @@ class BlockTrie {
   }
 
   nb::object match_slots(nb::handle space, nb::handle labels, nb::handle tier) {
-    numbers_.clear();
     const std::size_t at = position(tier);
+    PyObject* found = nullptr;
     with_labels(labels, [&](trie::Labels& path) {
-      trie_.match_slots(to_bytes(space.ptr(), "a namespace"), path, at, numbers_);
+      constexpr std::size_t kItem = sizeof(std::int64_t);
+      nb::object made = owned(
+          PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(path.size() * kItem)));
+      auto* const slots = reinterpret_cast<std::int64_t*>(PyBytes_AS_STRING(made.ptr()));
+      const std::size_t num =
+          trie_.match_slots(to_bytes(space.ptr(), "a namespace"), path, at, slots);
+      found = made.release().ptr();
+      if (num < path.size()) _PyBytes_Resize(&found, static_cast<Py_ssize_t>(num * kItem));
     });
-    return owned(
-        PyBytes_FromStringAndSize(reinterpret_cast<const char*>(numbers_.data()),
-                                  static_cast<Py_ssize_t>(numbers_.size() * sizeof(numbers_[0]))));
+    return owned(found);
   }
 
   nb::object state(nb::handle block, nb::handle tier) {
@@ -203,10 +208,10 @@ class BlockTrie {
     return list_of(slots_, number);
   }
   nb::object forget(nb::handle blocks, nb::handle tier) {
+    const std::size_t at = position(tier);
+    read_blocks(blocks);
     slots_.clear();
-    for (const BlockId block : read_blocks(blocks)) trie_.prefetch(block);
-    each(blocks, tier,
-         [&](BlockId block, std::size_t at) { slots_.push_back(trie_.forget(block, at)); });
+    checked([&] { trie_.forget(blocks_, at, slots_); });
     return list_of(slots_, number);
   }
   void touch(nb::handle blocks, double now) {
@@ -232,8 +237,7 @@ class BlockTrie {
     slots_.clear();
     checked([&] {
       trie_.evict(at, most, blocks_);
-      for (const BlockId block : blocks_) trie_.prefetch(block);
-      for (const BlockId block : blocks_) slots_.push_back(trie_.forget(block, at));
+      trie_.forget(blocks_, at, slots_);
     });
     return list_of(slots_, number);
   }
@@ -391,7 +395,6 @@ class BlockTrie {
   std::vector<BlockId> blocks_;
   std::vector<Slot> slots_;
   std::vector<Slot> given_;
-  std::vector<std::int64_t> numbers_;
   std::vector<trie::BlockTrie::Found> found_;
   std::vector<std::byte> packed_;
 };

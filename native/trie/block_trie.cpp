@@ -132,14 +132,16 @@ void BlockTrie::match(std::string_view space, Labels& labels, std::vector<Found>
   });
 }
 
-void BlockTrie::match_slots(std::string_view space, Labels& labels, std::size_t tier,
-                            std::vector<std::int64_t>& slots) {
+std::size_t BlockTrie::match_slots(std::string_view space, Labels& labels, std::size_t tier,
+                                   std::int64_t* slots) {
+  std::int64_t* next = slots;
   walk(root(space), labels, [&](Index index) {
     const Residency& residency = nodes_.residency(index, tier);
     if (residency.state != State::ready) return false;
-    slots.push_back(residency.slot);
+    *next++ = residency.slot;
     return true;
   });
+  return static_cast<std::size_t>(next - slots);
 }
 
 State BlockTrie::state(BlockId block, std::size_t tier) const {
@@ -371,6 +373,17 @@ void BlockTrie::evict(std::size_t tier, std::size_t num_blocks, Path& chosen) {
   }
 }
 
+void BlockTrie::forget(std::span<const BlockId> blocks, std::size_t tier,
+                       std::vector<Slot>& slots) {
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    if (i + kAhead < blocks.size()) {
+      const Index ahead = static_cast<Index>(blocks[i + kAhead]);
+      if (ahead < nodes_.end()) table_.prefetch(nodes_[ahead].hash);
+    }
+    slots.push_back(leave(at(blocks[i]), tier));
+  }
+}
+
 void BlockTrie::keep(BlockId block, std::size_t tier) {
   const Index index = at(block);
   move(index, tier, State::ready);
@@ -394,11 +407,6 @@ BlockTrie::Origin BlockTrie::origin(BlockId block) const {
   const std::uint32_t depth = nodes_[index].depth - 1;
   while (nodes_.is_block(index)) index = nodes_[index].parent;
   return {label(index), depth};
-}
-
-void BlockTrie::prefetch(BlockId block) const {
-  const Index index = static_cast<Index>(block);
-  if (index < nodes_.end()) table_.prefetch(nodes_[index].hash);
 }
 
 Slot BlockTrie::leave(Index index, std::size_t tier) {

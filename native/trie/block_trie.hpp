@@ -40,8 +40,9 @@ class BlockTrie {
     bool in_flight;
   };
   void match(std::string_view space, Labels& labels, std::vector<Found>& found);
-  void match_slots(std::string_view space, Labels& labels, std::size_t tier,
-                   std::vector<std::int64_t>& slots);
+  // Writes to `slots`, which has room for one of each label; returns how many there are.
+  std::size_t match_slots(std::string_view space, Labels& labels, std::size_t tier,
+                          std::int64_t* slots);
 
   State state(BlockId block, std::size_t tier) const;
   void states(std::string_view space, Labels& labels, std::size_t tier,
@@ -77,7 +78,8 @@ class BlockTrie {
   // -- eviction
 
   void evict(std::size_t tier, std::size_t num_blocks, Path& chosen);
-  Slot forget(BlockId block, std::size_t tier) { return leave(at(block), tier); }
+  // Appends the slots that are free now.
+  void forget(std::span<const BlockId> blocks, std::size_t tier, std::vector<Slot>& slots);
   void keep(BlockId block, std::size_t tier);
   // A ready block is gone, leaf or not; nothing while it is leased.
   std::optional<Slot> lose(BlockId block, std::size_t tier);
@@ -87,8 +89,6 @@ class BlockTrie {
     std::uint32_t depth;  // 0 for the first block of a prompt
   };
   Origin origin(BlockId block) const;
-  // Brings what `forget` will need nearer.
-  void prefetch(BlockId block) const;
 
   // -- keys: computed by the caller, kept here
 

@@ -11,6 +11,8 @@ namespace kvtier::trie {
 
 namespace {
 
+constexpr std::size_t kLine = 64;
+constexpr std::size_t kIdsAhead = 1024;  // bytes; the end of the ids may be nearer, which is no harm
 constexpr std::size_t kLanes = 8;
 using Ids32 [[gnu::vector_size(kLanes * 4)]] = std::uint32_t;
 using Ids64 [[gnu::vector_size(kLanes * 4)]] = std::uint64_t;  // half as many
@@ -76,6 +78,9 @@ template <IdType type>
   // Where the next block lies does not depend on what is read of this one: the processor need not
   // wait for memory to go on.
   for (; num < run.num_blocks && above + 1 < nodes.end(); ++num, ++above) {
+    // Ids are read faster than the processor fetches them by itself.
+    for (std::size_t at = 0; at < id_bytes(type) * num_tokens; at += kLine)
+      __builtin_prefetch(ids + kIdsAhead + at);
     if (nodes[above + 1].parent != above || nodes[above].num_children != 1) break;
     const Label known = nodes.label(above + 1);
     if (known.size != num_tokens * 4 || !same<type>(ids, num_tokens, known.data)) break;
