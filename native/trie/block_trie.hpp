@@ -129,7 +129,10 @@ class BlockTrie {
   void look_ahead(Index above, Labels& labels, std::size_t i);
   void prefetch_path(Index begin, Index end) const;
   Index begin(std::string_view space, std::optional<BlockId> after) const;
-  Index begin_or_make(std::string_view space, Labels& labels, std::optional<BlockId> after);
+  Index make_root(std::string_view space, Labels& labels);
+  template <typename Test>
+  Index find_or_make(std::string_view space, Labels& labels, std::optional<BlockId> after,
+                     Test&& is_open);
   bool is_child(Index index, Index parent, Label label) const;
   bool is_cached(Index index) const;
   void move(Index index, std::size_t tier, State to);
@@ -149,6 +152,8 @@ class BlockTrie {
   std::vector<std::unique_ptr<Policy>> policies_;
   std::vector<Counts> counts_;
   std::unordered_map<Index, Key> keys_;
+  // Kept from call to call, to spare allocations.
+  std::vector<Index> places_;         // of the path that is being extended
   std::vector<std::uint64_t> ahead_;  // hashes of the prefixes that are about to be made
 };
 

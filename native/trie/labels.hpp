@@ -12,7 +12,7 @@
 namespace kvtier::trie {
 
 // Either blocks of one token buffer, or a list of byte strings. Owns nothing. Ids that are not
-// packed yet are packed while a walk goes on, a few blocks at first and then more: a miss reads
+// packed yet are compared as they are, or packed block by block where a hash is needed: a miss reads
 // little.
 //
 // In a token buffer block i has bytes [i * block_bytes, (i + 1) * block_bytes), except that the
@@ -28,8 +28,7 @@ class Labels {
         first_(first),
         size_(size) {}
 
-  // `packed` has room for all blocks and whole chunks. Blocks are
-  // then asked for in ascending order.
+  // `packed` has room for all blocks and whole chunks.
   void unpacked(IdType type, std::byte* packed) {
     type_ = type;
     packed_ = packed;
@@ -40,18 +39,20 @@ class Labels {
   // How long most of them are; there must be one.
   std::size_t usual_bytes() const { return tokens_ == nullptr ? list_.back().size : block_bytes_; }
 
-  // So that no id is found out of range half-way through a change.
-  void pack_all() {
-    if (packed_ == nullptr || size_ == 0) return;
+  // Packs block i and all after it, so that no id is found out of range half-way through a change.
+  void pack_from(std::size_t i) {
+    if (packed_ == nullptr || i >= size_) return;
     const std::size_t end = first_ + size_ + blocks_per_chunk_ - 1;
-    pack(0, end / blocks_per_chunk_ * blocks_per_chunk_ - first_);
-    all_packed_ = true;
+    pack(i, end / blocks_per_chunk_ * blocks_per_chunk_ - first_ - i);
+    packed_from_ = i;
   }
 
   Label operator[](std::size_t i) {
     if (tokens_ == nullptr) return list_[i];
-    if (packed_ != nullptr && !all_packed_) pack(i, num_blocks(i));
-    return {bytes(i), num_blocks(i) * block_bytes_};
+    const std::size_t num = num_blocks(i);
+    if (packed_ == nullptr) return {ids(i), num * block_bytes_};
+    if (i < packed_from_) pack(i, num);
+    return {packed_ + i * block_bytes_, num * block_bytes_};
   }
 
   // Blocks that lie in one piece, each named by its own ids only; unpacked ids are as they came.
@@ -66,9 +67,7 @@ class Labels {
     if (tokens_ == nullptr || num_blocks(i) != 1 || block_bytes_ % kPacked != 0) return {};
     const std::size_t rest = size_ - i;
     const std::size_t in_chunk = blocks_per_chunk_ - (first_ + i) % blocks_per_chunk_;
-    const bool are_packed = packed_ == nullptr || all_packed_;
-    return {are_packed ? bytes(i) : ids(i), are_packed ? IdType::uint32 : type_,
-            block_bytes_ / kPacked,
+    return {ids(i), type_, block_bytes_ / kPacked,
             blocks_per_chunk_ > 1 && in_chunk < rest ? in_chunk : rest};
   }
 
@@ -80,12 +79,8 @@ class Labels {
     return blocks_per_chunk_ > 1 && (first_ + i) % blocks_per_chunk_ == 0 ? blocks_per_chunk_ : 1;
   }
   const std::byte* ids(std::size_t i) const {
-    return tokens_ + (first_ + i) * (block_bytes_ / kPacked) * id_bytes(type_);
+    return tokens_ + (first_ + i) * block_bytes_ * id_bytes(type_) / kPacked;
   }
-  const std::byte* bytes(std::size_t i) const {
-    return packed_ == nullptr ? tokens_ + (first_ + i) * block_bytes_ : packed_ + i * block_bytes_;
-  }
-
   void pack(std::size_t i, std::size_t num_blocks) {
     if (!pack_tokens(ids(i), type_, num_blocks * (block_bytes_ / kPacked),
                      packed_ + i * block_bytes_))
@@ -100,7 +95,7 @@ class Labels {
   std::size_t size_ = 0;
   IdType type_ = IdType::uint32;
   std::byte* packed_ = nullptr;  // null where tokens are packed already
-  bool all_packed_ = false;
+  std::size_t packed_from_ = static_cast<std::size_t>(-1);
 };
 
 }  // namespace kvtier::trie
