@@ -128,20 +128,24 @@ void BlockTrie::commit(BlockId block, std::size_t tier, double now) {
   move(index, tier, State::ready);
   counts_[tier].idle += standing.leases == 0;
   standing.last_use = now;
-  policies_[tier]->used(index);
+  policies_[tier]->used(index, {now, kNever, false});
   review(index, tier);
 }
 
 // -- use
 // ----------------------------------------------------------------------------------------------
 
-void BlockTrie::touch(BlockId block, double now) {
-  const Index index = at(block);
-  ++nodes_.num_uses(index);
-  for (std::size_t tier = 0; tier < nodes_.num_tiers(); ++tier) {
-    if (nodes_.residency(index, tier).state == State::absent) continue;
-    nodes_.standing(index, tier).last_use = now;
-    policies_[tier]->used(index);
+void BlockTrie::touch(std::span<const BlockId> blocks, double now) {
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    const Index index = at(blocks[i]);
+    ++nodes_.num_uses(index);
+    for (std::size_t tier = 0; tier < nodes_.num_tiers(); ++tier) {
+      if (nodes_.residency(index, tier).state == State::absent) continue;
+      double& last_use = nodes_.standing(index, tier).last_use;
+      const Use use{now, last_use, i + 1 == blocks.size()};
+      last_use = now;
+      policies_[tier]->used(index, use);
+    }
   }
 }
 

@@ -71,7 +71,8 @@ class BlockTrie {
 
   // -- use
 
-  void touch(BlockId block, double now);
+  // The blocks of one request, in prompt order.
+  void touch(std::span<const BlockId> blocks, double now);
   void lease(BlockId block, std::size_t tier);
   void release(BlockId block, std::size_t tier);
 

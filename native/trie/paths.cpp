@@ -192,7 +192,7 @@ std::size_t BlockTrie::insert(std::string_view space, Labels& labels, std::optio
       ++counts_[tier].held;
       ++counts_[tier].idle;
       if (nodes_.is_block(above)) ++nodes_.standing(above, tier).num_children;
-      policies_[tier]->used(index);
+      policies_[tier]->used(index, {now, kNever, i + 1 == labels.size()});
       ++num_new;
     }
     if (hold && standing.leases++ == 0) --counts_[tier].idle;
