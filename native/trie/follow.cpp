@@ -12,7 +12,7 @@ namespace kvtier::trie {
 namespace {
 
 constexpr std::size_t kLine = 64;
-constexpr std::size_t kIdsAhead = 1024;  // bytes; the end of the ids may be nearer, which is no harm
+constexpr std::size_t kIdsAhead = 1024;  // bytes; beyond the last id it does no harm
 constexpr std::size_t kLanes = 8;
 using Ids32 [[gnu::vector_size(kLanes * 4)]] = std::uint32_t;
 using Ids64 [[gnu::vector_size(kLanes * 4)]] = std::uint64_t;  // half as many

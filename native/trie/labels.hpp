@@ -12,8 +12,8 @@
 namespace kvtier::trie {
 
 // Either blocks of one token buffer, or a list of byte strings. Owns nothing. Ids that are not
-// packed yet are compared as they are, or packed block by block where a hash is needed: a miss reads
-// little.
+// packed yet are compared as they are, and packed block by block where a hash is needed: a miss
+// reads little.
 //
 // In a token buffer block i has bytes [i * block_bytes, (i + 1) * block_bytes), except that the
 // first block of a chunk is named by the bytes of the whole chunk.

@@ -83,9 +83,10 @@ class Rows {
   std::vector<Pages<std::byte>> chunks_;
 };
 
-// Two rows per node. The first has the node, a residency per tier and the label, so that what a walk
-// reads of a block lies in one piece, and where it lies follows from the number of its place alone.
-// (A label that is longer than the room in the row is kept elsewhere.) The second has the rest.
+// Two rows per node. The first has the node, a residency per tier and the label, so that what a
+// walk reads of a block lies in one piece, and where it lies follows from the number of its place
+// alone. (A label that is longer than the room in the row is kept elsewhere.) The second has how
+// often the block was used, and a standing per tier.
 //
 // Rows grow in chunks: nothing moves, and no growth copies what is there. Places are used again
 // last in, first out, so that a path that took the places of an evicted one lies as that did: in
@@ -93,7 +94,7 @@ class Rows {
 class Nodes {
  public:
   explicit Nodes(std::size_t num_tiers)
-      : num_tiers_(num_tiers), walked_(label_at() + room_), standings_(sizeof(Standing) * num_tiers + sizeof(std::uint64_t)) {}
+      : num_tiers_(num_tiers), walked_(label_at() + room_), standings_(standing_at(num_tiers)) {}
 
   std::size_t num_tiers() const { return num_tiers_; }
   Index end() const { return end_; }  // places used at any time are below
@@ -104,17 +105,25 @@ class Nodes {
 
   Node& operator[](Index index) { return *walked_.at<Node>(index, 0); }
   const Node& operator[](Index index) const { return *walked_.at<Node>(index, 0); }
-  Residency& residency(Index index, std::size_t tier) { return *walked_.at<Residency>(index, residency_at(tier)); }
-  const Residency& residency(Index index, std::size_t tier) const { return *walked_.at<Residency>(index, residency_at(tier)); }
+  Residency& residency(Index index, std::size_t tier) {
+    return *walked_.at<Residency>(index, residency_at(tier));
+  }
+  const Residency& residency(Index index, std::size_t tier) const {
+    return *walked_.at<Residency>(index, residency_at(tier));
+  }
   const Residency* residencies(Index index) const { return &residency(index, 0); }
-  Standing& standing(Index index, std::size_t tier) { return *standings_.at<Standing>(index, standing_at(tier)); }
-  const Standing& standing(Index index, std::size_t tier) const { return *standings_.at<Standing>(index, standing_at(tier)); }
+  Standing& standing(Index index, std::size_t tier) {
+    return *standings_.at<Standing>(index, standing_at(tier));
+  }
+  const Standing& standing(Index index, std::size_t tier) const {
+    return *standings_.at<Standing>(index, standing_at(tier));
+  }
   std::uint32_t& num_uses(Index index) { return *standings_.at<std::uint32_t>(index, 0); }
   std::uint32_t num_uses(Index index) const { return *standings_.at<std::uint32_t>(index, 0); }
   Label label(Index index) const {
     const std::size_t size = (*this)[index].label_bytes;
-    const auto* const here = walked_.at<std::byte>(index, label_at());
-    return {size <= room_ ? here : labels_.data(*walked_.at<std::uint32_t>(index, label_at())), size};
+    if (size <= room_) return {walked_.at<std::byte>(index, label_at()), size};
+    return {labels_.data(*walked_.at<std::uint32_t>(index, label_at())), size};
   }
   bool is_evictable(Index index, std::size_t tier) const {
     const Standing& it = standing(index, tier);
@@ -158,11 +167,10 @@ class Nodes {
       ++end_;
     }
     (*this)[index].label_bytes = static_cast<std::uint32_t>(label.size);
-    auto* const here = walked_.at<std::byte>(index, label_at());
     if (label.size > room_)
       *walked_.at<std::uint32_t>(index, label_at()) = labels_.store(label);
     else if (label.size > 0)
-      std::memcpy(here, label.data, label.size);
+      std::memcpy(walked_.at<std::byte>(index, label_at()), label.data, label.size);
     for (std::size_t tier = 0; tier < num_tiers_; ++tier) {
       residency(index, tier) = {0, State::absent, false};
       standing(index, tier) = {0.0, 0, 0};
@@ -188,8 +196,12 @@ class Nodes {
   static constexpr std::uint32_t kLastGeneration = 0x7FFF'FFFF;
   static constexpr std::size_t kLeastRoom = 8;
 
-  static std::size_t residency_at(std::size_t tier) { return sizeof(Node) + tier * sizeof(Residency); }
-  static std::size_t standing_at(std::size_t tier) { return sizeof(std::uint64_t) + tier * sizeof(Standing); }
+  static std::size_t residency_at(std::size_t tier) {
+    return sizeof(Node) + tier * sizeof(Residency);
+  }
+  static std::size_t standing_at(std::size_t tier) {
+    return sizeof(std::uint64_t) + tier * sizeof(Standing);
+  }
   std::size_t label_at() const { return residency_at(num_tiers_); }
 
   std::size_t num_tiers_;

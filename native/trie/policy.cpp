@@ -101,7 +101,8 @@ void Lru::check() const {
     promise(entry.block == view_.id(entry.index()), "lru: an entry of a block that is gone");
     promise(view_.queued(entry.index()), "lru: an entry of a block that is not queued");
     promise(view_.state(entry.index()) == State::ready, "lru: a queued block is not ready");
-    promise(entry.last_use <= view_.last_use(entry.index()), "lru: an entry is younger than its block");
+    promise(entry.last_use <= view_.last_use(entry.index()),
+            "lru: an entry is younger than its block");
     const std::size_t above = (at - 1) / kArity;
     if (at > 0 && !(hole_ && above == 0))
       promise(!(entry < heap_[above]), "lru: the heap is out of order");

@@ -52,10 +52,10 @@ class TierView {
 //   none. `queued` says whether a block is in the queue.
 //
 // A policy that learns has what it needs here: the class of a leaf (uses, depth, whether it ended a
-// request; how many blocks above it did is the turn), kept beside the nodes by index where it has to
-// be kept; reuse ages; and a ghost list by the hash of the prefix, which is the same when a block
-// comes back. An admission test is asked for at the first use, before the block is offered: a block
-// that is not worth its place is the next victim.
+// request; how many blocks above it did is the turn), which it keeps by index where it has to be
+// kept; reuse ages; and a ghost list by the hash of the prefix, which is the same when a block comes
+// back. An admission test belongs into the first `used` of a block, before it is offered: one that
+// is not worth its place is the next victim.
 class Policy {
  public:
   explicit Policy(TierView view) : view_(view) {}
