@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "bind.hpp"
+#include "bound_labels.hpp"
 #include "bound_values.hpp"
 #include "trie/block_trie.hpp"
-#include "trie/tokens.hpp"
 
 namespace nb = nanobind;
 
@@ -42,9 +42,8 @@ class BlockTrie {
         })),
         tiers_(std::move(tiers)),
         states_(std::move(states)),
-        labels_type_(nb::borrow(labels_type)),
-        match_type_(nb::borrow(match_type)),
-        spec_(owned(PyUnicode_InternFromString("spec"))) {
+        labels_(labels_type),
+        match_type_(nb::borrow(match_type)) {
     for (const char* each : {"blocks", "tiers", "in_flight", "num_asked"})
       match_fields_.push_back(owned(PyUnicode_InternFromString(each)));
     if (states_.size() != 4) fail(PyExc_ValueError, "four states, not %zu", states_.size());
@@ -55,7 +54,7 @@ class BlockTrie {
   nb::object match(nb::handle space, nb::handle labels) {
     found_.clear();
     std::size_t num_asked = 0;
-    with_labels(labels, [&](trie::Labels& path) {
+    labels_.read(labels, [&](trie::Labels& path) {
       num_asked = path.size();
       trie_.match(to_bytes(space.ptr(), "a namespace"), path, found_);
     });
@@ -76,14 +75,19 @@ class BlockTrie {
   }
 
   nb::object match_slots(nb::handle space, nb::handle labels, nb::handle tier) {
-    numbers_.clear();
     const std::size_t at = position(tier);
-    with_labels(labels, [&](trie::Labels& path) {
-      trie_.match_slots(to_bytes(space.ptr(), "a namespace"), path, at, numbers_);
+    PyObject* found = nullptr;
+    labels_.read(labels, [&](trie::Labels& path) {
+      constexpr std::size_t kItem = sizeof(std::int64_t);
+      nb::object made = owned(
+          PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(path.size() * kItem)));
+      auto* const slots = reinterpret_cast<std::int64_t*>(PyBytes_AS_STRING(made.ptr()));
+      const std::size_t num =
+          trie_.match_slots(to_bytes(space.ptr(), "a namespace"), path, at, slots);
+      found = made.release().ptr();
+      if (num < path.size()) _PyBytes_Resize(&found, static_cast<Py_ssize_t>(num * kItem));
     });
-    return owned(
-        PyBytes_FromStringAndSize(reinterpret_cast<const char*>(numbers_.data()),
-                                  static_cast<Py_ssize_t>(numbers_.size() * sizeof(numbers_[0]))));
+    return owned(found);
   }
 
   nb::object state(nb::handle block, nb::handle tier) {
@@ -93,7 +97,7 @@ class BlockTrie {
   nb::object states(nb::handle space, nb::handle labels, nb::handle tier, nb::handle after) {
     std::vector<State> found;
     const std::size_t at = position(tier);
-    with_labels(labels, [&](trie::Labels& path) {
+    labels_.read(labels, [&](trie::Labels& path) {
       trie_.states(to_bytes(space.ptr(), "a namespace"), path, at, optional_block(after), found);
     });
     return list_of(found, [&](State each) { return state_object(each); });
@@ -131,7 +135,7 @@ class BlockTrie {
 
   nb::object extend(nb::handle space, nb::handle labels, nb::handle after) {
     blocks_.clear();
-    with_labels(labels, [&](trie::Labels& path) {
+    labels_.read(labels, [&](trie::Labels& path) {
       trie_.extend(to_bytes(space.ptr(), "a namespace"), path, optional_block(after), blocks_);
     });
     return list_of(blocks_, number);
@@ -145,7 +149,7 @@ class BlockTrie {
     given_ = slots_;
     blocks_.clear();
     std::size_t num_new = 0;
-    with_labels(labels, [&](trie::Labels& path) {
+    labels_.read(labels, [&](trie::Labels& path) {
       if (path.size() != slots_.size())
         fail(PyExc_ValueError, "a slot for each block: %zu labels, %zu slots", path.size(),
              slots_.size());
@@ -203,17 +207,15 @@ class BlockTrie {
     return list_of(slots_, number);
   }
   nb::object forget(nb::handle blocks, nb::handle tier) {
+    const std::size_t at = position(tier);
+    read_blocks(blocks);
     slots_.clear();
-    for (const BlockId block : read_blocks(blocks)) trie_.prefetch(block);
-    each(blocks, tier,
-         [&](BlockId block, std::size_t at) { slots_.push_back(trie_.forget(block, at)); });
+    checked([&] { trie_.forget(blocks_, at, slots_); });
     return list_of(slots_, number);
   }
   void touch(nb::handle blocks, double now) {
     read_blocks(blocks);
-    checked([&] {
-      for (const BlockId block : blocks_) trie_.touch(block, now);
-    });
+    checked([&] { trie_.touch(blocks_, now); });
   }
 
   nb::object evict(nb::handle tier, nb::handle num_blocks) {
@@ -232,8 +234,7 @@ class BlockTrie {
     slots_.clear();
     checked([&] {
       trie_.evict(at, most, blocks_);
-      for (const BlockId block : blocks_) trie_.prefetch(block);
-      for (const BlockId block : blocks_) slots_.push_back(trie_.forget(block, at));
+      trie_.forget(blocks_, at, slots_);
     });
     return list_of(slots_, number);
   }
@@ -272,15 +273,16 @@ class BlockTrie {
       const trie::Node& node = nodes[index];
       nb::list places;
       for (std::size_t tier = 0; tier < nodes.num_tiers(); ++tier) {
-        const trie::Residency& at = nodes.residencies(index)[tier];
+        const trie::Residency& at = nodes.residency(index, tier);
+        const trie::Standing& standing = nodes.standing(index, tier);
         const bool absent = at.state == State::absent;
         places.append(nb::make_tuple(state_object(at.state),
-                                     absent ? -1 : static_cast<long long>(at.slot), at.leases,
-                                     at.num_children));
+                                     absent ? -1 : static_cast<long long>(at.slot),
+                                     standing.leases, standing.num_children));
       }
       nb::object parent = nodes.is_block(index) ? number(nodes.id(node.parent)) : nb::none();
       return nb::make_tuple(number(nodes.id(index)), parent, bytes(trie_.label(index)),
-                            node.num_uses, places);
+                            nodes.num_uses(index), places);
     });
   }
 
@@ -334,103 +336,22 @@ class BlockTrie {
     });
   }
 
-  // Calls use(labels) with the labels of a `Labels` (read from its token buffer) or of any sequence
-  // of bytes.
-  template <typename Use>
-  void with_labels(nb::handle labels, Use&& use) {
-    if (reinterpret_cast<PyObject*>(Py_TYPE(labels.ptr())) == labels_type_.ptr()) {
-      const nb::object spec = owned(PyObject_GetAttr(labels.ptr(), spec_.ptr()));
-      std::size_t fields[4];  // block_bytes, blocks_per_chunk, first, number of blocks
-      if (!PyTuple_Check(spec.ptr()) || PyTuple_GET_SIZE(spec.ptr()) != 5)
-        fail(PyExc_TypeError, "Labels.spec has five fields");
-      for (std::size_t i = 0; i < 4; ++i)
-        fields[i] = to_index(PyTuple_GET_ITEM(spec.ptr(), static_cast<Py_ssize_t>(i) + 1));
-      PyObject* const tokens = PyTuple_GET_ITEM(spec.ptr(), 0);
-      const auto [width, per_chunk, first, num] = fields;
-      const std::size_t end =
-          per_chunk > 0 ? (first + num + per_chunk - 1) / per_chunk * per_chunk : 0;
-      const auto must_hold = [&](std::size_t num_bytes) {
-        if (width == 0 || per_chunk == 0 || end > num_bytes / width)
-          fail(PyExc_ValueError, "Labels name blocks outside of their tokens: %R", spec.ptr());
-      };
-      if (PyBytes_CheckExact(tokens)) {
-        const std::string_view text = to_bytes(tokens, "tokens");
-        must_hold(text.size());
-        trie::Labels path(reinterpret_cast<const std::byte*>(text.data()), width, per_chunk, first,
-                          num);
-        checked([&] { use(path); });
-      } else {
-        const TokenArray ids{nb::handle(tokens)};
-        if (!ids.is_integer())
-          fail(PyExc_TypeError, "tokens must be bytes or an array of integers, not %s",
-               Py_TYPE(tokens)->tp_name);
-        must_hold(4 * ids.size());
-        packed_.resize(width * (end - first));
-        trie::Labels path(ids.data(), width, per_chunk, first, num);
-        path.unpacked(ids.item_bytes(), ids.is_signed(), packed_.data());
-        checked([&] { use(path); });
-      }
-    } else {
-      const Items items(labels, "labels must be iterable");
-      std::vector<trie::Label> list(items.size());
-      for (std::size_t i = 0; i < list.size(); ++i) list[i] = to_label(items[i]);
-      trie::Labels path{std::span<const trie::Label>(list)};
-      checked([&] { use(path); });
-    }
-  }
-
   trie::BlockTrie trie_;
   nb::tuple tiers_;
   nb::tuple states_;
-  nb::object labels_type_;
+  LabelReader labels_;
   nb::object match_type_;
-  nb::object spec_;
   std::vector<nb::object> match_fields_;
   // Kept from call to call, to spare allocations.
   std::vector<BlockId> blocks_;
   std::vector<Slot> slots_;
   std::vector<Slot> given_;
-  std::vector<std::int64_t> numbers_;
   std::vector<trie::BlockTrie::Found> found_;
-  std::vector<std::byte> packed_;
 };
-
-std::byte* bytes_of(const nb::object& packed) {
-  return reinterpret_cast<std::byte*>(PyBytes_AS_STRING(packed.ptr()));
-}
-
-nb::object pack_tokens(nb::handle tokens) {
-  constexpr std::size_t kItem = sizeof(std::uint32_t);
-  if (PyList_CheckExact(tokens.ptr()) || PyTuple_CheckExact(tokens.ptr())) {
-    const Items items(tokens, "tokens");
-    nb::object packed =
-        owned(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(items.size() * kItem)));
-    for (std::size_t i = 0; i < items.size(); ++i) {
-      if (!PyLong_CheckExact(items[i])) return nb::none();
-      int overflow = 0;
-      const long long id = PyLong_AsLongLongAndOverflow(items[i], &overflow);
-      if (overflow != 0 || id < 0 || id > 0xFFFF'FFFF) return nb::none();
-      const auto word = static_cast<std::uint32_t>(id);
-      std::memcpy(bytes_of(packed) + i * kItem, &word, kItem);
-    }
-    return packed;
-  }
-  const TokenArray ids(tokens);
-  if (!ids.is_integer()) return nb::none();
-  nb::object packed =
-      owned(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(ids.size() * kItem)));
-  const bool fits = trie::pack_tokens(ids.data(), ids.item_bytes(), ids.is_signed(), ids.size(),
-                                      bytes_of(packed));
-  return fits ? packed : nb::none();
-}
 
 }  // namespace
 
 void bind_trie(nb::module_& module) {
-  module.def("pack_tokens", &pack_tokens, nb::arg("tokens").none(),
-             nb::sig("def pack_tokens(tokens: object) -> bytes | None"),
-             "Token ids as little-endian uint32.");
-
   nb::class_<BlockTrie>(module, "BlockTrie", "What is cached, where: see kvtier.index.")
       .def(nb::init<nb::tuple, nb::tuple, nb::tuple, nb::handle, nb::handle>(), nb::arg("tiers"),
            nb::arg("policies"), nb::arg("states"), nb::arg("labels_type"), nb::arg("match_type"))

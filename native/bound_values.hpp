@@ -9,6 +9,7 @@
 
 #include "bind.hpp"
 #include "errors.hpp"
+#include "trie/tokens.hpp"
 #include "trie/types.hpp"
 
 namespace kvtier::bound {
@@ -140,12 +141,16 @@ class TokenArray {
   }
 
   bool is_integer() const { return is_integer_; }
-  bool is_signed() const { return is_signed_; }
-  std::size_t item_bytes() const { return static_cast<std::size_t>(buffer_.view().itemsize); }
+  trie::IdType type() const {
+    if (item_bytes() == 8) return trie::IdType::int64;
+    return is_signed_ ? trie::IdType::int32 : trie::IdType::uint32;
+  }
   std::size_t size() const { return static_cast<std::size_t>(buffer_.view().len) / item_bytes(); }
   const std::byte* data() const { return static_cast<const std::byte*>(buffer_.view().buf); }
 
  private:
+  std::size_t item_bytes() const { return static_cast<std::size_t>(buffer_.view().itemsize); }
+
   Buffer buffer_;
   bool is_integer_ = false;
   bool is_signed_ = false;

@@ -10,8 +10,6 @@ namespace kvtier::trie {
 
 namespace {
 
-constexpr Index kAhead = 12;  // blocks between what is used and what is fetched into the cache
-
 const char* name(State state) {
   switch (state) {
     case State::absent:
@@ -40,10 +38,6 @@ bool may_move(State from, State to) {
   return false;
 }
 
-Label bytes_of(std::string_view text) {
-  return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
-}
-
 }  // namespace
 
 BlockTrie::BlockTrie(std::span<const std::string_view> policies)
@@ -55,9 +49,6 @@ BlockTrie::BlockTrie(std::span<const std::string_view> policies)
   }
 }
 
-// -- finding
-// ------------------------------------------------------------------------------------------
-
 Index BlockTrie::at(BlockId block) const {
   const Index index = static_cast<Index>(block);
   if (index >= nodes_.end() || !nodes_.is_block(index) || nodes_.id(index) != block)
@@ -65,96 +56,15 @@ Index BlockTrie::at(BlockId block) const {
   return index;
 }
 
-Index BlockTrie::root(std::string_view space) const {
-  // Most calls are about the namespace of the call before.
-  if (last_root_ != kNone && nodes_[last_root_].parent == kRoot) {
-    const Label known = label(last_root_);
-    if (known.size == space.size() && std::memcmp(known.data, space.data(), space.size()) == 0)
-      return last_root_;
-  }
-  const auto found = roots_.find(std::string(space));
-  return found == roots_.end() ? kNone : last_root_ = found->second;
-}
-
-bool BlockTrie::is_child(Index index, Index parent, Label label) const {
-  const Node& node = nodes_[index];
-  return node.parent == parent && node.label_bytes == label.size &&
-         std::memcmp(labels_.data(node.label), label.data, label.size) == 0;
-}
-
-// What lies behind a block is mostly what is asked for next.
-void BlockTrie::prefetch_after(Index index) const {
-  if (index + kAhead >= nodes_.end()) return;
-  nodes_.prefetch(index + kAhead);
-  __builtin_prefetch(labels_.data(nodes_[index].label) +
-                     kAhead * std::size_t{nodes_[index].label_bytes});
-}
-
-Index BlockTrie::child(Index parent, Label label) {
-  Node& above = nodes_[parent];
-  if (above.num_children == 0) return kNone;
-  // Blocks of a path were mostly made together, and lie in the order in which they are asked for:
-  // then neither a hash nor a look-up is needed.
-  const Index hint = above.hint;
-  if (hint != kNone && is_child(hint, parent, label)) {
-    prefetch_after(hint);
-    return hint;
-  }
-  const std::uint64_t hash = prefix_hash(above.hash, label);
-  const Index found =
-      table_.find(hash, [&](Index index) { return is_child(index, parent, label); });
-  if (found != kNone) above.hint = found;
-  return found;
-}
-
-Index BlockTrie::begin(std::string_view space, std::optional<BlockId> after) const {
-  return after ? at(*after) : root(space);
-}
-
-void BlockTrie::match(std::string_view space, Labels& labels, std::vector<Found>& found) {
-  Index index = root(space);
-  for (std::size_t i = 0; i < labels.size() && index != kNone; ++i) {
-    index = child(index, labels[i]);
-    if (index == kNone) return;
-    const Residency* residencies = nodes_.residencies(index);
-    const bool arriving = residencies[0].state == State::writing;
-    std::size_t tier = 0;
-    while (tier < nodes_.num_tiers() && residencies[tier].state != State::ready) ++tier;
-    if (tier == nodes_.num_tiers()) return;
-    found.push_back({nodes_.id(index), static_cast<std::uint8_t>(tier), arriving});
-  }
-}
-
-void BlockTrie::match_slots(std::string_view space, Labels& labels, std::size_t tier,
-                            std::vector<std::int64_t>& slots) {
-  Index index = root(space);
-  for (std::size_t i = 0; i < labels.size() && index != kNone; ++i) {
-    index = child(index, labels[i]);
-    if (index == kNone) return;
-    const Residency& residency = nodes_.residencies(index)[tier];
-    if (residency.state != State::ready) return;
-    slots.push_back(residency.slot);
-  }
-}
-
 State BlockTrie::state(BlockId block, std::size_t tier) const {
   const Index index = static_cast<Index>(block);
   if (index >= nodes_.end() || !nodes_.is_block(index) || nodes_.id(index) != block)
     return State::absent;
-  return nodes_.residencies(index)[tier].state;
-}
-
-void BlockTrie::states(std::string_view space, Labels& labels, std::size_t tier,
-                       std::optional<BlockId> after, std::vector<State>& states) {
-  Index index = begin(space, after);
-  for (std::size_t i = 0; i < labels.size() && index != kNone; ++i) {
-    index = child(index, labels[i]);
-    if (index != kNone) states.push_back(nodes_.residencies(index)[tier].state);
-  }
+  return nodes_.residency(index, tier).state;
 }
 
 Slot BlockTrie::slot(BlockId block, std::size_t tier) const {
-  return nodes_.residencies(at(block))[tier].slot;
+  return nodes_.residency(at(block), tier).slot;
 }
 
 std::vector<BlockId> BlockTrie::prefixes(std::span<const BlockId> blocks, std::size_t tier) const {
@@ -165,7 +75,7 @@ std::vector<BlockId> BlockTrie::prefixes(std::span<const BlockId> blocks, std::s
   for (const Index block : below) {
     Index above = nodes_[block].parent;
     while (nodes_.is_block(above) && !std::binary_search(below.begin(), below.end(), above)) {
-      if (nodes_.residencies(above)[tier].state == State::ready) {
+      if (nodes_.residency(above, tier).state == State::ready) {
         found.push_back(nodes_.id(above));
         break;
       }
@@ -178,213 +88,83 @@ std::vector<BlockId> BlockTrie::prefixes(std::span<const BlockId> blocks, std::s
 }
 
 std::size_t BlockTrie::num_bytes() const {
-  std::size_t total = nodes_.num_bytes() + labels_.num_bytes() + table_.num_bytes();
+  std::size_t total = nodes_.num_bytes() + table_.num_bytes();
   for (const auto& policy : policies_) total += policy->num_bytes();
   return total + keys_.size() * (sizeof(Key) + 4 * sizeof(void*));
 }
 
-// -- writing
-// ------------------------------------------------------------------------------------------
-
-Index BlockTrie::make(Index parent, std::uint64_t hash, Label label) {
-  const Index index = nodes_.allocate();
-  Node& node = nodes_[index];
-  node.hash = hash;
-  node.parent = parent;
-  node.hint = kNone;
-  node.num_children = node.num_uses = node.depth = 0;
-  node.label = labels_.store(label);
-  node.label_bytes = static_cast<std::uint32_t>(label.size);
-  if (parent != kRoot) {
-    node.depth = nodes_[parent].depth + 1;
-    ++nodes_[parent].num_children;
-    nodes_[parent].hint = index;
-    table_.insert(hash, index);
-  }
-  return index;
-}
-
-// Nothing is known below a block that is missing: the hashes of what will be made can be computed,
-// and their places in the table be on their way, before they are needed.
-void BlockTrie::look_ahead(Index above, Labels& labels, std::size_t i) {
-  ahead_.resize(labels.size());
-  std::uint64_t hash = nodes_[above].hash;
-  for (; i < labels.size(); ++i) {
-    hash = prefix_hash(hash, labels[i]);
-    ahead_[i] = hash;
-    table_.prefetch(hash);
-  }
-}
-
-Index BlockTrie::begin_or_make(std::string_view space, std::optional<BlockId> after) {
-  Index index = begin(space, after);
-  if (index == kNone) {
-    index = make(kRoot, prefix_hash(seed_, bytes_of(space)), bytes_of(space));
-    roots_.emplace(space, index);
-  }
-  return index;
-}
-
-void BlockTrie::extend(std::string_view space, Labels& labels, std::optional<BlockId> after,
-                       Path& path) {
-  if (labels.size() == 0) return;  // a root without blocks would never be pruned
-  labels.pack_all();
-  Index index = begin_or_make(space, after);
-  bool is_known = true;
-  for (std::size_t i = 0; i < labels.size(); ++i) {
-    const Label label = labels[i];
-    const Index known = is_known ? child(index, label) : kNone;
-    if (is_known && known == kNone) look_ahead(index, labels, i);
-    is_known = known != kNone;
-    index = is_known ? known : make(index, ahead_[i], label);
-    path.push_back(nodes_.id(index));
-  }
-}
-
-std::size_t BlockTrie::insert(std::string_view space, Labels& labels, std::optional<BlockId> after,
-                              std::size_t tier, std::span<Slot> slots, double now, bool hold,
-                              Path& path) {
-  if (labels.size() == 0) return 0;
-  labels.pack_all();
-  Index above = begin_or_make(space, after);
-  std::size_t num_new = 0;
-  bool is_known = true;
-  for (std::size_t i = 0; i < labels.size(); ++i) {
-    const Label label = labels[i];
-    Index index = is_known ? child(above, label) : kNone;
-    if (is_known && index == kNone) look_ahead(above, labels, i);
-    is_known = index != kNone;
-    if (!is_known) index = make(above, ahead_[i], label);
-    Residency& residency = nodes_.residencies(index)[tier];
-    if (residency.state == State::ready) {
-      slots[i] = residency.slot;
-    } else if (residency.state == State::absent) {
-      residency.state = State::ready;
-      residency.slot = slots[i];
-      residency.last_use = now;
-      ++counts_[tier].held;
-      ++counts_[tier].idle;
-      if (nodes_.is_block(above)) ++nodes_.residencies(above)[tier].num_children;
-      policies_[tier]->used(index);
-      ++num_new;
-    } else {
-      break;
-    }
-    if (hold && residency.leases++ == 0) --counts_[tier].idle;
-    path.push_back(nodes_.id(index));
-    above = index;
-  }
-  // Of a path of new blocks only the last can be a leaf; the parent of the first was one perhaps,
-  // and a queue notices by itself that it is none now. A block that was there before may have lost
-  // its children since, but then it is queued.
-  if (num_new > 0 && !hold) review(above, tier);
-  return num_new;
-}
-
-void BlockTrie::move(Residency& residency, State to) {
+void BlockTrie::move(Index index, std::size_t tier, State to) {
+  Residency& residency = nodes_.residency(index, tier);
   if (!may_move(residency.state, to))
     throw BrokenPromise(std::string("no move from ") + name(residency.state) + " to " + name(to));
-  promise(to == State::writing || to == State::ready || residency.leases == 0,
+  promise(to == State::writing || to == State::ready || nodes_.standing(index, tier).leases == 0,
           "a leased block may not leave a tier");
   residency.state = to;
 }
 
 void BlockTrie::review(Index index, std::size_t tier) {
-  const Residency& residency = nodes_.residencies(index)[tier];
-  if (residency.evictable() && !residency.queued) policies_[tier]->offer(index);
+  if (nodes_.is_evictable(index, tier) && !nodes_.residency(index, tier).queued)
+    policies_[tier]->offer(index);
 }
 
 void BlockTrie::count_in_parent(Index index, std::size_t tier, bool added) {
   const Index parent = nodes_[index].parent;
   if (!nodes_.is_block(parent)) return;
-  Residency& residency = nodes_.residencies(parent)[tier];
-  residency.num_children += added ? 1 : std::uint32_t(-1);
+  nodes_.standing(parent, tier).num_children += added ? 1 : std::uint32_t(-1);
   review(parent, tier);
 }
 
 void BlockTrie::begin_write(BlockId block, std::size_t tier, Slot slot) {
   const Index index = at(block);
-  Residency& residency = nodes_.residencies(index)[tier];
-  move(residency, State::writing);
-  residency.slot = slot;
+  move(index, tier, State::writing);
+  nodes_.residency(index, tier).slot = slot;
   ++counts_[tier].held;
   count_in_parent(index, tier, true);
 }
 
 void BlockTrie::commit(BlockId block, std::size_t tier, double now) {
   const Index index = at(block);
-  Residency& residency = nodes_.residencies(index)[tier];
-  move(residency, State::ready);
-  counts_[tier].idle += residency.leases == 0;
-  residency.last_use = now;
-  policies_[tier]->used(index);
+  Standing& standing = nodes_.standing(index, tier);
+  move(index, tier, State::ready);
+  counts_[tier].idle += standing.leases == 0;
+  standing.last_use = now;
+  policies_[tier]->used(index, {now, kNever, false});
   review(index, tier);
 }
 
 // -- use
 // ----------------------------------------------------------------------------------------------
 
-void BlockTrie::touch(BlockId block, double now) {
-  const Index index = at(block);
-  ++nodes_[index].num_uses;
-  Residency* residencies = nodes_.residencies(index);
-  for (std::size_t tier = 0; tier < nodes_.num_tiers(); ++tier) {
-    if (residencies[tier].state == State::absent) continue;
-    residencies[tier].last_use = now;
-    policies_[tier]->used(index);
+void BlockTrie::touch(std::span<const BlockId> blocks, double now) {
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    const Index index = at(blocks[i]);
+    ++nodes_.num_uses(index);
+    for (std::size_t tier = 0; tier < nodes_.num_tiers(); ++tier) {
+      if (nodes_.residency(index, tier).state == State::absent) continue;
+      double& last_use = nodes_.standing(index, tier).last_use;
+      const Use use{now, last_use, i + 1 == blocks.size()};
+      last_use = now;
+      policies_[tier]->used(index, use);
+    }
   }
 }
 
 void BlockTrie::lease(BlockId block, std::size_t tier) {
-  Residency& residency = nodes_.residencies(at(block))[tier];
+  const Index index = at(block);
+  const Residency& residency = nodes_.residency(index, tier);
   if (residency.state != State::ready && residency.state != State::writing)
     throw BrokenPromise(std::string("lease on a block that is ") + name(residency.state));
-  if (residency.leases++ == 0) counts_[tier].idle -= residency.state == State::ready;
+  if (nodes_.standing(index, tier).leases++ == 0)
+    counts_[tier].idle -= residency.state == State::ready;
 }
 
 void BlockTrie::release(BlockId block, std::size_t tier) {
   const Index index = at(block);
-  Residency& residency = nodes_.residencies(index)[tier];
-  promise(residency.leases > 0, "released more often than leased");
-  if (--residency.leases > 0) return;
-  counts_[tier].idle += residency.state == State::ready;
+  std::uint32_t& leases = nodes_.standing(index, tier).leases;
+  promise(leases > 0, "released more often than leased");
+  if (--leases > 0) return;
+  counts_[tier].idle += nodes_.residency(index, tier).state == State::ready;
   review(index, tier);
-}
-
-// -- eviction
-// -----------------------------------------------------------------------------------------
-
-void BlockTrie::evict(std::size_t tier, std::size_t num_blocks, Path& chosen) {
-  Policy& policy = *policies_[tier];
-  while (chosen.size() < num_blocks) {
-    const Index index = policy.victim();
-    if (index == kNone) return;
-    // Its ancestors, which follow it, mostly lie before it.
-    if (index >= kAhead) nodes_.prefetch(index - kAhead);
-    move(nodes_.residencies(index)[tier], State::evicting);
-    --counts_[tier].idle;
-    count_in_parent(index, tier, false);
-    chosen.push_back(nodes_.id(index));
-  }
-}
-
-void BlockTrie::keep(BlockId block, std::size_t tier) {
-  const Index index = at(block);
-  move(nodes_.residencies(index)[tier], State::ready);
-  ++counts_[tier].idle;
-  count_in_parent(index, tier, true);
-  review(index, tier);
-}
-
-std::optional<Slot> BlockTrie::lose(BlockId block, std::size_t tier) {
-  const Index index = at(block);
-  Residency& residency = nodes_.residencies(index)[tier];
-  if (residency.leases > 0) return std::nullopt;
-  move(residency, State::evicting);
-  if (residency.queued) policies_[tier]->withdraw(index);
-  --counts_[tier].idle;
-  count_in_parent(index, tier, false);
-  return leave(index, tier);
 }
 
 BlockTrie::Origin BlockTrie::origin(BlockId block) const {
@@ -392,53 +172,6 @@ BlockTrie::Origin BlockTrie::origin(BlockId block) const {
   const std::uint32_t depth = nodes_[index].depth - 1;
   while (nodes_.is_block(index)) index = nodes_[index].parent;
   return {label(index), depth};
-}
-
-void BlockTrie::prefetch(BlockId block) const {
-  const Index index = static_cast<Index>(block);
-  if (index < nodes_.end()) table_.prefetch(nodes_[index].hash);
-}
-
-Slot BlockTrie::leave(Index index, std::size_t tier) {
-  Residency& residency = nodes_.residencies(index)[tier];
-  const State before = residency.state;
-  move(residency, State::absent);
-  const Slot slot = residency.slot;
-  residency.slot = 0;
-  residency.last_use = 0.0;
-  --counts_[tier].held;
-  if (before != State::evicting) count_in_parent(index, tier, false);
-  prune(index);
-  return slot;
-}
-
-bool BlockTrie::is_cached(Index index) const {
-  const Residency* residencies = nodes_.residencies(index);
-  for (std::size_t tier = 0; tier < nodes_.num_tiers(); ++tier)
-    if (residencies[tier].state != State::absent) return true;
-  return false;
-}
-
-void BlockTrie::prune(Index index) {
-  while (nodes_.is_block(index) && nodes_[index].num_children == 0 && !is_cached(index)) {
-    const Node& node = nodes_[index];
-    const Index parent = node.parent;
-    table_.erase(node.hash, index);
-    labels_.free(node.label, node.label_bytes);
-    if (!keys_.empty()) keys_.erase(index);
-    if (nodes_[parent].hint == index) nodes_[parent].hint = kNone;
-    --nodes_[parent].num_children;
-    nodes_.free(index);
-    index = parent;
-  }
-  const Node& node = nodes_[index];
-  if (node.parent == kRoot && node.num_children == 0) {
-    const Label space = label(index);
-    roots_.erase(std::string(reinterpret_cast<const char*>(space.data), space.size));
-    if (last_root_ == index) last_root_ = kNone;
-    labels_.free(node.label, node.label_bytes);
-    nodes_.free(index);
-  }
 }
 
 // -- keys

@@ -12,8 +12,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "trie/arena.hpp"
 #include "trie/labels.hpp"
+#include "trie/nodes.hpp"
 #include "trie/policy.hpp"
 #include "trie/table.hpp"
 #include "trie/types.hpp"
@@ -40,15 +40,16 @@ class BlockTrie {
     bool in_flight;
   };
   void match(std::string_view space, Labels& labels, std::vector<Found>& found);
-  void match_slots(std::string_view space, Labels& labels, std::size_t tier,
-                   std::vector<std::int64_t>& slots);
+  // Writes to `slots`, which has room for one of each label; returns how many there are.
+  std::size_t match_slots(std::string_view space, Labels& labels, std::size_t tier,
+                          std::int64_t* slots);
 
   State state(BlockId block, std::size_t tier) const;
   void states(std::string_view space, Labels& labels, std::size_t tier,
               std::optional<BlockId> after, std::vector<State>& states);
   Slot slot(BlockId block, std::size_t tier) const;
   std::vector<BlockId> prefixes(std::span<const BlockId> blocks, std::size_t tier) const;
-  std::uint32_t num_uses(BlockId block) const { return nodes_[at(block)].num_uses; }
+  std::uint32_t num_uses(BlockId block) const { return nodes_.num_uses(at(block)); }
   std::size_t num_evictable(std::size_t tier) const { return counts_[tier].idle; }
   std::size_t num_held(std::size_t tier) const { return counts_[tier].held; }
   std::size_t size() const { return nodes_.num_live() - roots_.size(); }
@@ -70,14 +71,16 @@ class BlockTrie {
 
   // -- use
 
-  void touch(BlockId block, double now);
+  // The blocks of one request, in prompt order.
+  void touch(std::span<const BlockId> blocks, double now);
   void lease(BlockId block, std::size_t tier);
   void release(BlockId block, std::size_t tier);
 
   // -- eviction
 
   void evict(std::size_t tier, std::size_t num_blocks, Path& chosen);
-  Slot forget(BlockId block, std::size_t tier) { return leave(at(block), tier); }
+  // Appends the slots that are free now.
+  void forget(std::span<const BlockId> blocks, std::size_t tier, std::vector<Slot>& slots);
   void keep(BlockId block, std::size_t tier);
   // A ready block is gone, leaf or not; nothing while it is leased.
   std::optional<Slot> lose(BlockId block, std::size_t tier);
@@ -87,8 +90,6 @@ class BlockTrie {
     std::uint32_t depth;  // 0 for the first block of a prompt
   };
   Origin origin(BlockId block) const;
-  // Brings what `forget` will need nearer.
-  void prefetch(BlockId block) const;
 
   // -- keys: computed by the caller, kept here
 
@@ -110,9 +111,7 @@ class BlockTrie {
       if (nodes_[index].parent != kFree) visit(index);
   }
   const Nodes& nodes() const { return nodes_; }
-  Label label(Index index) const {
-    return {labels_.data(nodes_[index].label), nodes_[index].label_bytes};
-  }
+  Label label(Index index) const { return nodes_.label(index); }
   // Throws BrokenPromise where counts, links, queues and tables disagree. O(all blocks).
   void check_invariants() const;
 
@@ -125,14 +124,19 @@ class BlockTrie {
   Index at(BlockId block) const;
   Index root(std::string_view space) const;
   Index child(Index parent, Label label);
+  template <typename Visit>
+  void walk(Index index, Labels& labels, Visit&& visit);
   Index make(Index parent, std::uint64_t hash, Label label);
   void look_ahead(Index above, Labels& labels, std::size_t i);
-  void prefetch_after(Index index) const;
+  void prefetch_path(Index begin, Index end) const;
   Index begin(std::string_view space, std::optional<BlockId> after) const;
-  Index begin_or_make(std::string_view space, std::optional<BlockId> after);
+  Index make_root(std::string_view space, Labels& labels);
+  template <typename Test>
+  Index find_or_make(std::string_view space, Labels& labels, std::optional<BlockId> after,
+                     Test&& is_open);
   bool is_child(Index index, Index parent, Label label) const;
   bool is_cached(Index index) const;
-  void move(Residency& residency, State to);
+  void move(Index index, std::size_t tier, State to);
   void review(Index index, std::size_t tier);
   void count_in_parent(Index index, std::size_t tier, bool added);
   Slot leave(Index index, std::size_t tier);
@@ -143,13 +147,14 @@ class BlockTrie {
 
   std::uint64_t seed_;
   Nodes nodes_;
-  LabelArena labels_;
   Table table_;
   std::unordered_map<std::string, Index> roots_;
   mutable Index last_root_ = kNone;
   std::vector<std::unique_ptr<Policy>> policies_;
   std::vector<Counts> counts_;
   std::unordered_map<Index, Key> keys_;
+  // Kept from call to call, to spare allocations.
+  std::vector<Index> places_;         // of the path that is being extended
   std::vector<std::uint64_t> ahead_;  // hashes of the prefixes that are about to be made
 };
 

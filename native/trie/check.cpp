@@ -53,19 +53,20 @@ void BlockTrie::check_tier(std::size_t tier) const {
   std::size_t queued = 0;
   each([&](Index index) {
     if (!nodes_.is_block(index)) return;
-    const Residency& residency = nodes_.residencies(index)[tier];
+    const Residency& residency = nodes_.residency(index, tier);
+    const std::uint32_t leases = nodes_.standing(index, tier).leases;
     const Index parent = nodes_[index].parent;
     ++known[parent];
     staying[parent] += residency.state == State::writing || residency.state == State::ready;
     queued += residency.queued;
     if (residency.state == State::absent) {
-      promise(residency.leases == 0, "a block that is not there is leased");
+      promise(leases == 0, "a block that is not there is leased");
       return;
     }
     ++held;
     slots.insert(residency.slot);
-    idle += residency.state == State::ready && residency.leases == 0;
-    promise(!residency.evictable() || residency.queued,
+    idle += residency.state == State::ready && leases == 0;
+    promise(!nodes_.is_evictable(index, tier) || residency.queued,
             "a candidate that its policy does not know");
   });
   promise(held == slots.size(), "two blocks share a slot");
@@ -76,7 +77,7 @@ void BlockTrie::check_tier(std::size_t tier) const {
   each([&](Index index) {
     promise(nodes_[index].num_children == known[index], "children miscounted");
     if (nodes_.is_block(index))
-      promise(nodes_.residencies(index)[tier].num_children == staying[index],
+      promise(nodes_.standing(index, tier).num_children == staying[index],
               "children in a tier miscounted");
   });
 }

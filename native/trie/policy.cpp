@@ -14,9 +14,8 @@ std::unique_ptr<Policy> make_policy(std::string_view name, TierView view) {
 }
 
 void Lru::offer(Index index) {
-  Residency& residency = view_.residency(index);
-  residency.queued = true;
-  const Entry entry{residency.last_use, view_.id(index)};
+  view_.queued(index) = true;
+  const Entry entry{view_.last_use(index), view_.id(index)};
   if (hole_) {
     hole_ = false;
     heap_[0] = entry;
@@ -31,17 +30,17 @@ Index Lru::victim() {
   if (hole_) drop_top();
   while (!heap_.empty()) {
     Entry& top = heap_[0];
-    Residency& residency = view_.residency(top.index());
-    if (!residency.evictable()) {
-      residency.queued = false;
+    const Index index = top.index();
+    if (!view_.is_evictable(index)) {
+      view_.queued(index) = false;
       drop_top();
-    } else if (residency.last_use != top.last_use) {
-      top.last_use = residency.last_use;
+    } else if (view_.last_use(index) != top.last_use) {
+      top.last_use = view_.last_use(index);
       sift_down(0);
     } else {
-      residency.queued = false;
+      view_.queued(index) = false;
       hole_ = true;
-      return top.index();
+      return index;
     }
   }
   return kNone;
@@ -51,7 +50,7 @@ void Lru::withdraw(Index index) {
   if (hole_) drop_top();
   for (std::size_t at = 0; at < heap_.size(); ++at) {
     if (heap_[at].index() != index) continue;
-    view_.residency(index).queued = false;
+    view_.queued(index) = false;
     heap_[at] = heap_.back();
     heap_.pop_back();
     if (at < heap_.size()) {
@@ -100,10 +99,10 @@ void Lru::check() const {
   for (std::size_t at = hole_ ? 1 : 0; at < heap_.size(); ++at) {
     const Entry& entry = heap_[at];
     promise(entry.block == view_.id(entry.index()), "lru: an entry of a block that is gone");
-    const Residency& residency = view_.residency(entry.index());
-    promise(residency.queued, "lru: an entry of a block that is not queued");
-    promise(residency.state == State::ready, "lru: a queued block is not ready");
-    promise(entry.last_use <= residency.last_use, "lru: an entry is younger than its block");
+    promise(view_.queued(entry.index()), "lru: an entry of a block that is not queued");
+    promise(view_.state(entry.index()) == State::ready, "lru: a queued block is not ready");
+    promise(entry.last_use <= view_.last_use(entry.index()),
+            "lru: an entry is younger than its block");
     const std::size_t above = (at - 1) / kArity;
     if (at > 0 && !(hole_ && above == 0))
       promise(!(entry < heap_[above]), "lru: the heap is out of order");

@@ -7,9 +7,18 @@
 #include <string_view>
 #include <vector>
 
-#include "trie/arena.hpp"
+#include "trie/nodes.hpp"
 
 namespace kvtier::trie {
+
+inline constexpr double kNever = -1.0;
+
+// One use of a block in a tier.
+struct Use {
+  double now;         // seconds; it is the block's `last_use` by now
+  double before;      // its `last_use` until then, kNever for one that enters; the rest is the age
+  bool ends_request;  // the last block of the path that was inserted, or touched at once
+};
 
 // What a policy may read of the blocks of its tier, and its mark on them.
 class TierView {
@@ -18,7 +27,11 @@ class TierView {
 
   const Node& node(Index index) const { return nodes_[index]; }
   BlockId id(Index index) const { return nodes_.id(index); }
-  Residency& residency(Index index) const { return nodes_.residencies(index)[tier_]; }
+  std::uint32_t num_uses(Index index) const { return nodes_.num_uses(index); }
+  double last_use(Index index) const { return nodes_.standing(index, tier_).last_use; }
+  bool is_evictable(Index index) const { return nodes_.is_evictable(index, tier_); }
+  State state(Index index) const { return nodes_.residency(index, tier_).state; }
+  bool& queued(Index index) const { return nodes_.residency(index, tier_).queued; }
 
  private:
   Nodes& nodes_;
@@ -36,11 +49,13 @@ class TierView {
 //   as a victim, or after `withdraw`. Time never runs backwards.
 // The implementer provides
 //   `victim`: takes the candidate to lose first from the queue and gives it, kNone where there is
-//   none. `queued` of the residency says whether a block is in the queue.
+//   none. `queued` says whether a block is in the queue.
 //
-// A policy that learns has what it needs here: the class of a leaf (num_uses, depth, and what a
-// caller says of a request, kept beside the nodes by index), reuse ages (last_use, in seconds), and
-// a ghost list by the hash of the prefix, which does not change when a block comes back.
+// A policy that learns has what it needs here: the class of a leaf (uses, depth, whether it ended a
+// request; how many blocks above it did is the turn), which it keeps by index where it has to be
+// kept; reuse ages; and a ghost list by the hash of the prefix, which is the same when a block comes
+// back. An admission test belongs into the first `used` of a block, before it is offered: one that
+// is not worth its place is the next victim.
 class Policy {
  public:
   explicit Policy(TierView view) : view_(view) {}
@@ -48,7 +63,7 @@ class Policy {
   Policy(const Policy&) = delete;
   Policy& operator=(const Policy&) = delete;
 
-  virtual void used(Index) {}
+  virtual void used(Index, const Use&) {}
   virtual void offer(Index index) = 0;
   virtual Index victim() = 0;
   // A queued block leaves the tier otherwise, which is rare: it may be searched for.

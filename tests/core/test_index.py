@@ -389,6 +389,31 @@ def test_tokens_are_read_where_they_lie(filled: Filled, kind: str) -> None:
     assert filled.matched_labels(view_labels(np.array(tokens), 4)) == 175
 
 
+@pytest.mark.parametrize("block_size", [1, 3, 8, 13, 16, 40])
+@pytest.mark.parametrize("kind", ["q", "i", "I", "Q"])
+def test_blocks_of_any_size_are_compared_to_the_last_id(
+    filled: Filled, kind: str, block_size: int
+) -> None:
+    tokens = array(kind, range(7 * block_size))
+    filled.index.insert(NS, view_labels(tokens, block_size), DEVICE, slots(*range(7)), 1.0)
+    for changed in range(len(tokens)):
+        other = array(kind, tokens)
+        other[changed] += 1
+        assert filled.matched_labels(view_labels(other, block_size)) == changed // block_size
+    assert filled.matched_labels(view_labels(tokens, block_size)) == 7
+
+
+@pytest.mark.parametrize(("kind", "wrong"), [("q", 5 + 2**32), ("q", 5 - 2**32), ("i", -1)])
+def test_an_id_out_of_range_is_never_taken_for_one_with_the_same_low_bits(
+    filled: Filled, kind: str, wrong: int
+) -> None:
+    known = [0, 1, 2, 3, 4, wrong % 2**32, 6, 7]
+    filled.index.insert(NS, token_labels(known, 4), DEVICE, slots(0, 1), 1.0)
+    tokens = array(kind, [0, 1, 2, 3, 4, wrong, 6, 7])
+    with pytest.raises(ValueError, match=r"0 \.\. 2\*\*32 - 1"):
+        filled.index.match(NS, view_labels(tokens, 4))
+
+
 def test_ids_out_of_range_are_refused_before_anything_changes(filled: Filled) -> None:
     tokens = array("q", range(8))
     for wrong in (-1, 2**32):

@@ -16,6 +16,7 @@ from kvtier.keys import Labels, next_key
 from kvtier.types import BlockId, BlockKey, BlockName, Label, Match, Slot
 
 _INT64 = np.dtype(np.int64)
+_array_over = np.frombuffer
 
 
 class NativeIndex(BlockIndex):
@@ -35,7 +36,7 @@ class NativeIndex(BlockIndex):
     def match_slots(
         self, namespace: bytes, labels: Sequence[Label], tier: str
     ) -> npt.NDArray[np.int64]:
-        return np.frombuffer(self._trie.match_slots(namespace, labels, tier), _INT64)
+        return _array_over(self._trie.match_slots(namespace, labels, tier), _INT64)
 
     def state(self, block: BlockId, tier: str) -> State:
         return cast("State", self._trie.state(block, tier))

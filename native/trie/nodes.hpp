@@ -1,0 +1,217 @@
+// Nodes, their residencies and their labels, in one arena.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <vector>
+
+#include "trie/arena.hpp"
+#include "trie/labels.hpp"
+#include "trie/pages.hpp"
+#include "trie/types.hpp"
+
+namespace kvtier::trie {
+
+// One block, or the root of a namespace.
+struct Node {
+  std::uint64_t hash;          // of the whole prefix
+  Index parent;                // kRoot for a root, kFree for a free node
+  Index hint;                  // the child found last, or the next free node; may be outdated
+  std::uint32_t generation;    // how often the place was used before
+  std::uint32_t num_children;  // of any state
+  std::uint32_t depth;         // blocks from the root on: 0 for a root
+  std::uint32_t label_bytes;
+};
+
+// One block in one tier: what a walk asks for.
+struct Residency {
+  Slot slot;
+  State state;
+  bool queued;  // the tier's policy has it in its queue, a candidate or not
+};
+
+// The same, as far as only use and eviction ask for it.
+struct Standing {
+  double last_use;
+  std::uint32_t leases;
+  std::uint32_t num_children;  // children writing or ready in this tier
+};
+
+inline constexpr Index kRoot = kNone - 1;
+inline constexpr Index kFree = kNone - 2;
+
+// Rows of one size, found by number.
+class Rows {
+ public:
+  explicit Rows(std::size_t row_bytes) : row_bytes_(row_bytes) {}
+
+  // What lies `offset` bytes into a row.
+  template <typename Item>
+  Item* at(Index index, std::size_t offset) {
+    return reinterpret_cast<Item*>(row(index) + offset);
+  }
+  template <typename Item>
+  const Item* at(Index index, std::size_t offset) const {
+    return reinterpret_cast<const Item*>(row(index) + offset);
+  }
+  // Brings the first bytes of a row nearer.
+  void prefetch(Index index, std::size_t num_bytes) const {
+    constexpr std::size_t kLine = 64;
+    for (std::size_t at = 0; at < num_bytes; at += kLine) __builtin_prefetch(row(index) + at);
+  }
+
+  // Rows 0 .. index exist afterwards; new ones hold nothing defined.
+  void reach(Index index) {
+    while (chunks_.size() <= index >> kBits)
+      chunks_.push_back(allocate_pages<std::byte>(kRows * row_bytes_));
+  }
+
+  std::size_t num_bytes() const { return chunks_.size() * kRows * row_bytes_; }
+
+ private:
+  static constexpr std::size_t kBits = 12;
+  static constexpr std::size_t kRows = std::size_t{1} << kBits;
+
+  std::byte* row(Index index) const {
+    return chunks_[index >> kBits].get() + (index & (kRows - 1)) * row_bytes_;
+  }
+
+  std::size_t row_bytes_;
+  std::vector<Pages<std::byte>> chunks_;
+};
+
+// Two rows per node. The first has the node, a residency per tier and the label, so that what a
+// walk reads of a block lies in one piece, and where it lies follows from the number of its place
+// alone. (A label that is longer than the room in the row is kept elsewhere.) The second has how
+// often the block was used, and a standing per tier.
+//
+// Rows grow in chunks: nothing moves, and no growth copies what is there. Places are used again
+// last in, first out, so that a path that took the places of an evicted one lies as that did: in
+// order.
+class Nodes {
+ public:
+  explicit Nodes(std::size_t num_tiers)
+      : num_tiers_(num_tiers), walked_(label_at() + room_), standings_(standing_at(num_tiers)) {}
+
+  std::size_t num_tiers() const { return num_tiers_; }
+  Index end() const { return end_; }  // places used at any time are below
+  std::size_t num_live() const { return num_live_; }
+  std::size_t num_bytes() const {
+    return walked_.num_bytes() + standings_.num_bytes() + labels_.num_bytes();
+  }
+
+  Node& operator[](Index index) { return *walked_.at<Node>(index, 0); }
+  const Node& operator[](Index index) const { return *walked_.at<Node>(index, 0); }
+  Residency& residency(Index index, std::size_t tier) {
+    return *walked_.at<Residency>(index, residency_at(tier));
+  }
+  const Residency& residency(Index index, std::size_t tier) const {
+    return *walked_.at<Residency>(index, residency_at(tier));
+  }
+  const Residency* residencies(Index index) const { return &residency(index, 0); }
+  Standing& standing(Index index, std::size_t tier) {
+    return *standings_.at<Standing>(index, standing_at(tier));
+  }
+  const Standing& standing(Index index, std::size_t tier) const {
+    return *standings_.at<Standing>(index, standing_at(tier));
+  }
+  std::uint32_t& num_uses(Index index) { return *standings_.at<std::uint32_t>(index, 0); }
+  std::uint32_t num_uses(Index index) const { return *standings_.at<std::uint32_t>(index, 0); }
+  Label label(Index index) const {
+    const std::size_t size = (*this)[index].label_bytes;
+    if (size <= room_) return {walked_.at<std::byte>(index, label_at()), size};
+    return {labels_.data(*walked_.at<std::uint32_t>(index, label_at())), size};
+  }
+  bool is_evictable(Index index, std::size_t tier) const {
+    const Standing& it = standing(index, tier);
+    return residency(index, tier).state == State::ready && it.leases == 0 && it.num_children == 0;
+  }
+
+  BlockId id(Index index) const {
+    return static_cast<BlockId>((*this)[index].generation) << 32 | index;
+  }
+  bool is_block(Index index) const { return (*this)[index].parent < kFree; }
+
+  // How many blocks of a run, from its first on, lie below each other in the places after `above`.
+  // Nothing but these places is looked at: a block may have other children.
+  std::size_t follow(Index above, const Labels::Run& run) const;
+
+  // Bring what a walk, or an eviction, reads of a place nearer.
+  void prefetch_walked(Index index) const { walked_.prefetch(index, label_at() + room_); }
+  void prefetch_evicted(Index index) const {
+    walked_.prefetch(index, label_at());
+    standings_.prefetch(index, standing_at(num_tiers_));
+  }
+
+  // How long most labels will be. Before the first node is made.
+  void expect_labels(std::size_t num_bytes) {
+    constexpr std::size_t kMostRoom = 128;  // rows of long labels would lie far from each other
+    if (num_bytes <= kMostRoom) room_ = std::max(kLeastRoom, (num_bytes + 7) / 8 * 8);
+    walked_ = Rows(label_at() + room_);
+  }
+
+  // A new node has its label, a generation, and no residency; the rest is for the caller to fill.
+  Index allocate(Label label) {
+    Index index = free_;
+    if (index != kNone) {
+      free_ = (*this)[index].hint;
+    } else {
+      index = end_;
+      if (index >= kFree) throw std::length_error("the index holds 2**32 blocks");
+      walked_.reach(index);
+      standings_.reach(index);
+      (*this)[index].generation = 0;
+      ++end_;
+    }
+    (*this)[index].label_bytes = static_cast<std::uint32_t>(label.size);
+    if (label.size > room_)
+      *walked_.at<std::uint32_t>(index, label_at()) = labels_.store(label);
+    else if (label.size > 0)
+      std::memcpy(walked_.at<std::byte>(index, label_at()), label.data, label.size);
+    for (std::size_t tier = 0; tier < num_tiers_; ++tier) {
+      residency(index, tier) = {0, State::absent, false};
+      standing(index, tier) = {0.0, 0, 0};
+    }
+    num_uses(index) = 0;
+    ++num_live_;
+    return index;
+  }
+
+  void free(Index index) {
+    Node& node = (*this)[index];
+    if (node.label_bytes > room_)
+      labels_.free(*walked_.at<std::uint32_t>(index, label_at()), node.label_bytes);
+    node.parent = kFree;
+    --num_live_;
+    if (node.generation == kLastGeneration) return;  // never again: the number would repeat itself
+    ++node.generation;
+    node.hint = free_;
+    free_ = index;
+  }
+
+ private:
+  static constexpr std::uint32_t kLastGeneration = 0x7FFF'FFFF;
+  static constexpr std::size_t kLeastRoom = 8;
+
+  static std::size_t residency_at(std::size_t tier) {
+    return sizeof(Node) + tier * sizeof(Residency);
+  }
+  static std::size_t standing_at(std::size_t tier) {
+    return sizeof(std::uint64_t) + tier * sizeof(Standing);
+  }
+  std::size_t label_at() const { return residency_at(num_tiers_); }
+
+  std::size_t num_tiers_;
+  std::size_t room_ = kLeastRoom;  // for a label in its row; else there is where it is kept
+  Rows walked_;
+  Rows standings_;
+  LabelArena labels_;
+  Index end_ = 0;
+  Index free_ = kNone;
+  std::size_t num_live_ = 0;
+};
+
+}  // namespace kvtier::trie
