@@ -167,6 +167,8 @@ def measure(folder: Path, file_bytes: int, rounds: int, num_batches: int) -> lis
         with _engines(bench) as engines:
             for turn in range(rounds):
                 bench.fill(engines[0])  # fio has written to it, too
+                # The disk may still be busy with that: whoever reads first would pay for it.
+                bench.run(engines[0], False, False, num_batches, rounds + turn)
                 for write in (False, True):
                     direction = "write" if write else "read"
                     for engine in engines[turn % len(engines) :] + engines[: turn % len(engines)]:
