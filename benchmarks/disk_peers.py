@@ -3,8 +3,8 @@
     python -m benchmarks.disk_peers            a table
     python -m benchmarks.disk_peers --json -   one JSON object on stdout, the table on stderr
 
-Batches of 64 blocks, read cold from one disk, in turns. A peer takes part where `make peers` has put
-it. README.md says the method.
+Batches of 64 blocks, read cold from one disk, in turns. A peer takes part where `make peers` has
+put it. README.md says the method.
 """
 
 from __future__ import annotations
@@ -77,10 +77,15 @@ class Worker:
     """A contestant's process. It waits between its turns."""
 
     def __init__(
-        self, contestant: Contestant, folder: Path, block_bytes: int, num_blocks: int
+        self,
+        contestant: Contestant,
+        folder: Path,
+        block_bytes: int,
+        num_blocks: int,
+        small_pages: bool = False,
     ) -> None:
         self.contestant = contestant
-        self._complaints = tempfile.TemporaryFile("w+")
+        self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in close()
         (folder / "blocks").mkdir(parents=True)
         arguments = {
             "--module": contestant.module,
@@ -91,7 +96,8 @@ class Worker:
         }
         self._process = subprocess.Popen(
             [contestant.python, "-W", "ignore", "-m", "benchmarks.peers.worker"]
-            + [str(part) for pair in arguments.items() for part in pair],
+            + [str(part) for pair in arguments.items() for part in pair]
+            + ["--small-pages"] * small_pages,
             cwd=ROOT,
             env={**os.environ, **QUIET},
             stdin=subprocess.PIPE,
@@ -135,10 +141,10 @@ class Numbers:
         self._next = num_blocks
 
     def stored(self, num_batches: int, seed: int) -> list[list[int]]:
+        """All different: the second time a block would come from the page cache."""
         rng = np.random.default_rng(seed)
-        return [
-            rng.choice(self._num_blocks, BATCH, replace=False).tolist() for _ in range(num_batches)
-        ]
+        drawn = rng.choice(self._num_blocks, (num_batches, BATCH), replace=False)
+        return [batch.tolist() for batch in drawn]
 
     def new(self, num_batches: int) -> list[list[int]]:
         first = self._next
@@ -147,7 +153,11 @@ class Numbers:
 
 
 def start(
-    contestants: Sequence[Contestant], folder: Path, block_bytes: int, num_blocks: int
+    contestants: Sequence[Contestant],
+    folder: Path,
+    block_bytes: int,
+    num_blocks: int,
+    small_pages: bool = False,
 ) -> tuple[list[Worker], dict[str, str]]:
     """Those that can take part, with their blocks on disk, and the versions; a line on stderr for
     each that can't."""
@@ -160,7 +170,8 @@ def start(
                 file=sys.stderr,
             )
             continue
-        worker = Worker(contestant, folder / str(number), block_bytes, num_blocks)
+        small = small_pages and contestant.peer != OURS
+        worker = Worker(contestant, folder / str(number), block_bytes, num_blocks, small)
         try:
             version = str(worker.answer()["version"])
             worker.ask("fill")
@@ -301,9 +312,11 @@ def run(plan: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
             folder = Path(name)
             limit = folder / "limit"
             num_blocks = num_blocks_of(plan.gib, block_bytes)
+            if plan.batches * BATCH > num_blocks:
+                sys.exit(f"--batches {plan.batches} of {BATCH} blocks: more than --gib {plan.gib}")
             if shutil.which(FIO):
                 make_file(limit, num_blocks * block_bytes)
-            workers, found = start(chosen, folder, block_bytes, num_blocks)
+            workers, found = start(chosen, folder, block_bytes, num_blocks, plan.small_pages)
             versions.update(found)
             try:
                 rows += measure_size(workers, block, block_bytes, plan, limit)
@@ -327,9 +340,10 @@ def main(arguments: list[str] | None = None, sizes: dict[str, int] = SIZES) -> N
     parser = argparse.ArgumentParser(prog="python -m benchmarks.disk_peers", description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
-    parser.add_argument("--gib", type=float, default=1.0, help="blocks of each contestant (1)")
+    parser.add_argument("--gib", type=float, default=2.0, help="blocks of each contestant (2)")
     parser.add_argument("--rounds", type=int, default=5, help="(5)")
-    parser.add_argument("--batches", type=int, default=4, help="per round and direction (4)")
+    parser.add_argument("--batches", type=int, default=8, help="per round and direction (8)")
+    parser.add_argument("--small-pages", action="store_true", help="for the peers, as they have")
     parser.add_argument("--peers", nargs="*", help="only these: sglang lmcache vllm")
     plan = parser.parse_args(arguments)
     plan.sizes = sizes

@@ -58,6 +58,12 @@ class LmcacheFsNative(Store):
         assert found is not None
         assert found.popcount() == len(numbers), "a chunk was not loaded"
 
+    def files(self, numbers: Sequence[int]) -> list[Path]:
+        return [
+            self.folder / f"{key.model_name}@{key.kv_rank:#010x}@0@{key.chunk_hash.hex()}.data"
+            for key in _keys(numbers)
+        ]
+
     def forget(self, numbers: Sequence[int]) -> None:
         self._adapter.delete(_keys(numbers))
 

@@ -18,14 +18,14 @@ BATCH = 64
 
 
 class Arena:
-    """Memory for one batch: page-aligned, in huge pages where the system grants them."""
+    """Memory for one batch: page-aligned, in huge pages if wanted and granted."""
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, block_bytes: int, huge_pages: bool = True) -> None:
         self.block_bytes = block_bytes
         self.buffer = mmap.mmap(
             -1, BATCH * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
-        self.buffer.madvise(mmap.MADV_HUGEPAGE)
+        self.buffer.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
         self.blocks: Bytes = np.frombuffer(self.buffer, np.uint8).reshape(BATCH, block_bytes)
         self.blocks[:] = 0
 
@@ -48,7 +48,7 @@ class Store(ABC):
     def __init__(self, arena: Arena, folder: Path, num_blocks: int) -> None:
         self.arena, self.folder, self.num_blocks = arena, folder, num_blocks
 
-    def prepare(self, numbers: Sequence[int]) -> None:
+    def prepare(self, numbers: Sequence[int]) -> None:  # noqa: B027  most need nothing
         """Whatever comes before ``store`` and is not its work. Not timed."""
 
     @abstractmethod
@@ -63,7 +63,7 @@ class Store(ABC):
         """The block that the last ``load`` gave for its number at ``place``. Not timed."""
         return self.arena.blocks[place]
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027  most need nothing
         """Give back what the last ``load`` gave. Not timed."""
 
     def files(self, numbers: Sequence[int]) -> list[Path]:
@@ -74,7 +74,7 @@ class Store(ABC):
     def forget(self, numbers: Sequence[int]) -> None:
         """Remove these blocks. Not timed."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  most need nothing
         """End threads, close files."""
 
 

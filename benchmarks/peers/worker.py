@@ -1,8 +1,8 @@
 """One contestant in a process and an environment of its own.
 
-Reads a JSON object per line, {"do": "read", "batches": [[3, 17, ...], ...]}, does it and answers with
-seconds, CPU seconds and how many blocks were wrong. Needs the standard library and numpy, and what the
-contestant needs.
+Reads a JSON object per line, {"do": "read", "batches": [[3, 17, ...], ...]}, does it and answers
+with seconds, CPU seconds and how many blocks were wrong. Needs the standard library and numpy, and
+what the contestant needs.
 """
 
 from __future__ import annotations
@@ -161,12 +161,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--block-bytes", type=int, required=True)
     parser.add_argument("--num-blocks", type=int, required=True)
+    parser.add_argument("--small-pages", action="store_true", help="memory in pages of 4 KiB")
     options = parser.parse_args()
     # Whatever a library prints is no answer, also from C.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     opened = importlib.import_module(f"benchmarks.peers.{options.module}").open_store
-    arena = Arena(options.block_bytes)
+    arena = Arena(options.block_bytes, not options.small_pages)
     store = opened(arena, options.folder, options.num_blocks, **options.options)
     contest = Contest(store)
     print(json.dumps({"version": store.version}), file=answers, flush=True)
