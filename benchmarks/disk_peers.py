@@ -340,7 +340,7 @@ def main(arguments: list[str] | None = None, sizes: dict[str, int] = SIZES) -> N
     parser = argparse.ArgumentParser(prog="python -m benchmarks.disk_peers", description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
-    parser.add_argument("--gib", type=float, default=2.0, help="blocks of each contestant (2)")
+    parser.add_argument("--gib", type=float, default=1.5, help="blocks of each contestant (1.5)")
     parser.add_argument("--rounds", type=int, default=5, help="(5)")
     parser.add_argument("--batches", type=int, default=8, help="per round and direction (8)")
     parser.add_argument("--small-pages", action="store_true", help="for the peers, as they have")
