@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -112,8 +113,11 @@ class Worker:
         if not line:
             self._process.wait()
             self._complaints.seek(0)
-            last = self._complaints.read().strip().splitlines()[-1:] or ["it ended"]
-            raise RuntimeError(f"{self.contestant.name}: {last[0]}")
+            lines = self._complaints.read().strip().splitlines()
+            # Threads may have more to say after the exception.
+            errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+            reason = (errors or lines or ["it ended"])[-1]
+            raise RuntimeError(f"{self.contestant.name}: {reason}")
         return json.loads(line)
 
     def ask(self, do: str, **what: object) -> dict[str, float]:

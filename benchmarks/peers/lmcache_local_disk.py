@@ -21,10 +21,12 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
-from benchmarks.peers.store import BATCH, Arena, Bytes, Store
+from benchmarks.peers.store import Arena, Bytes, Store
 
 NUM_THREADS = 8
 """Its default is 4."""
+NO_LIMIT_GIB = 1 << 20
+"""It goes on counting what was removed, so any limit would be reached."""
 HIDDEN = 1024
 TOKENS = 16
 
@@ -40,13 +42,12 @@ class LmcacheLocalDisk(Store):
         num_layers, rest = divmod(arena.block_bytes, 2 * TOKENS * HIDDEN * 2)
         assert not rest, "a block has whole layers of 64 KiB"
         self._shape = torch.Size([2, num_layers, TOKENS, HIDDEN])
-        disk_gib = 2 * (num_blocks + 4 * BATCH) * arena.block_bytes / 2**30
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=TOKENS,
             lmcache_instance_id="benchmark",
             local_cpu=False,
             local_disk=str(folder),
-            max_local_disk_size=disk_gib,
+            max_local_disk_size=NO_LIMIT_GIB,
             extra_config={"use_odirect": direct, "disk_io_threads": NUM_THREADS},
         )
         facts = LMCacheMetadata(

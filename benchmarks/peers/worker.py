@@ -63,14 +63,16 @@ class Contest:
             seconds += time.perf_counter() - began
             cpu += cpu_s() - cpu_before
             num_bytes += len(numbers) * self.arena.block_bytes
-            wrong += sum(not self._is_right(place, n) for place, n in enumerate(numbers))
+            wrong += self._num_wrong(numbers)
             self.store.release()
         from_disk = (bytes_from_disk() - before) / num_bytes
         return {"seconds": seconds, "cpu_s": cpu, "wrong": wrong, "from_disk": from_disk}
 
     def write(self, batches: Sequence[Sequence[int]]) -> dict[str, object]:
-        """Store batches of new blocks, each until it has left the page cache; then remove them."""
+        """Store batches of new blocks, each until it has left the page cache; each is then read
+        back, compared and removed."""
         seconds = cpu = acknowledged = 0.0
+        wrong = 0
         for numbers in batches:
             self._put(numbers)
             self.store.prepare(numbers)
@@ -79,15 +81,13 @@ class Contest:
             acknowledged += time.perf_counter() - began
             cpu += cpu_s() - cpu_before
             files = self.store.files(numbers)
-            settling, cpu_before = time.perf_counter(), cpu_s()
+            began, cpu_before = time.perf_counter(), cpu_s()
             settle(files)
-            seconds += time.perf_counter() - settling
+            seconds += time.perf_counter() - began
             cpu += cpu_s() - cpu_before
-        wrong = 0
-        for numbers in batches:
             self.arena.blocks[:] = 0
             self.store.load(numbers)
-            wrong += sum(not self._is_right(place, n) for place, n in enumerate(numbers))
+            wrong += self._num_wrong(numbers)
             self.store.release()
             self.store.forget(numbers)
         return {
@@ -101,6 +101,9 @@ class Contest:
         for place, number in enumerate(numbers):
             self.arena.blocks[place] = self.content[number % BATCH]
             self.arena.blocks[place, :STAMP_BYTES] = stamp(number)
+
+    def _num_wrong(self, numbers: Sequence[int]) -> int:
+        return sum(not self._is_right(place, number) for place, number in enumerate(numbers))
 
     def _is_right(self, place: int, number: int) -> bool:
         block = self.store.loaded(place)
