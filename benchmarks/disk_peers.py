@@ -357,6 +357,7 @@ def main(arguments: list[str] | None = None, sizes: dict[str, int] = SIZES) -> N
         "benchmark": "disk_peers",
         "machine": machine,
         "versions": versions,
+        "peers_have_small_pages": plan.small_pages,
         "rows": [asdict(each) for each in rows],
         "targets": targets(rows),
     }
