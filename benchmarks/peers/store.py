@@ -1,0 +1,83 @@
+"""What a disk cache has to do in the comparison, whoever made it."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+BATCH = 64
+"""Blocks that are stored or loaded at a time."""
+
+
+class Arena:
+    """Memory for one batch: page-aligned, in huge pages if wanted and granted."""
+
+    def __init__(self, block_bytes: int, huge_pages: bool = True) -> None:
+        self.block_bytes = block_bytes
+        self.buffer = mmap.mmap(
+            -1, BATCH * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        self.buffer.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
+        self.blocks: Bytes = np.frombuffer(self.buffer, np.uint8).reshape(BATCH, block_bytes)
+        self.blocks[:] = 0
+
+
+class Store(ABC):
+    """Blocks on disk, by number. The cache gets nothing but keys and memory.
+
+    The caller guarantees
+        a batch has at most ``BATCH`` numbers, all different; what is loaded was stored; what is
+        stored is not there yet. Before a batch is stored its blocks lie in the arena, the i-th at
+        place i.
+    The implementer provides
+        ``store`` and ``load`` return when the cache says that the whole batch is done; only they
+        are timed.
+    """
+
+    version: str
+    """Of the project, as it is installed."""
+
+    def __init__(self, arena: Arena, folder: Path, num_blocks: int) -> None:
+        self.arena, self.folder, self.num_blocks = arena, folder, num_blocks
+
+    def prepare(self, numbers: Sequence[int]) -> None:  # noqa: B027  most need nothing
+        """Whatever comes before ``store`` and is not its work. Not timed."""
+
+    @abstractmethod
+    def store(self, numbers: Sequence[int]) -> None:
+        """Write the blocks of the arena under these numbers. Raises where one was refused."""
+
+    @abstractmethod
+    def load(self, numbers: Sequence[int]) -> None:
+        """Read these blocks into memory. Raises where one was missing."""
+
+    def loaded(self, place: int) -> Bytes:
+        """The block that the last ``load`` gave for its number at ``place``. Not timed."""
+        return self.arena.blocks[place]
+
+    def release(self) -> None:  # noqa: B027  most need nothing
+        """Give back what the last ``load`` gave. Not timed."""
+
+    def files(self, numbers: Sequence[int]) -> list[Path]:
+        """Those that hold these blocks; all of the folder where blocks share them."""
+        return [path for path in self.folder.rglob("*") if path.is_file()]
+
+    @abstractmethod
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Remove these blocks. Not timed."""
+
+    def close(self) -> None:  # noqa: B027  most need nothing
+        """End threads, close files."""
+
+
+def key_of(number: int) -> bytes:
+    """32 bytes, like the hash of a block's tokens."""
+    return hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()

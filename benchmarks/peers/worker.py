@@ -1,0 +1,185 @@
+"""One contestant in a process and an environment of its own.
+
+Reads a JSON object per line, {"do": "read", "batches": [[3, 17, ...], ...]}, does it and answers
+with seconds, CPU seconds and how many blocks were wrong. Needs the standard library and numpy, and
+what the contestant needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.peers.store import BATCH, Arena, Store
+
+STAMP_BYTES = 8
+WRITE_AND_WAIT = 7
+"""sync_file_range(2): wait for what is under way, write what is dirty, wait for that."""
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Contest:
+    """A store, the content of its blocks, and a clock around its calls.
+
+    Block n holds its number and then random bytes, which every 64th block has in common.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.arena = store, store.arena
+        rng = np.random.default_rng(1)
+        self.content = rng.integers(0, 256, self.arena.blocks.shape, np.uint8)
+
+    def fill(self) -> dict[str, object]:
+        """Store all blocks, in order."""
+        for first in range(0, self.store.num_blocks, BATCH):
+            numbers = range(first, min(first + BATCH, self.store.num_blocks))
+            self._put(numbers)
+            self.store.prepare(numbers)
+            self.store.store(numbers)
+            settle(self.store.files(numbers))
+        return {}
+
+    def read(self, batches: Sequence[Sequence[int]]) -> dict[str, object]:
+        """Load batches that are in no page cache, and compare every byte."""
+        drop(self.store.folder)
+        seconds = cpu = 0.0
+        wrong = num_bytes = 0
+        before = bytes_from_disk()
+        for numbers in batches:
+            self.arena.blocks[:] = 0
+            began, cpu_before = time.perf_counter(), cpu_s()
+            self.store.load(numbers)
+            seconds += time.perf_counter() - began
+            cpu += cpu_s() - cpu_before
+            num_bytes += len(numbers) * self.arena.block_bytes
+            wrong += self._num_wrong(numbers)
+            self.store.release()
+        from_disk = (bytes_from_disk() - before) / num_bytes
+        return {"seconds": seconds, "cpu_s": cpu, "wrong": wrong, "from_disk": from_disk}
+
+    def write(self, batches: Sequence[Sequence[int]]) -> dict[str, object]:
+        """Store batches of new blocks, each until it has left the page cache; each is then read
+        back, compared and removed."""
+        seconds = cpu = acknowledged = 0.0
+        wrong = 0
+        for numbers in batches:
+            self._put(numbers)
+            self.store.prepare(numbers)
+            began, cpu_before = time.perf_counter(), cpu_s()
+            self.store.store(numbers)
+            acknowledged += time.perf_counter() - began
+            cpu += cpu_s() - cpu_before
+            files = self.store.files(numbers)
+            began, cpu_before = time.perf_counter(), cpu_s()
+            settle(files)
+            seconds += time.perf_counter() - began
+            cpu += cpu_s() - cpu_before
+            self.arena.blocks[:] = 0
+            self.store.load(numbers)
+            wrong += self._num_wrong(numbers)
+            self.store.release()
+            self.store.forget(numbers)
+        return {
+            "seconds": seconds + acknowledged,
+            "acknowledged_s": acknowledged,
+            "cpu_s": cpu,
+            "wrong": wrong,
+        }
+
+    def _put(self, numbers: Sequence[int]) -> None:
+        for place, number in enumerate(numbers):
+            self.arena.blocks[place] = self.content[number % BATCH]
+            self.arena.blocks[place, :STAMP_BYTES] = stamp(number)
+
+    def _num_wrong(self, numbers: Sequence[int]) -> int:
+        return sum(not self._is_right(place, number) for place, number in enumerate(numbers))
+
+    def _is_right(self, place: int, number: int) -> bool:
+        block = self.store.loaded(place)
+        return (
+            block.size == self.arena.block_bytes
+            and np.array_equal(block[:STAMP_BYTES], stamp(number))
+            and np.array_equal(block[STAMP_BYTES:], self.content[number % BATCH, STAMP_BYTES:])
+        )
+
+
+def stamp(number: int) -> np.ndarray:
+    """What block ``number`` begins with."""
+    return np.frombuffer(number.to_bytes(STAMP_BYTES, "little"), np.uint8)
+
+
+def cpu_s() -> float:
+    """User and system time of all threads of this process."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def bytes_from_disk() -> int:
+    """What the kernel fetched from the disk for this process, past or into the page cache."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def settle(paths: Sequence[Path]) -> None:
+    """Return when the data of these files are out of the page cache. A file that nobody buffered
+    costs next to nothing; no journal of the file system is waited for."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            if libc.sync_file_range(fd, ctypes.c_int64(0), ctypes.c_int64(0), WRITE_AND_WAIT):
+                os.fdatasync(fd)
+        finally:
+            os.close(fd)
+
+
+def drop(folder: Path) -> None:
+    """Forget the page cache of all files below ``folder``; they were settled."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--module", required=True, help="of benchmarks.peers, with open_store")
+    parser.add_argument("--options", type=json.loads, required=True, help="for open_store, JSON")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--block-bytes", type=int, required=True)
+    parser.add_argument("--num-blocks", type=int, required=True)
+    parser.add_argument("--small-pages", action="store_true", help="memory in pages of 4 KiB")
+    options = parser.parse_args()
+    # Whatever a library prints is no answer, also from C.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    opened = importlib.import_module(f"benchmarks.peers.{options.module}").open_store
+    arena = Arena(options.block_bytes, not options.small_pages)
+    store = opened(arena, options.folder, options.num_blocks, **options.options)
+    contest = Contest(store)
+    print(json.dumps({"version": store.version}), file=answers, flush=True)
+    for line in sys.stdin:
+        wanted = json.loads(line)
+        answer = getattr(contest, wanted.pop("do"))(**wanted)
+        print(json.dumps(answer), file=answers, flush=True)
+    store.close()
+
+
+if __name__ == "__main__":
+    main()
