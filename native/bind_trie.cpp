@@ -203,10 +203,14 @@ class BlockTrie {
     return list_of(slots_, number);
   }
   nb::object forget(nb::handle blocks, nb::handle tier) {
+    // Read once: an iterator gives its blocks only once.
+    const std::size_t at = position(tier);
+    read_blocks(blocks);
     slots_.clear();
-    for (const BlockId block : read_blocks(blocks)) trie_.prefetch(block);
-    each(blocks, tier,
-         [&](BlockId block, std::size_t at) { slots_.push_back(trie_.forget(block, at)); });
+    checked([&] {
+      for (const BlockId block : blocks_) trie_.prefetch(block);
+      for (const BlockId block : blocks_) slots_.push_back(trie_.forget(block, at));
+    });
     return list_of(slots_, number);
   }
   void touch(nb::handle blocks, double now) {
