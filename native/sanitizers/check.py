@@ -25,7 +25,6 @@ TESTS = (
     "tests/native",
     "tests/core/test_index.py",
     "tests/core/test_index_machine.py",
-    "tests/core/test_transfer.py",
     "tests/disk/test_io.py",
 )
 # A sanitizer is ten times slower and more: properties are tried with fewer examples than elsewhere,

@@ -1,5 +1,9 @@
 #include "uring/ring.hpp"
 
+#include "errors.hpp"
+
+#if defined(__linux__) && !defined(KVTIER_NO_URING)
+
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -10,8 +14,6 @@
 #include <cstring>
 #include <string>
 #include <thread>
-
-#include "errors.hpp"
 
 namespace kvtier::uring {
 
@@ -267,3 +269,23 @@ void Ring::transfer(Way way, std::span<const Block> blocks, std::optional<double
 }
 
 }  // namespace kvtier::uring
+
+#else  // another system: a ring cannot be made, and so none of the rest is reached
+
+namespace kvtier::uring {
+
+Ring::Mapping::~Mapping() = default;
+Ring::Descriptor::~Descriptor() = default;
+
+Ring::Ring(int, unsigned, std::int64_t, bool) {
+  throw NativeError("io_uring is not available: this is not Linux");
+}
+Ring::~Ring() = default;
+
+int Ring::register_file() { return 0; }
+int Ring::register_buffers(std::span<const Memory>) { return 0; }
+void Ring::transfer(Way, std::span<const Block>, std::optional<double>, std::int64_t*) {}
+
+}  // namespace kvtier::uring
+
+#endif
