@@ -129,7 +129,16 @@ def run_tests(sanitizer: Sanitizer, core: Path, arguments: Sequence[str]) -> int
     )
     # By env, not in `environment`: what starts the tests need not be watched.
     command = [*fixed_addresses(), "env", f"LD_PRELOAD={preload}", sys.executable, "-m", "pytest"]
-    options = ["-p", "use_core", "-p", "no:cacheprovider", "-q", "-o", "faulthandler_timeout=0"]
+    options = [
+        "-p",
+        "use_core",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "--capture=sys",
+        "-o",
+        "faulthandler_timeout=0",
+    ]
     return subprocess.run(
         [*command, *options, *arguments], check=False, cwd=ROOT, env=environment
     ).returncode
