@@ -62,7 +62,9 @@ Ring::Ring(int fd, unsigned depth, std::int64_t piece_bytes, bool is_direct)
     made = call(kernel::kSetup, 2 * depth, &params_);
     if (made != -EINVAL) break;  // an older kernel does not know the flag
   }
-  if (made < 0) throw NativeError(std::string("io_uring is not available: ") + std::strerror(-made));
+  if (made < 0)
+    throw NativeError(std::string("io_uring is not available: ") + std::strerror(-made) +
+                      (made == -ENOMEM ? "; raise the limit on locked memory" : ""));
   ring_.number = made;
   if ((params_.features & kernel::kFeatureSingleMmap) == 0 ||
       (params_.features & kernel::kFeatureExtArg) == 0)
