@@ -12,12 +12,14 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup demo test check crash-test bench peers peers-sglang peers-lmcache peers-vllm clean
+.PHONY: help setup demo test check check-native crash-test bench peers peers-sglang peers-lmcache \
+	peers-vllm clean
 
 help:
 	@echo "make demo    serve real prompts through a two-tier cache, and show what it saved"
 	@echo "make test    all tests"
 	@echo "make check   format, lint, types, import contracts, stubs, fast tests"
+	@echo "make check-native   the native core's tests under address, undefined and thread sanitizers"
 	@echo "make crash-test  kill a writer of the disk tier KILLS=5000 times, cut its power as often"
 	@echo "make bench   the benchmarks; results in reports/"
 	@echo "make peers   SGLang, LMCache and vLLM into .peers, for the benchmarks that compare with them;"
@@ -60,6 +62,9 @@ ifdef KVTIER_REQUIRE_NATIVE
 	MYPYPATH=src $(BIN)/stubtest kvtier._native --allowlist native/stubtest.allowlist
 endif
 	$(BIN)/python -m pytest -m "not slow"
+
+check-native: setup
+	$(BIN)/python native/sanitizers/check.py
 
 KILLS := 5000
 

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -41,12 +42,18 @@ class UringRing {
     });
   }
 
-  int register_file() { return ring_->register_file(); }
+  int register_file() {
+    const nb::gil_scoped_release others_may_run;
+    const std::lock_guard one_at_a_time(mutex_);
+    return ring_->register_file();
+  }
 
   int register_buffers(const std::vector<std::pair<std::uint64_t, std::uint64_t>>& buffers) {
     std::vector<uring::Memory> pieces;
     for (const auto& [address, num_bytes] : buffers) pieces.push_back({address, num_bytes});
-    return ring_->register_buffers(pieces);
+    const nb::gil_scoped_release others_may_run;
+    const std::lock_guard one_at_a_time(mutex_);
+    return guarded([&] { return ring_->register_buffers(pieces); });
   }
 
   Results transfer(bool write, nb::handle offsets, nb::handle addresses, nb::handle sizes,
@@ -73,6 +80,7 @@ class UringRing {
     auto results = std::make_unique<std::int64_t[]>(blocks.size());
     {
       const nb::gil_scoped_release others_may_run;
+      const std::lock_guard one_at_a_time(mutex_);
       guarded([&] {
         ring_->transfer(write ? uring::Way::write : uring::Way::read, blocks, deadline_s,
                         results.get());
@@ -87,13 +95,15 @@ class UringRing {
 
  private:
   std::unique_ptr<uring::Ring> ring_;
+  // Never held while Python is waited for, so neither lock can hold up the other.
+  std::mutex mutex_;
 };
 
 }  // namespace
 
 void bind_uring(nb::module_& module) {
   nb::class_<UringRing>(module, "UringRing",
-                        "Batches of reads or writes of one file. Used by one thread at a time.")
+                        "Batches of reads or writes of one file, one after the other.")
       .def(nb::init<int, long long, long long, bool>(), nb::arg("fd"), nb::arg("depth"),
            nb::arg("piece_bytes"), nb::arg("is_direct"))
       .def("register_file", &UringRing::register_file)

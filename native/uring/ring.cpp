@@ -1,5 +1,9 @@
 #include "uring/ring.hpp"
 
+#include "errors.hpp"
+
+#if defined(__linux__) && !defined(KVTIER_NO_URING)
+
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -10,8 +14,6 @@
 #include <cstring>
 #include <string>
 #include <thread>
-
-#include "errors.hpp"
 
 namespace kvtier::uring {
 
@@ -60,7 +62,9 @@ Ring::Ring(int fd, unsigned depth, std::int64_t piece_bytes, bool is_direct)
     made = call(kernel::kSetup, 2 * depth, &params_);
     if (made != -EINVAL) break;  // an older kernel does not know the flag
   }
-  if (made < 0) throw NativeError(std::string("io_uring is not available: ") + std::strerror(-made));
+  if (made < 0)
+    throw NativeError(std::string("io_uring is not available: ") + std::strerror(-made) +
+                      (made == -ENOMEM ? "; raise the limit on locked memory" : ""));
   ring_.number = made;
   if ((params_.features & kernel::kFeatureSingleMmap) == 0 ||
       (params_.features & kernel::kFeatureExtArg) == 0)
@@ -267,3 +271,23 @@ void Ring::transfer(Way way, std::span<const Block> blocks, std::optional<double
 }
 
 }  // namespace kvtier::uring
+
+#else  // another system: a ring cannot be made, and so none of the rest is reached
+
+namespace kvtier::uring {
+
+Ring::Mapping::~Mapping() = default;
+Ring::Descriptor::~Descriptor() = default;
+
+Ring::Ring(int, unsigned, std::int64_t, bool) {
+  throw NativeError("io_uring is not available: this is not Linux");
+}
+Ring::~Ring() = default;
+
+int Ring::register_file() { return 0; }
+int Ring::register_buffers(std::span<const Memory>) { return 0; }
+void Ring::transfer(Way, std::span<const Block>, std::optional<double>, std::int64_t*) {}
+
+}  // namespace kvtier::uring
+
+#endif

@@ -25,7 +25,8 @@ struct Block {
 
 enum class Way { read, write };
 
-// A submission and a completion ring of their own. Used by one thread at a time.
+// A submission and a completion ring of their own. Used by one thread at a time. Linux only: elsewhere
+// the constructor throws.
 class Ring {
  public:
   // `depth` requests are under way at a time; larger blocks go in pieces of `piece_bytes`.
@@ -89,10 +90,10 @@ class Ring {
   Mapping rings_;
   Mapping sqes_;
   kernel::Params params_{};
-  int fd_;
-  unsigned depth_;
-  std::int64_t piece_bytes_;
-  bool is_direct_;
+  int fd_ = -1;
+  unsigned depth_ = 0;
+  std::int64_t piece_bytes_ = 0;
+  bool is_direct_ = false;
   bool has_file_ = false;
   std::vector<Memory> buffers_;  // registered ones, by address
   unsigned tail_ = 0;            // of the submission ring, ahead of what the kernel knows

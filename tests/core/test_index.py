@@ -342,6 +342,22 @@ def test_many_blocks_in_one_call_are_as_one_after_another(filled: Filled) -> Non
     assert len(filled.index) == 0
 
 
+def test_blocks_may_come_from_an_iterator(filled: Filled) -> None:
+    """Which can be read once."""
+    index = filled.index
+    blocks = index.extend(NS, filled.labels("abc"))
+    index.begin_write_all(iter(blocks), DEVICE, iter(slots(4, 5, 6)))
+    assert index.abort_all(iter(blocks[2:]), DEVICE) == slots(6)
+    index.commit_all(iter(blocks[:2]), DEVICE, 1.0)
+    index.touch(iter(blocks[:2]), 2.0)
+    index.lease(iter(blocks[:2]), DEVICE)
+    assert index.num_held(DEVICE) == 2
+    index.release(iter(blocks[:2]), DEVICE)
+    assert index.slots(iter(blocks[:2]), DEVICE) == slots(4, 5)
+    assert index.forget_all(iter(index.evict(DEVICE, 2)), DEVICE) == slots(5, 4)
+    assert len(index) == 0
+
+
 def test_what_is_dropped_gives_its_slots_back(filled: Filled) -> None:
     filled.put("abc")
     filled.put("ab", HOST)

@@ -8,7 +8,8 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -226,3 +227,76 @@ def test_auto_falls_back_and_says_why(place: Place, monkeypatch: pytest.MonkeyPa
     engine.close()
     with pytest.raises(TierError, match="native core"):
         open_engine(place.fd, IoKind.URING)
+
+
+class Silent:
+    """A pipe into which nothing is written: a read of it ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.fd, self.inlet = os.pipe()
+        self.memory = host_memory(2 * PAGE)
+        self.bytes = memory_bytes(self.memory)
+        self.bytes[:] = 7
+
+    def batch(self, num: int) -> Batch:
+        numbers = np.arange(num)
+        addresses = numbers.astype(np.uint64) * np.uint64(8) + np.uint64(self.memory.address)
+        return np.zeros(num, np.int64), addresses, np.full(num, 8, np.int64)
+
+    def close(self) -> None:
+        os.close(self.fd)
+        os.close(self.inlet)
+
+
+@pytest.fixture
+def silent() -> Iterator[Silent]:
+    made = Silent()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 40])
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_reads_of_a_device_that_hangs_are_cancelled_at_the_deadline(
+    silent: Silent, is_registered: bool, num_blocks: int
+) -> None:
+    """The kernel lets go of the memory: what comes later does not reach it."""
+    try:
+        engine = open_engine(silent.fd, IoKind.URING, [silent.memory] if is_registered else [], 8)
+    except TierError as error:
+        pytest.skip(str(error))
+    results = engine.read(*silent.batch(num_blocks), 0.02).tolist()
+    assert results == [-errno.ECANCELED] * num_blocks
+    os.write(silent.inlet, bytes(range(200)))
+    assert (silent.bytes == 7).all(), "a late read reached the memory"
+    assert engine.read(*silent.batch(1), 60.0).tolist() == [8], "the next read is served"
+    assert silent.bytes[:9].tolist() == [*range(8), 7], "and nothing was taken by a cancelled one"
+    engine.close()
+
+
+def test_a_call_that_cannot_be_cancelled_is_waited_for(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel may still write to the memory, so it is not given back at the deadline."""
+    engine = open_engine(place.fd, IoKind.PREADV)
+    began, may_end = Event(), Event()
+    real = os.preadv
+
+    def hang(*arguments: Any) -> int:
+        began.set()
+        assert may_end.wait(60)
+        return real(*arguments)
+
+    monkeypatch.setattr("kvtier.tiers.disk.io.preadv.os.preadv", hang)
+    results: list[int] = []
+    batch = place.batch(*((n, n, 1) for n in range(100)))
+    reader = Thread(target=lambda: results.extend(engine.read(*batch, 0.5).tolist()))
+    reader.start()
+    assert began.wait(60)
+    reader.join(0.6)  # beyond the deadline
+    assert reader.is_alive()
+    may_end.set()
+    reader.join()
+    assert set(results) == {PAGE, -errno.ECANCELED}
+    assert results.count(PAGE) <= 8, "nothing was begun after the deadline"
+    engine.close()
