@@ -22,11 +22,20 @@ namespace nb = nanobind;
 namespace kvtier {
 namespace {
 
-using Results = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
 using Numbers = Items<std::int64_t>;
 
 constexpr long long kMaxDepth = 4096;
 constexpr long long kMaxPieceBytes = 1ll << 30;  // a request has 32 bits for its size
+
+// A numpy array that owns the numbers.
+template <typename Number>
+nb::object array_of(std::unique_ptr<Number[]> numbers, std::size_t size) {
+  Number* const data = numbers.get();
+  const nb::capsule owner(
+      data, [](void* memory) noexcept { delete[] static_cast<Number*>(memory); });
+  numbers.release();
+  return nb::cast(nb::ndarray<nb::numpy, Number, nb::ndim<1>>(data, {size}, owner));
+}
 
 class UringRing {
  public:
@@ -56,8 +65,9 @@ class UringRing {
     return guarded([&] { return ring_->register_buffers(pieces); });
   }
 
-  Results transfer(bool write, nb::handle offsets, nb::handle addresses, nb::handle sizes,
-                   std::optional<double> deadline_s) {
+  // num_checked: bytes of each block that a checksum is wanted of.
+  nb::tuple transfer(bool write, nb::handle offsets, nb::handle addresses, nb::handle sizes,
+                     std::optional<double> deadline_s, std::optional<std::uint64_t> num_checked) {
     const Numbers offset("offsets", offsets);
     const Words address("addresses", addresses);
     const Numbers size("sizes", sizes);
@@ -78,19 +88,18 @@ class UringRing {
              static_cast<unsigned long long>(blocks[i].address));
     }
     auto results = std::make_unique<std::int64_t[]>(blocks.size());
+    auto crcs = num_checked ? std::make_unique<std::uint32_t[]>(blocks.size()) : nullptr;
     {
       const nb::gil_scoped_release others_may_run;
       const std::lock_guard one_at_a_time(mutex_);
       guarded([&] {
         ring_->transfer(write ? uring::Way::write : uring::Way::read, blocks, deadline_s,
-                        results.get());
+                        results.get(),
+                        {crcs.get(), static_cast<std::size_t>(num_checked.value_or(0))});
       });
     }
-    std::int64_t* const data = results.get();
-    const nb::capsule owner(
-        data, [](void* memory) noexcept { delete[] static_cast<std::int64_t*>(memory); });
-    results.release();
-    return Results(data, {blocks.size()}, owner);
+    return nb::make_tuple(array_of(std::move(results), blocks.size()),
+                          num_checked ? array_of(std::move(crcs), blocks.size()) : nb::none());
   }
 
  private:
@@ -110,9 +119,11 @@ void bind_uring(nb::module_& module) {
       .def("register_buffers", &UringRing::register_buffers, nb::arg("buffers"))
       .def("transfer", &UringRing::transfer, nb::arg("write"), nb::arg("offsets"),
            nb::arg("addresses"), nb::arg("sizes"), nb::arg("deadline_s").none(),
+           nb::arg("num_checked").none() = nb::none(),
            nb::sig("def transfer(self, write: bool, offsets: NDArray[int64], "
                    "addresses: NDArray[uint64], sizes: NDArray[int64], "
-                   "deadline_s: float | None) -> NDArray[int64]"));
+                   "deadline_s: float | None, num_checked: int | None = None) -> "
+                   "tuple[NDArray[int64], NDArray[uint32] | None]"));
 }
 
 }  // namespace kvtier

@@ -1,5 +1,6 @@
 #include "uring/ring.hpp"
 
+#include "crc/crc32c.hpp"
 #include "errors.hpp"
 
 #if defined(__linux__) && !defined(KVTIER_NO_URING)
@@ -177,7 +178,7 @@ void Ring::complete(Way way, std::uint64_t place, int result, bool is_over) {
   if (result == 0 && way == Way::write && piece.size > 0) result = -EIO;  // a file has no end there
   if (result < 0) {
     if (state.error == 0) state.error = result;
-  } else if (result < piece.size) {
+  } else if (state.left -= result; result < piece.size) {
     const bool is_end =
         result == 0 || (way == Way::read && is_direct_ && result % kPage != 0);
     piece.begin += result;
@@ -191,18 +192,29 @@ void Ring::complete(Way way, std::uint64_t place, int result, bool is_over) {
       return;
     }
   }
+  if (state.left == 0) whole_.push_back(piece.block);
   places_.push_back(place);
 }
 
+void Ring::check_whole(std::span<const Block> blocks, const Checks& checks) {
+  for (const std::size_t block : whole_) {
+    const auto* const data = reinterpret_cast<const std::byte*>(blocks[block].address);
+    const auto size = static_cast<std::size_t>(blocks[block].size);
+    checks.crcs[block] = crc::crc32c(data, std::min(checks.num_bytes, size));
+  }
+  whole_.clear();
+}
+
 void Ring::transfer(Way way, std::span<const Block> blocks, std::optional<double> deadline_s,
-                    std::int64_t* results) {
+                    std::int64_t* results, const Checks& checks) {
   const auto began = Clock::now();
   const auto left_s = [&]() -> std::optional<double> {
     if (!deadline_s) return std::nullopt;
     return *deadline_s - std::chrono::duration<double>(Clock::now() - began).count();
   };
   states_.clear();
-  for (const Block& block : blocks) states_.push_back({block.size});
+  for (const Block& block : blocks) states_.push_back({block.size, block.size});
+  whole_.clear();
   again_.clear();
   std::size_t block = 0;       // the next piece to begin: of this block,
   std::int64_t begin = 0;      // from here on
@@ -235,6 +247,12 @@ void Ring::transfer(Way way, std::span<const Block> blocks, std::optional<double
         places_.push_back(place);
       }
       again_.clear();
+    }
+    if (checks.crcs == nullptr) {
+      whole_.clear();
+    } else if (!whole_.empty()) {
+      enter(0, std::nullopt);  // the disk goes on meanwhile
+      check_whole(blocks, checks);
     }
     const std::size_t num_running = depth_ - places_.size();
     if (num_running == 0) break;
@@ -286,7 +304,8 @@ Ring::~Ring() = default;
 
 int Ring::register_file() { return 0; }
 int Ring::register_buffers(std::span<const Memory>) { return 0; }
-void Ring::transfer(Way, std::span<const Block>, std::optional<double>, std::int64_t*) {}
+void Ring::transfer(Way, std::span<const Block>, std::optional<double>, std::int64_t*,
+                    const Checks&) {}
 
 }  // namespace kvtier::uring
 

@@ -25,6 +25,12 @@ struct Block {
 
 enum class Way { read, write };
 
+// Where to put the checksums of the first `num_bytes` bytes of each block; nullptr for nowhere.
+struct Checks {
+  std::uint32_t* crcs = nullptr;
+  std::size_t num_bytes = 0;
+};
+
 // A submission and a completion ring of their own. Used by one thread at a time. Linux only: elsewhere
 // the constructor throws.
 class Ring {
@@ -42,8 +48,9 @@ class Ring {
 
   // Moves all blocks; returns when nothing is under way any more. results[i]: bytes, or -errno.
   // After `deadline_s` nothing is begun, and what is under way is cancelled where that is possible.
+  // checks: checksums of blocks that arrive whole, worked out while others are on their way.
   void transfer(Way way, std::span<const Block> blocks, std::optional<double> deadline_s,
-                std::int64_t* results);
+                std::int64_t* results, const Checks& checks = {});
 
  private:
   struct Piece {  // what one request moves
@@ -53,6 +60,7 @@ class Ring {
   };
   struct State {  // of one block
     std::int64_t end;  // bytes from its start that are there, as far as is known
+    std::int64_t left;  // bytes that have not been moved yet
     int error = 0;
   };
   class Mapping {
@@ -85,6 +93,7 @@ class Ring {
   int enter(unsigned num_wanted, std::optional<double> timeout_s);
   void complete(Way way, std::uint64_t place, int result, bool is_over);
   int buffer_of(std::uint64_t address, std::int64_t size) const;
+  void check_whole(std::span<const Block> blocks, const Checks& checks);
 
   Descriptor ring_;
   Mapping rings_;
@@ -102,6 +111,7 @@ class Ring {
   std::vector<Piece> pieces_;        // by place, 0 .. depth - 1
   std::vector<std::size_t> places_;  // free ones
   std::vector<State> states_;
+  std::vector<std::size_t> whole_;  // blocks that have arrived and are not checked yet
   std::vector<std::size_t> again_;  // places whose rest has to be submitted once more
 };
 

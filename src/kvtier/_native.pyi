@@ -31,7 +31,8 @@ class UringRing:
         addresses: NDArray[np.uint64],
         sizes: NDArray[np.int64],
         deadline_s: float | None,
-    ) -> NDArray[np.int64]: ...
+        num_checked: int | None = None,
+    ) -> tuple[NDArray[np.int64], NDArray[np.uint32] | None]: ...
 
 def pack_tokens(tokens: object) -> bytes | None: ...
 

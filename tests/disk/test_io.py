@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier._hot import crc32c_rows
 from kvtier.errors import Closed, TierError
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers.disk.io import IoEngine, open_engine
@@ -145,6 +146,32 @@ def test_nothing_is_begun_after_the_deadline(place: Place, opened: Open) -> None
     assert (place.bytes == 7).all()
     assert np.array_equal(np.frombuffer(place.path.read_bytes(), np.uint8), place.content)
     assert engine.read(*batch, 60.0).tolist() == [PAGE] * 100, "the next batch is served"
+
+
+@pytest.mark.parametrize("num_checked", [1, 100, PAGE - 1, PAGE, 3 * PAGE])
+@pytest.mark.parametrize("piece_pages", [1, 64])
+def test_checksums_come_with_the_blocks(
+    place: Place, opened: Open, num_checked: int, piece_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every block's beginning, in whatever order and pieces the blocks arrive."""
+    monkeypatch.setattr("kvtier.tiers.disk.io.uring.PIECE_BYTES", piece_pages * PAGE)
+    engine = opened(place.fd, [place.memory], 8)
+    blocks = [(3 * at, 3 * (399 - at), 3) for at in range(400)]
+    offsets, addresses, sizes = place.batch(*blocks)
+    place.bytes[:] = 0
+    done, crcs = engine.read_checked(offsets, addresses, sizes, num_checked, 60.0)
+    assert done.tolist() == sizes.tolist()
+    rows = np.stack([place.content[at : at + num_checked] for at in offsets.tolist()])
+    assert crcs.tolist() == crc32c_rows(rows).tolist()
+
+
+def test_blocks_that_end_early_spoil_no_other_checksum(place: Place, opened: Open) -> None:
+    engine = opened(place.fd, [place.memory], 4)
+    batch = place.batch((FILE_PAGES - 1, 0, 2), (5, 2, 2), (FILE_PAGES + 9, 4, 1), (7, 6, 2))
+    done, crcs = engine.read_checked(*batch, PAGE)
+    assert done.tolist() == [PAGE, 2 * PAGE, 0, 2 * PAGE]
+    for at, page in ((1, 5), (3, 7)):
+        assert crcs[at] == crc32c_rows(place.content[None, page * PAGE : (page + 1) * PAGE])[0]
 
 
 def test_a_deadline_in_the_middle_loses_no_buffer(place: Place, opened: Open) -> None:

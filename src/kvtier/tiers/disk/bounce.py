@@ -7,11 +7,13 @@ import errno
 import mmap
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._hot import crc32c_many
 from kvtier.devices.base import Memory
 from kvtier.tiers.disk.io import IoEngine
 
@@ -20,7 +22,9 @@ ALIGNMENT: Final = 4096
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
-Transfer = Callable[[Int64s, Uint64s, Int64s, float], Int64s]
+Uint32s = npt.NDArray[np.uint32]
+Bools = npt.NDArray[np.bool_]
+Transfer = Callable[[Int64s, Uint64s, Int64s, float | None], Int64s]
 
 
 class Bounce:
@@ -74,15 +78,42 @@ class BlockPort:
             done[part] = self._move(self.engine.write, slots[part], at, ends_at)
         return done
 
-    def read(self, slots: Int64s, addresses: Uint64s, deadline_s: float) -> Int64s:
-        """Blocks from slots to memory, all of them within ``deadline_s`` or not at all."""
+    def read(
+        self, slots: Int64s, addresses: Uint64s, checked: Bools, deadline_s: float
+    ) -> tuple[Int64s, Uint32s]:
+        """Blocks from slots to memory, all of them within ``deadline_s`` or not at all.
+
+        checked: which of them a checksum is wanted of; the other ones' mean nothing.
+        """
         ends_at = time.monotonic() + deadline_s
         done = np.zeros(len(slots), np.int64)
+        crcs = np.zeros(len(slots), np.uint32)
         for part, is_aligned in self._parts(addresses):
             at = addresses[part] if is_aligned else self._bounce.addresses[: len(part)]
-            done[part] = self._move(self.engine.read, slots[part], at, ends_at)
+            wanted = np.flatnonzero(checked[part])
+            if len(wanted) == len(part):  # while others are on their way
+                read: Transfer = partial(self._read_checked, part, crcs)
+                done[part] = self._move(read, slots[part], at, ends_at)
+            else:
+                done[part] = self._move(self.engine.read, slots[part], at, ends_at)
+                sizes = np.full(len(wanted), self._block_bytes, np.uint64)
+                crcs[part[wanted]] = crc32c_many(at[wanted], sizes)
             if not is_aligned:
                 self._bounce.copy_out(addresses[part], self._block_bytes)
+        return done, crcs
+
+    def _read_checked(
+        self,
+        part: Int64s,
+        crcs: Uint32s,
+        offsets: Int64s,
+        addresses: Uint64s,
+        sizes: Int64s,
+        deadline_s: float | None,
+    ) -> Int64s:
+        done, crcs[part] = self.engine.read_checked(
+            offsets, addresses, sizes, self._block_bytes, deadline_s
+        )
         return done
 
     def _parts(self, addresses: Uint64s) -> Iterator[tuple[Int64s, bool]]:

@@ -44,7 +44,7 @@ class DiskOptions:
     bounce_bytes: int = 16 << 20
     """Aligned memory per direction, for blocks that O_DIRECT can't take as they lie."""
     checksum_threads: int = 1
-    """Threads that compute checksums of a batch."""
+    """Threads that compute the checksums of a batch that is written."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path))

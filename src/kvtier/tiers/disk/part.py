@@ -210,16 +210,18 @@ class DiskPart:
         records, trusted = self.slab.look_up(at)
         known = (records["kind"] == Kind.PUT) & same_keys(records["key"], as_keys(list(keys)))
         done = np.full(len(at), self.slot_bytes, np.int64)
-        done[known] = self._reader.read(at[known], to[known], self.options.read_deadline_s)
+        crcs = np.zeros(len(at), np.uint32)
+        verified = self._to_verify(trusted)
+        done[known], crcs[known] = self._reader.read(
+            at[known], to[known], verified[known], self.options.read_deadline_s
+        )
         self._health.note("read", done[known])
         self._quarantine(at, done)
         failed = done < 0
         right = known & (done == self.slot_bytes)
-        check = np.flatnonzero(right & self._to_verify(trusted))
+        check = np.flatnonzero(right & verified)
         if len(check):
-            sizes = np.full(len(check), self.num_bytes, np.uint64)
-            crcs = crc32c_many(to[check], sizes, self.options.checksum_threads)
-            right[check] = crcs == records["data_crc"][check]
+            right[check] = crcs[check] == records["data_crc"][check]
             self.slab.trust(records[check[right[check]]])
         self._drop(records[known & ~right & ~failed])
         return right, failed

@@ -10,10 +10,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._hot import crc32c_many
 from kvtier.devices.base import Finding
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
+Uint32s = npt.NDArray[np.uint32]
 
 IO_ALIGNMENT: Final = 4096
 """O_DIRECT: offsets, addresses and sizes are multiples of this (open(2): that of the file system;
@@ -48,6 +50,19 @@ class IoEngine(ABC):
         self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
         """Read a batch; int64 [n], per block bytes or -errno. None: no deadline."""
+
+    def read_checked(
+        self,
+        offsets: Int64s,
+        addresses: Uint64s,
+        sizes: Int64s,
+        num_checked: int,
+        deadline_s: float | None = None,
+    ) -> tuple[Int64s, Uint32s]:
+        """``read``, and crc32c of the first ``num_checked`` bytes of each block in memory. It means
+        something for those that arrived whole."""
+        done = self.read(offsets, addresses, sizes, deadline_s)
+        return done, crc32c_many(addresses, np.full(len(done), num_checked, np.uint64))
 
     @abstractmethod
     def write(

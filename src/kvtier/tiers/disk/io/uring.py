@@ -11,7 +11,7 @@ import numpy as np
 from kvtier._hot import UringRing
 from kvtier.devices.base import Finding, Memory
 from kvtier.errors import Closed, TierError
-from kvtier.tiers.disk.io.base import Int64s, IoEngine, Uint64s, check_batch, is_direct
+from kvtier.tiers.disk.io.base import Int64s, IoEngine, Uint32s, Uint64s, check_batch, is_direct
 
 PIECE_BYTES = 4 << 20
 """A request moves at most this much; a larger block goes in several. The kernel cuts what the
@@ -63,12 +63,25 @@ class UringEngine(IoEngine):
     def read(
         self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
-        return self._transfer(False, offsets, addresses, sizes, deadline_s)
+        return self._transfer(False, offsets, addresses, sizes, deadline_s)[0]
+
+    def read_checked(
+        self,
+        offsets: Int64s,
+        addresses: Uint64s,
+        sizes: Int64s,
+        num_checked: int,
+        deadline_s: float | None = None,
+    ) -> tuple[Int64s, Uint32s]:
+        """As promised; blocks are checked while others are still on their way."""
+        done, crcs = self._transfer(False, offsets, addresses, sizes, deadline_s, num_checked)
+        assert crcs is not None
+        return done, crcs
 
     def write(
         self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
-        return self._transfer(True, offsets, addresses, sizes, deadline_s)
+        return self._transfer(True, offsets, addresses, sizes, deadline_s)[0]
 
     def sync(self) -> None:
         self._check_open()
@@ -93,7 +106,8 @@ class UringEngine(IoEngine):
         addresses: Uint64s,
         sizes: Int64s,
         deadline_s: float | None,
-    ) -> Int64s:
+        num_checked: int | None = None,
+    ) -> tuple[Int64s, Uint32s | None]:
         self._check_open()
         check_batch(offsets, addresses, sizes, self._direct)
         return self._rings[write].transfer(
@@ -102,4 +116,5 @@ class UringEngine(IoEngine):
             np.ascontiguousarray(addresses),
             np.ascontiguousarray(sizes),
             deadline_s,
+            num_checked,
         )
