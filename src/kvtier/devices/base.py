@@ -39,7 +39,8 @@ class Memory:
 class CopyBatch:
     """Many small copies between two memories. Offsets and sizes: int64 [num_copies], bytes.
 
-    Destinations don't overlap; the order of the copies is free.
+    Destinations don't overlap; the order of the copies is free. num_bytes: the sum of the sizes,
+    worked out where it is not given.
     """
 
     src: Memory
@@ -47,10 +48,11 @@ class CopyBatch:
     src_offset: Int64s
     dst_offset: Int64s
     size: Int64s
+    num_bytes: int = -1
 
-    @property
-    def num_bytes(self) -> int:
-        return int(self.size.sum())
+    def __post_init__(self) -> None:
+        if self.num_bytes < 0:
+            object.__setattr__(self, "num_bytes", int(self.size.sum()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ def coalesce(batch: CopyBatch) -> CopyBatch:
     np.not_equal(src[:-1] + size[:-1], src[1:], out=starts_run[1:])
     starts_run[1:] |= dst[:-1] + size[:-1] != dst[1:]
     first = np.flatnonzero(starts_run)
-    return CopyBatch(batch.src, batch.dst, src[first], dst[first], np.add.reduceat(size, first))
+    merged = np.add.reduceat(size, first)
+    return CopyBatch(batch.src, batch.dst, src[first], dst[first], merged, batch.num_bytes)
 
 
 def split(batch: CopyBatch, max_copies: int = MAX_COPIES) -> Iterator[CopyBatch]:

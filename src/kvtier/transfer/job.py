@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from threading import Event
+from threading import Lock
 from time import perf_counter
 
 from kvtier.errors import CacheError
@@ -24,11 +24,13 @@ class Job:
         self.error: CacheError | None = None
         self.lost: frozenset[int] = frozenset()
         self.withdrawn = False
-        self._done = Event()
+        self._is_done = False
+        self._running = Lock()  # held until it is done; cheaper than an Event
+        self._running.acquire()
 
     @property
     def done(self) -> bool:
-        return self._done.is_set()
+        return self._is_done
 
     @property
     def succeeded(self) -> bool:
@@ -45,8 +47,13 @@ class Job:
         self.seconds = perf_counter() - self.started
         self.error = error
         self.lost = frozenset(lost)
-        self._done.set()
+        self._is_done = True
+        self._running.release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until done; False when ``timeout_s`` passed first. The job goes on then."""
-        return self._done.wait(timeout_s)
+        if not self._is_done and self._running.acquire(
+            timeout=-1 if timeout_s is None else timeout_s
+        ):
+            self._running.release()
+        return self._is_done

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from threading import Condition, Thread
+from queue import SimpleQueue
+from threading import Lock, Thread
 from time import perf_counter
 
 from kvtier.errors import CacheError, Closed
@@ -28,7 +29,8 @@ class Lane:
     def __init__(self, name: str, fails_as: Callable[[str], CacheError]) -> None:
         self.name = name
         self._fails_as = fails_as
-        self._changed = Condition()
+        self._lock = Lock()
+        self._tickets: SimpleQueue[None] = SimpleQueue()  # one per job, and one for the end
         self._urgent: deque[tuple[Job, Work]] = deque()
         self._patient: deque[tuple[Job, Work]] = deque()
         self._running: Job | None = None
@@ -43,12 +45,12 @@ class Lane:
         if self._closed:
             raise Closed(f"the {self.name} lane is closed; make a new cache")
         job = Job(num_bytes)
-        with self._changed:
-            (self._urgent if urgent else self._patient).append((job, work))
-            self._changed.notify()
         if self._worker is None:
             self._worker = Thread(target=self._run, name=f"kvtier-{self.name}", daemon=True)
             self._worker.start()
+        with self._lock:
+            (self._urgent if urgent else self._patient).append((job, work))
+        self._tickets.put(None)
         return job
 
     def fail(self, num_bytes: int, caught: Exception) -> Job:
@@ -59,7 +61,7 @@ class Lane:
 
     def hurry(self, job: Job) -> None:
         """Somebody waits for ``job`` now: it goes to the end of the urgent line."""
-        with self._changed:
+        with self._lock:
             if (task := _take(self._patient, job)) is not None:
                 self._urgent.append(task)
 
@@ -68,7 +70,7 @@ class Lane:
 
         It counts as failed.
         """
-        with self._changed:
+        with self._lock:
             task = _take(self._patient, job)
         if task is not None:
             job.withdrawn = True
@@ -78,31 +80,33 @@ class Lane:
     @property
     def queued_bytes(self) -> int:
         """Bytes that are being moved, or have to be before a new urgent job's."""
-        with self._changed:
+        with self._lock:
             waiting = sum(job.num_bytes for job, _ in self._urgent)
             return waiting + (self._running.num_bytes if self._running else 0)
 
     @property
     def is_idle(self) -> bool:
         """Nothing is running or standing in line."""
-        with self._changed:
+        with self._lock:
             return self._running is None and not self._urgent and not self._patient
 
     @property
     def running_s(self) -> float:
-        """How long the job whose turn it is has been running; 0 for an idle lane."""
-        with self._changed:
-            return 0.0 if self._running is None else perf_counter() - self._running.started
+        """How long the job whose turn it is has been running, or waiting for the worker to take it
+        up; 0 for an idle lane."""
+        with self._lock:
+            job = self._running or next((job for job, _ in self._urgent), None)
+            return 0.0 if job is None else perf_counter() - job.started
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Finish what is urgent, withdraw the rest, then stop. False where that took longer than
         ``timeout_s``: the thread is left to itself then, for nothing can end a call that hangs."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             unwanted = [job for job, _ in self._patient]
-            self._changed.notify()
         for job in unwanted:
             self.withdraw(job)
+        self._tickets.put(None)
         if self._worker is None:
             return True
         self._worker.join(timeout_s)
@@ -118,20 +122,22 @@ class Lane:
                 lost = work(job)
             except Exception as caught:  # a worker outlives every failure
                 error = self._reported(caught)
-            with self._changed:
+            with self._lock:
                 self._running = None
             job.finish(error, lost)
 
     def _next(self) -> tuple[Job, Work] | None:
         """The job whose turn it is; None once the lane is closed and the line empty."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._urgent or self._patient or self._closed)
-            line = self._urgent or self._patient
-            if not line:
-                return None
-            task = line.popleft()
-            self._running = task[0]
-            return task
+        while True:
+            self._tickets.get()
+            with self._lock:
+                if line := self._urgent or self._patient:
+                    task = line.popleft()
+                    self._running = task[0]
+                    return task
+                if self._closed:
+                    return None
+            # The job of this ticket was withdrawn.
 
     def _reported(self, caught: Exception) -> CacheError:
         """The error that the job shows, logged."""

@@ -28,7 +28,8 @@ def stage(
     at = pieces.src(np.asarray(src_slots, np.int64))
     to = pieces.dst(np.asarray(dst_slots, np.int64))
     size = np.broadcast_to(pieces.size, at.shape)
-    batch = CopyBatch(src.memory, dst.memory, at.ravel(), to.ravel(), size.ravel())
+    num_bytes = len(src_slots) * src.layout.group.bytes_per_block
+    batch = CopyBatch(src.memory, dst.memory, at.ravel(), to.ravel(), size.ravel(), num_bytes)
     return coalesce(batch) if _have_neighbours(at, to, pieces.size[-1]) else batch
 
 
