@@ -209,7 +209,10 @@ def measure_size(
                     found[worker.contestant.name, direction].append(answer)
         if turn and shutil.which(FIO):
             for direction in (READ, WRITE):
-                rates = [fio(path, direction == WRITE, block_bytes, n, 1.0) for n in FIO_DEPTHS]
+                rates = [
+                    fio(path, direction == WRITE, block_bytes, n, plan.batches * BATCH)
+                    for n in FIO_DEPTHS
+                ]
                 limits[direction].append(max(rates))
     rows = [
         row(worker.contestant, block, direction, gb, found[worker.contestant.name, direction])

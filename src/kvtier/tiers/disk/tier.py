@@ -147,6 +147,8 @@ class DiskTier(StorageTier, SlotOwner):
     def _forget_incomplete(self) -> None:
         """A crash may leave some parts of a block: then it is not there."""
         tables = [part.slab.table for part in self.parts]
+        if len(tables) == 1:
+            return
         is_complete = complete(tables)
         for part, table in zip(self.parts, tables, strict=True):
             part.empty(np.flatnonzero((table["kind"] == Kind.PUT) & ~is_complete))
