@@ -15,7 +15,7 @@ from kvtier.plan import Copy, CostModel, Costs
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Addresses, LoadResult, MemoryTier, StorageTier, Tier
 from kvtier.transfer import Job, Lane, TransferEngine, stage
-from kvtier.types import DEVICE, BlockId, BlockKey, BlockName, Slot
+from kvtier.types import DEVICE, HOST, BlockId, BlockKey, BlockName, Slot
 from kvtier.waiter import Transfer
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ SCRUB_PAUSE_S = 1.0
 """So much is verified in the background at a time, where storage is idle, and so seldom: a disk of
 a terabyte in three days."""
 CLOSE_WAIT_S = 10.0
-"""How long storage may take to finish at the end."""
+"""How long copies may take to finish at the end."""
 
 
 class Traffic:
@@ -115,7 +115,7 @@ class Traffic:
         if isinstance(src, MemoryTier) and isinstance(dst, MemoryTier):
             batch = stage(src, src_slots, dst, dst_slots)
             direction = Direction.LOAD if transfer.dst == DEVICE else Direction.STORE
-            transfer.job = self._engine.submit(batch, direction)
+            transfer.job = self._engine.submit([batch], direction)
         elif isinstance(src, StorageTier) and isinstance(dst, MemoryTier):
             keys = [self._index.key(block) for block in blocks]
             work = partial(_read, src, keys, src_slots, dst.addresses(dst_slots))
@@ -256,8 +256,8 @@ class Traffic:
             if not self.wait(CLOSE_WAIT_S):
                 break
             self.poll()
-        self._engine.close()
-        hanging = {name for (name, _), lane in self._lanes.items() if not lane.close(CLOSE_WAIT_S)}
+        hanging = set() if self._engine.close(CLOSE_WAIT_S) else {DEVICE, HOST}
+        hanging |= {name for (name, _), lane in self._lanes.items() if not lane.close(CLOSE_WAIT_S)}
         if hanging:
             logger.warning("left behind tiers=%s after_s=%.0f", sorted(hanging), CLOSE_WAIT_S)
         self.poll()

@@ -126,8 +126,15 @@ class GatedFence(Fence):
     def __init__(self) -> None:
         self.gate = Event()
 
+    @property
+    def passed(self) -> bool:
+        return self.gate.is_set()
+
     def wait(self) -> None:
         self.gate.wait()
+
+    def hold_compute(self) -> None:
+        raise AssertionError("nothing computes here")
 
 
 class FencedDevice(FaultyDevice):
@@ -167,12 +174,35 @@ def _arrived(batch: CopyBatch) -> bool:
     return bool((memory_bytes(batch.dst) == memory_bytes(batch.src)).all())
 
 
+def test_compute_follows_a_load_step_by_step(engine: TransferEngine, device: FencedDevice) -> None:
+    steps = [_batch(1), _batch(2), _batch(3)]
+    device.hold(Direction.LOAD)
+    job = engine.submit(steps, Direction.LOAD)
+    device.let_go()
+    for step, batch in enumerate(steps):
+        job.hold_compute(step)
+        assert _arrived(batch)
+    assert job.wait(60)
+
+
+def test_compute_is_not_held_for_a_step_that_will_not_come(
+    engine: TransferEngine, device: FencedDevice
+) -> None:
+    device.fail(Direction.LOAD, nth=2)
+    job = engine.submit([_batch(1), _batch(2)], Direction.LOAD)
+    with pytest.raises(DeviceError, match=r"step 1 .* the test wants this load to fail"):
+        job.hold_compute(1)
+    assert job.wait(60)
+    with pytest.raises(DeviceError, match="did not arrive"):
+        job.hold_compute(0)
+
+
 @pytest.mark.parametrize("direction", Direction)
 def test_bytes_have_arrived_when_the_job_is_done(
     engine: TransferEngine, direction: Direction
 ) -> None:
     batch = _batch()
-    job = engine.submit(batch, direction)
+    job = engine.submit([batch], direction)
     assert job.wait(60)
     assert job.succeeded
     assert job.error is None
@@ -184,10 +214,10 @@ def test_copy_waits_for_the_compute_work_before_it(
 ) -> None:
     device.next_fence = fence = GatedFence()
     late = _batch()
-    job = engine.submit(late, Direction.LOAD)
+    job = engine.submit([late], Direction.LOAD)
     device.next_fence = GatedFence()
     device.next_fence.gate.set()
-    other = engine.submit(_batch(), Direction.STORE)
+    other = engine.submit([_batch()], Direction.STORE)
     assert other.wait(60), "the other direction does not wait for it"
     assert not job.done
     assert not _arrived(late)
@@ -201,7 +231,7 @@ def test_one_direction_runs_in_order(engine: TransferEngine, device: FencedDevic
     batches = [_batch(value) for value in range(1, 6)]
     target = batches[0].dst
     same_target = [CopyBatch(b.src, target, b.src_offset, b.dst_offset, b.size) for b in batches]
-    jobs = [engine.submit(batch, Direction.LOAD) for batch in same_target]
+    jobs = [engine.submit([batch], Direction.LOAD) for batch in same_target]
     assert not any(job.done for job in jobs)
     device.let_go()
     assert all(job.wait(60) for job in jobs)
@@ -210,11 +240,11 @@ def test_one_direction_runs_in_order(engine: TransferEngine, device: FencedDevic
 
 def test_failed_copy_is_reported_not_raised(engine: TransferEngine, device: FencedDevice) -> None:
     device.fail(Direction.LOAD)
-    job = engine.submit(_batch(), Direction.LOAD)
+    job = engine.submit([_batch()], Direction.LOAD)
     assert job.wait(60)
     assert not job.succeeded
     assert isinstance(job.error, DeviceError)
-    after = engine.submit(_batch(), Direction.LOAD)
+    after = engine.submit([_batch()], Direction.LOAD)
     assert after.wait(60)
     assert after.succeeded
 
@@ -223,16 +253,16 @@ def test_crash_of_a_device_is_reported_with_its_cause(
     engine: TransferEngine, device: FencedDevice
 ) -> None:
     device.crash(Direction.STORE)
-    job = engine.submit(_batch(), Direction.STORE)
+    job = engine.submit([_batch()], Direction.STORE)
     assert job.wait(60)
     assert isinstance(job.error, DeviceError)
     assert isinstance(job.error.__cause__, ZeroDivisionError)
-    assert engine.submit(_batch(), Direction.STORE).wait(60), "the worker is still there"
+    assert engine.submit([_batch()], Direction.STORE).wait(60), "the worker is still there"
 
 
 def test_device_without_a_fence_fails_the_job(engine: TransferEngine, device: FencedDevice) -> None:
     device.next_fence = None
-    job = engine.submit(_batch(), Direction.LOAD)
+    job = engine.submit([_batch()], Direction.LOAD)
     assert job.wait(60)
     assert isinstance(job.error, DeviceError)
     assert engine.queued_bytes(Direction.LOAD) == 0
@@ -240,7 +270,7 @@ def test_device_without_a_fence_fails_the_job(engine: TransferEngine, device: Fe
 
 def test_large_batch_goes_in_pieces(engine: TransferEngine, device: FencedDevice) -> None:
     batch = _batch(num_copies=2 * MAX_COPIES + 1)
-    assert engine.submit(batch, Direction.LOAD).wait(60)
+    assert engine.submit([batch], Direction.LOAD).wait(60)
     assert _arrived(batch)
     assert device.num_copies[Direction.LOAD] == 3
 
@@ -249,7 +279,7 @@ def test_failure_in_a_later_piece_fails_the_job(
     engine: TransferEngine, device: FencedDevice
 ) -> None:
     device.fail(Direction.LOAD, nth=2)
-    job = engine.submit(_batch(num_copies=2 * MAX_COPIES + 1), Direction.LOAD)
+    job = engine.submit([_batch(num_copies=2 * MAX_COPIES + 1)], Direction.LOAD)
     assert job.wait(60)
     assert not job.succeeded
     assert device.num_copies[Direction.LOAD] == 2, "the rest is not copied"
@@ -259,7 +289,7 @@ def test_bytes_in_line_are_counted_per_direction(
     engine: TransferEngine, device: FencedDevice
 ) -> None:
     device.hold(Direction.LOAD)
-    jobs = [engine.submit(_batch(), Direction.LOAD) for _ in range(3)]
+    jobs = [engine.submit([_batch()], Direction.LOAD) for _ in range(3)]
     assert engine.queued_bytes(Direction.LOAD) == 6
     assert engine.queued_bytes(Direction.STORE) == 0
     assert not jobs[0].wait(0), "a time-out is False, and the job goes on"
@@ -271,13 +301,15 @@ def test_bytes_in_line_are_counted_per_direction(
 def test_close_finishes_all_and_refuses_more(device: FencedDevice) -> None:
     engine = TransferEngine(device)
     batches = [_batch() for _ in range(20)]
-    jobs = [engine.submit(batch, list(Direction)[index % 2]) for index, batch in enumerate(batches)]
+    jobs = [
+        engine.submit([batch], list(Direction)[index % 2]) for index, batch in enumerate(batches)
+    ]
     engine.close()
     assert all(job.done for job in jobs)
     assert all(map(_arrived, batches))
     engine.close()
     with pytest.raises(Closed):
-        engine.submit(_batch(), Direction.LOAD)
+        engine.submit([_batch()], Direction.LOAD)
 
 
 # -- lanes -----------------------------------------------------------------------------------------

@@ -65,36 +65,79 @@ class Finding:
 
 
 class Fence(ABC):
-    """A point in the device's compute work."""
+    """A point in a device's work: in its compute, or in the copies of one direction.
+
+    Any thread may use it, as often as it likes.
+    """
+
+    @property
+    @abstractmethod
+    def passed(self) -> bool:
+        """Whether all work before this point is done. Never waits."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when all compute work queued before this point is done."""
+        """Return when all work before this point is done. ``DeviceError`` where some of it failed;
+        nothing of it may be used then."""
+
+    @abstractmethod
+    def hold_compute(self) -> None:
+        """Compute that the calling thread queues from now on starts after this point."""
+
+
+class CopyQueue(ABC):
+    """The copies of one direction, done in the order of their submission.
+
+    The caller guarantees
+        one thread at a time; every offset and size of a batch lies inside its memories; the
+        memories stay alive, and the destinations unread, until a later fence has passed or
+        ``drain`` has returned.
+    The implementer provides
+        batch after batch in order, the copies within a batch in any; the two directions of a device
+        may overlap. ``hold_for`` and ``fence`` are cheap. A device without streams may do all of
+        its work in ``submit``, and wait in ``hold_for``.
+    Outcomes and errors
+        ``submit`` raises ``DeviceError`` where it was refused, and the fences of copies that failed
+        later raise it; after either some copies may be in flight still, until ``drain`` returns.
+    """
+
+    @abstractmethod
+    def hold_for(self, fence: Fence) -> None:
+        """What is submitted from now on starts after ``fence``, one of this device."""
+
+    @abstractmethod
+    def submit(self, batch: CopyBatch) -> None:
+        """Queue all copies of the batch."""
+
+    @abstractmethod
+    def fence(self) -> Fence:
+        """The point after everything that was submitted so far."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Return when nothing that was submitted is in flight any more, whatever became of it."""
 
 
 class Device(ABC):
     """Copies between its own memory and host memory, and orders them against compute.
 
     The caller guarantees
-        every offset and size of a batch lies inside its memories; the memories stay alive, and the
-        destinations unread, until ``copy`` returns; one thread per direction calls ``copy``.
+        one thread at a time uses the queue of a direction.
     The implementer provides
-        ``copy`` returns when all bytes have arrived. Batch after batch of one direction in order;
-        the two directions may overlap. ``fence`` is cheap and never waits.
+        a queue for each direction; ``fence`` is cheap and never waits.
     Outcomes and errors
-        ``copy`` raises ``DeviceError`` when some byte may not have arrived; nothing of the batch is
-        still in flight then. A device without page-locking answers ``page_lock`` with False.
+        a device without page-locking answers ``page_lock`` with False.
     """
 
     name: str
 
     @abstractmethod
-    def copy(self, batch: CopyBatch, direction: Direction) -> None:
-        """Copy the whole batch. Runs on the caller's thread; blocks until the bytes are there."""
+    def queue(self, direction: Direction) -> CopyQueue:
+        """The queue of a direction, the same one each time."""
 
     @abstractmethod
     def fence(self) -> Fence:
-        """A fence after all compute work that was queued on this device so far."""
+        """The point after all compute work that was queued on this device so far."""
 
     @abstractmethod
     def page_lock(self, memory: Memory) -> bool:
@@ -107,3 +150,16 @@ class Device(ABC):
     @abstractmethod
     def findings(self) -> list[Finding]:
         """What this device uses, and why not something faster."""
+
+    def copy(self, batch: CopyBatch, direction: Direction) -> None:
+        """Copy the whole batch, and return when the bytes are there.
+
+        ``DeviceError`` where some may not be; nothing is in flight then.
+        """
+        queue = self.queue(direction)
+        try:
+            queue.submit(batch)
+            queue.fence().wait()
+        except BaseException:
+            queue.drain()
+            raise

@@ -5,18 +5,12 @@ from __future__ import annotations
 import os
 
 from kvtier._hot import NATIVE, NATIVE_REASON, copy_batch
-from kvtier.devices.base import CopyBatch, Device, Direction, Fence, Finding, Memory
-
-
-class _Now(Fence):
-    """Compute on the CPU is synchronous: everything queued before is done."""
-
-    def wait(self) -> None:
-        return
+from kvtier.devices.base import CopyBatch, CopyQueue, Device, Direction, Fence, Finding, Memory
+from kvtier.devices.synchronous import Passed, SynchronousQueue
 
 
 class CpuDevice(Device):
-    """Batched copies by the native core, or by its pure-Python twin.
+    """Batched copies by the native core, or by its pure-Python twin. Compute is synchronous, too.
 
     threads: per batch; by default half of the cores, at most four, for the other half computes.
     """
@@ -25,17 +19,21 @@ class CpuDevice(Device):
 
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads or max(1, min(4, (os.cpu_count() or 1) // 2))
+        self._queue = SynchronousQueue(self._copy)  # it keeps no state: one does for both ways
 
-    def copy(self, batch: CopyBatch, direction: Direction) -> None:
+    def queue(self, direction: Direction) -> CopyQueue:
+        return self._queue
+
+    def fence(self) -> Fence:
+        return Passed()
+
+    def _copy(self, batch: CopyBatch) -> None:
         copy_batch(
             (batch.dst_offset + batch.dst.address).astype("uint64"),
             (batch.src_offset + batch.src.address).astype("uint64"),
             batch.size.astype("uint64"),
             self._threads,
         )
-
-    def fence(self) -> Fence:
-        return _Now()
 
     def page_lock(self, memory: Memory) -> bool:
         return False

@@ -7,12 +7,15 @@ type, one asynchronous ``copy_`` per fragment. Faster paths bind the driver and 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from kvtier.devices.base import CopyBatch, Device, Direction, Fence, Finding, Memory
+from kvtier.devices.base import CopyBatch, CopyQueue, Device, Direction, Fence, Finding, Memory
+from kvtier.devices.synchronous import Passed, SynchronousQueue
 from kvtier.errors import DeviceError
 
 logger = logging.getLogger(__name__)
@@ -33,12 +36,67 @@ def _flat_bytes(memory: Memory) -> torch.Tensor:
 
 
 class _EventFence(Fence):
-    def __init__(self, event: torch.Event | None) -> None:
+    def __init__(self, device: TorchDevice, event: torch.Event) -> None:
+        self._device = device
         self._event = event
 
+    @property
+    def passed(self) -> bool:
+        return bool(self._event.query())
+
     def wait(self) -> None:
-        if self._event is not None:
+        with _reported(self._device.name):
             self._event.synchronize()
+
+    def hold_compute(self) -> None:
+        self._event.wait(self._device.compute_stream())
+
+    def hold(self, stream: torch.Stream) -> None:
+        """Work that ``stream`` is given from now on starts after this point."""
+        stream.wait_event(self._event)
+
+
+class _StreamQueue(CopyQueue):
+    """``Tensor.copy_`` on a stream of its own."""
+
+    def __init__(self, device: TorchDevice) -> None:
+        self._device = device
+        self._stream = device.module.Stream(device=device.device)
+
+    def hold_for(self, fence: Fence) -> None:
+        if isinstance(fence, _EventFence):
+            fence.hold(self._stream)
+        else:
+            fence.wait()
+
+    def submit(self, batch: CopyBatch) -> None:
+        with _reported(self._device.name), self._device.module.stream(self._stream):
+            _copy_pieces(batch, non_blocking=True)
+
+    def fence(self) -> Fence:
+        event = self._device.module.Event()
+        event.record(self._stream)
+        return _EventFence(self._device, event)
+
+    def drain(self) -> None:
+        with suppress(RuntimeError):  # what failed was reported by a fence
+            self._stream.synchronize()
+
+
+@contextmanager
+def _reported(name: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceError(f"{name}: a copy failed: {error}") from error
+
+
+def _copy_pieces(batch: CopyBatch, non_blocking: bool = False) -> None:
+    src, dst = _flat_bytes(batch.src), _flat_bytes(batch.dst)
+    for at, to, size in zip(
+        batch.src_offset.tolist(), batch.dst_offset.tolist(), batch.size.tolist(), strict=True
+    ):
+        dst[to : to + size].copy_(src[at : at + size], non_blocking=non_blocking)
 
 
 class TorchDevice(Device):
@@ -51,53 +109,38 @@ class TorchDevice(Device):
     def __init__(self, name: str) -> None:
         self.name = name
         try:
-            self._device = torch.device(name)
-            self._module = torch.get_device_module(self._device)
+            self.device = torch.device(name)
+            self.module = torch.get_device_module(self.device)
         except RuntimeError as error:
             raise DeviceError(
                 f"torch knows no device {name!r}: {error}. Install the torch build or plug-in "
                 "for it, or use --device cpu"
             ) from error
-        is_available = getattr(self._module, "is_available", lambda: True)
+        is_available = getattr(self.module, "is_available", lambda: True)
         if not is_available():
             raise DeviceError(f"no {name} device is available to torch; use --device cpu")
 
-    @property
-    def _is_asynchronous(self) -> bool:
-        return self._device.type != "cpu"
+    def queue(self, direction: Direction) -> CopyQueue:
+        return self._queues[direction]
 
     @cached_property
-    def _streams(self) -> dict[Direction, torch.Stream]:
-        return {direction: self._module.Stream(device=self._device) for direction in Direction}
-
-    def copy(self, batch: CopyBatch, direction: Direction) -> None:
-        src, dst = _flat_bytes(batch.src), _flat_bytes(batch.dst)
-        pieces = zip(
-            batch.src_offset.tolist(), batch.dst_offset.tolist(), batch.size.tolist(), strict=True
-        )
-        if not self._is_asynchronous:
-            for at, to, size in pieces:
-                dst[to : to + size].copy_(src[at : at + size])
-            return
-        stream = self._streams[direction]
-        try:
-            try:
-                with self._module.stream(stream):
-                    for at, to, size in pieces:
-                        dst[to : to + size].copy_(src[at : at + size], non_blocking=True)
-            finally:  # also after a copy that was refused: those before it may be in flight
-                stream.synchronize()
-        except RuntimeError as error:
-            raise DeviceError(
-                f"{self.name}: a {direction.value} of {batch.num_bytes} bytes failed: {error}"
-            ) from error
+    def _queues(self) -> dict[Direction, CopyQueue]:
+        if self.device.type == "cpu":
+            return dict.fromkeys(Direction, SynchronousQueue(_copy_pieces))
+        return {direction: _StreamQueue(self) for direction in Direction}
 
     def fence(self) -> Fence:
-        if not self._is_asynchronous:
-            return _EventFence(None)
-        event = self._module.Event()
-        event.record(self._module.current_stream(self._device))
-        return _EventFence(event)
+        if self.device.type == "cpu":
+            return Passed()
+        event = self.module.Event()
+        event.record(self.compute_stream())
+        return _EventFence(self, event)
+
+    def compute_stream(self) -> torch.Stream:
+        """The stream that the calling thread computes on."""
+        stream = self.module.current_stream(self.device)
+        assert isinstance(stream, torch.Stream)
+        return stream
 
     def page_lock(self, memory: Memory) -> bool:
         """CUDA and HIP register the arena in place; other devices copy from pageable memory."""
@@ -116,7 +159,7 @@ class TorchDevice(Device):
     @cached_property
     def _cudart(self) -> Any:
         """The runtime as torch binds it; None for a device that is not CUDA or HIP."""
-        is_cuda = self._device.type == "cuda"
+        is_cuda = self.device.type == "cuda"
         return torch.cuda.cudart() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def findings(self) -> list[Finding]:

@@ -8,21 +8,22 @@ from threading import Event
 
 import numpy as np
 
-from kvtier.devices.base import CopyBatch, Device, Direction, Fence, Finding, Memory
+from kvtier.devices.base import CopyBatch, CopyQueue, Device, Direction, Fence, Finding, Memory
 from kvtier.errors import DeviceError
 
 
 class FaultyDevice(Device):
     """Wraps a device. Faults are told per direction, because the order within one is fixed.
 
-    Copies wait while their direction is held (``hold``, ``let_go``): tests say when a copy
-    happens, instead of sleeping until it should have.
+    A copy is one batch that is submitted. Copies wait while their direction is held (``hold``,
+    ``let_go``): tests say when a copy happens, instead of sleeping until it should have.
     """
 
     def __init__(self, inner: Device) -> None:
         self.name = f"faulty {inner.name}"
         self.num_copies = dict.fromkeys(Direction, 0)
         self._inner = inner
+        self._queues = {direction: _FaultyQueue(self, direction) for direction in Direction}
         self._gates = {direction: Event() for direction in Direction}
         self._faults: dict[tuple[Direction, int], Callable[[CopyBatch, Direction], None]] = {}
         self.let_go()
@@ -64,11 +65,19 @@ class FaultyDevice(Device):
 
     # -- the device -------------------------------------------------------------------------------
 
-    def copy(self, batch: CopyBatch, direction: Direction) -> None:
+    def queue(self, direction: Direction) -> CopyQueue:
+        return self._queues[direction]
+
+    def submit(self, batch: CopyBatch, direction: Direction) -> None:
+        """What the wrapped queue would do with ``batch``, or the fault that the test wants."""
         self._gates[direction].wait()
         self.num_copies[direction] += 1
-        fault = self._faults.pop((direction, self.num_copies[direction]), self._inner.copy)
+        fault = self._faults.pop((direction, self.num_copies[direction]), self._submit)
         fault(batch, direction)
+
+    def inner_queue(self, direction: Direction) -> CopyQueue:
+        """The wrapped device's queue."""
+        return self._inner.queue(direction)
 
     def fence(self) -> Fence:
         return self._inner.fence()
@@ -89,6 +98,9 @@ class FaultyDevice(Device):
     ) -> None:
         self._faults[direction, self.num_copies[direction] + nth] = fault
 
+    def _submit(self, batch: CopyBatch, direction: Direction) -> None:
+        self._inner.queue(direction).submit(batch)
+
     def _raise(self, batch: CopyBatch, direction: Direction) -> None:
         raise DeviceError(f"{self.name}: the test wants this {direction.value} to fail")
 
@@ -102,13 +114,35 @@ class FaultyDevice(Device):
         size[middle:] //= 2
         some = slice(0, len(size))
         half = CopyBatch(batch.src, batch.dst, batch.src_offset[some], batch.dst_offset[some], size)
-        self._inner.copy(half, direction)
+        self._submit(half, direction)
         self._raise(batch, direction)
 
     def _copy_and_flip(self, batch: CopyBatch, direction: Direction) -> None:
-        self._inner.copy(batch, direction)
+        self._inner.copy(batch, direction)  # the byte is flipped when it is there
         if batch.num_bytes:
             fragment = int(np.argmax(batch.size > 0))
             address = batch.dst.address + int(batch.dst_offset[fragment])
             byte = ctypes.c_uint8.from_address(address)
             byte.value ^= 0x01
+
+
+class _FaultyQueue(CopyQueue):
+    def __init__(self, device: FaultyDevice, direction: Direction) -> None:
+        self._device = device
+        self._direction = direction
+
+    @property
+    def _inner(self) -> CopyQueue:
+        return self._device.inner_queue(self._direction)
+
+    def hold_for(self, fence: Fence) -> None:
+        self._inner.hold_for(fence)
+
+    def submit(self, batch: CopyBatch) -> None:
+        self._device.submit(batch, self._direction)
+
+    def fence(self) -> Fence:
+        return self._inner.fence()
+
+    def drain(self) -> None:
+        self._inner.drain()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from kvtier.transfer.copy_job import CopyJob
 from kvtier.transfer.engine import TransferEngine
 from kvtier.transfer.job import Job
 from kvtier.transfer.lane import Lane
 from kvtier.transfer.staging import stage
 
-__all__ = ["Job", "Lane", "TransferEngine", "stage"]
+__all__ = ["CopyJob", "Job", "Lane", "TransferEngine", "stage"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from kvtier.devices.base import CopyBatch, Device, Direction, Fence
 from kvtier.errors import DeviceError
 from kvtier.transfer.batching import split
+from kvtier.transfer.copy_job import CopyJob
 from kvtier.transfer.job import Job
 from kvtier.transfer.lane import Lane
 
@@ -15,7 +16,7 @@ from kvtier.transfer.lane import Lane
 class TransferEngine:
     """Copies in the background, so that the engine can compute meanwhile.
 
-    A batch starts after the compute work that was queued when it was submitted: a store sees the
+    A copy starts after the compute work that was queued when it was submitted: a store sees the
     finished KV, a load does not overwrite a slot that is still being read.
     """
 
@@ -23,32 +24,75 @@ class TransferEngine:
         self._device = device
         self._lanes = {direction: Lane(direction.value, DeviceError) for direction in Direction}
 
-    def submit(self, batch: CopyBatch, direction: Direction) -> Job:
-        """Queue a batch. The memories stay untouched by others until the job is done.
+    def submit(self, steps: Sequence[CopyBatch], direction: Direction) -> CopyJob:
+        """Queue batches, done in this order; compute may follow them step by step. The memories
+        stay untouched by others until the job is done.
 
         What goes wrong is reported by the job, never raised.
         """
         lane = self._lanes[direction]
+        job = CopyJob(sum(step.num_bytes for step in steps), len(steps))
         try:
-            fence = self._device.fence()
+            after = self._device.fence()
         except Exception as caught:
-            return lane.fail(batch.num_bytes, caught)
-        return lane.submit(partial(self._copy, batch, direction, fence), batch.num_bytes)
+            lane.fail(job, caught)
+            return job
+        lane.submit(partial(self._copy, job, steps, direction, after), job.num_bytes, job=job)
+        return job
 
     def queued_bytes(self, direction: Direction) -> int:
         """Bytes that stand in line or are being copied."""
         return self._lanes[direction].queued_bytes
 
-    def close(self) -> None:
-        """Finish what was submitted, then stop the workers."""
-        for lane in self._lanes.values():
-            lane.close()
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish what was submitted, then stop the workers. False where that took too long."""
+        ended = [lane.close(timeout_s) for lane in self._lanes.values()]
+        return all(ended)
 
     def _copy(
-        self, batch: CopyBatch, direction: Direction, fence: Fence, job: Job
+        self,
+        job: CopyJob,
+        steps: Sequence[CopyBatch],
+        direction: Direction,
+        after: Fence,
+        _: Job,
     ) -> Iterable[int]:
-        fence.wait()
-        job.start()
-        for piece in split(batch):
-            self._device.copy(piece, direction)
+        """On the lane's thread: queue all copies behind ``after``, then wait for them."""
+        queue = self._device.queue(direction)
+        try:
+            queue.hold_for(after)
+            turn = _Turn(job, queue.fence())
+            for step in steps:
+                for piece in split(step):
+                    turn.look()
+                    queue.submit(piece)
+                job.submitted(queue.fence())
+            done = queue.fence()
+            turn.wait()
+            done.wait()
+        except BaseException:
+            queue.drain()  # nobody may use the memories while a copy is in flight
+            raise
         return ()
+
+
+class _Turn:
+    """Starts a job's time when its copies begin, not when they are queued behind others' work. In
+    doubt too early: a copy that looks slower than it is does no harm."""
+
+    def __init__(self, job: Job, begin: Fence) -> None:
+        self._job = job
+        self._begin = begin
+        self._has_begun = begin.passed
+        job.start()
+
+    def look(self) -> None:
+        if not self._has_begun:
+            self._job.start()
+            self._has_begun = self._begin.passed
+
+    def wait(self) -> None:
+        self.look()
+        if not self._has_begun:
+            self._begin.wait()
+            self._job.start()

@@ -37,14 +37,17 @@ class Lane:
         self._worker: Thread | None = None
         self._closed = False
 
-    def submit(self, work: Work, num_bytes: int, urgent: bool = True) -> Job:
+    def submit(
+        self, work: Work, num_bytes: int, urgent: bool = True, job: Job | None = None
+    ) -> Job:
         """Queue ``work``. What goes wrong is reported by the job, never raised.
 
-        urgent: False for what nobody waits for yet.
+        urgent: False for what nobody waits for yet. job: a new one, if it is to be of a kind of its
+        own.
         """
         if self._closed:
             raise Closed(f"the {self.name} lane is closed; make a new cache")
-        job = Job(num_bytes)
+        job = job or Job(num_bytes)
         if self._worker is None:
             self._worker = Thread(target=self._run, name=f"kvtier-{self.name}", daemon=True)
             self._worker.start()
@@ -53,11 +56,9 @@ class Lane:
         self._tickets.put(None)
         return job
 
-    def fail(self, num_bytes: int, caught: Exception) -> Job:
-        """A job that failed before it could stand in line."""
-        job = Job(num_bytes)
+    def fail(self, job: Job, caught: Exception) -> None:
+        """End a new job that failed before it could stand in line."""
         job.finish(self._reported(caught))
-        return job
 
     def hurry(self, job: Job) -> None:
         """Somebody waits for ``job`` now: it goes to the end of the urgent line."""

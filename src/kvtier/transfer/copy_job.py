@@ -1,0 +1,48 @@
+"""A copy on its way to the device in steps, so that compute can follow close behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from threading import Condition
+
+from kvtier.devices.base import Fence
+from kvtier.errors import CacheError, DeviceError
+from kvtier.transfer.job import Job
+
+
+class CopyJob(Job):
+    """A job whose bytes arrive in ``num_steps`` steps, in order: a layer each, for instance.
+
+    A worker says how far it has come; the engine's thread has its compute wait, step by step.
+    """
+
+    def __init__(self, num_bytes: int, num_steps: int) -> None:
+        super().__init__(num_bytes)
+        self.num_steps = num_steps
+        self._fences: list[Fence] = []
+        self._changed = Condition()
+
+    def submitted(self, fence: Fence) -> None:
+        """The next step's copies are queued; ``fence`` comes after them."""
+        with self._changed:
+            self._fences.append(fence)
+            self._changed.notify_all()
+
+    def finish(self, error: CacheError | None = None, lost: Iterable[int] = ()) -> None:
+        super().finish(error, lost)
+        with self._changed:
+            self._changed.notify_all()
+
+    def hold_compute(self, step: int) -> None:
+        """Compute that the calling thread queues from now on finds the bytes of ``step``.
+
+        Waits until the step's copies are queued, not until they are done. Whether they succeeded is
+        known when the job is done; before, nothing that was computed from them counts.
+        Raises ``DeviceError`` where the job failed already.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._fences) > step or self.done)
+            if self.error is not None or len(self._fences) <= step:
+                raise DeviceError(f"step {step} of a load did not arrive: {self.error}")
+            fence = self._fences[step]
+        fence.hold_compute()
