@@ -25,7 +25,7 @@ from kvtier.plan import Costs, Plan, plan_load
 from kvtier.plugins import load_plugin
 from kvtier.prefetch import Prefetch
 from kvtier.telemetry import Metrics
-from kvtier.tiers import DeviceTier, HostTier, StorageTier, Tier
+from kvtier.tiers import ArenaOptions, DeviceTier, HostTier, StorageTier, Tier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.wrappers import ThrottledTier
 from kvtier.types import DEVICE, HOST, Label, LoadPolicy, Match, PrefetchPolicy, WritePolicy
@@ -37,7 +37,8 @@ class Cache:
     """A prefix cache over the engine's device pool and the tiers below it.
 
     pool: the device tier, over memory that the engine owns. clock: seconds, for tests. storage: a
-    tier below the host tier, made elsewhere; the cache closes it.
+    tier below the host tier, made elsewhere; the cache closes it. arena: how
+    the host tier gets its memory.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Cache:
         pool: DeviceTier,
         clock: Callable[[], float] = time.monotonic,
         storage: StorageTier | None = None,
+        arena: ArenaOptions | None = None,
     ) -> None:
         self.config = config
         self.group = pool.layout.group
@@ -57,7 +59,7 @@ class Cache:
         self._closed = False
         make_policy = _policy_factory(config.eviction_policy)
         self._ladder = Ladder(
-            _make_tiers(config, device, pool, storage),
+            _make_tiers(config, device, pool, storage, arena),
             device,
             make_policy=make_policy,
             demotes=config.write_policy is WritePolicy.WRITE_BACK,
@@ -323,16 +325,20 @@ class Cache:
 
 
 def _make_tiers(
-    config: CacheConfig, device: Device, pool: DeviceTier, storage: StorageTier | None
+    config: CacheConfig,
+    device: Device,
+    pool: DeviceTier,
+    storage: StorageTier | None,
+    arena: ArenaOptions | None,
 ) -> dict[str, Tier]:
     """The tiers that the configuration asks for, fastest first."""
     tiers: dict[str, Tier] = {DEVICE: pool}
     group = pool.layout.group
     capacity = parse_capacity(config.host_capacity, pool.layout.nbytes, "host_capacity")
     if capacity:
-        tiers[HOST] = host = HostTier(group, capacity, device)
+        tiers[HOST] = host = HostTier(group, capacity, device, arena)
         if storage is None and config.disk_path:
-            storage = DiskTier(_disk_options(config), group, host.memory)
+            storage = DiskTier(_disk_options(config), group, host.ready_memory)
     elif storage is not None or config.disk_path:
         raise ConfigError(
             "host_capacity: a disk tier needs a host tier above it, for every block goes through "

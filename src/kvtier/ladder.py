@@ -21,8 +21,8 @@ STORABLE = (State.READY, State.EVICTING)
 """States in which a block's bytes can be copied to the tier below."""
 
 PREFETCH_SHARE = 0.5
-"""Of the host tier, what requests that wait for their turn may hold. The rest is for those whose
-turn it is."""
+"""Of the host tier's open slots, what requests that wait for their turn may hold. The rest is for
+those whose turn it is."""
 
 
 class Ladder:
@@ -174,7 +174,7 @@ class Ladder:
             return Prefetch(self.index, HOST, (), deadline)
         there = list(zip(match.blocks, match.tiers, strict=True))
         wanted = [block for block, tier in there if tier in (HOST, name)]
-        limit = int(self.tiers[HOST].num_slots * PREFETCH_SHARE)
+        limit = int(self.tiers[HOST].num_open * PREFETCH_SHARE)
         num_held = sum(len(each.blocks) for each in self._prefetches)
         if num_held and num_held + len(wanted) > limit:
             return None

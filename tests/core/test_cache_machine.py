@@ -46,9 +46,15 @@ class CacheMachine(RuleBasedStateMachine):
         prefill_s=st.sampled_from([None, None, 1e9, 1e-15]),
         host_blocks=st.sampled_from([4, 20, 20]),
         store_batch_bytes=st.sampled_from([0, 0, 3 * GROUP.bytes_per_block, 1 << 20]),
+        opens_in_steps=st.booleans(),
     )
     def make(
-        self, layout: str, prefill_s: float | None, host_blocks: int, store_batch_bytes: int
+        self,
+        layout: str,
+        prefill_s: float | None,
+        host_blocks: int,
+        store_batch_bytes: int,
+        opens_in_steps: bool,
     ) -> None:
         """prefill_s per token: unknown, so cheap that nothing is loaded twice, or very dear."""
         self.world = World(
@@ -57,6 +63,7 @@ class CacheMachine(RuleBasedStateMachine):
             host_blocks=host_blocks,
             store_batch_bytes=store_batch_bytes,
             disk_blocks=self.disk_blocks,
+            opens_in_steps=opens_in_steps,
         )
         self.cache, self.device = self.world.cache, self.world.device
         self.has_lost = False
@@ -265,6 +272,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.poll()
         assert all(request.lease.ready for request in self.world.requests)
         self._settle()
+
+    @precondition(lambda self: self.world.host.num_open < self.world.host.num_slots)
+    @rule()
+    def open_more(self) -> None:
+        self.world.open_more()
 
     @rule(tier=st.sampled_from([DEVICE, DEVICE, HOST]))
     def clear(self, tier: str) -> None:

@@ -362,3 +362,51 @@ def test_bytes_of_blocks_depend_on_the_whole_prefix(world: World) -> None:
     ]
     assert len({block.tobytes() for block in made}) == len(made)
     assert np.array_equal(expected(b"n", [b"a", b"b"]), made[0])
+
+
+# -- host memory that is still being made ready ----------------------------------------------------
+
+
+def test_host_tier_is_used_while_it_opens(make_world: MakeWorld) -> None:
+    world = make_world(opens_in_steps=True, host_blocks=12)
+    assert (world.host.num_slots, world.host.num_open) == (12, 2)
+    world.serve([*A, 9])
+    assert world.held(HOST) == 2, "the beginning of the prompt, for more has no room yet"
+    world.open_more()
+    world.lose_the_device()
+    assert world.start([*A, 9]).lease.num_shared == 2
+    for request in list(world.requests):
+        world.finish(request)
+    assert world.held(HOST) == 4
+    world.open_more()
+    assert world.used()[1] == 4
+    assert world.cache._ladder.num_slots()[HOST] == 12
+
+
+def test_requests_that_wait_leave_half_of_the_open_slots(make_world: MakeWorld) -> None:
+    world = make_world(opens_in_steps=True, host_blocks=12, disk_blocks=20)
+    world.locking.grant_all()
+    assert world.host.arena.wait(60)
+    world.serve([*A, 9])
+    shelf = world.shelf
+    world = make_world(opens_in_steps=True, host_blocks=12, disk_blocks=20, shelf=shelf)
+    prefetch = world.prefetch([*A, 9])
+    assert prefetch is not None
+    assert len(prefetch.blocks) == 1, "half of the two slots that are open"
+    assert world.cache.drain()
+    world.end_prefetch(prefetch)
+    for _ in range(4):
+        world.open_more()
+    prefetch = world.prefetch([*A, 9])
+    assert prefetch is not None
+    assert len(prefetch.blocks) == 4
+    assert world.cache.drain()
+
+
+def test_cache_that_is_closed_while_its_host_tier_opens(make_world: MakeWorld) -> None:
+    world = make_world(opens_in_steps=True, host_blocks=12)
+    world.serve([*A, 9])
+    world.open_more()
+    world.locking.grant_all()
+    world.cache.close()
+    assert world.locking.unlocked == world.locking.locked

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.devices import Device, Finding, Memory
+from kvtier.devices import Device
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError, LayoutError
 from kvtier.layout import DType, full_attention, named_layout
@@ -43,42 +42,6 @@ def test_pool_smaller_than_its_layout_is_refused() -> None:
     layout = named_layout("layer_first", GROUP, 4)
     with pytest.raises(LayoutError, match=f"{layout.nbytes - 1} bytes.*{layout.nbytes}"):
         DeviceTier(host_memory(layout.nbytes - 1), layout)
-
-
-class PageLockingDevice(CpuDevice):
-    """Grants page-locking, and notes what is locked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.locked: list[Memory] = []
-
-    def page_lock(self, memory: Memory) -> bool:
-        self.locked.append(memory)
-        return True
-
-    def unlock(self, memory: Memory) -> None:
-        self.locked.remove(memory)
-
-
-def test_arena_is_page_locked_while_the_tier_is_open() -> None:
-    device = PageLockingDevice()
-    tier = HostTier(GROUP, GROUP.bytes_per_block, device)
-    assert device.locked == [tier.memory]
-    assert Finding("page-locked", "yes") in tier.findings()
-    tier.close()
-    tier.close()
-    assert device.locked == []
-
-
-def test_refused_huge_pages_are_a_finding_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing(mmap.mmap):
-        def madvise(self, *args: int) -> None:
-            raise OSError(22, "Invalid argument")
-
-    monkeypatch.setattr(mmap, "mmap", Refusing)
-    tier = HostTier(GROUP, GROUP.bytes_per_block, CpuDevice())
-    assert Finding("huge pages", "no: Invalid argument") in tier.findings()
-    tier.close()
 
 
 # -- capacity --------------------------------------------------------------------------------------

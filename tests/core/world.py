@@ -15,7 +15,6 @@ import numpy.typing as npt
 from kvtier.cache import Cache
 from kvtier.config import CacheConfig
 from kvtier.devices import Direction
-from kvtier.devices.cpu import CpuDevice
 from kvtier.index import State
 from kvtier.index.trie import Node
 from kvtier.keys import token_labels
@@ -24,13 +23,21 @@ from kvtier.lease import Lease
 from kvtier.prefetch import Prefetch
 from kvtier.telemetry import Metrics
 from kvtier.testing import BlockBytes, FaultyDevice, MemoryStorage, Shelf, host_memory
-from kvtier.tiers import DeviceTier, MemoryTier
+from kvtier.tiers import ArenaOptions, DeviceTier, HostTier, MemoryTier
 from kvtier.types import DEVICE, HOST, Label, PrefetchPolicy, WritePolicy
+from tests.core.locking import LockingDevice
 
 Content = npt.NDArray[np.uint8]
 BLOCK_SIZE = 2
 GROUP = full_attention(2, 1, 2, DType.FLOAT16, BLOCK_SIZE)
 DEADLINE_S = 60.0
+IN_STEPS = ArenaOptions(
+    at_once_bytes=0,
+    first_bytes=2 * GROUP.bytes_per_block,
+    chunk_bytes=3 * GROUP.bytes_per_block,
+    page_bytes=GROUP.bytes_per_block,
+)
+"""A host tier that begins with two slots, and gets three more when a test says so."""
 NS = b"namespace"
 A, B, C = [1] * 8, [2] * 8, [3] * 8
 """Prompts of four blocks, of which three can be reused: a token is left to compute."""
@@ -82,9 +89,11 @@ class World:
         shelf: Shelf | None = None,
         archive_after_uses: int = 1,
         prefetch_policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT,
+        opens_in_steps: bool = False,
     ) -> None:
         self.clock = Clock()
-        self.device = FaultyDevice(CpuDevice(threads=1))
+        self.locking = LockingDevice(num_granted=1 if opens_in_steps else None)
+        self.device = FaultyDevice(self.locking)
         pool_layout = named_layout(layout, GROUP, device_blocks)
         self.pool = DeviceTier(host_memory(pool_layout.nbytes), pool_layout)
         config = CacheConfig(
@@ -100,7 +109,14 @@ class World:
         )
         self.shelf = shelf or Shelf()
         self.storage = MemoryStorage(GROUP, disk_blocks, self.shelf) if disk_blocks else None
-        self.cache = Cache(config, self.device, self.pool, self.clock, self.storage)
+        self.cache = Cache(
+            config,
+            self.device,
+            self.pool,
+            self.clock,
+            self.storage,
+            IN_STEPS if opens_in_steps else None,
+        )
         self.block_bytes = BlockBytes(GROUP)
         self.requests: list[Request] = []
         self.prefetches: list[Prefetch] = []
@@ -191,6 +207,16 @@ class World:
         self.serve(tokens)
         self.lose_the_device()
         self.device.hold(Direction.LOAD)
+
+    @property
+    def host(self) -> HostTier:
+        tier = self.cache._ladder.tiers[HOST]
+        assert isinstance(tier, HostTier)
+        return tier
+
+    def open_more(self) -> None:
+        """The next slots of the host tier open."""
+        self.locking.grant_next(self.host.arena)
 
     # -- checks ------------------------------------------------------------------------------------
 
@@ -285,6 +311,7 @@ class World:
 
     def close(self) -> None:
         """End everything; nothing may be left that a lease holds."""
+        self.locking.grant_all()
         self.device.let_go()
         self.open_storage()
         for request in list(self.requests):

@@ -163,3 +163,8 @@ class Device(ABC):
         except BaseException:
             queue.drain()
             raise
+
+    @property
+    def numa_node(self) -> int | None:
+        """The NUMA node of the host memory nearest to the device, where that is known."""
+        return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtier.tiers.arena import ArenaOptions, HugePages
 from kvtier.tiers.base import (
     Addresses,
     LoadResult,
@@ -15,8 +16,10 @@ from kvtier.tiers.host import HostTier
 
 __all__ = [
     "Addresses",
+    "ArenaOptions",
     "DeviceTier",
     "HostTier",
+    "HugePages",
     "LoadResult",
     "MemoryTier",
     "ScrubReport",

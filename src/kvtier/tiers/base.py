@@ -40,9 +40,14 @@ class Tier(ABC):
         """Slots that ``allocate`` could give now."""
 
     @property
+    def num_open(self) -> int:
+        """Slots that are there by now, free or not: a tier may open some while it serves."""
+        return self.num_slots
+
+    @property
     def num_used(self) -> int:
         """Slots that were given out and not given back."""
-        return self.num_slots - self.num_free
+        return self.num_open - self.num_free
 
     @abstractmethod
     def allocate(self, num_slots: int) -> list[Slot] | None:
@@ -62,7 +67,13 @@ class Tier(ABC):
 
 
 class MemoryTier(Tier):
-    """A tier whose slots lie in memory, in a layout: a device copies to and from it directly."""
+    """A tier whose slots lie in memory, in a layout: a device copies to and from it directly.
+
+    seams: int64, offsets into the memory that no copy may run across, ascending: there one
+    registration with the driver ends and another begins. No slot lies across one.
+    """
+
+    seams: npt.NDArray[np.int64] = np.empty(0, np.int64)
 
     def __init__(self, name: str, memory: Memory, layout: Layout) -> None:
         self.name = name

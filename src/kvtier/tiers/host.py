@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import mmap
-
-import numpy as np
-
 from kvtier.devices.base import Device, Finding, Memory
 from kvtier.errors import ConfigError
 from kvtier.layout import KVGroup, named_layout
+from kvtier.tiers import pages
+from kvtier.tiers.arena import Arena, ArenaOptions, Touch
 from kvtier.tiers.base import MemoryTier
+from kvtier.tiers.slots import SlotPool
 from kvtier.tiers.system_memory import available_bytes
-from kvtier.types import HOST
-
-logger = logging.getLogger(__name__)
-
-MADV_POPULATE_WRITE = 23
-"""Of Linux 5.14 and newer (madvise(2)); Python has no name for it yet."""
+from kvtier.types import HOST, Slot
 
 RESERVE_BYTES = 1 << 30
 """Left to the system when the arena's size is checked."""
@@ -26,11 +19,21 @@ RESERVE_BYTES = 1 << 30
 class HostTier(MemoryTier):
     """``capacity_bytes`` of host DRAM in whole blocks, each contiguous (``block_first``).
 
-    Raises ``ConfigError`` where the capacity is below one block or above what the machine or the
-    control group has left.
+    Of a large tier the first slots are open when it is made, and the others open while it serves,
+    as their memory is touched and page-locked. What can't be had stays closed.
+
+    touch: see ``Arena``. Raises ``ConfigError`` where the capacity is below one block or above what
+    the machine or the control group has left.
     """
 
-    def __init__(self, group: KVGroup, capacity_bytes: int, device: Device) -> None:
+    def __init__(
+        self,
+        group: KVGroup,
+        capacity_bytes: int,
+        device: Device,
+        options: ArenaOptions | None = None,
+        touch: Touch = pages.touch,
+    ) -> None:
         num_blocks = capacity_bytes // group.bytes_per_block
         if num_blocks < 1:
             raise ConfigError(
@@ -46,44 +49,43 @@ class HostTier(MemoryTier):
                 f"{RESERVE_BYTES / 2**30:.0f} GiB stay reserved; lower host capacity"
             )
         layout = named_layout("block_first", group, num_blocks)
-        arena = mmap.mmap(-1, layout.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._huge_pages = _ask_for_huge_pages(arena)
-        _populate(arena)
-        self._device = device
-        address = np.frombuffer(arena, np.uint8).ctypes.data
-        super().__init__(HOST, Memory(address, layout.nbytes, "host", arena), layout)
-        self._page_locked = device.page_lock(self.memory)
+        self.arena = Arena(layout, device, options or ArenaOptions(), touch)
+        super().__init__(HOST, self.arena.memory, layout)
+        self.seams = self.arena.seams
+        self._slots = SlotPool(num_blocks, num_open=0)
+        self._open_ready()
+
+    def _open_ready(self) -> None:
+        """Take in what was made ready meanwhile. Only the owner's thread opens slots."""
+        num_new = self.arena.num_ready_blocks - self._slots.num_open
+        if num_new:
+            self._slots.open(num_new)
+
+    @property
+    def num_open(self) -> int:
+        self._open_ready()
+        return self._slots.num_open
+
+    @property
+    def num_free(self) -> int:
+        self._open_ready()
+        return self._slots.num_free
+
+    @property
+    def num_used(self) -> int:
+        return self._slots.num_used
+
+    def allocate(self, num_slots: int) -> list[Slot] | None:
+        self._open_ready()
+        return self._slots.allocate(num_slots)
+
+    @property
+    def ready_memory(self) -> Memory:
+        """The part of ``memory`` whose pages are there by now."""
+        return self.arena.ready_memory
 
     def findings(self) -> list[Finding]:
-        why_not = f"the {self._device.name} device does not need or grant it"
-        locked = ("yes", "") if self._page_locked else ("no", why_not)
-        return [
-            *super().findings(),
-            Finding("huge pages", self._huge_pages),
-            Finding("page-locked", *locked),
-        ]
+        return [*super().findings(), *self.arena.findings()]
 
     def close(self) -> None:
-        if self._page_locked:
-            self._device.unlock(self.memory)
-            self._page_locked = False
-        # The arena goes with its last user: a view may still look at it.
-
-
-def _populate(arena: mmap.mmap) -> None:
-    """Have all pages now: a first store should not pay for them, nor find out there are too few."""
-    try:
-        arena.madvise(MADV_POPULATE_WRITE)
-    except OSError:  # Linux before 5.14
-        np.frombuffer(arena, np.uint8)[:: mmap.PAGESIZE] = 0
-
-
-def _ask_for_huge_pages(arena: mmap.mmap) -> str:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return "no: this system has none"
-    try:
-        arena.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as error:
-        logger.info("huge pages refused error=%s", error)
-        return f"no: {error.strerror}"
-    return "asked for"
+        self.arena.close()

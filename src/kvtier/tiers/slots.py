@@ -11,15 +11,28 @@ class SlotPool:
     """Hands out neighbouring slots where it can: a run of slots is one copy and one view of KV.
 
     A bit per slot; allocation looks for the first run that is long enough, else takes the lowest
-    free slots.
+    free slots. Slots from ``num_open`` on are closed: nobody gets them until ``open`` is called.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, num_open: int | None = None) -> None:
         # A slot that is never free stands on either side, so that every run has two ends.
         self._bounded = np.zeros(num_slots + 2, bool)
         self._is_free = self._bounded[1:-1]
-        self._is_free[:] = True
-        self.num_free = num_slots
+        self.num_open = self.num_free = 0
+        self.open(num_slots if num_open is None else num_open)
+
+    def open(self, num_slots: int) -> None:
+        """The next ``num_slots`` slots may be given out from now on."""
+        after = self.num_open + num_slots
+        assert self.num_open <= after <= len(self._is_free), "more slots than the pool has"
+        self._is_free[self.num_open : after] = True
+        self.num_open = after
+        self.num_free += num_slots
+
+    @property
+    def num_used(self) -> int:
+        """Slots that were given out and not given back."""
+        return self.num_open - self.num_free
 
     def allocate(self, num_slots: int) -> list[Slot] | None:
         """``num_slots`` free slots, ascending; None where there are not enough."""
@@ -44,6 +57,7 @@ class SlotPool:
     def free(self, slots: list[Slot]) -> None:
         """Give slots back; each must be in use."""
         assert min(slots, default=0) >= 0, "a slot that was never given out"
+        assert max(slots, default=-1) < self.num_open, "a slot that was never given out"
         assert not self._is_free[slots].any(), "a slot was freed twice"
         assert len(set(slots)) == len(slots), "a slot was freed twice in one call"
         self._is_free[slots] = True

@@ -30,7 +30,9 @@ def stage(
     size = np.broadcast_to(pieces.size, at.shape)
     num_bytes = len(src_slots) * src.layout.group.bytes_per_block
     batch = CopyBatch(src.memory, dst.memory, at.ravel(), to.ravel(), size.ravel(), num_bytes)
-    return coalesce(batch) if _have_neighbours(at, to, pieces.size[-1]) else batch
+    if not _have_neighbours(at, to, pieces.size[-1]):
+        return batch
+    return coalesce(batch, src.seams, dst.seams)
 
 
 def _have_neighbours(at: Int64s, to: Int64s, last_size: int) -> bool:

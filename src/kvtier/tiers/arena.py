@@ -1,0 +1,265 @@
+"""One piece of host memory for blocks, touched and page-locked chunk by chunk.
+
+The first chunk is ready when the arena is made; a thread does the others while the cache serves.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from threading import Event, Thread
+
+import numpy as np
+
+from kvtier.devices.base import Device, Finding, Memory
+from kvtier.errors import ConfigError
+from kvtier.layout import Layout
+from kvtier.tiers import pages
+from kvtier.tiers.chunks import Chunk, cut_chunks
+
+logger = logging.getLogger(__name__)
+
+MAX_CHUNK_BYTES = 64 << 30
+"""Of one registration; CUDA refuses those of 512 GiB and more."""
+
+MAX_THREADS = 8
+
+Touch = Callable[[int, int, int, Callable[[], bool]], bool]
+"""As ``pages.touch``."""
+
+
+class HugePages(StrEnum):
+    """Whether the arena asks for huge pages."""
+
+    AUTO = "auto"
+    """Asks; goes on without where they are refused."""
+    ON = "on"
+    """Asks, and can't do without."""
+    OFF = "off"
+    """Small pages, even where the system gives huge ones to everybody. For hosts whose memory is so
+    fragmented that looking for huge pages takes minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaOptions:
+    """How host memory for blocks is had."""
+
+    huge_pages: HugePages = HugePages.AUTO
+    """Whether to ask for huge pages."""
+    at_once_bytes: int = 256 << 20
+    """Up to this size nothing is left for the background."""
+    first_bytes: int = 1 << 30
+    """Of the chunk that the start waits for."""
+    chunk_bytes: int = 8 << 30
+    """Of the others at most. A driver that locks one holds up copies meanwhile."""
+    page_bytes: int = mmap.PAGESIZE
+    """Chunks end at multiples of this: for drivers whose pages are not the system's."""
+    threads: int = 0
+    """That touch pages; 0 for half of the cores, at most eight: the other half computes."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "huge_pages", HugePages(self.huge_pages))
+        for name in ("first_bytes", "chunk_bytes"):
+            if not 1 <= getattr(self, name) <= MAX_CHUNK_BYTES:
+                raise ConfigError(
+                    f"{name}: {getattr(self, name)} is not between 1 and {MAX_CHUNK_BYTES}, the "
+                    "most that drivers lock in one call"
+                )
+        if self.page_bytes < 1:
+            raise ConfigError(f"page_bytes: {self.page_bytes} is below 1; {mmap.PAGESIZE} is usual")
+        if self.threads < 0:
+            raise ConfigError(f"threads: {self.threads} is below 0; use 0 to have them chosen")
+
+    @property
+    def num_threads(self) -> int:
+        """``threads``, or what is taken for 0."""
+        return self.threads or max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
+
+
+class Arena:
+    """Anonymous memory for the blocks of a layout, near the device and page-locked by it.
+
+    num_ready_blocks: so many of the first ones may be used. It grows, on another thread, and never
+    beyond what could be touched; blocks of chunks that the device did not lock are ready as well.
+    memory: all of it. seams: int64, offsets at which one registration ends and another begins.
+
+    touch: see ``pages.touch``; for tests. The device locks on one thread at a time, not always the
+    one that made it. Raises ``ConfigError`` where not even the first chunk can be had.
+    """
+
+    def __init__(
+        self, layout: Layout, device: Device, options: ArenaOptions, touch: Touch = pages.touch
+    ) -> None:
+        self.options = options
+        self._bytes_per_block = layout.group.bytes_per_block
+        self._device = device
+        self._touch = touch
+        is_small = layout.nbytes <= options.at_once_bytes
+        self.chunks = cut_chunks(
+            layout.num_blocks,
+            self._bytes_per_block,
+            options.chunk_bytes if is_small else options.first_bytes,
+            options.chunk_bytes,
+            options.page_bytes,
+        )
+        self.seams = np.array([chunk.offset for chunk in self.chunks[1:]], np.int64)
+        self._mapped_bytes = self.chunks[-1].offset + self.chunks[-1].num_bytes
+        self._map = mmap.mmap(-1, self._mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = np.frombuffer(self._map, np.uint8).ctypes.data
+        self.memory = Memory(address, layout.nbytes, "host", self._map)
+        self.num_ready_blocks = 0
+        self._locked: list[Memory] = []
+        self._failure = ""
+        self._is_wanted = True
+        self._done = Event()
+        self._thread: Thread | None = None
+        self._huge_pages = self._ask_for_huge_pages()
+        self._node = self._bind()
+        self._begin(is_small)
+
+    # -- chunk by chunk ----------------------------------------------------------------------------
+
+    def _begin(self, is_small: bool) -> None:
+        now, later = (self.chunks, []) if is_small else (self.chunks[:1], self.chunks[1:])
+        try:
+            for chunk in now:
+                self._open(chunk)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise ConfigError(
+                    f"host tier: {self.memory.nbytes / 2**30:.2f} GiB can't be had: "
+                    f"{error.strerror}; lower host capacity"
+                ) from error
+            raise
+        if not later:
+            self._done.set()
+            return
+        self._thread = Thread(
+            target=self._open_all, args=(later,), name="kvtier-arena", daemon=True
+        )
+        self._thread.start()
+
+    def _open_all(self, chunks: list[Chunk]) -> None:
+        try:
+            for chunk in chunks:
+                if not self._is_wanted:
+                    return
+                self._open(chunk)
+        except Exception as error:
+            self._failure = str(getattr(error, "strerror", None) or error)
+            logger.warning(
+                "host memory is short: the cache goes on with less ready_gib=%.2f wanted_gib=%.2f "
+                "reason=%s",
+                self._ready_bytes / 2**30,
+                self.memory.nbytes / 2**30,
+                self._failure,
+            )
+        else:
+            if self._is_wanted:
+                logger.info(
+                    "host memory is ready gib=%.2f page_locked=%s",
+                    self._ready_bytes / 2**30,
+                    self._describe_locked()[0],
+                )
+        finally:
+            self._done.set()
+
+    def _open(self, chunk: Chunk) -> None:
+        address = self.memory.address + chunk.offset
+        threads = self.options.num_threads
+        if not self._touch(address, chunk.num_bytes, threads, lambda: self._is_wanted):
+            return
+        piece = Memory(address, chunk.num_bytes, "host", self._map)
+        if self._lock(piece):
+            self._locked.append(piece)
+        if self._is_wanted:
+            self.num_ready_blocks += chunk.num_blocks  # last: the owner's thread looks at it
+
+    def _lock(self, piece: Memory) -> bool:
+        try:
+            return self._device.page_lock(piece)
+        except Exception as error:  # a device from elsewhere: it costs speed, not the cache
+            logger.warning("page-locking failed bytes=%d error=%s", piece.nbytes, error)
+            return False
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until nothing is under way in the background. False if ``timeout_s`` was too short."""
+        return self._done.wait(timeout_s)
+
+    def close(self) -> None:
+        """Stop in the middle if need be, and unlock what was locked. Safe to call twice.
+
+        The memory goes with its last user: a view may still look at it.
+        """
+        self._is_wanted = False
+        if self._thread is not None:
+            self._thread.join()
+        while self._locked:
+            self._device.unlock(self._locked.pop(0))
+
+    # -- the kernel's favours ----------------------------------------------------------------------
+
+    def _ask_for_huge_pages(self) -> str:
+        wanted = self.options.huge_pages
+        is_off = wanted is HugePages.OFF
+        advice = pages.MADV_NOHUGEPAGE if is_off else pages.MADV_HUGEPAGE
+        try:
+            pages.advise(self.memory.address, self._mapped_bytes, advice)
+        except OSError as error:
+            if wanted is HugePages.ON:
+                raise ConfigError(
+                    f"huge_pages: on, and the kernel refuses them: {error.strerror}; use auto"
+                ) from error
+            return f"no: {'switched off' if is_off else error.strerror}"
+        return "no: switched off" if is_off else "asked for"
+
+    def _bind(self) -> Finding:
+        node = self._device.numa_node
+        topic = "host memory is near the device"
+        if node is None:
+            return Finding(topic, "unknown", f"{self._device.name} names no NUMA node")
+        try:
+            pages.prefer_node(self.memory.address, self._mapped_bytes, node)
+        except OSError as error:
+            return Finding(topic, "no", f"NUMA node {node}: {error.strerror}")
+        return Finding(topic, "yes", f"NUMA node {node}, as far as it has room")
+
+    # -- what became of it -------------------------------------------------------------------------
+
+    @property
+    def _ready_bytes(self) -> int:
+        return self.num_ready_blocks * self._bytes_per_block
+
+    @property
+    def ready_memory(self) -> Memory:
+        """The part whose pages are there by now; to register it elsewhere touches no others."""
+        return Memory(self.memory.address, self._ready_bytes, "host", self._map)
+
+    def findings(self) -> list[Finding]:
+        found = [Finding("huge pages", self._huge_pages), self._node, self._locked_finding()]
+        ready = f"{self._ready_bytes / 2**30:.2f} of {self.memory.nbytes / 2**30:.2f} GiB ready"
+        if self._failure:
+            found.append(Finding("host memory", ready, f"no more could be had: {self._failure}"))
+        elif not self._done.is_set():
+            found.append(Finding("host memory", ready, "the rest is being made ready"))
+        return found
+
+    def _locked_finding(self) -> Finding:
+        return Finding("page-locked", *self._describe_locked())
+
+    def _describe_locked(self) -> tuple[str, str]:
+        refusal = f"the {self._device.name} device does not need or grant it"
+        locked = sum(piece.nbytes for piece in self._locked)
+        if locked == self._mapped_bytes:
+            return "yes", ""
+        if not locked:
+            return "no", refusal
+        note = "" if self._done.is_set() else ", so far"
+        return f"{locked / 2**30:.2f} of {self._mapped_bytes / 2**30:.2f} GiB{note}", (
+            refusal if self._done.is_set() else ""
+        )
