@@ -342,14 +342,19 @@ class StorageMachine(CacheMachine):
         number = data.draw(st.integers(0, len(self.world.shelf.blocks) - 1), label="block")
         self.world.storage.refused.add(list(self.world.shelf.blocks)[number])
 
-    @rule(disk_blocks=st.sampled_from([10, 10, 4]))
-    def restart(self, disk_blocks: int) -> None:
+    @rule(disk_blocks=st.sampled_from([10, 10, 4]), opens_in_steps=st.booleans())
+    def restart(self, disk_blocks: int, opens_in_steps: bool) -> None:
         """A new cache finds what the last one has stored."""
         self.let_go()
         shelf = self.world.shelf
         self.world.end()
         self.world = World(
-            self.policy, host_blocks=20, disk_blocks=disk_blocks, shelf=shelf, layout="layer_first"
+            self.policy,
+            host_blocks=20,
+            disk_blocks=disk_blocks,
+            shelf=shelf,
+            layout="layer_first",
+            opens_in_steps=opens_in_steps,
         )
         self.cache, self.device = self.world.cache, self.world.device
         self.has_lost = True

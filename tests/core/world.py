@@ -299,6 +299,7 @@ class World:
 
     def end(self) -> None:
         """Release every request, finish every copy, and close the cache as it is."""
+        self.locking.grant_all()
         self.device.let_go()
         self.open_storage()
         for request in list(self.requests):
