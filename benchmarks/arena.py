@@ -101,27 +101,42 @@ def seconds_to_touch(touch: Callable[[mmap.mmap, int], None], num_bytes: int, hu
 
 def touch_rows(num_bytes: int, thread_counts: list[int], rounds: int) -> list[Row]:
     methods = {ONE_CALL: in_one_call} | {f"{n} threads": by_threads(n) for n in thread_counts}
-    times: dict[tuple[bool, str], list[float]] = {}
-    for done in range(rounds + 1):
-        for huge in (True, False):
-            for name, touch in methods.items():
-                seconds = seconds_to_touch(touch, num_bytes, huge)
+    rows: list[Row] = []
+    for huge in (True, False):
+        times: dict[str, list[float]] = {name: [] for name in methods}
+        for done in range(rounds + 1):
+            for name in in_turn(list(methods), done):
+                seconds = seconds_to_touch(methods[name], num_bytes, huge)
                 if done:  # the first round warms up
-                    times.setdefault((huge, name), []).append(seconds)
-    return [_row("touch", huge, name, num_bytes, taken) for (huge, name), taken in times.items()]
+                    times[name].append(seconds)
+        rows += [_row("touch", huge, name, num_bytes, taken) for name, taken in times.items()]
+    return rows
 
 
 def start_rows(num_bytes: int, rounds: int) -> list[Row]:
     """A host tier: until the first slot, and until all; against one call over everything."""
-    times: dict[tuple[bool, str], list[float]] = {}
-    for _ in range(rounds):
-        for huge in (True, False):
-            before = seconds_to_touch(in_one_call, num_bytes, huge)
-            times.setdefault((huge, ONE_CALL), []).append(before)
-            first, whole = seconds_to_open(num_bytes, huge)
-            times.setdefault((huge, "first slot"), []).append(first)
-            times.setdefault((huge, "all slots"), []).append(whole)
-    return [_row("start", huge, name, num_bytes, taken) for (huge, name), taken in times.items()]
+    rows: list[Row] = []
+    for huge in (True, False):
+        times: dict[str, list[float]] = {ONE_CALL: [], "first slot": [], "all slots": []}
+        for done in range(rounds + 1):
+            found: dict[str, float] = {}
+            for name in in_turn([ONE_CALL, "tier"], done):
+                if name == ONE_CALL:
+                    found[name] = seconds_to_touch(in_one_call, num_bytes, huge)
+                else:
+                    found["first slot"], found["all slots"] = seconds_to_open(num_bytes, huge)
+            if done:
+                for name, seconds in found.items():
+                    times[name].append(seconds)
+        rows += [_row("start", huge, name, num_bytes, taken) for name, taken in times.items()]
+    return rows
+
+
+def in_turn(names: list[str], done: int) -> list[str]:
+    """Another one is first in each round: it finds what the last one left of free memory, and a
+    virtual machine may have to be given memory first."""
+    first = done % len(names)
+    return names[first:] + names[:first]
 
 
 def seconds_to_open(num_bytes: int, huge: bool) -> tuple[float, float]:
