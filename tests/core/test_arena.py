@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from threading import Event
 
 import numpy as np
@@ -20,7 +21,7 @@ from kvtier.layout import DType, full_attention, named_layout
 from kvtier.testing import MemoryTierSuite, host_memory, memory_bytes
 from kvtier.tiers import ArenaOptions, DeviceTier, HostTier, HugePages, MemoryTier, pages
 from kvtier.tiers.arena import MAX_CHUNK_BYTES
-from kvtier.tiers.chunks import cut_chunks
+from kvtier.tiers.chunks import Chunk, cut_chunks
 from kvtier.tiers.slots import SlotPool
 from kvtier.transfer.staging import stage
 from kvtier.types import Slot
@@ -31,6 +32,7 @@ GROUP = full_attention(1, 1, 96, DType.FLOAT16, 8)
 """Blocks of 3 KiB: four of them end where a page does."""
 STEPPED = ArenaOptions(at_once_bytes=0, first_bytes=1, chunk_bytes=24 << 10, threads=2)
 """The first chunk has four blocks, the others eight."""
+SMALL_PAGES = replace(STEPPED, huge_pages=HugePages.OFF)
 NUM_BLOCKS = 30
 CHUNKS = [4, 8, 8, 8, 2]
 
@@ -210,8 +212,20 @@ def test_a_growing_pool_gives_out_each_open_slot_once(
 # -- what can go wrong -----------------------------------------------------------------------------
 
 
+def resident(address: int, num_bytes: int) -> list[int]:
+    """For each page 1 where it is in memory."""
+    found = (ctypes.c_ubyte * (num_bytes // PAGE))()
+    libc = ctypes.CDLL(None)
+    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), found) == 0
+    return [byte & 1 for byte in found]
+
+
+def num_resident(chunk: Chunk, tier: HostTier) -> int:
+    return sum(resident(tier.memory.address + chunk.offset, chunk.num_bytes))
+
+
 class ShortOf:
-    """Touches, until the chunk with this number: then there is no memory."""
+    """Touches, until the chunk with this number: half way through there is no more memory."""
 
     def __init__(self, number: int) -> None:
         self._left = number
@@ -221,6 +235,7 @@ class ShortOf:
     ) -> bool:
         self._left -= 1
         if self._left < 0:
+            pages.touch(address, num_bytes // 2, num_threads)
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return pages.touch(address, num_bytes, num_threads, is_wanted)
 
@@ -228,7 +243,7 @@ class ShortOf:
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_slots_without_memory_stay_closed(number: int, caplog: pytest.LogCaptureFixture) -> None:
     device = LockingDevice()
-    tier = make_tier(device, touch=ShortOf(number))
+    tier = make_tier(device, SMALL_PAGES, ShortOf(number))
     assert tier.arena.wait(PATIENCE_S)
     there = sum(CHUNKS[:number])
     assert (tier.num_slots, tier.num_open, tier.num_free) == (NUM_BLOCKS, there, there)
@@ -238,6 +253,8 @@ def test_slots_without_memory_stay_closed(number: int, caplog: pytest.LogCapture
     (line,) = (each for each in tier.findings() if each.topic == "host memory")
     assert line.note == "no more could be had: Cannot allocate memory"
     assert caplog.text.count("host memory is short") == 1
+    assert num_resident(tier.arena.chunks[number], tier) == 0, "kept from a system that is short"
+    assert num_resident(tier.arena.chunks[number - 1], tier) > 0
     tier.close()
     assert len(device.unlocked) == len(device.locked) == number
 
@@ -327,10 +344,7 @@ def test_every_page_is_there_after_it_was_touched(
     area.madvise(pages.MADV_NOHUGEPAGE)
     address = np.frombuffer(area, np.uint8).ctypes.data
     assert pages.touch(address + PAGE, num_pages * PAGE, num_threads)
-    resident = (ctypes.c_ubyte * (num_pages + 2))()
-    libc = ctypes.CDLL(None)
-    assert libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(area)), resident) == 0
-    assert [byte & 1 for byte in resident] == [0, *[1] * num_pages, 0]
+    assert resident(address, len(area)) == [0, *[1] * num_pages, 0]
 
 
 def test_touching_stops_when_it_is_not_wanted() -> None:

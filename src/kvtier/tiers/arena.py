@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from threading import Event, Thread
@@ -172,8 +173,13 @@ class Arena:
     def _open(self, chunk: Chunk) -> None:
         address = self.memory.address + chunk.offset
         threads = self.options.num_threads
-        if not self._touch(address, chunk.num_bytes, threads, lambda: self._is_wanted):
-            return
+        try:
+            if not self._touch(address, chunk.num_bytes, threads, lambda: self._is_wanted):
+                return
+        except OSError:
+            with suppress(OSError):  # what was got of it: the system is short
+                pages.advise(address, chunk.num_bytes, pages.MADV_DONTNEED)
+            raise
         piece = Memory(address, chunk.num_bytes, "host", self._map)
         if self._lock(piece):
             self._locked.append(piece)
