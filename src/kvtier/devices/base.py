@@ -140,6 +140,14 @@ class Device(ABC):
         """The point after all compute work that was queued on this device so far."""
 
     @abstractmethod
+    def allocate(self, nbytes: int) -> Memory:
+        """Memory of the device, to measure with. ``DeviceError`` where there is not enough."""
+
+    @abstractmethod
+    def free(self, memory: Memory) -> None:
+        """Give such memory back."""
+
+    @abstractmethod
     def page_lock(self, memory: Memory) -> bool:
         """Make host memory directly readable by the device. True where that worked."""
 
@@ -150,6 +158,11 @@ class Device(ABC):
     @abstractmethod
     def findings(self) -> list[Finding]:
         """What this device uses, and why not something faster."""
+
+    def prepare(self) -> None:
+        """Measure what helps to copy faster, where that was not done on this machine before. To be
+        called before the device is used."""
+        return
 
     def copy(self, batch: CopyBatch, direction: Direction) -> None:
         """Copy the whole batch, and return when the bytes are there.

@@ -142,6 +142,15 @@ class TorchDevice(Device):
         assert isinstance(stream, torch.Stream)
         return stream
 
+    def allocate(self, nbytes: int) -> Memory:
+        try:
+            return tensor_memory(torch.zeros(nbytes, dtype=torch.uint8, device=self.device))
+        except RuntimeError as error:
+            raise DeviceError(f"{self.name}: no {nbytes} bytes: {error}") from error
+
+    def free(self, memory: Memory) -> None:
+        return  # the tensor goes with the last who looks at it
+
     def page_lock(self, memory: Memory) -> bool:
         """CUDA and HIP register the arena in place; other devices copy from pageable memory."""
         register = getattr(self._cudart, "cudaHostRegister", None)
