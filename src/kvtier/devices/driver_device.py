@@ -7,6 +7,8 @@ import mmap
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from kvtier.devices.base import CopyBatch, CopyQueue, Device, Direction, Fence, Finding, Memory
 from kvtier.devices.calibration import calibrate
@@ -64,9 +66,9 @@ class DriverDevice(Device):
 
     # -- copies -----------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def prepare(self, again: bool = False) -> None:
         path = table_path(self.driver.identity)
-        table = load_table(path)
+        table = None if again else load_table(path)
         if table is None or not table.tried.issuperset(self.paths.usable):
             try:
                 table = calibrate(self)
@@ -75,6 +77,9 @@ class DriverDevice(Device):
                 return
             save_table(table, path, self.driver.identity)
         self._table = self.paths.ranking = table
+
+    def ways(self) -> Mapping[str, Callable[[CopyBatch, Direction], None]]:
+        return {path.value: partial(self.copy_by, path) for path in self.paths.usable}
 
     def copy_by(self, path: CopyPath, batch: CopyBatch, direction: Direction) -> None:
         """As ``copy``, by this path or not at all."""

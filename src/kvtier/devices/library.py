@@ -136,6 +136,8 @@ def _load(names: Sequence[str], override: str) -> ctypes.CDLL:
             return ctypes.CDLL(name)
         except OSError as error:
             reasons.append(str(error))
-    raise DeviceError(
-        f"no driver: {'; '.join(reasons)}. Install it, or name its library in {override}"
-    )
+    if all("cannot open shared object file" in reason for reason in reasons):
+        what = f"{chosen or names[0]} is not on this machine"
+    else:
+        what = f"{chosen or names[0]} can't be loaded: {'; '.join(reasons)}"
+    raise DeviceError(f"{what}; install the driver, or name its library in {override}")

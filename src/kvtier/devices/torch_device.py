@@ -113,8 +113,8 @@ class TorchDevice(Device):
             self.module = torch.get_device_module(self.device)
         except RuntimeError as error:
             raise DeviceError(
-                f"torch knows no device {name!r}: {error}. Install the torch build or plug-in "
-                "for it, or use --device cpu"
+                f"torch knows no device {name!r}: {error}. Install the build of torch or the "
+                "plug-in for it, or use --device cpu"
             ) from error
         is_available = getattr(self.module, "is_available", lambda: True)
         if not is_available():
