@@ -17,7 +17,8 @@ What copying uses of it, since which version, and what is done without. Sources:
 Traps. The attributes of a batch name the destination first, and in a location the id comes before
 the type: CUDA's have both the other way round. A batch goes one way, host to device or back, and
 host memory is HOST with id 0, wherever it lies. At most 4,096 copies, none of size 0. A batch that
-fails may have begun: wait for the stream before the memory is used or the copies done again.
+fails may have begun: wait for the stream before the memory is used or the copies done again. There
+are not many events that streams can wait for, so none is kept longer than it is needed.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ CALLS = (
 
 NOT_SUPPORTED, REPEATED_INIT = 207000, 100002
 PRIORITY, FAST_LAUNCH, FAST_SYNC = 0, 1, 2
-EVENT_SYNC = 1
+EVENT_SYNC, EVENT_PROGRESS = 1, 2
+"""Streams can wait for the event, and the host can ask about it."""
 EVENT_COMPLETE = 1
 """Of an event. A stream that is complete says 0."""
 HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
@@ -147,7 +149,7 @@ class AscendDriver(Driver):
         self._acl.call("aclrtStreamWaitEvent", stream, event)
 
     def record(self, stream: Handle) -> Handle:
-        event = self._acl.handle("aclrtCreateEventExWithFlag", EVENT_SYNC)
+        event = self._acl.handle("aclrtCreateEventExWithFlag", EVENT_SYNC | EVENT_PROGRESS)
         self._acl.call("aclrtRecordEvent", event, stream)
         return event
 
