@@ -13,7 +13,8 @@ from unittest.mock import ANY
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.bench import Experiment, ServeOptions, run_serve
+from kvtier.bench.options import Experiment, ServeOptions
+from kvtier.bench.serve import run_serve
 from kvtier.cli.bench import app
 from kvtier.errors import ConfigError
 

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvtier.cli import app, detect
-from kvtier.devices import CopyBatch, Device, Direction, Fence, Finding, Memory, find_device
+from kvtier.devices import CopyQueue, Device, Direction, Fence, Finding, Memory, find_device
 
 WITHOUT_TORCH = """
 import sys
@@ -46,7 +46,8 @@ def test_it_works_without_torch() -> None:
     assert found["native"] is False
     assert "KVTIER_NATIVE=off" in notes(found, "core")["native core"][1]
     devices = notes(found, "devices")
-    assert devices["accelerators"][0] == "not looked for"
+    assert devices["cuda"][0] == devices["npu"][0] == "no"
+    assert "torch" in devices["cuda: torch's own copies"][1]
     assert devices["cpu"][0] == "yes"
     assert devices["cpu: copy path"][0] == "pure-Python copy"
 
@@ -69,6 +70,23 @@ def test_people_get_a_table_and_machines_json() -> None:
             assert line["topic"] in table.output
     assert notes(found, "packages")["torch"][0].startswith("2.")
     assert notes(found, "devices")["auto"][0] == found["device"]
+
+
+def test_a_missing_driver_is_named_with_the_way_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for vendor, back_end, kind in (
+        ("CUDA", "NVIDIA", "cuda"), ("HIP", "AMD", "cuda"), ("ASCEND", "Ascend", "npu"),
+    ):  # fmt: skip
+        path = str(tmp_path / "libnothing.so")
+        monkeypatch.setenv(f"KVTIER_{vendor}_LIBRARY", path)
+        found = {line.topic: line for line in detect.devices_found()[0]}
+        told = found[f"{kind}: {back_end}'s driver"]
+        assert told.found == "no"
+        assert told.note == (
+            f"{path} is not on this machine; install the driver, or name its library in "
+            f"KVTIER_{vendor}_LIBRARY"
+        )
 
 
 def test_what_is_not_installed_is_named_with_the_way_to_get_it(
@@ -125,7 +143,13 @@ class LocksPages(Device):
         self._grants = grants
         self.locked: list[Memory] = []
 
-    def copy(self, batch: CopyBatch, direction: Direction) -> None:
+    def queue(self, direction: Direction) -> CopyQueue:
+        raise NotImplementedError
+
+    def allocate(self, nbytes: int) -> Memory:
+        raise NotImplementedError
+
+    def free(self, memory: Memory) -> None:
         raise NotImplementedError
 
     def fence(self) -> Fence:

@@ -15,7 +15,7 @@ from kvtier.cli.failure import fail
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS
 
 if TYPE_CHECKING:
-    from kvtier.bench import Experiment
+    from kvtier.bench.options import Experiment
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -104,8 +104,9 @@ def serve(
         _check_packages(needs_report=not no_report)
         chosen = _experiments(experiments)
 
-        from kvtier.bench import Experiment, ServeOptions, run_serve
         from kvtier.bench.console import ProgressBar, show_result
+        from kvtier.bench.options import Experiment, ServeOptions
+        from kvtier.bench.serve import run_serve
 
         if disk_throttle is not None and Experiment.SLOW_DISK not in chosen:
             chosen = (*chosen, Experiment.SLOW_DISK)
@@ -140,6 +141,41 @@ def serve(
         fail("bench serve", error)
     if not result.correct:
         raise typer.Exit(1)
+
+
+@app.command()
+def copy(
+    device: Annotated[str, typer.Option(help='"auto", "cpu", "cuda", "npu", ...')] = "auto",
+    size: Annotated[
+        str, typer.Option(help="Bytes moved at a time, and memory taken on either side.")
+    ] = "256MiB",
+    repeats: Annotated[int, typer.Option(min=1, help="Timed copies of each kind.")] = 9,
+    json_file: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help='Write the result as JSON; "-" for stdout.'),
+    ] = None,
+) -> None:
+    """Copies between a device and host memory: scattered ones against one in a piece.
+
+    Measures anew which way of copying is fastest here, and remembers it for later runs.
+    """
+    from rich.console import Console
+
+    from kvtier.bench.copies import measure_copies, show_copies
+    from kvtier.cli.detect import devices_found
+    from kvtier.config import parse_size
+    from kvtier.devices import find_device
+    from kvtier.errors import CacheError
+
+    console = Console(stderr=json_file == STDOUT)
+    try:
+        name = devices_found()[1] if device == "auto" else device
+        found = measure_copies(find_device(name), parse_size(size, "size"), repeats)
+        show_copies(console, found)
+        if json_file is not None:
+            _write_json(json.dumps(found.as_json(), indent=1), json_file)
+    except (CacheError, OSError) as error:
+        fail("bench copy", error)
 
 
 def _experiments(names: str) -> tuple[Experiment, ...]:

@@ -21,6 +21,13 @@ PACKAGES = ("numpy", "torch", "transformers", "tokenizers", "safetensors", "fast
 ACCELERATORS = ("cuda", "npu", "xpu", "mps")
 """What torch calls them: NVIDIA and AMD, Ascend, Intel, Apple. The first one found is used."""
 
+BACK_END_NAMES = {
+    "cuda": "NVIDIA's driver",
+    "hip": "AMD's driver",
+    "ascend": "Ascend's driver",
+    "torch": "torch's own copies",
+}
+
 TRIAL_BYTES = 1 << 16
 """Of the memory that page-locking is tried on."""
 
@@ -111,37 +118,45 @@ def native_core() -> Finding:
 
 
 def devices_found() -> tuple[tuple[Finding, ...], str]:
-    """Per device what it uses or why it can't be used; and the one that "auto" means."""
-    from kvtier.devices import find_device
+    """Per device what serves it, or what is missing for that; and the one that "auto" means."""
+    from kvtier.devices.find import look_for
 
     findings: list[Finding] = []
     chosen = "cpu"
-    try:
-        from kvtier.devices import torch_device  # noqa: F401
-    except (ImportError, OSError) as error:
-        findings.append(Finding("accelerators", "not looked for", f"torch can't be used: {error}"))
-        kinds: tuple[str, ...] = ("cpu",)
-    else:
-        kinds = ("cpu", *ACCELERATORS)
-    for kind in kinds:
+    for kind in ("cpu", *ACCELERATORS):
         try:
-            device = find_device(kind)
-            findings += [*_of(device), page_locking(device)]
+            device, misses = look_for(kind)
         except (CacheError, ImportError, RuntimeError, ValueError) as error:
-            reason = str(error).partition(": Expected one of")[0]  # torch lists all it knows
-            findings.append(Finding(kind, "no", reason))
+            findings.append(Finding(kind, "no", str(error)))
             continue
-        if chosen == "cpu":
-            chosen = kind
+        if device is None or kind == "cpu":
+            findings.append(Finding(kind, "no" if device is None else "yes"))
+        findings += [
+            Finding(
+                f"{kind}: {BACK_END_NAMES.get(miss.topic, miss.topic)}", "no", _short(miss.note)
+            )
+            for miss in misses
+        ]
+        if device is not None:
+            findings += [*_of(device, kind), page_locking(device)]
+            if chosen == "cpu":
+                chosen = kind
     findings.append(Finding("auto", chosen, "what --device auto means here"))
     return tuple(findings), chosen
 
 
-def _of(device: Device) -> list[Finding]:
+def _short(reason: str) -> str:
+    """torch lists all device types that it knows."""
+    before, found, after = reason.partition(": Expected one of")
+    return before + after[after.find(". ") :] if found and ". " in after else before
+
+
+def _of(device: Device, kind: str) -> list[Finding]:
     """The device's findings, its name in front of each topic."""
     topics = (each for each in device.findings() if each.topic != "device")
+    named = [] if kind == "cpu" else [Finding(device.name, "yes")]
     return [
-        Finding(device.name, "yes"),
+        *named,
         *(Finding(f"{device.name}: {each.topic}", each.found, each.note) for each in topics),
     ]
 

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from kvtier.devices.base import CopyBatch, Device, Direction, Fence, Finding, Memory
+from kvtier.devices.base import CopyBatch, CopyQueue, Device, Direction, Fence, Finding, Memory
 from kvtier.devices.find import find_device
 
-__all__ = ["CopyBatch", "Device", "Direction", "Fence", "Finding", "Memory", "find_device"]
+__all__ = [
+    "CopyBatch",
+    "CopyQueue",
+    "Device",
+    "Direction",
+    "Fence",
+    "Finding",
+    "Memory",
+    "find_device",
+]

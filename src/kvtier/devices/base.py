@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
@@ -140,6 +141,14 @@ class Device(ABC):
         """The point after all compute work that was queued on this device so far."""
 
     @abstractmethod
+    def allocate(self, nbytes: int) -> Memory:
+        """Memory of the device, to measure with. ``DeviceError`` where there is not enough."""
+
+    @abstractmethod
+    def free(self, memory: Memory) -> None:
+        """Give such memory back."""
+
+    @abstractmethod
     def page_lock(self, memory: Memory) -> bool:
         """Make host memory directly readable by the device. True where that worked."""
 
@@ -150,6 +159,15 @@ class Device(ABC):
     @abstractmethod
     def findings(self) -> list[Finding]:
         """What this device uses, and why not something faster."""
+
+    def prepare(self, again: bool = False) -> None:
+        """Measure what helps to copy faster, where that was not done on this machine before. To be
+        called before the device is used. again: also where it was done."""
+        return
+
+    def ways(self) -> Mapping[str, Callable[[CopyBatch, Direction], None]]:
+        """Ways to copy that ``copy`` chooses from, each by its name, to be measured."""
+        return {}
 
     def copy(self, batch: CopyBatch, direction: Direction) -> None:
         """Copy the whole batch, and return when the bytes are there.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
+
 from kvtier._hot import NATIVE, NATIVE_REASON, copy_batch
 from kvtier.devices.base import CopyBatch, CopyQueue, Device, Direction, Fence, Finding, Memory
 from kvtier.devices.synchronous import Passed, SynchronousQueue
@@ -34,6 +36,13 @@ class CpuDevice(Device):
             batch.size.astype("uint64"),
             self._threads,
         )
+
+    def allocate(self, nbytes: int) -> Memory:
+        memory = np.zeros(nbytes, np.uint8)
+        return Memory(memory.ctypes.data, nbytes, self.name, memory)
+
+    def free(self, memory: Memory) -> None:
+        return  # its owner goes with the last who looks at it
 
     def page_lock(self, memory: Memory) -> bool:
         return False

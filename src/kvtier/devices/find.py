@@ -1,24 +1,53 @@
-"""Choose a device back end by name."""
+"""Choose a device back end by name, from what the machine has."""
 
 from __future__ import annotations
 
-from kvtier.devices.base import Device
+import logging
+
+from kvtier.devices.base import Device, Finding
 from kvtier.errors import DeviceError
 from kvtier.plugins import load_plugin
+
+logger = logging.getLogger(__name__)
+
+BACK_ENDS = {
+    "cpu": ("cpu",),
+    "cuda": ("cuda", "hip", "torch"),
+    "npu": ("ascend", "torch"),
+}
+"""Per kind of device, as torch calls it, the plug-ins that are tried, best first. Every other kind
+is served by torch's own copies."""
 
 
 def find_device(name: str) -> Device:
     """The back end for ``name``: "cpu", or what torch calls an accelerator ("cuda", "npu:0").
 
-    A type without a back end of its own is served by the torch reference path.
+    Raises ``DeviceError`` that says for each back end why it can't be used.
     """
+    device, misses = look_for(name)
+    if device is None:
+        reasons = "; ".join(f"{miss.topic}: {miss.note}" for miss in misses)
+        raise DeviceError(f"no device {name!r} here ({reasons}); use --device cpu")
+    for miss in misses:
+        logger.info("device=%s is not served by %s: %s", name, miss.topic, miss.note)
+    return device
+
+
+def look_for(name: str) -> tuple[Device | None, list[Finding]]:
+    """The first back end for ``name`` that works, and why those before it do not."""
+    misses: list[Finding] = []
     kind = name.partition(":")[0]
-    if kind == "cpu":
-        made = load_plugin("devices", "cpu")()
-    else:
-        made = load_plugin("devices", "torch")(name)
-    if not isinstance(made, Device):
-        raise DeviceError(
-            f"the plug-in for device {name!r} made a {type(made).__name__}, not a Device"
-        )
-    return made
+    for plugin in BACK_ENDS.get(kind, ("torch",)):
+        try:
+            make = load_plugin("devices", plugin)
+            made = make() if kind == "cpu" else make(name)
+        except (DeviceError, ImportError, OSError) as error:
+            misses.append(Finding(plugin, "no", str(error)))
+            continue
+        if not isinstance(made, Device):
+            raise DeviceError(
+                f"the plug-in {plugin!r} for device {name!r} made a {type(made).__name__}, "
+                "not a Device"
+            )
+        return made, misses
+    return None, misses

@@ -113,8 +113,8 @@ class TorchDevice(Device):
             self.module = torch.get_device_module(self.device)
         except RuntimeError as error:
             raise DeviceError(
-                f"torch knows no device {name!r}: {error}. Install the torch build or plug-in "
-                "for it, or use --device cpu"
+                f"torch knows no device {name!r}: {error}. Install the build of torch or the "
+                "plug-in for it, or use --device cpu"
             ) from error
         is_available = getattr(self.module, "is_available", lambda: True)
         if not is_available():
@@ -141,6 +141,15 @@ class TorchDevice(Device):
         stream = self.module.current_stream(self.device)
         assert isinstance(stream, torch.Stream)
         return stream
+
+    def allocate(self, nbytes: int) -> Memory:
+        try:
+            return tensor_memory(torch.zeros(nbytes, dtype=torch.uint8, device=self.device))
+        except RuntimeError as error:
+            raise DeviceError(f"{self.name}: no {nbytes} bytes: {error}") from error
+
+    def free(self, memory: Memory) -> None:
+        return  # the tensor goes with the last who looks at it
 
     def page_lock(self, memory: Memory) -> bool:
         """CUDA and HIP register the arena in place; other devices copy from pageable memory."""

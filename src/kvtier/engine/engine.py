@@ -60,6 +60,7 @@ class Engine:
         device_name = _device_name(config.device)
         device = torch.device(device_name)
         copier = find_device(device_name)
+        copier.prepare()
         model = load_model(config.model, device, config.dtype)
         group = kv_group(model.module.config, model.module.dtype, config.block_size)
         capacity = parse_size(config.device_capacity, "device_capacity")

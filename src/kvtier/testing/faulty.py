@@ -82,6 +82,12 @@ class FaultyDevice(Device):
     def fence(self) -> Fence:
         return self._inner.fence()
 
+    def allocate(self, nbytes: int) -> Memory:
+        return self._inner.allocate(nbytes)
+
+    def free(self, memory: Memory) -> None:
+        self._inner.free(memory)
+
     def page_lock(self, memory: Memory) -> bool:
         return self._inner.page_lock(memory)
 

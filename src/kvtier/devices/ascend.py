@@ -1,0 +1,243 @@
+"""Huawei Ascend: CANN's runtime (AscendCL) by ctypes, over its C interface alone.
+
+What copying uses of it, since which version, and what is done without. Sources: acl_rt.h of CANN
+8.3 - 9.1, and what its runtime does with each argument (8.5 and 9.2).
+
+    call                          since   missing, or refused with 207000
+    aclrtMemcpyBatchAsync         8.3     aclrtMemcpyBatchAsyncV2, then 2-D and single copies. Chips
+                                          and drivers that can't do it say so at the first call
+    aclrtMemcpyBatchAsyncV2       9.1     the same without failIndex; used where the first is gone
+    aclrtMemcpy2dAsync            -       needed: a page of all layers at once, host <-> device
+    aclrtMemcpyAsync              -       needed
+    aclrtHostRegisterV2           8.5     aclrtHostRegister
+    aclrtHostRegister             8.3     pageable memory: copies work, one after the other, slowly
+    aclrtCreateStreamWithConfig   -       needed: streams of our own, for the default one waits
+    aclrtCreateEventExWithFlag    -       needed: events that may be waited for more than once
+
+Traps. The attributes of a batch name the destination first, and in a location the id comes before
+the type: CUDA's have both the other way round. A batch goes one way, host to device or back, and
+host memory is HOST with id 0, wherever it lies. At most 4,096 copies, none of size 0. A batch that
+fails may have begun: wait for the stream before the memory is used or the copies done again. There
+are not many events that streams can wait for, so none is kept longer than it is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_uint8,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+
+from kvtier.devices.base import Direction, Finding
+from kvtier.devices.compute import ComputeStream, Handle, torch_compute
+from kvtier.devices.driver import Copies, Driver, Rows
+from kvtier.devices.driver_device import DriverDevice
+from kvtier.devices.library import Call, DriverError, Library
+
+NAMES = ("libascendcl.so",)
+LIBRARY_VARIABLE = "KVTIER_ASCEND_LIBRARY"
+
+_STREAM = _EVENT = c_void_p
+_ANSWER = POINTER(c_void_p)
+# dsts, destMaxs, srcs, sizes, numBatches, attrs, attrsIndexes, numAttrs [, failIndex], stream
+_BATCH = (c_void_p, c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t)
+
+BATCH, BATCH_V2 = "aclrtMemcpyBatchAsync", "aclrtMemcpyBatchAsyncV2"
+CALLS = (
+    Call("aclInit", (c_char_p,)),
+    Call("aclGetRecentErrMsg", (), without="the code alone is shown", returns=c_char_p),
+    Call("aclrtGetSocName", (), without="no name is shown", returns=c_char_p),
+    Call("aclrtSetDevice", (c_int,)),
+    Call("aclrtCreateStreamWithConfig", (_ANSWER, c_uint32, c_uint32)),
+    Call("aclrtSynchronizeStream", (_STREAM,)),
+    Call("aclrtStreamWaitEvent", (_STREAM, _EVENT)),
+    Call("aclrtCreateEventExWithFlag", (_ANSWER, c_uint32)),
+    Call("aclrtRecordEvent", (_EVENT, _STREAM)),
+    Call("aclrtQueryEventStatus", (_EVENT, POINTER(c_int))),
+    Call("aclrtSynchronizeEvent", (_EVENT,)),
+    Call("aclrtDestroyEvent", (_EVENT,)),
+    Call("aclrtMemcpyAsync", (c_void_p, c_size_t, c_void_p, c_size_t, c_int, _STREAM)),
+    Call(
+        "aclrtMemcpy2dAsync",
+        (c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, c_size_t, c_int, _STREAM),
+    ),
+    Call(BATCH, (*_BATCH, POINTER(c_size_t), _STREAM), "8.3", "2-D and single copies"),
+    Call(BATCH_V2, (*_BATCH, _STREAM), "9.1", BATCH),
+    Call("aclrtMalloc", (_ANSWER, c_size_t, c_int)),
+    Call("aclrtFree", (c_void_p,)),
+    Call("aclrtHostRegister", (c_void_p, c_uint64, c_int, _ANSWER), "8.3", "pageable memory"),
+    Call("aclrtHostRegisterV2", (c_void_p, c_uint64, c_uint32), "8.5", "aclrtHostRegister"),
+    Call("aclrtHostUnregister", (c_void_p,), "8.3", "pageable memory"),
+)
+
+NOT_SUPPORTED, REPEATED_INIT = 207000, 100002
+PRIORITY, FAST_LAUNCH, FAST_SYNC = 0, 1, 2
+EVENT_SYNC, EVENT_PROGRESS = 1, 2
+"""Streams can wait for the event, and the host can ask about it."""
+EVENT_COMPLETE = 1
+"""Of an event. A stream that is complete says 0."""
+HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
+KIND = {Direction.LOAD: HOST_TO_DEVICE, Direction.STORE: DEVICE_TO_HOST}
+AT_HOST, AT_DEVICE = 0, 1
+HUGE_PAGES_FIRST = 0
+REGISTER_MAPPED, REGISTER_V2_PINNED = 0, 0x10000000
+
+
+class Location(Structure):
+    """aclrtMemLocation: the id comes first."""
+
+    _fields_ = (("id", c_uint32), ("type", c_int))
+
+
+class Attributes(Structure):
+    """aclrtMemcpyBatchAttr: the destination comes first; the rest has to be 0."""
+
+    _fields_ = (
+        ("dst_location", Location),
+        ("src_location", Location),
+        ("reserved", c_uint8 * 16),
+    )
+
+
+class AscendDriver(Driver):
+    """The NPU ``index`` of those that ``ASCEND_RT_VISIBLE_DEVICES`` leaves."""
+
+    def __init__(self, index: int) -> None:
+        self.name = f"npu:{index}"
+        self._index = index
+        self._acl = Library(NAMES, LIBRARY_VARIABLE, CALLS, _meaning)
+        if (code := self._acl.function("aclInit")(None)) != REPEATED_INIT:  # torch_npu was first
+            self._acl.check("aclInit", code)
+        self._thread = threading.local()
+        self.use()
+        host, device = Location(0, AT_HOST), Location(index, AT_DEVICE)
+        self._attributes = {
+            Direction.LOAD: Attributes(device, host),
+            Direction.STORE: Attributes(host, device),
+        }
+        self._all = c_size_t(0)  # the one set of attributes holds from the first copy on
+
+    def use(self) -> None:
+        if not getattr(self._thread, "is_set", False):
+            self._acl.call("aclrtSetDevice", self._index)
+            self._thread.is_set = True
+
+    def describe(self) -> list[Finding]:
+        has_name = self._acl.has("aclrtGetSocName")
+        name = self._acl.text("aclrtGetSocName") if has_name else "Ascend NPU"
+        newest = "CANN 9.1 or newer" if self._acl.has(BATCH_V2) else "CANN before 9.1"
+        return [Finding("accelerator", name, newest)]
+
+    # -- streams and events -----------------------------------------------------------------------
+
+    def new_stream(self) -> Handle:
+        return self._acl.handle("aclrtCreateStreamWithConfig", PRIORITY, FAST_LAUNCH | FAST_SYNC)
+
+    def synchronize(self, stream: Handle) -> None:
+        self._acl.call("aclrtSynchronizeStream", stream)
+
+    def hold_stream(self, stream: Handle, event: Handle) -> None:
+        self._acl.call("aclrtStreamWaitEvent", stream, event)
+
+    def record(self, stream: Handle) -> Handle:
+        event = self._acl.handle("aclrtCreateEventExWithFlag", EVENT_SYNC | EVENT_PROGRESS)
+        self._acl.call("aclrtRecordEvent", event, stream)
+        return event
+
+    def has_passed(self, event: Handle) -> bool:
+        status = c_int()
+        self._acl.call("aclrtQueryEventStatus", event, byref(status))
+        return status.value == EVENT_COMPLETE
+
+    def wait(self, event: Handle) -> None:
+        self._acl.call("aclrtSynchronizeEvent", event)
+
+    def forget(self, event: Handle) -> None:
+        self._acl.call("aclrtDestroyEvent", event)
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    @property
+    def why_no_batch(self) -> str:
+        if self._acl.has(BATCH) or self._acl.has(BATCH_V2):
+            return ""
+        return f"this CANN has no {BATCH}; it came with 8.3 as an experiment, and with 8.5"
+
+    def is_refusal(self, code: int) -> bool:
+        return code == NOT_SUPPORTED
+
+    def copy_batch(self, copies: Copies, direction: Direction, stream: Handle) -> None:
+        failed, first = c_size_t(), self._acl.has(BATCH)
+        self._acl.call(
+            BATCH if first else BATCH_V2,
+            copies.dst.ctypes.data,
+            copies.size.ctypes.data,  # there is room for what is copied, and for no more
+            copies.src.ctypes.data,
+            copies.size.ctypes.data,
+            len(copies),
+            byref(self._attributes[direction]),
+            byref(self._all),
+            1,
+            *((byref(failed),) if first else ()),
+            stream,
+        )
+
+    def copy_each(self, copies: Copies, direction: Direction, stream: Handle) -> None:
+        copy, kind = self._acl.function("aclrtMemcpyAsync"), KIND[direction]
+        for dst, src, size in zip(
+            copies.dst.tolist(), copies.src.tolist(), copies.size.tolist(), strict=True
+        ):
+            if code := copy(dst, size, src, size, kind, stream):
+                self._acl.check("aclrtMemcpyAsync", code)
+
+    def copy_rows(self, rows: Rows, direction: Direction, stream: Handle) -> None:
+        copy, kind = self._acl.function("aclrtMemcpy2dAsync"), KIND[direction]
+        for dst, src, dst_pitch, src_pitch, width, height in rows.each():
+            if code := copy(dst, dst_pitch, src, src_pitch, width, height, kind, stream):
+                self._acl.check("aclrtMemcpy2dAsync", code)
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> int:
+        return self._acl.handle("aclrtMalloc", nbytes, HUGE_PAGES_FIRST)
+
+    def free(self, address: int) -> None:
+        self._acl.call("aclrtFree", address)
+
+    def lock(self, address: int, nbytes: int) -> None:
+        if self._acl.has("aclrtHostRegisterV2"):
+            try:
+                self._acl.call("aclrtHostRegisterV2", address, nbytes, REGISTER_V2_PINNED)
+            except DriverError as error:
+                if not self.is_refusal(error.code):
+                    raise
+            else:
+                return
+        if not self._acl.has("aclrtHostRegister"):
+            raise DriverError("aclrtHostRegister", NOT_SUPPORTED, "this CANN does not have it")
+        self._acl.handle_last("aclrtHostRegister", address, nbytes, REGISTER_MAPPED)
+
+    def unlock(self, address: int) -> None:
+        self._acl.call("aclrtHostUnregister", address)
+
+
+class AscendDevice(DriverDevice):
+    """An Ascend NPU. name: "npu" or "npu:1". compute_stream: torch_npu's, by default."""
+
+    def __init__(self, name: str = "npu", compute_stream: ComputeStream | None = None) -> None:
+        driver = AscendDriver(int(name.partition(":")[2] or 0))
+        super().__init__(driver, compute_stream or torch_compute(driver.name, "npu_stream"))
+
+
+def _meaning(acl: Library, code: int) -> str:
+    words = acl.text("aclGetRecentErrMsg") if acl.has("aclGetRecentErrMsg") else ""
+    return words.strip() or "no message"

@@ -1,0 +1,297 @@
+"""NVIDIA: the CUDA driver by ctypes.
+
+The driver and not the runtime: ``cudaMemcpyBatchAsync`` changed its arguments with CUDA 13 and
+kept its name, while ``cuGetProcAddress("cuMemcpyBatchAsync", 12080)`` gives the same form on every
+driver that has it. Source: CUDA Driver API, 12.2 to 13.5.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from functools import cached_property
+
+from kvtier.devices.base import Direction, Finding
+from kvtier.devices.compute import ComputeStream, Handle, torch_compute
+from kvtier.devices.driver import Copies, Driver, Rows
+from kvtier.devices.driver_device import DriverDevice
+from kvtier.devices.library import Call, Library, error_name
+from kvtier.devices.numa import pci_numa_node
+from kvtier.devices.paths import Kernel
+
+logger = logging.getLogger(__name__)
+
+NAMES = ("libcuda.so.1", "libcuda.so")
+LIBRARY_VARIABLE = "KVTIER_CUDA_LIBRARY"
+
+BATCH = Call(
+    "cuMemcpyBatchAsync",
+    # dsts, srcs, sizes, count, attrs, attrsIdxs, numAttrs, failIdx, stream
+    (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p),
+    since="12.8",
+    without="2-D and single copies",
+)
+BATCH_VERSION = 12080
+"""The form with ``failIdx``; asked for by number, every newer driver gives it."""
+
+_POINTER, _ANSWER = c_void_p, POINTER(c_void_p)
+CALLS = (
+    Call("cuInit", (c_uint,)),
+    Call("cuDriverGetVersion", (POINTER(c_int),)),
+    Call("cuGetErrorName", (c_int, POINTER(c_char_p))),
+    Call("cuDeviceGet", (POINTER(c_int), c_int)),
+    Call("cuDeviceGetAttribute", (POINTER(c_int), c_int, c_int)),
+    Call("cuDeviceGetName", (c_char_p, c_int, c_int)),
+    Call("cuDeviceGetPCIBusId", (c_char_p, c_int, c_int)),
+    Call("cuDevicePrimaryCtxRetain", (_ANSWER, c_int)),
+    Call("cuCtxSetCurrent", (_POINTER,)),
+    Call("cuStreamCreate", (_ANSWER, c_uint)),
+    Call("cuStreamSynchronize", (_POINTER,)),
+    Call("cuStreamWaitEvent", (_POINTER, _POINTER, c_uint)),
+    Call("cuEventCreate", (_ANSWER, c_uint)),
+    Call("cuEventRecord", (_POINTER, _POINTER)),
+    Call("cuEventQuery", (_POINTER,)),
+    Call("cuEventSynchronize", (_POINTER,)),
+    Call("cuEventDestroy_v2", (_POINTER,)),
+    Call("cuMemcpyHtoDAsync_v2", (c_uint64, c_void_p, c_size_t, _POINTER)),
+    Call("cuMemcpyDtoHAsync_v2", (c_void_p, c_uint64, c_size_t, _POINTER)),
+    Call("cuMemcpy2DAsync_v2", (c_void_p, _POINTER)),
+    Call("cuMemAlloc_v2", (POINTER(c_uint64), c_size_t)),
+    Call("cuMemFree_v2", (c_uint64,)),
+    Call("cuMemHostRegister_v2", (c_void_p, c_size_t, c_uint)),
+    Call("cuMemHostUnregister", (c_void_p,)),
+    Call(
+        "cuGetProcAddress_v2",
+        (c_char_p, _ANSWER, c_int, c_uint64, c_void_p),
+        since="12.0",
+        without="no batch call is looked for",
+    ),
+)
+
+STREAM_NON_BLOCKING = 1
+"""The stream does not wait for the legacy one, nor that for it."""
+EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING = 1, 2
+REGISTER_PORTABLE, REGISTER_MAPPED = 1, 2
+USE_HOST_POINTER = 91
+"""CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM."""
+NOT_READY, NOT_SUPPORTED = 600, 801
+MEMORY_HOST, MEMORY_DEVICE = 1, 2
+ORDER_STREAM, ORDER_ANY = 1, 3
+"""When a batch reads its sources: in the stream's order, or whenever it likes. A load may do as it
+likes, for what lies in a host slot is finished; what a store reads was computed just now."""
+
+
+class Location(Structure):
+    """CUmemLocation: the type comes first."""
+
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class Attributes(Structure):
+    """CUmemcpyAttributes: the source comes first."""
+
+    _fields_ = (
+        ("src_access_order", c_int),
+        ("src_location", Location),
+        ("dst_location", Location),
+        ("flags", c_uint),
+    )
+
+
+class Copy2D(Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("src_x", c_size_t),
+        ("src_y", c_size_t),
+        ("src_type", c_int),
+        ("src_host", c_void_p),
+        ("src_device", c_uint64),
+        ("src_array", c_void_p),
+        ("src_pitch", c_size_t),
+        ("dst_x", c_size_t),
+        ("dst_y", c_size_t),
+        ("dst_type", c_int),
+        ("dst_host", c_void_p),
+        ("dst_device", c_uint64),
+        ("dst_array", c_void_p),
+        ("dst_pitch", c_size_t),
+        ("width", c_size_t),
+        ("height", c_size_t),
+    )
+
+
+class CudaDriver(Driver):
+    """The accelerator ``index`` of those that ``CUDA_VISIBLE_DEVICES`` leaves."""
+
+    def __init__(self, index: int) -> None:
+        self.name = f"cuda:{index}"
+        self._cuda = Library(NAMES, LIBRARY_VARIABLE, CALLS, _meaning)
+        self._cuda.call("cuInit", 0)
+        self._device = self._cuda.number("cuDeviceGet", index)
+        self._context = self._cuda.handle("cuDevicePrimaryCtxRetain", self._device)  # torch's, too
+        self._why_no_batch = self._find_batch()
+        self._orders = {
+            Direction.LOAD: Attributes(ORDER_ANY),
+            Direction.STORE: Attributes(ORDER_STREAM),
+        }
+        self._all = c_size_t(0)  # the one set of attributes holds from the first copy on
+
+    def _find_batch(self) -> str:
+        """Bind the batch call; or why there is none."""
+        version = self._version
+        if self._cuda.has("cuGetProcAddress_v2"):
+            found, status = c_void_p(), c_int()
+            code = self._cuda.function("cuGetProcAddress_v2")(
+                BATCH.name.encode(), byref(found), BATCH_VERSION, 0, byref(status)
+            )
+            if code == 0 and found.value:
+                kind = ctypes.CFUNCTYPE(BATCH.returns, *BATCH.arguments)
+                self._cuda.bind(BATCH, kind(found.value))
+                return ""
+        return f"the driver is for CUDA {version}, and {BATCH.name} came with {BATCH.since}"
+
+    @cached_property
+    def _version(self) -> str:
+        number = self._cuda.number("cuDriverGetVersion")
+        return f"{number // 1000}.{number % 1000 // 10}"
+
+    def use(self) -> None:
+        self._cuda.call("cuCtxSetCurrent", self._context)
+
+    def describe(self) -> list[Finding]:
+        name = ctypes.create_string_buffer(256)
+        self._cuda.call("cuDeviceGetName", name, len(name), self._device)
+        return [Finding("accelerator", name.value.decode(), f"CUDA {self._version}")]
+
+    @cached_property
+    def numa_node(self) -> int | None:
+        bus_id = ctypes.create_string_buffer(32)
+        self._cuda.call("cuDeviceGetPCIBusId", bus_id, len(bus_id), self._device)
+        return pci_numa_node(bus_id.value.decode())
+
+    @property
+    def sees_host_addresses(self) -> bool:
+        """Whether programs find page-locked memory at the address that the host uses."""
+        return bool(self._cuda.number("cuDeviceGetAttribute", USE_HOST_POINTER, self._device))
+
+    # -- streams and events -----------------------------------------------------------------------
+
+    def new_stream(self) -> Handle:
+        return self._cuda.handle("cuStreamCreate", STREAM_NON_BLOCKING)
+
+    def synchronize(self, stream: Handle) -> None:
+        self._cuda.call("cuStreamSynchronize", stream)
+
+    def hold_stream(self, stream: Handle, event: Handle) -> None:
+        self._cuda.call("cuStreamWaitEvent", stream, event, 0)
+
+    def record(self, stream: Handle) -> Handle:
+        event = self._cuda.handle("cuEventCreate", EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING)
+        self._cuda.call("cuEventRecord", event, stream)
+        return event
+
+    def has_passed(self, event: Handle) -> bool:
+        code = self._cuda.function("cuEventQuery")(event)
+        if code != NOT_READY:
+            self._cuda.check("cuEventQuery", code)
+        return code == 0
+
+    def wait(self, event: Handle) -> None:
+        self._cuda.call("cuEventSynchronize", event)
+
+    def forget(self, event: Handle) -> None:
+        self._cuda.call("cuEventDestroy_v2", event)
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    @property
+    def why_no_batch(self) -> str:
+        return self._why_no_batch
+
+    def is_refusal(self, code: int) -> bool:
+        return code == NOT_SUPPORTED
+
+    def copy_batch(self, copies: Copies, direction: Direction, stream: Handle) -> None:
+        failed = c_size_t()
+        self._cuda.call(
+            BATCH.name,
+            copies.dst.ctypes.data,
+            copies.src.ctypes.data,
+            copies.size.ctypes.data,
+            len(copies),
+            byref(self._orders[direction]),
+            byref(self._all),
+            1,
+            byref(failed),
+            stream,
+        )
+
+    def copy_each(self, copies: Copies, direction: Direction, stream: Handle) -> None:
+        name = "cuMemcpyHtoDAsync_v2" if direction is Direction.LOAD else "cuMemcpyDtoHAsync_v2"
+        copy = self._cuda.function(name)
+        for dst, src, size in zip(
+            copies.dst.tolist(), copies.src.tolist(), copies.size.tolist(), strict=True
+        ):
+            if code := copy(dst, src, size, stream):
+                self._cuda.check(name, code)
+
+    def copy_rows(self, rows: Rows, direction: Direction, stream: Handle) -> None:
+        copy, load = self._cuda.function("cuMemcpy2DAsync_v2"), direction is Direction.LOAD
+        area = Copy2D(
+            src_type=MEMORY_HOST if load else MEMORY_DEVICE,
+            dst_type=MEMORY_DEVICE if load else MEMORY_HOST,
+        )
+        for dst, src, area.dst_pitch, area.src_pitch, area.width, area.height in rows.each():
+            if load:
+                area.src_host, area.dst_device = src, dst
+            else:
+                area.src_device, area.dst_host = src, dst
+            if code := copy(byref(area), stream):
+                self._cuda.check("cuMemcpy2DAsync_v2", code)
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> int:
+        address = c_uint64()
+        self._cuda.call("cuMemAlloc_v2", byref(address), nbytes)
+        return address.value
+
+    def free(self, address: int) -> None:
+        self._cuda.call("cuMemFree_v2", address)
+
+    def lock(self, address: int, nbytes: int) -> None:
+        self._cuda.call(
+            "cuMemHostRegister_v2", address, nbytes, REGISTER_PORTABLE | REGISTER_MAPPED
+        )
+
+    def unlock(self, address: int) -> None:
+        self._cuda.call("cuMemHostUnregister", address)
+
+
+class CudaDevice(DriverDevice):
+    """An NVIDIA GPU. name: "cuda" or "cuda:1". compute_stream: torch's, by default."""
+
+    def __init__(self, name: str = "cuda", compute_stream: ComputeStream | None = None) -> None:
+        driver = CudaDriver(int(name.partition(":")[2] or 0))
+        if compute_stream is not None:
+            super().__init__(driver, compute_stream)
+            return
+        compute_stream = torch_compute(driver.name, "cuda_stream")
+        kernel = _kernel(driver.name) if driver.sees_host_addresses else None
+        super().__init__(driver, compute_stream, kernel)
+
+
+def _kernel(name: str) -> Kernel | None:
+    """Small copies by a program on torch's GPU ``name``; None without Triton."""
+    try:
+        from kvtier.devices.kernel import TritonKernel
+    except ImportError as error:
+        logger.info("%s copies without a kernel: %s", name, error)
+        return None
+    return TritonKernel(name)
+
+
+def _meaning(cuda: Library, code: int) -> str:
+    return error_name(cuda, "cuGetErrorName", code)

@@ -1,0 +1,193 @@
+"""What copying needs of a vendor's driver: streams, events, copies, page-locking."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.devices.base import CopyBatch, Direction, Finding
+from kvtier.devices.compute import Handle
+
+UInt64s = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copies:
+    """Many small copies by address. dst, src, size: uint64 [num_copies], contiguous, no size 0."""
+
+    dst: UInt64s
+    src: UInt64s
+    size: UInt64s
+
+    @classmethod
+    def of(cls, batch: CopyBatch) -> Copies:
+        """The copies of a batch, without empty ones."""
+        dst = (batch.dst_offset + batch.dst.address).view(np.uint64)
+        src = (batch.src_offset + batch.src.address).view(np.uint64)
+        size = np.ascontiguousarray(batch.size).view(np.uint64)
+        keep = size > 0
+        return cls(dst, src, size) if keep.all() else cls(dst[keep], src[keep], size[keep])
+
+    def host_side(self, direction: Direction) -> UInt64s:
+        """``src`` of a load, ``dst`` of a store."""
+        return self.src if direction is Direction.LOAD else self.dst
+
+    def pieces(self, max_copies: int) -> list[Copies]:
+        """The same in pieces of at most ``max_copies``."""
+        if len(self) <= max_copies:
+            return [self]
+        starts = range(0, len(self), max_copies)
+        parts = (slice(start, start + max_copies) for start in starts)
+        return [Copies(self.dst[part], self.src[part], self.size[part]) for part in parts]
+
+    def cut(self, side: UInt64s, edges: UInt64s) -> Copies:
+        """The same with no copy across an edge. side: ``dst`` or ``src``, the one with the edges,
+        which are sorted addresses."""
+        last = side + self.size - np.uint64(1)
+        num_inside = np.searchsorted(edges, last, "right") - np.searchsorted(edges, side, "right")
+        if not num_inside.any():
+            return self
+        pieces: list[tuple[int, int, int]] = []
+        for dst, src, size, begin in zip(
+            self.dst.tolist(), self.src.tolist(), self.size.tolist(), side.tolist(), strict=True
+        ):
+            inside = edges[(edges > begin) & (edges < begin + size)].tolist()
+            for at, end in pairwise([begin, *inside, begin + size]):
+                pieces.append((dst + at - begin, src + at - begin, end - at))
+        table = np.array(pieces, np.uint64).T
+        return Copies(*(np.ascontiguousarray(column) for column in table))
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+
+class Driver(ABC):
+    """One accelerator, through its vendor's library. Every call is the driver's, at once.
+
+    Streams are the driver's own and never its default one, which would wait for everybody. Raises
+    ``DriverError``. Any thread may call, after ``use``.
+    """
+
+    name: str
+    """As torch names the device: "cuda:0", "npu:1"."""
+    max_copies: int = 4096
+    """Copies in one batch call."""
+
+    @abstractmethod
+    def use(self) -> None:
+        """Make the accelerator the calling thread's. Cheap when it is already."""
+
+    @abstractmethod
+    def describe(self) -> list[Finding]:
+        """Name and version, for ``kvtier doctor``."""
+
+    @property
+    def identity(self) -> str:
+        """Names what decides how fast copies are: accelerator and versions."""
+        return " ".join(finding.found for finding in self.describe())
+
+    @cached_property
+    def numa_node(self) -> int | None:
+        """NUMA node of the host memory nearest to the accelerator, where that is known."""
+        return None
+
+    # -- streams and events -----------------------------------------------------------------------
+
+    @abstractmethod
+    def new_stream(self) -> Handle:
+        """A stream that waits for no other by itself."""
+
+    @abstractmethod
+    def synchronize(self, stream: Handle) -> None:
+        """Return when the stream's work is done."""
+
+    @abstractmethod
+    def hold_stream(self, stream: Handle, event: Handle) -> None:
+        """What ``stream`` is given from now on starts after ``event``."""
+
+    @abstractmethod
+    def record(self, stream: Handle) -> Handle:
+        """A new event after the work that ``stream`` has been given so far."""
+
+    @abstractmethod
+    def has_passed(self, event: Handle) -> bool:
+        """Whether that work is done."""
+
+    @abstractmethod
+    def wait(self, event: Handle) -> None:
+        """Return when that work is done."""
+
+    @abstractmethod
+    def forget(self, event: Handle) -> None:
+        """Give an event back that nobody asks about any more."""
+
+    # -- copies, all of them asynchronous ---------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def why_no_batch(self) -> str:
+        """Why there is no batch call; "" where there is one."""
+
+    @abstractmethod
+    def copy_batch(self, copies: Copies, direction: Direction, stream: Handle) -> None:
+        """At most ``max_copies`` in one call. The arrays stay alive until the copies are done."""
+
+    @abstractmethod
+    def copy_each(self, copies: Copies, direction: Direction, stream: Handle) -> None:
+        """One call per copy."""
+
+    @abstractmethod
+    def copy_rows(self, rows: Rows, direction: Direction, stream: Handle) -> None:
+        """One call per rectangle."""
+
+    @abstractmethod
+    def is_refusal(self, code: int) -> bool:
+        """Whether this code of a batch call means that the machine can't do it."""
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> int:
+        """Memory of the accelerator, to measure with."""
+
+    @abstractmethod
+    def free(self, address: int) -> None:
+        """Give such memory back."""
+
+    max_lock_bytes: int = 64 << 30
+    """Of one registration: beyond some hundred GiB they fail."""
+
+    @abstractmethod
+    def lock(self, address: int, nbytes: int) -> None:
+        """Page-lock host memory, and let the accelerator reach it. Both in whole pages."""
+
+    @abstractmethod
+    def unlock(self, address: int) -> None:
+        """Undo ``lock`` of the memory that begins there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rectangles: row r of rectangle i goes from ``src[i] + r * src_pitch[i]`` to
+    ``dst[i] + r * dst_pitch[i]``. All int64 [num_rectangles], bytes; height in rows."""
+
+    dst: npt.NDArray[np.int64]
+    src: npt.NDArray[np.int64]
+    dst_pitch: npt.NDArray[np.int64]
+    src_pitch: npt.NDArray[np.int64]
+    width: npt.NDArray[np.int64]
+    height: npt.NDArray[np.int64]
+
+    def each(self) -> Iterator[tuple[int, int, int, int, int, int]]:
+        """Rectangle after rectangle: dst, src, dst_pitch, src_pitch, width, height."""
+        columns = (self.dst, self.src, self.dst_pitch, self.src_pitch, self.width, self.height)
+        return zip(*(column.tolist() for column in columns), strict=True)
+
+    def __len__(self) -> int:
+        return len(self.width)

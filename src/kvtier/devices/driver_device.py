@@ -1,0 +1,233 @@
+"""A device over a vendor's driver: queues on streams, and the fastest copies that it grants."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from kvtier.devices.base import CopyBatch, CopyQueue, Device, Direction, Fence, Finding, Memory
+from kvtier.devices.calibration import calibrate
+from kvtier.devices.compute import ComputeStream, Handle
+from kvtier.devices.driver import Copies, Driver
+from kvtier.devices.library import DriverError
+from kvtier.devices.locked import LockedRanges
+from kvtier.devices.path_table import PathTable, load_table, save_table, table_path
+from kvtier.devices.paths import CopyPath, CopyPaths, Kernel
+from kvtier.devices.synchronous import Passed
+from kvtier.errors import DeviceError
+
+logger = logging.getLogger(__name__)
+
+
+class DriverDevice(Device):
+    """Copies on a stream per direction, ordered by events, from memory that it page-locks.
+
+    compute_stream: where the engine computes. kernel: copies small fragments, where there is one.
+    """
+
+    def __init__(
+        self, driver: Driver, compute_stream: ComputeStream, kernel: Kernel | None = None
+    ) -> None:
+        self.name = driver.name
+        self.driver = driver
+        self.compute_stream = compute_stream
+        self.paths = CopyPaths(driver, kernel)
+        self._table: PathTable | None = None
+        self.locked = LockedRanges()
+        self._lock = threading.Lock()
+        self._queues: dict[Direction, StreamQueue] = {}
+
+    @property
+    def numa_node(self) -> int | None:
+        return self.driver.numa_node
+
+    def queue(self, direction: Direction) -> CopyQueue:
+        return self.stream_queue(direction)
+
+    def stream_queue(self, direction: Direction) -> StreamQueue:
+        """The queue of a direction, as what it is."""
+        with self._lock:
+            if direction not in self._queues:
+                self.driver.use()
+                self._queues[direction] = StreamQueue(self, direction)
+            return self._queues[direction]
+
+    def fence(self) -> Fence:
+        stream = self.compute_stream()
+        if stream is None:
+            return Passed()
+        self.driver.use()
+        return EventFence(self, self.driver.record(stream))
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    def prepare(self, again: bool = False) -> None:
+        path = table_path(self.driver.identity)
+        table = None if again else load_table(path)
+        if table is None or not table.tried.issuperset(self.paths.usable):
+            try:
+                table = calibrate(self)
+            except DeviceError as error:
+                logger.warning("%s: copies could not be measured: %s", self.name, error)
+                return
+            save_table(table, path, self.driver.identity)
+        self._table = self.paths.ranking = table
+
+    def ways(self) -> Mapping[str, Callable[[CopyBatch, Direction], None]]:
+        return {path.value: partial(self.copy_by, path) for path in self.paths.usable}
+
+    def copy_by(self, path: CopyPath, batch: CopyBatch, direction: Direction) -> None:
+        """As ``copy``, by this path or not at all."""
+        queue = self.stream_queue(direction)
+        try:
+            queue.submit(batch, path)
+            queue.fence().wait()
+        finally:
+            queue.drain()
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> Memory:
+        self.driver.use()
+        return Memory(self.driver.allocate(nbytes), nbytes, self.name, None)
+
+    def free(self, memory: Memory) -> None:
+        self.driver.use()
+        self.driver.free(memory.address)
+
+    def page_lock(self, memory: Memory) -> bool:
+        if memory.address % mmap.PAGESIZE:
+            logger.info("page_lock refused address=%#x reason=not on a page", memory.address)
+            return False
+        pieces = list(self._pieces(memory))
+        locked: list[tuple[int, int]] = []
+        self.driver.use()
+        try:
+            for start, end in pieces:
+                self.driver.lock(start, end - start)
+                locked.append((start, end))
+        except DriverError as error:
+            logger.info("page_lock refused bytes=%d error=%s", memory.nbytes, error)
+            for start, _ in locked:
+                self.driver.unlock(start)
+            return False
+        with self._lock:
+            self.locked = self.locked.plus(pieces)
+        return True
+
+    def unlock(self, memory: Memory) -> None:
+        pieces = list(self._pieces(memory))
+        self.driver.use()
+        for start, _ in pieces:
+            self.driver.unlock(start)
+        with self._lock:
+            self.locked = self.locked.minus(pieces)
+
+    def _pieces(self, memory: Memory) -> list[tuple[int, int]]:
+        """Pieces that may be page-locked at once: (begin, end), whole pages."""
+        end = memory.address + -(-memory.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        step = self.driver.max_lock_bytes
+        return [(at, min(at + step, end)) for at in range(memory.address, end, step)]
+
+    # -- for doctor -------------------------------------------------------------------------------
+
+    def findings(self) -> list[Finding]:
+        return [
+            Finding("device", self.name),
+            *self.driver.describe(),
+            self.paths.finding(),
+            *self._measured(),
+        ]
+
+    def _measured(self) -> list[Finding]:
+        table = self._table or load_table(table_path(self.driver.identity))
+        if table is None:
+            note = "measured when it is first used; or now: kvtier bench copy"
+            return [Finding("fastest copies", "not measured yet", note)]
+        return table.findings()
+
+
+class EventFence(Fence):
+    """A point in a stream."""
+
+    def __init__(self, device: DriverDevice, event: Handle) -> None:
+        self._device = device
+        self.event = event
+        weakref.finalize(self, _forget, device.driver, event).atexit = False
+
+    @property
+    def passed(self) -> bool:
+        self._device.driver.use()
+        return self._device.driver.has_passed(self.event)
+
+    def wait(self) -> None:
+        self._device.driver.use()
+        self._device.driver.wait(self.event)
+
+    def hold_compute(self) -> None:
+        stream = self._device.compute_stream()
+        if stream is None:
+            self.wait()
+        else:
+            self._device.driver.use()
+            self._device.driver.hold_stream(stream, self.event)
+
+
+def _forget(driver: Driver, event: Handle) -> None:
+    try:
+        driver.use()
+        driver.forget(event)
+    except DriverError as error:
+        logger.debug("event lost error=%s", error)
+
+
+class StreamQueue(CopyQueue):
+    """A stream for the copies of one direction."""
+
+    def __init__(self, device: DriverDevice, direction: Direction) -> None:
+        self._device = device
+        self._direction = direction
+        self._stream = device.driver.new_stream()
+        # Arrays of addresses that the driver may still read, each kept until a fence after it.
+        self._unfenced: list[object] = []
+        self._fenced: deque[tuple[EventFence, list[object]]] = deque()
+
+    def hold_for(self, fence: Fence) -> None:
+        if isinstance(fence, EventFence):
+            self._device.driver.use()
+            self._device.driver.hold_stream(self._stream, fence.event)
+        else:
+            fence.wait()
+
+    def submit(self, batch: CopyBatch, only: CopyPath | None = None) -> None:
+        """Queue all copies of the batch. only: by this path, or not at all."""
+        self._device.driver.use()
+        while self._fenced and self._fenced[0][0].passed:
+            self._fenced.popleft()
+        copies, locked = Copies.of(batch), self._device.locked
+        copies = copies.cut(copies.host_side(self._direction), locked.edges)
+        is_reachable = locked.contain(copies.host_side(self._direction), copies.size)
+        self._unfenced += self._device.paths.submit(
+            copies, self._direction, self._stream, is_reachable, only
+        )
+
+    def fence(self) -> Fence:
+        self._device.driver.use()
+        fence = EventFence(self._device, self._device.driver.record(self._stream))
+        self._fenced.append((fence, self._unfenced))
+        self._unfenced = []
+        return fence
+
+    def drain(self) -> None:
+        self._device.driver.use()
+        try:
+            self._device.driver.synchronize(self._stream)
+        except DriverError as error:  # what failed was reported where it was noticed first
+            logger.info("%s drained error=%s", self._device.name, error)
+        self._unfenced.clear()
+        self._fenced.clear()

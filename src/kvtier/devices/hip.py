@@ -1,0 +1,206 @@
+"""AMD: the HIP runtime by ctypes.
+
+``hipMemcpyBatchAsync`` came with ROCm 7.1 in the form of CUDA 12.8. Until HIP 7.13 it refuses
+attributes (801), from then on it wants them. More than 8,192 copies in a call have faulted, and
+where graphs are replayed meanwhile it has overtaken them: ``KVTIER_BATCH_COPY=off`` does without.
+Source: HIP runtime API, 6.0 to 7.13.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from functools import cached_property
+
+from kvtier.devices.base import Direction, Finding
+from kvtier.devices.compute import ComputeStream, Handle, torch_compute
+from kvtier.devices.cuda import ORDER_ANY, ORDER_STREAM, Attributes
+from kvtier.devices.driver import Copies, Driver, Rows
+from kvtier.devices.driver_device import DriverDevice
+from kvtier.devices.library import Call, DriverError, Library
+from kvtier.devices.numa import pci_numa_node
+
+NAMES = ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6")
+LIBRARY_VARIABLE = "KVTIER_HIP_LIBRARY"
+
+_STREAM = _EVENT = c_void_p
+_ANSWER = POINTER(c_void_p)
+BATCH = Call(
+    "hipMemcpyBatchAsync",
+    # dsts, srcs, sizes, count, attrs, attrsIdxs, numAttrs, failIdx, stream
+    (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p),
+    since="ROCm 7.1",
+    without="2-D and single copies",
+)
+CALLS = (
+    Call("hipInit", (c_uint,)),
+    Call("hipRuntimeGetVersion", (POINTER(c_int),)),
+    Call("hipGetErrorName", (c_int,), returns=c_char_p),
+    Call("hipGetLastError", ()),
+    Call("hipGetDeviceCount", (POINTER(c_int),)),
+    Call("hipSetDevice", (c_int,)),
+    Call("hipDeviceGetName", (c_char_p, c_int, c_int)),
+    Call("hipDeviceGetPCIBusId", (c_char_p, c_int, c_int)),
+    Call("hipStreamCreateWithFlags", (_ANSWER, c_uint)),
+    Call("hipStreamSynchronize", (_STREAM,)),
+    Call("hipStreamWaitEvent", (_STREAM, _EVENT, c_uint)),
+    Call("hipEventCreateWithFlags", (_ANSWER, c_uint)),
+    Call("hipEventRecord", (_EVENT, _STREAM)),
+    Call("hipEventQuery", (_EVENT,)),
+    Call("hipEventSynchronize", (_EVENT,)),
+    Call("hipEventDestroy", (_EVENT,)),
+    Call("hipMemcpyAsync", (c_void_p, c_void_p, c_size_t, c_int, _STREAM)),
+    Call(
+        "hipMemcpy2DAsync",
+        (c_void_p, c_size_t, c_void_p, c_size_t, c_size_t, c_size_t, c_int, _STREAM),
+    ),
+    BATCH,
+    Call("hipMalloc", (_ANSWER, c_size_t)),
+    Call("hipFree", (c_void_p,)),
+    Call("hipHostRegister", (c_void_p, c_size_t, c_uint)),
+    Call("hipHostUnregister", (c_void_p,)),
+)
+
+STREAM_NON_BLOCKING = 1
+EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING = 1, 2
+REGISTER_PORTABLE, REGISTER_MAPPED = 1, 2
+NO_DEVICE, NOT_READY, NOT_SUPPORTED = 100, 600, 801
+KIND = {Direction.LOAD: 1, Direction.STORE: 2}
+"""Host to device, device to host."""
+TAKES_ATTRIBUTES = 7 * 10**7 + 13 * 10**5
+"""HIP 7.13, as ``hipRuntimeGetVersion`` counts: major, minor, patch."""
+
+
+class HipDriver(Driver):
+    """The accelerator ``index`` of those that ``HIP_VISIBLE_DEVICES`` leaves. torch calls it cuda,
+    too."""
+
+    def __init__(self, index: int) -> None:
+        self.name = f"cuda:{index}"
+        self._index = index
+        self._hip = Library(NAMES, LIBRARY_VARIABLE, CALLS, _meaning)
+        self._hip.call("hipInit", 0)
+        if index >= (count := self._hip.number("hipGetDeviceCount")):
+            raise DriverError("hipGetDeviceCount", NO_DEVICE, f"{count} devices, none is {index}")
+        self._version = self._hip.number("hipRuntimeGetVersion")
+        self._orders = {
+            Direction.LOAD: Attributes(ORDER_ANY),
+            Direction.STORE: Attributes(ORDER_STREAM),
+        }
+        self._all = c_size_t(0)  # the one set of attributes holds from the first copy on
+
+    def use(self) -> None:
+        self._hip.call("hipSetDevice", self._index)
+
+    def describe(self) -> list[Finding]:
+        name = ctypes.create_string_buffer(256)
+        self._hip.call("hipDeviceGetName", name, len(name), self._index)
+        major, minor = self._version // 10**7, self._version % 10**7 // 10**5
+        return [Finding("accelerator", name.value.decode(), f"HIP {major}.{minor}")]
+
+    @cached_property
+    def numa_node(self) -> int | None:
+        bus_id = ctypes.create_string_buffer(32)
+        self._hip.call("hipDeviceGetPCIBusId", bus_id, len(bus_id), self._index)
+        return pci_numa_node(bus_id.value.decode())
+
+    # -- streams and events -----------------------------------------------------------------------
+
+    def new_stream(self) -> Handle:
+        return self._hip.handle("hipStreamCreateWithFlags", STREAM_NON_BLOCKING)
+
+    def synchronize(self, stream: Handle) -> None:
+        self._hip.call("hipStreamSynchronize", stream)
+
+    def hold_stream(self, stream: Handle, event: Handle) -> None:
+        self._hip.call("hipStreamWaitEvent", stream, event, 0)
+
+    def record(self, stream: Handle) -> Handle:
+        flags = EVENT_BLOCKING_SYNC | EVENT_DISABLE_TIMING
+        event = self._hip.handle("hipEventCreateWithFlags", flags)
+        self._hip.call("hipEventRecord", event, stream)
+        return event
+
+    def has_passed(self, event: Handle) -> bool:
+        code = self._hip.function("hipEventQuery")(event)
+        if code != NOT_READY:
+            self._hip.check("hipEventQuery", code)
+        return code == 0
+
+    def wait(self, event: Handle) -> None:
+        self._hip.call("hipEventSynchronize", event)
+
+    def forget(self, event: Handle) -> None:
+        self._hip.call("hipEventDestroy", event)
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    @property
+    def why_no_batch(self) -> str:
+        if self._hip.has(BATCH.name):
+            return ""
+        return f"this HIP has no {BATCH.name}; it came with {BATCH.since}"
+
+    def is_refusal(self, code: int) -> bool:
+        return code == NOT_SUPPORTED
+
+    def copy_batch(self, copies: Copies, direction: Direction, stream: Handle) -> None:
+        failed, takes = c_size_t(), self._version >= TAKES_ATTRIBUTES
+        self._hip.call(
+            BATCH.name,
+            copies.dst.ctypes.data,
+            copies.src.ctypes.data,
+            copies.size.ctypes.data,
+            len(copies),
+            byref(self._orders[direction]) if takes else None,
+            byref(self._all) if takes else None,
+            int(takes),
+            byref(failed),
+            stream,
+        )
+
+    def copy_each(self, copies: Copies, direction: Direction, stream: Handle) -> None:
+        copy, kind = self._hip.function("hipMemcpyAsync"), KIND[direction]
+        for dst, src, size in zip(
+            copies.dst.tolist(), copies.src.tolist(), copies.size.tolist(), strict=True
+        ):
+            if code := copy(dst, src, size, kind, stream):
+                self._hip.check("hipMemcpyAsync", code)
+
+    def copy_rows(self, rows: Rows, direction: Direction, stream: Handle) -> None:
+        copy, kind = self._hip.function("hipMemcpy2DAsync"), KIND[direction]
+        for dst, src, dst_pitch, src_pitch, width, height in rows.each():
+            if code := copy(dst, dst_pitch, src, src_pitch, width, height, kind, stream):
+                self._hip.check("hipMemcpy2DAsync", code)
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> int:
+        return self._hip.handle("hipMalloc", nbytes)
+
+    def free(self, address: int) -> None:
+        self._hip.call("hipFree", address)
+
+    def lock(self, address: int, nbytes: int) -> None:
+        try:
+            flags = REGISTER_PORTABLE | REGISTER_MAPPED
+            self._hip.call("hipHostRegister", address, nbytes, flags)
+        except DriverError:
+            self._hip.function("hipGetLastError")()  # or torch would report it later as its own
+            raise
+
+    def unlock(self, address: int) -> None:
+        self._hip.call("hipHostUnregister", address)
+
+
+class HipDevice(DriverDevice):
+    """An AMD GPU. name: as torch has it, "cuda" or "cuda:1". compute_stream: torch's, by
+    default."""
+
+    def __init__(self, name: str = "cuda", compute_stream: ComputeStream | None = None) -> None:
+        driver = HipDriver(int(name.partition(":")[2] or 0))
+        super().__init__(driver, compute_stream or torch_compute(driver.name, "cuda_stream"))
+
+
+def _meaning(hip: Library, code: int) -> str:
+    return hip.text("hipGetErrorName", code)

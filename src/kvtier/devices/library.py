@@ -1,0 +1,143 @@
+"""A vendor's driver library, bound when the program runs: no header, no toolkit, no build flag."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from ctypes import c_char_p, c_int, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.errors import DeviceError
+
+Function = Callable[..., int]
+"""A C function that returns 0 or the code of an error. ctypes releases the GIL around it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a driver.
+
+    arguments: ctypes types. since: versions that have it. without: what is done where it is
+    missing; "" for a call that nothing works without.
+    """
+
+    name: str
+    arguments: tuple[Any, ...]
+    since: str = ""
+    without: str = ""
+    returns: Any = c_int
+
+
+class DriverError(DeviceError):
+    """A driver answered a call with an error. code: the vendor's number for it."""
+
+    def __init__(self, call: str, code: int, meaning: str) -> None:
+        super().__init__(f"{call} answered {code} ({meaning})")
+        self.call = call
+        self.code = code
+
+
+class Library:
+    """The calls of one shared library, by name.
+
+    names: file names to try, in this order. override: an environment variable that names the file
+    instead. calls: what to bind. meaning: the words for a code. Raises ``DeviceError`` where no
+    file can be loaded, or one lacks a call that is needed.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        override: str,
+        calls: Sequence[Call],
+        meaning: Callable[[Library, int], str],
+    ) -> None:
+        self._library = _load(names, override)
+        self._meaning = meaning
+        self._functions: dict[str, Function] = {}
+        self.missing: list[Call] = []
+        for call in calls:
+            found = getattr(self._library, call.name, None)
+            if found is not None:
+                self.bind(call, found)
+            elif call.without:
+                self.missing.append(call)
+            else:
+                raise DeviceError(
+                    f"{self.path} has no {call.name}: it is too old, or not the driver's library; "
+                    f"name another file in {override}"
+                )
+
+    @property
+    def path(self) -> str:
+        """The file that was loaded."""
+        return str(self._library._name)
+
+    def bind(self, call: Call, function: Any) -> None:
+        """Add a call that was found in another way."""
+        function.argtypes, function.restype = call.arguments, call.returns
+        self._functions[call.name] = function
+        self.missing = [each for each in self.missing if each.name != call.name]
+
+    def has(self, name: str) -> bool:
+        return name in self._functions
+
+    def function(self, name: str) -> Function:
+        """The function itself, for a loop: its caller looks at the code."""
+        return self._functions[name]
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Call ``name``; ``DriverError`` unless it answers 0."""
+        self.check(name, self._functions[name](*arguments))
+
+    def check(self, name: str, code: int) -> None:
+        """``DriverError`` unless ``code`` is 0."""
+        if code:
+            raise DriverError(name, code, self._meaning(self, code))
+
+    def text(self, name: str, *arguments: object) -> str:
+        """What a call that returns a string answers; "" for none."""
+        answer: Any = self._functions[name](*arguments)
+        return answer.decode(errors="replace") if answer else ""
+
+    def handle(self, name: str, *arguments: object) -> int:
+        """What a call writes to its first argument, a pointer to a pointer."""
+        made = c_void_p()
+        self.call(name, ctypes.byref(made), *arguments)
+        return made.value or 0
+
+    def handle_last(self, name: str, *arguments: object) -> int:
+        """What a call writes to its last argument, a pointer to a pointer."""
+        made = c_void_p()
+        self.call(name, *arguments, ctypes.byref(made))
+        return made.value or 0
+
+    def number(self, name: str, *arguments: object) -> int:
+        """What a call writes to its first argument, a pointer to an int."""
+        value = c_int()
+        self.call(name, ctypes.byref(value), *arguments)
+        return value.value
+
+
+def error_name(library: Library, name: str, code: int) -> str:
+    """What a call of the form ``name(code, const char **)`` says about ``code``."""
+    text = c_char_p()
+    library.function(name)(code, ctypes.byref(text))
+    return (text.value or b"unknown").decode(errors="replace")
+
+
+def _load(names: Sequence[str], override: str) -> ctypes.CDLL:
+    chosen = os.environ.get(override, "")
+    reasons = []
+    for name in (chosen,) if chosen else names:
+        try:
+            return ctypes.CDLL(name)
+        except OSError as error:
+            reasons.append(str(error))
+    if all("cannot open shared object file" in reason for reason in reasons):
+        what = f"{chosen or names[0]} is not on this machine"
+    else:
+        what = f"{chosen or names[0]} can't be loaded: {'; '.join(reasons)}"
+    raise DeviceError(f"{what}; install the driver, or name its library in {override}")

@@ -1,0 +1,143 @@
+"""Which way of copying is fastest, by size and number of the copies: as measured, in a file.
+
+The file lies in the user's cache folder, one per accelerator and its versions.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from math import log2
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from kvtier.devices.base import Direction, Finding
+from kvtier.devices.paths import CopyPath
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+"""Of the file. What another version wrote is measured again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """``num_copies`` scattered copies of ``copy_bytes`` each, by one path. bytes_per_s: the median
+    of a few times, from handing them over to the last byte's arrival."""
+
+    direction: Direction
+    path: CopyPath
+    copy_bytes: int
+    num_copies: int
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PathTable:
+    """What was measured on one accelerator; answers which path is best.
+
+    tried: all paths that could have been used. One without rows was left out.
+    """
+
+    rows: tuple[Measured, ...]
+    tried: frozenset[CopyPath]
+
+    def best_first(
+        self, direction: Direction, num_copies: int, copy_bytes: float
+    ) -> Sequence[CopyPath]:
+        """The paths by what was measured nearest to this, the fastest first."""
+
+        def distance(row: Measured) -> float:
+            return abs(log2(row.copy_bytes / copy_bytes)) + abs(log2(row.num_copies / num_copies))
+
+        nearest: dict[CopyPath, Measured] = {}
+        for row in self.rows:
+            if row.direction is direction:
+                known = nearest.get(row.path)
+                if known is None or distance(row) < distance(known):
+                    nearest[row.path] = row
+        return sorted(nearest, key=lambda path: -nearest[path].bytes_per_s)
+
+    def findings(self) -> list[Finding]:
+        """For ``kvtier doctor``: per direction and size, the best path and its rate."""
+        lines = []
+        for direction in Direction:
+            for size in sorted({row.copy_bytes for row in self.rows}):
+                row = max(
+                    (r for r in self.rows if r.direction is direction and r.copy_bytes == size),
+                    key=lambda row: row.bytes_per_s,
+                    default=None,
+                )
+                if row is not None:
+                    topic = f"{direction.value} of {size >> 10} KiB pieces"
+                    lines.append(
+                        Finding(topic, row.path.value, f"{row.bytes_per_s / 1e9:.1f} GB/s")
+                    )
+        return lines
+
+
+def cache_folder() -> Path:
+    """Where this user's programs keep what they can measure again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
+
+
+def table_path(identity: str, folder: Path | None = None) -> Path:
+    """The file of an accelerator and its versions."""
+    name = blake2b(identity.encode(), digest_size=8).hexdigest()
+    return (folder or cache_folder()) / f"copy-paths-{name}.json"
+
+
+def load_table(path: Path) -> PathTable | None:
+    """What was saved there; None for nothing, or nothing that can be read."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved["version"] != VERSION:
+            return None
+        return PathTable(
+            tuple(
+                Measured(
+                    Direction(row["direction"]),
+                    CopyPath(row["path"]),
+                    int(row["copy_bytes"]),
+                    int(row["num_copies"]),
+                    float(row["bytes_per_s"]),
+                )
+                for row in saved["rows"]
+            ),
+            frozenset(map(CopyPath, saved["tried"])),
+        )
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.info("calibration can't be read path=%s error=%s", path, error)
+        return None
+
+
+def save_table(table: PathTable, path: Path, identity: str) -> bool:
+    """Write the table, whole or not at all. False where the folder can't be written."""
+    content = {
+        "version": VERSION,
+        "accelerator": identity,
+        "tried": sorted(table.tried),
+        "rows": [asdict(row) for row in table.rows],
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(
+            "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8"
+        ) as file:
+            json.dump(content, file, indent=1, default=_word)
+        Path(file.name).replace(path)
+    except OSError as error:
+        logger.info("calibration not saved path=%s error=%s", path, error)
+        return False
+    return True
+
+
+def _word(direction: object) -> str:
+    assert isinstance(direction, Direction)
+    return direction.value

@@ -1,0 +1,180 @@
+"""Ways to have many small copies done, and which of them to take."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from enum import StrEnum
+from typing import Protocol
+
+from kvtier.devices.base import Direction, Finding
+from kvtier.devices.compute import Handle
+from kvtier.devices.driver import Copies, Driver
+from kvtier.devices.library import DriverError
+from kvtier.devices.rectangles import rectangles
+from kvtier.errors import ConfigError, DeviceError
+
+logger = logging.getLogger(__name__)
+
+BATCH_VARIABLE = "KVTIER_BATCH_COPY"
+
+
+class CopyPath(StrEnum):
+    """How many small copies are handed to an accelerator."""
+
+    BATCH = "batch"
+    """One call of the driver for all of them."""
+    KERNEL = "kernel"
+    """A program on the accelerator that reads and writes host memory itself."""
+    ROWS = "rows"
+    """A 2-D copy per rectangle, where they form any."""
+    EACH = "each"
+    """A call per copy."""
+
+
+UNMEASURED = (CopyPath.BATCH, CopyPath.ROWS, CopyPath.EACH)
+"""What is taken, best first, where nothing was measured."""
+
+
+class Ranking(Protocol):
+    """What was measured of the paths."""
+
+    def best_first(
+        self, direction: Direction, num_copies: int, copy_bytes: float
+    ) -> Sequence[CopyPath]:
+        """The paths that do such copies right, the fastest first."""
+
+
+class Kernel(Protocol):
+    """Copies by a program on the accelerator."""
+
+    def takes(self, copies: Copies) -> bool:
+        """Whether it can do these."""
+
+    def copy(self, copies: Copies, direction: Direction, stream: Handle) -> object:
+        """Queue them. Returns what has to stay alive until they are done."""
+
+
+class CopyPaths:
+    """Hands copies to the driver, by the fastest path that does them.
+
+    The batch call may be missing, or be refused when it is first tried: then it is done without,
+    and said once. ``KVTIER_BATCH_COPY`` in the environment: "off" never uses it, "on" does not do
+    without it, "auto" tries it.
+    """
+
+    def __init__(self, driver: Driver, kernel: Kernel | None = None) -> None:
+        self._driver = driver
+        self._kernel = kernel
+        self._batch_has_worked = False
+        self.ranking: Ranking | None = None
+        self.why_not: dict[CopyPath, str] = {}
+        wanted = os.environ.get(BATCH_VARIABLE, "auto")
+        if wanted not in ("auto", "on", "off"):
+            raise ConfigError(
+                f"{BATCH_VARIABLE}={wanted!r} in the environment: use auto, on or off"
+            )
+        self._needs_batch = wanted == "on"
+        if self._needs_batch and driver.why_no_batch:
+            raise DeviceError(
+                f"{driver.name}: {BATCH_VARIABLE}=on in the environment, but "
+                f"{driver.why_no_batch}; use auto, or a newer driver"
+            )
+        if wanted == "off":
+            self._drop(CopyPath.BATCH, f"switched off by {BATCH_VARIABLE}=off in the environment")
+        elif driver.why_no_batch:
+            self._drop(CopyPath.BATCH, driver.why_no_batch)
+
+    @property
+    def usable(self) -> list[CopyPath]:
+        """What can be tried."""
+        known = [path for path in CopyPath if path not in self.why_not]
+        return [path for path in known if path is not CopyPath.KERNEL or self._kernel is not None]
+
+    def submit(
+        self,
+        copies: Copies,
+        direction: Direction,
+        stream: Handle,
+        is_reachable: bool,
+        only: CopyPath | None = None,
+    ) -> list[object]:
+        """Queue all copies on ``stream``. Returns what has to stay alive until they are done.
+
+        is_reachable: the accelerator's programs can read and write the host's side; any other
+        memory would end them. only: this path, for measuring; ``DeviceError`` where it can't do
+        them.
+        """
+        if not len(copies):
+            return []
+        for path in self._order(copies, direction) if only is None else (only,):
+            if path is CopyPath.KERNEL and not is_reachable:
+                continue
+            try:
+                alive = self._try(path, copies, direction, stream)
+            except (DriverError, RuntimeError) as error:
+                # Copies before the one that was refused may be under way, from arrays that go now.
+                with suppress(DriverError):
+                    self._driver.synchronize(stream)
+                if only is not None or not self._does_without(path, error):
+                    raise
+                continue
+            if alive is not None:
+                return alive
+        raise DeviceError(f"{self._driver.name}: no way to do {len(copies)} copies by {only}")
+
+    def _order(self, copies: Copies, direction: Direction) -> list[CopyPath]:
+        usable = self.usable
+        if self.ranking is None:
+            return [path for path in UNMEASURED if path in usable]
+        size = float(copies.size.mean())
+        ranked = [
+            path for path in self.ranking.best_first(direction, len(copies), size) if path in usable
+        ]
+        return [*ranked, *(path for path in UNMEASURED if path in usable and path not in ranked)]
+
+    def _try(
+        self, path: CopyPath, copies: Copies, direction: Direction, stream: Handle
+    ) -> list[object] | None:
+        """Queue the copies by ``path``; None where it can't do such copies."""
+        if path is CopyPath.BATCH:
+            pieces = copies.pieces(self._driver.max_copies)
+            for piece in pieces:
+                self._driver.copy_batch(piece, direction, stream)
+            self._batch_has_worked = True
+            return list(pieces)
+        if path is CopyPath.KERNEL:
+            if self._kernel is None or not self._kernel.takes(copies):
+                return None
+            return [self._kernel.copy(copies, direction, stream)]
+        if path is CopyPath.ROWS:
+            rows = rectangles(copies)
+            if rows is None:
+                return None
+            self._driver.copy_rows(rows, direction, stream)
+            return []
+        self._driver.copy_each(copies, direction, stream)
+        return []
+
+    def _does_without(self, path: CopyPath, error: Exception) -> bool:
+        """Whether to do without ``path`` from now on. The first batch may be refused for any
+        reason: where the copies themselves are wrong, single ones fail, too."""
+        if path is CopyPath.BATCH:
+            is_refusal = isinstance(error, DriverError) and self._driver.is_refusal(error.code)
+            if self._needs_batch or (self._batch_has_worked and not is_refusal):
+                return False
+        elif path is not CopyPath.KERNEL:
+            return False
+        self._drop(path, str(error))
+        return True
+
+    def _drop(self, path: CopyPath, reason: str) -> None:
+        self.why_not[path] = reason
+        logger.info("%s copies without path=%s: %s", self._driver.name, path.value, reason)
+
+    def finding(self) -> Finding:
+        """For ``kvtier doctor``."""
+        found = "one batch call" if CopyPath.BATCH in self.usable else "2-D and single copies"
+        return Finding("copy path", found, "; ".join(self.why_not.values()))
