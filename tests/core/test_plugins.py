@@ -48,8 +48,20 @@ def test_device_is_found_by_its_name(installed: dict[str, str]) -> None:
 def test_every_other_device_is_served_by_torch(installed: dict[str, str]) -> None:
     """The plug-in gets the whole name, index included."""
     installed["kvtier.devices/torch"] = "builtins:str"
-    with pytest.raises(DeviceError, match="'npu:1' made a str, not a Device"):
+    with pytest.raises(DeviceError, match="'xpu:1' made a str, not a Device"):
+        find_device("xpu:1")
+
+
+def test_a_kind_with_drivers_of_its_own_tries_those_first(installed: dict[str, str]) -> None:
+    installed["kvtier.devices/ascend"] = "builtins:list"
+    installed["kvtier.devices/torch"] = "builtins:str"
+    with pytest.raises(DeviceError, match="'ascend' for device 'npu:1' made a list"):
         find_device("npu:1")
+
+
+def test_device_that_nothing_serves_says_why_for_each_back_end(installed: dict[str, str]) -> None:
+    with pytest.raises(DeviceError, match=r"no device 'cuda'.*cuda: .*hip: .*torch: no plug-in"):
+        find_device("cuda")
 
 
 def test_core_needs_no_torch() -> None:

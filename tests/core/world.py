@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvtier.cache import Cache
 from kvtier.config import CacheConfig
-from kvtier.devices import Direction
+from kvtier.devices import Device, Direction, Memory
 from kvtier.index import State
 from kvtier.index.trie import Node
 from kvtier.keys import token_labels
@@ -76,6 +76,12 @@ class Request:
 class World:
     """A cache, and everything around it that a test wants to see or turn."""
 
+    @staticmethod
+    def choose_device(cpu: Device, pool: Memory) -> Device:
+        """The device that copies. Tests put others in its place, which work on the same memory."""
+        del pool
+        return cpu
+
     def __init__(
         self,
         write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
@@ -93,9 +99,9 @@ class World:
     ) -> None:
         self.clock = Clock()
         self.locking = LockingDevice(num_granted=1 if opens_in_steps else None)
-        self.device = FaultyDevice(self.locking)
         pool_layout = named_layout(layout, GROUP, device_blocks)
         self.pool = DeviceTier(host_memory(pool_layout.nbytes), pool_layout)
+        self.device = FaultyDevice(self.choose_device(self.locking, self.pool.memory))
         config = CacheConfig(
             host_capacity=host_blocks * GROUP.bytes_per_block,
             write_policy=write_policy,

@@ -58,6 +58,7 @@ CALLS = (
     Call("aclrtGetSocName", (), without="no name is shown", returns=c_char_p),
     Call("aclrtSetDevice", (c_int,)),
     Call("aclrtCreateStreamWithConfig", (_ANSWER, c_uint32, c_uint32)),
+    Call("aclrtDestroyStream", (_STREAM,)),
     Call("aclrtSynchronizeStream", (_STREAM,)),
     Call("aclrtStreamWaitEvent", (_STREAM, _EVENT)),
     Call("aclrtCreateEventExWithFlag", (_ANSWER, c_uint32)),
@@ -141,6 +142,9 @@ class AscendDriver(Driver):
 
     def new_stream(self) -> Handle:
         return self._acl.handle("aclrtCreateStreamWithConfig", PRIORITY, FAST_LAUNCH | FAST_SYNC)
+
+    def free_stream(self, stream: Handle) -> None:
+        self._acl.call("aclrtDestroyStream", stream)
 
     def synchronize(self, stream: Handle) -> None:
         self._acl.call("aclrtSynchronizeStream", stream)

@@ -165,6 +165,10 @@ class Device(ABC):
         called before the device is used. again: also where it was done."""
         return
 
+    def close(self) -> None:
+        """Give streams and the like back. Nothing may be in flight."""
+        return
+
     def ways(self) -> Mapping[str, Callable[[CopyBatch, Direction], None]]:
         """Ways to copy that ``copy`` chooses from, each by its name, to be measured."""
         return {}

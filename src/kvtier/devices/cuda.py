@@ -47,6 +47,7 @@ CALLS = (
     Call("cuDevicePrimaryCtxRetain", (_ANSWER, c_int)),
     Call("cuCtxSetCurrent", (_POINTER,)),
     Call("cuStreamCreate", (_ANSWER, c_uint)),
+    Call("cuStreamDestroy_v2", (_POINTER,)),
     Call("cuStreamSynchronize", (_POINTER,)),
     Call("cuStreamWaitEvent", (_POINTER, _POINTER, c_uint)),
     Call("cuEventCreate", (_ANSWER, c_uint)),
@@ -180,6 +181,9 @@ class CudaDriver(Driver):
 
     def new_stream(self) -> Handle:
         return self._cuda.handle("cuStreamCreate", STREAM_NON_BLOCKING)
+
+    def free_stream(self, stream: Handle) -> None:
+        self._cuda.call("cuStreamDestroy_v2", stream)
 
     def synchronize(self, stream: Handle) -> None:
         self._cuda.call("cuStreamSynchronize", stream)

@@ -104,6 +104,10 @@ class Driver(ABC):
         """A stream that waits for no other by itself."""
 
     @abstractmethod
+    def free_stream(self, stream: Handle) -> None:
+        """Give a stream back whose work is done."""
+
+    @abstractmethod
     def synchronize(self, stream: Handle) -> None:
         """Return when the stream's work is done."""
 

@@ -134,6 +134,12 @@ class DriverDevice(Device):
         step = self.driver.max_lock_bytes
         return [(at, min(at + step, end)) for at in range(memory.address, end, step)]
 
+    def close(self) -> None:
+        with self._lock:
+            for queue in self._queues.values():
+                queue.close()
+            self._queues.clear()
+
     # -- for doctor -------------------------------------------------------------------------------
 
     def findings(self) -> list[Finding]:
@@ -231,3 +237,11 @@ class StreamQueue(CopyQueue):
             logger.info("%s drained error=%s", self._device.name, error)
         self._unfenced.clear()
         self._fenced.clear()
+
+    def close(self) -> None:
+        """Give the stream back."""
+        self.drain()
+        try:
+            self._device.driver.free_stream(self._stream)
+        except DriverError as error:
+            logger.info("%s stream not given back error=%s", self._device.name, error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from kvtier.devices.base import Device, Finding
-from kvtier.errors import DeviceError
+from kvtier.errors import ConfigError, DeviceError
 from kvtier.plugins import load_plugin
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def look_for(name: str) -> tuple[Device | None, list[Finding]]:
         try:
             make = load_plugin("devices", plugin)
             made = make() if kind == "cpu" else make(name)
-        except (DeviceError, ImportError, OSError) as error:
+        except (ConfigError, DeviceError, ImportError, OSError) as error:
             misses.append(Finding(plugin, "no", str(error)))
             continue
         if not isinstance(made, Device):

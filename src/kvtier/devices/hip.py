@@ -42,6 +42,7 @@ CALLS = (
     Call("hipDeviceGetName", (c_char_p, c_int, c_int)),
     Call("hipDeviceGetPCIBusId", (c_char_p, c_int, c_int)),
     Call("hipStreamCreateWithFlags", (_ANSWER, c_uint)),
+    Call("hipStreamDestroy", (_STREAM,)),
     Call("hipStreamSynchronize", (_STREAM,)),
     Call("hipStreamWaitEvent", (_STREAM, _EVENT, c_uint)),
     Call("hipEventCreateWithFlags", (_ANSWER, c_uint)),
@@ -108,6 +109,9 @@ class HipDriver(Driver):
 
     def new_stream(self) -> Handle:
         return self._hip.handle("hipStreamCreateWithFlags", STREAM_NON_BLOCKING)
+
+    def free_stream(self, stream: Handle) -> None:
+        self._hip.call("hipStreamDestroy", stream)
 
     def synchronize(self, stream: Handle) -> None:
         self._hip.call("hipStreamSynchronize", stream)

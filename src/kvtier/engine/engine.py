@@ -98,6 +98,7 @@ class Engine:
             config.block_size,
         )
         pool = KVPool(group, num_blocks, device, model.module.dtype)
+        self._copier = copier
         self._cache = Cache(config.cache, copier, pool.tier())
         self._runner = ModelRunner(model.module, pool)
         self._scheduler = Scheduler(
@@ -228,6 +229,7 @@ class Engine:
         self._take_in(wait=False)
         self._scheduler.abort_all()
         self._cache.close()
+        self._copier.close()
 
     def __enter__(self) -> Self:
         self.start()

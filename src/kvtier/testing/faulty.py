@@ -97,6 +97,9 @@ class FaultyDevice(Device):
     def findings(self) -> list[Finding]:
         return [*self._inner.findings(), Finding("faults", f"{len(self._faults)} to come")]
 
+    def close(self) -> None:
+        self._inner.close()
+
     # -- faults -----------------------------------------------------------------------------------
 
     def _plan(

@@ -1,0 +1,204 @@
+"""Driver libraries of accelerators that are not there: built from C++, and controlled by tests."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from ctypes import c_char_p, c_int, c_long, c_size_t, c_uint, c_void_p
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+Bytes = npt.NDArray[np.uint8]
+
+HERE = Path(__file__).parent
+CORE = ("machine.cpp", "control.cpp")
+VARIANTS = {
+    "cuda122": ("cuda", 12020),
+    "cuda128": ("cuda", 12080),
+    "cuda130": ("cuda", 13000),
+    "cann83": ("ascend", 803),
+    "cann85": ("ascend", 805),
+    "cann91": ("ascend", 901),
+    "hip70": ("hip", 70000000),
+    "hip72": ("hip", 70200000),
+    "hip713": ("hip", 71300000),
+}
+"""Per variant the vendor, and the version that decides which calls there are."""
+
+ARGUMENTS = {
+    "fake_reset": (c_uint, c_int, c_int),
+    "fake_hold": (c_int,),
+    "fake_fail_call": (c_char_p, c_int, c_int),
+    "fake_fail_entry": (c_int, c_size_t, c_int),
+    "fake_fail_late": (c_int, c_int),
+    "fake_lose_device": (c_int,),
+    "fake_feature": (c_int,),
+    "fake_allocate": (c_size_t, c_int),
+    "fake_free": (c_void_p,),
+    "fake_adopt": (c_void_p, c_size_t, c_int),
+    "fake_disown": (c_void_p,),
+    "fake_peek": (c_void_p, c_void_p, c_size_t),
+    "fake_poke": (c_void_p, c_void_p, c_size_t),
+    "fake_compute_stream": (c_int,),
+    "fake_fill": (c_void_p, c_size_t, c_int, c_void_p),
+    "fake_wait_for": (c_void_p,),
+    "fake_count": (c_char_p,),
+    "fake_num_pending": (),
+    "fake_violations": (c_char_p, c_size_t),
+    "fake_leaks": (c_char_p, c_size_t),
+}
+POINTERS = ("fake_allocate", "fake_compute_stream")
+COUNTS = ("fake_count", "fake_num_pending", "fake_violations", "fake_leaks")
+
+
+@cache
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="kvtier-fakes-"))
+
+
+@cache
+def build(variant: str, *flags: str) -> Path:
+    """The shared library of ``variant``, compiled once. Skips the test where no compiler is."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        if os.environ.get("KVTIER_REQUIRE_NATIVE") == "1":
+            pytest.fail("a compiler is wanted, but there is none")
+        pytest.skip("no C++ compiler to build the fake driver with")
+    vendor, version = VARIANTS[variant]
+    library = _folder() / f"{variant}{''.join(flags)}.so"
+    command = [compiler, "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared"]
+    command += ["-fPIC", "-fvisibility=hidden", f"-DVERSION={version}", *flags]
+    command += [str(HERE / file) for file in (*CORE, f"{vendor}.cpp")]
+    done = subprocess.run(
+        [*command, "-o", str(library), "-lpthread"], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return library
+
+
+class Fake:
+    """One variant: what tests tell it, and what it has seen. Also the product loads ``path``."""
+
+    def __init__(self, variant: str) -> None:
+        self.variant = variant
+        self.vendor, self.version = VARIANTS[variant]
+        self.path = build(variant)
+        self._library = ctypes.CDLL(str(self.path))
+        for name, arguments in ARGUMENTS.items():
+            function = getattr(self._library, name)
+            function.argtypes = arguments
+            function.restype = c_long if name in COUNTS else c_int
+            if name in POINTERS:
+                function.restype = c_void_p
+        self.reset()
+
+    @property
+    def library(self) -> ctypes.CDLL:
+        """The library itself, to call what the product calls."""
+        return self._library
+
+    def reset(self, seed: int = 0, late_reads: bool = False, max_delay_us: int = 0) -> None:
+        """A new machine. late_reads: a batch's arrays are looked at again when it runs."""
+        self._library.fake_reset(seed, late_reads, max_delay_us)
+
+    # -- faults -----------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """Streams stand still until ``let_go``."""
+        self._library.fake_hold(1)
+
+    def let_go(self) -> None:
+        self._library.fake_hold(0)
+
+    def fail_call(self, name: str, code: int, nth: int = 1) -> None:
+        """The ``nth`` call from now answers ``code`` and does nothing."""
+        self._library.fake_fail_call(name.encode(), nth, code)
+
+    def fail_entry(self, entry: int, code: int, nth_batch: int = 1) -> None:
+        """The ``nth`` batch from now fails at ``entry``; those before it are under way."""
+        self._library.fake_fail_entry(nth_batch, entry, code)
+
+    def fail_late(self, code: int, nth_copy: int = 1) -> None:
+        """A copy fails when it runs; every later wait and question answers ``code``."""
+        self._library.fake_fail_late(nth_copy, code)
+
+    def lose_device(self, code: int) -> None:
+        """Every later call answers ``code``."""
+        self._library.fake_lose_device(code)
+
+    def refuse_batches(self) -> None:
+        """The call is there, and answers that the machine can't do it."""
+        self._library.fake_feature(1)
+
+    # -- memory -----------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, device: int = 0) -> int:
+        address: int | None = self._library.fake_allocate(nbytes, device)
+        assert address, f"no {nbytes} bytes"
+        return address
+
+    def free(self, address: int) -> None:
+        assert self._library.fake_free(address) == 0
+
+    def peek(self, address: int, nbytes: int) -> Bytes:
+        """What device memory holds."""
+        content = np.empty(nbytes, np.uint8)
+        assert self._library.fake_peek(address, content.ctypes.data, nbytes) == 0
+        return content
+
+    def poke(self, address: int, content: Bytes) -> None:
+        content = np.ascontiguousarray(content)
+        assert self._library.fake_poke(address, content.ctypes.data, content.nbytes) == 0
+
+    def adopt(self, address: int, nbytes: int, device: int = 0) -> None:
+        """Memory of this process counts as the device's from now on."""
+        self._library.fake_adopt(address, nbytes, device)
+
+    def disown(self, address: int) -> None:
+        self._library.fake_disown(address)
+
+    # -- compute ----------------------------------------------------------------------------------
+
+    def compute_stream(self, device: int = 0) -> int:
+        """A stream that an engine computes on."""
+        stream: int = self._library.fake_compute_stream(device)
+        return stream
+
+    def fill(self, address: int, nbytes: int, value: int, stream: int = 0) -> None:
+        """Compute work: set all bytes to ``value``, some time."""
+        self._library.fake_fill(address, nbytes, value, stream)
+
+    def wait_for(self, stream: int) -> None:
+        self._library.fake_wait_for(stream)
+
+    # -- what was seen ----------------------------------------------------------------------------
+
+    def count(self, name: str) -> int:
+        """Calls of ``name``; also "copies", "synchronous_copies" and "peak_queued_bytes"."""
+        return int(self._library.fake_count(name.encode()))
+
+    @property
+    def num_pending(self) -> int:
+        return int(self._library.fake_num_pending())
+
+    @property
+    def violations(self) -> list[str]:
+        """What a real machine might have punished."""
+        return self._lines("fake_violations")
+
+    @property
+    def leaks(self) -> list[str]:
+        """What was not given back."""
+        return self._lines("fake_leaks")
+
+    def _lines(self, name: str) -> list[str]:
+        text = ctypes.create_string_buffer(1 << 20)
+        getattr(self._library, name)(text, len(text))
+        return text.value.decode().splitlines()
