@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from ctypes import c_char_p, c_int, c_long, c_size_t, c_uint, c_void_p
 from functools import cache
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 Bytes = npt.NDArray[np.uint8]
 
 HERE = Path(__file__).parent
-CORE = ("machine.cpp", "control.cpp")
+CORE = ("machine", "control")
 VARIANTS = {
     "cuda122": ("cuda", 12020),
     "cuda128": ("cuda", 12080),
@@ -60,27 +61,48 @@ COUNTS = ("fake_count", "fake_num_pending", "fake_violations", "fake_leaks")
 
 @cache
 def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="kvtier-fakes-"))
+    """Of what was built from these sources; a later run finds it there."""
+    sources = sorted([*HERE.glob("*.cpp"), *HERE.glob("*.hpp"), Path(__file__)])
+    content = blake2b(b"".join(path.read_bytes() for path in sources), digest_size=8).hexdigest()
+    folder = Path(tempfile.gettempdir()) / f"kvtier-fakes-{os.getuid()}-{content}"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @cache
 def build(variant: str, *flags: str) -> Path:
     """The shared library of ``variant``, compiled once. Skips the test where no compiler is."""
+    vendor, version = VARIANTS[variant]
+    core = [_compile(f"{file}.cpp", 0, flags) for file in CORE]
+    parts = [*core, _compile(f"{vendor}.cpp", version, flags)]
+    library = _folder() / f"{variant}{''.join(flags)}.so"
+    if not library.exists():
+        _run("-shared", *flags, *map(str, parts), "-lpthread", to=library)
+    return library
+
+
+def _compile(file: str, version: int, flags: tuple[str, ...]) -> Path:
+    """An object file; one that many variants share is made once."""
+    made = _folder() / f"{file}-{version}{''.join(flags)}.o"
+    if not made.exists():
+        wanted = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC"]
+        wanted += ["-fvisibility=hidden", f"-DVERSION={version}", *flags]
+        _run(*wanted, "-c", str(HERE / file), to=made)
+    return made
+
+
+def _run(*arguments: str, to: Path) -> None:
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         if os.environ.get("KVTIER_REQUIRE_NATIVE") == "1":
             pytest.fail("a compiler is wanted, but there is none")
         pytest.skip("no C++ compiler to build the fake driver with")
-    vendor, version = VARIANTS[variant]
-    library = _folder() / f"{variant}{''.join(flags)}.so"
-    command = [compiler, "-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared"]
-    command += ["-fPIC", "-fvisibility=hidden", f"-DVERSION={version}", *flags]
-    command += [str(HERE / file) for file in (*CORE, f"{vendor}.cpp")]
+    half_done = to.with_suffix(f".{os.getpid()}")
     done = subprocess.run(
-        [*command, "-o", str(library), "-lpthread"], check=False, capture_output=True, text=True
+        [compiler, *arguments, "-o", str(half_done)], check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    return library
+    half_done.replace(to)
 
 
 class Fake:
