@@ -37,7 +37,7 @@ def make_device(
 ) -> DriverDevice:
     """The product's device over ``fake``. variables: of the environment."""
     library = {f"KVTIER_{fake.vendor.upper()}_LIBRARY": str(fake.path)}
-    with environment(**library, **variables):
+    with environment(**(library | variables)):
         return MAKERS[fake.vendor](f"any:{index}", compute_stream)
 
 
