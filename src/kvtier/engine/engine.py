@@ -100,7 +100,12 @@ class Engine:
         self._cache = Cache(config.cache, copier, pool.tier())
         self._runner = ModelRunner(model.module, pool)
         self._scheduler = Scheduler(
-            self._cache, self._runner, self.info, model.eos_token_ids, config.max_running
+            self._cache,
+            self._runner,
+            self.info,
+            model.eos_token_ids,
+            config.max_running,
+            config.follow_loads,
         )
         self._inbox: queue.SimpleQueue[Request | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = Lock()
