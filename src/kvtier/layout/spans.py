@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain, pairwise, product
+from itertools import chain, product
 
 import numpy as np
 import numpy.typing as npt
@@ -45,14 +45,14 @@ class Fragments:
 class SteppedFragments:
     """How one block is copied between two layouts, a few layers at a time.
 
-    fragments: all of them, those of the first step first. Step i has ``parts[i]`` of them, the
-    layers from ``i * layers_per_step`` on, and ``num_bytes[i]``. can_touch[i]: whether neighbouring
-    blocks are neighbours there on both sides: nothing lies between them.
+    fragments: all of them, those of the first step first. counts: of each step, which brings the
+    layers from ``i * layers_per_step`` on; num_bytes: of each step. can_touch: whether neighbouring
+    blocks are neighbours in it on both sides, with nothing between them.
     """
 
     fragments: Fragments
     layers_per_step: int
-    parts: tuple[slice, ...]
+    counts: tuple[int, ...]
     num_bytes: tuple[int, ...]
     can_touch: tuple[bool, ...]
 
@@ -109,7 +109,7 @@ def stepped_fragments(src: Layout, dst: Layout, layers_per_step: int) -> Stepped
     return SteppedFragments(
         _as_arrays(list(chain.from_iterable(steps))),
         layers_per_step,
-        tuple(slice(*ends) for ends in pairwise((0, *accumulate(map(len, steps))))),
+        tuple(map(len, steps)),
         tuple(sum(row[4] for row in step) for step in steps),
         tuple(any(row[1] == row[3] == row[4] for row in step) for step in steps),
     )

@@ -59,31 +59,31 @@ def stage_steps(
     num_steps = min(group.num_layers, max(1, num_bytes // STEP_BYTES))
     stepped = stepped_fragments(src.layout, dst.layout, -(-group.num_layers // num_steps))
     pieces = stepped.fragments
+    num_blocks, memories = len(src_slots), (src.memory, dst.memory)
     at = _by_fragment(pieces.src_offset, pieces.src_stride, src_slots)
     to = _by_fragment(pieces.dst_offset, pieces.dst_stride, dst_slots)
-    size = np.repeat(pieces.size, len(src_slots)).reshape(at.shape)
-    batches = []
-    for rows, step_bytes, can_touch in zip(
-        stepped.parts, stepped.num_bytes, stepped.can_touch, strict=True
+    size = np.repeat(pieces.size, num_blocks)
+    batches, start = [], 0
+    for count, step_bytes, can_touch in zip(
+        stepped.counts, stepped.num_bytes, stepped.can_touch, strict=True
     ):
+        end = start + count * num_blocks
         batch = CopyBatch(
-            src.memory,
-            dst.memory,
-            at[rows].ravel(),
-            to[rows].ravel(),
-            size[rows].ravel(),
-            len(src_slots) * step_bytes,
+            *memories, at[start:end], to[start:end], size[start:end], num_blocks * step_bytes
         )
         batches.append(coalesce(batch) if can_touch else batch)
+        start = end
     return Steps(tuple(batches), stepped.layers_per_step)
 
 
 def _by_fragment(offset: Int64s, stride: Int64s, slots: Sequence[Slot]) -> Int64s:
-    """Where each fragment of each block begins: int64 [num_fragments, num_blocks]."""
+    """Where each fragment of each block begins: int64 [num_fragments * num_blocks]."""
     blocks = np.asarray(slots, np.int64)
     if (stride == stride[0]).all():
-        return np.asarray(np.add.outer(offset, blocks * stride[0]))
-    return offset[:, None] + np.multiply.outer(stride, blocks)
+        begins = np.add.outer(offset, blocks * stride[0])
+    else:
+        begins = offset[:, None] + np.multiply.outer(stride, blocks)
+    return np.asarray(begins).reshape(-1)
 
 
 def _have_neighbours(at: Int64s, to: Int64s, last_size: int) -> bool:
