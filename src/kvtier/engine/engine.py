@@ -172,6 +172,11 @@ class Engine:
         self._inbox.put(run)
         return future.result()
 
+    def follow_loads(self, is_on: bool) -> None:
+        """Change ``EngineConfig.follow_loads`` for requests that come from now on. To be called
+        through ``call``."""
+        self._scheduler.follow_loads = is_on
+
     def clear_tier(self, tier: str) -> None:
         """Evict every block that no request holds from ``tier``."""
         self.call(lambda: self._cache.clear(tier))

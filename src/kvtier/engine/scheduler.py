@@ -56,7 +56,7 @@ class Scheduler:
         self._info = info
         self._eos = frozenset(eos_token_ids)
         self._max_running = max_running
-        self._follow_loads = follow_loads
+        self.follow_loads = follow_loads
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -132,7 +132,7 @@ class Scheduler:
             request.stage = Stage.WAITING
             return False
         request.stage = Stage.LOADING
-        request.may_follow = self._follow_loads
+        request.may_follow = self.follow_loads
         self._end_prefetch(request)
         return True
 
