@@ -28,6 +28,7 @@ from kvtier.telemetry import Metrics
 from kvtier.tiers import ArenaOptions, DeviceTier, HostTier, StorageTier, Tier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.wrappers import ThrottledTier
+from kvtier.transfer import CopyJob, LayerGate
 from kvtier.types import DEVICE, HOST, Label, LoadPolicy, Match, PrefetchPolicy, WritePolicy
 
 logger = logging.getLogger(__name__)
@@ -172,6 +173,18 @@ class Cache:
         lease.deadline = self._clock() + self.config.load_deadline_s
         self._use(lease, first=0)
         return True
+
+    def follow(self, lease: Lease) -> LayerGate | None:
+        """Compute may begin before the lease is ready, each layer behind its own KV. What it makes
+        counts once the lease is ready and not broken.
+
+        None where some of the prefix is not on its last way yet: it comes from storage first.
+        """
+        loads = [(each.job, each.layers_per_step) for each in lease.waiting_for]
+        begun = [(job, layers) for job, layers in loads if isinstance(job, CopyJob)]
+        if not begun or len(begun) < len(loads):
+            return None
+        return LayerGate(begun, lease.deadline - self._clock())
 
     def commit(self, lease: Lease, num_blocks: int) -> None:
         """The engine computed the lease's blocks up to ``num_blocks``: they are the cache's now.

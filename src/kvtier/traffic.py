@@ -14,7 +14,7 @@ from kvtier.index import BlockIndex, State
 from kvtier.plan import Copy, CostModel, Costs
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Addresses, LoadResult, MemoryTier, StorageTier, Tier
-from kvtier.transfer import Job, Lane, TransferEngine, stage
+from kvtier.transfer import Job, Lane, TransferEngine, stage, stage_steps
 from kvtier.types import DEVICE, HOST, BlockId, BlockKey, BlockName, Slot
 from kvtier.waiter import Transfer
 
@@ -113,9 +113,13 @@ class Traffic:
         src_slots = self._index.slots(blocks, transfer.src)
         dst_slots = self._index.slots(blocks, transfer.dst)
         if isinstance(src, MemoryTier) and isinstance(dst, MemoryTier):
-            batch = stage(src, src_slots, dst, dst_slots)
-            direction = Direction.LOAD if transfer.dst == DEVICE else Direction.STORE
-            transfer.job = self._engine.submit([batch], direction)
+            if transfer.dst == DEVICE:
+                steps = stage_steps(src, src_slots, dst, dst_slots)
+                transfer.layers_per_step = steps.layers_per_step
+                transfer.job = self._engine.submit(steps.batches, Direction.LOAD)
+            else:
+                batch = stage(src, src_slots, dst, dst_slots)
+                transfer.job = self._engine.submit([batch], Direction.STORE)
         elif isinstance(src, StorageTier) and isinstance(dst, MemoryTier):
             keys = [self._index.key(block) for block in blocks]
             work = partial(_read, src, keys, src_slots, dst.addresses(dst_slots))

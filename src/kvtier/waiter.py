@@ -15,7 +15,7 @@ class Transfer:
 
     after: the transfer that brings the sources, and has to end before this one can begin.
     job: None until it begins. holds_source: the sources are leased in ``src`` until it is finished.
-    waiters: who is told when it has ended.
+    waiters: who is told when it has ended. layers_per_step: of a copy to the device.
     """
 
     src: str
@@ -25,6 +25,7 @@ class Transfer:
     job: Job | None = None
     holds_source: bool = False
     waiters: list[Waiter] = field(default_factory=list)
+    layers_per_step: int = 0
 
 
 class Waiter(ABC):
@@ -37,6 +38,11 @@ class Waiter(ABC):
     def ready(self) -> bool:
         """Nothing that it waits for is on its way any more."""
         return not self._waiting_for
+
+    @property
+    def waiting_for(self) -> frozenset[Transfer]:
+        """What is still on its way."""
+        return frozenset(self._waiting_for)
 
     def wait_for(self, transfer: Transfer) -> None:
         """Not ready before ``transfer`` has ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvtier.bench.accuracy import TIERS, AccuracyResult, AccuracyRow
 from kvtier.bench.options import ServeOptions
 from kvtier.bench.overhead import OverheadResult, OverheadRow, Turn
+from kvtier.bench.overlap import Case, OverlapResult, OverlapRow
 from kvtier.bench.result import ServeResult
 from kvtier.bench.slow_disk import SlowDiskResult, SlowDiskRow
 from kvtier.bench.tamper import Damage
@@ -87,11 +88,30 @@ def slow_disk(ratio: float = 1.01, num_prompts: int = 100) -> SlowDiskResult:
     return SlowDiskResult(rows, 3500, prompt_bytes=20_000_000, bytes_per_s=10_000_000)
 
 
+def overlap(
+    followed_ms: float = 50.0, at_full_size: bool = True, same: bool = True
+) -> OverlapResult:
+    """Five rounds: 1,000 ms cold, 40 from the device, a load of 60, 100 where it is awaited."""
+    times = {
+        Case.COLD: 1000.0,
+        Case.DEVICE: 40.0,
+        Case.FOLLOWED: followed_ms,
+        Case.AWAITED: 100.0,
+    }
+    rows = tuple(
+        OverlapRow(turn, case, ttft_ms + turn, 60.0 if case is Case.AWAITED else 0.0, same)
+        for turn in range(-2, 3)
+        for case, ttft_ms in times.items()
+    )
+    return OverlapResult(rows, 16384, 1024, 2 << 30, at_full_size)
+
+
 def serve_result(
     accuracy: AccuracyResult | None = None,
     ttft: TtftResult | None = None,
     overhead: OverheadResult | None = None,
     slow_disk: SlowDiskResult | None = None,
+    overlap: OverlapResult | None = None,
     attention: str = "full",
 ) -> ServeResult:
     info = EngineInfo(
@@ -119,4 +139,5 @@ def serve_result(
         ttft=ttft,
         overhead=overhead,
         slow_disk=slow_disk,
+        overlap=overlap,
     )

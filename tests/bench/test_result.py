@@ -151,3 +151,40 @@ def test_a_slow_disk_may_cost_little_in_the_middle_and_a_bit_more_at_the_end(
     assert samples.serve_result(slow_disk=samples.slow_disk(1.0, 10)).targets[0].deviation
     assert headline(result).startswith("A disk slower than computing cost")
     assert verdicts(result)[0].title == "A disk slower than computing"
+
+
+def test_a_load_is_hidden_as_far_as_it_costs_nothing_over_a_hit_on_the_device() -> None:
+    result = samples.serve_result(overlap=samples.overlap())
+    found = json.loads(json.dumps(result.as_json(), allow_nan=False))
+    assert found["overlap"]["hidden"] == {"followed": 0.8333, "awaited": 0.0}
+    assert found["overlap"]["share_of_cold"] == 0.05
+    assert found["overlap"]["ttft_ms"] == {
+        "cold": 1000.0,
+        "device": 40.0,
+        "followed": 50.0,
+        "awaited": 100.0,
+    }
+    assert len(found["rows"]) == 20
+    assert [(row["id"], row["met"], "quick" in row) for row in found["targets"]] == [
+        ("G2", True, False),
+        ("G3", True, False),
+    ]
+    assert headline(result).startswith("83.3")
+    assert verdicts(result)[0].title == "Loading while computing"
+
+
+@pytest.mark.parametrize(("followed_ms", "met"), [(52.0, [True, True]), (53.0, [False, True])])
+def test_a_load_counts_as_hidden_from_a_share_on(followed_ms: float, met: list[bool]) -> None:
+    targets = samples.serve_result(overlap=samples.overlap(followed_ms)).targets
+    assert [target.met for target in targets] == met
+
+
+def test_overlap_on_a_smaller_machine_is_marked() -> None:
+    targets = samples.serve_result(overlap=samples.overlap(at_full_size=False)).targets
+    assert all(target.deviation for target in targets)
+
+
+def test_other_logits_behind_a_load_are_an_error() -> None:
+    result = samples.serve_result(overlap=samples.overlap(same=False))
+    assert not result.correct
+    assert verdicts(result)[0].good is False

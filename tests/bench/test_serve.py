@@ -68,6 +68,27 @@ def test_a_disk_slower_than_computing_is_measured_when_it_is_asked_for() -> None
     assert 0.2 < automatic.load_s / (2 * usual_s) < 5, "about twice what computing takes"
 
 
+@pytest.mark.parametrize("model", ["random-gqa", "random-mla"])
+def test_loading_while_computing_is_measured_when_it_is_asked_for(model: str) -> None:
+    options = replace(
+        TINY,
+        model=model,
+        experiments=(Experiment.OVERLAP,),
+        overlap_rounds=2,
+        overlap_tokens=150,
+    )
+    result = run_serve(options)
+    found = json.loads(json.dumps(result.as_json(), allow_nan=False))
+    assert [row["case"] for row in found["rows"][:4]] == ["cold", "device", "followed", "awaited"]
+    assert [row["case"] for row in found["rows"][6:]] == ["awaited", "followed"]
+    assert all(row["same_logits"] for row in found["rows"])
+    assert all((row["load_ms"] > 0) == (row["case"][-2:] == "ed") for row in found["rows"])
+    assert found["overlap"]["prompt_tokens"] == 150
+    assert found["overlap"]["load_bytes"] == 8 * result.info.bytes_per_block
+    assert [(row["id"], row["quick"]) for row in found["targets"]] == [("G2", True), ("G3", True)]
+    assert result.correct
+
+
 def test_command_prints_one_json_object_and_writes_the_report(tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     options = {

@@ -6,7 +6,10 @@ Copies are held or run when the machine says so; nothing depends on how fast a t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,10 +22,12 @@ from hypothesis.stateful import (
 )
 
 from kvtier.devices import Direction
+from kvtier.errors import DeviceError
 from kvtier.index import State
 from kvtier.index.trie import Node
 from kvtier.keys import token_labels
 from kvtier.layout import ORDERS
+from kvtier.transfer import LayerGate
 from kvtier.types import DEVICE, DISK, HOST, WritePolicy
 from tests.core.world import BLOCK_SIZE, DEADLINE_S, GROUP, Request, World, count
 
@@ -30,6 +35,15 @@ from tests.core.world import BLOCK_SIZE, DEADLINE_S, GROUP, Request, World, coun
 def _prompt(num_tokens: int, fork: int) -> list[int]:
     """Prompts with much in common: the token 1 up to ``fork``, the token 2 from there on."""
     return [1 if position < fork else 2 for position in range(num_tokens)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_steps() -> Iterator[None]:
+    """Every layer of a load is worth a step, and nobody loses patience on a slow machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvtier.transfer.staging.STEP_BYTES", 1)
+        patch.setattr("kvtier.transfer.layer_gate.PATIENCE_S", 60.0)
+        yield
 
 
 prompts = st.builds(_prompt, st.sampled_from([9, 8, 5, 4, 13, 0]), st.sampled_from([13, 4, 7, 0]))
@@ -199,6 +213,38 @@ class CacheMachine(RuleBasedStateMachine):
         for num_blocks in range(1, request.lease.num_shared + 1):
             self.committed.add(self._key(request, num_blocks))
         self._settle()
+
+    @precondition(lambda self: not self.is_held)
+    @rule(tokens=prompts, namespace=namespaces)
+    def follow(self, tokens: list[int], namespace: bytes) -> None:
+        """A layer's bytes are there once compute was held for it: before the lease is ready."""
+        request = self.world.fetch(tokens, namespace=namespace)
+        if request is None:
+            return
+        gate = self.cache.follow(request.lease)
+        if gate is not None:
+            self._follow(request, gate)
+        self._settle()
+        self._release(request)
+
+    def _follow(self, request: Request, gate: LayerGate) -> None:
+        try:
+            for layer in range(GROUP.num_layers):
+                gate.hold_compute(layer)
+                self._check_layer(request, layer)
+            gate.wait()
+        except DeviceError:
+            self.world.wait()
+            self.cache.poll()
+            assert request.lease.broken, "the gate was shut for no reason"
+
+    def _check_layer(self, request: Request, layer: int) -> None:
+        content = self.world.contents()[DEVICE]
+        per_layer = GROUP.bytes_per_block // GROUP.num_layers
+        part = slice(layer * per_layer, (layer + 1) * per_layer)
+        for position in range(request.lease.num_shared):
+            found = content[request.lease.slots[position]][part]
+            assert np.array_equal(found, self.world.expected(request, position)[part])
 
     @precondition(lambda self: self.world.requests)
     @rule(data=st.data())

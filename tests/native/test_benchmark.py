@@ -43,10 +43,10 @@ def test_plan_benchmark_notices_a_wrong_address() -> None:
     )
     args = layers, [2, 0], blocks, [1, 3]
     batch = copy_plan.stage(*args)
-    copy_plan._check(batch, *args)
+    copy_plan._check([batch], *args)
     batch.dst_offset[7] += 1
     with pytest.raises(SystemExit, match="wrong"):
-        copy_plan._check(batch, *args)
+        copy_plan._check([batch], *args)
 
 
 @pytest.mark.parametrize("damaged", ["named", "other"])

@@ -30,6 +30,8 @@ class Experiment(StrEnum):
     """What does the cache cost when there is nothing to reuse?"""
     SLOW_DISK = "slow-disk"
     """What does it cost when what could be reused is on a disk slower than computing?"""
+    OVERLAP = "overlap"
+    """How much of a load from host memory is hidden behind the prefill that follows it?"""
 
 
 USUAL = (Experiment.ACCURACY, Experiment.TTFT, Experiment.OVERHEAD)
@@ -68,6 +70,10 @@ class ServeOptions:
     batch_prompts: int = 8
     """Prompts per throughput run, each a quarter of ``overhead_tokens`` at most 512 tokens."""
     batch_output_tokens: int = 16
+    overlap_rounds: int = 7
+    overlap_tokens: int = 0
+    """Length of the prompt that is loaded while it is computed; 0 for 16,384 on an accelerator, and
+    fewer on a CPU."""
     quick: bool = False
     """Whether the sizes are those of the demo."""
 
@@ -79,6 +85,8 @@ class ServeOptions:
             ("overhead_pairs", 1),
             ("batch_prompts", 1),
             ("batch_output_tokens", 1),
+            ("overlap_rounds", 1),
+            ("overlap_tokens", 0),
         ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below {least}")
@@ -140,6 +148,8 @@ class ServeOptions:
             overhead_pairs=10 if quick else 40,
             overhead_tokens=_first(prompt_tokens, 1200 if quick else FULL_PROMPT_TOKENS),
             batch_prompts=4 if quick else 8,
+            overlap_rounds=5 if quick else 7,
+            overlap_tokens=_first(prompt_tokens, 1200 if quick else 0),
             quick=quick,
         )
 

@@ -9,6 +9,7 @@ from kvtier.bench.accuracy import TIERS, AccuracyResult
 from kvtier.bench.machine import Fact
 from kvtier.bench.options import ServeOptions
 from kvtier.bench.overhead import OverheadResult
+from kvtier.bench.overlap import Case, OverlapResult
 from kvtier.bench.sample import Sample
 from kvtier.bench.slow_disk import SlowDiskResult
 from kvtier.bench.stats import Median, Summary
@@ -24,6 +25,8 @@ T1_DISK_TARGET = 0.93
 T2_TARGET = 0.01
 T3_P50_TARGET = 0.03
 T3_P99_TARGET = 0.10
+G2_TARGET = 0.80
+G3_TARGET = 0.08
 
 SMALLER = "at a smaller size than the target's"
 OTHER_MIX = "with another mix of tiers than the target's"
@@ -87,6 +90,7 @@ class ServeResult:
     overhead: OverheadResult | None
     sample: Sample | None = None
     slow_disk: SlowDiskResult | None = None
+    overlap: OverlapResult | None = None
 
     @property
     def targets(self) -> list[Target]:
@@ -155,6 +159,26 @@ class ServeResult:
                     ("p99", self.slow_disk.p99_loss, T3_P99_TARGET),
                 )
             ]
+        if self.overlap is not None:
+            deviation = "" if self.overlap.full_size else SMALLER
+            found += [
+                Target(
+                    "G2",
+                    "share of a load from the host that the prefill hides",
+                    self.overlap.hidden(Case.FOLLOWED),
+                    G2_TARGET,
+                    at_least=True,
+                    deviation=deviation,
+                ),
+                Target(
+                    "G3",
+                    "time to first token of a long prompt from the host, by that of a cold run",
+                    self.overlap.share_of_cold,
+                    G3_TARGET,
+                    at_least=False,
+                    deviation=deviation,
+                ),
+            ]
         return found
 
     @staticmethod
@@ -167,6 +191,7 @@ class ServeResult:
     def correct(self) -> bool:
         """Whether every comparison of logits came out as promised."""
         accurate = self.accuracy is None or self.accuracy.share == 1.0
+        accurate = accurate and (self.overlap is None or self.overlap.all_same)
         return accurate and (self.ttft is None or self.ttft.num_same == self.ttft.num_warm)
 
     def as_json(self) -> Json:
@@ -194,6 +219,7 @@ class ServeResult:
             **_ttft_json(self.ttft),
             "overhead": _overhead_json(self.overhead),
             "slow_disk": _slow_disk_json(self.slow_disk),
+            "overlap": None if self.overlap is None else self.overlap.as_json(),
             "rows": self._rows(),
             "targets": [target.as_json() for target in self.targets],
         }
@@ -252,6 +278,8 @@ class ServeResult:
                 }
                 for row in self.slow_disk.rows
             ]
+        if self.overlap is not None:
+            rows += self.overlap.rows_json()
         return rows
 
 

@@ -10,6 +10,7 @@ from kvtier.bench.engines import probe
 from kvtier.bench.machine import load_average, machine_facts
 from kvtier.bench.options import Experiment, ServeOptions
 from kvtier.bench.overhead import measure_overhead
+from kvtier.bench.overlap import measure_overlap
 from kvtier.bench.progress import Progress, Silence
 from kvtier.bench.result import ServeResult
 from kvtier.bench.slow_disk import measure_slow_disk
@@ -33,6 +34,7 @@ def run_serve(
     ttft = measure_ttft(setting, progress) if Experiment.TTFT in chosen else None
     overhead = measure_overhead(setting, progress) if Experiment.OVERHEAD in chosen else None
     slow_disk = measure_slow_disk(setting, progress) if Experiment.SLOW_DISK in chosen else None
+    overlap = measure_overlap(setting, progress) if Experiment.OVERLAP in chosen else None
     return ServeResult(
         options=options,
         info=setting.info,
@@ -45,5 +47,6 @@ def run_serve(
         ttft=ttft,
         overhead=overhead,
         slow_disk=slow_disk,
+        overlap=overlap,
         sample=setting.sample,
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvtier.bench.accuracy import TIERS, AccuracyResult
 from kvtier.bench.overhead import OverheadResult
+from kvtier.bench.overlap import Case, OverlapResult
 from kvtier.bench.result import ServeResult, Target
 from kvtier.bench.slow_disk import SlowDiskResult
 from kvtier.bench.stats import Median
@@ -69,6 +70,8 @@ def verdicts(result: ServeResult) -> list[Verdict]:
         found.append(_overhead(result.overhead))
     if result.slow_disk is not None:
         found.append(_slow_disk(result.slow_disk))
+    if result.overlap is not None:
+        found.append(_overlap(result.overlap))
     return found
 
 
@@ -82,11 +85,13 @@ def headline(result: ServeResult) -> str:
     if result.accuracy is not None:
         equal, asked = result.accuracy.num_equal(), result.accuracy.num_prompts
         return f"{equal} of {asked} prompts gave the same logits, bit for bit."
-    if result.overhead is None:
-        assert result.slow_disk is not None
+    if result.overhead is not None:
+        return f"With nothing to reuse, the cache cost {percent(max(0.0, result.overhead.loss))}."
+    if result.slow_disk is not None:
         lost = percent(max(0.0, result.slow_disk.p50_loss))
         return f"A disk slower than computing cost {lost}."
-    return f"With nothing to reuse, the cache cost {percent(max(0.0, result.overhead.loss))}."
+    assert result.overlap is not None
+    return f"{percent(result.overlap.hidden(Case.FOLLOWED))} of a load were hidden."
 
 
 def subtitle(result: ServeResult) -> str:
@@ -107,9 +112,11 @@ def subtitle(result: ServeResult) -> str:
             f"{counted(accuracy.num_prompts, 'prompt')} of {accuracy.prompt_tokens:,} tokens of "
             "real text, once without and twice with reused KV."
         )
-    if result.overhead is None:
+    if result.overhead is not None:
+        return "New prompts, served in turn by an engine with the cache and by one without."
+    if result.slow_disk is not None:
         return "Prompts that lie on a throttled disk, in turn with an engine without the cache."
-    return "New prompts, served in turn by an engine with the cache and by one without."
+    return "A long prompt from host memory, computed while it was loaded and after, in turn."
 
 
 def wanted(target: Target) -> str:
@@ -216,6 +223,21 @@ def _slow_disk(result: SlowDiskResult) -> Verdict:
         f"Time to first token against an engine without the cache. Reading a prompt's KV would "
         f"take {milliseconds(1000 * result.load_s)}, computing it takes "
         f"{milliseconds(result.cold.p50)}.",
+    )
+
+
+def _overlap(result: OverlapResult) -> Verdict:
+    times = {case: milliseconds(result.ttft_ms(case)) for case in Case}
+    return Verdict(
+        "Loading while computing",
+        f"{percent(result.hidden(Case.FOLLOWED))} hidden"
+        if result.all_same
+        else "logits differ from a cold run",
+        f"First token of {result.prompt_tokens:,} tokens: {times[Case.COLD]} cold, "
+        f"{times[Case.DEVICE]} from the device, {times[Case.FOLLOWED]} from the host layer by "
+        f"layer, {times[Case.AWAITED]} after a whole load of {milliseconds(result.load_ms)}. "
+        f"Medians of {result.num_rounds}.",
+        good=None if result.all_same else False,
     )
 
 

@@ -38,7 +38,9 @@ def serve(
     ] = False,
     experiments: Annotated[
         str,
-        typer.Option(help="What to run: accuracy, ttft, overhead, slow-disk, separated by commas."),
+        typer.Option(
+            help="What to run: accuracy, ttft, overhead, slow-disk, overlap, separated by commas."
+        ),
     ] = "accuracy,ttft,overhead",
     prompts: Annotated[
         int | None, typer.Option(help="Prompts of the TTFT experiment.", show_default="100")

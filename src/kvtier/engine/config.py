@@ -32,6 +32,9 @@ class EngineConfig:
     """Prompt and output of one request; 0 for what the model allows."""
     prefix_cache: bool = True
     """Reuse prefixes. Off computes every prompt from its start."""
+    follow_loads: bool = True
+    """Begin to compute while the prefix is still being loaded, layer by layer, where nobody else
+    is held up by it."""
     threads: int = 0
     """Threads that torch computes with; 0 leaves torch's own choice."""
     cache: CacheConfig = field(default_factory=CacheConfig)

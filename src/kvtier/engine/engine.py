@@ -102,7 +102,12 @@ class Engine:
         self._cache = Cache(config.cache, copier, pool.tier())
         self._runner = ModelRunner(model.module, pool)
         self._scheduler = Scheduler(
-            self._cache, self._runner, self.info, model.eos_token_ids, config.max_running
+            self._cache,
+            self._runner,
+            self.info,
+            model.eos_token_ids,
+            config.max_running,
+            config.follow_loads,
         )
         self._inbox: queue.SimpleQueue[Request | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = Lock()
@@ -168,6 +173,11 @@ class Engine:
 
         self._inbox.put(run)
         return future.result()
+
+    def follow_loads(self, is_on: bool) -> None:
+        """Change ``EngineConfig.follow_loads`` for requests that come from now on. To be called
+        through ``call``."""
+        self._scheduler.follow_loads = is_on
 
     def clear_tier(self, tier: str) -> None:
         """Evict every block that no request holds from ``tier``."""

@@ -11,16 +11,14 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    DeepseekV3Config,
     GenerationConfig,
-    LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen3Config,
 )
 from transformers.utils import logging
 
 from kvtier.engine.paged import ATTENTION
+from kvtier.engine.random_models import RANDOM, random_config, random_module
 from kvtier.errors import ConfigError
 from kvtier.layout import DType, KVGroup, full_attention, latent_attention
 
@@ -32,14 +30,6 @@ DEFAULT = "kvtier-tiny"
 
 FULL = ("llama", "qwen2", "qwen3")
 LATENT = ("deepseek_v3",)
-
-_SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
-RANDOM: dict[str, type[PreTrainedConfig]] = {
-    "random-gqa": Qwen3Config,
-    "random-llama": LlamaConfig,
-    "random-mla": DeepseekV3Config,
-}
-"""Seeded random weights at small sizes: for tests of one attention kind, not for text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,35 +128,11 @@ def kv_group(config: PreTrainedConfig, dtype: torch.dtype, block_size: int) -> K
 def _random_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
     directory = BUILTIN / DEFAULT
     vocabulary = AutoConfig.from_pretrained(directory, local_files_only=True).vocab_size
-    shape = dict(_SMALL, vocab_size=vocabulary, num_attention_heads=4, max_position_embeddings=8192)
-    if name == "random-mla":
-        shape |= {
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 64,
-            "q_lora_rank": 64,
-            "qk_rope_head_dim": 16,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 32,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 64,
-            "n_shared_experts": 1,
-        }
-    else:
-        shape |= {"num_key_value_heads": 2, "head_dim": 32}
-    config = RANDOM[name](**shape)
-    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config,
-            dtype=choose_dtype(dtype_name, device, config),
-            attn_implementation=ATTENTION,
-        )
-    return LoadedModel(name, "seed-0", _place(module, device), directory, (), 8192)
+    config = random_config(name, vocabulary)
+    dtype = choose_dtype(dtype_name, device, config)
+    module = _place(random_module(name, config, device, dtype), device)
+    limit = int(config.max_position_embeddings)
+    return LoadedModel(name, "seed-0", module, directory, (), limit)
 
 
 def _place(module: PreTrainedModel, device: torch.device) -> PreTrainedModel:

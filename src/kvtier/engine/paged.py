@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 
 from kvtier.engine.pool import KVPool
 from kvtier.layout import Attention
+from kvtier.transfer import LayerGate
 from kvtier.types import Slot
 
 ATTENTION = "kvtier_paged"
@@ -39,10 +40,14 @@ class Span:
 
 
 class PagedKV:
-    """The cache argument of one forward: writes new K and V to the pool, finds each context."""
+    """The cache argument of one forward: writes new K and V to the pool, finds each context.
 
-    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
+    gate: passed before the context of a layer is used, where some of it may still be on its way.
+    """
+
+    def __init__(self, pool: KVPool, spans: Sequence[Span], gate: LayerGate | None = None) -> None:
         self._pool = pool
+        self._gate = gate
         self.spans = spans
         self.is_latent = pool.group.attention is Attention.LATENT
         self._rows = [pool.rows(span.slots, span.start, span.end) for span in spans]
@@ -52,7 +57,8 @@ class PagedKV:
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new K and V: [1, num_heads, num_tokens, dim], packed.
+        """Store new K and V: [1, num_heads, num_tokens, dim], packed. Comes before any use of the
+        layer's context.
 
         Returns for latent attention the packed contexts of all sequences, in the same form;
         otherwise what it was given, for attention reads the pool itself.
@@ -64,6 +70,8 @@ class PagedKV:
                 length = span.end - span.start
                 self._pool.write(layer, part, rows, packed[at : at + length])
                 at += length
+        if self._gate is not None:
+            self._gate.hold_compute(layer)
         if not self.is_latent:
             return key, value
         if len(self.spans) == 1:

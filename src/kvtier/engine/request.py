@@ -72,6 +72,7 @@ class Request:
     """The engine's own view of a request. Touched by the engine thread only, except ``aborted``.
 
     num_computed: tokens whose KV is in the pool. labels: of the prompt's whole grid cells.
+    may_follow: its prefill has not tried yet to begin before its lease is ready.
     """
 
     prompt: Sequence[int]
@@ -86,6 +87,7 @@ class Request:
     prefetch: Prefetch | None = None
     lease: Lease | None = None
     may_load: bool = True
+    may_follow: bool = False
     num_broken_loads: int = 0
     num_computed: int = 0
     num_cached: int = 0

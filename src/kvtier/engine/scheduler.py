@@ -4,6 +4,9 @@ Requests are admitted in order, as soon as the device tier has room for all they
 nothing that runs ever has to be thrown out; who waits for storage lets others pass. Prompts are
 computed one at a time, a chunk per step, and between two chunks everybody who already generates
 gets one more token.
+
+A prompt whose prefix is still being loaded waits for it, and lets the others compute. Where there
+are no others it begins at once, and follows the load layer by layer.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from kvtier.engine.paged import Span
 from kvtier.engine.request import Request, Stage, Token
 from kvtier.engine.runner import ModelRunner
 from kvtier.engine.sampling import logprobs
+from kvtier.errors import DeviceError
+from kvtier.transfer import LayerGate
 from kvtier.types import PrefetchPolicy
 
 logger = logging.getLogger(__name__)
@@ -44,12 +49,14 @@ class Scheduler:
         info: EngineInfo,
         eos_token_ids: tuple[int, ...],
         max_running: int,
+        follow_loads: bool = True,
     ) -> None:
         self._cache = cache
         self._runner = runner
         self._info = info
         self._eos = frozenset(eos_token_ids)
         self._max_running = max_running
+        self.follow_loads = follow_loads
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -64,6 +71,8 @@ class Scheduler:
         prefilling = next((r for r in self.running if r.stage is Stage.PREFILL), None)
         if prefilling is not None:
             self._guarded(prefilling, self._prefill_chunk)
+        elif all(r.stage is Stage.LOADING for r in self.running):
+            prefilling = self._begin_early()
         decoding = [r for r in self.running if r.stage is Stage.DECODE]
         if decoding:
             self._decode(decoding)
@@ -123,6 +132,7 @@ class Scheduler:
             request.stage = Stage.WAITING
             return False
         request.stage = Stage.LOADING
+        request.may_follow = self.follow_loads
         self._end_prefetch(request)
         return True
 
@@ -150,8 +160,33 @@ class Scheduler:
 
     # -- prefill ----------------------------------------------------------------------------------
 
-    def _prefill_chunk(self, request: Request) -> None:
-        """Compute the prompt up to the next point of the grid."""
+    def _begin_early(self) -> Request | None:
+        """Nobody computes: let the first request that can follow its load, layer by layer. Gives
+        that request.
+
+        Once for each lease: where it comes to nothing, the request waits as the others do.
+        """
+        for request in self.running:
+            assert request.lease is not None
+            gate = self._cache.follow(request.lease) if request.may_follow else None
+            if gate is not None:
+                request.may_follow = False
+                self._guarded(request, partial(self._prefill_chunk, gate=gate))
+                return request
+        return None
+
+    def _has_arrived(self, request: Request) -> bool:
+        """Whether all that a request computed upon is there: only then does it count."""
+        self._cache.poll()
+        assert request.lease is not None
+        return request.lease.ready and not request.lease.broken
+
+    def _prefill_chunk(self, request: Request, gate: LayerGate | None = None) -> None:
+        """Compute the prompt up to the next point of the grid.
+
+        gate: of loads that are still on their way. Where they fail or take too long the request
+        goes on loading, as if it had not been computed.
+        """
         lease = request.lease
         assert lease is not None
         if request.num_computed == 0:
@@ -166,8 +201,22 @@ class Scheduler:
         start, grid = request.num_computed, self._info.chunk_tokens
         end = min((start // grid + 1) * grid, len(request.prompt))
         began = time.perf_counter()
-        logits = self._runner.prefill(request.prompt[start:end], Span(lease.slots, start, end))
-        self._cache.observe_prefill(start, end - start, time.perf_counter() - began)
+        span = Span(lease.slots, start, end)
+        try:
+            logits = self._runner.prefill(request.prompt[start:end], span, gate)
+        except DeviceError as error:
+            if gate is None:
+                raise
+            logger.info("load not followed error=%s", error)
+            request.num_computed = request.num_cached = 0
+            return
+        if gate is None:
+            self._cache.observe_prefill(start, end - start, time.perf_counter() - began)
+        elif self._has_arrived(request):
+            request.stage = Stage.PREFILL
+        else:
+            request.num_computed = request.num_cached = 0
+            return
         request.num_computed = end
         if end == len(request.prompt) or end % (COMMIT_CHUNKS * grid) == 0:
             self._commit(request)

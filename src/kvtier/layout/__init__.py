@@ -15,7 +15,7 @@ from kvtier.layout.group import (
 from kvtier.layout.layout import Axis, Layout, PartStrides, arrange
 from kvtier.layout.named import ORDERS, named_layout
 from kvtier.layout.repack import part_view, repack
-from kvtier.layout.spans import Fragments, fragments, spans
+from kvtier.layout.spans import Fragments, SteppedFragments, fragments, spans, stepped_fragments
 
 __all__ = [
     "ORDERS",
@@ -27,6 +27,7 @@ __all__ = [
     "Layout",
     "Part",
     "PartStrides",
+    "SteppedFragments",
     "arrange",
     "fragments",
     "full_attention",
@@ -37,4 +38,5 @@ __all__ = [
     "repack",
     "sliding_attention",
     "spans",
+    "stepped_fragments",
 ]

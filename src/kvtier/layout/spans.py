@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,22 @@ class Fragments:
     def dst(self, blocks: Int64s) -> Int64s:
         """The same in the destination."""
         return _begins(blocks, self.dst_offset, self.dst_stride)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SteppedFragments:
+    """How one block is copied between two layouts, a few layers at a time.
+
+    fragments: all of them, those of the first step first. counts: of each step, which brings the
+    layers from ``i * layers_per_step`` on; num_bytes: of each step. can_touch: whether neighbouring
+    blocks are neighbours in it on both sides, with nothing between them.
+    """
+
+    fragments: Fragments
+    layers_per_step: int
+    counts: tuple[int, ...]
+    num_bytes: tuple[int, ...]
+    can_touch: tuple[bool, ...]
 
 
 def spans(layout: Layout, block: int, layer: int) -> Int64s:
@@ -73,14 +89,53 @@ def fragments(src: Layout, dst: Layout) -> Fragments:
             f"blocks of {src.group} can't be copied into blocks of {dst.group}: make both tiers "
             "for the same model and block size"
         )
-    rows: list[tuple[int, int, int, int, int]] = []
+    return _as_arrays(_rows(src, dst, range(src.group.num_layers)))
+
+
+@lru_cache(maxsize=256)
+def stepped_fragments(src: Layout, dst: Layout, layers_per_step: int) -> SteppedFragments:
+    """The same pieces, ``layers_per_step`` layers after each other.
+
+    Where a piece spans layers that would fall apart, as between two layouts that keep a whole block
+    together, all layers are one step: many small copies would cost more than they could hide.
+    """
+    whole, num_layers = fragments(src, dst), src.group.num_layers
+    steps = [
+        _rows(src, dst, range(first, min(first + layers_per_step, num_layers)))
+        for first in range(0, num_layers, layers_per_step)
+    ]
+    if sum(map(len, steps)) > len(whole.size):
+        steps, layers_per_step = [_rows(src, dst, range(num_layers))], num_layers
+    return SteppedFragments(
+        _as_arrays(list(chain.from_iterable(steps))),
+        layers_per_step,
+        tuple(map(len, steps)),
+        tuple(sum(row[4] for row in step) for step in steps),
+        tuple(any(row[1] == row[3] == row[4] for row in step) for step in steps),
+    )
+
+
+Row = tuple[int, int, int, int, int]
+"""A fragment: (dst offset, dst stride, src offset, src stride, size)."""
+
+
+def _rows(src: Layout, dst: Layout, layers: range) -> list[Row]:
+    """The fragments of some layers by ``dst`` offset, merged."""
+    rows: list[Row] = []
     for index, (src_part, dst_part) in enumerate(zip(src.parts, dst.parts, strict=True)):
-        run, rest = _common_run(src, index, src_part, dst_part, axes=("layer", "token", "head"))
+        axes = ("layer", "token", "head")
+        run, rest = _common_run(src, index, src_part, dst_part, axes, len(layers))
+        src_start = src_part.offset + layers.start * src_part.layer
+        dst_start = dst_part.offset + layers.start * dst_part.layer
         rows += [
-            (dst_part.offset + to, dst_part.block, src_part.offset + at, src_part.block, run)
+            (dst_start + to, dst_part.block, src_start + at, src_part.block, run)
             for at, to in _offsets(rest, src_part, dst_part)
         ]
-    table = np.array(_merged(sorted(rows)), np.int64)
+    return _merged(sorted(rows))
+
+
+def _as_arrays(rows: list[Row]) -> Fragments:
+    table = np.array(rows, np.int64)
     return Fragments(
         src_offset=table[:, 2].copy(),
         src_stride=table[:, 3].copy(),
@@ -98,10 +153,9 @@ def _begins(blocks: Int64s, offset: Int64s, stride: Int64s) -> Int64s:
     return offset + blocks[:, None] * stride
 
 
-def _merged(rows: list[tuple[int, int, int, int, int]]) -> list[tuple[int, int, int, int, int]]:
-    """Neighbours on both sides with the same strides as one. Rows: (dst offset, dst stride, src
-    offset, src stride, size)."""
-    merged: list[tuple[int, int, int, int, int]] = []
+def _merged(rows: list[Row]) -> list[Row]:
+    """Neighbours on both sides with the same strides as one."""
+    merged: list[Row] = []
     for to, to_stride, at, at_stride, size in rows:
         if merged:
             last = merged[-1]
@@ -115,12 +169,17 @@ def _merged(rows: list[tuple[int, int, int, int, int]]) -> list[tuple[int, int, 
 
 
 def _common_run(
-    layout: Layout, index: int, src: PartStrides, dst: PartStrides, axes: tuple[str, ...]
+    layout: Layout,
+    index: int,
+    src: PartStrides,
+    dst: PartStrides,
+    axes: tuple[str, ...],
+    num_layers: int = 1,
 ) -> tuple[int, dict[str, int]]:
     """Bytes contiguous on both sides, and the axes (with extents) that remain to be walked."""
     part = layout.group.parts[index]
     extents = {
-        "layer": layout.group.num_layers,
+        "layer": num_layers,
         "token": layout.group.tokens_of(part),
         "head": part.num_heads,
     }

@@ -6,6 +6,7 @@ from kvtier.transfer.copy_job import CopyJob
 from kvtier.transfer.engine import TransferEngine
 from kvtier.transfer.job import Job
 from kvtier.transfer.lane import Lane
-from kvtier.transfer.staging import stage
+from kvtier.transfer.layer_gate import LayerGate
+from kvtier.transfer.staging import Steps, stage, stage_steps
 
-__all__ = ["CopyJob", "Job", "Lane", "TransferEngine", "stage"]
+__all__ = ["CopyJob", "Job", "Lane", "LayerGate", "Steps", "TransferEngine", "stage", "stage_steps"]

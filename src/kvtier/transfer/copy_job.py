@@ -33,15 +33,17 @@ class CopyJob(Job):
         with self._changed:
             self._changed.notify_all()
 
-    def hold_compute(self, step: int) -> None:
+    def hold_compute(self, step: int, timeout_s: float | None = None) -> None:
         """Compute that the calling thread queues from now on finds the bytes of ``step``.
 
         Waits until the step's copies are queued, not until they are done. Whether they succeeded is
         known when the job is done; before, nothing that was computed from them counts.
-        Raises ``DeviceError`` where the job failed already.
+        Raises ``DeviceError`` where the job failed already, or the step was not queued within
+        ``timeout_s``.
         """
         with self._changed:
-            self._changed.wait_for(lambda: len(self._fences) > step or self.done)
+            if not self._changed.wait_for(lambda: len(self._fences) > step or self.done, timeout_s):
+                raise DeviceError(f"step {step} of a load was not queued within {timeout_s:.3f} s")
             if self.error is not None or len(self._fences) <= step:
                 raise DeviceError(f"step {step} of a load did not arrive: {self.error}")
             fence = self._fences[step]

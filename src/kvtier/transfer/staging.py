@@ -1,19 +1,31 @@
-"""From slots to bytes: a copy of blocks between two tiers, as one batch of small copies."""
+"""From slots to bytes: a copy of blocks between two tiers, as batches of small copies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.devices.base import CopyBatch
-from kvtier.layout import fragments
+from kvtier.layout import fragments, stepped_fragments
 from kvtier.tiers.base import MemoryTier
 from kvtier.transfer.batching import coalesce
 from kvtier.types import Slot
 
 Int64s = npt.NDArray[np.int64]
+
+STEP_BYTES = 1 << 20
+"""What a step moves at least: less is not worth a submission and a fence of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A copy in steps. Layer l arrives with step ``l // layers_per_step``."""
+
+    batches: tuple[CopyBatch, ...]
+    layers_per_step: int
 
 
 def stage(
@@ -33,6 +45,47 @@ def stage(
     if not _have_neighbours(at, to, pieces.size[-1]):
         return batch
     return coalesce(batch, src.seams, dst.seams)
+
+
+def stage_steps(
+    src: MemoryTier, src_slots: Sequence[Slot], dst: MemoryTier, dst_slots: Sequence[Slot]
+) -> Steps:
+    """The copies of ``stage``, a layer after the other, so that compute can follow close behind.
+
+    A step is as many layers as make ``STEP_BYTES``. It is one step for all where cutting between
+    layers would cut what is one piece (see ``stepped_fragments``). Fragment by fragment, blocks
+    within a fragment in the order given.
+    """
+    group = src.layout.group
+    num_bytes = len(src_slots) * group.bytes_per_block
+    num_steps = min(group.num_layers, max(1, num_bytes // STEP_BYTES))
+    stepped = stepped_fragments(src.layout, dst.layout, -(-group.num_layers // num_steps))
+    pieces = stepped.fragments
+    num_blocks, memories = len(src_slots), (src.memory, dst.memory)
+    at = _by_fragment(pieces.src_offset, pieces.src_stride, src_slots)
+    to = _by_fragment(pieces.dst_offset, pieces.dst_stride, dst_slots)
+    size = np.repeat(pieces.size, num_blocks)
+    batches, start = [], 0
+    for count, step_bytes, can_touch in zip(
+        stepped.counts, stepped.num_bytes, stepped.can_touch, strict=True
+    ):
+        end = start + count * num_blocks
+        batch = CopyBatch(
+            *memories, at[start:end], to[start:end], size[start:end], num_blocks * step_bytes
+        )
+        batches.append(coalesce(batch, src.seams, dst.seams) if can_touch else batch)
+        start = end
+    return Steps(tuple(batches), stepped.layers_per_step)
+
+
+def _by_fragment(offset: Int64s, stride: Int64s, slots: Sequence[Slot]) -> Int64s:
+    """Where each fragment of each block begins: int64 [num_fragments * num_blocks]."""
+    blocks = np.asarray(slots, np.int64)
+    if (stride == stride[0]).all():
+        begins = np.add.outer(offset, blocks * stride[0])
+    else:
+        begins = offset[:, None] + np.multiply.outer(stride, blocks)
+    return np.asarray(begins).reshape(-1)
 
 
 def _have_neighbours(at: Int64s, to: Int64s, last_size: int) -> bool:
