@@ -1,0 +1,64 @@
+"""The whole cache over fake drivers: the state machines that the CPU device has to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvtier.devices import Device, Memory
+from kvtier.testing import FaultyDevice
+from tests.core.test_cache_machine import CacheMachine, StorageMachine, WriteBackMachine
+from tests.core.world import World
+from tests.devices.drivers import make_device
+from tests.fakes.fake import Fake
+
+STEPS = settings(stateful_step_count=40, max_examples=max(4, settings.default.max_examples // 8))
+
+
+class Gated(FaultyDevice):
+    """Page-locks when the world's own device grants it, and only then for real."""
+
+    def __init__(self, gate: Device, device: Device) -> None:
+        super().__init__(device)
+        self._gate = gate
+
+    def page_lock(self, memory: Memory) -> bool:
+        return self._gate.page_lock(memory) and super().page_lock(memory)
+
+    def unlock(self, memory: Memory) -> None:
+        self._gate.unlock(memory)
+        super().unlock(memory)
+
+
+@pytest.fixture
+def fake(variant: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+    """A new machine for every world; the pool is in its device's memory."""
+    fake = Fake(variant)
+    num_copies: list[int] = []
+
+    def note() -> None:
+        assert fake.violations == []
+        assert fake.num_pending == 0
+        assert fake.count("synchronous_copies") == 0, "host memory is page-locked"
+        num_copies.append(fake.count("copies"))
+
+    def choose_device(cpu: Device, pool: Memory) -> Device:
+        note()
+        seed = len(num_copies)
+        fake.reset(seed, late_reads=True, max_delay_us=30 * (seed % 2))
+        fake.adopt(pool.address, pool.nbytes)
+        return Gated(cpu, make_device(fake))
+
+    monkeypatch.setattr(World, "choose_device", staticmethod(choose_device))
+    yield fake
+    note()
+    assert sum(num_copies) > 0
+
+
+@pytest.mark.parametrize("variant", ["cuda122", "cuda130", "cann83", "cann91", "hip72"])
+@pytest.mark.parametrize("machine", [CacheMachine, StorageMachine, WriteBackMachine])
+def test_nothing_is_wrong_or_lost_whatever_happens(fake: Fake, machine: type[CacheMachine]) -> None:
+    run_state_machine_as_test(machine, settings=STEPS)
