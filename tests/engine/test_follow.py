@@ -104,12 +104,6 @@ class OnDemand(Device):
         self._num_done = 0
         self._changed = Condition()
 
-    def allocate(self, nbytes: int) -> Memory:
-        return self._inner.allocate(nbytes)
-
-    def free(self, memory: Memory) -> None:
-        self._inner.free(memory)
-
     def queue(self, direction: Direction) -> CopyQueue:
         return OnDemandQueue(self) if direction is Direction.LOAD else self._inner.queue(direction)
 

@@ -146,12 +146,6 @@ class LocksPages(Device):
     def queue(self, direction: Direction) -> CopyQueue:
         raise NotImplementedError
 
-    def allocate(self, nbytes: int) -> Memory:
-        raise NotImplementedError
-
-    def free(self, memory: Memory) -> None:
-        raise NotImplementedError
-
     def fence(self) -> Fence:
         raise NotImplementedError
 

@@ -10,6 +10,8 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.errors import DeviceError
+
 Int64s = npt.NDArray[np.int64]
 
 
@@ -141,14 +143,6 @@ class Device(ABC):
         """The point after all compute work that was queued on this device so far."""
 
     @abstractmethod
-    def allocate(self, nbytes: int) -> Memory:
-        """Memory of the device, to measure with. ``DeviceError`` where there is not enough."""
-
-    @abstractmethod
-    def free(self, memory: Memory) -> None:
-        """Give such memory back."""
-
-    @abstractmethod
     def page_lock(self, memory: Memory) -> bool:
         """Make host memory directly readable by the device. True where that worked."""
 
@@ -159,6 +153,14 @@ class Device(ABC):
     @abstractmethod
     def findings(self) -> list[Finding]:
         """What this device uses, and why not something faster."""
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Memory of the device, to measure with. ``DeviceError`` where there is none."""
+        raise DeviceError(f"{self.name} gives no {nbytes} bytes to measure with")
+
+    def free(self, memory: Memory) -> None:
+        """Give such memory back."""
+        del memory
 
     def prepare(self, again: bool = False) -> None:
         """Measure what helps to copy faster, where that was not done on this machine before. To be

@@ -10,7 +10,7 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from kvtier.devices.base import Direction
+from kvtier.devices.base import CopyBatch, Direction
 from kvtier.devices.path_table import Measured, PathTable
 from kvtier.devices.paths import CopyPath
 from kvtier.devices.rig import Rig, open_rig
@@ -26,6 +26,8 @@ NUM_COPIES = (16, 128, 1024, 4096)
 MAX_TOTAL_BYTES = 64 << 20
 """Of one measurement, and of the memory that is taken on either side."""
 REPEATS = 3
+NUM_CHECKED = 16
+"""Copies that are looked at, byte by byte, per size."""
 
 
 def calibrate(
@@ -34,34 +36,35 @@ def calibrate(
     num_copies: Sequence[int] = NUM_COPIES,
     repeats: int = REPEATS,
 ) -> PathTable:
-    """Measure every usable path in both directions. Takes about a second, and 64 MiB on both sides.
+    """Measure every path in both directions; one that fails or brings wrong bytes is left out.
 
-    Raises ``DeviceError`` where there is no memory for it.
+    Takes a second or two, and 64 MiB on both sides: ``DeviceError`` where there are not so many.
     """
     rows: list[Measured] = []
     tried = frozenset(device.paths.usable)
     with open_rig(device, MAX_TOTAL_BYTES) as rig:
-        for direction, size, count in product(Direction, copy_bytes, num_copies):
-            if size * count <= MAX_TOTAL_BYTES // 2:
-                rows += _measure(device, rig, direction, size, count, repeats)
+        for direction in Direction:
+            right = [
+                path
+                for path in device.paths.usable
+                if all(_is_right(device, rig, path, direction, size) for size in copy_bytes)
+            ]
+            for size, count in product(copy_bytes, num_copies):
+                if size * count <= MAX_TOTAL_BYTES // 2:
+                    batch = rig.scattered(direction, size, count)
+                    rows += _measure(device, right, direction, batch, repeats)
     return PathTable(tuple(rows), tried)
 
 
 def _measure(
     device: DriverDevice,
-    rig: Rig,
+    paths: Sequence[CopyPath],
     direction: Direction,
-    copy_bytes: int,
-    num_copies: int,
+    batch: CopyBatch,
     repeats: int,
 ) -> Iterator[Measured]:
-    """Each usable path, interleaved; one that fails or brings wrong bytes is left out."""
-    seconds: dict[CopyPath, list[float]] = {
-        path: []
-        for path in device.paths.usable
-        if _is_right(device, rig, path, direction, copy_bytes, num_copies)
-    }
-    batch = rig.scattered(direction, copy_bytes, num_copies)
+    """The paths, interleaved."""
+    seconds: dict[CopyPath, list[float]] = {path: [] for path in paths}
     for _ in range(repeats):
         for path, times in seconds.items():
             began = perf_counter()
@@ -69,7 +72,7 @@ def _measure(
             times.append(perf_counter() - began)
     for path, times in seconds.items():
         rate = batch.num_bytes / median(times)
-        yield Measured(direction, path, copy_bytes, num_copies, rate)
+        yield Measured(direction, path, int(batch.size[0]), len(batch.size), rate)
 
 
 def _is_right(
@@ -78,12 +81,11 @@ def _is_right(
     path: CopyPath,
     direction: Direction,
     copy_bytes: int,
-    num_copies: int,
 ) -> bool:
-    plain = partial(device.copy_by, CopyPath.EACH)
+    """Whether a few copies of this size arrive."""
+    plain, by_path = (partial(device.copy_by, each) for each in (CopyPath.EACH, path))
     try:
-        by_path = partial(device.copy_by, path)
-        if rig.brings_the_right_bytes(by_path, plain, direction, copy_bytes, num_copies):
+        if rig.brings_the_right_bytes(by_path, plain, direction, copy_bytes, NUM_CHECKED):
             return True
     except DeviceError as error:
         logger.info("%s copies without path=%s: %s", device.name, path.value, error)

@@ -41,9 +41,6 @@ class CpuDevice(Device):
         memory = np.zeros(nbytes, np.uint8)
         return Memory(memory.ctypes.data, nbytes, self.name, memory)
 
-    def free(self, memory: Memory) -> None:
-        return  # its owner goes with the last who looks at it
-
     def page_lock(self, memory: Memory) -> bool:
         return False
 

@@ -90,7 +90,7 @@ class Driver(ABC):
     @property
     def identity(self) -> str:
         """Names what decides how fast copies are: accelerator and versions."""
-        return " ".join(finding.found for finding in self.describe())
+        return ", ".join(f"{each.found}, {each.note}" for each in self.describe())
 
     @cached_property
     def numa_node(self) -> int | None:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
+from itertools import groupby
 from math import log2
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -63,21 +64,26 @@ class PathTable:
         return sorted(nearest, key=lambda path: -nearest[path].bytes_per_s)
 
     def findings(self) -> list[Finding]:
-        """For ``kvtier doctor``: per direction and size, the best path and its rate."""
-        lines = []
-        for direction in Direction:
-            for size in sorted({row.copy_bytes for row in self.rows}):
-                row = max(
-                    (r for r in self.rows if r.direction is direction and r.copy_bytes == size),
-                    key=lambda row: row.bytes_per_s,
-                    default=None,
-                )
-                if row is not None:
-                    topic = f"{direction.value} of {size >> 10} KiB pieces"
-                    lines.append(
-                        Finding(topic, row.path.value, f"{row.bytes_per_s / 1e9:.1f} GB/s")
-                    )
-        return lines
+        """For ``kvtier doctor``: per direction the fastest path by size, and how fast it is."""
+        return [self._finding(direction) for direction in Direction]
+
+    def _finding(self, direction: Direction) -> Finding:
+        best: dict[int, Measured] = {}
+        for row in self.rows:
+            known = best.get(row.copy_bytes)
+            if row.direction is direction and (
+                known is None or row.bytes_per_s > known.bytes_per_s
+            ):
+                best[row.copy_bytes] = row
+        by_size = [best[size] for size in sorted(best)]
+        runs = [list(run) for _, run in groupby(by_size, lambda row: row.path)]
+        found = ", ".join(f"{run[0].path} from {_size(run[0].copy_bytes)}" for run in runs)
+        rates = ", ".join(f"{_size(r.copy_bytes)} {r.bytes_per_s / 1e9:.1f}" for r in by_size)
+        return Finding(f"fastest {direction.value}s", found or "none", f"GB/s: {rates}")
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes >> 10} KiB" if nbytes >= 1 << 10 else f"{nbytes} B"
 
 
 def cache_folder() -> Path:

@@ -23,7 +23,7 @@ class Rig:
     def __init__(self, host: Memory, at_device: Memory, is_locked: bool) -> None:
         self.nbytes = host.nbytes
         self.is_locked = is_locked
-        self._host = host
+        self.host = host
         self._at_device = at_device
         self._bytes = np.frombuffer(host.owner, np.uint8)  # type: ignore[call-overload]
         self._random = np.random.default_rng(0)
@@ -80,8 +80,8 @@ class Rig:
     ) -> CopyBatch:
         size = np.full(len(at_host), copy_bytes, np.int64)
         if direction is Direction.LOAD:
-            return CopyBatch(self._host, self._at_device, at_host, at_device, size)
-        return CopyBatch(self._at_device, self._host, at_device, at_host, size)
+            return CopyBatch(self.host, self._at_device, at_host, at_device, size)
+        return CopyBatch(self._at_device, self.host, at_device, at_host, size)
 
 
 @contextmanager

@@ -148,9 +148,6 @@ class TorchDevice(Device):
         except RuntimeError as error:
             raise DeviceError(f"{self.name}: no {nbytes} bytes: {error}") from error
 
-    def free(self, memory: Memory) -> None:
-        return  # the tensor goes with the last who looks at it
-
     def page_lock(self, memory: Memory) -> bool:
         """CUDA and HIP register the arena in place; other devices copy from pageable memory."""
         register = getattr(self._cudart, "cudaHostRegister", None)

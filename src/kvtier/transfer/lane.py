@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from threading import Lock, Thread
 from time import perf_counter
+from traceback import clear_frames
 
 from kvtier.errors import CacheError, Closed
 from kvtier.transfer.job import Job
@@ -123,6 +124,7 @@ class Lane:
                 lost = work(job)
             except Exception as caught:  # a worker outlives every failure
                 error = self._reported(caught)
+                clear_frames(caught.__traceback__)  # or the error would keep what they work with
             with self._lock:
                 self._running = None
             job.finish(error, lost)
