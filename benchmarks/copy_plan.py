@@ -21,7 +21,7 @@ from kvtier.devices.synchronous import Passed, SynchronousQueue
 from kvtier.errors import DeviceError
 from kvtier.layout import DType, full_attention, named_layout
 from kvtier.tiers import MemoryTier
-from kvtier.transfer import TransferEngine, stage, stage_steps
+from kvtier.transfer import Steps, TransferEngine, stage, stage_steps
 from kvtier.types import Slot
 
 GROUP = full_attention(28, 8, 128, DType.BFLOAT16, 16)
@@ -86,10 +86,10 @@ def _take(batch: CopyBatch) -> None:
 
 def _plan(
     way: Direction, src: _Pool, src_slots: list[Slot], dst: _Pool, dst_slots: list[Slot]
-) -> Sequence[CopyBatch]:
+) -> Steps | Sequence[CopyBatch]:
     """The steps of a copy, as the cache has them planned."""
     if way is Direction.LOAD:
-        return stage_steps(src, src_slots, dst, dst_slots).batches
+        return stage_steps(src, src_slots, dst, dst_slots)
     return [stage(src, src_slots, dst, dst_slots)]
 
 

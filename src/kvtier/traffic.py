@@ -116,7 +116,7 @@ class Traffic:
             if transfer.dst == DEVICE:
                 steps = stage_steps(src, src_slots, dst, dst_slots)
                 transfer.layers_per_step = steps.layers_per_step
-                transfer.job = self._engine.submit(steps.batches, Direction.LOAD)
+                transfer.job = self._engine.submit(steps, Direction.LOAD)
             else:
                 batch = stage(src, src_slots, dst, dst_slots)
                 transfer.job = self._engine.submit([batch], Direction.STORE)

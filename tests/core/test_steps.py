@@ -77,8 +77,8 @@ def test_each_step_brings_its_layers_and_nothing_else(
     after = before.copy()
     repack(memory_bytes(src.memory), src.layout, SLOTS[0], after, dst.layout, SLOTS[1])
     steps = stage_steps(src, SLOTS[0], dst, SLOTS[1])
-    assert sum(batch.num_bytes for batch in steps.batches) == 4 * group.bytes_per_block
-    for step, batch in enumerate(steps.batches):
+    assert sum(batch.num_bytes for batch in steps) == 4 * group.bytes_per_block
+    for step, batch in enumerate(steps):
         assert batch.num_bytes == batch.size.sum()
         CpuDevice(threads=1).copy(batch, Direction.LOAD)
         end = (step + 1) * steps.layers_per_step
@@ -94,14 +94,14 @@ def test_a_host_block_goes_to_the_pool_layer_by_layer() -> None:
     host, pool = Plain("block_first", GROUPS["gqa"], 1), Plain("layer_first", GROUPS["gqa"], 2)
     steps = stage_steps(host, SLOTS[0], pool, SLOTS[1])
     assert steps.layers_per_step == 1
-    assert [len(batch.size) for batch in steps.batches] == [2 * 4] * 5
+    assert [len(batch.size) for batch in steps] == [2 * 4] * 5
 
 
 def test_blocks_in_one_piece_are_not_cut() -> None:
     src, dst = Plain("block_first", GROUPS["gqa"], 1), Plain("block_first", GROUPS["gqa"], 2)
     steps = stage_steps(src, SLOTS[0], dst, SLOTS[1])
     assert steps.layers_per_step == 5
-    (batch,) = steps.batches
+    (batch,) = steps
     assert sorted(batch.size.tolist()) == sorted(stage(src, SLOTS[0], dst, SLOTS[1]).size.tolist())
 
 
@@ -109,13 +109,13 @@ def test_neighbours_within_a_layer_are_one_copy() -> None:
     src, dst = Plain("layer_first", GROUPS["gqa"], 1), Plain("layer_first", GROUPS["gqa"], 2)
     run = [Slot(2), Slot(3), Slot(4)]
     steps = stage_steps(src, run, dst, run)
-    assert [len(batch.size) for batch in steps.batches] == [2] * 5
+    assert [len(batch.size) for batch in steps] == [2] * 5
 
 
 def test_few_bytes_are_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.transfer.staging.STEP_BYTES", 1 << 20)
     host, pool = Plain("block_first", GROUPS["gqa"], 1), Plain("layer_first", GROUPS["gqa"], 2)
-    assert len(stage_steps(host, SLOTS[0], pool, SLOTS[1]).batches) == 1
+    assert len(stage_steps(host, SLOTS[0], pool, SLOTS[1])) == 1
 
 
 # -- the gate --------------------------------------------------------------------------------------

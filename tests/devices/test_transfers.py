@@ -95,7 +95,7 @@ class Bench:
         at_host = [Slot(slot) for slot in move.at_host]
         if move.direction is Direction.LOAD:
             args = (self.host, at_host, self.pool, at_device)
-            steps = stage_steps(*args).batches if in_steps else (stage(*args),)
+            steps = stage_steps(*args) if in_steps else (stage(*args),)
             src, dst = (self.expected_host, self.host), (self.expected_pool, self.pool)
         else:
             args = (self.pool, at_device, self.host, at_host)

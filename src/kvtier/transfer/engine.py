@@ -11,6 +11,7 @@ from kvtier.transfer.batching import split
 from kvtier.transfer.copy_job import CopyJob
 from kvtier.transfer.job import Job
 from kvtier.transfer.lane import Lane
+from kvtier.transfer.staging import Steps
 
 
 class TransferEngine:
@@ -24,14 +25,17 @@ class TransferEngine:
         self._device = device
         self._lanes = {direction: Lane(direction.value, DeviceError) for direction in Direction}
 
-    def submit(self, steps: Sequence[CopyBatch], direction: Direction) -> CopyJob:
+    def submit(self, steps: Steps | Sequence[CopyBatch], direction: Direction) -> CopyJob:
         """Queue batches, done in this order; compute may follow them step by step. The memories
         stay untouched by others until the job is done.
 
         What goes wrong is reported by the job, never raised.
         """
         lane = self._lanes[direction]
-        job = CopyJob(sum(step.num_bytes for step in steps), len(steps))
+        if isinstance(steps, Steps):  # they are cut when their turn comes
+            job = CopyJob(steps.num_bytes, len(steps))
+        else:
+            job = CopyJob(sum(step.num_bytes for step in steps), len(steps))
         try:
             after = self._device.fence()
         except Exception as caught:
@@ -52,7 +56,7 @@ class TransferEngine:
     def _copy(
         self,
         job: CopyJob,
-        steps: Sequence[CopyBatch],
+        steps: Iterable[CopyBatch],
         direction: Direction,
         after: Fence,
         _: Job,

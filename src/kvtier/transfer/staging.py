@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +21,40 @@ STEP_BYTES = 1 << 20
 """What a step moves at least: less is not worth a submission and a fence of its own."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Steps:
-    """A copy in steps. Layer l arrives with step ``l // layers_per_step``."""
+    """A copy in steps, cut where it is gone through: by the worker that does it, not by the thread
+    that plans it. Layer l arrives with step ``l // layers_per_step``.
 
-    batches: tuple[CopyBatch, ...]
+    whole: all copies, step after step. ends: of each step in ``whole``. step_bytes: of each.
+    can_touch: which steps may have neighbours that are one copy.
+    """
+
+    whole: CopyBatch
     layers_per_step: int
+    ends: tuple[int, ...]
+    step_bytes: tuple[int, ...]
+    can_touch: tuple[bool, ...]
+    src_seams: Int64s
+    dst_seams: Int64s
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all steps."""
+        return self.whole.num_bytes
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __iter__(self) -> Iterator[CopyBatch]:
+        whole, start = self.whole, 0
+        for end, num_bytes, can_touch in zip(
+            self.ends, self.step_bytes, self.can_touch, strict=True
+        ):
+            at, to = whole.src_offset[start:end], whole.dst_offset[start:end]
+            step = CopyBatch(whole.src, whole.dst, at, to, whole.size[start:end], num_bytes)
+            yield coalesce(step, self.src_seams, self.dst_seams) if can_touch else step
+            start = end
 
 
 def stage(
@@ -60,22 +89,19 @@ def stage_steps(
     num_bytes = len(src_slots) * group.bytes_per_block
     num_steps = min(group.num_layers, max(1, num_bytes // STEP_BYTES))
     stepped = stepped_fragments(src.layout, dst.layout, -(-group.num_layers // num_steps))
-    pieces = stepped.fragments
-    num_blocks, memories = len(src_slots), (src.memory, dst.memory)
+    pieces, num_blocks = stepped.fragments, len(src_slots)
     at = _by_fragment(pieces.src_offset, pieces.src_stride, src_slots)
     to = _by_fragment(pieces.dst_offset, pieces.dst_stride, dst_slots)
     size = np.repeat(pieces.size, num_blocks)
-    batches, start = [], 0
-    for count, step_bytes, can_touch in zip(
-        stepped.counts, stepped.num_bytes, stepped.can_touch, strict=True
-    ):
-        end = start + count * num_blocks
-        batch = CopyBatch(
-            *memories, at[start:end], to[start:end], size[start:end], num_blocks * step_bytes
-        )
-        batches.append(coalesce(batch, src.seams, dst.seams) if can_touch else batch)
-        start = end
-    return Steps(tuple(batches), stepped.layers_per_step)
+    return Steps(
+        CopyBatch(src.memory, dst.memory, at, to, size, num_bytes),
+        stepped.layers_per_step,
+        tuple(end * num_blocks for end in accumulate(stepped.counts)),
+        tuple(num_blocks * nbytes for nbytes in stepped.num_bytes),
+        stepped.can_touch,
+        src.seams,
+        dst.seams,
+    )
 
 
 def _by_fragment(offset: Int64s, stride: Int64s, slots: Sequence[Slot]) -> Int64s:
