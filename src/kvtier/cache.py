@@ -347,7 +347,7 @@ def _make_tiers(
     """The tiers that the configuration asks for, fastest first."""
     tiers: dict[str, Tier] = {DEVICE: pool}
     group = pool.layout.group
-    capacity = parse_capacity(config.host_capacity, pool.layout.nbytes, "host_capacity")
+    capacity = parse_capacity(config.host_capacity, pool.layout.block_bytes, "host_capacity")
     if capacity:
         tiers[HOST] = host = HostTier(group, capacity, device, arena)
         if storage is None and config.disk_path:

@@ -8,14 +8,17 @@ from importlib.metadata import EntryPoint, entry_points
 from kvtier.errors import ConfigError
 
 
-def load_plugin(group: str, name: str) -> Callable[..., object]:
-    """The class that entry point ``name`` of ``kvtier.<group>`` names.
+def known_plugins(group: str) -> dict[str, EntryPoint]:
+    """What is registered under ``kvtier.<group>``, by name.
 
     group: "devices", "tiers" or "policies".
     """
-    known: dict[str, EntryPoint] = {
-        entry.name: entry for entry in entry_points(group=f"kvtier.{group}")
-    }
+    return {entry.name: entry for entry in entry_points(group=f"kvtier.{group}")}
+
+
+def load_plugin(group: str, name: str) -> Callable[..., object]:
+    """The class that entry point ``name`` of ``kvtier.<group>`` names."""
+    known = known_plugins(group)
     if name not in known:
         raise ConfigError(
             f"no plug-in {name!r} in kvtier.{group}; known: {', '.join(sorted(known)) or 'none'}. "

@@ -59,6 +59,15 @@ def test_a_kind_with_drivers_of_its_own_tries_those_first(installed: dict[str, s
         find_device("npu:1")
 
 
+def test_a_kind_of_anothers_is_served_by_the_plug_in_of_its_name(
+    installed: dict[str, str],
+) -> None:
+    installed["kvtier.devices/kettle"] = "builtins:list"
+    installed["kvtier.devices/torch"] = "builtins:str"
+    with pytest.raises(DeviceError, match="'kettle' for device 'kettle:1' made a list"):
+        find_device("kettle:1")
+
+
 def test_device_that_nothing_serves_says_why_for_each_back_end(installed: dict[str, str]) -> None:
     with pytest.raises(DeviceError, match=r"no device 'cuda'.*cuda: .*hip: .*torch: no plug-in"):
         find_device("cuda")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +18,12 @@ from kvtier.devices.paths import BATCH_VARIABLE
 from kvtier.layout import (
     DType,
     KVGroup,
+    Layout,
+    Place,
     full_attention,
     latent_attention,
     named_layout,
+    over_tensors,
     repack,
 )
 from kvtier.testing import host_memory, memory_bytes
@@ -50,7 +54,12 @@ GROUPS = st.one_of(
         block_size=st.integers(1, 4),
     ),
 )
-POOLS = st.sampled_from(["layer_first", "part_first", "block_first", "page_first_kv_split"])
+TENSORS = "a tensor per layer and part"
+POOLS = st.sampled_from(
+    ["layer_first", "part_first", "block_first", "page_first_kv_split", TENSORS]
+)
+GAP = 96
+"""Bytes between two tensors: somebody else's."""
 
 
 @dataclass(frozen=True)
@@ -111,15 +120,35 @@ class Bench:
         self.engine.close()
 
 
+def pool_layout(group: KVGroup, name: str, begin: int) -> Layout:
+    """A pool that begins at the address ``begin``."""
+    if name != TENSORS:
+        return named_layout(name, group, NUM_DEVICE)
+    places: list[list[Place]] = [[] for _ in group.parts]
+    address = begin
+    for layer, part in product(reversed(range(group.num_layers)), range(len(group.parts))):
+        kind, size = group.parts[part], group.dtype.itemsize
+        head, token = kind.dim * size, kind.num_heads * kind.dim * size
+        block = group.tokens_of(kind) * token
+        places[part].insert(0, Place(address, block, token, head))
+        address += NUM_DEVICE * block + GAP * (layer + part > 0)
+    found, layout = over_tensors(group, places, NUM_DEVICE)
+    assert found == begin
+    return layout
+
+
+def pool_bytes(group: KVGroup) -> int:
+    """Enough for any arrangement."""
+    return NUM_DEVICE * group.bytes_per_block + GAP * group.num_layers * len(group.parts)
+
+
 def _bench(group: KVGroup, layout: str, device: Device, pool: Memory) -> Bench:
     rng = np.random.default_rng(1)
     host = HostTier(group, NUM_HOST * group.bytes_per_block, device)
-    content = [
-        rng.integers(0, 256, count * group.bytes_per_block, np.uint8)
-        for count in (NUM_DEVICE, NUM_HOST)
-    ]
+    sizes = (pool_bytes(group), NUM_HOST * group.bytes_per_block)
+    content = [rng.integers(0, 256, size, np.uint8) for size in sizes]
     memory_bytes(host.memory)[: len(content[1])] = content[1]
-    tier = DeviceTier(pool, named_layout(layout, group, NUM_DEVICE))
+    tier = DeviceTier(pool, pool_layout(group, layout, pool.address))
     return Bench(device, tier, host, TransferEngine(device), *content)
 
 
@@ -142,7 +171,7 @@ def test_every_byte_goes_where_it_should_and_no_other_is_touched(
     stream = fake.compute_stream()
     compute = host_compute if seed % 5 == 0 else (lambda: stream)
     device = make_device(fake, 0, compute, **{BATCH_VARIABLE: switch})
-    nbytes = NUM_DEVICE * group.bytes_per_block
+    nbytes = pool_bytes(group)
     bench = _bench(group, layout, device, Memory(fake.allocate(nbytes), nbytes, "fake", None))
     fake.poke(bench.pool.memory.address, bench.expected_pool)
     for move in planned:
@@ -170,7 +199,7 @@ def test_every_byte_goes_where_it_should_and_no_other_is_touched(
 def test_the_cpu_does_the_same(
     group: KVGroup, layout: str, planned: list[Move], in_steps: bool
 ) -> None:
-    pool = host_memory(NUM_DEVICE * group.bytes_per_block)
+    pool = host_memory(pool_bytes(group))
     bench = _bench(group, layout, CpuDevice(threads=1), pool)
     memory_bytes(pool)[:] = bench.expected_pool
     for move in planned:

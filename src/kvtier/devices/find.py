@@ -6,7 +6,7 @@ import logging
 
 from kvtier.devices.base import Device, Finding
 from kvtier.errors import ConfigError, DeviceError
-from kvtier.plugins import load_plugin
+from kvtier.plugins import known_plugins, load_plugin
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ BACK_ENDS = {
     "npu": ("ascend", "torch"),
 }
 """Per kind of device, as torch calls it, the plug-ins that are tried, best first. Every other kind
-is served by torch's own copies."""
+is served by the plug-in of its name, if there is one, and else by torch's own copies."""
 
 
 def find_device(name: str) -> Device:
@@ -37,7 +37,8 @@ def look_for(name: str) -> tuple[Device | None, list[Finding]]:
     """The first back end for ``name`` that works, and why those before it do not."""
     misses: list[Finding] = []
     kind = name.partition(":")[0]
-    for plugin in BACK_ENDS.get(kind, ("torch",)):
+    own = (kind,) if kind in known_plugins("devices") else ()
+    for plugin in BACK_ENDS.get(kind, (*own, "torch")):
         try:
             make = load_plugin("devices", plugin)
             made = make() if kind == "cpu" else make(name)

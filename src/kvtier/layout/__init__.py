@@ -14,8 +14,9 @@ from kvtier.layout.group import (
 )
 from kvtier.layout.layout import Axis, Layout, PartStrides, arrange
 from kvtier.layout.named import ORDERS, named_layout
-from kvtier.layout.repack import part_view, repack
+from kvtier.layout.repack import layer_view, part_view, repack
 from kvtier.layout.spans import Fragments, SteppedFragments, fragments, spans, stepped_fragments
+from kvtier.layout.tensors import Place, over_tensors
 
 __all__ = [
     "ORDERS",
@@ -27,12 +28,15 @@ __all__ = [
     "Layout",
     "Part",
     "PartStrides",
+    "Place",
     "SteppedFragments",
     "arrange",
     "fragments",
     "full_attention",
     "latent_attention",
+    "layer_view",
     "named_layout",
+    "over_tensors",
     "part_view",
     "recurrent_state",
     "repack",

@@ -29,7 +29,10 @@ class Axis(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PartStrides:
-    """Bytes from one index to the next along each axis, and where the part begins."""
+    """Bytes from one index to the next along each axis, and where the part begins.
+
+    layers: where each layer begins instead, for pools of a tensor per layer.
+    """
 
     offset: int
     layer: int
@@ -37,14 +40,20 @@ class PartStrides:
     token: int
     head: int
     dim: int
+    layers: tuple[int, ...] = ()
+
+    def begin(self, layer: int) -> int:
+        """Where block 0 of ``layer`` begins."""
+        return self.layers[layer] if self.layers else self.offset + layer * self.layer
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """``num_blocks`` blocks of a group, arranged in one memory of ``nbytes`` bytes.
 
-    order: outermost axis first. parts: strides, in the order of ``group.parts``.
-    Made by ``arrange``; equal layouts place every element alike.
+    order: outermost axis first; () for a pool of several tensors. parts: strides, in the order of
+    ``group.parts``. Made by ``arrange`` or ``over_tensors``; equal layouts place every element
+    alike.
     """
 
     group: KVGroup
@@ -52,6 +61,11 @@ class Layout:
     num_blocks: int
     parts: tuple[PartStrides, ...]
     nbytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Of all blocks together; ``nbytes`` also counts what lies between them."""
+        return self.num_blocks * self.group.bytes_per_block
 
 
 def arrange(group: KVGroup, order: tuple[Axis, ...], num_blocks: int) -> Layout:

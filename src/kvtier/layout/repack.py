@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,20 @@ Bytes = npt.NDArray[np.uint8]
 def part_view(memory: Bytes, layout: Layout, part: int) -> Bytes:
     """A view of one part: uint8 [num_blocks, num_layers, num_tokens, num_heads, dim * itemsize].
 
-    memory: uint8 [>= layout.nbytes], contiguous. Writing to the view writes to the memory.
+    memory: uint8 [>= layout.nbytes], contiguous. Writing to the view writes to the memory. Raises
+    ``LayoutError`` for a pool of several tensors, whose layers lie anywhere.
     """
+    strides = layout.parts[part]
+    if strides.layers:
+        raise LayoutError("the layers of this pool are tensors of their own: use layer_view")
+    one = layer_view(memory, layout, part, 0)
+    shape = (len(one), layout.group.num_layers, *one.shape[1:])
+    steps = (one.strides[0], strides.layer, *one.strides[1:])
+    return np.lib.stride_tricks.as_strided(one, shape, steps)
+
+
+def layer_view(memory: Bytes, layout: Layout, part: int, layer: int) -> Bytes:
+    """A view of one layer of a part: uint8 [num_blocks, num_tokens, num_heads, dim * itemsize]."""
     is_flat = memory.dtype == np.uint8 and memory.ndim == 1 and memory.flags.c_contiguous
     if not is_flat or memory.nbytes < layout.nbytes:
         raise LayoutError(
@@ -27,13 +40,12 @@ def part_view(memory: Bytes, layout: Layout, part: int) -> Bytes:
     group, strides, kind = layout.group, layout.parts[part], layout.group.parts[part]
     shape = (
         layout.num_blocks,
-        group.num_layers,
         group.tokens_of(kind),
         kind.num_heads,
         kind.dim * group.dtype.itemsize,
     )
-    steps = (strides.block, strides.layer, strides.token, strides.head, 1)
-    return np.lib.stride_tricks.as_strided(memory[strides.offset :], shape, steps)
+    steps = (strides.block, strides.token, strides.head, 1)
+    return np.lib.stride_tricks.as_strided(memory[strides.begin(layer) :], shape, steps)
 
 
 def repack(
@@ -49,7 +61,8 @@ def repack(
         raise LayoutError(f"{src_layout.group} and {dst_layout.group} hold different blocks")
     if len(src_blocks) != len(dst_blocks):
         raise LayoutError(f"{len(src_blocks)} blocks can't be copied to {len(dst_blocks)} places")
-    for part in range(len(src_layout.group.parts)):
-        source = part_view(src, src_layout, part)
-        target = part_view(dst, dst_layout, part)
+    group = src_layout.group
+    for part, layer in product(range(len(group.parts)), range(group.num_layers)):
+        source = layer_view(src, src_layout, part, layer)
+        target = layer_view(dst, dst_layout, part, layer)
         target[list(dst_blocks)] = source[list(src_blocks)]

@@ -70,7 +70,7 @@ def spans(layout: Layout, block: int, layer: int) -> Int64s:
     pieces: list[tuple[int, int]] = []
     for index, strides in enumerate(layout.parts):
         run, rest = _common_run(layout, index, strides, strides, axes=("token", "head"))
-        start = strides.offset + block * strides.block + layer * strides.layer
+        start = strides.begin(layer) + block * strides.block
         pieces += [(start + offset, run) for offset, _ in _offsets(rest, strides, strides)]
     merged: list[list[int]] = []
     for offset, length in sorted(pieces):
@@ -124,13 +124,15 @@ def _rows(src: Layout, dst: Layout, layers: range) -> list[Row]:
     rows: list[Row] = []
     for index, (src_part, dst_part) in enumerate(zip(src.parts, dst.parts, strict=True)):
         axes = ("layer", "token", "head")
-        run, rest = _common_run(src, index, src_part, dst_part, axes, len(layers))
-        src_start = src_part.offset + layers.start * src_part.layer
-        dst_start = dst_part.offset + layers.start * dst_part.layer
-        rows += [
-            (dst_start + to, dst_part.block, src_start + at, src_part.block, run)
-            for at, to in _offsets(rest, src_part, dst_part)
-        ]
+        # Layers of a pool of several tensors lie anywhere: each is walked by itself.
+        is_alone = bool(src_part.layers or dst_part.layers)
+        for some in [range(at, at + 1) for at in layers] if is_alone else [layers]:
+            run, rest = _common_run(src, index, src_part, dst_part, axes, len(some))
+            src_start, dst_start = src_part.begin(some.start), dst_part.begin(some.start)
+            rows += [
+                (dst_start + to, dst_part.block, src_start + at, src_part.block, run)
+                for at, to in _offsets(rest, src_part, dst_part)
+            ]
     return _merged(sorted(rows))
 
 

@@ -103,7 +103,7 @@ class MemoryTier(Tier):
         )
 
     def findings(self) -> list[Finding]:
-        size_gib = self.layout.nbytes / 2**30
+        size_gib = self.layout.block_bytes / 2**30
         return [Finding(f"{self.name} tier", f"{self.num_slots} blocks, {size_gib:.2f} GiB")]
 
 
