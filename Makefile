@@ -12,13 +12,14 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup demo test check check-native crash-test bench peers peers-sglang peers-lmcache \
+.PHONY: help setup demo test check lint check-native crash-test bench peers peers-sglang peers-lmcache \
 	peers-vllm clean
 
 help:
 	@echo "make demo    serve real prompts through a two-tier cache, and show what it saved"
 	@echo "make test    all tests"
-	@echo "make check   format, lint, types, import contracts, stubs, fast tests"
+	@echo "make lint    format, lint, types, import contracts, stubs"
+	@echo "make check   the same, and the fast tests"
 	@echo "make check-native   the native core's tests under address, undefined and thread sanitizers"
 	@echo "make crash-test  kill a writer of the disk tier KILLS=5000 times, cut its power as often"
 	@echo "make bench   the benchmarks; results in reports/"
@@ -53,7 +54,10 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 
-check: setup
+check: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -61,7 +65,6 @@ check: setup
 ifdef KVTIER_REQUIRE_NATIVE
 	MYPYPATH=src $(BIN)/stubtest kvtier._native --allowlist native/stubtest.allowlist
 endif
-	$(BIN)/python -m pytest -m "not slow"
 
 check-native: setup
 	$(BIN)/python native/sanitizers/check.py
