@@ -205,6 +205,8 @@ def test_lost_device_is_an_error_every_time_and_hangs_nobody(fake: Fake) -> None
     for _ in range(2):
         with pytest.raises(DeviceError, match="719"):
             device.copy(CopyBatch(arena, pool, start, start, size), Direction.LOAD)
+    assert device.page_lock(Memory(1 << 40, 4096, "host", None)) is False
+    device.unlock(arena)  # the host tier is closed all the same
     device.close()
 
 

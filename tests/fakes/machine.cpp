@@ -25,7 +25,9 @@ Machine &machine() {
     return *made;
 }
 
-Machine::Machine() : worker_([this] { run(); }) {}
+Machine::Machine() {
+    worker_ = std::thread([this] { run(); });  // when everything that it looks at is there
+}
 
 Machine::~Machine() = default;
 

@@ -7,7 +7,7 @@ import mmap
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from kvtier.devices.base import CopyBatch, CopyQueue, Device, Direction, Fence, Finding, Memory
@@ -106,15 +106,14 @@ class DriverDevice(Device):
             return False
         pieces = list(self._pieces(memory))
         locked: list[tuple[int, int]] = []
-        self.driver.use()
         try:
+            self.driver.use()
             for start, end in pieces:
                 self.driver.lock(start, end - start)
                 locked.append((start, end))
         except DriverError as error:
             logger.info("page_lock refused bytes=%d error=%s", memory.nbytes, error)
-            for start, _ in locked:
-                self.driver.unlock(start)
+            self._unlock(locked)
             return False
         with self._lock:
             self.locked = self.locked.plus(pieces)
@@ -122,11 +121,18 @@ class DriverDevice(Device):
 
     def unlock(self, memory: Memory) -> None:
         pieces = list(self._pieces(memory))
-        self.driver.use()
-        for start, _ in pieces:
-            self.driver.unlock(start)
+        self._unlock(pieces)
         with self._lock:
             self.locked = self.locked.minus(pieces)
+
+    def _unlock(self, pieces: Iterable[tuple[int, int]]) -> None:
+        """An accelerator that is lost can't give memory back, and must not keep us from ending."""
+        for start, end in pieces:
+            try:
+                self.driver.use()
+                self.driver.unlock(start)
+            except DriverError as error:
+                logger.info("%s unlock bytes=%d error=%s", self.name, end - start, error)
 
     def _pieces(self, memory: Memory) -> list[tuple[int, int]]:
         """Pieces that may be page-locked at once: (begin, end), whole pages."""
