@@ -8,7 +8,9 @@ using fake::Address;
 using fake::Copy;
 using fake::Event;
 using fake::machine;
+using fake::any_stream_of;
 using fake::Stream;
+using fake::stream_of;
 using Place = fake::Machine::Place;
 
 namespace {
@@ -40,14 +42,6 @@ int current() { return current_generation == generation ? current_device : -1; }
         if (current() < 0) return context_null; \
     } while (false)
 
-Stream *stream_of(void *handle) {
-    return machine().is_stream(handle) ? static_cast<Stream *>(handle) : nullptr;
-}
-
-Stream *any_stream_of(void *handle) {
-    return handle ? stream_of(handle) : machine().legacy_stream(current());
-}
-
 struct Location {
     std::uint32_t id;  // the id comes first
     int type;
@@ -60,14 +54,7 @@ struct Attributes {
 static_assert(sizeof(Location) == 8 && sizeof(Attributes) == 32);
 
 int judge(const Copy &copy, bool to_device, bool &is_pageable) {
-    const Address at_device = to_device ? copy.dst : copy.src;
-    const Address at_host = to_device ? copy.src : copy.dst;
-    if (machine().place(at_device, copy.size, current()) != Place::device) return param_invalid;
-    const Place host = machine().place(at_host, copy.size, current());
-    if (host == Place::broken || host == Place::device || host == Place::other_device)
-        return param_invalid;
-    is_pageable = is_pageable || host == Place::pageable;
-    return ok;
+    return fake::is_allowed(copy, to_device, current(), is_pageable) ? ok : param_invalid;
 }
 
 int copy_async(const std::vector<Copy> &copies, int kind, void *handle) {
@@ -195,7 +182,7 @@ FAKE int aclrtSynchronizeStream(void *stream) {
 FAKE int aclrtStreamWaitEvent(void *stream, void *event) {
     ENTER("aclrtStreamWaitEvent");
     NEED_DEVICE;
-    Stream *on = any_stream_of(stream);
+    Stream *on = any_stream_of(stream, current());
     if (!on || !machine().is_event(event)) return invalid_handle;
     if (!(static_cast<Event *>(event)->flags & 1)) return param_invalid;  // not made to be waited for
     machine().wait(on, static_cast<Event *>(event));
@@ -220,7 +207,7 @@ FAKE int aclrtDestroyEvent(void *event) {
 FAKE int aclrtRecordEvent(void *event, void *stream) {
     ENTER("aclrtRecordEvent");
     NEED_DEVICE;
-    Stream *on = any_stream_of(stream);
+    Stream *on = any_stream_of(stream, current());
     if (!on || !machine().is_event(event)) return invalid_handle;
     machine().record(static_cast<Event *>(event), on);
     return ok;

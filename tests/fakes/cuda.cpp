@@ -8,7 +8,9 @@ using fake::Address;
 using fake::Copy;
 using fake::Event;
 using fake::machine;
+using fake::any_stream_of;
 using fake::Stream;
+using fake::stream_of;
 using Place = fake::Machine::Place;
 
 namespace {
@@ -48,16 +50,6 @@ int current() { return current_generation == generation ? current_device : -1; }
         if (current() < 0) return invalid_context; \
     } while (false)
 
-// 0 is the legacy stream, 2 the thread's own: neither is ours.
-Stream *stream_of(void *handle) {
-    return machine().is_stream(handle) ? static_cast<Stream *>(handle) : nullptr;
-}
-
-// For events, handle 0 is the legacy stream: torch computes on it.
-Stream *any_stream_of(void *handle) {
-    return handle ? stream_of(handle) : machine().legacy_stream(current());
-}
-
 struct Location {
     int type;
     int id;
@@ -85,15 +77,8 @@ struct Memcpy2D {
 };
 static_assert(sizeof(Memcpy2D) == 128);
 
-// One copy between host and device: its code, and whether it may wait.
 int judge(const Copy &copy, bool to_device, bool &is_pageable) {
-    const Address at_device = to_device ? copy.dst : copy.src;
-    const Address at_host = to_device ? copy.src : copy.dst;
-    if (machine().place(at_device, copy.size, current()) != Place::device) return invalid_value;
-    const Place host = machine().place(at_host, copy.size, current());
-    if (host == Place::broken || host == Place::device) return invalid_value;
-    is_pageable = is_pageable || host == Place::pageable;
-    return ok;
+    return fake::is_allowed(copy, to_device, current(), is_pageable) ? ok : invalid_value;
 }
 
 int copy_async(const std::vector<Copy> &copies, bool to_device, void *handle) {
@@ -235,8 +220,8 @@ FAKE int cuStreamSynchronize(void *stream) {
 FAKE int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
     ENTER("cuStreamWaitEvent");
     NEED_CONTEXT;
-    if (!any_stream_of(stream) || !machine().is_event(event)) return invalid_handle;
-    machine().wait(any_stream_of(stream), static_cast<Event *>(event));
+    if (!any_stream_of(stream, current()) || !machine().is_event(event)) return invalid_handle;
+    machine().wait(any_stream_of(stream, current()), static_cast<Event *>(event));
     return flags == 0 ? ok : invalid_value;
 }
 FAKE int cuEventCreate(void **event, unsigned flags) {
@@ -256,7 +241,7 @@ FAKE int cuEventDestroy_v2(void *event) {
 FAKE int cuEventRecord(void *event, void *stream) {
     ENTER("cuEventRecord");
     NEED_CONTEXT;
-    Stream *on = any_stream_of(stream);
+    Stream *on = any_stream_of(stream, current());
     if (!on || !machine().is_event(event)) return invalid_handle;
     if (on->device != static_cast<Event *>(event)->device) return invalid_handle;
     machine().record(static_cast<Event *>(event), on);

@@ -8,7 +8,9 @@ using fake::Address;
 using fake::Copy;
 using fake::Event;
 using fake::machine;
+using fake::any_stream_of;
 using fake::Stream;
+using fake::stream_of;
 using Place = fake::Machine::Place;
 
 namespace {
@@ -42,14 +44,6 @@ int noted(int code) {
     return code;
 }
 
-Stream *stream_of(void *handle) {
-    return machine().is_stream(handle) ? static_cast<Stream *>(handle) : nullptr;
-}
-
-Stream *any_stream_of(void *handle) {
-    return handle ? stream_of(handle) : machine().legacy_stream(current());
-}
-
 struct Attributes {
     int order;
     int locations[4];
@@ -58,13 +52,7 @@ struct Attributes {
 static_assert(sizeof(Attributes) == 24);
 
 int judge(const Copy &copy, bool to_device, bool &is_pageable) {
-    const Address at_device = to_device ? copy.dst : copy.src;
-    const Address at_host = to_device ? copy.src : copy.dst;
-    if (machine().place(at_device, copy.size, current()) != Place::device) return invalid_value;
-    const Place host = machine().place(at_host, copy.size, current());
-    if (host == Place::broken || host == Place::device) return invalid_value;
-    is_pageable = is_pageable || host == Place::pageable;
-    return ok;
+    return fake::is_allowed(copy, to_device, current(), is_pageable) ? ok : invalid_value;
 }
 
 int copy_async(const std::vector<Copy> &copies, int kind, void *handle) {
@@ -194,7 +182,7 @@ FAKE int hipStreamSynchronize(void *stream) {
 }
 FAKE int hipStreamWaitEvent(void *stream, void *event, unsigned flags) {
     ENTER("hipStreamWaitEvent");
-    Stream *on = any_stream_of(stream);
+    Stream *on = any_stream_of(stream, current());
     if (!on || !machine().is_event(event)) return noted(invalid_handle);
     machine().wait(on, static_cast<Event *>(event));
     return noted(flags == 0 ? ok : invalid_value);
@@ -213,7 +201,7 @@ FAKE int hipEventDestroy(void *event) {
 }
 FAKE int hipEventRecord(void *event, void *stream) {
     ENTER("hipEventRecord");
-    Stream *on = any_stream_of(stream);
+    Stream *on = any_stream_of(stream, current());
     if (!on || !machine().is_event(event)) return noted(invalid_handle);
     if (on->device != static_cast<Event *>(event)->device) return noted(invalid_handle);
     machine().record(static_cast<Event *>(event), on);

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING
 
-from kvtier.devices.base import CopyBatch, Direction
+from kvtier.devices.base import CopyBatch, Device, Direction
 from kvtier.devices.path_table import Measured, PathTable
 from kvtier.devices.paths import CopyPath
-from kvtier.devices.rig import Rig, open_rig
+from kvtier.devices.rig import Copy, Rig, open_rig
 from kvtier.errors import DeviceError
-
-if TYPE_CHECKING:
-    from kvtier.devices.driver_device import DriverDevice
 
 logger = logging.getLogger(__name__)
 
@@ -31,44 +26,44 @@ NUM_CHECKED = 16
 
 
 def calibrate(
-    device: DriverDevice,
+    device: Device,
     copy_bytes: Sequence[int] = COPY_BYTES,
     num_copies: Sequence[int] = NUM_COPIES,
     repeats: int = REPEATS,
 ) -> PathTable:
-    """Measure every path in both directions; one that fails or brings wrong bytes is left out.
+    """Measure each of the device's ways, in both directions; one that fails or brings wrong bytes
+    is left out.
 
     Takes a second or two, and 64 MiB on both sides: ``DeviceError`` where there are not so many.
     """
     rows: list[Measured] = []
-    tried = frozenset(device.paths.usable)
+    ways = {CopyPath(name): copy for name, copy in device.ways().items()}
     with open_rig(device, MAX_TOTAL_BYTES) as rig:
         for direction in Direction:
-            right = [
-                path
-                for path in device.paths.usable
-                if all(_is_right(device, rig, path, direction, size) for size in copy_bytes)
-            ]
+            right = {
+                path: copy
+                for path, copy in ways.items()
+                if all(
+                    _is_right(device.name, rig, path, copy, ways[CopyPath.EACH], direction, size)
+                    for size in copy_bytes
+                )
+            }
             for size, count in product(copy_bytes, num_copies):
                 if size * count <= MAX_TOTAL_BYTES // 2:
                     batch = rig.scattered(direction, size, count)
-                    rows += _measure(device, right, direction, batch, repeats)
-    return PathTable(tuple(rows), tried)
+                    rows += _measure(right, direction, batch, repeats)
+    return PathTable(tuple(rows), frozenset(ways))
 
 
 def _measure(
-    device: DriverDevice,
-    paths: Sequence[CopyPath],
-    direction: Direction,
-    batch: CopyBatch,
-    repeats: int,
+    ways: Mapping[CopyPath, Copy], direction: Direction, batch: CopyBatch, repeats: int
 ) -> Iterator[Measured]:
     """The paths, interleaved."""
-    seconds: dict[CopyPath, list[float]] = {path: [] for path in paths}
+    seconds: dict[CopyPath, list[float]] = {path: [] for path in ways}
     for _ in range(repeats):
         for path, times in seconds.items():
             began = perf_counter()
-            device.copy_by(path, batch, direction)
+            ways[path](batch, direction)
             times.append(perf_counter() - began)
     for path, times in seconds.items():
         rate = batch.num_bytes / median(times)
@@ -76,19 +71,20 @@ def _measure(
 
 
 def _is_right(
-    device: DriverDevice,
+    name: str,
     rig: Rig,
     path: CopyPath,
+    copy: Copy,
+    plain_copy: Copy,
     direction: Direction,
     copy_bytes: int,
 ) -> bool:
     """Whether a few copies of this size arrive."""
-    plain, by_path = (partial(device.copy_by, each) for each in (CopyPath.EACH, path))
     try:
-        if rig.brings_the_right_bytes(by_path, plain, direction, copy_bytes, NUM_CHECKED):
+        if rig.brings_the_right_bytes(copy, plain_copy, direction, copy_bytes, NUM_CHECKED):
             return True
     except DeviceError as error:
-        logger.info("%s copies without path=%s: %s", device.name, path.value, error)
+        logger.info("%s copies without path=%s: %s", name, path.value, error)
         return False
-    logger.warning("%s: path=%s left out, it brought wrong bytes", device.name, path.value)
+    logger.warning("%s: path=%s left out, it brought wrong bytes", name, path.value)
     return False
