@@ -1,0 +1,1 @@
+"""Engines that kvtier plugs into. Nothing else imports an engine."""

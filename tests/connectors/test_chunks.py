@@ -1,0 +1,143 @@
+"""The flat index of chunks: a model of it, step by step."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvtier.connectors.vllm.chunks import ChunkIndex, ChunkState
+
+KEYS = [bytes([number]) for number in range(12)]
+some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=5, unique=True)
+
+
+def test_oldest_chunk_that_nobody_holds_leaves_first() -> None:
+    index = ChunkIndex(3)
+    for key in KEYS[:3]:
+        assert index.reserve([key]) is not None
+        index.commit([key])
+    index.hold([KEYS[0]])
+    index.touch([KEYS[1]])
+    reserved = index.reserve([KEYS[3]])
+    assert reserved is not None
+    assert reserved.evicted == [KEYS[2]]
+    assert index.state(KEYS[3]) is ChunkState.WRITING
+
+
+def test_beginning_of_a_prompt_leaves_last() -> None:
+    index = ChunkIndex(3)
+    assert index.reserve(KEYS[:3]) is not None
+    index.commit(KEYS[:3])
+    index.touch(KEYS[:3])
+    reserved = index.reserve(KEYS[3:5])
+    assert reserved is not None
+    assert reserved.evicted == [KEYS[2], KEYS[1]]
+
+
+def test_no_room_is_refused_and_nothing_leaves() -> None:
+    index = ChunkIndex(2)
+    assert index.reserve(KEYS[:2]) is not None
+    index.commit(KEYS[:1])
+    assert index.reserve(KEYS[2:4]) is None, "one of two is still being written"
+    assert index.state(KEYS[0]) is ChunkState.READY
+
+
+def test_chunk_that_is_wanted_does_not_leave_for_its_neighbours() -> None:
+    index = ChunkIndex(2)
+    assert index.reserve(KEYS[:2]) is not None
+    index.commit(KEYS[:2])
+    assert index.reserve(KEYS[:3]) is None or index.state(KEYS[0]) is ChunkState.READY
+
+
+def test_chunk_that_is_being_written_cant_be_read() -> None:
+    index = ChunkIndex(2)
+    index.reserve([KEYS[0]])
+    with pytest.raises(AssertionError, match="still being written"):
+        index.hold([KEYS[0]])
+
+
+class ChunkMachine(RuleBasedStateMachine):
+    """Against a dictionary: what is ready, what is being written, and who holds what."""
+
+    @initialize(num_slots=st.integers(1, 8))
+    def make(self, num_slots: int) -> None:
+        self.index = ChunkIndex(num_slots)
+        self.ready: dict[bytes, int] = {}  # key -> slot
+        self.writing: dict[bytes, int] = {}
+        self.held: list[bytes] = []
+
+    @rule(keys=some_keys)
+    def reserve(self, keys: list[bytes]) -> None:
+        new = [key for key in keys if key not in self.ready and key not in self.writing]
+        found = self.index.reserve(keys)
+        free = self.index.num_slots - len(self.ready) - len(self.writing)
+        may_leave = [key for key in self.ready if key not in self.held and key not in keys]
+        assert (found is None) == (len(new) > free + len(may_leave))
+        if found is None:
+            return
+        assert found.keys == new
+        assert set(found.evicted) <= set(may_leave)
+        assert len(found.evicted) == max(0, len(new) - free), "no more leave than have to"
+        for key in found.evicted:
+            del self.ready[key]
+        self.writing.update(zip(found.keys, found.slots, strict=True))
+
+    @precondition(lambda self: self.writing)
+    @rule(data=st.data(), success=st.booleans())
+    def finish(self, data: st.DataObject, success: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.writing)))
+        slot = self.writing.pop(key)
+        if success:
+            self.index.commit([key])
+            self.ready[key] = slot
+        else:
+            self.index.abort([key])
+
+    @precondition(lambda self: self.ready)
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.ready)))
+        assert self.index.hold([key]) == [self.ready[key]]
+        self.held.append(key)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.held)))
+        self.held.remove(key)
+        self.index.release([key])
+
+    @rule(keys=some_keys)
+    def touch(self, keys: list[bytes]) -> None:
+        self.index.touch(keys)
+
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+        self.ready = {key: slot for key, slot in self.ready.items() if key in self.held}
+
+    @invariant()
+    def is_what_the_model_says(self) -> None:
+        if not hasattr(self, "index"):
+            return
+        self.index.check_invariants()
+        for key in KEYS:
+            expected = ChunkState.ABSENT
+            if key in self.ready:
+                expected = ChunkState.READY
+            elif key in self.writing:
+                expected = ChunkState.WRITING
+            assert self.index.state(key) is expected
+
+
+def test_index_is_what_the_model_says() -> None:
+    run_state_machine_as_test(ChunkMachine, settings=settings(stateful_step_count=40))
