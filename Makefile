@@ -12,12 +12,13 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup demo test check lint check-native crash-test bench peers peers-sglang peers-lmcache \
+.PHONY: help setup demo test test-vllm check lint check-native crash-test bench peers peers-sglang peers-lmcache \
 	peers-vllm clean
 
 help:
 	@echo "make demo    serve real prompts through a two-tier cache, and show what it saved"
 	@echo "make test    all tests"
+	@echo "make test-vllm  a real vLLM with kvtier under it, on the CPU; makes .peers/vllm (3 GB) first"
 	@echo "make lint    format, lint, types, import contracts, stubs"
 	@echo "make check   the same, and the fast tests"
 	@echo "make check-native   the native core's tests under address, undefined and thread sanitizers"
@@ -53,6 +54,13 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# kvtier goes into vLLM's environment as a wheel, as it does for those who serve with it.
+test-vllm: setup peers-vllm
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
+	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall build/wheel/kvtier-*.whl
+	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis
+	$(PEERS)/vllm/bin/python -m pytest tests/vllm -W default
 
 check: lint
 	$(BIN)/python -m pytest -m "not slow"

@@ -46,15 +46,15 @@ def parts(device: str) -> list[Part]:
     test = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "tests")
     accuracy = ("accuracy,ttft", "--prompts", "40", "--accuracy-prompts", "8")
     return [
-        Part("doctor", (*KVTIER, "doctor"), 60),
-        Part("tests", test, 150),
-        Part("copy", (*KVTIER, "bench", "copy", "--device", device, "--json"), 120),
+        Part("doctor", (*KVTIER, "doctor"), 40),
+        Part("tests", test, 120),
+        Part("copy", (*KVTIER, "bench", "copy", "--device", device, "--json"), 90),
         Part(
             "overlap",
             (*SERVE, "overlap", "--device", device, "--model", "random-8b", "--json"),
             180,
         ),
-        Part("serve", (*SERVE, *accuracy, "--device", device, "--json"), 180),
+        Part("serve", (*SERVE, *accuracy, "--device", device, "--json"), 150),
     ]
 
 

@@ -12,6 +12,7 @@ from kvtier.cli.doctor import doctor
 from kvtier.cli.inspect import inspect
 from kvtier.cli.serve import serve
 from kvtier.cli.verify import verify
+from kvtier.cli.vllm_args import vllm_args
 
 app = typer.Typer(
     help="A hierarchical KV cache for LLM inference.",
@@ -23,6 +24,7 @@ app.command()(serve)
 app.command()(doctor)
 app.command()(inspect)
 app.command()(verify)
+app.command("vllm-args")(vllm_args)
 app.add_typer(bench, name="bench")
 
 

@@ -236,8 +236,8 @@ class StreamQueue(CopyQueue):
         return fence
 
     def drain(self) -> None:
-        self._device.driver.use()
         try:
+            self._device.driver.use()
             self._device.driver.synchronize(self._stream)
         except DriverError as error:  # what failed was reported where it was noticed first
             logger.info("%s drained error=%s", self._device.name, error)

@@ -16,11 +16,13 @@ class CopyJob(Job):
     A worker says how far it has come; the engine's thread has its compute wait, step by step.
     """
 
+    _changed = Condition()
+    """One for all jobs: few wait at a time, and to make one for each costs more."""
+
     def __init__(self, num_bytes: int, num_steps: int) -> None:
         super().__init__(num_bytes)
         self.num_steps = num_steps
         self._fences: list[Fence] = []
-        self._changed = Condition()
 
     def submitted(self, fence: Fence) -> None:
         """The next step's copies are queued; ``fence`` comes after them."""

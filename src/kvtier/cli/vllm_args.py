@@ -1,0 +1,38 @@
+"""``kvtier vllm-args``: what to add to ``vllm serve``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Annotated
+
+import typer
+
+from kvtier.cli.failure import fail
+from kvtier.errors import CacheError
+
+
+def vllm_args(
+    host: Annotated[str, typer.Option(help="Host DRAM for KV, of all ranks together.")] = "8GiB",
+    blocks_per_chunk: Annotated[
+        int, typer.Option(min=1, help="Blocks of vLLM's that are stored and found together.")
+    ] = 1,
+) -> None:
+    """Print the option that puts kvtier under vLLM, to be pasted behind ``vllm serve MODEL``."""
+    from kvtier.connectors.vllm import SPEC_NAME
+    from kvtier.connectors.vllm.settings import Settings
+
+    extra: dict[str, object] = {"spec_name": SPEC_NAME, "host": host}
+    if blocks_per_chunk > 1:
+        extra["blocks_per_chunk"] = blocks_per_chunk
+    try:
+        Settings.read(extra)
+    except CacheError as error:
+        fail("vllm-args", error)
+    config = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    text = json.dumps(config, separators=(",", ":"))
+    typer.echo(f"--kv-transfer-config {shlex.quote(text)}")

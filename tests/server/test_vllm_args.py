@@ -1,0 +1,28 @@
+"""``kvtier vllm-args``: one option, to be pasted."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+from typer.testing import CliRunner
+
+from kvtier.cli import app
+
+
+def test_option_is_what_vllm_reads() -> None:
+    done = CliRunner().invoke(app, ["vllm-args", "--host", "2GiB", "--blocks-per-chunk", "4"])
+    assert done.exit_code == 0
+    option, value = shlex.split(done.stdout)
+    assert option == "--kv-transfer-config"
+    assert json.loads(value) == {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"spec_name": "kvtier", "host": "2GiB", "blocks_per_chunk": 4},
+    }
+
+
+def test_size_that_cant_be_read_is_refused() -> None:
+    done = CliRunner().invoke(app, ["vllm-args", "--host", "plenty"])
+    assert done.exit_code == 2
+    assert "can't read 'plenty' as a size" in done.stderr
