@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ CONNECTOR = {
 }
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[Any]:
+@contextmanager
+def _serve(**changes: Any) -> Iterator[Any]:
+    """A vLLM with kvtier under it, and room for 64 blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         patch.setenv("HF_HUB_OFFLINE", "1")
@@ -40,9 +42,18 @@ def llm() -> Iterator[Any]:
             max_model_len=4096,
             num_gpu_blocks_override=64,
             kv_transfer_config=vllm.config.KVTransferConfig(**CONNECTOR),
+            **changes,
         )
+        try:
+            yield made
+        finally:
+            made.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Any]:
+    with _serve() as made:
         yield made
-        made.llm_engine.engine_core.shutdown()
 
 
 def _prompt(seed: int, num_tokens: int) -> dict[str, list[int]]:
@@ -99,3 +110,15 @@ def test_prompts_beyond_the_device_pool_come_back_from_the_host(llm: Any) -> Non
     assert [cached for cached, _ in warm] == [6 * BLOCK] * 14
     for (_, before), (_, after) in zip(cold, warm, strict=True):
         assert before[0] == after[0]
+
+
+def test_two_ranks_keep_their_shards_in_the_same_slots() -> None:
+    """Each rank has half of the heads; the scheduler decides once for both."""
+    with _serve(tensor_parallel_size=2) as llm:
+        prompts = [_prompt(seed, 4 * BLOCK + 50) for seed in range(3)]
+        _run(llm, *prompts)
+        on_device = [_run(llm, prompt)[0] for prompt in prompts]
+        assert llm.reset_prefix_cache()
+        from_host = [_run(llm, prompt)[0] for prompt in prompts]
+        assert [cached for cached, _ in from_host] == [4 * BLOCK] * 3
+        assert from_host == on_device

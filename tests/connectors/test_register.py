@@ -1,0 +1,54 @@
+"""The plug-in that every vLLM process calls."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from kvtier.connectors.vllm import SPEC_NAME, register
+
+
+class Factory:
+    """Refuses a name twice, as vLLM's does."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, tuple[str, str]] = {}
+
+    def register_spec(self, name: str, module: str, kind: str) -> None:
+        if name in self.known:
+            raise ValueError(f"{name} is registered")
+        self.known[name] = (module, kind)
+
+
+def _vllm(monkeypatch: pytest.MonkeyPatch, **base: object) -> Factory:
+    factory = Factory()
+    for name, content in {
+        "vllm": {},
+        "vllm.v1": {},
+        "vllm.v1.kv_offload": {},
+        "vllm.v1.kv_offload.base": base,
+        "vllm.v1.kv_offload.factory": {"OffloadingSpecFactory": factory},
+    }.items():
+        module = ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    return factory
+
+
+def test_spec_is_known_by_its_short_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    factory = _vllm(monkeypatch, CanonicalKVCaches=object, OffloadingWorker=object)
+    register()
+    register()
+    assert factory.known == {SPEC_NAME: ("kvtier.connectors.vllm.spec", "KvtierSpec")}
+
+
+def test_another_vllm_is_told_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    factory = _vllm(monkeypatch)  # as in 0.20: no workers
+    register()
+    assert factory.known == {}
+    assert "kvtier can't be used by this vLLM: it was made for 0.32" in caplog.text
+    assert "CanonicalKVCaches" in caplog.text
