@@ -65,6 +65,17 @@ def test_chunk_that_is_being_written_cant_be_read() -> None:
         index.hold([KEYS[0]])
 
 
+def test_emptied_index_waits_for_nobody() -> None:
+    """What was being written would else be pending for ever: its end is never told."""
+    index = ChunkIndex(2)
+    index.reserve(KEYS[:2])
+    index.commit(KEYS[:1])
+    index.hold(KEYS[:1])
+    index.clear()
+    assert [index.state(key) for key in KEYS[:2]] == [ChunkState.ABSENT] * 2
+    assert index.reserve(KEYS[2:4]) is not None
+
+
 class ChunkMachine(RuleBasedStateMachine):
     """Against a dictionary: what is ready, what is being written, and who holds what."""
 
@@ -123,7 +134,7 @@ class ChunkMachine(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.index.clear()
-        self.ready = {key: slot for key, slot in self.ready.items() if key in self.held}
+        self.ready, self.writing, self.held = {}, {}, []
 
     @invariant()
     def is_what_the_model_says(self) -> None:

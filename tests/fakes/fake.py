@@ -19,7 +19,7 @@ import pytest
 Bytes = npt.NDArray[np.uint8]
 
 HERE = Path(__file__).parent
-CORE = ("machine", "control")
+CORE = ("machine", "memory", "control")
 VARIANTS = {
     "cuda122": ("cuda", 12020),
     "cuda128": ("cuda", 12080),

@@ -50,6 +50,10 @@ struct Copy {
     std::size_t size;
 };
 
+inline bool overlap(Address a, std::size_t a_size, Address b, std::size_t b_size) {
+    return a < b + b_size && b < a + a_size;
+}
+
 struct Event;
 
 // How far a stream has come, and what it has waited for: the last operation of each stream that is

@@ -113,6 +113,15 @@ def test_prompts_beyond_the_device_pool_come_back_from_the_host(llm: Any) -> Non
         assert before[0] == after[0]
 
 
+def test_emptied_cache_is_empty_and_fills_again(llm: Any) -> None:
+    prompt = _prompt(5000, 3 * BLOCK + 50)
+    _run(llm, prompt)
+    assert llm.reset_prefix_cache(reset_connector=True)
+    for cached in (0, 3 * BLOCK):
+        assert _run(llm, prompt)[0][0] == cached
+        assert llm.reset_prefix_cache()
+
+
 def test_two_ranks_keep_their_shards_in_the_same_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

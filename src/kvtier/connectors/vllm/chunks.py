@@ -120,8 +120,9 @@ class ChunkIndex:
                 self._drop(key)
 
     def clear(self) -> None:
-        """Forget every chunk that nobody holds or writes."""
-        for key in list(self._idle):
+        """Forget every chunk, held or half written ones, too: whoever empties a cache waits for the
+        copies on their way, and never tells of their end."""
+        for key in list(self._chunks):
             self._drop(key)
 
     def _drop(self, key: bytes) -> None:

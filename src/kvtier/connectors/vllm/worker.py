@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -116,7 +115,9 @@ class HostWorker(OffloadingWorker):
 
 def _pool(caches: CanonicalKVCaches, blocks_per_chunk: int, slot_bytes: int) -> PagedPool:
     """vLLM's tensors as pages, by group."""
-    tensors = [_flat(each.tensor) for each in caches.tensors]
+    tensors = [each.tensor for each in caches.tensors]
+    for tensor in tensors:
+        assert tensor.stride(-1) == 1, f"the bytes of a block are {tensor.stride(-1)} apart"
     groups: list[Sequence[Page]] = [
         [
             Page(
@@ -132,8 +133,3 @@ def _pool(caches: CanonicalKVCaches, blocks_per_chunk: int, slot_bytes: int) -> 
     return PagedPool(
         groups, first.shape[0], blocks_per_chunk, slot_bytes, first.device.type, tensors
     )
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    assert tensor.stride(-1) == 1, f"the bytes of a block are {tensor.stride(-1)} apart"
-    return tensor

@@ -1,0 +1,136 @@
+// The memory of a machine: device memory that only the driver reaches, and page-locked host memory.
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "machine.hpp"
+
+namespace fake {
+namespace {
+
+constexpr std::size_t page = 4096;
+
+std::size_t whole_pages(std::size_t size) { return (size + page - 1) / page * page; }
+
+}  // namespace
+
+void Machine::adopt(Address at, std::size_t size, int device) {
+    std::lock_guard lock(mutex_);
+    ranges_.push_back({at, size, Kind::device, device, at, false, false});
+}
+
+void Machine::disown(Address at) {
+    std::lock_guard lock(mutex_);
+    ranges_.erase(std::remove_if(ranges_.begin(), ranges_.end(),
+                                 [&](Range &r) { return r.begin == at && !r.is_owned; }),
+                  ranges_.end());
+}
+
+bool Machine::peek(Address at, void *to, std::size_t size) {
+    std::lock_guard lock(mutex_);
+    const Address alias = reach(at, size);
+    if (alias) std::memcpy(to, reinterpret_cast<void *>(alias), size);
+    return alias != 0;
+}
+
+bool Machine::poke(Address at, const void *from, std::size_t size) {
+    std::lock_guard lock(mutex_);
+    const Address alias = reach(at, size);
+    if (alias) std::memcpy(reinterpret_cast<void *>(alias), from, size);
+    return alias != 0;
+}
+
+Range *Machine::find(Address at, std::size_t size) {
+    for (Range &range : ranges_)
+        if (range.contains(at, size)) return &range;
+    return nullptr;
+}
+
+Address Machine::reach(Address at, std::size_t size) {
+    Range *range = find(at, size);
+    return range ? range->alias + (at - range->begin) : 0;
+}
+
+Address Machine::allocate(std::size_t size, int device, Kind kind) {
+    std::lock_guard lock(mutex_);
+    if (size == 0) return 0;
+    // With a page on either side that nobody may touch.
+    const std::size_t whole = whole_pages(size);
+    const int file = memfd_create("fake", 0);
+    if (file < 0 || ftruncate(file, static_cast<off_t>(whole)) != 0) return 0;
+    void *area = mmap(nullptr, whole + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    char *begin = static_cast<char *>(area) + page;
+    const int access = kind == Kind::device ? PROT_NONE : PROT_READ | PROT_WRITE;
+    mmap(begin, whole, access, MAP_SHARED | MAP_FIXED, file, 0);
+    void *alias = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    ranges_.push_back({reinterpret_cast<Address>(begin), size, kind, device,
+                       reinterpret_cast<Address>(alias), true, false});
+    return reinterpret_cast<Address>(begin);
+}
+
+void Machine::drop_memory(Range &range) {
+    if (!range.is_owned) return;
+    munmap(reinterpret_cast<void *>(range.begin - page), whole_pages(range.size) + 2 * page);
+    munmap(reinterpret_cast<void *>(range.alias), whole_pages(range.size));
+}
+
+bool Machine::release(Address at, Kind kind) {
+    std::unique_lock lock(mutex_);
+    for (auto range = ranges_.begin(); range != ranges_.end(); ++range) {
+        if (range->begin != at || range->kind != kind || !range->is_owned) continue;
+        if (has_pending(at, range->size))
+            violations_.push_back("memory was freed while a copy of it was pending");
+        drop_memory(*range);
+        ranges_.erase(range);
+        return true;
+    }
+    return false;
+}
+
+Machine::Lock Machine::lock(Address at, std::size_t size, int device) {
+    std::lock_guard lock(mutex_);
+    for (Range &range : ranges_)
+        if (range.touches(at, size)) return Lock::overlaps;
+    ranges_.push_back({at, size, Kind::pinned, device, at, false, true});
+    return Lock::ok;
+}
+
+bool Machine::unlock(Address at) {
+    std::lock_guard lock(mutex_);
+    for (auto range = ranges_.begin(); range != ranges_.end(); ++range) {
+        if (range->begin != at || !range->is_registered) continue;
+        if (has_pending(at, range->size))
+            violations_.push_back("host memory was unregistered while a copy of it was pending");
+        ranges_.erase(range);
+        return true;
+    }
+    return false;
+}
+
+Machine::Place Machine::place(Address at, std::size_t size, int device) {
+    std::lock_guard lock(mutex_);
+    if (Range *range = find(at, size)) {
+        if (range->kind == Kind::pinned) return Place::pinned;
+        return range->device == device ? Place::device : Place::other_device;
+    }
+    for (Range &range : ranges_)
+        if (range.touches(at, size)) {
+            violations_.push_back("a copy leaves the piece of memory that it begins in");
+            return Place::broken;
+        }
+    return Place::pageable;
+}
+
+bool Machine::has_pending(Address at, std::size_t size) {
+    for (auto &stream : streams_)
+        for (Op &op : stream->ops)
+            for (Copy &copy : op.copies)
+                if (overlap(copy.dst, copy.size, at, size) || overlap(copy.src, copy.size, at, size))
+                    return true;
+    return false;
+}
+
+}  // namespace fake
