@@ -22,6 +22,21 @@ def test_option_is_what_vllm_reads() -> None:
     }
 
 
+def test_disk_comes_with_its_capacity() -> None:
+    both = ["--disk", "/nvme/kv", "--disk-capacity", "200GiB"]
+    done = CliRunner().invoke(app, ["vllm-args", *both])
+    _, value = shlex.split(done.stdout)
+    assert json.loads(value)["kv_connector_extra_config"] == {
+        "spec_name": "kvtier",
+        "host": "8GiB",
+        "disk": "/nvme/kv",
+        "disk_capacity": "200GiB",
+    }
+    done = CliRunner().invoke(app, ["vllm-args", *both[:2]])
+    assert done.exit_code == 2
+    assert "give both, a directory and how much of it to use" in " ".join(done.stderr.split())
+
+
 def test_size_that_cant_be_read_is_refused() -> None:
     done = CliRunner().invoke(app, ["vllm-args", "--host", "plenty"])
     assert done.exit_code == 2

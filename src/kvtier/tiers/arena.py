@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from threading import Event, Thread
 
 import numpy as np
@@ -61,6 +62,9 @@ class ArenaOptions:
     """Chunks end at multiples of this: for drivers whose pages are not the system's."""
     threads: int = 0
     """That touch pages; 0 for half of the cores, at most eight: the other half computes."""
+    file: Path | None = None
+    """A file in memory, for processes that share one arena: the first of them makes it. Each uses
+    what all of them have ready. None for memory of one's own."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "huge_pages", HugePages(self.huge_pages))
@@ -82,7 +86,7 @@ class ArenaOptions:
 
 
 class Arena:
-    """Anonymous memory for the blocks of a layout, near the device and page-locked by it.
+    """Memory for the blocks of a layout, near the device and page-locked by it.
 
     num_ready_blocks: so many of the first ones may be used. It grows, on another thread, and never
     beyond what could be touched; blocks of chunks that the device did not lock are ready as well.
@@ -109,7 +113,7 @@ class Arena:
         )
         self.seams = np.array([chunk.offset for chunk in self.chunks[1:]], np.int64)
         self._mapped_bytes = self.chunks[-1].offset + self.chunks[-1].num_bytes
-        self._map = mmap.mmap(-1, self._mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._map = _map(self._mapped_bytes, options.file)
         address = np.frombuffer(self._map, np.uint8).ctypes.data
         self.memory = Memory(address, layout.nbytes, "host", self._map)
         self.num_ready_blocks = 0
@@ -193,6 +197,11 @@ class Arena:
             logger.warning("page-locking failed bytes=%d error=%s", piece.nbytes, error)
             return False
 
+    def forget_file(self) -> None:
+        """All who share the arena have it: the file's name goes, the memory with its last user."""
+        if self.options.file is not None:
+            self.options.file.unlink(missing_ok=True)
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Until nothing is under way in the background. False if ``timeout_s`` was too short."""
         return self._done.wait(timeout_s)
@@ -269,3 +278,21 @@ class Arena:
         return f"{locked / 2**30:.2f} of {self._mapped_bytes / 2**30:.2f} GiB{note}", (
             refusal if self._done.is_set() else ""
         )
+
+
+def _map(num_bytes: int, file: Path | None) -> mmap.mmap:
+    """Memory that holds nothing, or what others have put into ``file``."""
+    if file is None:
+        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+        return mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
+    except OSError as error:
+        file.unlink(missing_ok=True)
+        raise ConfigError(
+            f"host tier: {num_bytes / 2**30:.2f} GiB can't be had in {file.parent}: "
+            f"{error.strerror}; lower host capacity, or give {file.parent} more room"
+        ) from error
+    finally:
+        os.close(fd)

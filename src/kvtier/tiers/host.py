@@ -41,15 +41,17 @@ class HostTier(MemoryTier):
                 f"({group.bytes_per_block} bytes at block_size={group.block_size}, "
                 f"{group.num_layers} layers); raise host capacity or lower block_size"
             )
+        options = options or ArenaOptions()
+        is_there = options.file is not None and options.file.exists()
         left, limited_by = available_bytes()
-        if capacity_bytes + RESERVE_BYTES > left:
+        if not is_there and capacity_bytes + RESERVE_BYTES > left:
             raise ConfigError(
                 f"host tier: a capacity of {capacity_bytes / 2**30:.2f} GiB does not fit: "
                 f"{left / 2**30:.2f} GiB are left ({limited_by}) and "
                 f"{RESERVE_BYTES / 2**30:.0f} GiB stay reserved; lower host capacity"
             )
         layout = named_layout("block_first", group, num_blocks)
-        self.arena = Arena(layout, device, options or ArenaOptions(), touch)
+        self.arena = Arena(layout, device, options, touch)
         super().__init__(HOST, self.arena.memory, layout)
         self.seams = self.arena.seams
         self._slots = SlotPool(num_blocks, num_open=0)

@@ -9,8 +9,8 @@ from kvtier.types import DISK, HOST
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A counter, or a gauge. Its name is what Prometheus shows, without ``_total``; by how it begins
-    vLLM knows what to take away with an engine."""
+    """A counter, or a gauge. Its name is what Prometheus shows, without ``_total``; by how it
+    begins vLLM knows what to take away with an engine."""
 
     name: str
     meaning: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import vllm
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 SLOT_ALIGNMENT = 4096
 """Slots begin on pages, so that each can be read from a disk in place."""
+SHARED_MEMORY = Path("/dev/shm")
 MAX_MOVING_BYTES = 256 << 20
 """Of a rank's host memory, what may be on its way to the disk; a quarter of it at most."""
 
@@ -51,23 +54,27 @@ class KvtierSpec(OffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
+        _log_as_vllm_does()
         self.settings = Settings.read(config.extra_config)
         chunk_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
         self.slot_bytes = -(-chunk_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         self.names = Names(config, self.slot_bytes, f"vllm {vllm.__version__}")
         self._num_ranks = max(1, config.parallel.world_size)
+        # Every rank would keep the same bytes: the first one stores them, for all.
+        self.replicated_layout = config.replicated_layout
+        self._num_shards = 1 if self.replicated_layout else self._num_ranks
         self.num_slots = self._num_chunks("host", self.settings.host_bytes)
         self.num_disk_chunks = self._num_chunks("disk_capacity", self.settings.disk_bytes)
         self._manager: TierManager | None = None
         self._worker: TierWorker | None = None
 
     def _num_chunks(self, name: str, num_bytes: int) -> int:
-        """Chunks of each rank in ``num_bytes`` of all ranks."""
-        num_chunks = num_bytes // self._num_ranks // self.slot_bytes if self.slot_bytes else 0
+        """Chunks of each shard in ``num_bytes`` of all of them."""
+        num_chunks = num_bytes // self._num_shards // self.slot_bytes if self.slot_bytes else 0
         if num_bytes and self.slot_bytes and num_chunks < 1:
             raise ConfigError(
                 f"{name}: {num_bytes} bytes are below one chunk of {self.slot_bytes} bytes on each "
-                f"of {self._num_ranks} ranks; raise it"
+                f"of {self._num_shards} ranks; raise it"
             )
         return num_chunks
 
@@ -79,7 +86,7 @@ class KvtierSpec(OffloadingSpec):
                 self.num_disk_chunks,
                 self.names,
                 self._num_ranks,
-                self._num_ranks,
+                self._num_shards,
                 max(1, moving),
             )
             tokens = tuple(each * self.blocks_per_chunk for each in self.tokens_per_block)
@@ -97,7 +104,7 @@ class KvtierSpec(OffloadingSpec):
         if self._worker is None:
             first = kv_caches.tensors[0].tensor.device
             name = first.type if first.index is None else f"{first.type}:{first.index}"
-            room = Room(self.slot_bytes, self.num_slots, self._disk_options())
+            room = Room(self.slot_bytes, self.num_slots, self._disk_options(), self._shared_file())
             self._worker = TierWorker(
                 kv_caches,
                 find_device(name),
@@ -110,14 +117,29 @@ class KvtierSpec(OffloadingSpec):
 
     def _disk_options(self) -> DiskOptions | None:
         """Of this rank's slab."""
-        if not self.num_disk_chunks:
-            return None
         rank = self.config.parallel.rank
+        if not self.num_disk_chunks or rank >= self._num_shards:
+            return None
         return DiskOptions(
             path=self.settings.disk_path / f"rank{rank}",
             capacity_bytes=self.num_disk_chunks * self.slot_bytes,
             durability=Durability(self.settings.disk_durability),
-            bytes_per_day=self.settings.bytes_per_day // self._num_ranks,
+            bytes_per_day=self.settings.bytes_per_day // self._num_shards,
             rank=rank,
-            num_ranks=self._num_ranks,
+            num_ranks=self._num_shards,
         )
+
+    def _shared_file(self) -> Path | None:
+        """Host memory that the ranks share, where one of them stores for all."""
+        if not self.replicated_layout:
+            return None
+        return SHARED_MEMORY / f"kvtier-{self.config.engine_id}"
+
+
+def _log_as_vllm_does() -> None:
+    """Where nobody has said how kvtier logs: to where vLLM does, and as much."""
+    ours, theirs = logging.getLogger("kvtier"), logging.getLogger("vllm")
+    if not ours.handlers and ours.level == logging.NOTSET:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.getEffectiveLevel())
+        ours.propagate = theirs.propagate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -21,6 +22,7 @@ from kvtier.connectors.vllm.rank_disk import RankDisk
 from kvtier.devices import Device, Direction, Finding
 from kvtier.layout import Attention, DType, KVGroup, Part
 from kvtier.tiers import HostTier
+from kvtier.tiers.arena import ArenaOptions
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.transfer import Job, TransferEngine
 from kvtier.types import Slot
@@ -32,11 +34,13 @@ CLOSE_WAIT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a rank keeps chunks in. num_slots: of host memory. disk: None for none."""
+    """What a rank keeps chunks in. num_slots: of host memory. disk: None for none, or where another
+    rank has it. shared: file of host memory that all ranks map, where they keep the same."""
 
     slot_bytes: int
     num_slots: int
     disk: DiskOptions | None = None
+    shared: Path | None = None
 
 
 class TierWorker(OffloadingWorker):
@@ -66,7 +70,8 @@ class TierWorker(OffloadingWorker):
         # A slot is opaque: one part of so many bytes.
         opaque = (Part("chunk", 1, room.slot_bytes),)
         group = KVGroup(Attention.FULL, 1, opaque, DType.UINT8, block_size=1)
-        self._host = HostTier(group, room.num_slots * room.slot_bytes, device)
+        arena = ArenaOptions(file=room.shared)
+        self._host = HostTier(group, room.num_slots * room.slot_bytes, device, arena)
         self._disk: RankDisk | None = None
         if room.disk is not None:
             tier = DiskTier(room.disk, group, self._host.ready_memory)
@@ -119,9 +124,9 @@ class TierWorker(OffloadingWorker):
         return self._jobs.keys()
 
     def carry_out(self, order: Order) -> None:
-        """Begin what the scheduler ordered."""
-        assert self._disk is not None, "an order for a rank without a disk"
-        self._disk.carry_out(order)
+        """Begin what the scheduler ordered, on the ranks that have a disk."""
+        if self._disk is not None:
+            self._disk.carry_out(order)
 
     def take_failed_loads(self) -> list[int]:
         """Loads that failed, of those that vLLM has heard of as done."""
@@ -130,6 +135,8 @@ class TierWorker(OffloadingWorker):
 
     def take_report(self, steps: frozenset[int]) -> Report:
         """What the scheduler should know. steps: that were computed."""
+        if not self._is_told:
+            self._host.arena.forget_file()  # every rank was made before the first step
         failed, self._failed_slots = frozenset(self._failed_slots), set()
         done = {} if self._disk is None else self._disk.take_done()
         return Report(done, self._hellos(), failed, steps)

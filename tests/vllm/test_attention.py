@@ -1,0 +1,72 @@
+"""A real vLLM with kvtier under it, and other kinds of attention than the built-in model has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfig, PreTrainedConfig
+
+from tests.vllm.engines import BLOCK, engine, one_by_one, prompt, with_disk
+
+SIZES = {
+    "vocab_size": 4096,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
+KINDS = {
+    "latent": DeepseekV3Config(
+        **SIZES,
+        num_hidden_layers=2,
+        num_key_value_heads=4,
+        kv_lora_rank=64,
+        q_lora_rank=64,
+        qk_rope_head_dim=32,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        first_k_dense_replace=2,
+    ),
+    "sliding window": Gemma3TextConfig(
+        **SIZES,
+        num_hidden_layers=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=2 * BLOCK,
+        query_pre_attn_scalar=32,
+    ),
+}
+
+
+def _save(config: PreTrainedConfig, folder: Path) -> None:
+    """Random weights; large enough that a wrong block shows in every log-probability."""
+    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for each in model.parameters():
+            if each.ndim > 1:
+                each.normal_(std=0.1)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kv_comes_from_host_and_after_a_restart_from_disk(kind: str, tmp_path: Path) -> None:
+    _save(KINDS[kind], tmp_path / "model")
+    prompts = [prompt(seed, 7 * BLOCK + 50) for seed in range(3)]
+    config = with_disk(tmp_path / "slab", host="64MiB", disk_capacity="64MiB")
+    with engine(config, tmp_path / "model", skip_tokenizer_init=True) as llm:
+        cold = one_by_one(llm, prompts)
+        on_device = one_by_one(llm, prompts)
+        assert [cached for cached, _ in on_device] == [7 * BLOCK] * 3
+        assert llm.reset_prefix_cache()
+        assert one_by_one(llm, prompts) == on_device
+    assert len({tuple(answer[0]) for _, answer in cold}) == 3, "every prompt is answered alike"
+    with engine(config, tmp_path / "model", skip_tokenizer_init=True) as llm:
+        assert one_by_one(llm, prompts) == on_device

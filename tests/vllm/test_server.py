@@ -1,0 +1,101 @@
+"""vLLM's server with what ``kvtier vllm-args`` prints: usage and metrics."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.vllm.engines import BLOCK, ENVIRONMENT, MODEL, NUM_BLOCKS, prompt
+
+START_S = 400
+
+
+@contextmanager
+def _server(tmp_path: Path) -> Iterator[httpx.Client]:
+    """As a user starts it."""
+    command = [sys.executable, "-m", "kvtier.cli", "vllm-args", "--host", "64MiB"]
+    command += ["--disk", str(tmp_path), "--disk-capacity", "64MiB"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(MODEL)]
+    command += ["--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--enforce-eager"]
+    command += ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "4096"]
+    command += ["--enable-prompt-tokens-details", "--served-model-name", "tiny"]
+    command += shlex.split(printed)
+    import os
+
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **ENVIRONMENT}
+        )
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+                _wait(client, process, tmp_path / "log")
+                yield client
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def _wait(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if client.get("/health").is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.5)
+    pytest.fail(f"the server does not answer:\n{log.read_text()[-3000:]}")
+
+
+def _ask(client: httpx.Client, seed: int) -> tuple[int, Any]:
+    """Tokens that were cached, and what was answered, with its log-probabilities."""
+    tokens = prompt(seed, 6 * BLOCK + 50)["prompt_token_ids"]
+    body = {"model": "tiny", "prompt": tokens, "max_tokens": 4, "temperature": 0, "logprobs": 3}
+    answer = client.post("/v1/completions", json=body).raise_for_status().json()
+    details = answer["usage"]["prompt_tokens_details"]
+    return details["cached_tokens"] if details else 0, answer["choices"][0]["logprobs"]
+
+
+def _metrics(client: httpx.Client) -> dict[tuple[str, str], float]:
+    """By name and tier, or source."""
+    text = client.get("/metrics").raise_for_status().text
+    return {
+        (sample.name, sample.labels.get("tier") or sample.labels.get("source", "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.mark.timeout(900)
+def test_hits_show_in_usage_and_metrics(tmp_path: Path) -> None:
+    with _server(tmp_path) as client:
+        cold = [_ask(client, seed) for seed in range(12)]  # 84 blocks in 64
+        again = [_ask(client, seed) for seed in range(12)]
+        metrics = _metrics(client)
+    assert [cached for cached, _ in cold] == [0] * 12
+    for (cached, answer), (_, computed) in zip(again, cold, strict=True):
+        assert cached in (0, 6 * BLOCK)  # loaded where that is faster than computing
+        assert answer["tokens"] == computed["tokens"]
+    loaded = metrics["vllm:kvtier_loaded_chunks_total", "host"]
+    assert loaded * BLOCK <= sum(cached for cached, _ in again)
+    assert metrics["vllm:kv_offload_store_bytes_total", ""] > 0
+    assert metrics["vllm:kvtier_used_chunks", "host"] == 72
+    assert metrics["vllm:kvtier_used_chunks", "disk"] > 0
+    assert metrics["vllm:kvtier_chunks", "disk"] == metrics["vllm:kvtier_chunks", "host"]
