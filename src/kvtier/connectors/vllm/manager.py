@@ -124,6 +124,10 @@ class TierManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._visits.pop(req_context.req_id, None)
+        # All of its chunks were used, also those that vLLM's own pool had, and never asked for here:
+        # a prefix that left before what follows it would leave that useless.
+        ends = req_context._offload_key_positions
+        self.placement.touch(sorted(ends, key=ends.__getitem__))
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         visit = self._visits[req_context.req_id]
