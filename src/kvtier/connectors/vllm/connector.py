@@ -99,6 +99,11 @@ class KvtierConnector(OffloadingConnector):
         assert isinstance(manager, TierManager), f"{type(manager)} is not ours"
         return manager
 
+    def on_new_request(self, request: Request) -> None:
+        super().on_new_request(request)
+        if request.lora_request is not None:
+            self._manager.keep_off_disk(request.request_id)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -136,6 +141,8 @@ class KvtierConnector(OffloadingConnector):
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, TierWorkerMetadata):
             self._manager.hear(meta.report)
+            loads = meta.transfer_stats.load
+            self._manager.judge.observe_loads(loads.sizes, loads.time)
         super().update_connector_output(connector_output)
 
     # -- in a rank ---------------------------------------------------------------------------------
@@ -175,8 +182,9 @@ class KvtierConnector(OffloadingConnector):
         theirs = super().build_connector_worker_meta()
         report = self._worker.take_report(frozenset(self._steps))
         self._steps.clear()
-        if not report:
-            return theirs
+        if theirs is None and not report:
+            return None
+        # Ours in any case: vLLM has the first rank's metadata take in those of the others.
         return _with(TierWorkerMetadata, theirs or OffloadingWorkerMetadata(), report=report)
 
 
@@ -208,7 +216,6 @@ def _model_traits(config: VllmConfig) -> str:
     traits = {
         "revision": model.revision,
         "quantization": model.quantization,
-        "overrides": model.hf_overrides,
         "config": model.hf_config.to_dict(),
         "cache": config.cache_config.cache_dtype,
     }

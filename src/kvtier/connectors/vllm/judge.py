@@ -14,6 +14,8 @@ TO_DEVICE = (HOST, DEVICE)
 
 MAX_PATIENCE_S = 10.0
 """While nothing is known about prefill yet."""
+MAX_CUTS = 64
+"""Places at which a prompt may be cut: with thousands of chunks, several of them go together."""
 MIN_STEP_TOKENS = 32
 """A step that computes fewer tokens says little about prefill."""
 
@@ -55,6 +57,12 @@ class Judge:
             self.costs.observe_prefill(num_before, num_tokens, took_s)
         self._last_end_s = now_s
 
+    def observe_loads(self, sizes: Sequence[float], seconds: float) -> None:
+        """Copies to the device, of so many bytes each, took so long together."""
+        total = sum(sizes)
+        for size in sizes:
+            self.costs.observe_copy(TO_DEVICE, int(size), seconds * size / total)
+
     # -- what it says ------------------------------------------------------------------------------
 
     def num_worth_loading(
@@ -68,17 +76,19 @@ class Judge:
         """
         if self._policy is LoadPolicy.ALWAYS:
             return len(tiers)
+        width = -(-len(tiers) // MAX_CUTS) or 1
+        wide = [max(tiers[at : at + width], key=TIERS.index) for at in range(0, len(tiers), width)]
         plan = plan_load(
-            Match(tuple(map(BlockId, range(len(tiers)))), tuple(tiers), (False,) * len(tiers), 0),
+            Match(tuple(map(BlockId, range(len(wide)))), tuple(wide), (False,) * len(wide), 0),
             self._costs(queued_bytes),
             # A hit of the whole prompt counts as one: the engine computes its last token again.
-            num_tokens=num_tokens + 1,
-            block_size=self._tokens_per_chunk,
-            bytes_per_block=self._chunk_bytes,
-            num_free_slots=len(tiers),
-            num_staging_slots=num_staging,
+            num_tokens=max(num_tokens, len(wide) * width * self._tokens_per_chunk) + 1,
+            block_size=self._tokens_per_chunk * width,
+            bytes_per_block=self._chunk_bytes * width,
+            num_free_slots=len(wide),
+            num_staging_slots=num_staging // width,
         )
-        return plan.num_reused_blocks
+        return min(len(tiers), plan.num_reused_blocks * width)
 
     def is_worth_loading(
         self, num_chunks: dict[str, int], first: int, end: int, queued_bytes: int = 0

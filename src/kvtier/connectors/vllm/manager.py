@@ -65,7 +65,7 @@ class Visit:
 
     places: of the chunks that its last look-up met, in that look-up's order. limit: no chunk that
     ends beyond this token is loaded. waits_since: when it had to wait first. is_impatient: it takes
-    what is ready, and waits for nothing more.
+    what is ready, and waits for nothing more. is_off_disk: its chunks stay in memory.
     """
 
     context: ReqContext
@@ -73,6 +73,7 @@ class Visit:
     limit: int | None = None
     waits_since: float | None = None
     is_impatient: bool = False
+    is_off_disk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +120,15 @@ class TierManager(OffloadingManager):
     # -- what vLLM asks ----------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._visits[req_context.req_id] = Visit(req_context)
+        visit = Visit(req_context)
+        self._visits[req_context.req_id] = visit
+        req_context.set_state(visit)  # its stores may end after it has finished
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._visits.pop(req_context.req_id, None)
-        # All of its chunks were used, also those that vLLM's own pool had, and never asked for here:
-        # a prefix that left before what follows it would leave that useless.
+        # All of its chunks were used, also those that vLLM's own pool had and that were not asked
+        # for here: a prefix that left before what follows it would leave that useless.
         ends = req_context._offload_key_positions
         self.placement.touch(sorted(ends, key=ends.__getitem__))
 
@@ -136,6 +139,8 @@ class TierManager(OffloadingManager):
             return LookupResult.MISS
         place = self.placement.find(key)
         if not _is_allowed(place, req_context):
+            return LookupResult.MISS
+        if visit.is_off_disk and place in (Place.DISK, Place.UNKNOWN):
             return LookupResult.MISS
         if visit.is_impatient and place is not Place.HOST:
             return LookupResult.MISS
@@ -174,7 +179,9 @@ class TierManager(OffloadingManager):
             return
         ends = {key: req_context.get_offload_key_position(key) or 0 for key in keys}
         in_order = sorted(ends, key=ends.__getitem__)
-        self.placement.commit(in_order, [self._depth(ends[key]) for key in in_order])
+        visit = req_context.get_state(Visit)
+        depths = [self._depth(ends[key]) for key in in_order]
+        self.placement.commit(in_order, depths, to_disk=not (visit and visit.is_off_disk))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         changes = self.placement.take_changes()
@@ -278,6 +285,11 @@ class TierManager(OffloadingManager):
         return max(0, end // min(self._shape.tokens_per_chunk) - 1)
 
     # -- what the connector tells ------------------------------------------------------------------
+
+    def keep_off_disk(self, request_id: str) -> None:
+        """A request's chunks are named by what another process may call something else: an adapter,
+        by its name alone."""
+        self._visits[request_id].is_off_disk = True
 
     def hear(self, report: Report) -> None:
         """What the ranks say, before vLLM hears which of its jobs are done."""

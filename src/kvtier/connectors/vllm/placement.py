@@ -159,13 +159,17 @@ class Placement:
             self._leave_host(room.evicted)
         return room
 
-    def commit(self, keys: Iterable[bytes], depths: Iterable[int]) -> None:
+    def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_disk: bool = True) -> None:
         """Chunks are stored on all ranks; they go on to the disk when it has time."""
-        keys = [key for key in keys if self.host.state(key) is ChunkState.WRITING]
+        stored = {
+            key: depth
+            for key, depth in zip(keys, depths, strict=True)
+            if self.host.state(key) is ChunkState.WRITING
+        }
         self.host.commit(keys)
-        self._change(keys, HOST)
-        if self.has_disk:
-            self._waiting.update(zip(keys, depths, strict=False))
+        self._change(list(stored), HOST)
+        if self.has_disk and to_disk:
+            self._waiting.update(stored)
 
     def abort(self, keys: Iterable[bytes]) -> None:
         """Chunks were not stored."""

@@ -121,13 +121,20 @@ class KvtierSpec(OffloadingSpec):
         if not self.num_disk_chunks or rank >= self._num_shards:
             return None
         return DiskOptions(
-            path=self.settings.disk_path / f"rank{rank}",
+            path=self.settings.disk_path / self._folder(rank),
             capacity_bytes=self.num_disk_chunks * self.slot_bytes,
             durability=Durability(self.settings.disk_durability),
             bytes_per_day=self.settings.bytes_per_day // self._num_shards,
             rank=rank,
             num_ranks=self._num_shards,
         )
+
+    def _folder(self, rank: int) -> str:
+        """Replicas of an engine have slabs of their own."""
+        parallel = self.config.parallel
+        if parallel.data_parallel_size == 1:
+            return f"rank{rank}"
+        return f"replica{parallel.data_parallel_index}-rank{rank}"
 
     def _shared_file(self) -> Path | None:
         """Host memory that the ranks share, where one of them stores for all."""
