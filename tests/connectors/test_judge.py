@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.connectors.vllm.judge import MAX_PATIENCE_S, TO_DEVICE, TO_HOST, Judge
+from kvtier.connectors.vllm.judge import MAX_CUTS, MAX_PATIENCE_S, TO_DEVICE, TO_HOST, Judge
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 
 MIB = 1 << 20
@@ -44,6 +44,20 @@ def test_what_stands_in_line_at_the_disk_counts() -> None:
 
 def test_no_more_is_loaded_than_passes_through_host_memory() -> None:
     assert _judge(disk_s=1e-4).num_worth_loading([DEVICE, HOST] + [DISK] * 4, 650, 2) == 4
+
+
+def test_thousands_of_chunks_are_cut_in_few_places() -> None:
+    tiers = [HOST] * 3000 + [DISK] * 3000
+    num = _judge(disk_s=1000 * PREFILL_S).num_worth_loading(tiers, 600_050, 9999)
+    assert 3000 - 6000 / MAX_CUTS <= num <= 3000
+    assert _judge(disk_s=1e-6).num_worth_loading(tiers, 600_050, 9999) == 6000
+
+
+def test_copies_to_the_device_are_learnt_together() -> None:
+    judge = _judge(host_s=0.0)
+    judge.observe_loads([2 * MIB, 8 * MIB], 1000 * PREFILL_S)
+    assert judge.num_worth_loading([HOST] * 8, 850, 99) == 0
+    judge.observe_loads([], 0.0)
 
 
 def test_groups_are_loaded_together_or_not_at_all() -> None:

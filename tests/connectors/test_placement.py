@@ -148,6 +148,15 @@ def test_chunk_of_a_copy_that_failed_is_not_believed() -> None:
     assert placement.take_orders() == []
 
 
+def test_chunk_that_is_to_stay_in_memory_is_not_demoted() -> None:
+    placement = _placement()
+    assert placement.reserve(KEYS[:1]) is not None
+    placement.commit(KEYS[:1], [0], to_disk=False)
+    assert placement.find(KEYS[0]) is Place.HOST
+    assert placement.take_orders() == []
+    assert not placement.is_moving
+
+
 class Rank:
     """Carries out orders on dictionaries: what its slots hold, and its disk."""
 

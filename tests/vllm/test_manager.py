@@ -164,6 +164,19 @@ def test_end_of_a_request_keeps_its_beginning(scheduler: Scheduler) -> None:
     assert set(host) == {KEYS[0], KEYS[1], KEYS[4], KEYS[5]}
 
 
+def test_chunks_of_an_adapter_stay_in_memory(scheduler: Scheduler) -> None:
+    """Another process may call another adapter by the same name."""
+    scheduler.to_disk(KEYS[:1])
+    request = scheduler.request("adapted", KEYS[:2])
+    scheduler.manager.keep_off_disk("adapted")
+    assert scheduler.look_up(request, KEYS[:1]) == [LookupResult.MISS]
+    output = scheduler.manager.prepare_store(KEYS[1:2], request)
+    assert output is not None
+    scheduler.manager.on_request_finished(request)
+    scheduler.manager.complete_store(set(output.keys_to_store), request)
+    assert scheduler.manager.placement.take_orders() == []
+
+
 def test_events_tell_of_both_tiers(scheduler: Scheduler) -> None:
     scheduler.to_disk(KEYS[:1])
     events = list(scheduler.manager.take_events())
