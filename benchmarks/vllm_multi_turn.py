@@ -1,4 +1,4 @@
-"""T4 and T2 under vLLM: its own multi-turn benchmark, and prompts that nobody knows.
+"""T4, T2 and T3 under vLLM: its own multi-turn benchmark, new prompts, a slow disk.
 
     python -m benchmarks.vllm_multi_turn            a table
     python -m benchmarks.vllm_multi_turn --json -   one JSON object on stdout, the table on stderr
@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.machine import machine_facts
-from benchmarks.vllm_model import make_model
+from benchmarks.vllm_model import KV_BYTES_PER_TOKEN, make_model
 from benchmarks.vllm_report import Results, result_json, tables
 from benchmarks.vllm_requests import ask_new, burst_new, check, in_turn
 from benchmarks.vllm_script import SCRIPT, Workload, run_script
@@ -37,10 +37,11 @@ from benchmarks.vllm_servers import (
     with_kvtier,
     with_lmcache,
 )
+from benchmarks.vllm_slow_disk import measure_slow_disk, missing_settings
 from kvtier.config import parse_size
 
 GIB = 1 << 30
-MULTI_TURN, NEW_PROMPTS = "multi-turn", "new-prompts"
+MULTI_TURN, NEW_PROMPTS, SLOW_DISK = PARTS = ("multi-turn", "new-prompts", "slow-disk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class Plan:
     new_tokens: int = 1000
     new_output: int = 16
     burst_prompts: int = 4
+    slow_prompts: int = 24
+    slow_blocks: int = 8
 
 
 QUICK = Plan(
@@ -63,16 +66,25 @@ QUICK = Plan(
     checks=1,
     new_pairs=8,
     bursts=2,
+    slow_prompts=15,
 )
 
 
 def contestants(options: argparse.Namespace) -> list[Contestant]:
-    settings = dict(pair.split("=", 1) for pair in options.set)
+    settings = {name: value_of(text) for name, text in (each.split("=", 1) for each in options.set)}
     host = parse_size(options.host, "--host")
     made = [vllm_alone(), with_kvtier(options.host, **settings), with_lmcache(host / GIB)]
     names = {"vllm": VLLM, "kvtier": OURS, "lmcache": LMCACHE}
     chosen = [names[each] for each in options.contestants]
     return [each for each in made if each.name in chosen]
+
+
+def value_of(text: str) -> object:
+    """A setting as JSON would have it, or else as it is: "8GiB"."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def start(
@@ -143,6 +155,20 @@ def measure(servers: Sequence[Server], plan: Plan, options: argparse.Namespace) 
                 server.settle()
                 results.runs.setdefault(number, {})[name] = run
                 say(f"{name}: {run.ttft_ms:.0f} ms to the first token")
+    if SLOW_DISK in options.parts and servers[0].contestant.name == VLLM:
+        if missing := missing_settings():
+            print(f"{SLOW_DISK}: left out: kvtier has no {missing[0]} under vLLM", file=sys.stderr)
+        else:
+            results.slow_disk = measure_slow_disk(
+                servers[0],
+                options.model,
+                options.scratch / "slow",
+                plan.slow_prompts,
+                plan.slow_blocks,
+                KV_BYTES_PER_TOKEN,
+                options.device_blocks,
+                say,
+            )
     return results
 
 
@@ -205,7 +231,7 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
     parser.add_argument("--quick", action="store_true", help="fewer of everything")
     parser.add_argument("--rounds", type=int, help="of the multi-turn benchmark (3)")
-    parser.add_argument("--parts", nargs="*", default=[MULTI_TURN, NEW_PROMPTS], help="only these")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="only these")
     parser.add_argument("--contestants", nargs="*", default=["vllm", "kvtier", "lmcache"])
     parser.add_argument("--host", default="1GiB", help="host memory for KV (1GiB)")
     parser.add_argument("--device-blocks", type=int, default=64, help="vLLM's own pool (64)")

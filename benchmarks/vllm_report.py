@@ -12,6 +12,7 @@ from rich.table import Table
 from benchmarks.vllm_requests import Asked, Burst, Check
 from benchmarks.vllm_script import Run, in_both
 from benchmarks.vllm_servers import OURS, VLLM
+from benchmarks.vllm_slow_disk import SlowDisk
 from kvtier.bench.stats import Median, median_with_interval, summarize
 
 TTFT_SAVED = -0.5
@@ -30,6 +31,7 @@ class Results:
     runs: dict[int, dict[str, Run]] = field(default_factory=dict)
     asked: list[list[Asked]] = field(default_factory=list)
     bursts: list[list[Burst]] = field(default_factory=list)
+    slow_disk: SlowDisk | None = None
 
 
 def turn_row(contestant: str, number: int, run: Run) -> Row:
@@ -204,7 +206,11 @@ def result_json(results: Results) -> dict[str, list[Row]]:
     medians = summary_rows(results.runs)
     new = new_prompt_rows(results.asked, results.bursts)
     checks: list[Row] = [{"kind": "check", **asdict(each)} for each in results.checks]
-    return {"rows": [*checks, *medians, *each_run, *new], "targets": targets(medians, new)}
+    slow = results.slow_disk
+    return {
+        "rows": [*checks, *medians, *each_run, *new, *(slow.rows() if slow else ())],
+        "targets": [*targets(medians, new), *(slow.targets() if slow else ())],
+    }
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.vllm_fetch import find_link, unpack
+from benchmarks.vllm_multi_turn import value_of
 from benchmarks.vllm_protocol import (
     Process,
     family_of,
@@ -32,6 +33,8 @@ from benchmarks.vllm_script import (
     words,
 )
 from benchmarks.vllm_servers import LMCACHE, OURS, VLLM, with_kvtier
+from benchmarks.vllm_slow_disk import Asked as AskedOfDisk
+from benchmarks.vllm_slow_disk import SlowDisk
 
 
 def test_answer_has_every_step_and_the_usage() -> None:
@@ -91,6 +94,10 @@ def test_settings_reach_the_connector() -> None:
         "host": "1GiB",
         "disk": "/d",
     }
+
+
+def test_setting_is_json_where_it_can_be() -> None:
+    assert [value_of(each) for each in ("2", "true", "8GiB")] == [2, True, "8GiB"]
 
 
 def test_text_is_the_same_for_a_seed_and_another_for_another() -> None:
@@ -201,6 +208,14 @@ def test_t4_of_a_peer_is_its_own_row() -> None:
         runs[LMCACHE] = runs[OURS]
     found = [each["contestant"] for each in result_json(results)["targets"] if each["id"] == "T4"]
     assert found == [OURS, LMCACHE]
+
+
+@pytest.mark.parametrize(("ours", "met"), [(103.0, [True, True]), (109.0, [False, True])])
+def test_t3_compares_with_a_vllm_that_never_saw_the_prompt(ours: float, met: list[bool]) -> None:
+    slow = SlowDisk(1_000_000, 500_000, [AskedOfDisk(ours, 100.0, 0)] * 5)
+    found = result_json(Results(slow_disk=slow))
+    assert [each["met"] for each in found["targets"]] == met
+    assert found["rows"][0]["load_ms"] == 500.0
 
 
 def test_nothing_measured_gives_no_targets() -> None:
