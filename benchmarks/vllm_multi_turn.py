@@ -61,7 +61,7 @@ class Plan:
 
 
 QUICK = Plan(
-    Workload(num_conversations=8, num_active=6, turns=(6, 8)),
+    Workload(num_conversations=7, num_active=5, turns=(8, 10)),
     rounds=1,
     checks=1,
     new_pairs=8,
@@ -234,7 +234,7 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="only these")
     parser.add_argument("--contestants", nargs="*", default=["vllm", "kvtier", "lmcache"])
     parser.add_argument("--host", default="1GiB", help="host memory for KV (1GiB)")
-    parser.add_argument("--device-blocks", type=int, default=64, help="vLLM's own pool (64)")
+    parser.add_argument("--device-blocks", type=int, default=48, help="vLLM's own pool (48)")
     parser.add_argument("--model", type=Path, help="default: random weights, made for the run")
     parser.add_argument("--seed", type=int, default=1, help="of prompts and conversations (1)")
     parser.add_argument(

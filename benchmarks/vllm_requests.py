@@ -81,7 +81,7 @@ def check(servers: Sequence[Server], num_prompts: int) -> list[Check]:
 @dataclass(frozen=True, slots=True)
 class Asked:
     """One prompt with nothing to reuse. tpot_ms: per further token. cpu_s: of all the server's
-    processes, with what they did until they were quiet again."""
+    processes, until the last token was here."""
 
     contestant: str
     ttft_ms: float
@@ -122,8 +122,8 @@ def ask_new(
         for server in in_turn(servers, number):
             cpu_s = server.cpu_s()
             answer = server.ask(prompt, output_tokens)
-            server.settle()
             row[server] = _asked(server, answer, output_tokens, server.cpu_s() - cpu_s)
+            server.settle()
         if number:
             rows.append([row[server] for server in servers])
             progress(", ".join(f"{each.ttft_ms:.0f}" for each in rows[-1]) + " ms")
@@ -156,10 +156,8 @@ def burst_new(
                 begin = time.perf_counter()
                 for done in [pool.submit(server.ask, each, output_tokens) for each in prompts]:
                     done.result()
-                seconds = time.perf_counter() - begin
+                seconds, cpu_s = time.perf_counter() - begin, server.cpu_s() - cpu_s
+                row[server] = Burst(server.contestant.name, num_tokens / seconds, cpu_s)
                 server.settle()
-                row[server] = Burst(
-                    server.contestant.name, num_tokens / seconds, server.cpu_s() - cpu_s
-                )
             rows.append([row[server] for server in servers])
     return rows

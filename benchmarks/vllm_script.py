@@ -34,9 +34,9 @@ class Workload:
     conversation has, before its first question. shared_tokens: before that, the same in all.
     """
 
-    num_conversations: int = 10
-    num_active: int = 8
-    turns: tuple[int, int] = (8, 10)
+    num_conversations: int = 8
+    num_active: int = 6
+    turns: tuple[int, int] = (12, 16)
     shared_tokens: int = 256
     opening_tokens: tuple[int, int] = (1000, 1600)
     question_tokens: tuple[int, int] = (80, 120)

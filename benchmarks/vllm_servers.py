@@ -237,7 +237,8 @@ class Server:
             raise RuntimeError(f"{self.contestant.name}: {path}: {status} {text[:300]}")
 
     def settle(self) -> None:
-        """Until it is quiet: what it still copies belongs to what it was asked."""
+        """Until it is quiet. A worker of vLLM's goes on looking for work for a second after its
+        last step, on the core on which the next contestant would compute."""
         give_up = time.monotonic() + QUIET_S
         before = self.cpu_s()
         while time.monotonic() < give_up:
