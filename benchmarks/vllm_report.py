@@ -18,6 +18,8 @@ from kvtier.bench.stats import Median, median_with_interval, summarize
 TTFT_SAVED = -0.5
 LOSS = 0.01
 
+SINGLE_RUN = "multi-turn"
+
 Row = dict[str, object]
 Measured = TypeVar("Measured", Asked, Burst)
 
@@ -39,7 +41,7 @@ def turn_row(contestant: str, number: int, run: Run) -> Row:
     ttft = summarize([each.ttft_ms for each in run.turns])
     assert ttft is not None, "a run has requests"
     return {
-        "kind": "multi-turn",
+        "kind": SINGLE_RUN,
         "contestant": contestant,
         "round": number,
         "requests": len(run.turns),
@@ -214,18 +216,17 @@ def result_json(results: Results) -> dict[str, list[Row]]:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """One per kind of row, a column per figure."""
+    """One per kind of row: a line per figure, a column per contestant. Single runs are left out."""
     found = []
-    for kind in dict.fromkeys(str(row["kind"]) for row in rows):
+    for kind in dict.fromkeys(str(row["kind"]) for row in rows if row["kind"] != SINGLE_RUN):
         those = [row for row in rows if row["kind"] == kind]
         table = Table(title=kind)
-        columns = [
-            name for name in dict.fromkeys(n for row in those for n in row) if name != "kind"
-        ]
-        for name in columns:
-            table.add_column(name.replace("_", " "), justify="right")
+        table.add_column("")
         for row in those:
-            table.add_row(*(_cell(row.get(name)) for name in columns))
+            table.add_column(str(row.get("contestant", "")), justify="right")
+        for name in dict.fromkeys(name for row in those for name in row):
+            if name not in ("kind", "contestant"):
+                table.add_row(name.replace("_", " "), *(_cell(row.get(name)) for row in those))
         found.append(table)
     return found
 
