@@ -150,8 +150,7 @@ def measure(servers: Sequence[Server], plan: Plan, options: argparse.Namespace) 
                 name = server.contestant.name
                 folder = options.scratch / f"round{number}-{servers.index(server)}"
                 seed = options.seed + number
-                python = server.contestant.python
-                run = run_script(server, plan.workload, seed, options.model, folder, python)
+                run = run_script(server, plan.workload, seed, options.model, folder)
                 server.settle()
                 results.runs.setdefault(number, {})[name] = run
                 say(f"{name}: {run.ttft_ms:.0f} ms to the first token")

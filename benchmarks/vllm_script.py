@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.vllm_fetch import FOLDER
-from benchmarks.vllm_servers import QUIET, SERVED_AS, Server
+from benchmarks.vllm_servers import QUIET, SERVED_AS, Server, vllm_alone
 from kvtier.bench.stats import summarize
 
 SCRIPT = FOLDER / "benchmark_serving_multi_turn.py"
@@ -158,10 +158,9 @@ HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total
 FROM_TIER = "vllm:external_prefix_cache_hits_total"
 
 
-def run_script(
-    server: Server, workload: Workload, seed: int, model: Path, folder: Path, python: Path
-) -> Run:
-    """All conversations against a server. RuntimeError where the script or a request failed."""
+def run_script(server: Server, workload: Workload, seed: int, model: Path, folder: Path) -> Run:
+    """All conversations against a server, by a client in vLLM's environment, whoever serves.
+    RuntimeError where the script or a request failed."""
     folder.mkdir(parents=True)
     (folder / TEXT).write_text(words(seed), encoding="utf-8")
     (folder / "input.json").write_text(json.dumps(workload.config()), encoding="utf-8")
@@ -179,7 +178,7 @@ def run_script(
         "--no-early-stop": None,
     }
     done = subprocess.run(
-        [python, SCRIPT]
+        [vllm_alone().python, SCRIPT]
         + [str(word) for pair in arguments.items() for word in pair if word is not None],
         cwd=folder,
         env={**os.environ, **QUIET},
