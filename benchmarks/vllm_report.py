@@ -159,43 +159,34 @@ def ratio(pairs: Sequence[Sequence[Measured]], of: Callable[[Measured], float]) 
 
 
 def targets(turns: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """T4: the share of the time to first token that is saved, negative. T2: what is lost of it and
-    of the throughput where there is nothing to reuse."""
-    found: list[Row] = []
+    """T4: the change of the time to first token, negative where it is saved. T2: what is lost of it
+    and of the throughput where there is nothing to reuse. low, high: between which the true value
+    lies, as far as the run can tell."""
+    found = []
     for row in turns:
         if "ttft_ratio" in row:
-            value = round(_median(row["ttft_ratio"]) - 1, 4)
+            change = _changed(row["ttft_ratio"], lambda ratio: ratio - 1)
             found.append(
-                {
-                    "id": "T4",
-                    "contestant": row["contestant"],
-                    "value": value,
-                    "target": TTFT_SAVED,
-                    "met": value <= TTFT_SAVED,
-                }
+                {"id": "T4", "contestant": row["contestant"], **_judged(change, TTFT_SAVED)}
             )
     for row in new:
-        if "pairs" in row:
-            losses = {"TTFT": _median(row["ttft_ratio"]) - 1}
-            if "tokens_per_s_ratio" in row:
-                losses["throughput"] = 1 - _median(row["tokens_per_s_ratio"])
-            for measure, loss in losses.items():
-                value = round(loss, 4)
-                found.append(
-                    {
-                        "id": "T2",
-                        "measure": measure,
-                        "value": value,
-                        "target": LOSS,
-                        "met": value <= LOSS,
-                    }
-                )
+        if "ttft_ratio" in row:
+            loss = _changed(row["ttft_ratio"], lambda ratio: ratio - 1)
+            found.append({"id": "T2", "measure": "TTFT", **_judged(loss, LOSS)})
+        if "tokens_per_s_ratio" in row:
+            loss = _changed(row["tokens_per_s_ratio"], lambda ratio: 1 - ratio)
+            found.append({"id": "T2", "measure": "throughput", **_judged(loss, LOSS)})
     return found
 
 
-def _median(cell: object) -> float:
+def _changed(cell: object, change: Callable[[float], float]) -> Median:
     assert isinstance(cell, dict)
-    return float(cell["value"])
+    low, high = sorted((change(cell["low"]), change(cell["high"])))
+    return Median(change(cell["value"]), low, high)
+
+
+def _judged(value: Median, target: float) -> Row:
+    return {**spread(value), "target": target, "met": round(value.value, 4) <= target}
 
 
 def result_json(results: Results) -> dict[str, list[Row]]:
