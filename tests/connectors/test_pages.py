@@ -115,7 +115,10 @@ def test_settings_are_read_and_refused_by_name() -> None:
         ({"host": "lots"}, "host: can't read 'lots' as a size"),
         ({"host": 2.5}, "host: 2.5 is no size"),
         ({"host": 0}, "host: 0 is no room"),
-        ({"zzz": 1}, "known: disk, disk_bytes_per_day, disk_capacity, disk_durability, host"),
+        (
+            {"zzz": 1},
+            "known: disk, disk_bytes_per_day, disk_bytes_per_s, disk_capacity, disk_durability",
+        ),
         ({"disk": "/nvme"}, "disk: '/nvme' with disk_capacity: 0; give both"),
         ({"disk_capacity": "1GiB"}, "disk: '' with disk_capacity: '1GiB'; give both"),
         ({"disk": 7, "disk_capacity": "1GiB"}, "disk: 7 is no text"),

@@ -25,7 +25,6 @@ from tests.vllm.engines import (
     prompt,
     run,
     with_disk,
-    with_nothing,
 )
 
 # 50 tokens beyond the last full block: hits on the device, in host memory and on disk are all
@@ -42,7 +41,7 @@ CROWD: list[Prompt] = [
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[tuple[int, Answer]]]:
     """What vLLM answers without kvtier: computed, and from its own pool."""
-    with engine(with_nothing()) as llm:
+    with engine(None) as llm:
         cold = one_by_one(llm, PROMPTS)
         warm = one_by_one(llm, PROMPTS)
         crowd = run(llm, *CROWD)

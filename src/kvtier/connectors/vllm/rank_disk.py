@@ -12,6 +12,7 @@ from kvtier.connectors.vllm.orders import Done, Move, Order
 from kvtier.errors import TierError
 from kvtier.tiers import LoadResult, MemoryTier
 from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.wrappers import ThrottledTier
 from kvtier.transfer.job import Job
 from kvtier.transfer.lane import Lane
 from kvtier.types import DISK, BlockKey, BlockName, Slot
@@ -27,11 +28,15 @@ class RankDisk:
     """Owned by one thread; a thread of its own reads, another one writes.
 
     host: where chunks come from and go to; its blocks are as large as those of ``tier``. namespace:
-    digest of what the chunks belong to. Which slot of the disk a chunk is in, is known here only.
+    digest of what the chunks belong to. bytes_per_s: at most; 0 for as fast as it goes. Which slot
+    of the disk a chunk is in, is known here only.
     """
 
-    def __init__(self, tier: DiskTier, host: MemoryTier, namespace: bytes) -> None:
+    def __init__(
+        self, tier: DiskTier, host: MemoryTier, namespace: bytes, bytes_per_s: int = 0
+    ) -> None:
         self._tier = tier
+        self._blocks = ThrottledTier(tier, bytes_per_s) if bytes_per_s else tier
         self._host = host
         self._namespace = namespace
         found = tier.unclaimed_keys()
@@ -111,7 +116,7 @@ class RankDisk:
     def _store(
         self, names: Sequence[BlockName], slots: Sequence[Slot], host: Sequence[Slot], _: Job
     ) -> Iterable[int]:
-        stored = self._tier.store(names, slots, self._host.addresses(host))
+        stored = self._blocks.store(names, slots, self._host.addresses(host))
         return [at for at, is_there in enumerate(stored) if not is_there]
 
     def _load(
@@ -122,7 +127,7 @@ class RankDisk:
         host: Sequence[Slot],
         _: Job,
     ) -> Iterable[int]:
-        results = self._tier.load(keys, slots, self._host.addresses(host))
+        results = self._blocks.load(keys, slots, self._host.addresses(host))
         return [
             each for each, result in zip(at, results, strict=True) if result is not LoadResult.OK
         ]
@@ -165,5 +170,5 @@ class RankDisk:
         scratch = np.empty(len(keys) * size + PAGE, np.uint8)
         begin = scratch.ctypes.data + -scratch.ctypes.data % PAGE
         addresses = np.arange(len(keys), dtype=np.uint64) * np.uint64(size) + np.uint64(begin)
-        self._tier.load(keys, slots, addresses)
+        self._blocks.load(keys, slots, addresses)
         return ()

@@ -39,6 +39,9 @@ class Settings:
     """What a chunk on the disk survives: ``process`` or ``power``."""
     disk_bytes_per_day: str | int = 0
     """What may be written in a day, for disks that wear; 0 for no limit."""
+    disk_bytes_per_s: str | int = 0
+    """What is read, and what is written, in a second, of all ranks together; 0 for no limit. For
+    disks that others need, too."""
     load: str = "auto"
     """When KV is loaded: ``auto``, where that is faster than computing it, or ``always``."""
 
@@ -70,8 +73,15 @@ class Settings:
 
     @property
     def bytes_per_day(self) -> int:
-        limit = self.disk_bytes_per_day
-        return parse_size(limit, "disk_bytes_per_day") if limit else 0
+        return self._limit("disk_bytes_per_day")
+
+    @property
+    def bytes_per_s(self) -> int:
+        return self._limit("disk_bytes_per_s")
+
+    def _limit(self, name: str) -> int:
+        limit: str | int = getattr(self, name)
+        return parse_size(limit, name) if limit else 0
 
     @classmethod
     def read(cls, extra_config: Mapping[str, object]) -> Settings:

@@ -104,7 +104,13 @@ class KvtierSpec(OffloadingSpec):
         if self._worker is None:
             first = kv_caches.tensors[0].tensor.device
             name = first.type if first.index is None else f"{first.type}:{first.index}"
-            room = Room(self.slot_bytes, self.num_slots, self._disk_options(), self._shared_file())
+            room = Room(
+                self.slot_bytes,
+                self.num_slots,
+                self._disk_options(),
+                self.settings.bytes_per_s // self._num_shards,
+                self._shared_file(),
+            )
             self._worker = TierWorker(
                 kv_caches,
                 find_device(name),

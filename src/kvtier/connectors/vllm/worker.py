@@ -35,11 +35,13 @@ CLOSE_WAIT_S = 10.0
 @dataclass(frozen=True, slots=True)
 class Room:
     """What a rank keeps chunks in. num_slots: of host memory. disk: None for none, or where another
-    rank has it. shared: file of host memory that all ranks map, where they keep the same."""
+    rank has it. bytes_per_s: of it, at most; 0 for no limit. shared: file of host memory that all
+    ranks map, where they keep the same."""
 
     slot_bytes: int
     num_slots: int
     disk: DiskOptions | None = None
+    bytes_per_s: int = 0
     shared: Path | None = None
 
 
@@ -75,7 +77,7 @@ class TierWorker(OffloadingWorker):
         self._disk: RankDisk | None = None
         if room.disk is not None:
             tier = DiskTier(room.disk, group, self._host.ready_memory)
-            self._disk = RankDisk(tier, self._host, namespace)
+            self._disk = RankDisk(tier, self._host, namespace, room.bytes_per_s)
             _log(tier.findings())
         self._engine = TransferEngine(device)
         self._jobs: dict[int, tuple[Job, Direction, frozenset[Slot]]] = {}
