@@ -25,9 +25,9 @@ KINDS = {
         **SIZES,
         num_hidden_layers=2,
         num_key_value_heads=4,
-        kv_lora_rank=64,
+        kv_lora_rank=512,
         q_lora_rank=64,
-        qk_rope_head_dim=32,
+        qk_rope_head_dim=64,
         qk_nope_head_dim=32,
         v_head_dim=32,
         first_k_dense_replace=2,
@@ -41,6 +41,10 @@ KINDS = {
         query_pre_attn_scalar=32,
     ),
 }
+
+
+OPTIONS = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 1024}
+"""Blocks may be of 16 tokens."""
 
 
 def _save(config: PreTrainedConfig, folder: Path) -> None:
@@ -61,12 +65,12 @@ def test_kv_comes_from_host_and_after_a_restart_from_disk(kind: str, tmp_path: P
     _save(KINDS[kind], tmp_path / "model")
     prompts = [prompt(seed, 7 * BLOCK + 50) for seed in range(3)]
     config = with_disk(tmp_path / "slab", host="64MiB", disk_capacity="64MiB")
-    with engine(config, tmp_path / "model", skip_tokenizer_init=True) as llm:
+    with engine(config, tmp_path / "model", **OPTIONS) as llm:
         cold = one_by_one(llm, prompts)
         on_device = one_by_one(llm, prompts)
-        assert [cached for cached, _ in on_device] == [7 * BLOCK] * 3
+        assert all(cached >= 7 * BLOCK for cached, _ in on_device)
         assert llm.reset_prefix_cache()
         assert one_by_one(llm, prompts) == on_device
     assert len({tuple(answer[0]) for _, answer in cold}) == 3, "every prompt is answered alike"
-    with engine(config, tmp_path / "model", skip_tokenizer_init=True) as llm:
+    with engine(config, tmp_path / "model", **OPTIONS) as llm:
         assert one_by_one(llm, prompts) == on_device
