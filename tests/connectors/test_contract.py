@@ -80,8 +80,8 @@ def test_vllm_as_it_is_known_differs_in_nothing(sources: Callable[..., Path]) ->
             "OffloadingWorker.wait takes (job_ids, timeout=); kvtier knows (job_ids)",
         ),
         (
-            ("OffloadingConnector", "    def wait_for_save(self): ...\n", ""),
-            "OffloadingConnector has no wait_for_save",
+            ("OffloadingConnector", "    def build_connector_worker_meta(self): ...\n", ""),
+            "OffloadingConnector has no build_connector_worker_meta",
         ),
         (
             ("OffloadingSpec", "    def get_worker",
@@ -119,7 +119,6 @@ def test_each_change_is_one_sentence_with_a_way_out(
 
 def test_what_a_version_may_lack_is_no_difference(sources: Callable[..., Path]) -> None:
     folder = sources(
-        ("OffloadingManager", "    def get_load_source(self, key, req_context): ...\n", ""),
         ("OffloadingWorker", ", expedited=None", ""),
     )
     assert contract.differences(folder) == []
@@ -132,17 +131,19 @@ def test_additions_that_nobody_has_to_know_are_no_difference(
         ("OffloadingManager", "    def touch", "    def lock(self): ...\n    def touch"),
         ("TransferResult", "    ...\n", "    note: str = ''\n    ...\n"),
         ("OffloadingConfig", "    ...\n", "    max_model_len: int\n    ...\n"),
-        ("OffloadingConnectorWorker", "self, metadata", "self, metadata, hurry=False"),
+        ("OffloadingConnectorWorker", "self, kv_caches", "self, kv_caches, hurry=False"),
     )
     assert contract.differences(folder) == []
 
 
 def test_what_a_base_class_has_counts(sources: Callable[..., Path]) -> None:
     folder = sources(
-        ("OffloadingConnector", "    def shutdown(self): ...\n", ""),
+        ("OffloadingConnector", "    def build_connector_worker_meta(self): ...\n", ""),
         ("OffloadingConnector", "class OffloadingConnector:", "class OffloadingConnector(Base):"),
     )
-    (folder / contract.FILES[-1]).write_text("class Base:\n    def shutdown(self): ...\n")
+    (folder / contract.FILES[-1]).write_text(
+        "class Base:\n    def build_connector_worker_meta(self): ...\n"
+    )
     assert contract.differences(folder) == []
 
 

@@ -4,17 +4,16 @@ vLLM calls its offloading interface experimental: between versions methods move,
 So everything that kvtier overrides, calls, builds or reads is written down here, and compared with
 vLLM's sources, without importing them: ``kvtier doctor`` and a vLLM process can afford it.
 
-    versions    what is new in it, for kvtier
-    0.27.1      the first with the worker, the look-up results and the config of today
-    0.28, 0.29  canonical pages; a step tells the connector of loads that it waits for
+    version     what is new in it, for kvtier
+    0.27.1      the worker, the look-up results and the config of today
+    0.29        a step tells the connector of loads that it waits for
     0.30        stores are queued when a step's saving ends, no longer when it is asked for results;
-                requests whose load failed have a place of their own in a step's output
-    0.31        keys have a place in their request
+                requests whose load failed have a place of their own in a rank's results
+    0.31        a key has a place in its request; nobody calls ``touch`` any more: a manager has to
+                remember itself what a request used
     0.32        which tier a hit came from is asked for and counted
     0.33        loads within a step, which the worker is told to hurry with (``expedited``); a
                 manager may have a lock
-
-What is optional for kvtier in some of them says ``since``.
 """
 
 from __future__ import annotations
@@ -28,19 +27,18 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError
 
-OLDEST, NEWEST = "0.27.1", "0.33"
-"""Of the versions whose sources were compared."""
-RUN_WITH = ("0.27.1", "0.28", "0.29", "0.30", "0.31", "0.32")
-"""Versions that the tests of the host tier were run under, on the CPU."""
+OLDEST, NEWEST = "0.32", "0.33"
+"""Of the versions whose sources have all of it."""
+RUN_WITH = ("0.32",)
+"""Versions that the tests were run under."""
 
 
 @dataclass(frozen=True, slots=True)
 class Takes:
     """A method's parameters without ``self``; ``=`` behind those that have a default, or may be
-    left out by one version. since: vLLM's version that has it first; it may be missing before."""
+    left out by one version."""
 
     parameters: str = ""
-    since: str | None = None
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -57,7 +55,7 @@ OFFLOAD = "v1/kv_offload"
 OVERRIDDEN: Mapping[str, Mapping[str, Takes]] = {
     "OffloadingManager": {
         "lookup": Takes("key, req_context"),
-        "get_load_source": Takes("key, req_context", since="0.32"),
+        "get_load_source": Takes("key, req_context"),
         "prepare_load": Takes("keys, req_context"),
         "touch": Takes("keys, req_context"),
         "complete_load": Takes("keys, req_context"),
@@ -88,40 +86,35 @@ OVERRIDDEN: Mapping[str, Mapping[str, Takes]] = {
     "OffloadingConnector": {
         "__init__": Takes("vllm_config, role, kv_cache_config"),
         "get_num_new_matched_tokens": Takes("request, num_computed_tokens"),
-        "update_state_after_alloc": Takes("request, blocks, num_external_tokens"),
         "build_connector_meta": Takes("scheduler_output"),
         "update_connector_output": Takes("connector_output"),
-        "request_finished_all_groups": Takes("request, block_ids"),
         "register_kv_caches": Takes("kv_caches"),
-        "handle_preemptions": Takes("kv_connector_metadata"),
-        "bind_connector_metadata": Takes("connector_metadata"),
         "start_load_kv": Takes("forward_context, **"),
-        "wait_for_save": Takes(),
-        "get_finished": Takes("finished_req_ids"),
-        "get_block_ids_with_load_errors": Takes(),
+        "get_transfer_results": Takes("finished_req_ids"),
         "build_connector_worker_meta": Takes(),
-        "reset_cache": Takes(),
-        "shutdown": Takes(),
     },
+    "OffloadingWorkerMetadata": {"aggregate": Takes("other")},
 }
 """vLLM calls these, and kvtier has its own: what vLLM may pass must be known."""
 
 CALLED: Mapping[str, Mapping[str, Takes]] = {
     "OffloadingSpecFactory": {"register_spec": Takes("name, module_path, class_name")},
     "KVConnectorFactory": {"register_connector": Takes("name, module_path, class_name")},
-    "OffloadingConnectorWorker": {
-        "start_kv_transfers": Takes("metadata"),
-        "prepare_store_kv": Takes("metadata"),
-        "_init_worker": Takes("kv_caches"),
+    "OffloadingConnectorWorker": {"_init_worker": Takes("kv_caches")},
+    "OffloadingConnectorStats": {
+        "increase_counter": Takes("counter_name, counter_increase_value, labelvalues"),
+        "set_gauge": Takes("gauge_name, gauge_value, labelvalues"),
     },
-    "OffloadingWorkerMetadata": {"mark_completed": Takes("job_id"), "aggregate": Takes("other")},
+    "ReqContext": {"get_offload_key_position": Takes("key")},
+    "TierFilter": {"allows": Takes("medium, locality")},
     "BlockIDsLoadStoreSpec": {"__init__": Takes("block_ids")},
 }
 """kvtier calls these: they must take what it passes, and want nothing more."""
 
 BUILT: Mapping[str, tuple[str, ...]] = {
     "PrepareStoreOutput": ("keys_to_store", "store_spec", "evicted_keys"),
-    "OffloadingEvent": ("keys", "medium", "removed"),
+    "OffloadingEvent": ("keys", "medium", "removed", "locality"),
+    "OffloadingMetricMetadata": ("documentation", "labelnames"),
     "TransferResult": ("job_id", "success", "transfer_size", "transfer_time"),
     "RequestOffloadingContext": (),
     "CanonicalKVCacheTensor": ("tensor", "page_size_bytes"),
@@ -133,27 +126,39 @@ BUILT: Mapping[str, tuple[str, ...]] = {
 READ: Mapping[str, tuple[str, ...]] = {
     "OffloadingConfig": (
         "groups", "worker_kv_bytes_per_block", "extra_config", "model", "cache", "parallel",
-        "engine_id",
+        "kv_cache_layout", "replicated_layout", "canonical_layout",
     ),
-    "OffloadingParallelConfig": ("rank", "world_size", "tp_size", "data_parallel_index"),
+    "OffloadingParallelConfig": (
+        "rank", "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size",
+    ),
     "OffloadingCacheConfig": ("tokens_per_hash", "blocks_per_chunk"),
     "OffloadingGroupConfig": ("tokens_per_block", "layer_names"),
     "OffloadingModelConfig": ("name", "dtype"),
-    "OffloadingSpec": ("blocks_per_chunk", "kv_events_config", "replicated_layout"),
+    "OffloadingSpec": ("config", "tokens_per_block", "blocks_per_chunk", "kv_events_config"),
     "OffloadingKVEventsConfig": ("enable_kv_cache_events",),
-    "OffloadingConnector": ("connector_scheduler", "connector_worker"),
+    "OffloadingConnector": (
+        "scheduler", "connector_scheduler", "connector_worker", "_connector_metadata",
+    ),
+    "OffloadingConnectorScheduler": ("manager",),
     "OffloadingConnectorWorker": ("worker", "spec", "kv_cache_config"),
+    "KVConnectorFactory": ("_registry",),
+    "KVConnectorTransferResults": ("failed_recving",),
     "CanonicalKVCaches": ("tensors", "group_data_refs"),
     "CanonicalKVCacheTensor": ("tensor",),
     "CanonicalKVCacheRef": ("tensor_idx", "page_size_bytes"),
     "GPULoadStoreSpec": ("block_ids", "group_sizes", "block_indices"),
     "OffloadingConnectorMetadata": ("load_jobs", "store_jobs", "jobs_to_flush"),
     "OffloadingWorkerMetadata": ("completed_jobs", "transfer_stats"),
-    "TransferJob": ("req_id", "src_spec", "dst_spec"),
-    "KVConnectorOutput": ("kv_connector_worker_meta", "invalid_block_ids"),
-    "ReqContext": ("req_id",),
+    "TransferJob": ("req_id",),
+    "KVConnectorOutput": ("kv_connector_worker_meta",),
+    "SchedulerOutput": ("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"),
+    "NewRequestData": ("req_id", "num_computed_tokens"),
+    "CachedRequestData": ("req_ids", "num_computed_tokens"),
+    "ReqContext": ("req_id", "load_tier_filter"),
     "LookupResult": ("MISS", "HIT", "HIT_PENDING", "RETRY"),
     "Medium": ("CPU", "STORAGE"),
+    "Locality": ("LOCAL",),
+    "CacheHitSource": ("HOST", "DISK"),
 }  # fmt: skip
 """kvtier reads these fields, attributes and members."""
 
@@ -165,7 +170,11 @@ FILES = (
     f"{CONNECTOR}/v1/base.py",
     f"{CONNECTOR}/v1/offloading_connector.py",
     f"{CONNECTOR}/v1/offloading/common.py",
+    f"{CONNECTOR}/v1/offloading/metrics.py",
+    f"{CONNECTOR}/v1/offloading/scheduler.py",
     f"{CONNECTOR}/v1/offloading/worker.py",
+    "v1/core/sched/output.py",
+    "v1/metrics/cache_hit_source.py",
     "v1/outputs.py",
 )
 """Where the classes above are, inside vLLM."""
@@ -247,8 +256,7 @@ def _overridden(sources: Sources, name: str, methods: Mapping[str, Takes]) -> It
     for method, takes in methods.items():
         found = sources.parameters(name, method)
         if found is None:
-            if takes.since is None:
-                yield f"{name} has no {method}"
+            yield f"{name} has no {method}"
             continue
         known = [each.rstrip("=") for each in takes.names]
         required = [each.rstrip("=") for each in takes.required]
@@ -263,8 +271,7 @@ def _overridden(sources: Sources, name: str, methods: Mapping[str, Takes]) -> It
 def _called(sources: Sources, name: str, method: str, takes: Takes) -> Iterator[str]:
     found = sources.parameters(name, method)
     if found is None:
-        if takes.since is None:
-            yield f"{name} has no {method}"
+        yield f"{name} has no {method}"
         return
     wanted = [each for each, has_default in found.items() if not has_default]
     if list(found)[: len(takes.names)] != list(takes.names) or set(wanted) - set(takes.names):
