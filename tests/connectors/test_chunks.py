@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtier.connectors.vllm.chunks import ChunkIndex, ChunkState
+from kvtier.connectors.vllm.chunks import ChunkIndex, ChunkState, HostIndex
 
 KEYS = [bytes([number]) for number in range(12)]
 some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=5, unique=True)
@@ -76,12 +76,60 @@ def test_emptied_index_waits_for_nobody() -> None:
     assert index.reserve(KEYS[2:4]) is not None
 
 
+def test_lost_chunk_is_absent_and_keeps_its_room_while_it_is_read() -> None:
+    index = ChunkIndex(1)
+    index.reserve(KEYS[:1])
+    index.commit(KEYS[:1])
+    index.hold(KEYS[:1])
+    index.lose(KEYS[:1])
+    assert index.state(KEYS[0]) is ChunkState.ABSENT
+    assert index.reserve(KEYS[1:2]) is None
+    index.release(KEYS[:1])
+    assert index.reserve(KEYS[1:2]) is not None
+
+
+def test_chunk_that_is_lost_while_it_is_written_never_gets_ready() -> None:
+    index = ChunkIndex(1)
+    index.reserve(KEYS[:1])
+    index.lose(KEYS[:1])
+    index.commit(KEYS[:1])
+    assert index.state(KEYS[0]) is ChunkState.ABSENT
+    assert len(index) == 0
+
+
+def test_emptied_index_keeps_the_room_of_what_is_moving() -> None:
+    index = ChunkIndex(3)
+    index.reserve(KEYS[:3])
+    index.commit(KEYS[:2])
+    index.hold(KEYS[:1])
+    index.clear(moving=[KEYS[0], KEYS[2]])
+    assert [index.state(key) for key in KEYS[:3]] == [ChunkState.ABSENT] * 3
+    assert len(index) == 2
+    index.release(KEYS[:1])
+    index.abort(KEYS[2:3])
+    assert len(index) == 0
+
+
+def test_slots_open_as_the_ranks_have_them() -> None:
+    index = HostIndex(4)
+    assert index.reserve(KEYS[:1]) is None
+    index.open(2)
+    assert index.reserve(KEYS[:2]) is not None
+    assert sorted(index.slots(KEYS[:2])) == [0, 1]
+    index.open(1)
+    assert index.capacity == 2, "what is open stays open"
+    index.open(4)
+    assert index.reserve(KEYS[2:4]) is not None
+    assert index.keys_in([index.slots(KEYS[2:3])[0]]) == [KEYS[2]]
+
+
 class ChunkMachine(RuleBasedStateMachine):
     """Against a dictionary: what is ready, what is being written, and who holds what."""
 
     @initialize(num_slots=st.integers(1, 8))
     def make(self, num_slots: int) -> None:
-        self.index = ChunkIndex(num_slots)
+        self.index = HostIndex(num_slots)
+        self.index.open(num_slots)
         self.ready: dict[bytes, int] = {}  # key -> slot
         self.writing: dict[bytes, int] = {}
         self.held: list[bytes] = []
@@ -90,7 +138,7 @@ class ChunkMachine(RuleBasedStateMachine):
     def reserve(self, keys: list[bytes]) -> None:
         new = [key for key in keys if key not in self.ready and key not in self.writing]
         found = self.index.reserve(keys)
-        free = self.index.num_slots - len(self.ready) - len(self.writing)
+        free = self.index.capacity - len(self.ready) - len(self.writing)
         may_leave = [key for key in self.ready if key not in self.held and key not in keys]
         assert (found is None) == (len(new) > free + len(may_leave))
         if found is None:
@@ -100,7 +148,7 @@ class ChunkMachine(RuleBasedStateMachine):
         assert len(found.evicted) == max(0, len(new) - free), "no more leave than have to"
         for key in found.evicted:
             del self.ready[key]
-        self.writing.update(zip(found.keys, found.slots, strict=True))
+        self.writing.update(zip(found.keys, self.index.slots(found.keys), strict=True))
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), success=st.booleans())
@@ -117,7 +165,8 @@ class ChunkMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def hold(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.ready)))
-        assert self.index.hold([key]) == [self.ready[key]]
+        self.index.hold([key])
+        assert self.index.slots([key]) == [self.ready[key]]
         self.held.append(key)
 
     @precondition(lambda self: self.held)

@@ -115,7 +115,12 @@ def test_settings_are_read_and_refused_by_name() -> None:
         ({"host": "lots"}, "host: can't read 'lots' as a size"),
         ({"host": 2.5}, "host: 2.5 is no size"),
         ({"host": 0}, "host: 0 is no room"),
-        ({"zzz": 1}, "known: host"),
+        ({"zzz": 1}, "known: disk, disk_bytes_per_day, disk_capacity, disk_durability, host"),
+        ({"disk": "/nvme"}, "disk: '/nvme' with disk_capacity: 0; give both"),
+        ({"disk_capacity": "1GiB"}, "disk: '' with disk_capacity: '1GiB'; give both"),
+        ({"disk": 7, "disk_capacity": "1GiB"}, "disk: 7 is no text"),
+        ({"load": "never"}, "load: 'never' is unknown; use one of auto, always"),
+        ({"disk_durability": "some"}, "disk_durability: 'some' is unknown"),
     ):
         with pytest.raises(ConfigError, match=told):
             Settings.read(extra)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
-from kvtier.connectors.vllm import SPEC_NAME, register
+from kvtier.connectors.vllm import SPEC_NAME, InPlaceOf, register
 
 
 class Factory:
@@ -15,6 +16,7 @@ class Factory:
 
     def __init__(self) -> None:
         self.known: dict[str, tuple[str, str]] = {}
+        self._registry: dict[str, Callable[[], type]] = {"OffloadingConnector": lambda: dict}
 
     def register_spec(self, name: str, module: str, kind: str) -> None:
         if name in self.known:
@@ -26,6 +28,10 @@ def _vllm(monkeypatch: pytest.MonkeyPatch, **base: object) -> Factory:
     factory = Factory()
     for name, content in {
         "vllm": {},
+        "vllm.distributed": {},
+        "vllm.distributed.kv_transfer": {},
+        "vllm.distributed.kv_transfer.kv_connector": {},
+        "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": factory},
         "vllm.v1": {},
         "vllm.v1.kv_offload": {},
         "vllm.v1.kv_offload.base": base,
@@ -42,6 +48,9 @@ def test_spec_is_known_by_its_short_name(monkeypatch: pytest.MonkeyPatch) -> Non
     register()
     register()
     assert factory.known == {SPEC_NAME: ("kvtier.connectors.vllm.spec", "KvtierSpec")}
+    stands_in = factory._registry["OffloadingConnector"]
+    assert isinstance(stands_in, InPlaceOf)
+    assert stands_in._theirs() is dict, "once, however often it was registered"
 
 
 def test_another_vllm_is_told_and_goes_on(

@@ -1,4 +1,4 @@
-"""Which chunk of KV is in which slot of the host tier: a flat index, by the engine's own keys.
+"""Which chunks of KV a tier has: a flat index, by the engine's own keys.
 
 vLLM gives a key per chunk that names its whole prefix, and asks for one after the other; so there
 is nothing that a trie would know better. The chunk that was used least recently leaves first.
@@ -7,7 +7,7 @@ is nothing that a trie would know better. The chunk that was used least recently
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -25,41 +25,41 @@ class ChunkState(Enum):
 
 @dataclass(slots=True)
 class _Chunk:
-    slot: Slot
     is_ready: bool = False
+    is_lost: bool = False
     num_holders: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
-    """Slots for new chunks, and the chunks that left for them."""
+class Room:
+    """Room for new chunks: their keys, and those of the chunks that left for them."""
 
     keys: list[bytes]
-    slots: list[Slot]
     evicted: list[bytes]
 
 
 class ChunkIndex:
-    """``num_slots`` slots. Owned by one thread.
+    """Room for ``capacity`` chunks. Owned by one thread.
 
     A chunk is written once: reserved, then committed or aborted. One that is held is not evicted.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._slots = SlotPool(num_slots)
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
         self._chunks: dict[bytes, _Chunk] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()  # ready, held by nobody; oldest first
 
-    @property
-    def num_used(self) -> int:
-        """Slots that hold a chunk, or will."""
+    def __len__(self) -> int:
+        """Chunks that are there, or will be."""
         return len(self._chunks)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._chunks)
 
     def state(self, key: bytes) -> ChunkState:
         """Whether ``key`` can be loaded. Changes nothing."""
         chunk = self._chunks.get(key)
-        if chunk is None:
+        if chunk is None or chunk.is_lost:
             return ChunkState.ABSENT
         return ChunkState.READY if chunk.is_ready else ChunkState.WRITING
 
@@ -69,48 +69,52 @@ class ChunkIndex:
             if key in self._idle:
                 self._idle.move_to_end(key)
 
-    def hold(self, keys: Iterable[bytes]) -> list[Slot]:
-        """Where ready chunks lie; they can't leave before ``release``."""
-        slots = []
+    def hold(self, keys: Iterable[bytes]) -> None:
+        """Ready chunks can't leave before ``release``."""
         for key in keys:
             chunk = self._chunks[key]
             assert chunk.is_ready, "a chunk that is still being written can't be read"
             chunk.num_holders += 1
             self._idle.pop(key, None)
-            slots.append(chunk.slot)
-        return slots
 
     def release(self, keys: Iterable[bytes]) -> None:
-        """Undo ``hold``. Chunks that were lost meanwhile are passed over."""
+        """Undo ``hold``. Chunks that are gone meanwhile are passed over."""
         for key in keys:
             chunk = self._chunks.get(key)
             if chunk is not None and chunk.num_holders:
                 chunk.num_holders -= 1
                 if not chunk.num_holders:
-                    self._idle[key] = None
+                    if chunk.is_lost:
+                        self._drop(key)
+                    else:
+                        self._idle[key] = None
 
-    def reserve(self, keys: Collection[bytes]) -> Reservation | None:
-        """Slots for those of ``keys`` that are absent, after evicting others; None without room."""
+    def reserve(self, keys: Collection[bytes]) -> Room | None:
+        """Room for those of ``keys`` that are absent, after evicting others; None without room."""
         new = [key for key in dict.fromkeys(keys) if key not in self._chunks]
-        missing = len(new) - self._slots.num_free
+        missing = len(self._chunks) + len(new) - self.capacity
         wanted = set(keys)
-        leaving = [key for key in self._idle if key not in wanted][: max(0, missing)]
-        if missing > len(leaving):
-            return None
+        leaving: list[bytes] = []
+        if missing > 0:
+            may_leave = (key for key in self._idle if key not in wanted)
+            leaving = [key for key, _ in zip(may_leave, range(missing), strict=False)]
+            if missing > len(leaving):
+                return None
         for key in leaving:
             self._drop(key)
-        slots = self._slots.allocate(len(new))
-        assert slots is not None, "there was room a moment ago"
-        self._chunks.update((key, _Chunk(slot)) for key, slot in zip(new, slots, strict=True))
-        return Reservation(new, slots, leaving)
+        self._add(new)
+        return Room(new, leaving)
 
     def commit(self, keys: Iterable[bytes]) -> None:
-        """Reserved chunks are written: they can be read now."""
+        """Reserved chunks are written: they can be read now, but for those that are lost."""
         for key in keys:
             chunk = self._chunks.get(key)
             if chunk is not None and not chunk.is_ready:
-                chunk.is_ready = True
-                self._idle[key] = None
+                if chunk.is_lost:
+                    self._drop(key)
+                else:
+                    chunk.is_ready = True
+                    self._idle[key] = None
 
     def abort(self, keys: Iterable[bytes]) -> None:
         """Reserved chunks were not written: they are absent again."""
@@ -119,22 +123,82 @@ class ChunkIndex:
             if chunk is not None and not chunk.is_ready:
                 self._drop(key)
 
-    def clear(self) -> None:
+    def lose(self, keys: Iterable[bytes]) -> None:
+        """Chunks can't be read after all: absent from now on; their room is free when nobody holds
+        or writes them any more."""
+        for key in keys:
+            chunk = self._chunks.get(key)
+            if chunk is not None:
+                chunk.is_lost = True
+                if chunk.is_ready and not chunk.num_holders:
+                    self._drop(key)
+
+    def clear(self, moving: Collection[bytes] = ()) -> None:
         """Forget every chunk, held or half written ones, too: whoever empties a cache waits for the
-        copies on their way, and never tells of their end."""
+        copies on their way, and never tells of their end.
+
+        moving: those whose one reader or writer is not waited for. They are absent, and keep their
+        room until ``release`` or ``abort``.
+        """
         for key in list(self._chunks):
-            self._drop(key)
+            if key not in moving:
+                self._drop(key)
+                continue
+            chunk = self._chunks[key]
+            chunk.is_lost = True
+            chunk.num_holders = int(chunk.is_ready)
+
+    def _add(self, keys: list[bytes]) -> None:
+        self._chunks.update((key, _Chunk()) for key in keys)
 
     def _drop(self, key: bytes) -> None:
         self._idle.pop(key, None)
-        self._slots.free([self._chunks.pop(key).slot])
+        del self._chunks[key]
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where slots and chunks don't add up."""
-        slots = [chunk.slot for chunk in self._chunks.values()]
-        assert len(set(slots)) == len(slots), "a slot holds two chunks"
-        assert len(slots) + self._slots.num_free == self.num_slots, "a slot is lost"
+        """Raise AssertionError where the chunks don't add up."""
+        assert len(self._chunks) <= self.capacity, "more chunks than there is room for"
         idle = {
             key for key, chunk in self._chunks.items() if chunk.is_ready and not chunk.num_holders
         }
         assert idle == set(self._idle), "what may leave is not what nobody holds"
+
+
+class HostIndex(ChunkIndex):
+    """A chunk index that knows the slot of each chunk. Slots are closed at first: see ``open``."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(0)
+        self._slots = SlotPool(num_slots, num_open=0)
+        self._slot_of: dict[bytes, Slot] = {}
+
+    def open(self, num_open: int) -> None:
+        """The first ``num_open`` slots can be used from now on; never fewer than before."""
+        if num_open > self.capacity:
+            self._slots.open(num_open - self.capacity)
+            self.capacity = num_open
+
+    def slots(self, keys: Iterable[bytes]) -> list[Slot]:
+        """Where chunks lie, ready or not."""
+        return [self._slot_of[key] for key in keys]
+
+    def keys_in(self, slots: Collection[Slot]) -> list[bytes]:
+        """The chunks that lie in some slots. Looks at every chunk."""
+        return [key for key, slot in self._slot_of.items() if slot in slots]
+
+    def _add(self, keys: list[bytes]) -> None:
+        super()._add(keys)
+        slots = self._slots.allocate(len(keys))
+        assert slots is not None, "there was room a moment ago"
+        self._slot_of.update(zip(keys, slots, strict=True))
+
+    def _drop(self, key: bytes) -> None:
+        super()._drop(key)
+        self._slots.free([self._slot_of.pop(key)])
+
+    def check_invariants(self) -> None:
+        super().check_invariants()
+        assert self._slot_of.keys() == self._chunks.keys(), "a chunk without a slot"
+        slots = set(self._slot_of.values())
+        assert len(slots) == len(self._slot_of), "a slot holds two chunks"
+        assert len(slots) + self._slots.num_free == self.capacity, "a slot is lost"

@@ -1,11 +1,18 @@
-"""The scheduler's side: which chunk is where, what is stored, what leaves."""
+"""The scheduler's side: answers vLLM's questions about chunks, and decides for all ranks."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
+    Locality,
     LookupResult,
     Medium,
     OffloadingEvent,
@@ -17,69 +24,282 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.connectors.vllm.chunks import ChunkIndex, ChunkState
+from kvtier.connectors.vllm.counts import (
+    EVICTED,
+    FAILED,
+    IMPATIENT,
+    LOADED,
+    MOVED_BYTES,
+    MOVED_SECONDS,
+    NOT_DEMOTED,
+    RECOMPUTED,
+    ROOM,
+    ROUTES,
+    USED,
+    Counts,
+)
+from kvtier.connectors.vllm.judge import TO_HOST, Judge
+from kvtier.connectors.vllm.names import Names
+from kvtier.connectors.vllm.orders import Done, Move, Order, Report
+from kvtier.connectors.vllm.placement import Place, Placement
+from kvtier.types import DEVICE, DISK, HOST
 
 FOUND = {
-    ChunkState.ABSENT: LookupResult.MISS,
-    ChunkState.WRITING: LookupResult.HIT_PENDING,
-    ChunkState.READY: LookupResult.HIT,
+    Place.NOWHERE: LookupResult.MISS,
+    Place.ARRIVING: LookupResult.HIT_PENDING,
+    Place.HOST: LookupResult.HIT,
+    Place.DISK: LookupResult.RETRY,
+    Place.UNKNOWN: LookupResult.RETRY,
 }
+MEDIUM = {HOST: Medium.CPU, DISK: Medium.STORAGE}
+SOURCE = {HOST: CacheHitSource.HOST, DISK: CacheHitSource.DISK}
 
 
 class HostSlots(BlockIDsLoadStoreSpec):
     """Slots of the host tier, one per chunk, in the order of the keys that were asked for."""
 
 
-class HostManager(OffloadingManager):
-    """Answers vLLM's questions from a ``ChunkIndex``. In the scheduler's process, on its thread."""
+@dataclass(slots=True)
+class Visit:
+    """What is known of one request.
 
-    def __init__(self, num_slots: int, publishes_events: bool) -> None:
-        self.chunks = ChunkIndex(num_slots)
-        self._events: list[OffloadingEvent] | None = [] if publishes_events else None
+    places: of the chunks that its last look-up met, in that look-up's order. limit: no chunk that
+    ends beyond this token is loaded. waits_since: when it had to wait first. is_impatient: it takes
+    what is ready, and waits for nothing more.
+    """
 
-    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return FOUND[self.chunks.state(key)]
+    context: ReqContext
+    places: dict[OffloadKey, Place] = field(default_factory=dict)
+    limit: int | None = None
+    waits_since: float | None = None
+    is_impatient: bool = False
 
-    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        return CacheHitSource.HOST
 
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.chunks.touch(keys)
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How vLLM cuts prompts. tokens_per_chunk: of each KV group. chunk_bytes: of the largest one,
+    on one rank."""
+
+    tokens_per_chunk: tuple[int, ...]
+    chunk_bytes: int
+
+    @property
+    def has_one_group(self) -> bool:
+        return len(self.tokens_per_chunk) == 1
+
+
+class Advice(Enum):
+    """To a request whose look-up ended without an answer."""
+
+    WAIT = "wait"
+    LOOK_AGAIN = "look again"
+    COMPUTE = "compute"
+
+
+class TierManager(OffloadingManager):
+    """Thin: what is where is in ``placement``, what is worth it in ``judge``. In the scheduler's
+    process, on its thread."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        judge: Judge,
+        names: Names,
+        shape: Shape,
+        publishes_events: bool,
+    ) -> None:
+        self.placement = placement
+        self.judge = judge
+        self.names = names
+        self.counts = Counts()
+        self._shape = shape
+        self._publishes_events = publishes_events
+        self._visits: dict[str, Visit] = {}
+
+    # -- what vLLM asks ----------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._visits[req_context.req_id] = Visit(req_context)
         return RequestOffloadingContext()
 
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._visits.pop(req_context.req_id, None)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        visit = self._visits[req_context.req_id]
+        end = req_context.get_offload_key_position(key)
+        if visit.limit is not None and end is not None and end > visit.limit:
+            return LookupResult.MISS
+        place = self.placement.find(key)
+        if not _is_allowed(place, req_context):
+            return LookupResult.MISS
+        if visit.is_impatient and place is not Place.HOST:
+            return LookupResult.MISS
+        visit.places[key] = place
+        return FOUND[place]
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        return SOURCE[self.placement.origin(key)]
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.placement.touch(keys)
+
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> HostSlots:
-        return HostSlots(self.chunks.hold(keys))
+        for tier in (HOST, DISK):
+            num = sum(self.placement.origin(key) == tier for key in keys)
+            self.counts.add(LOADED, num, tier)
+        return HostSlots(self.placement.hold(keys))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.chunks.release(keys)
+        self.placement.release(keys)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        reserved = self.chunks.reserve(keys)
-        if reserved is None:
+        room = self.placement.reserve(keys)
+        if room is None:
             return None
-        self._publish(reserved.evicted, removed=True)
-        return PrepareStoreOutput(reserved.keys, HostSlots(reserved.slots), reserved.evicted)
+        slots = HostSlots(self.placement.host.slots(room.keys))
+        return PrepareStoreOutput(room.keys, slots, room.evicted)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
-        if success:
-            self.chunks.commit(keys)
-            self._publish(keys, removed=False)
-        else:
-            self.chunks.abort(keys)
+        if not success:
+            self.placement.abort(keys)
+            return
+        ends = {key: req_context.get_offload_key_position(key) or 0 for key in keys}
+        in_order = sorted(ends, key=ends.__getitem__)
+        self.placement.commit(in_order, [self._depth(ends[key]) for key in in_order])
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        events, self._events = self._events, [] if self._events is not None else None
-        return events or ()
+        changes = self.placement.take_changes()
+        for change in changes:
+            if change.is_removed:
+                self.counts.add(EVICTED, len(change.keys), change.tier)
+        if not self._publishes_events:
+            return ()
+        return [
+            OffloadingEvent(each.keys, MEDIUM[each.tier], each.is_removed, Locality.LOCAL)
+            for each in changes
+        ]
+
+    def has_pending_work(self) -> bool:
+        return self.placement.is_moving or not self.placement.is_complete
 
     def reset_cache(self) -> None:
-        self.chunks.clear()
+        self.placement.clear()
+        for visit in self._visits.values():
+            visit.limit = None
 
-    def _publish(self, keys: Collection[bytes], removed: bool) -> None:
-        if self._events is not None and keys:
-            self._events.append(OffloadingEvent(list(keys), Medium.CPU, removed))
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        tiers = {HOST: self.placement.host, DISK: self.placement.disk}
+        self.counts.add(NOT_DEMOTED, self.placement.take_num_not_demoted())
+        numbers = self.counts.take()
+        if not numbers:
+            return None
+        stats = OffloadingConnectorStats()
+        for (metric, labels), number in numbers.items():
+            stats.increase_counter(metric.name, number, labels)
+        for tier, index in tiers.items():
+            stats.set_gauge(USED.name, len(index), (tier,))
+            stats.set_gauge(ROOM.name, index.capacity, (tier,))
+        return stats
+
+    # -- to wait or not ----------------------------------------------------------------------------
+
+    def begin_look_up(self, request_id: str) -> None:
+        """A request is about to ask for its chunks, from the first one on."""
+        self._visits[request_id].places.clear()
+
+    def advise(self, request_id: str, first: int, num_tokens: int) -> Advice:
+        """Some chunks that a request asked for are not in host memory: bring them there, and have
+        it wait, but for no longer than computing them would take.
+
+        first: tokens that it has already. num_tokens: of its prompt.
+        """
+        visit = self._visits[request_id]
+        if visit.is_impatient:
+            return Advice.COMPUTE
+        now_s = time.monotonic()
+        visit.waits_since = visit.waits_since or now_s
+        ends = {key: visit.context.get_offload_key_position(key) or 0 for key in visit.places}
+        found = max(ends.values(), default=num_tokens)
+        if now_s - visit.waits_since >= self.judge.patience_s(first, found):
+            self.counts.add(IMPATIENT, 1)
+            visit.is_impatient = True
+            return Advice.LOOK_AGAIN
+        on_disk = [key for key, place in visit.places.items() if place is Place.DISK]
+        if not on_disk:
+            return Advice.WAIT
+        limit = self._limit(visit, ends, first, num_tokens)
+        wanted = [key for key in on_disk if ends[key] <= limit]
+        num = self.placement.promote(wanted, [self._depth(ends[key]) for key in wanted])
+        if num < len(wanted):
+            limit = ends[wanted[num]] - 1 if self._shape.has_one_group else first
+        if limit < found:
+            visit.limit = limit
+            self.counts.add(RECOMPUTED, sum(end > limit for end in ends.values()))
+            return Advice.LOOK_AGAIN
+        return Advice.WAIT
+
+    def num_worth_loading(self, request_id: str, first: int, found: int, num_tokens: int) -> int:
+        """Of ``found`` tokens after the ``first`` ones, all in host memory: how many to load."""
+        visit = self._visits[request_id]
+        ends = {key: visit.context.get_offload_key_position(key) or 0 for key in visit.places}
+        limit = self._limit(visit, ends, first, num_tokens)
+        if limit >= max(ends.values(), default=0):
+            return found
+        worth = min(found, max(0, limit - first))
+        self.counts.add(RECOMPUTED, sum(end > first + worth for end in ends.values()))
+        return worth
+
+    def _limit(self, visit: Visit, ends: dict[OffloadKey, int], first: int, num_tokens: int) -> int:
+        """The token up to which loading beats computing."""
+        queued = self.placement.num_promoting * self._shape.chunk_bytes
+        tiers = [DISK if place is Place.DISK else HOST for place in visit.places.values()]
+        found = max(ends.values(), default=first)
+        if self._shape.has_one_group:
+            (step,) = self._shape.tokens_per_chunk
+            num_before = first // step
+            num = self.judge.num_worth_loading(
+                [DEVICE] * num_before + tiers, num_tokens, self.placement.host.capacity, queued
+            )
+            return num * step
+        chunks = {tier: tiers.count(tier) for tier in (HOST, DISK) if tier in tiers}
+        return found if self.judge.is_worth_loading(chunks, first, found, queued) else first
+
+    def _depth(self, end: int) -> int:
+        """Place of the chunk that ends at a token, in its prompt."""
+        return max(0, end // min(self._shape.tokens_per_chunk) - 1)
+
+    # -- what the connector tells ------------------------------------------------------------------
+
+    def hear(self, report: Report) -> None:
+        """What the ranks say, before vLLM hears which of its jobs are done."""
+        for rank, hello in report.hellos.items():
+            self.placement.meet(rank, hello)
+            self.judge.costs.observe_copy(TO_HOST, hello.probe_bytes, hello.probe_s)
+        self.placement.distrust(report.failed)
+        for order_id, done in report.done.items():
+            ended = self.placement.finish(order_id, done)
+            if ended is not None:
+                self._count(*ended)
+        now_s = time.monotonic()
+        for step in report.steps:
+            self.judge.end_step(step, now_s)
+
+    def _count(self, order: Order, done: Done) -> None:
+        route = ROUTES[order.move.value]
+        num_failed = len(done.failed)
+        self.counts.add(FAILED, num_failed, *route)
+        self.counts.add(MOVED_BYTES, done.num_bytes, *route)
+        self.counts.add(MOVED_SECONDS, done.seconds, *route)
+        if order.move is Move.PROMOTE and not num_failed:
+            self.judge.costs.observe_copy(TO_HOST, done.num_bytes, done.seconds)
+
+
+def _is_allowed(place: Place, context: ReqContext) -> bool:
+    """Whether a request may load from there; its ``kv_load_tiers`` say."""
+    medium = Medium.STORAGE if place is Place.DISK else Medium.CPU
+    return bool(context.load_tier_filter.allows(medium, Locality.LOCAL))

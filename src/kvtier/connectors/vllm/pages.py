@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.devices import CopyBatch, Direction, Memory
-from kvtier.transfer.batching import coalesce
+from kvtier.transfer.batching import NO_SEAMS, coalesce
 from kvtier.types import Slot
 
 Int64s = npt.NDArray[np.int64]
@@ -70,8 +70,15 @@ class PagedPool:
         largest = max(int(group.nbytes.sum()) for group in self._groups) * blocks_per_chunk
         assert largest <= slot_bytes, f"a chunk of {largest} bytes in slots of {slot_bytes}"
 
-    def stage(self, parts: Sequence[ChunkPart], host: Memory, direction: Direction) -> CopyBatch:
-        """All copies of some chunks; parts: one per group, empty where a group has none."""
+    def stage(
+        self,
+        parts: Sequence[ChunkPart],
+        host: Memory,
+        direction: Direction,
+        seams: Int64s = NO_SEAMS,
+    ) -> CopyBatch:
+        """All copies of some chunks; parts: one per group, empty where a group has none. seams:
+        offsets of ``host`` that no copy may run across."""
         at_device: list[Int64s] = []
         at_host: list[Int64s] = []
         sizes: list[Int64s] = []
@@ -91,8 +98,10 @@ class PagedPool:
             np.concatenate([np.zeros(0, np.int64), *each]) for each in (at_device, at_host, sizes)
         )
         if direction is Direction.LOAD:
-            return coalesce(CopyBatch(host, self.memory, inside, device, size))
-        return coalesce(CopyBatch(self.memory, host, device, inside, size))
+            batch = CopyBatch(host, self.memory, inside, device, size)
+            return coalesce(batch, src_seams=seams)
+        batch = CopyBatch(self.memory, host, device, inside, size)
+        return coalesce(batch, dst_seams=seams)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

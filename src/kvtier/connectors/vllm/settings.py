@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from pathlib import Path
 
 from kvtier.config import parse_size
 from kvtier.errors import ConfigError
+from kvtier.types import Durability, LoadPolicy
 
 VLLMS_OWN = frozenset(
     {
@@ -25,22 +27,59 @@ VLLMS_OWN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Ours. Sizes may be written "8GiB"."""
+    """Ours. Sizes are of all ranks together, and may be written "8GiB"."""
 
     host: str | int = "4GiB"
-    """Host DRAM for KV, of all ranks together."""
+    """Host DRAM for KV."""
+    disk: str = ""
+    """Directory for a slab per rank; "" for no disk tier."""
+    disk_capacity: str | int = 0
+    """Room on the disk, reserved at the start. Wanted where ``disk`` is given."""
+    disk_durability: str = "process"
+    """What a chunk on the disk survives: ``process`` or ``power``."""
+    disk_bytes_per_day: str | int = 0
+    """What may be written in a day, for disks that wear; 0 for no limit."""
+    load: str = "auto"
+    """When KV is loaded: ``auto``, where that is faster than computing it, or ``always``."""
+
+    def __post_init__(self) -> None:
+        if self.host_bytes < 1:
+            raise ConfigError(f'host: {self.host!r} is no room at all; write "8GiB"')
+        if bool(self.disk) != bool(self.disk_bytes):
+            raise ConfigError(
+                f"disk: {self.disk!r} with disk_capacity: {self.disk_capacity!r}; give both, a "
+                'directory and how much of it to use, like "200GiB"'
+            )
+        for name, kind in (("disk_durability", Durability), ("load", LoadPolicy)):
+            if getattr(self, name) not in list(kind):
+                raise ConfigError(
+                    f"{name}: {getattr(self, name)!r} is unknown; use one of {', '.join(kind)}"
+                )
 
     @property
     def host_bytes(self) -> int:
         return parse_size(self.host, "host")
 
+    @property
+    def disk_bytes(self) -> int:
+        return parse_size(self.disk_capacity, "disk_capacity") if self.disk_capacity else 0
+
+    @property
+    def disk_path(self) -> Path:
+        return Path(self.disk)
+
+    @property
+    def bytes_per_day(self) -> int:
+        limit = self.disk_bytes_per_day
+        return parse_size(limit, "disk_bytes_per_day") if limit else 0
+
     @classmethod
     def read(cls, extra_config: Mapping[str, object]) -> Settings:
         """Raises ``ConfigError`` for a key that nobody knows, or a value that can't be read."""
-        known = {field.name for field in fields(cls)}
+        known = {field.name: field.type for field in fields(cls)}
         for key in extra_config:
-            if key not in known | VLLMS_OWN:
-                near = get_close_matches(key, sorted(known | VLLMS_OWN), 1)
+            if key not in known and key not in VLLMS_OWN:
+                near = get_close_matches(key, sorted({*known, *VLLMS_OWN}), 1)
                 hint = (
                     f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
                 )
@@ -49,9 +88,9 @@ class Settings:
                 )
         given = {key: value for key, value in extra_config.items() if key in known}
         for key, value in given.items():
-            if not isinstance(value, str | int):
-                raise ConfigError(f'{key}: {value!r} is no size; write for instance "8GiB"')
-        settings = cls(**given)  # type: ignore[arg-type]
-        if settings.host_bytes < 1:
-            raise ConfigError(f'host: {settings.host!r} is no room at all; write "8GiB"')
-        return settings
+            if "int" in str(known[key]):
+                if not isinstance(value, str | int) or isinstance(value, bool):
+                    raise ConfigError(f'{key}: {value!r} is no size; write for instance "8GiB"')
+            elif not isinstance(value, str):
+                raise ConfigError(f"{key}: {value!r} is no text; write it in quotes")
+        return cls(**given)  # type: ignore[arg-type]

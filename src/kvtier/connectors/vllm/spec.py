@@ -1,58 +1,123 @@
-"""``"spec_name": "kvtier"``: what vLLM's OffloadingConnector makes in each of its processes."""
+"""``"spec_name": "kvtier"``: reads the settings, and makes the scheduler's half or a rank's."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import vllm
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
+    OffloadingCounterMetadata,
+    OffloadingGaugeMetadata,
     OffloadingManager,
+    OffloadingMetricMetadata,
     OffloadingSpec,
     OffloadingWorker,
 )
-from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvtier.connectors.vllm.manager import HostManager
+from kvtier.connectors.vllm.counts import METRICS
+from kvtier.connectors.vllm.judge import Judge
+from kvtier.connectors.vllm.manager import Shape, TierManager
+from kvtier.connectors.vllm.names import Names
+from kvtier.connectors.vllm.placement import Placement
 from kvtier.connectors.vllm.settings import Settings
-from kvtier.connectors.vllm.worker import HostWorker
+from kvtier.connectors.vllm.worker import Room, TierWorker
 from kvtier.devices import find_device
 from kvtier.errors import ConfigError
+from kvtier.tiers.disk import DiskOptions
+from kvtier.types import Durability, LoadPolicy
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.config import OffloadingConfig
 
 SLOT_ALIGNMENT = 4096
 """Slots begin on pages, so that each can be read from a disk in place."""
+MAX_MOVING_BYTES = 256 << 20
+"""Of a rank's host memory, what may be on its way to the disk; a quarter of it at most."""
 
 
 class KvtierSpec(OffloadingSpec):
-    """Reads the settings, and makes the scheduler's half or a rank's."""
+    """What vLLM's connector makes in each of its processes."""
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, object]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        kinds = {True: OffloadingGaugeMetadata, False: OffloadingCounterMetadata}
+        return {
+            each.name: kinds[each.is_gauge](documentation=each.meaning, labelnames=each.labels)
+            for each in METRICS
+        }
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self.settings = Settings.read(config.extra_config)
         chunk_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
         self.slot_bytes = -(-chunk_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        rank_bytes = self.settings.host_bytes // max(1, config.parallel.world_size)
-        self.num_slots = rank_bytes // self.slot_bytes if self.slot_bytes else 0
-        if self.slot_bytes and self.num_slots < 1:
+        self.names = Names(config, self.slot_bytes, f"vllm {vllm.__version__}")
+        self._num_ranks = max(1, config.parallel.world_size)
+        self.num_slots = self._num_chunks("host", self.settings.host_bytes)
+        self.num_disk_chunks = self._num_chunks("disk_capacity", self.settings.disk_bytes)
+        self._manager: TierManager | None = None
+        self._worker: TierWorker | None = None
+
+    def _num_chunks(self, name: str, num_bytes: int) -> int:
+        """Chunks of each rank in ``num_bytes`` of all ranks."""
+        num_chunks = num_bytes // self._num_ranks // self.slot_bytes if self.slot_bytes else 0
+        if num_bytes and self.slot_bytes and num_chunks < 1:
             raise ConfigError(
-                f"host: {self.settings.host!r} is below one chunk of {self.slot_bytes} bytes on "
-                f"each of {config.parallel.world_size} ranks; raise it"
+                f"{name}: {num_bytes} bytes are below one chunk of {self.slot_bytes} bytes on each "
+                f"of {self._num_ranks} ranks; raise it"
             )
-        self._manager: HostManager | None = None
-        self._worker: HostWorker | None = None
+        return num_chunks
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
-            events = self.kv_events_config.enable_kv_cache_events
-            self._manager = HostManager(self.num_slots, events)
+            moving = min(MAX_MOVING_BYTES // max(1, self.slot_bytes), self.num_slots // 4)
+            placement = Placement(
+                self.num_slots,
+                self.num_disk_chunks,
+                self.names,
+                self._num_ranks,
+                self._num_ranks,
+                max(1, moving),
+            )
+            tokens = tuple(each * self.blocks_per_chunk for each in self.tokens_per_block)
+            policy = LoadPolicy(self.settings.load)
+            self._manager = TierManager(
+                placement,
+                Judge(policy, max(tokens), self.slot_bytes),
+                self.names,
+                Shape(tokens, self.slot_bytes),
+                self.kv_events_config.enable_kv_cache_events,
+            )
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
             first = kv_caches.tensors[0].tensor.device
             name = first.type if first.index is None else f"{first.type}:{first.index}"
-            self._worker = HostWorker(
+            room = Room(self.slot_bytes, self.num_slots, self._disk_options())
+            self._worker = TierWorker(
                 kv_caches,
                 find_device(name),
-                self.num_slots,
-                self.slot_bytes,
+                room,
                 self.blocks_per_chunk,
+                self.config.parallel.rank,
+                self.names.digest,
             )
         return self._worker
+
+    def _disk_options(self) -> DiskOptions | None:
+        """Of this rank's slab."""
+        if not self.num_disk_chunks:
+            return None
+        rank = self.config.parallel.rank
+        return DiskOptions(
+            path=self.settings.disk_path / f"rank{rank}",
+            capacity_bytes=self.num_disk_chunks * self.slot_bytes,
+            durability=Durability(self.settings.disk_durability),
+            bytes_per_day=self.settings.bytes_per_day // self._num_ranks,
+            rank=rank,
+            num_ranks=self._num_ranks,
+        )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -14,44 +15,70 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.connectors.vllm.manager import HostSlots
+from kvtier.connectors.vllm.orders import Hello, Order, Report
 from kvtier.connectors.vllm.pages import ChunkPart, Page, PagedPool
-from kvtier.devices import Device, Direction
+from kvtier.connectors.vllm.rank_disk import RankDisk
+from kvtier.devices import Device, Direction, Finding
 from kvtier.layout import Attention, DType, KVGroup, Part
 from kvtier.tiers import HostTier
+from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.transfer import Job, TransferEngine
+from kvtier.types import Slot
 
 logger = logging.getLogger(__name__)
 
 CLOSE_WAIT_S = 10.0
 
 
-class HostWorker(OffloadingWorker):
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a rank keeps chunks in. num_slots: of host memory. disk: None for none."""
+
+    slot_bytes: int
+    num_slots: int
+    disk: DiskOptions | None = None
+
+
+class TierWorker(OffloadingWorker):
     """Copies what the scheduler asks for, each direction on a thread and a stream of its own.
 
     A store starts after the compute that was queued when it was submitted, a load after what may
-    still read the blocks that it overwrites. slot_bytes, num_slots: of this rank.
+    still read the blocks that it overwrites. namespace: digest of what chunks belong to.
+
+    vLLM hears of every copy as done; of those that failed, ``take_failed_loads`` and
+    ``take_report`` tell.
     """
 
     def __init__(
         self,
         caches: CanonicalKVCaches,
         device: Device,
-        num_slots: int,
-        slot_bytes: int,
+        room: Room,
         blocks_per_chunk: int,
+        rank: int,
+        namespace: bytes,
     ) -> None:
         self._device = device
         self._blocks_per_chunk = blocks_per_chunk
-        self._pool = _pool(caches, blocks_per_chunk, slot_bytes)
+        self._rank = rank
+        self._pool = _pool(caches, blocks_per_chunk, room.slot_bytes)
         device.prepare()
         # A slot is opaque: one part of so many bytes.
-        opaque = (Part("chunk", 1, slot_bytes),)
+        opaque = (Part("chunk", 1, room.slot_bytes),)
         group = KVGroup(Attention.FULL, 1, opaque, DType.UINT8, block_size=1)
-        self._host = HostTier(group, num_slots * slot_bytes, device)
+        self._host = HostTier(group, room.num_slots * room.slot_bytes, device)
+        self._disk: RankDisk | None = None
+        if room.disk is not None:
+            tier = DiskTier(room.disk, group, self._host.ready_memory)
+            self._disk = RankDisk(tier, self._host, namespace)
+            _log(tier.findings())
         self._engine = TransferEngine(device)
-        self._jobs: dict[int, Job] = {}
-        for finding in (*device.findings(), *self._host.findings()):
-            logger.info("kvtier %s: %s %s", finding.topic, finding.found, finding.note)
+        self._jobs: dict[int, tuple[Job, Direction, frozenset[Slot]]] = {}
+        self._failed_loads: list[int] = []
+        self._failed_slots: set[Slot] = set()
+        self._hello = Hello(self._host.num_open, None if self._disk is None else self._disk.found)
+        self._is_told = False
+        _log((*device.findings(), *self._host.findings()))
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
@@ -68,25 +95,69 @@ class HostWorker(OffloadingWorker):
         return self._submit(job_id, dst_spec, src_spec, Direction.LOAD)
 
     def get_finished(self) -> list[TransferResult]:
-        done = [(job_id, job) for job_id, job in self._jobs.items() if job.done]
-        return [self._finish(job_id, job) for job_id, job in done]
+        done = [job_id for job_id, (job, *_) in self._jobs.items() if job.done]
+        return [self._finish(job_id) for job_id in done]
 
     def wait(self, job_ids: set[int]) -> None:
         for job_id in job_ids:
-            if (job := self._jobs.get(job_id)) is not None:
-                job.wait()
+            if job_id in self._jobs:
+                self._jobs[job_id][0].wait()
 
     def shutdown(self) -> None:
-        if self._engine.close(CLOSE_WAIT_S):
+        is_over = self._engine.close(CLOSE_WAIT_S)
+        if self._disk is not None:
+            is_over = self._disk.close(CLOSE_WAIT_S) and is_over
+        if is_over:
             self._host.close()
             self._device.close()
+
+    # -- beside vLLM's own -------------------------------------------------------------------------
+
+    @property
+    def job_ids(self) -> Collection[int]:
+        """Copies that vLLM does not know to be done yet."""
+        return self._jobs.keys()
+
+    def carry_out(self, order: Order) -> None:
+        """Begin what the scheduler ordered."""
+        assert self._disk is not None, "an order for a rank without a disk"
+        self._disk.carry_out(order)
+
+    def take_failed_loads(self) -> list[int]:
+        """Loads that failed, of those that vLLM has heard of as done."""
+        failed, self._failed_loads = self._failed_loads, []
+        return failed
+
+    def take_report(self, steps: frozenset[int]) -> Report:
+        """What the scheduler should know. steps: that were computed."""
+        failed, self._failed_slots = frozenset(self._failed_slots), set()
+        done = {} if self._disk is None else self._disk.take_done()
+        return Report(done, self._hellos(), failed, steps)
+
+    def _hellos(self) -> dict[int, Hello]:
+        """What this rank has to say about itself, where that is new."""
+        probe = None if self._disk is None else self._disk.take_probe()
+        num_open = self._host.num_open
+        if self._is_told and probe is None and num_open == self._hello.num_open:
+            return {}
+        found = None if self._is_told else self._hello.found
+        hello = Hello(num_open, found)
+        if probe is not None:
+            hello = replace(hello, probe_bytes=probe.num_bytes, probe_s=probe.seconds)
+        self._hello, self._is_told = hello, True
+        return {self._rank: hello}
+
+    # -- copies ------------------------------------------------------------------------------------
 
     def _submit(
         self, job_id: int, blocks: GPULoadStoreSpec, slots: LoadStoreSpec, direction: Direction
     ) -> bool:
-        assert isinstance(slots, HostSlots)
-        batch = self._pool.stage(self._parts(blocks, slots), self._host.memory, direction)
-        self._jobs[job_id] = self._engine.submit([batch], direction)
+        assert isinstance(slots, HostSlots), f"slots of another manager: {type(slots)}"
+        batch = self._pool.stage(
+            self._parts(blocks, slots), self._host.memory, direction, self._host.seams
+        )
+        touched = frozenset(map(Slot, slots.block_ids.tolist()))
+        self._jobs[job_id] = self._engine.submit([batch], direction), direction, touched
         return True
 
     def _parts(self, blocks: GPULoadStoreSpec, slots: HostSlots) -> list[ChunkPart]:
@@ -106,11 +177,19 @@ class HostWorker(OffloadingWorker):
         assert slot_at == len(slots.block_ids), "slots that no block belongs to"
         return parts
 
-    def _finish(self, job_id: int, job: Job) -> TransferResult:
-        del self._jobs[job_id]
+    def _finish(self, job_id: int) -> TransferResult:
+        job, direction, slots = self._jobs.pop(job_id)
         if job.error is not None:
-            logger.error("kvtier copy failed job=%d error=%s", job_id, job.error)
-        return TransferResult(job_id, job.error is None, job.num_bytes, job.seconds)
+            logger.error("copy failed direction=%s error=%s", direction.value, job.error)
+            self._failed_slots |= slots
+            if direction is Direction.LOAD:
+                self._failed_loads.append(job_id)
+        return TransferResult(job_id, True, job.num_bytes, job.seconds)
+
+
+def _log(findings: Sequence[Finding]) -> None:
+    for finding in findings:
+        logger.info("%s: %s %s", finding.topic, finding.found, finding.note)
 
 
 def _pool(caches: CanonicalKVCaches, blocks_per_chunk: int, slot_bytes: int) -> PagedPool:

@@ -109,6 +109,12 @@ class DiskSlots:
             self.num_used += len(claimed)
             return claimed
 
+    def unclaimed(self) -> Int64s:
+        """Slots of the blocks that nobody has claimed, in the order in which they would leave."""
+        with self._lock:
+            left = self._to_drop[self._num_passed :]
+            return np.asarray(left[self._state[left] == SlotState.UNCLAIMED])
+
     def drop_unclaimed(self, slots: Int64s) -> None:
         """Those of the slots that hold an unclaimed block are free: the block is damaged."""
         with self._lock:

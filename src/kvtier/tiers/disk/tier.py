@@ -119,6 +119,15 @@ class DiskTier(StorageTier, SlotOwner):
         """Give slots back. Until a slot is used again, a restart finds its block."""
         self._slots.free(slots)
 
+    def unclaimed_keys(self) -> list[BlockKey]:
+        """The blocks that a restart found and nobody claimed; those that would leave first in front.
+
+        For an owner that keeps an index of its own, and claims them all.
+        """
+        if self.is_off:
+            return []
+        return [BlockKey(self._table[slot]["key"].tobytes()) for slot in self._slots.unclaimed()]
+
     def claim(self, keys: Sequence[BlockKey]) -> list[Slot]:
         """Slots of the longest leading run of ``keys`` that a restart found and nobody claimed.
 

@@ -1,0 +1,215 @@
+"""vLLM's OffloadingConnector, with a way for orders to the ranks, and a way back.
+
+    scheduler process                                   each rank
+    advise, num_worth_loading  (manager.py)
+    orders  ---- TierMetadata, once a step --->  carry_out   (worker.py, rank_disk.py)
+    hear    <--- TierWorkerMetadata -----------  take_report
+
+Everything else is vLLM's: which blocks, which groups, when to store, when a request waits.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from kvtier.connectors.vllm import SPEC_NAME
+from kvtier.connectors.vllm.manager import Advice, TierManager
+from kvtier.connectors.vllm.orders import Order, Report
+from kvtier.connectors.vllm.spec import KvtierSpec
+from kvtier.connectors.vllm.worker import TierWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+T = TypeVar("T")
+
+
+@dataclass
+class TierMetadata(OffloadingConnectorMetadata):
+    """vLLM's jobs of a step, and ours. step: number of the step, if its end is to be told."""
+
+    orders: Sequence[Order] = ()
+    step: int | None = None
+
+
+@dataclass
+class TierWorkerMetadata(OffloadingWorkerMetadata):
+    """vLLM's finished jobs, and what else a rank has to say."""
+
+    report: Report = field(default_factory=Report)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        both = super().aggregate(other)
+        theirs = other.report if isinstance(other, TierWorkerMetadata) else Report()
+        return _with(TierWorkerMetadata, both, report=self.report.and_also(theirs))
+
+
+class KvtierConnector(OffloadingConnector):
+    """Made in the scheduler's process and in each rank, for ``"spec_name": "kvtier"``; for any
+    other spec it is vLLM's own connector that is made."""
+
+    theirs: type = OffloadingConnector
+
+    def __new__(
+        cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> Any:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        if extra.get("spec_name") != SPEC_NAME:
+            return cls.theirs(vllm_config, role, kv_cache_config)
+        return super().__new__(cls)
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        # A copy that failed is recomputed; vLLM's own default is to fail the request.
+        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._loading: dict[int, str] = {}
+        self._steps: list[int] = []
+        names = self._manager.names if self.connector_scheduler else self._spec.names
+        names.settle(_model_traits(vllm_config))
+
+    # -- in the scheduler's process ----------------------------------------------------------------
+
+    @property
+    def _manager(self) -> TierManager:
+        manager = self.scheduler.manager
+        assert isinstance(manager, TierManager), f"{type(manager)} is not ours"
+        return manager
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """As vLLM's, but what loading would not pay for is computed, and nobody waits longer than
+        computing would take."""
+        while True:
+            self._manager.begin_look_up(request.request_id)
+            found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+            if found is None:
+                match self._manager.advise(
+                    request.request_id, num_computed_tokens, request.num_tokens
+                ):
+                    case Advice.WAIT:
+                        return None, False
+                    case Advice.COMPUTE:
+                        return 0, False
+                continue
+            if found:
+                found = self._manager.num_worth_loading(
+                    request.request_id, num_computed_tokens, found, request.num_tokens
+                )
+            return found, is_async and found > 0
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        theirs = super().build_connector_meta(scheduler_output)
+        assert isinstance(theirs, OffloadingConnectorMetadata)
+        return _with(
+            TierMetadata,
+            theirs,
+            orders=self._manager.placement.take_orders(),
+            step=self._manager.judge.begin_step(time.monotonic(), _pieces(scheduler_output)),
+        )
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, TierWorkerMetadata):
+            self._manager.hear(meta.report)
+        super().update_connector_output(connector_output)
+
+    # -- in a rank ---------------------------------------------------------------------------------
+
+    @property
+    def _spec(self) -> KvtierSpec:
+        assert self.connector_worker is not None, "the scheduler's side has no ranks"
+        assert isinstance(self.connector_worker.spec, KvtierSpec), "another spec's worker"
+        return self.connector_worker.spec
+
+    @property
+    def _worker(self) -> TierWorker:
+        assert self.connector_worker is not None, "the scheduler's side has no worker"
+        assert isinstance(self.connector_worker.worker, TierWorker), "another spec's worker"
+        return self.connector_worker.worker
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        meta = self._connector_metadata
+        assert isinstance(meta, TierMetadata), f"metadata of another connector: {type(meta)}"
+        self._loading.update((job_id, job.req_id) for job_id, job in meta.load_jobs.items())
+        if meta.step is not None:
+            self._steps.append(meta.step)
+        for order in meta.orders:
+            self._worker.carry_out(order)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """As vLLM's, with the requests whose load failed: it has them computed."""
+        results = super().get_transfer_results(finished_req_ids)
+        for job_id in self._worker.take_failed_loads():
+            results.failed_recving.add(self._loading[job_id])
+        still = self._worker.job_ids
+        self._loading = {job: req for job, req in self._loading.items() if job in still}
+        return results
+
+    def build_connector_worker_meta(self) -> OffloadingWorkerMetadata | None:
+        theirs = super().build_connector_worker_meta()
+        report = self._worker.take_report(frozenset(self._steps))
+        self._steps.clear()
+        if not report:
+            return theirs
+        return _with(TierWorkerMetadata, theirs or OffloadingWorkerMetadata(), report=report)
+
+
+@cache
+def over(theirs: type[OffloadingConnector]) -> type[KvtierConnector]:
+    """Ours, derived from the connector that a platform has in the place of vLLM's."""
+    if theirs is OffloadingConnector:
+        return KvtierConnector
+    return type("KvtierConnector", (KvtierConnector, theirs), {"theirs": theirs})
+
+
+def _with(kind: type[T], theirs: Any, **ours: object) -> T:
+    """vLLM's dataclass, with fields of ours behind its own, however many it has."""
+    return kind(**{each.name: getattr(theirs, each.name) for each in fields(theirs)}, **ours)
+
+
+def _pieces(output: SchedulerOutput) -> list[tuple[int, int]]:
+    """Per prompt that this step computes: the tokens before, and those of the step."""
+    new = [(each.req_id, each.num_computed_tokens) for each in output.scheduled_new_reqs]
+    cached = output.scheduled_cached_reqs
+    old = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    num = output.num_scheduled_tokens
+    return [(before, num[req_id]) for req_id, before in (*new, *old) if num[req_id] > 1]
+
+
+def _model_traits(config: VllmConfig) -> str:
+    """What decides on the bytes of KV, and is not in the offloading config."""
+    model = config.model_config
+    traits = {
+        "revision": model.revision,
+        "quantization": model.quantization,
+        "overrides": model.hf_overrides,
+        "config": model.hf_config.to_dict(),
+        "cache": config.cache_config.cache_dtype,
+    }
+    return json.dumps(traits, sort_keys=True, default=str)

@@ -1,0 +1,80 @@
+"""What is counted under vLLM, beside its own metrics: one table, and the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.types import DISK, HOST
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A counter, or a gauge. Its name is what Prometheus shows, without ``_total``."""
+
+    name: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+    is_gauge: bool = False
+
+
+LOADED = Metric(
+    "kvtier_loaded_chunks", "Chunks given to requests, by the tier that had them.", ("tier",)
+)
+EVICTED = Metric("kvtier_evicted_chunks", "Chunks that left a tier for others.", ("tier",))
+MOVED_BYTES = Metric(
+    "kvtier_moved_bytes", "Bytes moved between host and disk, per rank.", ("src", "dst")
+)
+MOVED_SECONDS = Metric(
+    "kvtier_moved_seconds", "What that took, without the time in line.", ("src", "dst")
+)
+FAILED = Metric(
+    "kvtier_failed_chunks", "Chunks that could not be moved, or were damaged.", ("src", "dst")
+)
+RECOMPUTED = Metric(
+    "kvtier_recomputed_chunks", "Chunks found, and not loaded: computing them takes less time."
+)
+IMPATIENT = Metric(
+    "kvtier_impatient_requests", "Requests that waited as long as computing takes, and no longer."
+)
+NOT_DEMOTED = Metric(
+    "kvtier_not_demoted_chunks", "Chunks that left host memory before the disk had taken them."
+)
+USED = Metric("kvtier_used_chunks", "Chunks in a tier.", ("tier",), is_gauge=True)
+ROOM = Metric("kvtier_chunks", "Room for chunks in a tier.", ("tier",), is_gauge=True)
+
+METRICS = (
+    LOADED,
+    EVICTED,
+    MOVED_BYTES,
+    MOVED_SECONDS,
+    FAILED,
+    RECOMPUTED,
+    IMPATIENT,
+    NOT_DEMOTED,
+    USED,
+    ROOM,
+)
+ROUTES = {"demote": (HOST, DISK), "promote": (DISK, HOST)}
+"""Labels of a move."""
+
+Labels = tuple[str, ...]
+
+
+class Counts:
+    """Numbers by metric and labels."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[Metric, Labels], float] = {}
+
+    def add(self, metric: Metric, number: float, *labels: str) -> None:
+        """Count; nothing for 0."""
+        assert not metric.is_gauge, f"{metric.name} is not counted, it is looked up"
+        assert len(labels) == len(metric.labels), f"{metric.name} is counted by {metric.labels}"
+        if number:
+            at = (metric, labels)
+            self._numbers[at] = self._numbers.get(at, 0) + number
+
+    def take(self) -> dict[tuple[Metric, Labels], float]:
+        """What was counted since the last call."""
+        numbers, self._numbers = self._numbers, {}
+        return numbers

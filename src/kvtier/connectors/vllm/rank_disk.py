@@ -1,0 +1,169 @@
+"""A rank's disk: carries out what the scheduler's process orders, in the background."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import numpy as np
+
+from kvtier.connectors.vllm.orders import Done, Move, Order
+from kvtier.errors import TierError
+from kvtier.tiers import LoadResult, MemoryTier
+from kvtier.tiers.disk import DiskTier
+from kvtier.transfer.job import Job
+from kvtier.transfer.lane import Lane
+from kvtier.types import DISK, BlockKey, BlockName, Slot
+
+logger = logging.getLogger(__name__)
+
+NUM_PROBED = 4
+"""Chunks that are read once, only to see how fast the disk is."""
+PAGE = 4096
+
+
+class RankDisk:
+    """Owned by one thread; a thread of its own reads, another one writes.
+
+    host: where chunks come from and go to; its blocks are as large as those of ``tier``. namespace:
+    digest of what the chunks belong to. Which slot of the disk a chunk is in, is known here only.
+    """
+
+    def __init__(self, tier: DiskTier, host: MemoryTier, namespace: bytes) -> None:
+        self._tier = tier
+        self._host = host
+        self._namespace = namespace
+        found = tier.unclaimed_keys()
+        self._slot_of = dict(zip(found, tier.claim(found), strict=False))
+        self.found = tuple(self._slot_of)
+        self._reader = Lane("disk load", partial(TierError, DISK, "load"))
+        self._writer = Lane("disk store", partial(TierError, DISK, "store"))
+        self._under_way: list[tuple[Order, Job, tuple[Slot, ...]]] = []
+        self._done: dict[int, Done] = {}
+        self._probe: Job | None = None
+        self._probe_is_told = False
+        self._begin_probe()
+
+    def carry_out(self, order: Order) -> None:
+        """Begin with an order. Orders of one kind are done one after the other."""
+        match order.move:
+            case Move.DEMOTE:
+                self._demote(order)
+            case Move.PROMOTE:
+                self._promote(order)
+            case Move.FORGET:
+                slots = self._take(order.keys)
+                self._tier.forget(slots)
+                self._tier.free(slots)
+
+    def take_done(self) -> dict[int, Done]:
+        """What has ended since the last call, by order id."""
+        still: list[tuple[Order, Job, tuple[Slot, ...]]] = []
+        for order, job, slots in self._under_way:
+            if job.done:
+                self._end(order, job, slots)
+            else:
+                still.append((order, job, slots))
+        self._under_way = still
+        done, self._done = self._done, {}
+        return done
+
+    def take_probe(self) -> Job | None:
+        """How fast the disk reads, once it is known."""
+        if self._probe is None or self._probe_is_told or not self._probe.done:
+            return None
+        self._probe_is_told = True
+        return self._probe if self._probe.error is None else None
+
+    def close(self, timeout_s: float) -> bool:
+        """Finish what was begun, and free the slab. False where that took too long."""
+        is_over = [lane.close(timeout_s) for lane in (self._writer, self._reader)]
+        if all(is_over):
+            self._tier.close()
+        return all(is_over)
+
+    # -- moves -------------------------------------------------------------------------------------
+
+    def _demote(self, order: Order) -> None:
+        self._tier.free(self._take(order.evicted))
+        num = min(len(order.keys), self._tier.num_free)
+        slots = (self._tier.allocate(num) if self._tier.num_welcome(num) else None) or []
+        if not slots:
+            self._done[order.order_id] = Done(frozenset(range(len(order.keys))))
+            return
+        names = [
+            BlockName(self._namespace, depth, key)
+            for key, depth in zip(order.keys, order.depths, strict=True)
+        ]
+        work = partial(self._store, names[: len(slots)], slots, order.slots[: len(slots)])
+        num_bytes = len(slots) * self._tier.bytes_per_block
+        self._under_way.append((order, self._writer.submit(work, num_bytes), tuple(slots)))
+
+    def _promote(self, order: Order) -> None:
+        at = [at for at, key in enumerate(order.keys) if key in self._slot_of]
+        keys = [order.keys[each] for each in at]
+        slots = [self._slot_of[key] for key in keys]
+        work = partial(self._load, at, keys, slots, [order.slots[each] for each in at])
+        num_bytes = len(keys) * self._tier.bytes_per_block
+        self._under_way.append((order, self._reader.submit(work, num_bytes), ()))
+
+    def _store(
+        self, names: Sequence[BlockName], slots: Sequence[Slot], host: Sequence[Slot], _: Job
+    ) -> Iterable[int]:
+        stored = self._tier.store(names, slots, self._host.addresses(host))
+        return [at for at, is_there in enumerate(stored) if not is_there]
+
+    def _load(
+        self,
+        at: Sequence[int],
+        keys: Sequence[BlockKey],
+        slots: Sequence[Slot],
+        host: Sequence[Slot],
+        _: Job,
+    ) -> Iterable[int]:
+        results = self._tier.load(keys, slots, self._host.addresses(host))
+        return [
+            each for each, result in zip(at, results, strict=True) if result is not LoadResult.OK
+        ]
+
+    def _end(self, order: Order, job: Job, slots: tuple[Slot, ...]) -> None:
+        failed = set(range(len(order.keys)) if job.error is not None else job.lost)
+        if order.move is Move.DEMOTE:
+            failed.update(range(len(slots), len(order.keys)))
+            self._tier.free([slot for at, slot in enumerate(slots) if at in failed])
+            for at, (key, slot) in enumerate(zip(order.keys, slots, strict=False)):
+                if at not in failed:
+                    self._slot_of[key] = slot
+            self._begin_probe()
+        else:
+            failed.update(at for at, key in enumerate(order.keys) if key not in self._slot_of)
+        if job.error is not None:
+            logger.warning("disk order failed move=%s error=%s", order.move.value, job.error)
+        self._done[order.order_id] = Done(frozenset(failed), 1, job.num_bytes, job.seconds)
+
+    def _take(self, keys: Sequence[BlockKey]) -> list[Slot]:
+        """The slots of chunks that leave."""
+        if self._probe is not None:
+            self._probe.wait()  # it reads some of them, perhaps; once, and a few
+        return [self._slot_of.pop(key) for key in keys if key in self._slot_of]
+
+    # -- how fast it reads -------------------------------------------------------------------------
+
+    def _begin_probe(self) -> None:
+        if self._probe is None and self._slot_of:
+            keys = list(self._slot_of)[-NUM_PROBED:]
+            slots = [self._slot_of[key] for key in keys]
+            num_bytes = len(keys) * self._tier.bytes_per_block
+            work = partial(self._read_for_nothing, keys, slots)
+            self._probe = self._reader.submit(work, num_bytes)
+
+    def _read_for_nothing(
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], _: Job
+    ) -> Iterable[int]:
+        size = self._tier.bytes_per_block
+        scratch = np.empty(len(keys) * size + PAGE, np.uint8)
+        begin = scratch.ctypes.data + -scratch.ctypes.data % PAGE
+        addresses = np.arange(len(keys), dtype=np.uint64) * np.uint64(size) + np.uint64(begin)
+        self._tier.load(keys, slots, addresses)
+        return ()
