@@ -14,6 +14,9 @@ import pytest
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 import torch  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (  # noqa: E402
+    OffloadingConnector,
+)
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     MambaSpec,
@@ -32,6 +35,10 @@ NUM_BLOCKS, BLOCK, HEADS, DIM = 6, 4, 2, 8
 PART_BYTES = BLOCK * HEADS * DIM * 2
 NATIVE = "vllm_ascend.distributed.kv_transfer.kv_pool.kv_offload.native.offloading_connector"
 CONFIG = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.config"
+
+
+class PlatformsConnector(OffloadingConnector):  # type: ignore[misc]
+    """Where vllm-ascend has its own."""
 
 
 def _spec() -> Any:
@@ -252,3 +259,41 @@ def _run(worker: TierWorker, job_id: int, is_accepted: bool) -> None:
     (result,) = worker.get_finished()
     assert (result.job_id, result.success, worker.take_failed_loads()) == (job_id, True, [])
     assert result.transfer_size == 3 * 6 * PART_BYTES
+
+
+def _register_theirs() -> None:
+    """As vllm-ascend's plug-in does it."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    KVConnectorFactory._registry.pop("OffloadingConnector", None)
+    KVConnectorFactory.register_connector(
+        "OffloadingConnector", "tests.vllm.test_ascend", "PlatformsConnector"
+    )
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_platforms_connector_is_under_ours_whoever_registers_first(
+    is_first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from kvtier.connectors.vllm.connector import KvtierConnector
+
+    monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
+    steps = [_register_theirs, _register_ours]
+    for step in steps if is_first else reversed(steps):
+        step()
+    found = KVConnectorFactory.get_connector_class_by_name("OffloadingConnector")
+    assert issubclass(found, KvtierConnector)
+    assert issubclass(found, PlatformsConnector)
+    before = found.__mro__.index(PlatformsConnector)
+    assert found.__mro__.index(KvtierConnector) < before
+    assert found.theirs is PlatformsConnector
+
+
+def _register_ours() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    from kvtier.connectors.vllm.registry import Connectors
+
+    KVConnectorFactory._registry = Connectors(KVConnectorFactory._registry, "OffloadingConnector")

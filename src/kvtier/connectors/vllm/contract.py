@@ -132,7 +132,7 @@ READ: Mapping[str, tuple[str, ...]] = {
         "rank", "world_size", "tp_size", "pp_size", "pcp_size", "dcp_size",
     ),
     "OffloadingCacheConfig": ("tokens_per_hash", "blocks_per_chunk"),
-    "OffloadingGroupConfig": ("tokens_per_block", "layer_names"),
+    "OffloadingGroupConfig": ("tokens_per_block", "layer_names", "group_id"),
     "OffloadingModelConfig": ("name", "dtype"),
     "OffloadingSpec": ("config", "tokens_per_block", "blocks_per_chunk", "kv_events_config"),
     "OffloadingKVEventsConfig": ("enable_kv_cache_events",),

@@ -10,17 +10,12 @@ from importlib import import_module
 
 from kvtier.connectors.vllm import contract
 
-HOMES = {
-    "KvtierSpec": "kvtier.connectors.vllm.spec",
-    "KvtierConnector": "kvtier.connectors.vllm.connector",
-}
-
 
 def __getattr__(name: str) -> object:
-    """A class that vLLM's factories were given by name. Raises ``ConfigError`` with all
+    """The class that vLLM's factory of specs was given by name. Raises ``ConfigError`` with all
     differences from the vLLM that kvtier knows."""
-    if name not in HOMES:
+    if name != "KvtierSpec":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     contract.require()
-    found: object = getattr(import_module(HOMES[name]), name)
+    found: object = import_module("kvtier.connectors.vllm.spec").KvtierSpec
     return found
