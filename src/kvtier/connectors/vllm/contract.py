@@ -154,7 +154,7 @@ READ: Mapping[str, tuple[str, ...]] = {
     "SchedulerOutput": ("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"),
     "NewRequestData": ("req_id", "num_computed_tokens"),
     "CachedRequestData": ("req_ids", "num_computed_tokens"),
-    "ReqContext": ("req_id", "load_tier_filter"),
+    "ReqContext": ("req_id", "load_tier_filter", "_offload_key_positions"),
     "LookupResult": ("MISS", "HIT", "HIT_PENDING", "RETRY"),
     "Medium": ("CPU", "STORAGE"),
     "Locality": ("LOCAL",),
