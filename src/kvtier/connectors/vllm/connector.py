@@ -27,8 +27,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvtier.connectors.vllm import SPEC_NAME
 from kvtier.connectors.vllm.manager import Advice, TierManager
 from kvtier.connectors.vllm.orders import Order, Report
 from kvtier.connectors.vllm.spec import KvtierSpec
@@ -67,8 +67,8 @@ class TierWorkerMetadata(OffloadingWorkerMetadata):
 
 
 class KvtierConnector(OffloadingConnector):
-    """Made in the scheduler's process and in each rank, for ``"spec_name": "kvtier"``; for any
-    other spec it is vLLM's own connector that is made."""
+    """Made in the scheduler's process and in each rank, for ``KvtierSpec``; for any other spec
+    it is vLLM's own connector that is made."""
 
     theirs: type = OffloadingConnector
 
@@ -76,7 +76,7 @@ class KvtierConnector(OffloadingConnector):
         cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> Any:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        if extra.get("spec_name") != SPEC_NAME:
+        if not issubclass(OffloadingSpecFactory.get_spec_cls(extra), KvtierSpec):
             return cls.theirs(vllm_config, role, kv_cache_config)
         return super().__new__(cls)
 

@@ -9,7 +9,8 @@ from kvtier.types import DISK, HOST
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A counter, or a gauge. Its name is what Prometheus shows, without ``_total``."""
+    """A counter, or a gauge. Its name is what Prometheus shows, without ``_total``; by how it begins
+    vLLM knows what to take away with an engine."""
 
     name: str
     meaning: str
@@ -18,29 +19,30 @@ class Metric:
 
 
 LOADED = Metric(
-    "kvtier_loaded_chunks", "Chunks given to requests, by the tier that had them.", ("tier",)
+    "vllm:kvtier_loaded_chunks", "Chunks given to requests, by the tier that had them.", ("tier",)
 )
-EVICTED = Metric("kvtier_evicted_chunks", "Chunks that left a tier for others.", ("tier",))
+EVICTED = Metric("vllm:kvtier_evicted_chunks", "Chunks that left a tier for others.", ("tier",))
 MOVED_BYTES = Metric(
-    "kvtier_moved_bytes", "Bytes moved between host and disk, per rank.", ("src", "dst")
+    "vllm:kvtier_moved_bytes", "Bytes moved between host and disk, per rank.", ("src", "dst")
 )
 MOVED_SECONDS = Metric(
-    "kvtier_moved_seconds", "What that took, without the time in line.", ("src", "dst")
+    "vllm:kvtier_moved_seconds", "What that took, without the time in line.", ("src", "dst")
 )
 FAILED = Metric(
-    "kvtier_failed_chunks", "Chunks that could not be moved, or were damaged.", ("src", "dst")
+    "vllm:kvtier_failed_chunks", "Chunks that could not be moved, or were damaged.", ("src", "dst")
 )
 RECOMPUTED = Metric(
-    "kvtier_recomputed_chunks", "Chunks found, and not loaded: computing them takes less time."
+    "vllm:kvtier_recomputed_chunks", "Chunks found, and not loaded: computing them takes less time."
 )
 IMPATIENT = Metric(
-    "kvtier_impatient_requests", "Requests that waited as long as computing takes, and no longer."
+    "vllm:kvtier_impatient_requests",
+    "Requests that waited as long as computing takes, and no longer.",
 )
 NOT_DEMOTED = Metric(
-    "kvtier_not_demoted_chunks", "Chunks that left host memory before the disk had taken them."
+    "vllm:kvtier_not_demoted_chunks", "Chunks that left host memory before the disk had taken them."
 )
-USED = Metric("kvtier_used_chunks", "Chunks in a tier.", ("tier",), is_gauge=True)
-ROOM = Metric("kvtier_chunks", "Room for chunks in a tier.", ("tier",), is_gauge=True)
+USED = Metric("vllm:kvtier_used_chunks", "Chunks in a tier.", ("tier",), is_gauge=True)
+ROOM = Metric("vllm:kvtier_chunks", "Room for chunks in a tier.", ("tier",), is_gauge=True)
 
 METRICS = (
     LOADED,

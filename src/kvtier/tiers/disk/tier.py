@@ -120,7 +120,7 @@ class DiskTier(StorageTier, SlotOwner):
         self._slots.free(slots)
 
     def unclaimed_keys(self) -> list[BlockKey]:
-        """The blocks that a restart found and nobody claimed; those that would leave first in front.
+        """Blocks that a restart found and nobody claimed; those that would leave first in front.
 
         For an owner that keeps an index of its own, and claims them all.
         """

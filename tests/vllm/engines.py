@@ -1,0 +1,113 @@
+"""Real vLLM engines on the CPU, with kvtier under them or without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import vllm
+from prometheus_client import REGISTRY
+from vllm.config import KVTransferConfig
+
+import kvtier
+
+MODEL = Path(kvtier.__file__).parent / "engine/builtin/kvtier-tiny"
+BLOCK = 128
+"""vLLM's block size on the CPU, in tokens."""
+NUM_BLOCKS = 64
+"""Of the device pool."""
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "enable_prefix_caching": True,
+    "max_model_len": 4096,
+    "num_gpu_blocks_override": NUM_BLOCKS,
+    "disable_log_stats": False,
+}
+
+Prompt = dict[str, list[int]]
+Answer = list[Any]
+"""Tokens, and per step the log-probabilities of the likeliest ones."""
+
+
+def connector(**settings: object) -> dict[str, Any]:
+    """What stands behind ``--kv-transfer-config``."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"spec_name": "kvtier", "load": "always", **settings},
+    }
+
+
+def with_disk(slab: Path, **settings: object) -> dict[str, Any]:
+    """Host memory for 341 chunks of the built-in model, and a disk for as many."""
+    sizes = {"host": "256MiB", "disk": str(slab), "disk_capacity": "256MiB"}
+    return connector(**{**sizes, **settings})
+
+
+def with_nothing() -> dict[str, Any]:
+    """vLLM's own connector and no tier: see ``nothing.py``."""
+    extra = {"spec_name": "NothingSpec", "spec_module_path": "tests.vllm.nothing"}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+
+
+@contextmanager
+def engine(config: dict[str, Any], model: Path = MODEL, **changes: Any) -> Iterator[Any]:
+    """A vLLM. config: of its connector."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        connects = KVTransferConfig(**config)
+        made = vllm.LLM(str(model), **{**OPTIONS, "kv_transfer_config": connects, **changes})
+        try:
+            yield made
+        finally:
+            made.llm_engine.engine_core.shutdown()
+
+
+def prompt(seed: int, num_tokens: int) -> Prompt:
+    """Tokens that no other seed begins with."""
+    rng = random.Random(seed)
+    return {"prompt_token_ids": [rng.randrange(10, 4000) for _ in range(num_tokens)]}
+
+
+def run(llm: Any, *prompts: Prompt) -> list[tuple[int, Answer]]:
+    """Per prompt the tokens that were cached, and what was generated, with its logprobs."""
+    params = vllm.SamplingParams(max_tokens=6, temperature=0, logprobs=4, ignore_eos=True)
+    found = []
+    for output in llm.generate(list(prompts), params, use_tqdm=False):
+        (answer,) = output.outputs
+        steps = [
+            {token: each.logprob for token, each in sorted(step.items())}
+            for step in answer.logprobs
+        ]
+        found.append((output.num_cached_tokens, [answer.token_ids, steps]))
+    return found
+
+
+def one_by_one(llm: Any, prompts: list[Prompt]) -> list[tuple[int, Answer]]:
+    """``run``, with no other prompt in the batch."""
+    return [run(llm, each)[0] for each in prompts]
+
+
+def count(name: str, **labels: str) -> float:
+    """What Prometheus shows of a metric in this process, over all engines that it had."""
+    return sum(
+        sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
