@@ -40,7 +40,7 @@ from kvtier.types import LoadPolicy
 
 Bytes = npt.NDArray[np.uint8]
 
-NUM_SLOTS = 256
+NUM_SLOTS = 2048
 ALIGNMENT = 4096
 
 INSIDE = "looks into vLLM's own manager"
@@ -85,6 +85,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_teardown() -> None:
     while _open:
         _open.pop().shutdown()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    terminalreporter.write_line(
+        f"kvtier: {_seen['copies']} copies, {_seen['blocks']} loaded blocks compared, "
+        f"{_seen['chunks']} chunks at most"
+    )
 
 
 class Manager(TierManager):
@@ -137,6 +144,7 @@ class Manager(TierManager):
 
 
 _open: list[TierWorker] = []
+_seen = {"copies": 0, "blocks": 0, "chunks": 0}
 _named: dict[int, int] = {}
 """Our slot for the one that a test speaks of."""
 
@@ -228,6 +236,7 @@ class Copies:
                 for page, (tensor, nbytes) in enumerate(self._groups[group]):
                     expected = self._stored[key, place, page]
                     assert np.array_equal(tensor[block, :nbytes], expected), (key, place, page)
+            _seen["blocks"] += len(blocks)
         answer: bool = super().submit_load(job_id, src_spec, dst_spec)  # type: ignore[misc]
         return answer
 
@@ -236,9 +245,14 @@ class Copies:
         self._worker.wait({job_id})
         (result,) = self._worker.get_finished()
         assert (result.job_id, result.success) == (job_id, True)
+        assert not self._worker.take_failed_loads()
+        _seen["copies"] += 1
 
     def _places(self, keys: list[OffloadKey]) -> LoadStoreSpec:
-        return HostSlots([self._slot_of.setdefault(key, len(self._slot_of)) for key in keys])
+        slots = [self._slot_of.setdefault(key, len(self._slot_of)) for key in keys]
+        assert len(self._slot_of) <= NUM_SLOTS, "more chunks than this plug-in has slots"
+        _seen["chunks"] = max(_seen["chunks"], len(self._slot_of))
+        return HostSlots(slots)
 
     def _walk(self, blocks: GPULoadStoreSpec, keys: list[OffloadKey]) -> Any:
         """Per block its chunk's key, its place in the chunk, its group and its id: vLLM's rule, by

@@ -98,7 +98,10 @@ OVERRIDDEN: Mapping[str, Mapping[str, Takes]] = {
 """vLLM calls these, and kvtier has its own: what vLLM may pass must be known."""
 
 CALLED: Mapping[str, Mapping[str, Takes]] = {
-    "OffloadingSpecFactory": {"register_spec": Takes("name, module_path, class_name")},
+    "OffloadingSpecFactory": {
+        "register_spec": Takes("name, module_path, class_name"),
+        "get_spec_cls": Takes("extra_config"),
+    },
     "KVConnectorFactory": {"register_connector": Takes("name, module_path, class_name")},
     "OffloadingConnectorWorker": {"_init_worker": Takes("kv_caches")},
     "OffloadingConnectorStats": {
