@@ -12,13 +12,14 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup demo test test-vllm check lint check-native crash-test bench bench-vllm \
+.PHONY: help setup demo test test-vllm test-vllm-upstream check lint check-native crash-test bench bench-vllm \
 	kvtier-in-vllm peers peers-sglang peers-lmcache peers-vllm peers-vllm-lmcache clean
 
 help:
 	@echo "make demo    serve real prompts through a two-tier cache, and show what it saved"
 	@echo "make test    all tests"
 	@echo "make test-vllm  a real vLLM with kvtier under it, on the CPU; makes .peers/vllm (3 GB) first"
+	@echo "make test-vllm-upstream  vLLM's own unit tests, with kvtier in the place of its halves"
 	@echo "make lint    format, lint, types, import contracts, stubs"
 	@echo "make check   the same, and the fast tests"
 	@echo "make check-native   the native core's tests under address, undefined and thread sanitizers"
@@ -58,7 +59,7 @@ test: setup
 
 test-vllm: kvtier-in-vllm
 	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis
-	$(PEERS)/vllm/bin/python -m pytest tests/vllm -W default
+	$(PEERS)/vllm/bin/python -m pytest tests/vllm -W default --timeout 900 -o faulthandler_timeout=880
 
 # Real servers, driven by vLLM's own benchmark, on the CPU: 12 minutes.
 bench-vllm: kvtier-in-vllm peers-vllm-lmcache
@@ -69,6 +70,21 @@ bench-vllm: kvtier-in-vllm peers-vllm-lmcache
 kvtier-in-vllm: setup peers-vllm
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
 	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall build/wheel/kvtier-*.whl
+
+# vLLM's own unit tests of what kvtier stands in for; they come from its source distribution.
+UPSTREAM = $(PEERS)/vllm-tests
+UPSTREAM_UNIT = tests/v1/kv_connector/unit
+UPSTREAM_TESTS = tests/v1/kv_offload/cpu/test_manager.py $(UPSTREAM_UNIT)/offloading_connector \
+	$(addprefix $(UPSTREAM_UNIT)/test_, multi_connector.py kv_connector_lifecycle.py \
+	kv_load_failure_recovery.py invalid_blocks_correctness.py error_propagation.py \
+	cache_pollution_prevention.py scheduler_kv_connector_override.py output_aggregator.py)
+
+test-vllm-upstream: kvtier-in-vllm
+	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-asyncio pytest-timeout \
+		tblib setuptools-scm setuptools-rust wheel
+	$(PEERS)/vllm/bin/python tests/vllm/upstream/prepare.py $(UPSTREAM) 0.32.0
+	cd $(UPSTREAM) && HF_HOME=$$PWD/hf HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 PYTHONPATH=$(CURDIR)/tests/vllm/upstream \
+		$(CURDIR)/$(PEERS)/vllm/bin/python -m pytest -p substitute -q -W default --timeout 300 -rfEs $(UPSTREAM_TESTS)
 
 check: lint
 	$(BIN)/python -m pytest -m "not slow"

@@ -43,6 +43,29 @@ def test_beginning_of_a_prompt_leaves_last() -> None:
     assert reserved.evicted == [KEYS[2], KEYS[1]]
 
 
+def test_beginning_of_a_prompt_leaves_last_if_nothing_is_told_but_the_store() -> None:
+    index = ChunkIndex(3)
+    assert index.reserve(KEYS[:3]) is not None
+    index.commit(set(KEYS[:3]))
+    reserved = index.reserve(KEYS[3:5])
+    assert reserved is not None
+    assert reserved.evicted == [KEYS[2], KEYS[1]]
+
+
+def test_late_end_of_a_copy_makes_nothing_newer() -> None:
+    index = ChunkIndex(4)
+    assert index.reserve(KEYS[:2]) is not None
+    assert index.reserve(KEYS[2:4]) is not None
+    index.commit(KEYS[2:4])
+    index.commit(KEYS[:2])
+    index.hold(KEYS[:2])
+    index.touch(KEYS[2:4])
+    index.release(KEYS[:2])
+    reserved = index.reserve(KEYS[4:7])
+    assert reserved is not None
+    assert reserved.evicted == [KEYS[1], KEYS[0], KEYS[3]]
+
+
 def test_no_room_is_refused_and_nothing_leaves() -> None:
     index = ChunkIndex(2)
     assert index.reserve(KEYS[:2]) is not None

@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from kvtier.connectors.vllm import SPEC_NAME, InPlaceOf, register
+from kvtier.connectors.vllm import SPEC_NAME, register
+from kvtier.connectors.vllm.registry import Connectors, InPlaceOf
 
 
 class Factory:
@@ -24,7 +25,7 @@ class Factory:
         self.known[name] = (module, kind)
 
 
-def _vllm(monkeypatch: pytest.MonkeyPatch, **base: object) -> Factory:
+def _vllm(monkeypatch: pytest.MonkeyPatch) -> Factory:
     factory = Factory()
     for name, content in {
         "vllm": {},
@@ -34,7 +35,6 @@ def _vllm(monkeypatch: pytest.MonkeyPatch, **base: object) -> Factory:
         "vllm.distributed.kv_transfer.kv_connector.factory": {"KVConnectorFactory": factory},
         "vllm.v1": {},
         "vllm.v1.kv_offload": {},
-        "vllm.v1.kv_offload.base": base,
         "vllm.v1.kv_offload.factory": {"OffloadingSpecFactory": factory},
     }.items():
         module = ModuleType(name)
@@ -44,10 +44,11 @@ def _vllm(monkeypatch: pytest.MonkeyPatch, **base: object) -> Factory:
 
 
 def test_spec_is_known_by_its_short_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    factory = _vllm(monkeypatch, CanonicalKVCaches=object, OffloadingWorker=object)
+    factory = _vllm(monkeypatch)
     register()
     register()
-    assert factory.known == {SPEC_NAME: ("kvtier.connectors.vllm.spec", "KvtierSpec")}
+    assert factory.known == {SPEC_NAME: ("kvtier.connectors.vllm.entry", "KvtierSpec")}
+    assert isinstance(factory._registry, Connectors)
     stands_in = factory._registry["OffloadingConnector"]
     assert isinstance(stands_in, InPlaceOf)
     assert stands_in._theirs() is dict, "once, however often it was registered"
@@ -56,8 +57,8 @@ def test_spec_is_known_by_its_short_name(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_another_vllm_is_told_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    factory = _vllm(monkeypatch)  # as in 0.20: no workers
+    _vllm(monkeypatch)
+    monkeypatch.setitem(sys.modules, "vllm.v1.kv_offload.factory", ModuleType("nothing in it"))
     register()
-    assert factory.known == {}
-    assert "kvtier can't be used by this vLLM: it was made for 0.32" in caplog.text
-    assert "CanonicalKVCaches" in caplog.text
+    assert "kvtier can't be used by this vLLM: made for 0.32 to 0.33" in caplog.text
+    assert "OffloadingSpecFactory" in caplog.text

@@ -52,7 +52,7 @@ def diagnose(root: Path = Path("/")) -> Diagnosis:
         native=native.found == "yes",
         sections={
             "machine": (*machine(root), huge_pages(root)),
-            "packages": packages(),
+            "packages": (*packages(), *engines()),
             "core": (native,),
             "devices": devices,
         },
@@ -103,6 +103,23 @@ def packages() -> tuple[Finding, ...]:
             note = 'kvtier serve needs it: pip install "kvtier[engine]"'
             found.append(Finding(name, "not installed", note))
     return tuple(found)
+
+
+def engines() -> tuple[Finding, ...]:
+    """Those that are installed and that kvtier has a connector for, and whether it serves them.
+    None of them is imported."""
+    from kvtier.connectors.vllm import contract
+
+    folder = contract.installed()
+    if folder is None:
+        return ()
+    version = contract.version_of(folder)
+    if found := contract.differences(folder):
+        return (Finding("vllm", version, f"kvtier can't serve it: {'; '.join(found)}"),)
+    if not contract.was_run_with(version):
+        note = "served: what kvtier relies on is as it knows it, but it was never run with it"
+        return (Finding("vllm", version, note),)
+    return (Finding("vllm", version, "served: kvtier vllm-args prints the option for it"),)
 
 
 def native_core() -> Finding:

@@ -15,15 +15,15 @@ Only connector, manager, names, spec and worker know vLLM.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
+
+from kvtier.connectors.vllm.contract import NEWEST, OLDEST
+from kvtier.connectors.vllm.registry import Connectors
 
 logger = logging.getLogger(__name__)
 
 SPEC_NAME = "kvtier"
 CONNECTOR_NAME = "OffloadingConnector"
-VERSIONS = "0.32"
-"""Of vLLM, that this was run with."""
 
 
 def register() -> None:
@@ -31,30 +31,16 @@ def register() -> None:
     group ``vllm.general_plugins``), whether kvtier is asked for or not: so it never raises."""
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-        from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker  # noqa: F401
         from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
         connectors = KVConnectorFactory._registry
-        theirs = connectors[CONNECTOR_NAME]
-    except (ImportError, AttributeError, KeyError) as error:
+        with suppress(ValueError):  # known already: one process may load its plug-ins twice
+            OffloadingSpecFactory.register_spec(
+                SPEC_NAME, "kvtier.connectors.vllm.entry", "KvtierSpec"
+            )
+        if not isinstance(connectors, Connectors):
+            KVConnectorFactory._registry = Connectors(connectors, CONNECTOR_NAME)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         logger.warning(
-            "kvtier can't be used by this vLLM: it was made for %s, and here %r", VERSIONS, error
+            "kvtier can't be used by this vLLM: made for %s to %s, it met %r", OLDEST, NEWEST, error
         )
-        return
-    with suppress(ValueError):  # known already: one process may load its plug-ins twice
-        OffloadingSpecFactory.register_spec(SPEC_NAME, "kvtier.connectors.vllm.spec", "KvtierSpec")
-    if not isinstance(theirs, InPlaceOf):
-        connectors[CONNECTOR_NAME] = InPlaceOf(theirs)
-
-
-class InPlaceOf:
-    """Loads the connector of ours that stands in vLLM's place, and makes vLLM's own for whoever
-    did not ask for kvtier. theirs: loads vLLM's."""
-
-    def __init__(self, theirs: Callable[[], type]) -> None:
-        self._theirs = theirs
-
-    def __call__(self) -> type:
-        from kvtier.connectors.vllm.connector import over
-
-        return over(self._theirs())

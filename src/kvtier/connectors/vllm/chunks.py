@@ -47,7 +47,7 @@ class ChunkIndex:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._chunks: dict[bytes, _Chunk] = {}
-        self._idle: OrderedDict[bytes, None] = OrderedDict()  # ready, held by nobody; oldest first
+        self._order: OrderedDict[bytes, None] = OrderedDict()  # used least recently first
 
     def __len__(self) -> int:
         """Chunks that are there, or will be."""
@@ -66,8 +66,8 @@ class ChunkIndex:
     def touch(self, keys: Iterable[bytes]) -> None:
         """They were used just now. The first ones, the beginning of a prompt, leave last."""
         for key in reversed(list(keys)):
-            if key in self._idle:
-                self._idle.move_to_end(key)
+            if key in self._order:
+                self._order.move_to_end(key)
 
     def hold(self, keys: Iterable[bytes]) -> None:
         """Ready chunks can't leave before ``release``."""
@@ -75,7 +75,6 @@ class ChunkIndex:
             chunk = self._chunks[key]
             assert chunk.is_ready, "a chunk that is still being written can't be read"
             chunk.num_holders += 1
-            self._idle.pop(key, None)
 
     def release(self, keys: Iterable[bytes]) -> None:
         """Undo ``hold``. Chunks that are gone meanwhile are passed over."""
@@ -83,20 +82,20 @@ class ChunkIndex:
             chunk = self._chunks.get(key)
             if chunk is not None and chunk.num_holders:
                 chunk.num_holders -= 1
-                if not chunk.num_holders:
-                    if chunk.is_lost:
-                        self._drop(key)
-                    else:
-                        self._idle[key] = None
+                if chunk.is_lost and not chunk.num_holders:
+                    self._drop(key)
 
     def reserve(self, keys: Collection[bytes]) -> Room | None:
-        """Room for those of ``keys`` that are absent, after evicting others; None without room."""
+        """Room for those of ``keys`` that are absent, after evicting others; None without room.
+
+        They count as used now, and the first ones leave last; not when they are written at last.
+        """
         new = [key for key in dict.fromkeys(keys) if key not in self._chunks]
         missing = len(self._chunks) + len(new) - self.capacity
         wanted = set(keys)
         leaving: list[bytes] = []
         if missing > 0:
-            may_leave = (key for key in self._idle if key not in wanted)
+            may_leave = (key for key in self._order if self._is_idle(key) and key not in wanted)
             leaving = [key for key, _ in zip(may_leave, range(missing), strict=False)]
             if missing > len(leaving):
                 return None
@@ -114,7 +113,6 @@ class ChunkIndex:
                     self._drop(key)
                 else:
                     chunk.is_ready = True
-                    self._idle[key] = None
 
     def abort(self, keys: Iterable[bytes]) -> None:
         """Reserved chunks were not written: they are absent again."""
@@ -148,20 +146,23 @@ class ChunkIndex:
             chunk.is_lost = True
             chunk.num_holders = int(chunk.is_ready)
 
+    def _is_idle(self, key: bytes) -> bool:
+        chunk = self._chunks[key]
+        return chunk.is_ready and not chunk.num_holders
+
     def _add(self, keys: list[bytes]) -> None:
         self._chunks.update((key, _Chunk()) for key in keys)
+        self._order.update((key, None) for key in reversed(keys))
 
     def _drop(self, key: bytes) -> None:
-        self._idle.pop(key, None)
-        del self._chunks[key]
+        del self._chunks[key], self._order[key]
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the chunks don't add up."""
         assert len(self._chunks) <= self.capacity, "more chunks than there is room for"
-        idle = {
-            key for key, chunk in self._chunks.items() if chunk.is_ready and not chunk.num_holders
-        }
-        assert idle == set(self._idle), "what may leave is not what nobody holds"
+        assert self._order.keys() == self._chunks.keys(), "a chunk without a place in the order"
+        lost = [key for key, chunk in self._chunks.items() if chunk.is_lost and self._is_idle(key)]
+        assert not lost, "a lost chunk that nobody holds keeps its room"
 
 
 class HostIndex(ChunkIndex):

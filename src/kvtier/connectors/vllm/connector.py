@@ -26,15 +26,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+    OffloadingConnectorWorker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
+from kvtier.connectors.vllm.ascend import split_caches
 from kvtier.connectors.vllm.manager import Advice, TierManager
 from kvtier.connectors.vllm.orders import Order, Report
 from kvtier.connectors.vllm.spec import KvtierSpec
 from kvtier.connectors.vllm.worker import TierWorker
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.forward_context import ForwardContext
@@ -146,6 +151,17 @@ class KvtierConnector(OffloadingConnector):
         super().update_connector_output(connector_output)
 
     # -- in a rank ---------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """As vLLM's, or the platform's; where neither knows of K and V apart, ours."""
+        worker = self.connector_worker
+        if type(worker) is OffloadingConnectorWorker:
+            groups = [each.group_id for each in self._spec.config.groups]
+            split = split_caches(kv_caches, worker.kv_cache_config, groups)
+            if split is not None:
+                worker._init_worker(split)
+                return
+        super().register_kv_caches(kv_caches)
 
     @property
     def _spec(self) -> KvtierSpec:

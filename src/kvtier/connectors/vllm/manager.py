@@ -65,7 +65,8 @@ class Visit:
 
     places: of the chunks that its last look-up met, in that look-up's order. limit: no chunk that
     ends beyond this token is loaded. waits_since: when it had to wait first. is_impatient: it takes
-    what is ready, and waits for nothing more. is_off_disk: its chunks stay in memory.
+    what is ready, and waits for nothing more. is_off_disk: its chunks stay in memory. used: those
+    that were loaded or stored for it.
     """
 
     context: ReqContext
@@ -74,6 +75,14 @@ class Visit:
     waits_since: float | None = None
     is_impatient: bool = False
     is_off_disk: bool = False
+    used: dict[OffloadKey, None] = field(default_factory=dict)
+
+    def in_prompt_order(self) -> list[OffloadKey]:
+        """All chunks of the request, those as well that the device had itself."""
+        ends: dict[OffloadKey, int] = self.context._offload_key_positions
+        if self.used.keys() <= ends.keys():
+            return sorted(ends, key=ends.__getitem__)
+        return list(self.used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +135,9 @@ class TierManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._visits.pop(req_context.req_id, None)
-        # All of its chunks were used, also those that vLLM's own pool had and that were not asked
-        # for here: a prefix that left before what follows it would leave that useless.
-        ends = req_context._offload_key_positions
-        self.placement.touch(sorted(ends, key=ends.__getitem__))
+        visit = self._visits.pop(req_context.req_id, None)
+        if visit is not None:  # vLLM tells of no use but this
+            self.placement.touch(visit.in_prompt_order())
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         visit = self._visits[req_context.req_id]
@@ -157,6 +164,7 @@ class TierManager(OffloadingManager):
         for tier in (HOST, DISK):
             num = sum(self.placement.origin(key) == tier for key in keys)
             self.counts.add(LOADED, num, tier)
+        self._use(keys, req_context)
         return HostSlots(self.placement.hold(keys))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -168,6 +176,7 @@ class TierManager(OffloadingManager):
         room = self.placement.reserve(keys)
         if room is None:
             return None
+        self._use(keys, req_context)
         slots = HostSlots(self.placement.host.slots(room.keys))
         return PrepareStoreOutput(room.keys, slots, room.evicted)
 
@@ -182,6 +191,11 @@ class TierManager(OffloadingManager):
         visit = req_context.get_state(Visit)
         depths = [self._depth(ends[key]) for key in in_order]
         self.placement.commit(in_order, depths, to_disk=not (visit and visit.is_off_disk))
+
+    def _use(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
+        visit = self._visits.get(req_context.req_id)
+        if visit is not None:
+            visit.used.update(dict.fromkeys(keys))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         changes = self.placement.take_changes()
@@ -202,6 +216,7 @@ class TierManager(OffloadingManager):
         self.placement.clear()
         for visit in self._visits.values():
             visit.limit = None
+            visit.used.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         tiers = {HOST: self.placement.host, DISK: self.placement.disk}

@@ -276,7 +276,7 @@ class Placement:
         first, *others = (self._found[rank] for rank in sorted(self._found))
         everywhere = set(first).intersection(*others)
         kept = [name for name in first if name in everywhere][-self.disk.capacity :]
-        room = self.disk.reserve(kept)
+        room = self.disk.reserve(kept[::-1])
         assert room is not None, "the disk was empty a moment ago"
         self.disk.commit(kept)
         kept_names = set(kept)

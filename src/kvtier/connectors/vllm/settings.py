@@ -19,7 +19,6 @@ VLLMS_OWN = frozenset(
         "blocks_per_chunk",
         "offload_prompt_only",
         "self_describing_kv_events",
-        "sync_load_budget_bytes",
     }
 )
 """Settings of the OffloadingConnector itself."""

@@ -162,10 +162,11 @@ class TierWorker(OffloadingWorker):
         self, job_id: int, blocks: GPULoadStoreSpec, slots: LoadStoreSpec, direction: Direction
     ) -> bool:
         assert isinstance(slots, HostSlots), f"slots of another manager: {type(slots)}"
+        touched = frozenset(map(Slot, slots.block_ids.tolist()))
+        assert max(touched, default=-1) < self._host.num_slots, "a slot that this rank has not"
         batch = self._pool.stage(
             self._parts(blocks, slots), self._host.memory, direction, self._host.seams
         )
-        touched = frozenset(map(Slot, slots.block_ids.tolist()))
         self._jobs[job_id] = self._engine.submit([batch], direction), direction, touched
         return True
 

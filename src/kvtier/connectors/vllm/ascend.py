@@ -1,0 +1,137 @@
+"""K and V apart: what vLLM's offloading interface gets on Ascend.
+
+vLLM's own connector takes one tensor per layer, with K and V of a block side by side. vllm-ascend
+keeps them, and the scales of quantized KV, in tensors of their own:
+
+    layer   (keys [num_blocks, block_size, heads, dim], values [the same], ...)
+
+    page    keys of block b, page values of block b, ...        each at its own address
+
+It has a connector that says so, but not for every version of vLLM. ``split_caches`` says the same
+for whoever has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
+
+from kvtier.errors import LayoutError
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+Cache = torch.Tensor | Sequence[torch.Tensor]
+
+
+def split_caches(
+    kv_caches: Mapping[str, Cache], config: KVCacheConfig, group_ids: Sequence[int]
+) -> CanonicalKVCaches | None:
+    """vLLM's canonical form of ``kv_caches``, a page per part of each layer; None where every layer
+    is one tensor, which vLLM's own connector can tell better.
+
+    kv_caches: by layer. group_ids: places in ``config.kv_cache_groups`` of the groups to offload.
+    No memory is copied. Raises ``LayoutError`` where the parts are not whole blocks.
+    """
+    groups = [config.kv_cache_groups[each] for each in group_ids]
+    names = [name for group in groups for name in group.layer_names]
+    if all(isinstance(kv_caches[name], torch.Tensor) for name in names):
+        return None
+    tensors: dict[tuple[int, int, int], CanonicalKVCacheTensor] = {}
+    places: dict[tuple[int, int, int], int] = {}
+    refs: list[list[CanonicalKVCacheRef]] = []
+    for group in groups:
+        # A group of unlike layers has a spec for each.
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        refs.append([])
+        for name in group.layer_names:
+            spec = specs.get(name, group.kv_cache_spec)
+            # Of recurrent layers the states are all there is.
+            page_bytes: int | None = getattr(spec, "unpadded_page_size_bytes", None)
+            for part in _parts(name, kv_caches[name], config.num_blocks, page_bytes):
+                view = part.view(config.num_blocks)
+                key = (view.data_ptr(), view.stride(0), part.page_bytes)
+                tensors.setdefault(key, CanonicalKVCacheTensor(view, part.page_bytes))
+                place = places.setdefault(key, len(places))
+                refs[-1].append(CanonicalKVCacheRef(place, part.page_bytes))
+    return CanonicalKVCaches(list(tensors.values()), refs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor whose first axis is blocks. num_rows: of that axis, that make one block."""
+
+    tensor: torch.Tensor
+    num_rows: int = 1
+
+    @property
+    def row_bytes(self) -> int:
+        return prod(self.tensor.shape[1:]) * self.tensor.element_size()
+
+    @property
+    def stride_bytes(self) -> int:
+        """From one row to the next."""
+        return self.tensor.stride(0) * self.tensor.element_size()
+
+    @property
+    def page_bytes(self) -> int:
+        return self.row_bytes * self.num_rows
+
+    @property
+    def is_whole(self) -> bool:
+        """A row is one run of bytes, and so are the rows of a block."""
+        is_one_run = self.tensor[0].is_contiguous()
+        return is_one_run and (self.num_rows == 1 or self.stride_bytes == self.row_bytes)
+
+    def contains(self, other: _Part) -> bool:
+        """The other shows some of the same bytes."""
+        begin, their_begin = self.tensor.data_ptr(), other.tensor.data_ptr()
+        return (
+            self.stride_bytes == other.stride_bytes
+            and self.row_bytes > other.row_bytes
+            and begin <= their_begin
+            and their_begin + other.row_bytes <= begin + self.row_bytes
+        )
+
+    def view(self, num_blocks: int) -> torch.Tensor:
+        """int8 [num_blocks, page_bytes], of the same memory."""
+        begin = self.tensor.storage_offset() * self.tensor.element_size()
+        memory = torch.empty(0, dtype=torch.int8, device=self.tensor.device)
+        return memory.set_(
+            self.tensor.untyped_storage(),
+            begin,
+            (num_blocks, self.page_bytes),
+            (self.stride_bytes * self.num_rows, 1),
+        )
+
+
+def _parts(name: str, cache: Cache, num_blocks: int, page_bytes: int | None) -> list[_Part]:
+    """Of a layer, without those that only show bytes of another. page_bytes: of a block of all of
+    them; None if that is what a row of each has."""
+    given = [cache] if isinstance(cache, torch.Tensor) else list(cache)
+    found = [_Part(each) for each in given]
+    found = [each for each in found if not any(other.contains(each) for other in found)]
+    num_bytes = sum(each.row_bytes for each in found)
+    num_rows, rest = divmod(page_bytes or num_bytes, num_bytes) if num_bytes else (0, 0)
+    found = [_Part(each.tensor, num_rows) for each in found]
+    shapes = ", ".join(f"{tuple(each.shape)} strides {each.stride()}" for each in given)
+    if not num_rows or rest:
+        raise LayoutError(
+            f"{name}: rows of {num_bytes} bytes in {shapes} don't add up to a block of "
+            f"{page_bytes} bytes"
+        )
+    for each in found:
+        if each.tensor.shape[0] < num_blocks * num_rows:
+            raise LayoutError(f"{name}: {num_blocks} blocks of {num_rows} rows, but {shapes}")
+        if not each.is_whole:
+            raise LayoutError(f"{name}: a block is not one run of bytes in {shapes}")
+    return found

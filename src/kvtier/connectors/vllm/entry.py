@@ -1,0 +1,21 @@
+"""What vLLM imports when kvtier is asked for by name: the contract is compared first.
+
+A vLLM that differs gets sentences that say where, instead of an error from deep inside; a process
+that has kvtier installed and does not ask for it pays nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from kvtier.connectors.vllm import contract
+
+
+def __getattr__(name: str) -> object:
+    """The class that vLLM's factory of specs was given by name. Raises ``ConfigError`` with all
+    differences from the vLLM that kvtier knows."""
+    if name != "KvtierSpec":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    contract.require()
+    found: object = import_module("kvtier.connectors.vllm.spec").KvtierSpec
+    return found

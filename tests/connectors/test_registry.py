@@ -1,0 +1,73 @@
+"""The table of connectors, without a vLLM."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from kvtier.connectors.vllm import contract
+from kvtier.connectors.vllm.registry import Connectors, InPlaceOf
+
+
+class Theirs:
+    """A platform's connector."""
+
+
+class Ours:
+    theirs: type = Theirs
+
+    def __new__(cls, *arguments: object) -> object:
+        return cls.theirs(*arguments)
+
+
+def _over(theirs: type) -> type:
+    return type("Over", (Ours, theirs), {"theirs": theirs})
+
+
+def _missing() -> type:
+    raise ImportError("no such name in this vLLM")
+
+
+@pytest.fixture(autouse=True)
+def _connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("kvtier.connectors.vllm.connector")
+    module.__dict__.update(KvtierConnector=Ours, over=_over)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(contract, "differences", list)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_order_of_plug_ins_does_not_matter(is_first: bool) -> None:
+    table: dict[str, object] = {"name": lambda: object, "other": lambda: object}
+    if is_first:
+        table.pop("name")
+        table["name"] = lambda: Theirs
+    connectors = Connectors(table, "name")  # type: ignore[arg-type]
+    if not is_first:
+        connectors.pop("name")
+        assert "name" not in connectors
+        connectors["name"] = lambda: Theirs
+    found = connectors["name"]()
+    assert issubclass(found, Ours)
+    assert issubclass(found, Theirs)
+    assert connectors["other"]() is object
+
+
+def test_table_that_is_made_twice_has_ours_once() -> None:
+    connectors = Connectors(Connectors({"name": lambda: Theirs}, "name"), "name")
+    assert connectors["name"]().__mro__.count(Ours) == 1
+    assert isinstance(connectors["name"], InPlaceOf)
+
+
+def test_vllm_that_kvtier_cannot_serve_gets_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "differences", lambda: ["something moved"])
+    assert Connectors({"name": lambda: Theirs}, "name")["name"]() is Theirs
+
+
+def test_connector_of_theirs_that_cannot_be_imported_is_missed_only_by_who_wants_it() -> None:
+    found = Connectors({"name": _missing}, "name")["name"]()
+    assert issubclass(found, Ours)
+    with pytest.raises(ImportError, match="no such name in this vLLM"):
+        found()

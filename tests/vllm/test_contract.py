@@ -1,0 +1,80 @@
+"""The contract with the vLLM that is installed: ``make test-vllm``."""
+
+from __future__ import annotations
+
+import inspect
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+from kvtier.connectors.vllm import contract  # noqa: E402
+
+
+def _folder() -> Path:
+    folder = contract.installed()
+    assert folder is not None
+    return folder
+
+
+def _classes() -> dict[str, type]:
+    """Those of the contract, imported."""
+    found: dict[str, type] = {}
+    for file in contract.FILES:
+        module = import_module("vllm." + file.removesuffix(".py").replace("/", "."))
+        found.update((name, each) for name, each in vars(module).items() if isinstance(each, type))
+    return found
+
+
+def test_installed_vllm_is_as_kvtier_knows_it() -> None:
+    assert contract.version_of(_folder()) == vllm.__version__
+    assert contract.differences() == []
+
+
+def test_written_sources_say_what_the_imported_classes_say() -> None:
+    """No decorator, patch or generated method stands between the two."""
+    classes = _classes()
+    sources = contract.Sources(_folder())
+    for name, methods in (*contract.OVERRIDDEN.items(), *contract.CALLED.items()):
+        for method in methods:
+            written = sources.parameters(name, method)
+            static = inspect.getattr_static(classes[name], method)
+            found = inspect.signature(getattr(static, "__func__", static))
+            names = [
+                "**" if each.kind is each.VAR_KEYWORD else each.name
+                for each in found.parameters.values()
+            ][1:]
+            assert written is not None, f"{name}.{method}"
+            assert list(written) == names, f"{name}.{method}"
+
+
+def test_doctor_can_ask_without_importing_vllm_or_torch() -> None:
+    script = (
+        "import sys; from kvtier.connectors.vllm import contract; contract.differences();"
+        "print([name for name in ('vllm', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_moved_signature_of_the_real_thing_is_a_sentence(tmp_path: Path) -> None:
+    for file in (*contract.FILES, "_version.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(_folder() / file, tmp_path / file)
+    base = tmp_path / contract.FILES[0]
+    text = base.read_text()
+    assert "def wait(self, job_ids: set[int])" in text
+    base.write_text(
+        text.replace("def wait(self, job_ids: set[int])", "def wait(self, deadline: float)")
+    )
+    (sentence,) = contract.differences(tmp_path)
+    assert sentence.startswith(
+        f"vLLM {vllm.__version__}: OffloadingWorker.wait takes (deadline); kvtier knows (job_ids): "
+    )

@@ -1,0 +1,288 @@
+"""A pytest plug-in for vLLM's own unit tests: kvtier's halves take the place of vLLM's.
+
+- Where a test makes vLLM's host manager, it gets ``Manager``: ours behind its constructor. Which
+  free slot is taken first is our own choice; that a load comes from where the store went is not.
+- Where a test runs vLLM's scheduler with a mock worker, the mock goes on answering, and every copy
+  is also done by kvtier's worker, between the test's tensors and kvtier's slots. The bytes are
+  compared: what a load brings is what was stored under that key, block by block.
+
+Loaded by ``-p substitute``. What can't apply to kvtier is skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from ctypes import c_uint8
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+from kvtier.connectors.vllm.judge import Judge
+from kvtier.connectors.vllm.manager import HostSlots, Shape, TierManager
+from kvtier.connectors.vllm.orders import Hello
+from kvtier.connectors.vllm.placement import Placement
+from kvtier.connectors.vllm.worker import Room, TierWorker
+from kvtier.devices import find_device
+from kvtier.types import LoadPolicy
+
+Bytes = npt.NDArray[np.uint8]
+
+NUM_SLOTS = 2048
+ALIGNMENT = 4096
+
+INSIDE = "looks into vLLM's own manager"
+POLICY = "about vLLM's own eviction policies"
+GAUGES = "vLLM's own gauges of its own tier"
+REUSE = "vLLM's own admission filter"
+DEVICE = "vLLM's own copies, on CUDA"
+WEIGHTS = "wants a model's weights"
+DOES_NOT_APPLY = {
+    "cpu/test_manager.py::test_filter_reused": REUSE,
+    "cpu/test_manager.py::test_store_threshold": REUSE,
+    "cpu/test_manager.py::test_cpu_manager_reports": GAUGES,
+    "cpu/test_manager.py::test_cpu_manager_clears_write_usage": GAUGES,
+    "cpu/test_manager.py::TestARCPolicy": POLICY,
+    "cpu/test_manager.py::test_arc": POLICY,
+    "cpu/test_manager.py::test_lru_repeated_pin_cycles": INSIDE,
+    "cpu/test_manager.py::test_reset_discards_stale": INSIDE,
+    "cpu/test_manager.py::test_lru_batch_eviction_failure": INSIDE,
+    "cpu/test_manager.py::test_evictable_cache_chunk_count": INSIDE,
+    "cpu/test_manager.py::test_touch_forwards": INSIDE,
+    "cpu/test_manager.py::test_request_finish_forwards": INSIDE,
+    "cpu/test_manager.py::test_failed_store_records": INSIDE,
+    "cpu/test_gpu_worker.py": DEVICE,
+    "test_multi_connector.py::test_multi_example_connector_consistency": WEIGHTS,
+}
+"""What stands in a test's id, and why it is left out."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for beginning, reason in DOES_NOT_APPLY.items():
+            if beginning in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=reason))
+        module: Any = getattr(item, "module", None)
+        if hasattr(module, "CPUOffloadingManager") and "policies" not in item.nodeid:
+            module.CPUOffloadingManager = Manager
+            if hasattr(module, "verify_store_output"):
+                module.verify_store_output = _verify_store
+                module.verify_load_output = _verify_load
+        if hasattr(module, "MockOffloadingSpec") or hasattr(module, "RequestRunner"):
+            _substitute_worker()
+
+
+def pytest_runtest_teardown() -> None:
+    while _open:
+        _open.pop().shutdown()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    terminalreporter.write_line(
+        f"kvtier: {_seen['copies']} copies, {_seen['blocks']} loaded blocks compared, "
+        f"{_seen['chunks']} chunks at most"
+    )
+
+
+class Manager(TierManager):
+    """Ours, made as vLLM's is made; slots are told as vLLM's are told."""
+
+    medium = Medium.CPU
+
+    def __init__(
+        self,
+        num_chunks: int,
+        cache_policy: str = "lru",
+        cache_policy_module_path: str | None = None,
+        enable_events: bool = False,
+        store_threshold: int = 0,
+        max_tracker_size: int = 64_000,
+    ) -> None:
+        if cache_policy != "lru" or cache_policy_module_path:
+            pytest.skip(POLICY)
+        if store_threshold >= 2:
+            pytest.skip(REUSE)
+        names: Any = bytes
+        placement = Placement(num_chunks, 0, names)
+        placement.meet(0, Hello(num_chunks))
+        judge = Judge(LoadPolicy.ALWAYS, 16, ALIGNMENT)
+        super().__init__(placement, judge, names, Shape((16,), ALIGNMENT), enable_events)
+        _named.clear()
+
+    def _begin(self, req_context: ReqContext) -> None:
+        """Tests leave out how requests begin."""
+        if req_context.req_id not in self._visits:
+            self.on_new_request(req_context)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        self._begin(req_context)
+        return super().lookup(key, req_context)
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Any:
+        self._begin(req_context)
+        return CPULoadStoreSpec(super().prepare_load(keys, req_context).block_ids.tolist())
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        self._begin(req_context)
+        found = super().prepare_store(keys, req_context)
+        if found is not None:
+            assert isinstance(found.store_spec, HostSlots)
+            found.store_spec = CPULoadStoreSpec(found.store_spec.block_ids.tolist())
+        return found
+
+
+_open: list[TierWorker] = []
+_seen = {"copies": 0, "blocks": 0, "chunks": 0}
+_named: dict[int, int] = {}
+"""Our slot for the one that a test speaks of."""
+
+
+def _verify_store(output: Any, expected: Any) -> None:
+    """As the tests' own, with slots that are free instead of those that vLLM would take, and the
+    same chunks leaving in whatever order they are told."""
+    from tests.v1.kv_offload.cpu.test_manager import to_keys
+
+    assert output is not None
+    assert output.keys_to_store == to_keys(expected.keys_to_store)
+    assert sorted(output.evicted_keys) == sorted(to_keys(expected.evicted_keys))
+    slots = output.store_spec.chunk_ids.tolist()
+    assert len(set(slots)) == len(expected.store_chunk_ids)
+    _named.update(zip(expected.store_chunk_ids, slots, strict=True))
+
+
+def _verify_load(output: Any, expected: list[int]) -> None:
+    assert output.chunk_ids.tolist() == [_named[each] for each in expected]
+
+
+def _substitute_worker() -> None:
+    from tests.v1.kv_connector.unit.offloading_connector import utils
+
+    if issubclass(utils.MockOffloadingWorker, Copies):
+        return
+
+    class Worker(Copies, utils.MockOffloadingWorker):  # type: ignore[name-defined,misc]
+        pass
+
+    def get_worker(spec: Any, caches: CanonicalKVCaches) -> Worker:
+        chunk = spec.config.worker_kv_bytes_per_block * spec.blocks_per_chunk
+        spec.handler.attach(caches, -(-chunk // ALIGNMENT) * ALIGNMENT, spec.blocks_per_chunk)
+        handler: Worker = spec.handler
+        return handler
+
+    utils.MockOffloadingWorker = Worker
+    utils.MockOffloadingSpec.get_worker = get_worker
+
+
+class Copies:
+    """Does the mock's copies with kvtier's worker, and compares the bytes with ``_stored``."""
+
+    def attach(self, caches: CanonicalKVCaches, slot_bytes: int, blocks_per_chunk: int) -> None:
+        self._groups = [
+            [
+                (_bytes_of(caches.tensors[ref.tensor_idx].tensor), ref.page_size_bytes)
+                for ref in refs
+            ]
+            for refs in caches.group_data_refs
+        ]
+        self._blocks_per_chunk = blocks_per_chunk
+        self._slot_bytes = slot_bytes
+        room = Room(slot_bytes, NUM_SLOTS)
+        self._worker = TierWorker(
+            caches, find_device("cpu"), room, blocks_per_chunk, rank=0, namespace=b""
+        )
+        _open.append(self._worker)
+        memory = self._worker._host.memory
+        self._slots = np.ctypeslib.as_array(
+            (c_uint8 * memory.nbytes).from_address(memory.address)
+        ).reshape(NUM_SLOTS, slot_bytes)
+        self._slot_of: dict[bytes, int] = {}
+        self._stored: dict[tuple[bytes, int, int], Bytes] = {}
+        """By key, block of the chunk, and page."""
+        self._random = np.random.default_rng(0)
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
+        if hasattr(self, "_worker"):
+            keys = dst_spec.offload_keys
+            for key, place, group, block in self._walk(src_spec, keys):
+                for page, (tensor, nbytes) in enumerate(self._groups[group]):
+                    content = self._random.integers(0, 256, nbytes, np.uint8)
+                    tensor[block, :nbytes] = content
+                    self._stored[key, place, page] = content
+            self._run(self._worker.submit_store(job_id, src_spec, self._places(keys)), job_id)
+        answer: bool = super().submit_store(job_id, src_spec, dst_spec)  # type: ignore[misc]
+        return answer
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec) -> bool:
+        if hasattr(self, "_worker"):
+            keys = src_spec.offload_keys
+            places = self._places(keys)
+            blocks = list(self._walk(dst_spec, keys))
+            for key, place, group, _ in blocks:
+                self._invent(key, place, group)
+            self._run(self._worker.submit_load(job_id, places, dst_spec), job_id)
+            for key, place, group, block in blocks:
+                for page, (tensor, nbytes) in enumerate(self._groups[group]):
+                    expected = self._stored[key, place, page]
+                    assert np.array_equal(tensor[block, :nbytes], expected), (key, place, page)
+            _seen["blocks"] += len(blocks)
+        answer: bool = super().submit_load(job_id, src_spec, dst_spec)  # type: ignore[misc]
+        return answer
+
+    def _run(self, accepted: bool, job_id: int) -> None:
+        assert accepted
+        self._worker.wait({job_id})
+        (result,) = self._worker.get_finished()
+        assert (result.job_id, result.success) == (job_id, True)
+        assert not self._worker.take_failed_loads()
+        _seen["copies"] += 1
+
+    def _places(self, keys: list[OffloadKey]) -> LoadStoreSpec:
+        slots = [self._slot_of.setdefault(key, len(self._slot_of)) for key in keys]
+        assert len(self._slot_of) <= NUM_SLOTS, "more chunks than this plug-in has slots"
+        _seen["chunks"] = max(_seen["chunks"], len(self._slot_of))
+        return HostSlots(slots)
+
+    def _walk(self, blocks: GPULoadStoreSpec, keys: list[OffloadKey]) -> Any:
+        """Per block its chunk's key, its place in the chunk, its group and its id: vLLM's rule, by
+        the book and without kvtier's code."""
+        block_ids, left = iter(blocks.block_ids.tolist()), list(keys)
+        for group, (size, index) in enumerate(
+            zip(blocks.group_sizes, blocks.block_indices, strict=True)
+        ):
+            skipped = index % self._blocks_per_chunk
+            for place in range(skipped, skipped + size):
+                chunk, within = divmod(place, self._blocks_per_chunk)
+                yield left[chunk], within, group, next(block_ids)
+            left = left[-(-(skipped + size) // self._blocks_per_chunk) if size else 0 :]
+        assert not left, "keys without blocks"
+
+    def _invent(self, key: bytes, place: int, group: int) -> None:
+        """Content for what a test says was stored, and never did."""
+        before = 0
+        for page, (_, nbytes) in enumerate(self._groups[group]):
+            if (key, place, page) not in self._stored:
+                content = self._random.integers(0, 256, nbytes, np.uint8)
+                begin = before * self._blocks_per_chunk + place * nbytes
+                self._slots[self._slot_of[key], begin : begin + nbytes] = content
+                self._stored[key, place, page] = content
+            before += nbytes
+
+
+def _bytes_of(tensor: Any) -> Bytes:
+    """[num_blocks, page bytes], of the same memory."""
+    view: Bytes = tensor.numpy().view(np.uint8)
+    return view
