@@ -128,6 +128,8 @@ def replay(chains: Sequence[Sequence[int]], policy: str, capacity: int) -> tuple
             for each in chain
         ]
         context = ReqContext(str(number))
+        for place, key in enumerate(keys):
+            context.set_offload_key_position(key, CHUNK_TOKENS * (place + 1))
         manager.on_new_request(context)
         hits = 0
         while hits < len(keys) and manager.lookup(keys[hits], context) is LookupResult.HIT:

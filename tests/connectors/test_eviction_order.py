@@ -68,6 +68,15 @@ def test_start_of_a_prompt_that_goes_on_outlives_what_it_left_behind() -> None:
     assert _left(cache, 2) == _keys(3, 4)
 
 
+def test_chains_that_grow_side_by_side_leave_side_by_side() -> None:
+    order = EvictionOrder(6)
+    full, window = _keys(1, 2, 3), _keys(11, 12, 13)
+    for key in (*full, *window):
+        order.insert(key)
+    order.finish([full, window], set(), _keys(1, 11, 2, 12, 3, 13))
+    assert order.evict(4, lambda _: True) == _keys(13, 3, 12, 2)
+
+
 def test_chunk_in_use_stays_and_nothing_changes_where_room_can_not_be_had() -> None:
     cache = Cache(4)
     cache.ask(1, 2, 3, 4)

@@ -97,35 +97,44 @@ class EvictionOrder:
         if home is not None:
             home.move_to_end(key)
 
-    def finish(self, chains: Sequence[Sequence[bytes]], reused: Collection[bytes]) -> None:
-        """A request is over that used these chunks: a chain per KV group, in the prompt's order."""
+    def finish(
+        self,
+        chains: Sequence[Sequence[bytes]],
+        reused: Collection[bytes],
+        order: Sequence[bytes] | None = None,
+    ) -> None:
+        """A request is over that used these chunks: a chain per KV group, in the prompt's order.
+
+        order: of all of them, where the chains grow side by side; without, one after the other.
+        """
         self._now += 1
-        batches: dict[int, Batch] = {}
+        turns = {}
         for chain in chains:
-            self._finish([key for key in chain if key in self._homes], reused, batches)
+            here = [key for key in chain if key in self._homes]
+            turns.update(dict.fromkeys(here, _count_turns([self._homes[key][key] for key in here])))
+        batches: dict[int, Batch] = {}
+        # From the end: the start of the prompt is used last.
+        for key in reversed(list(turns) if order is None else order):
+            if key in turns:
+                self._use(key, turns[key], key in reused, batches)
         if self._now % LEARN_EVERY == 0:
             self._batches = [batch for batch in self._batches if batch.count]
             self.model.learn(self._batches, self._now)
 
-    def _finish(
-        self, chain: Sequence[bytes], reused: Collection[bytes], batches: dict[int, Batch]
-    ) -> None:
-        entries = [self._homes[key].pop(key) for key in chain]
-        turn = _count_turns(entries)
-        # From the end: the start of the prompt is used last.
-        for key, entry in zip(reversed(chain), reversed(entries), strict=True):
-            if key in reused:
-                self.model.used_again(entry.batch, self._now)
-                entry.num_uses += 1
-            entry.turn = max(entry.turn, turn)
-            kind = self.model.kind(entry.num_uses, entry.turn)
-            batch = batches.get(kind)
-            if batch is None:
-                batch = batches[kind] = self._batch(kind)
-            entry.move(batch)
-            home = self._kinds[kind]
-            home[key] = entry
-            self._homes[key] = home
+    def _use(self, key: bytes, turn: int, is_reused: bool, batches: dict[int, Batch]) -> None:
+        entry = self._homes[key].pop(key)
+        if is_reused:
+            self.model.used_again(entry.batch, self._now)
+            entry.num_uses += 1
+        entry.turn = max(entry.turn, turn)
+        kind = self.model.kind(entry.num_uses, entry.turn)
+        batch = batches.get(kind)
+        if batch is None:
+            batch = batches[kind] = self._batch(kind)
+        entry.move(batch)
+        home = self._kinds[kind]
+        home[key] = entry
+        self._homes[key] = home
 
     def _batch(self, kind: int) -> Batch:
         batch = Batch(kind, self._now)

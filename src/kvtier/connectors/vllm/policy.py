@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
-from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order_request_keys
 
 from kvtier.connectors.vllm.order import EvictionOrder
+
+
+class _Begun:
+    """Kept with a request that has stored something."""
 
 
 class KvtierPolicy(CachePolicy):
@@ -38,7 +42,12 @@ class KvtierPolicy(CachePolicy):
             self.order.refresh(key)
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Nothing: what is remembered of a chunk counts when it is inserted."""
+        """A request begins to store: what it has loaded is in use until it is over. Chunks that
+        left count when they are inserted, not here."""
+        if req_context.get_state(_Begun) is None:
+            req_context.set_state(_Begun())
+            used: dict[OffloadKey, int] = getattr(req_context, "_offload_key_positions", {})
+            self.touch(sorted(used, key=used.__getitem__), req_context)
 
     def on_request_finished(
         self,
@@ -47,7 +56,7 @@ class KvtierPolicy(CachePolicy):
         reused_keys: set[OffloadKey],
         req_context: ReqContext,
     ) -> None:
-        self.order.finish(key_groups, reused_keys)
+        self.order.finish(key_groups, reused_keys, order_request_keys(key_groups, req_context))
 
     def evict(
         self, n: int, protected: set[OffloadKey]
@@ -63,6 +72,3 @@ class KvtierPolicy(CachePolicy):
     def clear(self) -> None:
         self._chunks.clear()
         self.order.clear()
-
-    def mark_non_evictable(self, key: OffloadKey) -> None:
-        self.order.refresh(key)
