@@ -241,6 +241,21 @@ def test_restart_finds_chunks_and_does_not_write_them_again(worlds: list[World])
     assert world.slab.take_counts().found_again == 2
 
 
+def test_what_is_asked_for_next_is_claimed_along(worlds: list[World]) -> None:
+    shelf = Shelf()
+    before = World(_memory(6, shelf))
+    before.store(1, 2, 3, 5)
+    before.slab.close()
+    world = _world(worlds, _memory(6, shelf))
+    following = [_key(number) for number in (2, 3, 4, 5)]
+    assert world.slab.find(_key(9), lambda: following) is ChunkState.ABSENT
+    assert world.slab.num_chunks == 0, "the first is not there, so the rest are of no use"
+    assert world.slab.find(_key(1), lambda: following) is ChunkState.READY
+    assert (world.slab.num_chunks, world.slab.num_unclaimed) == (3, 1)
+    assert world.slab.find(_key(5)) is ChunkState.READY
+    assert world.load(1, 2, 3, 5) == [1, 2, 3, 5]
+
+
 def test_other_namespace_finds_nothing(worlds: list[World]) -> None:
     shelf = Shelf()
     before = World(_memory(4, shelf))

@@ -7,7 +7,7 @@ that writes and one that reads.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from threading import Event
@@ -137,11 +137,21 @@ class ChunkSlab:
 
     # -- what is there -----------------------------------------------------------------------------
 
-    def find(self, key: bytes) -> ChunkState:
-        """Whether ``key`` can be loaded. A chunk that a restart found is claimed by that."""
+    def find(
+        self, key: bytes, following: Callable[[], Sequence[bytes]] | None = None
+    ) -> ChunkState:
+        """Whether ``key`` can be loaded. A chunk that a restart found is claimed by that.
+
+        following: chunks that will be asked for next; they are claimed along with it, which is
+        cheaper than one by one.
+        """
         if self._tier.is_off:
             return ChunkState.ABSENT
-        chunk = self._known(key)
+        chunk = self._chunks.get(key)
+        if chunk is None and self._tier.num_unclaimed and self._claim([key]):
+            chunk = self._chunks[key]
+            if following is not None:
+                self._claim([each for each in following() if each not in self._chunks])
         if chunk is None:
             return ChunkState.ABSENT
         return ChunkState.READY if chunk.is_ready else ChunkState.WRITING
@@ -163,17 +173,19 @@ class ChunkSlab:
         return counts
 
     def _known(self, key: bytes) -> _Chunk | None:
-        if (chunk := self._chunks.get(key)) is not None:
-            return chunk
-        if not self._tier.num_unclaimed:
-            return None
-        slots = self._tier.claim([chunk_key(self._digest, key)])
-        if not slots:
-            return None
-        self._chunks[key] = chunk = _Chunk(slots[0], is_ready=True)
-        self._counts.found_again += 1
-        self._note([key], is_gone=False)
-        return chunk
+        if key not in self._chunks and self._tier.num_unclaimed:
+            self._claim([key])
+        return self._chunks.get(key)
+
+    def _claim(self, keys: Sequence[bytes]) -> int:
+        """How many of them, from the first on, a restart has found."""
+        slots = self._tier.claim([chunk_key(self._digest, key) for key in keys])
+        claimed = list(keys[: len(slots)])
+        for key, slot in zip(reversed(claimed), reversed(slots), strict=True):
+            self._chunks[key] = _Chunk(slot, is_ready=True)
+        self._counts.found_again += len(claimed)
+        self._note(claimed, is_gone=False)
+        return len(claimed)
 
     # -- jobs --------------------------------------------------------------------------------------
 

@@ -121,7 +121,11 @@ class KvtierTier(SecondaryTierManager):
         return tier
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return FOUND[self.slab.find(key)]
+        def following() -> list[OffloadKey]:
+            keys = _in_order(req_context)
+            return keys[keys.index(key) + 1 :] if key in keys else []
+
+        return FOUND[self.slab.find(key, following)]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         context = job_metadata.req_context
@@ -162,8 +166,7 @@ class KvtierTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """All of the prompt was used, also what vLLM had in its own memory: its start leaves
         last."""
-        used: dict[OffloadKey, int] = getattr(req_context, "_offload_key_positions", {})
-        self.slab.touch(sorted(used, key=used.__getitem__))
+        self.slab.touch(_in_order(req_context))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return [
@@ -218,3 +221,9 @@ class KvtierTier(SecondaryTierManager):
             if value:
                 stats.increase_counter(name, value, (reason,))
         return stats
+
+
+def _in_order(context: ReqContext) -> list[OffloadKey]:
+    """The chunks of a request, its prompt's start first. vLLM has no other way to ask for all."""
+    positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+    return sorted(positions, key=positions.__getitem__)
