@@ -5,7 +5,7 @@
 
 Every request of a trace goes through vLLM's own CPUOffloadingManager as vLLM's scheduler would call
 it: look-ups until the first miss, the load, stores a step at a time, the end of the request. A hit
-is a chunk of the longest cached prefix at arrival. Needs vLLM (``make peers-vllm``) and zstd.
+is a chunk of the longest cached prefix at arrival. Needs vLLM and zstd. README.md says the method.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ with warnings.catch_warnings():
 
     from kvtier.connectors.vllm.policy import KvtierPolicy
 
+from benchmarks import vllm_policies as benchmark
+
 MODULE = "kvtier.connectors.vllm.policy"
 
 
@@ -32,7 +34,9 @@ def _keys(*numbers: int, group: int = 0) -> list[OffloadKey]:
 
 def _ask(manager: CPUOffloadingManager, keys: Sequence[OffloadKey], step: int = 4) -> int:
     """As vLLM's scheduler does for one request; the hits."""
-    context = ReqContext(f"request {random.random()}")
+    context = ReqContext("request")
+    for place, key in enumerate(keys):
+        context.set_offload_key_position(key, place)
     manager.on_new_request(context)
     hits = 0
     while hits < len(keys) and manager.lookup(keys[hits], context) is LookupResult.HIT:
@@ -44,10 +48,13 @@ def _ask(manager: CPUOffloadingManager, keys: Sequence[OffloadKey], step: int = 
         if output is not None:
             manager.complete_store(output.keys_to_store, context)
     manager.on_request_finished(context)
+    return hits
+
+
+def _check(manager: CPUOffloadingManager) -> None:
     policy = manager._policy
     policy.order.check_invariants()
     assert set(policy._chunks) == set(policy.order._homes)
-    return hits
 
 
 def test_vllm_finds_the_policy_by_its_name_and_module() -> None:
@@ -62,6 +69,7 @@ def test_what_was_stored_is_found_and_the_oldest_leaves() -> None:
     _ask(manager, _keys(7, 8))
     assert _ask(manager, _keys(7, 8)) == 2
     assert _ask(manager, _keys(1, 2, 3)) == 1, "the start of the prompt leaves last"
+    _check(manager)
 
 
 def test_chunk_that_is_copied_stays() -> None:
@@ -79,6 +87,7 @@ def test_chunk_that_is_copied_stays() -> None:
     manager.complete_load(keys[:3], context)
     assert manager.lookup(_keys(10)[0], other) is LookupResult.MISS
     assert _ask(manager, keys[:3]) == 3
+    _check(manager)
 
 
 def test_chunks_that_are_asked_for_together_do_not_drive_each_other_out() -> None:
@@ -102,6 +111,7 @@ def test_groups_are_chains_of_their_own() -> None:
     keys = [*_keys(1, 2, 3, group=0), *_keys(1, 2, group=1)]
     _ask(manager, keys, step=8)
     assert _ask(manager, keys, step=8) == 5
+    _check(manager)
 
 
 def test_evicting_changes_nothing_where_it_can_not() -> None:
@@ -123,26 +133,33 @@ def test_prompts_that_come_back_among_many_that_do_not(other: str) -> None:
         manager, found = CPUOffloadingManager(60, policy, MODULE), 0
         fresh = iter(range(1000, 10**6))
         conversations = [_keys(*range(100 * n, 100 * n + 12)) for n in range(1, 9)]
-        for _ in range(1500):
+        for _ in range(500):
             for _ in range(2):
-                _serve(manager, _keys(*(next(fresh) for _ in range(12))))
-            found += _serve(manager, rng.choice(conversations))
+                _ask(manager, _keys(*(next(fresh) for _ in range(12))))
+            found += _ask(manager, rng.choice(conversations))
         return found
 
     assert hits("KvtierPolicy") > hits(other)
 
 
-def _serve(manager: CPUOffloadingManager, keys: Sequence[OffloadKey]) -> int:
-    context = ReqContext("request")
-    manager.on_new_request(context)
-    hits = 0
-    while hits < len(keys) and manager.lookup(keys[hits], context) is LookupResult.HIT:
-        hits += 1
-    manager.prepare_load(keys[:hits], context)
-    manager.complete_load(keys[:hits], context)
-    for first in range(hits, len(keys), 4):
-        output = manager.prepare_store(keys[first : first + 4], context)
-        if output is not None:
-            manager.complete_store(output.keys_to_store, context)
-    manager.on_request_finished(context)
-    return hits
+def test_prefix_that_a_request_has_loaded_outlives_what_it_stores() -> None:
+    manager = _manager(8)
+    first, second = _keys(1, 2, 3, 4), _keys(11, 12, 13, 14)
+    _ask(manager, first)
+    _ask(manager, second)
+    _ask(manager, [*first, *_keys(5, 6)])
+    _check(manager)
+    assert _ask(manager, first) == 4
+    assert _ask(manager, second) == 2
+
+
+def test_benchmark_counts_hits_and_compares() -> None:
+    chains = [[0, 1, 2], [3, 4], [0, 1, 5], [3, 4]] * 3
+    trace = benchmark.Trace("a trace", chains)
+    rows = [benchmark.measure(trace, policy, 1.0) for policy in benchmark.POLICIES]
+    found = {row.policy: row for row in rows}
+    assert found["lru"].capacity_chunks == trace.num_unique == 6
+    # All but the first of each fit: 6 of the first four requests are new.
+    assert found["lru"].hit_ratio == found["kvtier"].hit_ratio == (trace.num_refs - 6) / 30
+    assert benchmark.targets(rows) == [{"id": "V1", "value": 0.0, "target": 0, "met": True}]
+    assert benchmark.table(rows).row_count == 1
