@@ -6,13 +6,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from kvtier.connectors.vllm.reuse import Batch, ReuseModel
+from kvtier.connectors.vllm.reuse import FADE, Batch, ReuseModel
 
 LEARN_EVERY = 100
 """Requests."""
 CLEARLY = 0.7
 """The chunk that was used least recently leaves, unless another is worth less than this share."""
 UNKNOWN = -1
+
+WORTH_IT = 0.002
+"""Where less than this share of what is found left too early, LRU is as good as anything."""
 
 MayLeave = Callable[[bytes], bool]
 
@@ -62,6 +65,7 @@ class EvictionOrder:
         self._batches: list[Batch] = []
         self._fresh = self._batch(0)
         self._num_coming = self._num_guests = 0
+        self._num_found = self._num_returned = 0.0
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -77,6 +81,7 @@ class EvictionOrder:
             entry = _Entry(self._fresh)
             self._fresh.count += 1
         else:
+            self._num_returned += 1
             self.model.used_again(entry.batch, self._now)
             entry.move(self._fresh)
         entry.num_uses += 1
@@ -120,10 +125,13 @@ class EvictionOrder:
         if self._now % LEARN_EVERY == 0:
             self._batches = [batch for batch in self._batches if batch.count]
             self.model.learn(self._batches, self._now)
+            self._num_found *= FADE
+            self._num_returned *= FADE
 
     def _use(self, key: bytes, turn: int, is_reused: bool, batches: dict[int, Batch]) -> None:
         entry = self._homes[key].pop(key)
         if is_reused:
+            self._num_found += 1
             self.model.used_again(entry.batch, self._now)
             entry.num_uses += 1
         entry.turn = max(entry.turn, turn)
@@ -180,6 +188,8 @@ class EvictionOrder:
         if not there:
             return None, True
         oldest = min(there, key=_last)
+        if self._num_returned < WORTH_IT * self._num_found:
+            return oldest, False
         cheapest = min(there, key=_value)
         if cheapest.value >= CLEARLY * oldest.value:
             cheapest = oldest
