@@ -159,6 +159,11 @@ class StorageTier(Tier):
     bytes_per_block: int
 
     @property
+    def is_off(self) -> bool:
+        """Whether the tier has switched itself off."""
+        return False
+
+    @property
     @abstractmethod
     def num_unclaimed(self) -> int:
         """Blocks that were found at the start and not claimed or dropped since."""

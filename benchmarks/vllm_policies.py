@@ -1,0 +1,255 @@
+"""V1: hit ratios of vLLM's host tier under eviction policies: vLLM's own LRU and ARC, and kvtier's.
+
+    python -m benchmarks.vllm_policies --traces DIR            a table
+    python -m benchmarks.vllm_policies --traces DIR --json -   one JSON object on stdout as well
+
+Every request of a trace goes through vLLM's own CPUOffloadingManager as vLLM's scheduler would call
+it: look-ups until the first miss, the load, stores a step at a time, the end of the request. A hit
+is a chunk of the longest cached prefix at arrival. Needs vLLM and zstd. README.md says the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import machine_facts
+
+OURS = "kvtier"
+POLICIES = {"lru": None, "arc": None, "KvtierPolicy": "kvtier.connectors.vllm.policy"}
+"""As in vLLM's settings: eviction_policy, and cache_policy_module_path where it is not vLLM's."""
+CALLED = {"KvtierPolicy": OURS}
+CHUNK_TOKENS = 512
+STEP_CHUNKS = 16
+"""Stored at a time: 8,192 tokens, vLLM's usual step of a long prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """chains: the chunk ids of each request, in order of arrival."""
+
+    name: str
+    chains: list[list[int]]
+
+    @property
+    def num_refs(self) -> int:
+        return sum(map(len, self.chains))
+
+    @property
+    def num_unique(self) -> int:
+        return len({each for chain in self.chains for each in chain})
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One policy at one capacity. share: of the trace's unique chunks."""
+
+    trace: str
+    policy: str
+    share: float
+    capacity_chunks: int
+    hit_ratio: float
+    refused_stores: int
+    cpu_us_per_chunk: float
+
+
+# -- traces ----------------------------------------------------------------------------------------
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with subprocess.Popen(["zstd", "-dcq", str(path)], stdout=subprocess.PIPE, text=True) as pipe:
+        assert pipe.stdout is not None
+        yield from pipe.stdout
+
+
+def conversation(folder: Path) -> Trace:
+    """One hour of a chat service: requests of 12,000 tokens, most of them asked once."""
+    rows = (json.loads(line) for line in _lines(folder / "mooncake/conversation_trace.jsonl.zst"))
+    ordered = sorted(rows, key=lambda row: row["timestamp"])
+    return Trace("conversation", [row["hash_ids"] for row in ordered])
+
+
+def agentic(folder: Path, num_sessions: int, hours: float, seed: int) -> Trace:
+    """Coding agents: sessions of 118,000 tokens that begin at random times. Those with equal tools
+    and system prompts share that prefix."""
+    rng = random.Random(seed)
+    sessions = [json.loads(line) for line in _lines(folder / "agentic/agentic_sessions.jsonl.zst")]
+    rng.shuffle(sessions)
+    requests: list[tuple[float, list[tuple[object, ...]]]] = []
+    for session in sessions[:num_sessions]:
+        start = rng.random() * hours * 3600
+        stride = CHUNK_TOKENS // session["block_size"]
+        prefix = (session["tool_tokens"], session["system_tokens"])
+        num_shared = sum(prefix) // CHUNK_TOKENS
+        last: dict[object, list[int]] = {}
+        for at, _, _, agent, keep, runs, *_ in session["requests"]:
+            blocks = last.get(agent, [])[:keep]
+            for first, length in zip(runs[::2], runs[1::2], strict=True):
+                blocks.extend(range(first, first + length))
+            last[agent] = blocks
+            chunks: list[tuple[object, ...]] = [
+                (*prefix, place) if place < num_shared and agent == 0 else (session["id"], block)
+                for place, block in enumerate(blocks[stride - 1 :: stride])
+            ]
+            if chunks:
+                requests.append((start + at, chunks))
+    requests.sort(key=lambda request: request[0])
+    names: dict[tuple[object, ...], int] = {}
+    chains = [[names.setdefault(each, len(names)) for each in chunks] for _, chunks in requests]
+    return Trace(f"agentic, {num_sessions} sessions", chains)
+
+
+# -- replay ----------------------------------------------------------------------------------------
+
+
+def replay(chains: Sequence[Sequence[int]], policy: str, capacity: int) -> tuple[int, int]:
+    """Chunks that were hits, and stores that vLLM could not place."""
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+    manager = CPUOffloadingManager(capacity, policy, POLICIES[policy])
+    keys_of: dict[int, bytes] = {}
+    num_hits = num_refused = 0
+    for number, chain in enumerate(chains):
+        keys = [
+            keys_of.get(each)
+            or keys_of.setdefault(each, make_offload_key(each.to_bytes(32, "big"), 0))
+            for each in chain
+        ]
+        context = ReqContext(str(number))
+        for place, key in enumerate(keys):
+            context.set_offload_key_position(key, CHUNK_TOKENS * (place + 1))
+        manager.on_new_request(context)
+        hits = 0
+        while hits < len(keys) and manager.lookup(keys[hits], context) is LookupResult.HIT:
+            hits += 1
+        num_hits += hits
+        manager.prepare_load(keys[:hits], context)
+        manager.complete_load(keys[:hits], context)
+        for first in range(hits, len(keys), STEP_CHUNKS):
+            output = manager.prepare_store(keys[first : first + STEP_CHUNKS], context)
+            if output is None:
+                num_refused += 1
+            else:
+                manager.complete_store(output.keys_to_store, context)
+        manager.on_request_finished(context)
+    return num_hits, num_refused
+
+
+def measure(trace: Trace, policy: str, share: float) -> Row:
+    capacity = max(1, int(share * trace.num_unique))
+    began = time.process_time()
+    hits, refused = replay(trace.chains, policy, capacity)
+    seconds = time.process_time() - began
+    return Row(
+        trace.name,
+        CALLED.get(policy, policy),
+        share,
+        capacity,
+        hits / trace.num_refs,
+        refused,
+        1e6 * seconds / trace.num_refs,
+    )
+
+
+def targets(rows: list[Row]) -> list[dict[str, object]]:
+    """Percentage points above the better of vLLM's two, where that is least."""
+    found = {(row.trace, row.share, row.policy): row.hit_ratio for row in rows}
+    points = {(trace, share) for trace, share, policy in found if policy == OURS}
+    above = {
+        (trace, share): found[trace, share, OURS]
+        - max(ratio for (t, s, p), ratio in found.items() if (t, s) == (trace, share) and p != OURS)
+        for trace, share in points
+        if any((t, s) == (trace, share) and p != OURS for t, s, p in found)
+    }
+    if not above:
+        return []
+    value = round(100 * min(above.values()), 3)
+    return [{"id": "V1", "value": value, "target": 0, "met": value >= 0}]
+
+
+def table(rows: list[Row]) -> Table:
+    """A line per trace and capacity, a column per policy."""
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    result = Table(title="Hit ratio, % of chunks; capacity as a share of the trace's unique chunks")
+    for heading in ("trace", "capacity", *policies):
+        result.add_column(heading, justify="left" if heading == "trace" else "right")
+    found = {(row.trace, row.share, row.policy): row for row in rows}
+    for trace, share in dict.fromkeys((row.trace, row.share) for row in rows):
+        cells = [found.get((trace, share, policy)) for policy in policies]
+        result.add_row(
+            trace,
+            f"{100 * share:g} %",
+            *(f"{100 * each.hit_ratio:.2f}" if each else "" for each in cells),
+        )
+    return result
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.vllm_policies", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser.add_argument("--traces", type=Path, required=True, help="folder of the traces")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument(
+        "--shares",
+        nargs="+",
+        type=float,
+        default=[0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4],
+        help="capacities, as shares of the unique chunks",
+    )
+    parser.add_argument("--sessions", type=int, default=200, help="of the agentic trace (200)")
+    parser.add_argument("--hours", type=float, default=2.3, help="that they begin in (2.3)")
+    parser.add_argument("--seed", type=int, default=11, help="of their beginnings (11)")
+    parser.add_argument("--processes", type=int, default=2, help="(2)")
+    parser.add_argument("--only", choices=["conversation", "agentic"], help="one trace")
+    options = parser.parse_args(arguments)
+
+    traces = []
+    if options.only != "agentic":
+        traces.append(conversation(options.traces))
+    if options.only != "conversation":
+        traces.append(agentic(options.traces, options.sessions, options.hours, options.seed))
+    with ProcessPoolExecutor(options.processes) as pool:
+        jobs = [
+            pool.submit(measure, trace, policy, share)
+            for trace in traces
+            for share in options.shares
+            for policy in options.policies
+        ]
+        rows = [job.result() for job in jobs]
+    result = {
+        "benchmark": "vllm_policies",
+        "machine": machine_facts(),
+        "traces": [
+            {"name": each.name, "chunks": each.num_refs, "unique": each.num_unique}
+            for each in traces
+        ],
+        "rows": [asdict(row) for row in rows],
+        "targets": targets(rows),
+    }
+    console = Console(stderr=options.json == "-")
+    console.print(table(rows))
+    for target in targets(rows):
+        console.print(target)
+    if options.json == "-":
+        json.dump(result, sys.stdout, indent=1)
+        print()
+    elif options.json:
+        Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

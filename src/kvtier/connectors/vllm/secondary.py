@@ -1,0 +1,229 @@
+"""``"type": "kvtier"`` among vLLM's ``secondary_tiers``: a slab on disk below vLLM's own host tier.
+
+Bounded, verified, and found again after a restart.
+
+    {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 17179869184,
+     "secondary_tiers": [{"type": "kvtier", "path": "/nvme/kvtier", "capacity": "200GiB"}]}
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from typing import ClassVar
+
+import numpy as np
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvtier.connectors.vllm.chunk_slab import ChunkSlab, Counts
+from kvtier.connectors.vllm.chunks import ChunkState
+from kvtier.connectors.vllm.identity import namespace
+from kvtier.connectors.vllm.tier_settings import TierSettings
+from kvtier.devices.base import Memory
+from kvtier.errors import TierError
+from kvtier.layout import Attention, DType, KVGroup, Part
+from kvtier.tiers import Addresses, StorageTier
+from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.tiers.none import NoStorage
+
+logger = logging.getLogger(__name__)
+
+FOUND = {
+    ChunkState.ABSENT: LookupResult.MISS,
+    ChunkState.WRITING: LookupResult.RETRY,
+    ChunkState.READY: LookupResult.HIT,
+}
+QUEUED_SHARE = 2
+"""At most one chunk in this many of the host tier waits for the disk: it can't leave meanwhile."""
+CHUNKS = "vllm:kv_offload_kvtier_chunks"
+GONE = "vllm:kv_offload_kvtier_gone_chunks"
+REFUSED = "vllm:kv_offload_kvtier_refused_chunks"
+
+
+class KvtierTier(SecondaryTierManager):
+    """kvtier's disk tier, in the scheduler's process.
+
+    Whatever the disk does after the start is a miss or a store that did not happen. At the start,
+    settings that can't be used raise ``ConfigError``; a disk that can't be read is left alone, and
+    vLLM serves without it.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        **config: object,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        settings = TierSettings.read(config)
+        self.locality = settings.locality and Locality(settings.locality)
+        # An address, no array: vLLM can't release its view while there are arrays over it.
+        rows = np.asarray(primary_kv_view)
+        self._address, num_bytes = rows.ctypes.data, rows.nbytes
+        num_rows = len(rows)
+        del rows
+        parallel = offloading_spec.config.parallel
+        subfolder = f"dp{parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else ""
+        self.namespace = namespace(
+            offloading_spec.config,
+            self.block_size_bytes,
+            f"vllm {'.'.join(vllm.__version__.split('.')[:2])}",
+            salt=settings.namespace,
+        )
+        # vLLM takes events only where it publishes them.
+        publishes = offloading_spec.kv_events_config.enable_kv_cache_events
+        if settings.enable_kv_events and not publishes:
+            logger.warning("kvtier: enable_kv_events has no effect, vLLM publishes no KV events")
+        publishes = publishes and settings.enable_kv_events
+        self.slab = ChunkSlab(
+            self._open(
+                settings.disk_options(subfolder),
+                Memory(self._address, num_bytes, "host", None),
+            ),
+            self.namespace.digest,
+            num_rows // QUEUED_SHARE,
+            publishes,
+        )
+
+    def _open(self, options: DiskOptions, rows: Memory) -> StorageTier:
+        # A chunk is opaque: one part of so many bytes.
+        opaque = (Part("chunk", 1, self.block_size_bytes),)
+        group = KVGroup(Attention.FULL, 1, opaque, DType.UINT8, block_size=1)
+        try:
+            tier = DiskTier(options, group, rows)
+        except TierError as error:
+            logger.error("kvtier: vLLM serves without the disk: %s", error)
+            return NoStorage(group)
+        for finding in tier.findings():
+            logger.info("kvtier %s: %s %s", finding.topic, finding.found, finding.note)
+        return tier
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        def following() -> list[OffloadKey]:
+            keys = _in_order(req_context)
+            return keys[keys.index(key) + 1 :] if key in keys else []
+
+        return FOUND[self.slab.find(key, following)]
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        context = job_metadata.req_context
+        keys = list(job_metadata.keys)
+        depths = [context.get_offload_key_position(key) or 0 for key in keys]
+        self.slab.store(job_metadata.job_id, keys, depths, self._addresses(job_metadata))
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        keys = list(job_metadata.keys)
+        self.slab.load(job_metadata.job_id, keys, self._addresses(job_metadata))
+
+    def _addresses(self, job: TransferJob) -> Addresses:
+        """Where the chunks of a job begin in the host tier."""
+        rows = np.asarray(job.chunk_ids, np.uint64)
+        return np.uint64(self._address) + rows * np.uint64(self.block_size_bytes)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        return [
+            JobResult(
+                job.job_id,
+                job.is_whole,
+                tuple(job.keys) if job.is_load and not job.is_whole else None,
+                job.seconds,
+                job.num_chunks * self.block_size_bytes,
+            )
+            for job in self.slab.take_finished()
+        ]
+
+    def has_pending_work(self) -> bool:
+        return self.slab.num_jobs > 0
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.slab.touch(keys)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """All of the prompt was used, also what vLLM had in its own memory: its start leaves
+        last."""
+        self.slab.touch(_in_order(req_context))
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return [
+            OffloadingEvent(change.keys, self.medium, change.is_gone, self.locality)
+            for change in self.slab.take_changes()
+        ]
+
+    def drain_jobs(self) -> None:
+        self.slab.drain()
+
+    def shutdown(self) -> None:
+        self.slab.close()
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, object]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        return {
+            CHUNKS: OffloadingGaugeMetadata(
+                documentation=(
+                    "Chunks in kvtier's slab: in use, or found by a restart and not asked for yet."
+                ),
+                labelnames=("state",),
+            ),
+            GONE: OffloadingCounterMetadata(
+                documentation=(
+                    "Chunks that left kvtier's slab: evicted for others, or lost to a damaged disk."
+                ),
+                labelnames=("reason",),
+            ),
+            REFUSED: OffloadingCounterMetadata(
+                documentation=(
+                    "Chunks that kvtier's slab did not take: no room or too fast for the disk, "
+                    "beyond the day's budget, or the write failed."
+                ),
+                labelnames=("reason",),
+            ),
+        }
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        counts: Counts = self.slab.take_counts()
+        stats = OffloadingConnectorStats()
+        stats.set_gauge(CHUNKS, self.slab.num_chunks, ("used",))
+        stats.set_gauge(CHUNKS, self.slab.num_unclaimed, ("unclaimed",))
+        for name, reason, value in (
+            (GONE, "evicted", counts.evicted),
+            (GONE, "lost", counts.lost),
+            (REFUSED, "room", counts.refused),
+            (REFUSED, "budget", counts.over_budget),
+            (REFUSED, "failed", counts.failed),
+        ):
+            if value:
+                stats.increase_counter(name, value, (reason,))
+        return stats
+
+
+def _in_order(context: ReqContext) -> list[OffloadKey]:
+    """The chunks of a request, its prompt's start first. vLLM has no other way to ask for all."""
+    positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
+    return sorted(positions, key=positions.__getitem__)

@@ -1,0 +1,73 @@
+"""What a user may write for kvtier among vLLM's secondary tiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.connectors.vllm.tier_settings import TierSettings
+from kvtier.errors import ConfigError
+from kvtier.types import Durability, Verify
+
+LEAST: dict[str, Any] = {"path": "/nvme/kvtier", "capacity": "200GiB"}
+
+
+def test_path_and_capacity_are_enough() -> None:
+    options = TierSettings.read(LEAST).disk_options()
+    assert options.path == Path("/nvme/kvtier")
+    assert options.capacity_bytes == 200 << 30
+    assert (options.durability, options.verify) == (Durability.PROCESS, Verify.ALWAYS)
+
+
+def test_what_users_of_the_disk_tier_need_can_be_set() -> None:
+    settings = TierSettings.read(
+        {
+            **LEAST,
+            "type": "kvtier",
+            "path": ["/nvme0", "/nvme1"],
+            "durability": "power",
+            "verify": "sampled",
+            "bytes_per_day": "2TiB",
+        }
+    )
+    options = settings.disk_options("dp1")
+    assert options.path == Path("/nvme0/dp1")
+    assert options.more_paths == (Path("/nvme1/dp1"),)
+    assert (options.durability, options.verify) == (Durability.POWER, Verify.SAMPLED)
+    assert options.bytes_per_day == 2 << 40
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"capacty": "1GiB"}, "no setting is called 'capacty'; did you mean 'capacity'"),
+        ({"root_dir": "/nvme"}, "no setting is called 'root_dir'"),
+        ({"path": ""}, "path can't be ''; name a folder"),
+        ({"path": ["/a", 5]}, "name a folder"),
+        ({"path": []}, "name a folder"),
+        ({"path": ["/a", "/a"]}, "named twice"),
+        ({"capacity": True}, "capacity can't be True; write for instance"),
+        ({"capacity": "much"}, "capacity: can't read 'much'"),
+        ({"capacity": 0}, "capacity_bytes: 0 is below 1"),
+        ({"durability": "forever"}, "use one of process, power"),
+        ({"verify": "no"}, "use one of always, sampled, off"),
+        ({"bytes_per_day": -1}, "bytes_per_day: -1 is below 0"),
+        ({"namespace": 7}, "namespace can't be 7"),
+        ({"enable_kv_events": "yes"}, "use true or false"),
+        ({"locality": "here"}, "use LOCAL or REMOTE"),
+    ],
+)
+def test_what_can_not_be_used_is_refused_in_a_sentence(
+    changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TierSettings.read({**LEAST, **changed})
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_what_is_missing_is_named(name: str) -> None:
+    rest = {key: value for key, value in LEAST.items() if key != name}
+    with pytest.raises(ConfigError, match=f"{name} is missing; write"):
+        TierSettings.read(rest)

@@ -1,0 +1,165 @@
+"""kvtier's eviction policy in vLLM's own host tier. ``make test-vllm``."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Sequence
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of vLLM's and torch's own modules
+    from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
+    from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+    from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
+
+    from kvtier.connectors.vllm.policy import KvtierPolicy
+
+from benchmarks import vllm_policies as benchmark
+
+MODULE = "kvtier.connectors.vllm.policy"
+
+
+def _manager(num_chunks: int, policy: str = "KvtierPolicy") -> CPUOffloadingManager:
+    module = MODULE if policy == "KvtierPolicy" else None
+    return CPUOffloadingManager(num_chunks, policy, module, enable_events=True)
+
+
+def _keys(*numbers: int, group: int = 0) -> list[OffloadKey]:
+    return [make_offload_key(number.to_bytes(32, "big"), group) for number in numbers]
+
+
+def _ask(manager: CPUOffloadingManager, keys: Sequence[OffloadKey], step: int = 4) -> int:
+    """As vLLM's scheduler does for one request; the hits."""
+    context = ReqContext("request")
+    for place, key in enumerate(keys):
+        context.set_offload_key_position(key, place)
+    manager.on_new_request(context)
+    hits = 0
+    while hits < len(keys) and manager.lookup(keys[hits], context) is LookupResult.HIT:
+        hits += 1
+    manager.prepare_load(keys[:hits], context)
+    manager.complete_load(keys[:hits], context)
+    for first in range(hits, len(keys), step):
+        output = manager.prepare_store(keys[first : first + step], context)
+        if output is not None:
+            manager.complete_store(output.keys_to_store, context)
+    manager.on_request_finished(context)
+    return hits
+
+
+def _check(manager: CPUOffloadingManager) -> None:
+    policy = manager._policy
+    policy.order.check_invariants()
+    assert set(policy._chunks) == set(policy.order._homes)
+
+
+def test_vllm_finds_the_policy_by_its_name_and_module() -> None:
+    assert isinstance(_manager(4)._policy, KvtierPolicy)
+
+
+def test_what_was_stored_is_found_and_the_oldest_leaves() -> None:
+    manager = _manager(6)
+    assert _ask(manager, _keys(1, 2, 3)) == 0
+    assert _ask(manager, _keys(1, 2, 3)) == 3
+    _ask(manager, _keys(4, 5, 6))
+    _ask(manager, _keys(7, 8))
+    assert _ask(manager, _keys(7, 8)) == 2
+    assert _ask(manager, _keys(1, 2, 3)) == 1, "the start of the prompt leaves last"
+    _check(manager)
+
+
+def test_chunk_that_is_copied_stays() -> None:
+    manager = _manager(4)
+    keys = _keys(1, 2, 3, 4)
+    _ask(manager, keys)
+    context = ReqContext("reader")
+    manager.prepare_load(keys[:3], context)
+    other = ReqContext("writer")
+    assert manager.prepare_store(_keys(10, 11), other) is None
+    output = manager.prepare_store(_keys(10), other)
+    assert output is not None
+    assert output.evicted_keys == _keys(4)
+    manager.complete_store(_keys(10), other, success=False)
+    manager.complete_load(keys[:3], context)
+    assert manager.lookup(_keys(10)[0], other) is LookupResult.MISS
+    assert _ask(manager, keys[:3]) == 3
+    _check(manager)
+
+
+def test_chunks_that_are_asked_for_together_do_not_drive_each_other_out() -> None:
+    manager = _manager(4)
+    _ask(manager, _keys(1, 2, 3))
+    output = manager.prepare_store(_keys(1, 2, 3, 4, 5), ReqContext("more than fits"))
+    assert output is None
+    assert _ask(manager, _keys(1, 2, 3)) == 3
+
+
+def test_emptied_cache_is_empty_and_fills_again() -> None:
+    manager = _manager(4)
+    _ask(manager, _keys(1, 2))
+    manager.reset_cache()
+    assert _ask(manager, _keys(1, 2)) == 0
+    assert _ask(manager, _keys(1, 2)) == 2
+
+
+def test_groups_are_chains_of_their_own() -> None:
+    manager = _manager(8)
+    keys = [*_keys(1, 2, 3, group=0), *_keys(1, 2, group=1)]
+    _ask(manager, keys, step=8)
+    assert _ask(manager, keys, step=8) == 5
+    _check(manager)
+
+
+def test_evicting_changes_nothing_where_it_can_not() -> None:
+    policy = KvtierPolicy(4)
+    for key in _keys(1, 2, 3):
+        chunk = ChunkStatus(0)
+        chunk.ref_cnt = 0
+        policy.insert(key, chunk)
+    assert policy.evict(3, set(_keys(2))) is None
+    assert policy.evict(2, set(_keys(2))) is not None
+    assert policy.get(_keys(2)[0]) is not None
+    policy.order.check_invariants()
+
+
+@pytest.mark.parametrize("other", ["lru", "arc"])
+def test_prompts_that_come_back_among_many_that_do_not(other: str) -> None:
+    def hits(policy: str) -> int:
+        rng = random.Random(5)
+        manager, found = CPUOffloadingManager(60, policy, MODULE), 0
+        fresh = iter(range(1000, 10**6))
+        conversations = [_keys(*range(100 * n, 100 * n + 12)) for n in range(1, 9)]
+        for _ in range(500):
+            for _ in range(2):
+                _ask(manager, _keys(*(next(fresh) for _ in range(12))))
+            found += _ask(manager, rng.choice(conversations))
+        return found
+
+    assert hits("KvtierPolicy") > hits(other)
+
+
+def test_prefix_that_a_request_has_loaded_outlives_what_it_stores() -> None:
+    manager = _manager(8)
+    first, second = _keys(1, 2, 3, 4), _keys(11, 12, 13, 14)
+    _ask(manager, first)
+    _ask(manager, second)
+    _ask(manager, [*first, *_keys(5, 6)])
+    _check(manager)
+    assert _ask(manager, first) == 4
+    assert _ask(manager, second) == 2
+
+
+def test_benchmark_counts_hits_and_compares() -> None:
+    chains = [[0, 1, 2], [3, 4], [0, 1, 5], [3, 4]] * 3
+    trace = benchmark.Trace("a trace", chains)
+    rows = [benchmark.measure(trace, policy, 1.0) for policy in benchmark.POLICIES]
+    found = {row.policy: row for row in rows}
+    assert found["lru"].capacity_chunks == trace.num_unique == 6
+    # All but the first of each fit: 6 of the first four requests are new.
+    assert found["lru"].hit_ratio == found["kvtier"].hit_ratio == (trace.num_refs - 6) / 30
+    assert benchmark.targets(rows) == [{"id": "V1", "value": 0.0, "target": 0, "met": True}]
+    assert benchmark.table(rows).row_count == 1
