@@ -24,9 +24,13 @@ class Factory:
             raise ValueError(f"{name} is registered")
         self.known[name] = (module, kind)
 
+    register_tier = register_cache_policy = register_spec
 
-def _vllm(monkeypatch: pytest.MonkeyPatch) -> Factory:
+
+def _vllm(monkeypatch: pytest.MonkeyPatch, **pieces: Factory) -> Factory:
     factory = Factory()
+    policies = {"CachePolicyFactory": pieces["policies"]} if pieces else {}
+    tiers = {"SecondaryTierFactory": pieces["tiers"]} if pieces else {}
     for name, content in {
         "vllm": {},
         "vllm.distributed": {},
@@ -36,6 +40,11 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> Factory:
         "vllm.v1": {},
         "vllm.v1.kv_offload": {},
         "vllm.v1.kv_offload.factory": {"OffloadingSpecFactory": factory},
+        "vllm.v1.kv_offload.cpu": {},
+        "vllm.v1.kv_offload.cpu.policies": {},
+        "vllm.v1.kv_offload.cpu.policies.factory": policies,
+        "vllm.v1.kv_offload.tiering": {},
+        "vllm.v1.kv_offload.tiering.factory": tiers,
     }.items():
         module = ModuleType(name)
         module.__dict__.update(content)
@@ -52,6 +61,15 @@ def test_spec_is_known_by_its_short_name(monkeypatch: pytest.MonkeyPatch) -> Non
     stands_in = factory._registry["OffloadingConnector"]
     assert isinstance(stands_in, InPlaceOf)
     assert stands_in._theirs() is dict, "once, however often it was registered"
+
+
+def test_tier_and_policy_alone_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers, policies = Factory(), Factory()
+    _vllm(monkeypatch, tiers=tiers, policies=policies)
+    register()
+    register()
+    assert tiers.known == {SPEC_NAME: ("kvtier.connectors.vllm.secondary", "KvtierTier")}
+    assert policies.known == {SPEC_NAME: ("kvtier.connectors.vllm.policy", "KvtierPolicy")}
 
 
 def test_another_vllm_is_told_and_goes_on(

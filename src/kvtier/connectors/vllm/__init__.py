@@ -40,7 +40,25 @@ def register() -> None:
             )
         if not isinstance(connectors, Connectors):
             KVConnectorFactory._registry = Connectors(connectors, CONNECTOR_NAME)
+        _register_pieces()
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         logger.warning(
             "kvtier can't be used by this vLLM: made for %s to %s, it met %r", OLDEST, NEWEST, error
+        )
+
+
+def _register_pieces() -> None:
+    """For those who keep vLLM's own host tier: a tier below it, and a policy for it."""
+    try:
+        from vllm.v1.kv_offload.cpu.policies.factory import CachePolicyFactory
+        from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+    except ImportError as error:
+        logger.info("this vLLM has no place for kvtier's tier or policy: %s", error)
+        return
+    with suppress(ValueError):
+        SecondaryTierFactory.register_tier(
+            SPEC_NAME, "kvtier.connectors.vllm.secondary", "KvtierTier"
+        )
+        CachePolicyFactory.register_cache_policy(
+            SPEC_NAME, "kvtier.connectors.vllm.policy", "KvtierPolicy"
         )

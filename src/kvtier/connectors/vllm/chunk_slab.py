@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from threading import Event
 
@@ -16,10 +17,11 @@ import numpy as np
 
 from kvtier.connectors.vllm.chunks import ChunkState
 from kvtier.connectors.vllm.identity import chunk_key
-from kvtier.connectors.vllm.lane import Lane
 from kvtier.errors import TierError
 from kvtier.tiers import Addresses, LoadResult, StorageTier
-from kvtier.types import BlockName, Slot
+from kvtier.transfer.job import Job
+from kvtier.transfer.lane import Lane
+from kvtier.types import DISK, BlockName, Slot
 
 PIECE_BYTES = 64 << 20
 """Written at a time, so that whoever closes does not wait for a long job."""
@@ -78,8 +80,8 @@ class _Chunk:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Job:
-    """num_missing: chunks that were asked for and are not there."""
+class _Task:
+    """A job of vLLM's. num_missing: chunks that were asked for and are not there."""
 
     job_id: int
     keys: list[bytes]
@@ -116,8 +118,9 @@ class ChunkSlab:
         self._changes: list[Change] = []
         self._counts = Counts()
         self._give_up = Event()
-        self._writer: Lane[_Job, list[bool]] = Lane("kvtier write", self._write)
-        self._reader: Lane[_Job, list[bool]] = Lane("kvtier read", self._read)
+        self._writer = Lane("slab store", partial(TierError, DISK, "store"))
+        self._reader = Lane("slab load", partial(TierError, DISK, "load"))
+        self._under_way: list[tuple[_Task, Job, bool]] = []  # and whether it is a load
 
     @property
     def num_chunks(self) -> int:
@@ -201,17 +204,19 @@ class ChunkSlab:
         new = [key for key in at if self._known(key) is None]
         self.touch(keys)
         slots = self._make_room(new, at)
-        job = _Job(job_id, new[: len(slots)], [_Chunk(slot) for slot in slots], [], NOWHERE)
+        task = _Task(job_id, new[: len(slots)], [_Chunk(slot) for slot in slots], [], NOWHERE)
         if not slots:
             self._at_once.append(FinishedJob(job_id, False, [], True, 0, 0.0))
             return
-        rows = [at[key] for key in job.keys]
+        rows = [at[key] for key in task.keys]
         names = [
             BlockName(self._digest, depths[row], chunk_key(self._digest, keys[row])) for row in rows
         ]
-        self._chunks.update(zip(reversed(job.keys), reversed(job.chunks), strict=True))
+        self._chunks.update(zip(reversed(task.keys), reversed(task.chunks), strict=True))
         self._num_queued += len(slots)
-        self._writer.submit(replace(job, names=names, addresses=addresses[rows]))
+        task = replace(task, names=names, addresses=addresses[rows])
+        job = self._writer.submit(partial(self._write, task), self._num_bytes(task))
+        self._under_way.append((task, job, False))
 
     def load(self, job_id: int, keys: Sequence[bytes], addresses: Addresses) -> None:
         """Read chunks to ``addresses``. Those that are not there fail, and no others with them."""
@@ -231,24 +236,29 @@ class ChunkSlab:
         held = [keys[at] for at in there]
         names = [BlockName(self._digest, 0, chunk_key(self._digest, key)) for key in held]
         num_missing = len(keys) - len(held)
-        self._reader.submit(_Job(job_id, held, chunks, names, addresses[there], num_missing))
+        task = _Task(job_id, held, chunks, names, addresses[there], num_missing)
+        job = self._reader.submit(partial(self._read, task), self._num_bytes(task))
+        self._under_way.append((task, job, True))
+
+    def _num_bytes(self, task: _Task) -> int:
+        return len(task.keys) * self._tier.bytes_per_block
 
     def take_finished(self) -> list[FinishedJob]:
         """Jobs that were finished since the last call. Their chunks can be found, or not, now."""
         finished, self._at_once = self._at_once, []
-        for each in self._writer.take():
-            ok = each.result or [False] * len(each.job.keys)
-            finished.append(self._stored(each.job, ok, each.seconds))
-        for each in self._reader.take():
-            ok = each.result or [False] * len(each.job.keys)
-            finished.append(self._loaded(each.job, ok, each.seconds))
+        ended = [each for each in self._under_way if each[1].done]
+        self._under_way = [each for each in self._under_way if each not in ended]
+        for task, job, is_load in ended:
+            ok = [job.error is None and at not in job.lost for at in range(len(task.keys))]
+            end = self._loaded if is_load else self._stored
+            finished.append(end(task, ok, job.seconds))
         self._num_open -= len(finished)
         return finished
 
     def drain(self) -> None:
         """Wait until nothing is read or written any more. ``take_finished`` tells what became."""
-        self._writer.drain()
-        self._reader.drain()
+        for _, job, _ in self._under_way:
+            job.wait()
 
     def close(self) -> None:
         """Finish what is under way, and give the slab to its next owner.
@@ -256,12 +266,10 @@ class ChunkSlab:
         Stores that are still queued after ``CLOSE_WAIT_S`` are dropped. ``TierError`` where a read
         or a write does not end: the memory of the jobs must stay then.
         """
-        for lane in (self._writer, self._reader):
-            lane.close()
-        if not self._writer.join(CLOSE_WAIT_S):
+        if not self._writer.close(CLOSE_WAIT_S):
             self._give_up.set()
         for lane in (self._writer, self._reader):
-            if not lane.join(END_WAIT_S):
+            if not lane.close(END_WAIT_S):
                 raise TierError("disk", "close", f"a read or write takes over {END_WAIT_S:.0f} s")
         self.take_finished()
         self._tier.close()
@@ -311,45 +319,46 @@ class ChunkSlab:
 
     # -- on the threads ----------------------------------------------------------------------------
 
-    def _write(self, job: _Job) -> list[bool]:
+    def _write(self, task: _Task, _: Job) -> Iterable[int]:
         done: list[bool] = []
         step = max(1, PIECE_BYTES // self._tier.bytes_per_block)
-        for start in range(0, len(job.keys), step):
+        for start in range(0, len(task.keys), step):
             piece = slice(start, start + step)
-            names = job.names[piece]
+            names = task.names[piece]
             if self._give_up.is_set():
                 done += [False] * len(names)
                 continue
-            slots = [chunk.slot for chunk in job.chunks[piece]]
-            done += self._tier.store(names, slots, job.addresses[piece])
-        return done
+            slots = [chunk.slot for chunk in task.chunks[piece]]
+            done += self._tier.store(names, slots, task.addresses[piece])
+        return [at for at, is_stored in enumerate(done) if not is_stored]
 
-    def _read(self, job: _Job) -> list[bool]:
-        keys = [name.key for name in job.names]
-        slots = [chunk.slot for chunk in job.chunks]
-        return [result is LoadResult.OK for result in self._tier.load(keys, slots, job.addresses)]
+    def _read(self, task: _Task, _: Job) -> Iterable[int]:
+        keys = [name.key for name in task.names]
+        slots = [chunk.slot for chunk in task.chunks]
+        results = self._tier.load(keys, slots, task.addresses)
+        return [at for at, result in enumerate(results) if result is not LoadResult.OK]
 
     # -- and what became of it ---------------------------------------------------------------------
 
-    def _stored(self, job: _Job, ok: Sequence[bool], seconds: float) -> FinishedJob:
+    def _stored(self, task: _Task, ok: Sequence[bool], seconds: float) -> FinishedJob:
         stored = []
-        for key, chunk, is_stored in zip(job.keys, job.chunks, ok, strict=True):
+        for key, chunk, is_stored in zip(task.keys, task.chunks, ok, strict=True):
             if is_stored:
                 chunk.is_ready = True
                 stored.append(key)
             else:
                 del self._chunks[key]
                 self._tier.free([chunk.slot])
-        self._num_queued -= len(job.keys)
+        self._num_queued -= len(task.keys)
         self._counts.stored += len(stored)
-        self._counts.failed += len(job.keys) - len(stored)
+        self._counts.failed += len(task.keys) - len(stored)
         self._note(stored, is_gone=False)
-        is_whole = len(stored) == len(job.keys)
-        return FinishedJob(job.job_id, False, stored, is_whole, len(stored), seconds)
+        is_whole = len(stored) == len(task.keys)
+        return FinishedJob(task.job_id, False, stored, is_whole, len(stored), seconds)
 
-    def _loaded(self, job: _Job, ok: Sequence[bool], seconds: float) -> FinishedJob:
+    def _loaded(self, task: _Task, ok: Sequence[bool], seconds: float) -> FinishedJob:
         loaded, lost = [], []
-        for key, chunk, is_right in zip(job.keys, job.chunks, ok, strict=True):
+        for key, chunk, is_right in zip(task.keys, task.chunks, ok, strict=True):
             chunk.num_readers -= 1
             if is_right:
                 loaded.append(key)
@@ -361,8 +370,8 @@ class ChunkSlab:
         self._counts.loaded += len(loaded)
         self._counts.lost += len(lost)
         self._note(lost, is_gone=True)
-        is_whole = len(loaded) == len(job.keys) and not job.num_missing
-        return FinishedJob(job.job_id, True, loaded, is_whole, len(loaded), seconds)
+        is_whole = len(loaded) == len(task.keys) and not task.num_missing
+        return FinishedJob(task.job_id, True, loaded, is_whole, len(loaded), seconds)
 
     def _note(self, keys: list[bytes], is_gone: bool) -> None:
         if self._tells_changes and keys:
