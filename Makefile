@@ -4,6 +4,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PEERS := .peers
 NATIVE := CMakeLists.txt $(shell find native -name '*.cpp' -o -name '*.hpp')
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_ARGS)
 
@@ -12,13 +13,14 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup demo test test-vllm test-vllm-upstream check lint check-native crash-test bench bench-vllm \
+.PHONY: help setup demo test test-vllm test-vllm-quick test-vllm-upstream check lint check-native crash-test bench bench-vllm \
 	kvtier-in-vllm peers peers-sglang peers-lmcache peers-vllm peers-vllm-lmcache clean
 
 help:
 	@echo "make demo    serve real prompts through a two-tier cache, and show what it saved"
 	@echo "make test    all tests"
 	@echo "make test-vllm  a real vLLM with kvtier under it, on the CPU; makes .peers/vllm (3 GB) first"
+	@echo "make test-vllm-quick  a part of them"
 	@echo "make test-vllm-upstream  vLLM's own unit tests, with kvtier in the place of its halves"
 	@echo "make lint    format, lint, types, import contracts, stubs"
 	@echo "make check   the same, and the fast tests"
@@ -57,17 +59,25 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 
+# Of the quick ones two start an engine; the others ask vLLM's classes.
+VLLM_TESTS := tests/vllm
+VLLM_QUICK := $(addprefix tests/vllm/test_,contract.py manager.py secondary.py \
+	disk.py::test_kv_comes_from_host_and_after_a_restart_from_disk)
+
 test-vllm: kvtier-in-vllm
 	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis
-	$(PEERS)/vllm/bin/python -m pytest tests/vllm -W default --timeout 900 -o faulthandler_timeout=880
+	$(PEERS)/vllm/bin/python -m pytest $(VLLM_TESTS) -W default --timeout 900 -o faulthandler_timeout=880
+
+test-vllm-quick:
+	$(MAKE) test-vllm VLLM_TESTS="$(VLLM_QUICK)"
 
 # Real servers, driven by vLLM's own benchmark, on the CPU: 12 minutes.
-bench-vllm: kvtier-in-vllm peers-vllm-lmcache
+bench-vllm: kvtier-in-vllm peers-vllm peers-vllm-lmcache
 	@mkdir -p reports
 	$(BIN)/python -m benchmarks.vllm_multi_turn --json reports/vllm_multi_turn.json
 
 # kvtier goes into vLLM's environment as a wheel, as it does for those who serve with it.
-kvtier-in-vllm: setup peers-vllm
+kvtier-in-vllm: setup $(PEERS)/vllm/.installed
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
 	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall build/wheel/kvtier-*.whl
 
@@ -122,7 +132,6 @@ bench: setup
 # Other projects, each in an environment of its own, for the benchmarks that compare with them, on a
 # machine without an accelerator. All three run on CPU builds of torch: where pip would take one with
 # CUDA, name an index that has them in PIP_ARGS. To make one again, remove its folder.
-PEERS := .peers
 PEER_PIP = $(@D)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 
 peers: peers-sglang peers-lmcache peers-vllm

@@ -57,7 +57,8 @@ def test_copies_to_the_device_are_learnt_together() -> None:
     judge = _judge(host_s=0.0)
     judge.observe_loads([2 * MIB, 8 * MIB], 1000 * PREFILL_S)
     assert judge.num_worth_loading([HOST] * 8, 850, 99) == 0
-    judge.observe_loads([], 0.0)
+    for nothing in ([], [0]):
+        judge.observe_loads(nothing, 0.0)
 
 
 def test_groups_are_loaded_together_or_not_at_all() -> None:

