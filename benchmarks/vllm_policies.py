@@ -27,7 +27,7 @@ from rich.table import Table
 from benchmarks.machine import machine_facts
 
 OURS = "kvtier"
-POLICIES = {"lru": None, "arc": None, "KvtierPolicy": "kvtier.connectors.vllm.policy"}
+POLICIES = {"lru": None, "arc": None, "KvtierPolicy": "kvtier.connectors.vllm.pieces.policy"}
 """As in vLLM's settings: eviction_policy, and cache_policy_module_path where it is not vLLM's."""
 CALLED = {"KvtierPolicy": OURS}
 CHUNK_TOKENS = 512

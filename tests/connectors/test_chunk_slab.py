@@ -15,9 +15,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.connectors.vllm.chunk_slab import Change, ChunkSlab, FinishedJob
 from kvtier.connectors.vllm.chunks import ChunkState
 from kvtier.connectors.vllm.identity import chunk_key
+from kvtier.connectors.vllm.pieces.chunk_slab import Change, ChunkSlab, FinishedJob
 from kvtier.layout import Attention, DType, KVGroup, Part
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.testing.faulty_disk import FaultyDisk
@@ -359,7 +359,7 @@ def test_queued_stores_are_finished_before_the_end() -> None:
 
 
 def test_stores_that_take_too_long_are_dropped_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.connectors.vllm.chunk_slab.CLOSE_WAIT_S", 0.01)
+    monkeypatch.setattr("kvtier.connectors.vllm.pieces.chunk_slab.CLOSE_WAIT_S", 0.01)
     shelf = Shelf()
     tier = _memory(8, shelf)
     world = World(tier)

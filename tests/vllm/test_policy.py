@@ -16,11 +16,11 @@ with warnings.catch_warnings():
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
     from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
-    from kvtier.connectors.vllm.policy import KvtierPolicy
+    from kvtier.connectors.vllm.pieces.policy import KvtierPolicy
 
 from benchmarks import vllm_policies as benchmark
 
-MODULE = "kvtier.connectors.vllm.policy"
+MODULE = "kvtier.connectors.vllm.pieces.policy"
 
 
 def _manager(num_chunks: int, policy: str = "KvtierPolicy") -> CPUOffloadingManager:

@@ -56,7 +56,7 @@ STEP = ScheduleEndContext((), ())
 def _config(folder: Path, num_rows: int, num_slots: int, **tier: Any) -> OffloadingConfig:
     settings = {
         "type": "KvtierTier",
-        "module_path": "kvtier.connectors.vllm.secondary",
+        "module_path": "kvtier.connectors.vllm.pieces.secondary",
         "path": str(folder),
         "capacity": num_slots * ROW_BYTES,
         **tier,

@@ -33,10 +33,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvtier.connectors.vllm.chunk_slab import ChunkSlab, Counts
 from kvtier.connectors.vllm.chunks import ChunkState
 from kvtier.connectors.vllm.identity import namespace
-from kvtier.connectors.vllm.tier_settings import TierSettings
+from kvtier.connectors.vllm.pieces.chunk_slab import ChunkSlab, Counts
+from kvtier.connectors.vllm.pieces.settings import TierSettings
 from kvtier.devices.base import Memory
 from kvtier.errors import TierError
 from kvtier.layout import Attention, DType, KVGroup, Part

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from kvtier.connectors.vllm.reuse import FADE, Batch, ReuseModel
+from kvtier.connectors.vllm.pieces.reuse import FADE, Batch, ReuseModel
 
 LEARN_EVERY = 100
 """Requests."""

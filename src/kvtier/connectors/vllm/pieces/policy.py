@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order_request_keys
 
-from kvtier.connectors.vllm.order import EvictionOrder
+from kvtier.connectors.vllm.pieces.eviction import EvictionOrder
 
 
 class _Begun:

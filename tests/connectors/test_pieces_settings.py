@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.vllm.tier_settings import TierSettings
+from kvtier.connectors.vllm.pieces.settings import TierSettings
 from kvtier.errors import ConfigError
 from kvtier.types import Durability, Verify
 

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.connectors.vllm.order import LEARN_EVERY, EvictionOrder
-from kvtier.connectors.vllm.reuse import FIRST_AGES, NUM_AGES, Batch, ReuseModel
+from kvtier.connectors.vllm.pieces.eviction import LEARN_EVERY, EvictionOrder
+from kvtier.connectors.vllm.pieces.reuse import FIRST_AGES, NUM_AGES, Batch, ReuseModel
 
 
 def _keys(*numbers: int) -> list[bytes]:
