@@ -9,9 +9,9 @@
 connector.py carries orders one way and reports the other; spec.py makes the two halves. A chunk is
 ``blocks_per_chunk`` of vLLM's blocks of one KV group, named by vLLM's own hash. The scheduler
 decides; every rank keeps its shard of a chunk in the same host slot and does what it is told.
-Only ascend, connector, manager, spec and worker know vLLM. contract.py says what of it is relied on,
-and that is compared before anything else (entry.py); registry.py puts the connector in the place
-of vLLM's. pieces/ is for those who keep vLLM's own tiers.
+Only ascend, connector, manager, spec and worker know vLLM. contract.py says what they rely on, and
+that is compared before anything else (entry.py); registry.py puts the connector in the place of
+vLLM's. pieces/ is for those who keep vLLM's own tiers.
 """
 
 from __future__ import annotations
