@@ -126,9 +126,10 @@ def measure_slow_disk(
         say(f"{num_prompts} prompts lie on a disk of {rate / 1e6:.1f} MB/s")
         asked = []
         for number, prompt in enumerate(prompts):
-            answers = {
-                each: each.ask(prompt, OUTPUT_TOKENS) for each in in_turn([server, alone], number)
-            }
+            answers = {}
+            for each in in_turn([server, alone], number):
+                answers[each] = each.ask(prompt, OUTPUT_TOKENS)
+                each.settle()
             ours, cold = answers[server], answers[alone]
             asked.append(Asked(ours.ttft_ms, cold.ttft_ms, ours.cached_tokens))
             say(f"{ours.ttft_ms:.0f} ms, cold {cold.ttft_ms:.0f} ms")
