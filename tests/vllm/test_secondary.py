@@ -42,7 +42,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from kvtier.connectors.vllm import secondary
+    from kvtier.connectors.vllm.pieces import secondary
 
 from kvtier.errors import ConfigError
 from kvtier.testing.faulty_disk import FaultyDisk
