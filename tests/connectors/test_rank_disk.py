@@ -59,8 +59,8 @@ class Rank:
         )
         self.disk.carry_out(order)
         while not (done := self.disk.take_done()):
-            for _, job, _ in self.disk._under_way:
-                job.wait()
+            for each in self.disk._under_way:
+                each.job.wait()
         assert done.keys() == {self.num_orders}
         return done[self.num_orders]
 

@@ -33,6 +33,12 @@ def test_what_one_process_stores_another_one_loads(tmp_path: Path) -> None:
     other.close()
 
 
+def test_tier_that_is_closed_leaves_no_file(tmp_path: Path) -> None:
+    tier = HostTier(GROUP, CAPACITY, CpuDevice(), ArenaOptions(file=tmp_path / "arena"))
+    tier.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_file_system_without_room_is_named_and_left_clean(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))

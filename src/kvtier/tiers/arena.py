@@ -207,7 +207,8 @@ class Arena:
         return self._done.wait(timeout_s)
 
     def close(self) -> None:
-        """Stop in the middle if need be, and unlock what was locked. Safe to call twice.
+        """Stop in the middle if need be, and unlock what was locked. Safe to call twice. A file's
+        name goes, too, lest its memory stay when everybody has gone.
 
         The memory goes with its last user: a view may still look at it.
         """
@@ -216,6 +217,7 @@ class Arena:
             self._thread.join()
         while self._locked:
             self._device.unlock(self._locked.pop(0))
+        self.forget_file()
 
     # -- the kernel's favours ----------------------------------------------------------------------
 

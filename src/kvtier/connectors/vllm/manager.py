@@ -64,7 +64,7 @@ class Visit:
     """What is known of one request.
 
     places: of the chunks that its last look-up met, in that look-up's order. limit: no chunk that
-    ends beyond this token is loaded. waits_since: when it had to wait first. is_impatient: it takes
+    ends beyond this token is loaded. waits_since: when it began to wait. is_impatient: it takes
     what is ready, and waits for nothing more. is_off_disk: its chunks stay in memory. used: those
     that were loaded or stored for it.
     """
@@ -125,6 +125,7 @@ class TierManager(OffloadingManager):
         self._shape = shape
         self._publishes_events = publishes_events
         self._visits: dict[str, Visit] = {}
+        self._events: list[OffloadingEvent] = []
 
     # -- what vLLM asks ----------------------------------------------------------------------------
 
@@ -198,16 +199,19 @@ class TierManager(OffloadingManager):
             visit.used.update(dict.fromkeys(keys))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        changes = self.placement.take_changes()
-        for change in changes:
-            if change.is_removed:
-                self.counts.add(EVICTED, len(change.keys), change.tier)
-        if not self._publishes_events:
-            return ()
-        return [
-            OffloadingEvent(each.keys, MEDIUM[each.tier], each.is_removed, Locality.LOCAL)
-            for each in changes
-        ]
+        self._note_changes()
+        events, self._events = self._events, []
+        return events
+
+    def _note_changes(self) -> None:
+        """Called often enough that nothing piles up where nobody wants events."""
+        for each in self.placement.take_changes():
+            if each.is_removed:
+                self.counts.add(EVICTED, len(each.keys), each.tier)
+            if self._publishes_events:
+                medium = MEDIUM[each.tier]
+                event = OffloadingEvent(each.keys, medium, each.is_removed, Locality.LOCAL)
+                self._events.append(event)
 
     def has_pending_work(self) -> bool:
         return self.placement.is_moving or not self.placement.is_complete
@@ -220,6 +224,7 @@ class TierManager(OffloadingManager):
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         tiers = {HOST: self.placement.host, DISK: self.placement.disk}
+        self._note_changes()
         self.counts.add(NOT_DEMOTED, self.placement.take_num_not_demoted())
         numbers = self.counts.take()
         if not numbers:
@@ -272,6 +277,7 @@ class TierManager(OffloadingManager):
     def num_worth_loading(self, request_id: str, first: int, found: int, num_tokens: int) -> int:
         """Of ``found`` tokens after the ``first`` ones, all in host memory: how many to load."""
         visit = self._visits[request_id]
+        visit.waits_since = None
         ends = {key: visit.context.get_offload_key_position(key) or 0 for key in visit.places}
         limit = self._limit(visit, ends, first, num_tokens)
         if limit >= max(ends.values(), default=0):
@@ -319,6 +325,7 @@ class TierManager(OffloadingManager):
         now_s = time.monotonic()
         for step in report.steps:
             self.judge.end_step(step, now_s)
+        self._note_changes()
 
     def _count(self, order: Order, done: Done) -> None:
         route = ROUTES[order.move.value]

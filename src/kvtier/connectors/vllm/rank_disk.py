@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -22,6 +23,17 @@ logger = logging.getLogger(__name__)
 NUM_PROBED = 4
 """Chunks that are read once, only to see how fast the disk is."""
 PAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """An order that was begun. missing: positions of chunks that it was begun without. slots: on
+    disk, that its chunks are written to."""
+
+    order: Order
+    job: Job
+    missing: frozenset[int]
+    slots: tuple[Slot, ...] = ()
 
 
 class RankDisk:
@@ -44,7 +56,7 @@ class RankDisk:
         self.found = tuple(self._slot_of)
         self._reader = Lane("disk load", partial(TierError, DISK, "load"))
         self._writer = Lane("disk store", partial(TierError, DISK, "store"))
-        self._under_way: list[tuple[Order, Job, tuple[Slot, ...]]] = []
+        self._under_way: list[_UnderWay] = []
         self._done: dict[int, Done] = {}
         self._probe: Job | None = None
         self._probe_is_told = False
@@ -64,13 +76,10 @@ class RankDisk:
 
     def take_done(self) -> dict[int, Done]:
         """What has ended since the last call, by order id."""
-        still: list[tuple[Order, Job, tuple[Slot, ...]]] = []
-        for order, job, slots in self._under_way:
-            if job.done:
-                self._end(order, job, slots)
-            else:
-                still.append((order, job, slots))
-        self._under_way = still
+        ended = [each for each in self._under_way if each.job.done]
+        self._under_way = [each for each in self._under_way if not each.job.done]
+        for each in ended:
+            self._end(each)
         done, self._done = self._done, {}
         return done
 
@@ -103,7 +112,9 @@ class RankDisk:
         ]
         work = partial(self._store, names[: len(slots)], slots, order.slots[: len(slots)])
         num_bytes = len(slots) * self._tier.bytes_per_block
-        self._under_way.append((order, self._writer.submit(work, num_bytes), tuple(slots)))
+        job = self._writer.submit(work, num_bytes)
+        missing = frozenset(range(len(slots), len(order.keys)))
+        self._under_way.append(_UnderWay(order, job, missing, tuple(slots)))
 
     def _promote(self, order: Order) -> None:
         at = [at for at, key in enumerate(order.keys) if key in self._slot_of]
@@ -111,7 +122,8 @@ class RankDisk:
         slots = [self._slot_of[key] for key in keys]
         work = partial(self._load, at, keys, slots, [order.slots[each] for each in at])
         num_bytes = len(keys) * self._tier.bytes_per_block
-        self._under_way.append((order, self._reader.submit(work, num_bytes), ()))
+        missing = frozenset(range(len(order.keys))).difference(at)
+        self._under_way.append(_UnderWay(order, self._reader.submit(work, num_bytes), missing))
 
     def _store(
         self, names: Sequence[BlockName], slots: Sequence[Slot], host: Sequence[Slot], _: Job
@@ -132,20 +144,19 @@ class RankDisk:
             each for each, result in zip(at, results, strict=True) if result is not LoadResult.OK
         ]
 
-    def _end(self, order: Order, job: Job, slots: tuple[Slot, ...]) -> None:
-        failed = set(range(len(order.keys)) if job.error is not None else job.lost)
+    def _end(self, ended: _UnderWay) -> None:
+        order, job = ended.order, ended.job
+        lost = range(len(order.keys)) if job.error is not None else job.lost
+        failed = ended.missing.union(lost)
         if order.move is Move.DEMOTE:
-            failed.update(range(len(slots), len(order.keys)))
-            self._tier.free([slot for at, slot in enumerate(slots) if at in failed])
-            for at, (key, slot) in enumerate(zip(order.keys, slots, strict=False)):
+            self._tier.free([slot for at, slot in enumerate(ended.slots) if at in failed])
+            for at, (key, slot) in enumerate(zip(order.keys, ended.slots, strict=False)):
                 if at not in failed:
                     self._slot_of[key] = slot
             self._begin_probe()
-        else:
-            failed.update(at for at, key in enumerate(order.keys) if key not in self._slot_of)
         if job.error is not None:
             logger.warning("disk order failed move=%s error=%s", order.move.value, job.error)
-        self._done[order.order_id] = Done(frozenset(failed), 1, job.num_bytes, job.seconds)
+        self._done[order.order_id] = Done(failed, 1, job.num_bytes, job.seconds)
 
     def _take(self, keys: Sequence[BlockKey]) -> list[Slot]:
         """The slots of chunks that leave."""

@@ -76,7 +76,11 @@ class TierWorker(OffloadingWorker):
         self._host = HostTier(group, room.num_slots * room.slot_bytes, device, arena)
         self._disk: RankDisk | None = None
         if room.disk is not None:
-            tier = DiskTier(room.disk, group, self._host.ready_memory)
+            try:
+                tier = DiskTier(room.disk, group, self._host.ready_memory)
+            except BaseException:
+                self._host.close()  # shared memory would stay when the process has gone
+                raise
             self._disk = RankDisk(tier, self._host, namespace, room.bytes_per_s)
             _log(tier.findings())
         self._engine = TransferEngine(device)
