@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvtier.connectors.vllm.chunks import ChunkState
 from kvtier.connectors.vllm.identity import chunk_key
 from kvtier.connectors.vllm.pieces.chunk_slab import Change, ChunkSlab, FinishedJob
-from kvtier.layout import Attention, DType, KVGroup, Part
+from kvtier.layout import opaque
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.testing.faulty_disk import FaultyDisk
 from kvtier.testing.storage import MemoryStorage, Shelf
@@ -27,7 +27,7 @@ from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.none import NoStorage
 
 CHUNK_BYTES = 4096
-GROUP = KVGroup(Attention.FULL, 1, (Part("chunk", 1, CHUNK_BYTES),), DType.UINT8, 1)
+GROUP = opaque(CHUNK_BYTES)
 DIGEST = b"d" * 32
 
 

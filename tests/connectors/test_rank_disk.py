@@ -12,14 +12,14 @@ import pytest
 from kvtier.connectors.vllm.orders import Done, Move, Order
 from kvtier.connectors.vllm.rank_disk import RankDisk
 from kvtier.devices import find_device
-from kvtier.layout import Attention, DType, KVGroup, Part
+from kvtier.layout import opaque
 from kvtier.testing.faulty_disk import FaultyDisk
 from kvtier.tiers import HostTier
 from kvtier.tiers.disk import DiskOptions, DiskSystem, DiskTier
 from kvtier.types import BlockKey, Slot
 
 SIZE = 8192
-GROUP = KVGroup(Attention.FULL, 1, (Part("chunk", 1, SIZE),), DType.UINT8, block_size=1)
+GROUP = opaque(SIZE)
 KEYS = [BlockKey(bytes([number]) * 32) for number in range(1, 12)]
 
 

@@ -9,6 +9,7 @@ from kvtier.layout.group import (
     Part,
     full_attention,
     latent_attention,
+    opaque,
     recurrent_state,
     sliding_attention,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "latent_attention",
     "layer_view",
     "named_layout",
+    "opaque",
     "over_tensors",
     "part_view",
     "recurrent_state",

@@ -121,3 +121,8 @@ def recurrent_state(
     """Snapshots of fixed size at block ends (Qwen3-Next, Mamba). states: (name, rows, columns)."""
     parts = tuple(Part(name, rows, columns, per_token=False) for name, rows, columns in states)
     return KVGroup(Attention.RECURRENT, num_layers, parts, dtype, block_size)
+
+
+def opaque(num_bytes: int) -> KVGroup:
+    """Blocks of so many bytes that only their engine can read."""
+    return KVGroup(Attention.FULL, 1, (Part("chunk", 1, num_bytes),), DType.UINT8, block_size=1)

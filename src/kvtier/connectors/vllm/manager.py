@@ -42,6 +42,7 @@ from kvtier.connectors.vllm.judge import TO_HOST, Judge
 from kvtier.connectors.vllm.names import Names
 from kvtier.connectors.vllm.orders import Done, Move, Order, Report
 from kvtier.connectors.vllm.placement import Place, Placement
+from kvtier.connectors.vllm.prompt import chunks_of
 from kvtier.types import DEVICE, DISK, HOST
 
 FOUND = {
@@ -79,10 +80,8 @@ class Visit:
 
     def in_prompt_order(self) -> list[OffloadKey]:
         """All chunks of the request, those as well that the device had itself."""
-        ends: dict[OffloadKey, int] = self.context._offload_key_positions
-        if self.used.keys() <= ends.keys():
-            return sorted(ends, key=ends.__getitem__)
-        return list(self.used)
+        chunks = chunks_of(self.context)
+        return chunks if self.used.keys() <= set(chunks) else list(self.used)
 
 
 @dataclass(frozen=True, slots=True)

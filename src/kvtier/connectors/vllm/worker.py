@@ -20,7 +20,7 @@ from kvtier.connectors.vllm.orders import Hello, Order, Report
 from kvtier.connectors.vllm.pages import ChunkPart, Page, PagedPool
 from kvtier.connectors.vllm.rank_disk import RankDisk
 from kvtier.devices import Device, Direction, Finding
-from kvtier.layout import Attention, DType, KVGroup, Part
+from kvtier.layout import opaque
 from kvtier.tiers import HostTier
 from kvtier.tiers.arena import ArenaOptions
 from kvtier.tiers.disk import DiskOptions, DiskTier
@@ -69,9 +69,7 @@ class TierWorker(OffloadingWorker):
         self._rank = rank
         self._pool = _pool(caches, blocks_per_chunk, room.slot_bytes)
         device.prepare()
-        # A slot is opaque: one part of so many bytes.
-        opaque = (Part("chunk", 1, room.slot_bytes),)
-        group = KVGroup(Attention.FULL, 1, opaque, DType.UINT8, block_size=1)
+        group = opaque(room.slot_bytes)
         arena = ArenaOptions(file=room.shared)
         self._host = HostTier(group, room.num_slots * room.slot_bytes, device, arena)
         self._disk: RankDisk | None = None

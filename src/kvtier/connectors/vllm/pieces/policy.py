@@ -8,6 +8,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order_request_keys
 
 from kvtier.connectors.vllm.pieces.eviction import EvictionOrder
+from kvtier.connectors.vllm.prompt import chunks_of
 
 
 class _Begun:
@@ -46,8 +47,7 @@ class KvtierPolicy(CachePolicy):
         left count when they are inserted, not here."""
         if req_context.get_state(_Begun) is None:
             req_context.set_state(_Begun())
-            used: dict[OffloadKey, int] = getattr(req_context, "_offload_key_positions", {})
-            self.touch(sorted(used, key=used.__getitem__), req_context)
+            self.touch(chunks_of(req_context), req_context)
 
     def on_request_finished(
         self,

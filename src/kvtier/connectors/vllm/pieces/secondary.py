@@ -37,9 +37,10 @@ from kvtier.connectors.vllm.chunks import ChunkState
 from kvtier.connectors.vllm.identity import namespace
 from kvtier.connectors.vllm.pieces.chunk_slab import ChunkSlab, Counts
 from kvtier.connectors.vllm.pieces.settings import TierSettings
+from kvtier.connectors.vllm.prompt import chunks_of
 from kvtier.devices.base import Memory
 from kvtier.errors import TierError
-from kvtier.layout import Attention, DType, KVGroup, Part
+from kvtier.layout import opaque
 from kvtier.tiers import Addresses, StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.none import NoStorage
@@ -108,9 +109,7 @@ class KvtierTier(SecondaryTierManager):
         )
 
     def _open(self, options: DiskOptions, rows: Memory) -> StorageTier:
-        # A chunk is opaque: one part of so many bytes.
-        opaque = (Part("chunk", 1, self.block_size_bytes),)
-        group = KVGroup(Attention.FULL, 1, opaque, DType.UINT8, block_size=1)
+        group = opaque(self.block_size_bytes)
         try:
             tier = DiskTier(options, group, rows)
         except TierError as error:
@@ -122,7 +121,7 @@ class KvtierTier(SecondaryTierManager):
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         def following() -> list[OffloadKey]:
-            keys = _in_order(req_context)
+            keys = chunks_of(req_context)
             return keys[keys.index(key) + 1 :] if key in keys else []
 
         return FOUND[self.slab.find(key, following)]
@@ -166,7 +165,7 @@ class KvtierTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """All of the prompt was used, also what vLLM had in its own memory: its start leaves
         last."""
-        self.slab.touch(_in_order(req_context))
+        self.slab.touch(chunks_of(req_context))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return [
@@ -221,9 +220,3 @@ class KvtierTier(SecondaryTierManager):
             if value:
                 stats.increase_counter(name, value, (reason,))
         return stats
-
-
-def _in_order(context: ReqContext) -> list[OffloadKey]:
-    """The chunks of a request, its prompt's start first. vLLM has no other way to ask for all."""
-    positions: dict[OffloadKey, int] = getattr(context, "_offload_key_positions", {})
-    return sorted(positions, key=positions.__getitem__)
