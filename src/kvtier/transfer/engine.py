@@ -25,6 +25,11 @@ class TransferEngine:
         self._device = device
         self._lanes = {direction: Lane(direction.value, DeviceError) for direction in Direction}
 
+    def start(self) -> None:
+        """Start the workers now: they run on the cores of the thread that starts them."""
+        for lane in self._lanes.values():
+            lane.start()
+
     def submit(self, steps: Steps | Sequence[CopyBatch], direction: Direction) -> CopyJob:
         """Queue batches, done in this order; compute may follow them step by step. The memories
         stay untouched by others until the job is done.

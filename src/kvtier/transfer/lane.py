@@ -23,8 +23,8 @@ Work = Callable[[Job], Iterable[int]]
 class Lane:
     """Runs jobs one after another: urgent ones first, and each line in its order.
 
-    Its thread starts with the first job. name: of the thread, and in the log. fails_as: makes the
-    error of a job out of what went wrong.
+    Its thread starts with the first job, if ``start`` was not called before. name: of the thread,
+    and in the log. fails_as: makes the error of a job out of what went wrong.
     """
 
     def __init__(self, name: str, fails_as: Callable[[str], CacheError]) -> None:
@@ -38,6 +38,12 @@ class Lane:
         self._worker: Thread | None = None
         self._closed = False
 
+    def start(self) -> None:
+        """Start the thread now: it runs on the cores of the thread that starts it."""
+        if self._worker is None:
+            self._worker = Thread(target=self._run, name=f"kvtier-{self.name}", daemon=True)
+            self._worker.start()
+
     def submit(
         self, work: Work, num_bytes: int, urgent: bool = True, job: Job | None = None
     ) -> Job:
@@ -49,9 +55,7 @@ class Lane:
         if self._closed:
             raise Closed(f"the {self.name} lane is closed; make a new cache")
         job = job or Job(num_bytes)
-        if self._worker is None:
-            self._worker = Thread(target=self._run, name=f"kvtier-{self.name}", daemon=True)
-            self._worker.start()
+        self.start()
         with self._lock:
             (self._urgent if urgent else self._patient).append((job, work))
         self._tickets.put(None)

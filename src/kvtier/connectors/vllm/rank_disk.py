@@ -56,6 +56,8 @@ class RankDisk:
         self.found = tuple(self._slot_of)
         self._reader = Lane("disk load", partial(TierError, DISK, "load"))
         self._writer = Lane("disk store", partial(TierError, DISK, "store"))
+        for lane in (self._reader, self._writer):
+            lane.start()
         self._under_way: list[_UnderWay] = []
         self._done: dict[int, Done] = {}
         self._probe: Job | None = None

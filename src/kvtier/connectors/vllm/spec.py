@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingWorker,
 )
 
+from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.counts import METRICS
 from kvtier.connectors.vllm.judge import Judge
 from kvtier.connectors.vllm.manager import Shape, TierManager
@@ -111,14 +112,15 @@ class KvtierSpec(OffloadingSpec):
                 self.settings.bytes_per_s // self._num_shards,
                 self._shared_file(),
             )
-            self._worker = TierWorker(
-                kv_caches,
-                find_device(name),
-                room,
-                self.blocks_per_chunk,
-                self.config.parallel.rank,
-                self.names.digest,
-            )
+            with off_compute_cores():
+                self._worker = TierWorker(
+                    kv_caches,
+                    find_device(name),
+                    room,
+                    self.blocks_per_chunk,
+                    self.config.parallel.rank,
+                    self.names.digest,
+                )
         return self._worker
 
     def _disk_options(self) -> DiskOptions | None:

@@ -82,6 +82,7 @@ class TierWorker(OffloadingWorker):
             self._disk = RankDisk(tier, self._host, namespace, room.bytes_per_s)
             _log(tier.findings())
         self._engine = TransferEngine(device)
+        self._engine.start()
         self._jobs: dict[int, tuple[Job, Direction, frozenset[Slot]]] = {}
         self._failed_loads: list[int] = []
         self._failed_slots: set[Slot] = set()
