@@ -4,8 +4,8 @@
     python -m benchmarks.vllm_multi_turn --json -   one JSON object on stdout, the table on stderr
     python -m benchmarks.vllm_multi_turn --quick    fewer of everything
 
-vLLM alone, with kvtier and, where it is installed, with LMCache: real servers on the CPU, all up,
-in turns. `make bench-vllm` installs what it needs. README.md says the method.
+vLLM alone, with kvtier and, where it is installed, with LMCache: real servers on the CPU, asked in
+turns. `make bench-vllm` installs what it needs. README.md says the method.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -24,8 +25,15 @@ from rich.console import Console
 
 from benchmarks.machine import machine_facts
 from benchmarks.vllm_model import KV_BYTES_PER_TOKEN, make_model
-from benchmarks.vllm_report import Results, result_json, tables
-from benchmarks.vllm_requests import ask_new, burst_new, check, in_turn
+from benchmarks.vllm_report import (
+    ASKED_RATIOS,
+    BURST_RATIOS,
+    Results,
+    median_ratio,
+    result_json,
+    tables,
+)
+from benchmarks.vllm_requests import NewPrompts, ask_new, burst_new, check, in_turn
 from benchmarks.vllm_script import SCRIPT, Workload, run_script
 from benchmarks.vllm_servers import (
     LMCACHE,
@@ -40,19 +48,23 @@ from benchmarks.vllm_servers import (
 from benchmarks.vllm_slow_disk import measure_slow_disk, missing_settings
 from kvtier.config import parse_size
 
+Say = Callable[[str], None]
+
 GIB = 1 << 30
 MULTI_TURN, NEW_PROMPTS, SLOW_DISK = PARTS = ("multi-turn", "new-prompts", "slow-disk")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much of everything. new_pairs: prompts that every server gets. bursts: of four."""
+    """How much of everything. starts: of the two servers that get new prompts. new_prompts: for
+    each of them. bursts: of burst_prompts at once."""
 
     workload: Workload = field(default_factory=Workload)
     rounds: int = 3
     checks: int = 3
-    new_pairs: int = 24
-    bursts: int = 6
+    starts: int = 6
+    new_prompts: int = 10
+    bursts: int = 4
     new_tokens: int = 1000
     new_output: int = 16
     burst_prompts: int = 4
@@ -64,7 +76,8 @@ QUICK = Plan(
     Workload(num_conversations=7, num_active=5, turns=(8, 10)),
     rounds=1,
     checks=1,
-    new_pairs=8,
+    starts=1,
+    new_prompts=8,
     bursts=2,
     slow_prompts=15,
 )
@@ -121,7 +134,19 @@ def start(
     return ready
 
 
-def measure(servers: Sequence[Server], plan: Plan, options: argparse.Namespace) -> Results:
+@contextmanager
+def running(chosen: Sequence[Contestant], options: argparse.Namespace) -> Iterator[list[Server]]:
+    """Their servers, in the order of the contestants."""
+    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+        servers = start(chosen, options.model, Path(folder), options.device_blocks)
+        try:
+            yield servers
+        finally:
+            for server in servers:
+                server.close()
+
+
+def measure(chosen: Sequence[Contestant], plan: Plan, options: argparse.Namespace) -> Results:
     """All of it, one request or one run of the script at a time."""
     results = Results()
     progress = Console(stderr=True, quiet=options.silent)
@@ -130,6 +155,36 @@ def measure(servers: Sequence[Server], plan: Plan, options: argparse.Namespace) 
     def say(what: str) -> None:
         progress.print(f"[dim]{time.monotonic() - begin:5.0f} s[/]  {what}", highlight=False)
 
+    with running(chosen, options) as servers:
+        measure_checks(servers, plan, results, say)
+        if MULTI_TURN in options.parts:
+            measure_multi_turn(servers, plan, options, results, say)
+    pair = named(chosen, VLLM, OURS)
+    if NEW_PROMPTS in options.parts and len(pair) == 2:
+        measure_new_prompts(pair, plan, options, results, say)
+    if SLOW_DISK in options.parts and (alone := named(chosen, VLLM)):
+        if missing := missing_settings():
+            print(f"{SLOW_DISK}: left out: kvtier has no {missing[0]} under vLLM", file=sys.stderr)
+        else:
+            with running(alone, options) as servers:
+                results.slow_disk = measure_slow_disk(
+                    servers[0],
+                    options.model,
+                    options.scratch / "slow",
+                    plan.slow_prompts,
+                    plan.slow_blocks,
+                    KV_BYTES_PER_TOKEN,
+                    options.device_blocks,
+                    say,
+                )
+    return results
+
+
+def named(chosen: Sequence[Contestant], *names: str) -> list[Contestant]:
+    return [each for each in chosen if each.name in names]
+
+
+def measure_checks(servers: Sequence[Server], plan: Plan, results: Results, say: Say) -> None:
     results.checks = check(servers, plan.checks)
     for server, each in zip(servers, results.checks, strict=True):
         if failure := each.failure(has_tier=server.contestant.connector is not None):
@@ -138,37 +193,41 @@ def measure(servers: Sequence[Server], plan: Plan, options: argparse.Namespace) 
                 raise AssertionError(message)
             print(message, file=sys.stderr)
         say(f"{each.contestant}: {each.same_logprobs} of {each.prompts} with the same logprobs")
-    if NEW_PROMPTS in options.parts:
-        pair = [each for each in servers if each.contestant.name in (VLLM, OURS)]
-        lengths, seed = (plan.new_tokens, plan.new_output), options.seed * 1_000_000
-        results.asked = ask_new(pair, plan.new_pairs, *lengths, seed + 10_000, say)
-        results.bursts = burst_new(pair, plan.bursts, plan.burst_prompts, *lengths, seed + 20_000)
-        say(f"{plan.bursts} bursts of {plan.burst_prompts} new prompts")
-    if MULTI_TURN in options.parts:
-        for number in range(plan.rounds):
-            for server in in_turn(servers, number):
-                name = server.contestant.name
-                folder = options.scratch / f"round{number}-{servers.index(server)}"
-                seed = options.seed + number
-                run = run_script(server, plan.workload, seed, options.model, folder)
-                server.settle()
-                results.runs.setdefault(number, {})[name] = run
-                say(f"{name}: {run.ttft_ms:.0f} ms to the first token")
-    if SLOW_DISK in options.parts and servers[0].contestant.name == VLLM:
-        if missing := missing_settings():
-            print(f"{SLOW_DISK}: left out: kvtier has no {missing[0]} under vLLM", file=sys.stderr)
-        else:
-            results.slow_disk = measure_slow_disk(
-                servers[0],
-                options.model,
-                options.scratch / "slow",
-                plan.slow_prompts,
-                plan.slow_blocks,
-                KV_BYTES_PER_TOKEN,
-                options.device_blocks,
-                say,
-            )
-    return results
+
+
+def measure_multi_turn(
+    servers: Sequence[Server], plan: Plan, options: argparse.Namespace, results: Results, say: Say
+) -> None:
+    for number in range(plan.rounds):
+        for server in in_turn(servers, number):
+            name = server.contestant.name
+            folder = options.scratch / f"round{number}-{servers.index(server)}"
+            seed = options.seed + number
+            run = run_script(server, plan.workload, seed, options.model, folder)
+            server.settle()
+            results.runs.setdefault(number, {})[name] = run
+            say(f"{name}: {run.ttft_ms:.0f} ms to the first token")
+
+
+def measure_new_prompts(
+    pair: Sequence[Contestant],
+    plan: Plan,
+    options: argparse.Namespace,
+    results: Results,
+    say: Say,
+) -> None:
+    """By two servers, which are started again and again, for two of a kind differ."""
+    lengths, seed = (plan.new_tokens, plan.new_output), options.seed * 1_000_000
+    for number in range(plan.starts):
+        with running(in_turn(pair, number), options) as started:
+            servers = sorted(started, key=lambda server: pair.index(server.contestant))
+            asked = ask_new(servers, plan.new_prompts, *lengths, seed + 10_000)
+            bursts = burst_new(servers, plan.bursts, plan.burst_prompts, *lengths, seed + 20_000)
+        new = NewPrompts(asked, bursts)
+        results.new.append(new)
+        ttft = median_ratio(new.asked, ASKED_RATIOS["ttft_ratio"])
+        rate = median_ratio(new.bursts, BURST_RATIOS["tokens_per_s_ratio"])
+        say(f"new prompts, of vLLM alone: {ttft:.3f} of the TTFT, {rate:.3f} of the tokens per s")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -184,12 +243,7 @@ def main(arguments: list[str] | None = None) -> None:
         if options.model is None:
             options.model = make_model(options.scratch / "model")
         chosen = contestants(options)
-        servers = start(chosen, options.model, options.scratch, options.device_blocks)
-        try:
-            results = measure(servers, plan, options)
-        finally:
-            for server in servers:
-                server.close()
+        results = measure(chosen, plan, options)
     found = result_json(results)
     result: dict[str, object] = {
         "benchmark": "vllm_multi_turn",

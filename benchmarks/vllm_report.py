@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from rich.table import Table
 
-from benchmarks.vllm_requests import Asked, Burst, Check
+from benchmarks.vllm_requests import Asked, Burst, Check, NewPrompts
 from benchmarks.vllm_script import Run, in_both
 from benchmarks.vllm_servers import OURS, VLLM
 from benchmarks.vllm_slow_disk import SlowDisk
@@ -26,13 +26,12 @@ Measured = TypeVar("Measured", Asked, Burst)
 
 @dataclass(slots=True)
 class Results:
-    """As it was measured. runs: per round and contestant. asked, bursts: per prompt or burst, those
-    of vLLM alone and with kvtier."""
+    """As it was measured. runs: per round and contestant. new: per start of two servers, vLLM alone
+    and with kvtier."""
 
     checks: list[Check] = field(default_factory=list)
     runs: dict[int, dict[str, Run]] = field(default_factory=dict)
-    asked: list[list[Asked]] = field(default_factory=list)
-    bursts: list[list[Burst]] = field(default_factory=list)
+    new: list[NewPrompts] = field(default_factory=list)
     slow_disk: SlowDisk | None = None
 
 
@@ -122,15 +121,14 @@ BURST_RATIOS: dict[str, Callable[[Burst], float]] = {
 }
 
 
-def new_prompt_rows(
-    asked: Sequence[Sequence[Asked]], bursts: Sequence[Sequence[Burst]]
-) -> list[Row]:
-    """A row per contestant, and one of the ratios: medians over the pairs of the same prompts, and
-    where the true ones lie with 95 % confidence."""
-    if not asked:
+def new_prompt_rows(starts: Sequence[NewPrompts]) -> list[Row]:
+    """A row per contestant over all prompts, and one of the ratios: the medians over pairs of the
+    same prompts, by start, and of these the median. Two servers of a kind differ, so its interval
+    is that of the starts."""
+    if not starts:
         return []
     rows: list[Row] = []
-    for mine in zip(*asked, strict=True):
+    for mine in zip(*(row for each in starts for row in each.asked), strict=True):
         row: Row = {
             "kind": "new prompts",
             "contestant": mine[0].contestant,
@@ -141,21 +139,26 @@ def new_prompt_rows(
             "cpu_s": spread(median_with_interval([each.cpu_s for each in mine])),
         }
         rows.append(row)
-    for row, those in zip(rows, zip(*bursts, strict=True), strict=False):
+    bursts = zip(*(row for each in starts for row in each.bursts), strict=True)
+    for row, those in zip(rows, bursts, strict=False):
         row["tokens_per_s"] = spread(median_with_interval([each.tokens_per_s for each in those]))
-    ratios: Row = {"kind": "new prompts, ratios", "contestant": OURS, "pairs": len(asked)}
+    ratios: Row = {"kind": "new prompts, ratios", "contestant": OURS, "starts": len(starts)}
     for what, of in ASKED_RATIOS.items():
-        ratios[what] = ratio(asked, of)
+        ratios[what] = over_starts([median_ratio(each.asked, of) for each in starts])
     for what, of_burst in BURST_RATIOS.items():
-        if bursts:
-            ratios[what] = ratio(bursts, of_burst)
+        ratios[what] = over_starts([median_ratio(each.bursts, of_burst) for each in starts])
     return [*rows, ratios]
 
 
-def ratio(pairs: Sequence[Sequence[Measured]], of: Callable[[Measured], float]) -> Row:
+def median_ratio(pairs: Sequence[Sequence[Measured]], of: Callable[[Measured], float]) -> float:
     """With kvtier against vLLM alone."""
-    found = [of(mine) / of(alone) for alone, mine in pairs if of(alone)]
-    return spread(median_with_interval(found))
+    return statistics.median(of(mine) / of(alone) for alone, mine in pairs)
+
+
+def over_starts(ratios: Sequence[float]) -> Row:
+    """Their median, and each of them."""
+    median: Row = spread(median_with_interval(ratios))
+    return {**median, "by_start": [round(each, 4) for each in ratios]}
 
 
 def targets(turns: Sequence[Row], new: Sequence[Row]) -> list[Row]:
@@ -197,7 +200,7 @@ def result_json(results: Results) -> dict[str, list[Row]]:
         for name, run in those.items()
     ]
     medians = summary_rows(results.runs)
-    new = new_prompt_rows(results.asked, results.bursts)
+    new = new_prompt_rows(results.new)
     checks: list[Row] = [{"kind": "check", **asdict(each)} for each in results.checks]
     slow = results.slow_disk
     return {

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from benchmarks.vllm_protocol import Answer
 from benchmarks.vllm_servers import BLOCK, Server
+
+Each = TypeVar("Each")
 
 VOCABULARY = range(10, 4000)
 BEYOND = 50
@@ -99,10 +102,18 @@ class Burst:
     cpu_s: float
 
 
-def in_turn(servers: Sequence[Server], number: int) -> list[Server]:
+@dataclass(frozen=True, slots=True)
+class NewPrompts:
+    """Of servers that were started together: by prompt and by burst, what each of them took."""
+
+    asked: list[list[Asked]]
+    bursts: list[list[Burst]]
+
+
+def in_turn(those: Sequence[Each], number: int) -> list[Each]:
     """Another one begins each time."""
-    first = number % len(servers)
-    return [*servers[first:], *servers[:first]]
+    first = number % len(those)
+    return [*those[first:], *those[:first]]
 
 
 def ask_new(
@@ -111,7 +122,6 @@ def ask_new(
     prompt_tokens: int,
     output_tokens: int,
     first_seed: int,
-    progress: Callable[[str], None],
 ) -> list[list[Asked]]:
     """New prompts, one after the other, each to every server in turn; per prompt the servers in
     their order. The first one warms up and is left out."""
@@ -126,7 +136,6 @@ def ask_new(
             server.settle()
         if number:
             rows.append([row[server] for server in servers])
-            progress(", ".join(f"{each.ttft_ms:.0f}" for each in rows[-1]) + " ms")
     return rows
 
 

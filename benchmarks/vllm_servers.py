@@ -50,8 +50,11 @@ QUIET = {
     "PYTHONHASHSEED": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
-"""No messages to anybody; small pools; hashes that are the same in every process."""
+"""No messages to anybody; small pools; hashes that are the same in every process; weights in huge
+pages, or two servers of a kind would differ by which small ones they got."""
 
 
 def compute_cores() -> str:
