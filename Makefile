@@ -71,7 +71,7 @@ test-vllm: kvtier-in-vllm
 test-vllm-quick:
 	$(MAKE) test-vllm VLLM_TESTS="$(VLLM_QUICK)"
 
-# Real servers, driven by vLLM's own benchmark, on the CPU: 12 minutes.
+# Real servers, driven by vLLM's own benchmark, on the CPU: half an hour.
 bench-vllm: kvtier-in-vllm peers-vllm peers-vllm-lmcache
 	@mkdir -p reports
 	$(BIN)/python -m benchmarks.vllm_multi_turn --json reports/vllm_multi_turn.json

@@ -6,18 +6,12 @@ Needs vLLM, and no model: only the scheduler's half runs. ``make test-vllm``.
 from __future__ import annotations
 
 import errno
-import itertools
 import json
-import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
-from hashlib import shake_128
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
@@ -28,14 +22,9 @@ with warnings.catch_warnings():
         LookupResult,
         Medium,
         OffloadKey,
-        ReqContext,
-        ScheduleEndContext,
-        make_offload_key,
     )
     from vllm.v1.kv_offload.config import (
         OffloadingCacheConfig,
-        OffloadingConfig,
-        OffloadingGroupConfig,
         OffloadingModelConfig,
         OffloadingParallelConfig,
     )
@@ -43,124 +32,19 @@ with warnings.catch_warnings():
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     from kvtier.connectors.vllm.pieces import secondary
+    from tests.vllm.tiering import (
+        ROW_BYTES,
+        STEP,
+        World,
+        bytes_of,
+        config_of,
+        keys_of,
+        running,
+    )
 
 from kvtier.errors import ConfigError
 from kvtier.testing.faulty_disk import FaultyDisk
 from kvtier.tiers.disk import DiskTier
-
-ROW_BYTES = 8192
-NUMBERS = itertools.count()
-STEP = ScheduleEndContext((), ())
-
-
-def _config(folder: Path, num_rows: int, num_slots: int, **tier: Any) -> OffloadingConfig:
-    settings = {
-        "type": "KvtierTier",
-        "module_path": "kvtier.connectors.vllm.pieces.secondary",
-        "path": str(folder),
-        "capacity": num_slots * ROW_BYTES,
-        **tier,
-    }
-    return OffloadingConfig(
-        groups=(OffloadingGroupConfig(16, ("layer.0",), 0),),
-        worker_kv_bytes_per_block=ROW_BYTES // 2,
-        enable_kv_cache_events=True,
-        extra_config={"cpu_bytes_to_use": num_rows * ROW_BYTES, "secondary_tiers": [settings]},
-        engine_id=f"kvtier-test-{os.getpid()}-{next(NUMBERS)}",
-        model=OffloadingModelConfig("nobody/model", "bfloat16"),
-        cache=OffloadingCacheConfig(16, 2),
-        parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False),
-        kv_cache_layout="LBHNC",
-    )
-
-
-def _keys(*numbers: int, group: int = 0) -> list[OffloadKey]:
-    return [make_offload_key(shake_128(b"%d" % each).digest(32), group) for each in numbers]
-
-
-def _bytes(key: OffloadKey) -> np.ndarray:
-    return np.frombuffer(shake_128(b"bytes of " + key).digest(ROW_BYTES), np.uint8)
-
-
-class World:
-    """What vLLM's scheduler does with its tiers, with the accelerator's part done by hand."""
-
-    def __init__(self, config: OffloadingConfig) -> None:
-        self.spec = TieringOffloadingSpec(config)
-        self.manager: Any = self.spec.get_manager()
-        (self.tier,) = self.manager.secondary_tiers
-
-    @property
-    def rows(self) -> np.ndarray:
-        return np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
-
-    def request(self, keys: Sequence[OffloadKey]) -> ReqContext:
-        context = ReqContext(f"request {next(NUMBERS)}")
-        for position, key in enumerate(keys):
-            context.set_offload_key_position(key, 32 * (position + 1))
-        self.manager.on_new_request(context)
-        return context
-
-    def finish(self, context: ReqContext) -> None:
-        self.settle()
-        self.manager.on_request_finished(context)
-        self.manager.on_schedule_end(STEP)
-
-    def settle(self) -> None:
-        """Steps of the scheduler until nothing is on its way."""
-        while True:
-            self.manager.on_schedule_end(STEP)
-            if not self.manager.has_pending_work():
-                return
-            self.tier.drain_jobs()
-
-    def store(self, keys: Sequence[OffloadKey]) -> None:
-        """A request computes chunks; they are cascaded."""
-        context = self.request(keys)
-        output = self.manager.prepare_store(keys, context)
-        assert output is not None, "no room in the host tier"
-        for key, row in zip(output.keys_to_store, output.store_spec.chunk_ids, strict=True):
-            self.rows[row] = _bytes(key)
-        self.manager.complete_store(output.keys_to_store, context)
-        self.finish(context)
-
-    def load(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """A request asks for chunks, and waits until they are in the host tier or not to be had.
-        What is there is compared."""
-        context = self.request(keys)
-        found: list[bool] = []
-        for key in keys:
-            result = self.manager.lookup(key, context)
-            while result in (LookupResult.HIT_PENDING, LookupResult.RETRY):
-                self.settle()
-                result = self.manager.lookup(key, context)
-            found.append(result is LookupResult.HIT)
-        there = [key for key, is_there in zip(keys, found, strict=True) if is_there]
-        spec = self.manager.prepare_load(there, context)
-        for key, row in zip(there, spec.chunk_ids, strict=True):
-            assert (self.rows[row] == _bytes(key)).all(), "wrong bytes"
-        self.manager.complete_load(there, context)
-        self.finish(context)
-        return found
-
-    def forget_host(self) -> None:
-        """The host tier is emptied, as when weights are changed or the engine sleeps."""
-        self.manager.reset_cache()
-
-    def check(self) -> None:
-        self.settle()
-        self.tier.slab.check_invariants()
-        assert not self.manager._jobs
-
-
-@contextmanager
-def _world(path: Path, num_rows: int = 16, num_slots: int = 16, **tier: Any) -> Iterator[World]:
-    world = World(_config(path, num_rows, num_slots, **tier))
-    try:
-        yield world
-        world.check()
-    finally:
-        world.manager.shutdown()
 
 
 @pytest.fixture
@@ -177,8 +61,8 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> FaultyDisk:
 
 
 def test_chunks_that_left_the_host_tier_come_back_from_the_slab(tmp_path: Path) -> None:
-    with _world(tmp_path, num_rows=8) as world:
-        prompts = [_keys(number, number + 1, number + 2) for number in (0, 10, 20, 30)]
+    with running(tmp_path, num_rows=8) as world:
+        prompts = [keys_of(number, number + 1, number + 2) for number in (0, 10, 20, 30)]
         for keys in prompts:  # 12 chunks in 8 rows
             world.store(keys)
         for keys in prompts:
@@ -186,8 +70,8 @@ def test_chunks_that_left_the_host_tier_come_back_from_the_slab(tmp_path: Path) 
 
 
 def test_hits_are_counted_under_disk(tmp_path: Path) -> None:
-    with _world(tmp_path) as world:
-        keys = _keys(1)
+    with running(tmp_path) as world:
+        keys = keys_of(1)
         world.store(keys)
         world.forget_host()
         context = world.request(keys)
@@ -197,40 +81,40 @@ def test_hits_are_counted_under_disk(tmp_path: Path) -> None:
 
 
 def test_emptied_host_tier_leaves_the_slab_as_it_is(tmp_path: Path) -> None:
-    with _world(tmp_path) as world:
-        keys = _keys(*range(5))
+    with running(tmp_path) as world:
+        keys = keys_of(*range(5))
         world.store(keys)
         world.forget_host()
         assert world.load(keys) == [True] * 5
-        assert world.load(_keys(99)) == [False]
+        assert world.load(keys_of(99)) == [False]
 
 
 def test_groups_of_one_prompt_are_chunks_of_their_own(tmp_path: Path) -> None:
-    with _world(tmp_path) as world:
-        world.store(_keys(1, group=0))
+    with running(tmp_path) as world:
+        world.store(keys_of(1, group=0))
         world.forget_host()
-        assert world.load(_keys(1, group=1)) == [False]
-        assert world.load(_keys(1, group=0)) == [True]
+        assert world.load(keys_of(1, group=1)) == [False]
+        assert world.load(keys_of(1, group=0)) == [True]
 
 
 # -- restart ---------------------------------------------------------------------------------------
 
 
 def test_restart_finds_what_was_stored(tmp_path: Path) -> None:
-    keys = _keys(*range(6))
-    with _world(tmp_path) as world:
+    keys = keys_of(*range(6))
+    with running(tmp_path) as world:
         world.store(keys)
-    with _world(tmp_path) as world:
+    with running(tmp_path) as world:
         assert world.load(keys) == [True] * 6
-        assert world.load(_keys(99)) == [False]
+        assert world.load(keys_of(99)) == [False]
 
 
 def test_crash_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    keys = _keys(*range(6))
-    with _world(tmp_path) as world:
+    keys = keys_of(*range(6))
+    with running(tmp_path) as world:
         world.store(keys)
         world.tier.slab._tier.abandon()  # the files, as the end of the process leaves them
-    with _world(tmp_path) as world:
+    with running(tmp_path) as world:
         assert world.load(keys) == [True] * 6
 
 
@@ -245,15 +129,15 @@ def test_crash_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
 def test_other_model_or_layout_never_sees_the_chunks(
     tmp_path: Path, changed: dict[str, Any]
 ) -> None:
-    keys = _keys(1, 2)
-    with _world(tmp_path) as world:
+    keys = keys_of(1, 2)
+    with running(tmp_path) as world:
         world.store(keys)
-    other = World(replace(_config(tmp_path, 16, 16), **changed))
+    other = World(replace(config_of(tmp_path, 16, 16), **changed))
     assert other.load(keys) == [False, False]
     other.manager.shutdown()
-    with _world(tmp_path, namespace="of somebody else") as world:
+    with running(tmp_path, namespace="of somebody else") as world:
         assert world.load(keys) == [False, False]
-    with _world(tmp_path) as world:
+    with running(tmp_path) as world:
         assert world.load(keys) == [True, True]
 
 
@@ -265,41 +149,41 @@ def _disk_bytes(path: Path) -> int:
 
 
 def test_slab_never_grows_and_the_oldest_leave(tmp_path: Path) -> None:
-    with _world(tmp_path, num_slots=8) as world:
-        world.store(_keys(0, 1))
+    with running(tmp_path, num_slots=8) as world:
+        world.store(keys_of(0, 1))
         size = _disk_bytes(tmp_path)
         for number in range(10, 40, 2):
-            world.store(_keys(number, number + 1))
+            world.store(keys_of(number, number + 1))
             assert world.tier.slab.num_chunks <= 8
-            assert world.load(_keys(0, 1)) == [True, True], "what is used stays"
+            assert world.load(keys_of(0, 1)) == [True, True], "what is used stays"
         assert _disk_bytes(tmp_path) - size < ROW_BYTES, "only the journal grows"
         world.forget_host()
-        assert world.load(_keys(10, 11)) == [False, False]
-        assert world.load(_keys(0, 1)) == [True, True]
+        assert world.load(keys_of(10, 11)) == [False, False]
+        assert world.load(keys_of(0, 1)) == [True, True]
 
 
 def test_start_of_a_prompt_outlives_what_follows_it(tmp_path: Path) -> None:
-    with _world(tmp_path, num_slots=8) as world:
-        world.store(_keys(*range(8)))
-        world.store(_keys(20, 21, 22))
+    with running(tmp_path, num_slots=8) as world:
+        world.store(keys_of(*range(8)))
+        world.store(keys_of(20, 21, 22))
         world.forget_host()
-        assert world.load(_keys(*range(8))) == [True] * 5 + [False] * 3
+        assert world.load(keys_of(*range(8))) == [True] * 5 + [False] * 3
 
 
 def test_prefix_that_vllm_keeps_itself_stays_on_disk_too(tmp_path: Path) -> None:
     """Hits above never reach the tier; the end of their request does."""
-    with _world(tmp_path, num_slots=8) as world:
-        system = _keys(1, 2)
+    with running(tmp_path, num_slots=8) as world:
+        system = keys_of(1, 2)
         world.store(system)
         for number in range(10, 30, 3):
-            world.store([*system, *_keys(*range(number, number + 3))])
+            world.store([*system, *keys_of(*range(number, number + 3))])
         world.forget_host()
         assert world.load(system) == [True, True]
 
 
 def test_chunk_that_is_read_does_not_leave(tmp_path: Path, disk: FaultyDisk) -> None:
-    with _world(tmp_path, num_slots=4) as world:
-        keys = _keys(1, 2, 3)
+    with running(tmp_path, num_slots=4) as world:
+        keys = keys_of(1, 2, 3)
         world.store(keys)
         world.forget_host()
         disk.hold("read")
@@ -307,11 +191,11 @@ def test_chunk_that_is_read_does_not_leave(tmp_path: Path, disk: FaultyDisk) -> 
         for key in keys:
             assert world.manager.lookup(key, context) is LookupResult.HIT_PENDING
         world.manager.on_schedule_end(STEP)
-        more = _keys(10, 11, 12)
+        more = keys_of(10, 11, 12)
         other = world.request(more)
         output = world.manager.prepare_store(more, other)
         for key, row in zip(more, output.store_spec.chunk_ids, strict=True):
-            world.rows[row] = _bytes(key)
+            world.rows[row] = bytes_of(key)
         world.manager.complete_store(more, other)
         disk.let_go("read")
         world.finish(context)
@@ -324,38 +208,38 @@ def test_chunk_that_is_read_does_not_leave(tmp_path: Path, disk: FaultyDisk) -> 
 def test_disk_that_is_too_slow_does_not_hold_the_host_tier(
     tmp_path: Path, disk: FaultyDisk
 ) -> None:
-    with _world(tmp_path, num_rows=8, num_slots=16) as world:
+    with running(tmp_path, num_rows=8, num_slots=16) as world:
         disk.hold("write")
         contexts = []
         for number in range(0, 40, 2):
-            keys = _keys(number, number + 1)
+            keys = keys_of(number, number + 1)
             contexts.append(context := world.request(keys))
             output = world.manager.prepare_store(keys, context)
             assert output is not None, "the host tier is full of chunks that wait for the disk"
             for key, row in zip(keys, output.store_spec.chunk_ids, strict=True):
-                world.rows[row] = _bytes(key)
+                world.rows[row] = bytes_of(key)
             world.manager.complete_store(keys, context)
             world.manager.on_schedule_end(STEP)
         disk.let_go("write")
         for context in contexts:
             world.finish(context)
         world.forget_host()
-        assert world.load(_keys(0, 1)) == [True, True]
-        assert world.load(_keys(6)) == [False]
+        assert world.load(keys_of(0, 1)) == [True, True]
+        assert world.load(keys_of(6)) == [False]
 
 
 # -- whatever goes wrong ---------------------------------------------------------------------------
 
 
 def test_wrong_bytes_on_disk_are_a_miss_and_the_others_are_kept(tmp_path: Path) -> None:
-    keys = _keys(*range(4))
-    with _world(tmp_path) as world:
+    keys = keys_of(*range(4))
+    with running(tmp_path) as world:
         world.store(keys)
     (data,) = tmp_path.glob("*data*")
     with data.open("r+b") as file:
         file.seek(2 * ROW_BYTES + 100)
         file.write(b"\x00\x01\x02\x03")
-    with _world(tmp_path) as world:
+    with running(tmp_path) as world:
         found = world.load(keys)
         assert sorted(found) == [False, True, True, True]
         world.store(keys)  # it is computed again
@@ -367,48 +251,48 @@ def test_wrong_bytes_on_disk_are_a_miss_and_the_others_are_kept(tmp_path: Path) 
 def test_broken_disk_costs_hits_and_nothing_else(
     tmp_path: Path, disk: FaultyDisk, operation: str
 ) -> None:
-    with _world(tmp_path) as world:
-        world.store(_keys(1, 2))
+    with running(tmp_path) as world:
+        world.store(keys_of(1, 2))
         disk.fail(operation, count=1000)
         for number in range(10, 30, 2):
-            world.store(_keys(number, number + 1))
+            world.store(keys_of(number, number + 1))
         world.forget_host()
         for number in (1, *range(10, 30)):
-            world.load(_keys(number))
+            world.load(keys_of(number))
         if operation != "read":
-            assert world.load(_keys(28, 29)) == [False, False]
-        world.store(_keys(50))
-        assert world.load(_keys(50)) == [True], "vLLM's own tier works on"
+            assert world.load(keys_of(28, 29)) == [False, False]
+        world.store(keys_of(50))
+        assert world.load(keys_of(50)) == [True], "vLLM's own tier works on"
 
 
 def test_full_file_system_costs_hits_and_nothing_else(tmp_path: Path, disk: FaultyDisk) -> None:
-    with _world(tmp_path) as world:
-        world.store(_keys(1, 2))
+    with running(tmp_path) as world:
+        world.store(keys_of(1, 2))
         disk.fail("journal", code=errno.ENOSPC, count=3)
-        world.store(_keys(3, 4))
+        world.store(keys_of(3, 4))
         world.forget_host()
         disk.forget_faults()
-        assert world.load(_keys(1, 2)) == [True, True]
+        assert world.load(keys_of(1, 2)) == [True, True]
 
 
 def test_disk_that_can_not_be_opened_is_left_alone(
     tmp_path: Path, disk: FaultyDisk, caplog: pytest.LogCaptureFixture
 ) -> None:
     disk.fail("journal", count=1000)
-    with _world(tmp_path) as world:
+    with running(tmp_path) as world:
         assert "vLLM serves without the disk" in caplog.text
-        world.store(_keys(1, 2))
-        assert world.load(_keys(1, 2)) == [True, True]
+        world.store(keys_of(1, 2))
+        assert world.load(keys_of(1, 2)) == [True, True]
         world.forget_host()
-        assert world.load(_keys(1, 2)) == [False, False]
+        assert world.load(keys_of(1, 2)) == [False, False]
 
 
 def test_day_s_writes_are_a_bound(tmp_path: Path) -> None:
-    with _world(tmp_path, bytes_per_day=3 * ROW_BYTES) as world:
-        world.store(_keys(1, 2))
-        world.store(_keys(3, 4))
+    with running(tmp_path, bytes_per_day=3 * ROW_BYTES) as world:
+        world.store(keys_of(1, 2))
+        world.store(keys_of(3, 4))
         world.forget_host()
-        assert world.load(_keys(1, 2, 3, 4)) == [True, True, False, False]
+        assert world.load(keys_of(1, 2, 3, 4)) == [True, True, False, False]
 
 
 # -- what vLLM is told -----------------------------------------------------------------------------
@@ -423,28 +307,28 @@ def _events(world: World) -> list[tuple[list[OffloadKey], bool]]:
 
 
 def test_events_say_what_came_and_what_left(tmp_path: Path) -> None:
-    first, second = _keys(1, 2), _keys(3, 4)
-    with _world(tmp_path, num_slots=3, enable_kv_events=True) as world:
+    first, second = keys_of(1, 2), keys_of(3, 4)
+    with running(tmp_path, num_slots=3, enable_kv_events=True) as world:
         world.store(first)
         assert _events(world) == [(first, False)]
         world.store(second)
         assert _events(world) == [([first[1]], True), (second, False)]
-    with _world(tmp_path, num_slots=3, enable_kv_events=True) as world:
+    with running(tmp_path, num_slots=3, enable_kv_events=True) as world:
         assert world.load(second) == [True, True]
         assert _events(world) == [([second[0]], False), ([second[1]], False)]
 
 
 def test_events_are_kept_only_where_they_are_taken(tmp_path: Path) -> None:
-    with _world(tmp_path) as world:
-        world.store(_keys(1, 2))
+    with running(tmp_path) as world:
+        world.store(keys_of(1, 2))
         assert _events(world) == []
         assert not world.tier.slab.take_changes()
 
 
 def test_metrics_are_declared_before_they_are_sent(tmp_path: Path) -> None:
-    with _world(tmp_path, num_slots=2) as world:
-        world.store(_keys(1, 2))
-        world.store(_keys(3))
+    with running(tmp_path, num_slots=2) as world:
+        world.store(keys_of(1, 2))
+        world.store(keys_of(3))
         declared = TieringOffloadingSpec.build_metric_definitions(
             dict(world.spec.config.extra_config)
         )
@@ -475,27 +359,27 @@ def test_settings_that_can_not_be_used_are_refused(
     tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        World(_config(tmp_path, 16, 16, **settings))
+        World(config_of(tmp_path, 16, 16, **settings))
 
 
 def test_slab_of_another_size_of_chunks_is_refused(tmp_path: Path) -> None:
-    with _world(tmp_path):
+    with running(tmp_path):
         pass
-    config = _config(tmp_path, 16, 16)
+    config = config_of(tmp_path, 16, 16)
     with pytest.raises(ConfigError, match="holds a slab of something else"):
         World(replace(config, worker_kv_bytes_per_block=2 * ROW_BYTES))
 
 
 def test_one_slab_has_one_owner(tmp_path: Path) -> None:
-    with _world(tmp_path), pytest.raises(ConfigError, match="another process|in use|owns"):
-        World(_config(tmp_path, 16, 16))
+    with running(tmp_path), pytest.raises(ConfigError, match="another process|in use|owns"):
+        World(config_of(tmp_path, 16, 16))
 
 
 def test_replicas_of_one_service_have_slabs_of_their_own(tmp_path: Path) -> None:
     parallel = OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 1, 2, None, False)
-    with _world(tmp_path / "slab") as world:
-        world.store(_keys(1))
-    replica = World(replace(_config(tmp_path / "replicas", 16, 16), parallel=parallel))
-    replica.store(_keys(1))
+    with running(tmp_path / "slab") as world:
+        world.store(keys_of(1))
+    replica = World(replace(config_of(tmp_path / "replicas", 16, 16), parallel=parallel))
+    replica.store(keys_of(1))
     replica.manager.shutdown()
     assert (tmp_path / "replicas" / "dp1").is_dir()

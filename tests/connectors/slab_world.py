@@ -1,0 +1,81 @@
+"""A slab as a cache, and the host memory of an engine whose scheduler asks it.
+
+Bytes follow from keys, and are compared wherever a load says that they are in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import shake_128
+
+import numpy as np
+
+from kvtier.connectors.vllm.pieces.chunk_slab import ChunkSlab, FinishedJob
+from kvtier.layout import opaque
+from kvtier.testing import host_memory, memory_bytes
+from kvtier.testing.storage import MemoryStorage, Shelf
+from kvtier.tiers import StorageTier
+
+CHUNK_BYTES = 4096
+GROUP = opaque(CHUNK_BYTES)
+DIGEST = b"d" * 32
+
+
+def key_of(number: int) -> bytes:
+    return b"%036d" % number
+
+
+def bytes_of(key: bytes) -> np.ndarray:
+    return np.frombuffer(shake_128(key).digest(CHUNK_BYTES), np.uint8)
+
+
+class World:
+    """A slab and the host memory of an engine: no two jobs on their way share a row."""
+
+    def __init__(self, tier: StorageTier, most_queued: int = 100, num_rows: int = 256) -> None:
+        self.slab = ChunkSlab(tier, DIGEST, most_queued)
+        self._memory = host_memory(num_rows * CHUNK_BYTES)
+        self.rows = memory_bytes(self._memory).reshape(num_rows, CHUNK_BYTES)
+        self._next_job = self._next_row = 0
+        self.finished: dict[int, FinishedJob] = {}
+
+    def submit(self, is_load: bool, numbers: Sequence[int]) -> int:
+        """A job over the first rows; what is loaded can be told from what is not."""
+        self._next_job += 1
+        keys = [key_of(number) for number in numbers]
+        if self._next_row + len(numbers) > len(self.rows):
+            self._next_row = 0
+        rows = range(self._next_row, self._next_row + len(numbers))
+        self._next_row += len(numbers)
+        at = self._memory.address + np.array(rows, np.uint64) * np.uint64(CHUNK_BYTES)
+        if is_load:
+            self.slab.load(self._next_job, keys, at)
+        else:
+            for row, key in zip(rows, keys, strict=True):
+                self.rows[row] = bytes_of(key)
+            self.slab.store(self._next_job, keys, range(len(keys)), at)
+        self._rows_of = dict(zip(keys, rows, strict=True))
+        return self._next_job
+
+    def settle(self) -> None:
+        self.slab.drain()
+        self.finished.update((job.job_id, job) for job in self.slab.take_finished())
+        self.slab.check_invariants()
+
+    def store(self, *numbers: int) -> FinishedJob:
+        job = self.submit(False, numbers)
+        self.settle()
+        return self.finished[job]
+
+    def load(self, *numbers: int) -> list[int]:
+        """Which are in place now, with the right bytes."""
+        self.rows[:] = 0
+        job = self.submit(True, numbers)
+        self.settle()
+        for key in self.finished[job].keys:
+            assert (self.rows[self._rows_of[key]] == bytes_of(key)).all(), "wrong bytes"
+        return [int(key) for key in self.finished[job].keys]
+
+
+def memory(num_slots: int, shelf: Shelf | None = None) -> MemoryStorage:
+    return MemoryStorage(GROUP, num_slots, shelf or Shelf())

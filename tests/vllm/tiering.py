@@ -1,0 +1,146 @@
+"""vLLM's scheduler half with kvtier's slab below its own host tier, driven by hand."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import shake_128
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of vLLM's and torch's own modules
+    from vllm.v1.kv_offload.base import (
+        LookupResult,
+        OffloadKey,
+        ReqContext,
+        ScheduleEndContext,
+        make_offload_key,
+    )
+    from vllm.v1.kv_offload.config import (
+        OffloadingCacheConfig,
+        OffloadingConfig,
+        OffloadingGroupConfig,
+        OffloadingModelConfig,
+        OffloadingParallelConfig,
+    )
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+ROW_BYTES = 8192
+NUMBERS = itertools.count()
+STEP = ScheduleEndContext((), ())
+
+
+def config_of(folder: Path, num_rows: int, num_slots: int, **tier: Any) -> OffloadingConfig:
+    settings = {
+        "type": "KvtierTier",
+        "module_path": "kvtier.connectors.vllm.pieces.secondary",
+        "path": str(folder),
+        "capacity": num_slots * ROW_BYTES,
+        **tier,
+    }
+    return OffloadingConfig(
+        groups=(OffloadingGroupConfig(16, ("layer.0",), 0),),
+        worker_kv_bytes_per_block=ROW_BYTES // 2,
+        enable_kv_cache_events=True,
+        extra_config={"cpu_bytes_to_use": num_rows * ROW_BYTES, "secondary_tiers": [settings]},
+        engine_id=f"kvtier-test-{os.getpid()}-{next(NUMBERS)}",
+        model=OffloadingModelConfig("nobody/model", "bfloat16"),
+        cache=OffloadingCacheConfig(16, 2),
+        parallel=OffloadingParallelConfig(0, 1, 1, 1, 1, 1, 0, 1, None, False),
+        kv_cache_layout="LBHNC",
+    )
+
+
+def keys_of(*numbers: int, group: int = 0) -> list[OffloadKey]:
+    return [make_offload_key(shake_128(b"%d" % each).digest(32), group) for each in numbers]
+
+
+def bytes_of(key: OffloadKey) -> np.ndarray:
+    return np.frombuffer(shake_128(b"bytes of " + key).digest(ROW_BYTES), np.uint8)
+
+
+class World:
+    """What vLLM's scheduler does with its tiers, with the accelerator's part done by hand."""
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        self.spec = TieringOffloadingSpec(config)
+        self.manager: Any = self.spec.get_manager()
+        (self.tier,) = self.manager.secondary_tiers
+
+    @property
+    def rows(self) -> np.ndarray:
+        return np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
+
+    def request(self, keys: Sequence[OffloadKey]) -> ReqContext:
+        context = ReqContext(f"request {next(NUMBERS)}")
+        for position, key in enumerate(keys):
+            context.set_offload_key_position(key, 32 * (position + 1))
+        self.manager.on_new_request(context)
+        return context
+
+    def finish(self, context: ReqContext) -> None:
+        self.settle()
+        self.manager.on_request_finished(context)
+        self.manager.on_schedule_end(STEP)
+
+    def settle(self) -> None:
+        """Steps of the scheduler until nothing is on its way."""
+        while True:
+            self.manager.on_schedule_end(STEP)
+            if not self.manager.has_pending_work():
+                return
+            self.tier.drain_jobs()
+
+    def store(self, keys: Sequence[OffloadKey]) -> None:
+        """A request computes chunks; they are cascaded."""
+        context = self.request(keys)
+        output = self.manager.prepare_store(keys, context)
+        assert output is not None, "no room in the host tier"
+        for key, row in zip(output.keys_to_store, output.store_spec.chunk_ids, strict=True):
+            self.rows[row] = bytes_of(key)
+        self.manager.complete_store(output.keys_to_store, context)
+        self.finish(context)
+
+    def load(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """A request asks for chunks, and waits until they are in the host tier or not to be had.
+        What is there is compared."""
+        context = self.request(keys)
+        found: list[bool] = []
+        for key in keys:
+            result = self.manager.lookup(key, context)
+            while result in (LookupResult.HIT_PENDING, LookupResult.RETRY):
+                self.settle()
+                result = self.manager.lookup(key, context)
+            found.append(result is LookupResult.HIT)
+        there = [key for key, is_there in zip(keys, found, strict=True) if is_there]
+        spec = self.manager.prepare_load(there, context)
+        for key, row in zip(there, spec.chunk_ids, strict=True):
+            assert (self.rows[row] == bytes_of(key)).all(), "wrong bytes"
+        self.manager.complete_load(there, context)
+        self.finish(context)
+        return found
+
+    def forget_host(self) -> None:
+        """The host tier is emptied, as when weights are changed or the engine sleeps."""
+        self.manager.reset_cache()
+
+    def check(self) -> None:
+        self.settle()
+        self.tier.slab.check_invariants()
+        assert not self.manager._jobs
+
+
+@contextmanager
+def running(path: Path, num_rows: int = 16, num_slots: int = 16, **tier: Any) -> Iterator[World]:
+    world = World(config_of(path, num_rows, num_slots, **tier))
+    try:
+        yield world
+        world.check()
+    finally:
+        world.manager.shutdown()
