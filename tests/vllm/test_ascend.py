@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec  # noqa: E402
 
 from kvtier.connectors.vllm.ascend import split_caches  # noqa: E402
-from kvtier.connectors.vllm.manager import HostSlots  # noqa: E402
+from kvtier.connectors.vllm.host_slots import HostSlots  # noqa: E402
 from kvtier.connectors.vllm.worker import Room, TierWorker  # noqa: E402
 from kvtier.errors import LayoutError  # noqa: E402
 from tests.devices.drivers import make_device  # noqa: E402

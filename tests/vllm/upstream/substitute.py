@@ -30,8 +30,9 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+from kvtier.connectors.vllm.host_slots import HostSlots
 from kvtier.connectors.vllm.judge import Judge
-from kvtier.connectors.vllm.manager import HostSlots, Shape, TierManager
+from kvtier.connectors.vllm.manager import Shape, TierManager
 from kvtier.connectors.vllm.orders import Hello
 from kvtier.connectors.vllm.placement import Placement
 from kvtier.connectors.vllm.worker import Room, TierWorker

@@ -11,7 +11,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
 from vllm.v1.kv_offload.base import (
-    BlockIDsLoadStoreSpec,
     Locality,
     LookupResult,
     Medium,
@@ -38,6 +37,7 @@ from kvtier.connectors.vllm.counts import (
     USED,
     Counts,
 )
+from kvtier.connectors.vllm.host_slots import HostSlots
 from kvtier.connectors.vllm.judge import TO_HOST, Judge
 from kvtier.connectors.vllm.names import Names
 from kvtier.connectors.vllm.orders import Done, Move, Order, Report
@@ -54,10 +54,6 @@ FOUND = {
 }
 MEDIUM = {HOST: Medium.CPU, DISK: Medium.STORAGE}
 SOURCE = {HOST: CacheHitSource.HOST, DISK: CacheHitSource.DISK}
-
-
-class HostSlots(BlockIDsLoadStoreSpec):
-    """Slots of the host tier, one per chunk, in the order of the keys that were asked for."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from kvtier.connectors.vllm.manager import HostSlots
+from kvtier.connectors.vllm.host_slots import HostSlots
 from kvtier.connectors.vllm.orders import Hello, Order, Report
 from kvtier.connectors.vllm.pages import ChunkPart, Page, PagedPool
 from kvtier.connectors.vllm.rank_disk import RankDisk
