@@ -10,6 +10,7 @@ from threading import Thread
 import pytest
 
 from kvtier.connectors.vllm.cores import off_compute_cores
+from kvtier.errors import DeviceError
 from kvtier.transfer.lane import Lane
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -38,7 +39,7 @@ for rank in ranks:
 def cores_of_threads() -> list[list[int]]:
     """Of a lane's thread that starts inside, of the thread that starts it, before and after."""
     found = [_cores()]
-    lane = Lane("copy", RuntimeError)  # type: ignore[arg-type]
+    lane = Lane("copy", DeviceError)
     with off_compute_cores():
         lane.start()
         Thread(target=lambda: found.append(_cores())).start()

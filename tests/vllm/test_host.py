@@ -5,9 +5,11 @@ Needs an environment with vLLM, kvtier and pytest: ``make test-vllm``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
@@ -32,6 +34,18 @@ def test_kv_from_host_memory_gives_the_logprobs_of_a_device_hit(llm: Any) -> Non
     assert [cached for cached, _ in from_host] == [9 * BLOCK] * 3
     assert from_host == on_device
     assert first[0] == from_host[0][1][0], "the same tokens as when it was computed"
+
+
+def test_copies_keep_off_the_cores_that_vllm_computes_on(llm: Any) -> None:
+    allowed = os.sched_getaffinity(0)
+    bound = os.environ["VLLM_CPU_OMP_THREADS_BIND"]
+    if not bound.isdigit() or allowed == {int(bound)}:
+        pytest.skip("no core is spare, or vLLM computes on several")
+    compute = {int(bound)}
+    processes = psutil.Process().children(recursive=True)
+    (worker,) = (each for each in processes if set(each.cpu_affinity()) == compute)
+    cores = [os.sched_getaffinity(thread.id) for thread in worker.threads()]
+    assert cores.count(allowed - compute) >= 2, "one thread stores, one loads"
 
 
 def test_many_prompts_at_once_that_share_a_prefix(llm: Any) -> None:
