@@ -15,7 +15,7 @@ from tests.core.world import World
 from tests.devices.drivers import make_device
 from tests.fakes.fake import Fake
 
-STEPS = settings(stateful_step_count=40, max_examples=max(4, settings.default.max_examples // 8))
+STEPS = settings(stateful_step_count=40, max_examples=max(12, settings.default.max_examples // 8))
 
 
 class Gated(FaultyDevice):
