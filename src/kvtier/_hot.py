@@ -33,6 +33,8 @@ else:
             f"not built ({error}); install kvtier from source on a machine with a C++20 compiler"
         )
 
+from kvtier._reference.key_table import KeyTable
+
 if _reason:
     from kvtier._reference.copy import copy_batch
     from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows
@@ -53,6 +55,7 @@ __all__ = [
     "NATIVE",
     "NATIVE_REASON",
     "BlockTrie",
+    "KeyTable",
     "UringRing",
     "copy_batch",
     "crc32c",

@@ -127,7 +127,7 @@ def serve(
             help="Which KV read from disk has its checksum compared.", rich_help_panel=_CACHE
         ),
     ] = Verify.ALWAYS,
-    disk_writes_per_day: Annotated[
+    disk_bytes_per_day: Annotated[
         str,
         typer.Option(
             help='What may be written in a day, for disks that wear: "500GiB"; 0 for no limit.',
@@ -194,7 +194,7 @@ def serve(
                 disk_capacity=disk_capacity,
                 disk_durability=disk_durability,
                 disk_verify=disk_verify,
-                disk_writes_per_day=disk_writes_per_day,
+                disk_bytes_per_day=disk_bytes_per_day,
                 prefetch_policy=prefetch,
                 prefetch_timeout_s=prefetch_timeout,
             ),

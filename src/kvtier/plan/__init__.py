@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from kvtier.plan.cost import CostModel, Costs
+from kvtier.plan.budget import WriteBudget
+from kvtier.plan.cost import CostModel, Costs, Route, Ways, ways_of
 from kvtier.plan.operations import Copy, Plan
 from kvtier.plan.planner import plan_load
 from kvtier.plan.prefill import PrefillCost
 
-__all__ = ["Copy", "CostModel", "Costs", "Plan", "PrefillCost", "plan_load"]
+__all__ = [
+    "Copy",
+    "CostModel",
+    "Costs",
+    "Plan",
+    "PrefillCost",
+    "Route",
+    "Ways",
+    "WriteBudget",
+    "plan_load",
+    "ways_of",
+]

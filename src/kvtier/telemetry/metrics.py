@@ -36,6 +36,12 @@ METRICS = (
         "kvtier_refused_blocks_total", "counter", "Blocks a full tier had no room for.", ("tier",)
     ),
     MetricSpec(
+        "kvtier_unwritten_blocks_total",
+        "counter",
+        "Blocks worth a write that left memory before storage took them, or were over its budget.",
+        ("tier",),
+    ),
+    MetricSpec(
         "kvtier_scrubbed_bytes_total", "counter", "Bytes verified in the background.", ("tier",)
     ),
     MetricSpec(

@@ -17,7 +17,7 @@ from kvtier.testing.faulty_disk import Crash, CrashingDisk, FaultyDisk, LossyDis
 from kvtier.testing.memory import BlockBytes, host_memory, memory_bytes
 from kvtier.testing.policy_suite import PolicySuite
 from kvtier.testing.storage import MemoryStorage, Shelf
-from kvtier.testing.tier_suite import MemoryTierSuite, TierSuite
+from kvtier.testing.tier_suite import MemoryTierSuite
 
 __all__ = [
     "BlockBytes",
@@ -31,7 +31,6 @@ __all__ = [
     "MemoryTierSuite",
     "PolicySuite",
     "Shelf",
-    "TierSuite",
     "host_memory",
     "memory_bytes",
 ]

@@ -1,4 +1,4 @@
-"""What every tier must do."""
+"""What every tier in memory must do."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ import pytest
 
 from kvtier.devices.base import CopyBatch, Device, Direction, Finding
 from kvtier.testing.memory import host_memory, memory_bytes
-from kvtier.tiers.base import MemoryTier, Tier
+from kvtier.tiers.base import MemoryTier
 from kvtier.types import Slot
 
 
-class TierSuite(ABC):
-    """Subclass it, and say how to make a tier."""
+class MemoryTierSuite(ABC):
+    """Subclass it, and say how to make a tier in memory, and the device that copies to and from
+    it."""
 
     @abstractmethod
-    def make_tier(self, num_slots: int) -> Tier:
+    def make_tier(self, num_slots: int) -> MemoryTier:
         """A tier with exactly ``num_slots`` free slots."""
+
+    @abstractmethod
+    def make_device(self) -> Device:
+        """The device that the tier's memory belongs to, or that reads it."""
 
     def test_new_tier_is_empty(self) -> None:
         tier = self.make_tier(5)
@@ -113,18 +118,6 @@ class TierSuite(ABC):
             assert tier.num_free == 12 - len(in_use)
         tier.free(sorted(in_use))
         tier.close()
-
-
-class MemoryTierSuite(TierSuite):
-    """A tier in memory, and the device that copies to and from it."""
-
-    @abstractmethod
-    def make_tier(self, num_slots: int) -> MemoryTier:
-        """A tier with exactly ``num_slots`` free slots."""
-
-    @abstractmethod
-    def make_device(self) -> Device:
-        """The device that the tier's memory belongs to, or that reads it."""
 
     def test_layout_fits_the_memory(self) -> None:
         tier = self.make_tier(6)

@@ -10,9 +10,7 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import crc32c_many
 from kvtier.devices.base import Finding, Memory
-from kvtier.tiers.base import Addresses, ScrubReport
 from kvtier.tiers.disk.bounce import BlockPort, Bounce
 from kvtier.tiers.disk.health import MEDIUM_ERRORS, Health
 from kvtier.tiers.disk.io import IoEngine
@@ -22,6 +20,8 @@ from kvtier.tiers.disk.records import Kind, Records, as_keys, same_keys
 from kvtier.tiers.disk.scrub import RoundRobin, check_blocks
 from kvtier.tiers.disk.superblock import Superblock
 from kvtier.tiers.disk.system import DiskSystem
+from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.storage import ScrubReport
 from kvtier.types import BlockKey, BlockName, Durability, IoKind, Slot, Verify
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 SCRUB_BUFFER_BYTES = 4 << 20
 
 Int64s = npt.NDArray[np.int64]
-Uint64s = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
 NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
@@ -64,7 +63,7 @@ class DiskPart:
         self,
         options: DiskOptions,
         want: Superblock,
-        arena: Memory,
+        arena: Memory | None,
         system: DiskSystem,
         clock: Callable[[], float],
         owner: SlotOwner,
@@ -86,15 +85,20 @@ class DiskPart:
             self.abandon()
             raise
 
-    def _open_ports(self, arena: Memory) -> list[BlockPort]:
+    def _open_ports(self, arena: Memory | None) -> list[BlockPort]:
         """One engine, which a writer and a reader may use at once, and a buffer for each."""
         num_slots = self.options.bounce_bytes // self.slot_bytes
         bounces = [Bounce(num_slots, self.slot_bytes) for _ in range(2)]
         # Registered memory stays resident: not for buffers that are hardly needed.
         are_needed = self.num_bytes != self.slot_bytes
-        buffers = [arena, *(each.memory for each in bounces if are_needed)]
+        buffers = [each.memory for each in bounces if are_needed]
+        if arena is not None:
+            buffers.insert(0, arena)
         engine = self._open_engine(self.options.io, buffers)
-        return [BlockPort(engine, each, self.num_bytes, self.slot_bytes) for each in bounces]
+        threads = self.options.checksum_threads
+        return [
+            BlockPort(engine, each, self.num_bytes, self.slot_bytes, threads) for each in bounces
+        ]
 
     def _open_engine(self, kind: IoKind, buffers: Sequence[Memory]) -> IoEngine:
         engine = self._system.open_engine(
@@ -127,10 +131,8 @@ class DiskPart:
             return False
         return True
 
-    def store(
-        self, names: Sequence[BlockName], slots: Sequence[Slot], addresses: Addresses
-    ) -> Bools:
-        """Write the parts at ``addresses`` into slots that are empty.
+    def store(self, names: Sequence[BlockName], slots: Sequence[Slot], blocks: Pieces) -> Bools:
+        """Write the parts in ``blocks`` into slots that are empty.
 
         True: it survives what ``options.durability`` says. What was not stored leaves its slot
         empty.
@@ -141,7 +143,7 @@ class DiskPart:
             piece = slice(at, at := at + len(list(run)))
             if not self.is_off:
                 self._store_run(
-                    stored[piece], namespace, names[piece], slots[piece], addresses[piece]
+                    stored[piece], namespace, names[piece], slots[piece], blocks.pick(piece)
                 )
         return stored
 
@@ -151,7 +153,7 @@ class DiskPart:
         namespace: bytes,
         names: Sequence[BlockName],
         slots: Sequence[Slot],
-        addresses: Addresses,
+        blocks: Pieces,
     ) -> None:
         try:
             self._store(
@@ -160,7 +162,7 @@ class DiskPart:
                 as_keys([name.key for name in names]),
                 np.array([name.depth for name in names], np.int64),
                 np.array(slots, np.int64),
-                np.asarray(addresses, np.uint64),
+                blocks,
             )
         except OSError as error:
             stored[:] = False
@@ -173,14 +175,12 @@ class DiskPart:
         keys: Records,
         depths: Int64s,
         slots: Int64s,
-        addresses: Uint64s,
+        blocks: Pieces,
     ) -> None:
         """The order matters: a record never names a slot whose bytes are not yet those of its
         block, and ``empty`` comes before."""
         power = self.options.durability is Durability.POWER
-        sizes = np.full(len(slots), self.num_bytes, np.uint64)
-        crcs = crc32c_many(addresses, sizes, self.options.checksum_threads)
-        done = self._writer.write(slots, addresses, self.options.write_deadline_s)
+        done, crcs = self._writer.write(slots, blocks, self.options.write_deadline_s)
         self._health.note("write", done)
         self._quarantine(slots, done)
         written = done == self.slot_bytes
@@ -200,20 +200,23 @@ class DiskPart:
         self.slab.compact_if_due()
 
     def load(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], addresses: Addresses
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], blocks: Pieces
     ) -> tuple[Bools, Bools]:
-        """Read parts to ``addresses``, ``num_bytes`` bytes each. Returns which are right, verified
+        """Read parts to where ``blocks`` lie. Returns which are right, verified
         as ``options.verify`` says, and which could not be read."""
         if self.is_off:
             return np.zeros(len(keys), bool), np.ones(len(keys), bool)
-        at, to = np.array(slots, np.int64), np.asarray(addresses, np.uint64)
+        at = np.array(slots, np.int64)
         records, trusted = self.slab.look_up(at)
         known = (records["kind"] == Kind.PUT) & same_keys(records["key"], as_keys(list(keys)))
         done = np.full(len(at), self.slot_bytes, np.int64)
         crcs = np.zeros(len(at), np.uint32)
         verified = self._to_verify(trusted)
         done[known], crcs[known] = self._reader.read(
-            at[known], to[known], verified[known], self.options.read_deadline_s
+            at[known],
+            blocks.pick(np.flatnonzero(known)),
+            verified[known],
+            self.options.read_deadline_s,
         )
         self._health.note("read", done[known])
         self._quarantine(at, done)
@@ -271,7 +274,7 @@ class DiskPart:
 
         A damaged block is forgotten; one that was rewritten meanwhile is not judged.
         """
-        report = ScrubReport(0, 0, (), ())
+        report = ScrubReport()
         if self.is_off:
             return report
         if self._scrubber is None:
@@ -282,8 +285,7 @@ class DiskPart:
         slots = self._round.take(self.slab.table, max(1, max_bytes // self.slot_bytes))
         records, _ = self.slab.look_up(slots)
         records = records[records["kind"] == Kind.PUT]
-        corrupt: list[Slot] = []
-        failed: list[Slot] = []
+        num_damaged = num_failed = 0
         for start in range(0, len(records), bounce.num_slots):
             part = records[start : start + bounce.num_slots]
             checked = check_blocks(
@@ -292,13 +294,11 @@ class DiskPart:
             self._health.note("read", checked.done)
             wrong = (checked.done >= 0) & ~checked.right
             self.slab.trust(part[checked.right])
-            corrupt += [Slot(slot) for slot in self._drop(part[wrong]).tolist()]
-            unreadable = part["slot"].astype(np.int64)[checked.done < 0]
-            failed += [Slot(slot) for slot in unreadable.tolist()]
+            num_damaged += len(self._drop(part[wrong]))
+            num_failed += int((checked.done < 0).sum())
             self._quarantine(part["slot"].astype(np.int64), checked.done)
-        return ScrubReport(
-            len(records), len(records) * self.slot_bytes, tuple(corrupt), tuple(failed)
-        )
+        num_bytes = len(records) * self.slot_bytes
+        return ScrubReport(len(records), num_bytes, num_damaged, num_failed)
 
     def findings(self) -> list[Finding]:
         direct = "" if self.slab.is_direct else "the file system has no O_DIRECT"

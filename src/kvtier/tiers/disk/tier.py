@@ -1,243 +1,170 @@
-"""The disk tier: blocks in slabs, verified when they are read."""
+"""The disk tier: blocks by key, in the slots of a slab."""
 
 from __future__ import annotations
 
-import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._hot import KeyTable
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
-from kvtier.tiers.base import Addresses, LoadResult, ScrubReport, StorageTier
-from kvtier.tiers.disk.budget import WriteBudget
-from kvtier.tiers.disk.opening import wanted
+from kvtier.tiers.disk.blocks import DiskBlocks
 from kvtier.tiers.disk.options import DiskOptions
-from kvtier.tiers.disk.part import DiskPart, SlotOwner
-from kvtier.tiers.disk.parts import complete, on_all
-from kvtier.tiers.disk.records import Kind, as_keys
-from kvtier.tiers.disk.replay import recovered
-from kvtier.tiers.disk.slots import DiskSlots
+from kvtier.tiers.disk.records import as_keys
 from kvtier.tiers.disk.system import DiskSystem
+from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.storage import Outcome, ScrubReport, StorageFacts, StorageTier
 from kvtier.types import DISK, BlockKey, BlockName, Slot
-
-logger = logging.getLogger(__name__)
 
 Int64s = npt.NDArray[np.int64]
 
 
-class DiskTier(StorageTier, SlotOwner):
-    """Room for blocks on local disks; they are found again after a restart or a crash.
+class DiskTier(StorageTier):
+    """Blocks on local disks; they are found again after a restart or a crash.
 
-    options: with ``more_paths`` a block is cut into equal parts, one for each slab. It is there
-    when all of its parts are.
-    arena: memory that blocks mostly come from and go to; it is registered with the I/O engine.
-    Any other address works as well. system, clock: for tests.
-
-    The caller guarantees
-        one thread stores, one loads, one scrubs, at the same time if they like; allocate, free,
-        claim and forget belong to one thread. A slot that is stored to or loaded from is allocated
-        or claimed, and is not freed meanwhile; a slot is never stored to and loaded from at once.
-    Outcomes and errors
-        no method raises for what the disk does after the tier was opened: a store answers False,
-        a load ``CORRUPT`` or ``FAILED``. After too many errors in a row the tier is off.
-        Opening raises ``ConfigError`` (see ``opening.open_slab``) or ``TierError``.
+    Which slot a block is in is known here only: in a table that is right whenever the lock is free.
+    A slot is read and written outside of it; one whose block is dropped meanwhile is free when the
+    last reader has gone. For the arguments see ``DiskBlocks``.
     """
+
+    facts = StorageFacts(
+        reaches=frozenset({"host", "cpu"}), finds_at_once=True, wants_scrubbing=True
+    )
 
     def __init__(
         self,
         options: DiskOptions,
         group: KVGroup,
-        arena: Memory,
+        arena: Memory | None = None,
         system: DiskSystem | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.name = DISK
-        self.options = options
         self.bytes_per_block = group.bytes_per_block
-        self._budget = WriteBudget(options.bytes_per_day)
-        self._is_closed = False
-        began = time.monotonic()
-        self.parts: list[DiskPart] = []
-        with ExitStack() as undo:
-            for each in options.each_part():
-                want = wanted(each, group, options.num_paths)
-                part = DiskPart(each, want, arena, system or DiskSystem(), clock, self)
-                undo.callback(part.abandon)
-                self.parts.append(part)
-            self._forget_incomplete()
-            self._table = self.parts[0].slab.table
-            self._found = recovered(self._table)
-            self._slots = DiskSlots(self._table, self._found)
-            undo.pop_all()
-        self.num_slots = len(self._table)
-        self._slot_bytes = sum(part.slot_bytes for part in self.parts)
-        for part in self.parts[1:]:
-            self.quarantine(np.flatnonzero(part.slab.table["kind"] == Kind.BAD))
-        logger.info(
-            "disk tier opened paths=%s slots=%d recovered=%d seconds=%.3f",
-            [str(part.options.path) for part in self.parts],
-            self.num_slots,
-            self.num_unclaimed,
-            time.monotonic() - began,
-        )
-
-    # -- room --------------------------------------------------------------------------------------
+        self.blocks = DiskBlocks(options, group, arena, system, clock)
+        self._lock = Lock()
+        self._slots = KeyTable(*self.blocks.found())
+        self._num_readers: Counter[int] = Counter()
+        self._leaving: set[int] = set()
 
     @property
-    def num_free(self) -> int:
-        return 0 if self.is_off else self._slots.num_free
+    def num_blocks(self) -> int:
+        return self.blocks.num_slots - self.blocks.num_quarantined
 
     @property
-    def num_used(self) -> int:
-        """Slots that were given out or claimed, and not given back."""
-        return self._slots.num_used
+    def has_unfound(self) -> bool:
+        return self.blocks.num_unclaimed > 0
 
-    @property
-    def num_unclaimed(self) -> int:
-        """Blocks that a restart found and nobody has claimed yet; they count as free."""
-        return self._slots.num_unclaimed
+    def unfound_keys(self) -> list[BlockKey]:
+        """Blocks that a restart found and nobody has asked for; those that would leave first in
+        front. For an owner that takes them all."""
+        return self.blocks.unclaimed_keys()
 
-    @property
-    def num_quarantined(self) -> int:
-        """Slots that had an I/O error; they are not given out again."""
-        return self._slots.num_quarantined
+    # -- by key ------------------------------------------------------------------------------------
 
-    @property
-    def is_off(self) -> bool:
-        """Too many errors in a row in some part: nothing is stored or loaded any more."""
-        return any(part.is_off for part in self.parts)
+    def find(self, keys: Sequence[BlockKey], timeout_s: float = 0.0) -> list[Outcome]:
+        with self._lock:
+            return self._find(keys)
 
-    def allocate(self, num_slots: int) -> list[Slot] | None:
-        """That many slots: free ones, then those of unclaimed blocks, the oldest first."""
-        return self._slots.allocate(num_slots) if num_slots <= self.num_free else None
+    def _find(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        if self.blocks.is_off:
+            return [Outcome.ABSENT] * len(keys)
+        slots = self._slots.find(as_keys(list(keys)))
+        is_there = self.blocks.hold(slots)
+        return [Outcome.THERE if each else Outcome.ABSENT for each in is_there.tolist()]
 
-    def free(self, slots: list[Slot]) -> None:
-        """Give slots back. Until a slot is used again, a restart finds its block."""
-        self._slots.free(slots)
+    def put(
+        self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float = 0.0
+    ) -> list[Outcome]:
+        with self._lock:
+            outcomes = self._find([name.key for name in names])
+            new = [at for at, outcome in enumerate(outcomes) if outcome is not Outcome.THERE]
+            slots = self._allocate(len(new))
+        fit = new[: len(slots)]
+        stored = self.blocks.store([names[at] for at in fit], slots, blocks.pick(fit))
+        with self._lock:
+            for at, slot, is_stored in zip(fit, slots, stored, strict=True):
+                if is_stored:
+                    self._slots.put(as_keys([names[at].key]), np.array([slot], np.int64))
+                    outcomes[at] = Outcome.THERE
+                else:
+                    self.blocks.free([slot])
+        return [each if each is Outcome.THERE else Outcome.FAILED for each in outcomes]
 
-    def unclaimed_keys(self) -> list[BlockKey]:
-        """Blocks that a restart found and nobody claimed; those that would leave first in front.
+    def _allocate(self, num_blocks: int) -> list[Slot]:
+        """Slots, as many as there are. Blocks that nobody asked for go for them."""
+        slots = self.blocks.allocate(min(num_blocks, self.blocks.num_free)) or []
+        self._slots.remove(*self.blocks.contents(slots))
+        return slots
 
-        For an owner that keeps an index of its own, and claims them all.
-        """
-        if self.is_off:
-            return []
-        return [BlockKey(self._table[slot]["key"].tobytes()) for slot in self._slots.unclaimed()]
+    def get(
+        self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float = 0.0
+    ) -> list[Outcome]:
+        outcomes = [Outcome.ABSENT] * len(keys)
+        with self._lock:
+            is_there = self.blocks.hold(slots := self._slots.find(as_keys(list(keys))))
+            at = np.flatnonzero(is_there).tolist()
+            self._num_readers.update(slots[at].tolist())
+        held = [Slot(slot) for slot in slots[at].tolist()]
+        results = self.blocks.load([keys[each] for each in at], held, blocks.pick(at))
+        with self._lock:
+            self._end_read(held)
+            for each, slot, result in zip(at, held, results, strict=True):
+                outcomes[each] = result
+                if result is Outcome.DAMAGED or self.blocks.is_quarantined(slot):
+                    outcomes[each] = Outcome.DAMAGED
+                    self._forget([keys[each]], [slot])
+        return outcomes
 
-    def claim(self, keys: Sequence[BlockKey]) -> list[Slot]:
-        """Slots of the longest leading run of ``keys`` that a restart found and nobody claimed.
+    def _end_read(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            self._num_readers[slot] -= 1
+            if not self._num_readers[slot]:
+                del self._num_readers[slot]
+                if slot in self._leaving:
+                    self._leaving.discard(slot)
+                    self.blocks.free([slot])
 
-        They are in use from now on, as if they had been allocated.
-        """
-        if not keys or not self.num_unclaimed or self.is_off:
-            return []
-        return self._slots.claim(self._found.find(as_keys(list(keys)), self._table))
+    def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
+        with self._lock:
+            slots = self._slots.find(as_keys(list(keys)))
+            at = np.flatnonzero(self.blocks.hold(slots)).tolist()
+            gone = [Slot(slot) for slot in slots[at].tolist()]
+            if for_good:
+                self.blocks.forget(gone)
+            self._forget([keys[each] for each in at], gone)
 
-    def forget(self, slots: Sequence[Slot]) -> None:
-        """No restart finds the blocks of these slots. The slots stay as they are."""
-        for part in self.parts:
-            part.empty(np.array(slots, np.int64))
-
-    def num_welcome(self, num_blocks: int) -> int:
-        """All of them, or none: when the day's writes are used up, or the tier is off."""
-        is_welcome = not self.is_off and self._budget.take(num_blocks * self._slot_bytes)
-        return num_blocks if is_welcome else 0
-
-    def quarantine(self, slots: Int64s) -> None:
-        self._slots.quarantine(slots)
-
-    def drop(self, slots: Int64s) -> None:
-        self._slots.drop_unclaimed(slots)
-
-    def _forget_incomplete(self) -> None:
-        """A crash may leave some parts of a block: then it is not there."""
-        tables = [part.slab.table for part in self.parts]
-        if len(tables) == 1:
-            return
-        is_complete = complete(tables)
-        for part, table in zip(self.parts, tables, strict=True):
-            part.empty(np.flatnonzero((table["kind"] == Kind.PUT) & ~is_complete))
-
-    # -- blocks ------------------------------------------------------------------------------------
-
-    def store(
-        self, names: Sequence[BlockName], slots: Sequence[Slot], addresses: Addresses
-    ) -> list[bool]:
-        """Write blocks. True: the block survives what ``options.durability`` says.
-
-        A block that was not stored leaves its slot empty.
-        """
-        at = np.array(slots, np.int64)
-        # All parts first: halves of two blocks must never look like one, wherever a crash comes.
-        if self.is_off or not all(part.empty(at) for part in self.parts):
-            return [False] * len(names)
-        stored = on_all(
-            self.parts, lambda rank, part: part.store(names, slots, self._at(addresses, rank))
-        )
-        everywhere = np.logical_and.reduce(stored)
-        for part, here in zip(self.parts, stored, strict=True):
-            part.empty(at[here & ~everywhere])
-        return [bool(each) for each in everywhere]
-
-    def load(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], addresses: Addresses
-    ) -> list[LoadResult]:
-        """Read blocks to ``addresses``, ``bytes_per_block`` bytes each, and verify them."""
-        if not keys:
-            return []
-        loaded = on_all(
-            self.parts, lambda rank, part: part.load(keys, slots, self._at(addresses, rank))
-        )
-        right = np.logical_and.reduce([each for each, _ in loaded])
-        failed = np.logical_or.reduce([each for _, each in loaded])
-        return [
-            LoadResult.OK if ok else LoadResult.FAILED if bad else LoadResult.CORRUPT
-            for ok, bad in zip(right.tolist(), failed.tolist(), strict=True)
-        ]
-
-    def _at(self, addresses: Addresses, rank: int) -> Addresses:
-        """Where the parts of ``rank`` begin in blocks at ``addresses``."""
-        return addresses + np.uint64(rank * self.parts[rank].num_bytes)
+    def _forget(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
+        """The slots are free, or will be when nobody reads them any more."""
+        self._slots.remove(as_keys(list(keys)), np.array(slots, np.int64))
+        busy = [slot for slot in slots if self._num_readers[slot]]
+        self._leaving.update(busy)
+        self.blocks.free([slot for slot in slots if slot not in busy])
 
     # -- upkeep ------------------------------------------------------------------------------------
 
     def scrub(self, max_bytes: int) -> ScrubReport:
-        """Verify the next blocks, about ``max_bytes`` of them, whether anybody uses them or not.
-
-        A damaged block is forgotten; one that was rewritten meanwhile is not judged.
-        """
-        share = max_bytes // len(self.parts)
-        return ScrubReport.sum([part.scrub(share) for part in self.parts])
+        return self.blocks.scrub(max_bytes)
 
     def findings(self) -> list[Finding]:
-        room = f"{self.num_slots} blocks, {self.num_slots * self._slot_bytes / 2**30:.2f} GiB"
-        reason = next((part.off_reason for part in self.parts if part.is_off), "")
-        return [
-            Finding("disk tier", f"{room}, off" if reason else room, reason),
-            *(line for part in self.parts for line in part.findings()),
-            Finding("disk durability", self.options.durability.value),
-            Finding("disk verify", self.options.verify.value),
-            Finding("disk quarantined", str(self.num_quarantined)),
-        ]
+        return self.blocks.findings()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where counts disagree. O(num_slots); nothing else may run."""
-        self._slots.check_invariants()
+        """Raise AssertionError where slots, keys and counts disagree. O(num_slots); nothing else
+        may run."""
+        self.blocks.check_invariants()
+        num_kept = self.blocks.num_used + self.blocks.num_unclaimed
+        assert len(self._slots) == num_kept, "a block without a key, or a key without a block"
+        assert not self._leaving, "a slot waits for a reader that is not there"
 
     def close(self) -> None:
-        """Everything on the medium, and the slabs free for their next owner."""
-        if not self._is_closed:
-            self._is_closed = True
-            for part in self.parts:
-                part.close()
+        self.blocks.close()
 
     def abandon(self) -> None:
         """Give the files back as they are, as the end of the process would."""
-        if not self._is_closed:
-            self._is_closed = True
-            for part in self.parts:
-                part.abandon()
+        self.blocks.abandon()
