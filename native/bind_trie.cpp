@@ -195,6 +195,17 @@ class BlockTrie {
     const std::optional<Slot> slot = checked([&] { return trie_.lose(id, at); });
     return slot ? number(*slot) : nb::none();
   }
+  nb::object labels(nb::handle blocks) {
+    read_blocks(blocks);
+    return list_of(blocks_, [&](BlockId block) {
+      return bytes(checked([&] { return trie_.label_of(block); }));
+    });
+  }
+  std::uint32_t num_leases(nb::handle block, nb::handle tier) {
+    const BlockId id = to_number(block.ptr(), "a block");
+    const std::size_t at = position(tier);
+    return checked([&] { return trie_.num_leases(id, at); });
+  }
   nb::object origin(nb::handle block) {
     const BlockId id = to_number(block.ptr(), "a block");
     const trie::BlockTrie::Origin from = checked([&] { return trie_.origin(id); });
@@ -388,6 +399,8 @@ void bind_trie(nb::module_& module) {
       .def("forget", &BlockTrie::forget, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
       .def("keep", &BlockTrie::keep, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
       .def("lose", &BlockTrie::lose, nb::arg("block"), nb::arg("tier"), nb::lock_self())
+      .def("labels", &BlockTrie::labels, nb::arg("blocks"), nb::lock_self())
+      .def("num_leases", &BlockTrie::num_leases, nb::arg("block"), nb::arg("tier"), nb::lock_self())
       .def("origin", &BlockTrie::origin, nb::arg("block"), nb::lock_self())
       .def("missing_keys", &BlockTrie::missing_keys, nb::arg("block"), nb::lock_self())
       .def("set_keys", &BlockTrie::set_keys, nb::arg("blocks"), nb::arg("keys"), nb::lock_self())

@@ -50,6 +50,10 @@ class BlockTrie {
   Slot slot(BlockId block, std::size_t tier) const;
   std::vector<BlockId> prefixes(std::span<const BlockId> blocks, std::size_t tier) const;
   std::uint32_t num_uses(BlockId block) const { return nodes_.num_uses(at(block)); }
+  Label label_of(BlockId block) const { return nodes_.label(at(block)); }
+  std::uint32_t num_leases(BlockId block, std::size_t tier) const {
+    return nodes_.standing(at(block), tier).leases;
+  }
   std::size_t num_evictable(std::size_t tier) const { return counts_[tier].idle; }
   std::size_t num_held(std::size_t tier) const { return counts_[tier].held; }
   std::size_t size() const { return nodes_.num_live() - roots_.size(); }

@@ -320,7 +320,10 @@ class Cache:
         """Finish the copies on their way and give the tiers back. Safe to call twice."""
         if not self._closed:
             self._closed = True
-            self._ladder.close()
+            in_use = self._ladder.close()
+            for name, tier in self._tiers.items():
+                if name not in in_use:
+                    tier.close()
 
     def _check(self) -> None:
         if self.config.strict:

@@ -14,9 +14,9 @@ from kvtier.prefetch import Prefetch
 from kvtier.recall import Recall
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Room
-from kvtier.traffic import Traffic
+from kvtier.traffic import OnChange, Traffic
 from kvtier.transfer import Mover
-from kvtier.types import BlockId, Label, Match, Slot
+from kvtier.types import BlockId, BlockName, Label, Match, Slot
 from kvtier.waiter import Transfer
 
 STORABLE = (State.READY, State.EVICTING)
@@ -50,7 +50,8 @@ class Ladder:
 
     rooms: of the tiers in memory and then of those in storage, fastest first. Storage is read into
     the slowest memory tier and written from there; several storage tiers stand beside each other.
-    mover: does what is decided here. make_policy: makes the eviction policy of each tier.
+    mover: does what is decided here. make_policy: makes the eviction policy of each tier. device:
+    memory above the fastest tier, where an engine copies to it and from it by itself.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Ladder:
         make_policy: Callable[[], EvictionPolicy],
         options: LadderOptions,
         clock: Callable[[], float],
+        device: str | None = None,
     ) -> None:
         self.rooms = dict(rooms)
         self.mover = mover
@@ -69,7 +71,8 @@ class Ladder:
         self.fastest, self.staging = self._memories[0], self._memories[-1]
         self.index = make_index({name: make_policy() for name in rooms})
         self.metrics = Metrics()
-        ways = ways_of(self._memories, self.storages, self.storages)
+        memories = self._memories if device is None else [device, *self._memories]
+        ways = ways_of(memories, self.storages, self.storages)
         self.traffic = Traffic(self.rooms, ways, self.index, mover, self.metrics, clock)
         self._options = options
         self._clock = clock
@@ -87,6 +90,11 @@ class Ladder:
             )
             for name in self.storages
         }
+
+    def listen(self, name_of: Callable[[BlockId], BlockName], on_change: OnChange) -> None:
+        """Somebody knows better what blocks are called in storage, and wants to know what comes and
+        goes."""
+        self.traffic.name_of, self.traffic.on_change = name_of, on_change
 
     def above(self, tier: str) -> str:
         """The tier that blocks are copied to from ``tier``, towards the fastest one."""
@@ -132,23 +140,68 @@ class Ladder:
 
     def make_room(self, tier: str, num_blocks: int) -> int:
         """Evict up to ``num_blocks`` blocks from ``tier``, leaves first. Returns how many left."""
-        if tier in self._archives:
-            slots = self._drop(tier, self.index.evict(tier, num_blocks))
-        elif self._options.demotes and tier == self.fastest and (below := self.below(tier)):
-            leaving = self._demote(self.index.evict(tier, num_blocks), tier, below)
-            slots = self.index.forget_all(leaving, tier)
-        else:
+        if self._leaves_unnoticed(tier):
             slots = self.index.drop(tier, num_blocks)
+        else:
+            slots = self._leave(self.index.evict(tier, max(0, num_blocks)), tier)
         self.rooms[tier].free(slots)
         if slots:
             self.metrics.count("kvtier_evicted_blocks_total", len(slots), tier=tier)
         return len(slots)
 
-    def _drop(self, storage: str, leaving: Sequence[BlockId]) -> list[Slot]:
-        """Storage need not keep blocks that are being evicted there."""
-        if leaving and not self.mover.storages[storage].evicts:
-            self.mover.drop(storage, [self.index.key(block) for block in leaving])
-        return self.index.forget_all(leaving, storage)
+    def _leaves_unnoticed(self, tier: str) -> bool:
+        """What leaves ``tier`` goes nowhere, and nobody wants to know of it."""
+        is_noticed = self.traffic.on_change is not None or tier in self._archives
+        return not is_noticed and not self._demotes(tier)
+
+    def _demotes(self, tier: str) -> bool:
+        return self._options.demotes and tier == self.fastest and self.below(tier) is not None
+
+    def _leave(self, leaving: list[BlockId], tier: str, for_good: bool = False) -> list[Slot]:
+        """Blocks are being evicted. Returns the slots that are free now."""
+        if self._demotes(tier):
+            leaving = self._demote(leaving, tier)
+        if self.traffic.on_change is not None:
+            self.traffic.on_change(tier, leaving, True)
+        if leaving and tier in self._archives and (for_good or not self._evicts(tier)):
+            self.mover.drop(tier, [self.index.key(block) for block in leaving], for_good)
+        return self.index.forget_all(leaving, tier)
+
+    def _evicts(self, storage: str) -> bool:
+        return self.mover.storages[storage].evicts
+
+    def reserve(self, num_slots: int, but_not: Sequence[BlockId]) -> list[Slot] | None:
+        """Slots of the fastest tier for an engine that fills them itself, after evicting others
+        than ``but_not``; None where there are too few, and nothing left then."""
+        tier, room = self.fastest, self.rooms[self.fastest]
+        self.index.lease(but_not, tier)
+        missing = num_slots - room.num_free
+        if missing <= self.index.num_evictable(tier):
+            self.make_room(tier, missing)
+        self.index.release(but_not, tier)
+        return room.allocate(num_slots)
+
+    def is_lost(self, block: BlockId, tier: str) -> bool:
+        """Whether what ``tier`` has of a block is not to be used, though it is there still."""
+        return self.traffic.is_lost(block, tier)
+
+    def lose(self, block: BlockId, tier: str) -> None:
+        """What ``tier`` has of a block is wrong: it goes as soon as nobody holds it."""
+        self.traffic.lose(block, tier)
+
+    def give_back(self, slots: list[Slot]) -> None:
+        """Slots of the fastest tier that ``reserve`` gave, and nothing came to be in."""
+        self.rooms[self.fastest].free(slots)
+
+    def clear(self) -> None:
+        """Forget every block that nobody holds, in storage as well and for good. What is on its way
+        arrives nowhere."""
+        self.traffic.void()
+        for archive in self._archives.values():
+            archive.clear()
+        for tier, room in self.rooms.items():
+            leaving = self.index.evict(tier, self.index.num_held(tier))
+            room.free(self._leave(leaving, tier, for_good=True))
 
     # -- copies -----------------------------------------------------------------------------------
 
@@ -320,6 +373,15 @@ class Ladder:
             self._adopt(storage, [block])
         return is_there
 
+    @property
+    def has_unfound(self) -> bool:
+        """Whether storage may have blocks that nobody has found yet."""
+        return any(self.mover.has_unfound(name) for name in self.storages)
+
+    def was_kept(self, block: BlockId) -> bool:
+        """Whether some storage has had the block since an earlier life; it is known then."""
+        return any([self._was_there(block, name) for name in self.storages])
+
     def recall(self, namespace: bytes, labels: Sequence[Label]) -> None:
         """Take into the index what storage has kept of this prompt since an earlier life, or has
         from another process. Where it has to be asked first, that is for the next time."""
@@ -362,10 +424,10 @@ class Ladder:
         waits = any(archive.is_busy for archive in self._archives.values())
         return waits or bool(self.traffic.transfers)
 
-    def _demote(self, leaving: list[BlockId], src: str, dst: str) -> list[BlockId]:
+    def _demote(self, leaving: list[BlockId], src: str) -> list[BlockId]:
         """Copy blocks that are being evicted one tier down, and wait. Returns those that may go.
 
-        Blocks nearest to the root are worth most, and go first where ``dst`` has not room for all.
+        Blocks nearest to the root are worth most, and go first where there is not room for all.
         """
         before = len(self.traffic.transfers)
         self.store(leaving[::-1], src)
@@ -393,9 +455,9 @@ class Ladder:
         """Slots in all per tier."""
         return {name: room.num_slots for name, room in self.rooms.items()}
 
-    def close(self) -> None:
-        """Finish what is on its way, then give the tiers back."""
-        self.traffic.close()
+    def close(self) -> set[str]:
+        """Finish what is on its way. Returns the tiers that are in use all the same."""
+        return self.traffic.close()
 
     def check_invariants(self, num_private: int) -> None:
         """Raise AssertionError where slots and blocks don't add up. num_private: slots of the

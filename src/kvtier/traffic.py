@@ -13,10 +13,13 @@ from kvtier.plan import Copy, CostModel, Costs, Ways
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Room
 from kvtier.transfer import Job, Move, Mover
-from kvtier.types import BlockId, Slot
+from kvtier.types import BlockId, BlockName, Slot
 from kvtier.waiter import Transfer
 
 logger = logging.getLogger(__name__)
+
+OnChange = Callable[[str, Sequence[BlockId], bool], None]
+"""Told of a tier, the blocks that came to it or leave it, and whether they leave."""
 
 CLOSE_WAIT_S = 10.0
 """How long copies may take to finish at the end."""
@@ -48,6 +51,8 @@ class Traffic:
         self._metrics = metrics
         self._clock = clock
         self.costs = CostModel()
+        self.name_of: Callable[[BlockId], BlockName] = index.name
+        self.on_change: OnChange | None = None
         self.transfers: list[Transfer] = []
         self._lost: set[tuple[BlockId, str]] = set()
 
@@ -99,7 +104,7 @@ class Traffic:
             self._index.lease(blocks, src)
             transfer.holds_source = True
         if src in self._mover.storages or dst in self._mover.storages:
-            transfer.names = [self._index.name(block) for block in blocks]
+            transfer.names = [self.name_of(block) for block in blocks]
         slots = self._index.slots(blocks, src), self._index.slots(blocks, dst)
         transfer.job = self._mover.begin(Move(src, dst, *slots, transfer.names), urgent)
 
@@ -121,8 +126,11 @@ class Traffic:
         names = transfer.names
         is_wanted = job.error is None and not transfer.is_void
         arrived = [is_wanted and at not in job.lost for at in range(len(blocks))]
-        self._index.commit_all(list(compress(blocks, arrived)), dst, now)
-        self._note(src, dst, job)
+        there = list(compress(blocks, arrived))
+        self._index.commit_all(there, dst, now)
+        if self.on_change is not None:
+            self.on_change(dst, there, False)
+        self._note(transfer, job)
         for waiter in list(transfer.waiters):
             if all(arrived) and job.succeeded:
                 waiter.arrived(transfer, now)
@@ -139,13 +147,16 @@ class Traffic:
         for follower in [each for each in self.transfers if each.after is transfer]:
             self._follow(follower, transfer)
 
-    def _note(self, src: str, dst: str, job: Job) -> None:
+    def _note(self, transfer: Transfer, job: Job) -> None:
+        src, dst = transfer.src, transfer.dst
         if job.error is None:
             self.costs.observe_copy((src, dst), job.num_bytes, job.seconds)
             self._metrics.count("kvtier_copied_bytes_total", job.num_bytes, src=src, dst=dst)
             self._metrics.observe("kvtier_copy_seconds", job.seconds, src=src, dst=dst)
         if not job.succeeded and not job.withdrawn:
             self._metrics.count("kvtier_failed_copies_total", src=src, dst=dst)
+            num = len(job.lost) if job.error is None else len(transfer.blocks)
+            self._metrics.count("kvtier_failed_blocks_total", num, src=src, dst=dst)
         if src in self._mover.storages:
             self._metrics.count("kvtier_damaged_blocks_total", job.num_damaged, tier=src)
 
@@ -179,15 +190,44 @@ class Traffic:
             if not self.costs.has_seen(route):  # the planner knows what a read costs before one
                 self.costs.observe_copy(route, each.num_bytes, each.seconds)
 
+    def lose(self, block: BlockId, tier: str) -> None:
+        """What ``tier`` has of a block is not to be used any more."""
+        self._lost.add((block, tier))
+
+    def is_lost(self, block: BlockId, tier: str) -> bool:
+        """Whether what ``tier`` has of a block is only waiting for those who hold it."""
+        return bool(self._lost) and (block, tier) in self._lost
+
     def drop_lost(self) -> None:
         """Forget blocks that their tier could not give back, once nobody holds them any more."""
         for block, tier in list(self._lost):
-            if self._index.state(block, tier) is State.READY:
-                slot = self._index.lose(block, tier)
-                if slot is None:
+            match self._index.state(block, tier):
+                case State.READY if not self._forget(block, tier):
                     continue
-                self._rooms[tier].free([slot])
+                case State.WRITING:
+                    continue
             self._lost.discard((block, tier))
+
+    def _forget(self, block: BlockId, tier: str) -> bool:
+        """False where somebody holds it."""
+        if self._index.num_leases(block, tier):
+            return False
+        if self.on_change is not None:
+            self.on_change(tier, [block], True)
+        if tier in self._mover.storages:  # some rank, or some replica, may have it still
+            self._mover.drop(tier, [self._index.key(block)], for_good=True)
+        slot = self._index.lose(block, tier)
+        assert slot is not None, "nobody held it a moment ago"
+        self._rooms[tier].free([slot])
+        return True
+
+    def void(self) -> None:
+        """What is on its way is not wanted any more, neither where it comes from nor where it goes
+        to."""
+        for transfer in self.transfers:
+            transfer.is_void = True
+            self._lost.update((block, transfer.src) for block in transfer.blocks)
+            self._lost.update((block, transfer.dst) for block in transfer.blocks)
 
     # -- look -------------------------------------------------------------------------------------
 
@@ -221,8 +261,9 @@ class Traffic:
         }
         return self.costs.snapshot(queued_s, self._ways)
 
-    def close(self) -> None:
-        """Finish what is on its way, as far as it ends in time; then the tiers are closed."""
+    def close(self) -> set[str]:
+        """Finish what is on its way, as far as it ends in time. Returns the tiers that are in use
+        all the same."""
         while any(each.after is not None for each in self.transfers):
             if not self.wait(CLOSE_WAIT_S):
                 break
@@ -231,3 +272,4 @@ class Traffic:
         if hanging:
             logger.warning("left behind tiers=%s after_s=%.0f", sorted(hanging), CLOSE_WAIT_S)
         self.poll()
+        return hanging

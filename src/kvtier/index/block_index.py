@@ -91,6 +91,14 @@ class BlockIndex(ABC):
         """How often the block was touched."""
 
     @abstractmethod
+    def num_leases(self, block: BlockId, tier: str) -> int:
+        """How often the block is held in ``tier``."""
+
+    @abstractmethod
+    def labels(self, blocks: Iterable[BlockId]) -> list[bytes]:
+        """What each block is called under its parent."""
+
+    @abstractmethod
     def num_evictable(self, tier: str) -> int:
         """Blocks of ``tier`` that are ready and not leased: they could leave one after another,
         leaves first. An upper bound, for a child that has to stay keeps its parent."""

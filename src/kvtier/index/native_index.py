@@ -58,6 +58,12 @@ class NativeIndex(BlockIndex):
     def num_uses(self, block: BlockId) -> int:
         return self._trie.num_uses(block)
 
+    def num_leases(self, block: BlockId, tier: str) -> int:
+        return self._trie.num_leases(block, tier)
+
+    def labels(self, blocks: Iterable[BlockId]) -> list[bytes]:
+        return self._trie.labels(blocks)
+
     def num_evictable(self, tier: str) -> int:
         return self._trie.num_evictable(tier)
 

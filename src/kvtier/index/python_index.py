@@ -77,6 +77,12 @@ class PythonIndex(BlockIndex):
     def num_uses(self, block: BlockId) -> int:
         return self._trie.nodes[block].num_uses
 
+    def num_leases(self, block: BlockId, tier: str) -> int:
+        return self._trie.nodes[block].residencies[self._position[tier]].leases
+
+    def labels(self, blocks: Iterable[BlockId]) -> list[bytes]:
+        return [self._trie.nodes[block].label for block in blocks]
+
     def num_evictable(self, tier: str) -> int:
         return self._num_idle[self._position[tier]]
 

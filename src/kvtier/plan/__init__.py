@@ -7,6 +7,8 @@ from kvtier.plan.cost import CostModel, Costs, Route, Ways, ways_of
 from kvtier.plan.operations import Copy, Plan
 from kvtier.plan.planner import plan_load
 from kvtier.plan.prefill import PrefillCost
+from kvtier.plan.steps import StepClock
+from kvtier.plan.worth import is_worth_loading, num_worth_loading, patience_s
 
 __all__ = [
     "Copy",
@@ -15,8 +17,12 @@ __all__ = [
     "Plan",
     "PrefillCost",
     "Route",
+    "StepClock",
     "Ways",
     "WriteBudget",
+    "is_worth_loading",
+    "num_worth_loading",
+    "patience_s",
     "plan_load",
     "ways_of",
 ]

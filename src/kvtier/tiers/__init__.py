@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtier.tiers.arena import ArenaOptions, HugePages
-from kvtier.tiers.base import MemoryTier, Quota, Room
+from kvtier.tiers.base import DistantRoom, MemoryTier, Quota, Room
 from kvtier.tiers.device import DeviceTier
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.pieces import Pieces
@@ -18,6 +18,7 @@ from kvtier.tiers.storage import (
 __all__ = [
     "ArenaOptions",
     "DeviceTier",
+    "DistantRoom",
     "HostTier",
     "HugePages",
     "MemoryTier",

@@ -14,6 +14,7 @@ from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.slots import SlotPool
 from kvtier.types import Slot
 
+
 class Room(ABC):
     """Slots for ``num_slots`` blocks. What is in a slot is the index's business.
 
@@ -53,6 +54,33 @@ class Room(ABC):
     def longest_run(self) -> int:
         """Length of the longest run of neighbours that are free."""
         return self.num_free
+
+
+class DistantRoom(Room):
+    """Slots of memory that other processes have: all of them closed until these say so."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._slots = SlotPool(num_slots, num_open=0)
+
+    @property
+    def num_free(self) -> int:
+        return self._slots.num_free
+
+    @property
+    def num_open(self) -> int:
+        return self._slots.num_open
+
+    def open(self, num_open: int) -> None:
+        """The first ``num_open`` slots can be used from now on; never fewer than before."""
+        if num_open > self.num_open:
+            self._slots.open(num_open - self.num_open)
+
+    def allocate(self, num_slots: int) -> list[Slot] | None:
+        return self._slots.allocate(num_slots)
+
+    def free(self, slots: list[Slot]) -> None:
+        self._slots.free(slots)
 
 
 class MemoryTier(Room):

@@ -35,6 +35,7 @@ Call = Callable[[float], list[Outcome]]
 
 class LocalMover(Mover):
     """tiers: fastest first; the device copies between those in memory, and to the first one.
+    device: None where no tier is its memory, and nothing is to be copied between memories.
 
     clock: seconds, for scrubs and breakers.
     """
@@ -42,16 +43,15 @@ class LocalMover(Mover):
     def __init__(
         self,
         tiers: Mapping[str, MemoryTier | StorageTier],
-        device: Device,
+        device: Device | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._tiers = dict(tiers)
         self._memories = {k: tier for k, tier in tiers.items() if isinstance(tier, MemoryTier)}
         self._storages = {k: tier for k, tier in tiers.items() if isinstance(tier, StorageTier)}
         self.storages = {name: tier.facts for name, tier in self._storages.items()}
         self._fastest = next(iter(tiers))
         self._device = device
-        self._engine = TransferEngine(device)
+        self._engine = None if device is None else TransferEngine(device)
         self._clock = clock
         self._gates = {
             (name, way): _Gate(name, way, num_workers, clock)
@@ -63,7 +63,8 @@ class LocalMover(Mover):
 
     def start(self) -> None:
         """Start the threads now: they run on the cores of the thread that starts them."""
-        self._engine.start()
+        if self._engine is not None:
+            self._engine.start()
         for gate in self._gates.values():
             gate.lane.start()
 
@@ -72,6 +73,7 @@ class LocalMover(Mover):
     def begin(self, move: Move, urgent: bool = True) -> Job:
         src, dst = self._memories.get(move.src), self._memories.get(move.dst)
         if src is not None and dst is not None:
+            assert self._engine is not None, "nobody copies between memories here"
             if move.dst == self._fastest:
                 steps = stage_steps(src, move.src_slots, dst, move.dst_slots)
                 return self._engine.submit(steps, Direction.LOAD)
@@ -98,7 +100,7 @@ class LocalMover(Mover):
     def _blocks(self, memory: MemoryTier, slots: Sequence[Slot]) -> Callable[[], Pieces]:
         """Where blocks lie, for a worker's thread: it waits until what the device computes now, and
         may still use or make these blocks, is done."""
-        if memory is not self._memories.get(self._fastest):
+        if self._device is None or memory is not self._memories.get(self._fastest):
             return partial(memory.pieces, slots)
         fence = self._device.fence()
 
@@ -120,8 +122,9 @@ class LocalMover(Mover):
     def queued_s(self, route: Route, copy_s: Callable[[int], float]) -> float:
         gate = self._gates.get((route[0], "read"))
         if gate is None:
-            is_load = route[1] == self._fastest
-            return copy_s(self._engine.queued_bytes(Direction.LOAD)) if is_load else 0.0
+            if self._engine is None or route[1] != self._fastest:
+                return 0.0
+            return copy_s(self._engine.queued_bytes(Direction.LOAD))
         if gate.breaker.is_open:
             return inf
         # A disk that hangs looks as slow as it is.
@@ -190,15 +193,13 @@ class LocalMover(Mover):
     # -- end ---------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float) -> set[str]:
-        hanging = set() if self._engine.close(timeout_s) else set(self._memories)
+        is_over = self._engine is None or self._engine.close(timeout_s)
+        hanging = set() if is_over else set(self._memories)
         for (name, _), gate in self._gates.items():
             if not gate.lane.close(timeout_s):
                 hanging.add(name)
         if hanging & self._storages.keys():  # they may be reading into memory, or out of it
             hanging.update(self._memories)
-        for name, tier in self._tiers.items():
-            if name not in hanging:
-                tier.close()
         return hanging
 
 

@@ -112,5 +112,5 @@ class Mover(ABC):
 
     @abstractmethod
     def close(self, timeout_s: float) -> set[str]:
-        """Finish what was begun, as far as it ends in time, and close the tiers that nothing uses
-        any more. Returns the names of the others."""
+        """Finish what was begun, as far as it ends in time. Returns the names of the tiers that are
+        in use all the same: whoever owns them must leave them open."""

@@ -34,9 +34,9 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvtier.connectors.vllm.ascend import split_caches
 from kvtier.connectors.vllm.manager import Advice, TierManager
-from kvtier.connectors.vllm.orders import Order, Report
 from kvtier.connectors.vllm.spec import KvtierSpec
 from kvtier.connectors.vllm.worker import TierWorker
+from kvtier.transfer.ranks import Order, Report
 
 if TYPE_CHECKING:
     import torch
@@ -138,8 +138,8 @@ class KvtierConnector(OffloadingConnector):
         return _with(
             TierMetadata,
             theirs,
-            orders=self._manager.placement.take_orders(),
-            step=self._manager.judge.begin_step(time.monotonic(), _pieces(scheduler_output)),
+            orders=self._manager.take_orders(),
+            step=self._manager.steps.begin(time.monotonic(), _pieces(scheduler_output)),
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -147,7 +147,7 @@ class KvtierConnector(OffloadingConnector):
         if isinstance(meta, TierWorkerMetadata):
             self._manager.hear(meta.report)
             loads = meta.transfer_stats.load
-            self._manager.judge.observe_loads(loads.sizes, loads.time)
+            self._manager.observe_loads(loads.sizes, loads.time)
         super().update_connector_output(connector_output)
 
     # -- in a rank ---------------------------------------------------------------------------------
