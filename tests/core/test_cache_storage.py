@@ -26,7 +26,7 @@ def restarted(make_world: MakeWorld) -> World:
     shelf = Shelf()
     make_world(disk_blocks=30, shelf=shelf).serve(LONG)
     assert len(shelf.blocks) == 4
-    return make_world(disk_blocks=30, shelf=shelf)
+    return make_world(disk_blocks=30, shelf=shelf.copy())
 
 
 def keys(world: World, tokens: list[int]) -> list[BlockKey]:

@@ -18,6 +18,12 @@ class Shelf:
     def __init__(self) -> None:
         self.blocks: dict[BlockKey, bytes] = {}
 
+    def copy(self) -> Shelf:
+        """As a crash would leave it now."""
+        copied = Shelf()
+        copied.blocks.update(self.blocks)
+        return copied
+
 
 class MemoryStorage(StorageTier):
     """``num_blocks`` blocks on a shelf; another tier over the same shelf finds them.
