@@ -8,6 +8,7 @@ import struct
 import time
 from pathlib import Path
 from queue import Queue
+from threading import Event
 
 import pytest
 
@@ -165,8 +166,6 @@ def test_digest_does_not_depend_on_the_number_of_threads(tmp_path: Path) -> None
         opened.truncate(2 * PART_BYTES + 3)
     empty = tmp_path / "empty"
     empty.touch()
-    from threading import Event
-
     digests = [hash_files([file, empty], threads, Event()) for threads in (1, 2, 5)]
     assert digests[0] == digests[1] == digests[2]
     with file.open("r+b") as opened:
@@ -187,6 +186,12 @@ def test_files_that_changed_while_they_were_loaded_have_no_name(folder: Path) ->
         found.append(weights.settle())
     assert {each.basis for each in found} == {Basis.UNKNOWN}
     assert found[0].digest != found[1].digest, "nor the same one twice"
+
+
+def test_files_that_changed_before_all_was_read_have_no_name(folder: Path) -> None:
+    weights = Identification([folder])
+    overwrite(folder / "model-0.safetensors", 5, b"x")
+    assert weights.read().basis is Basis.UNKNOWN
 
 
 def test_remembered_files_that_changed_while_they_were_loaded_have_no_name(

@@ -40,6 +40,8 @@ class Basis(Enum):
     """This process has read all bytes."""
     REMEMBERED = "remembered"
     """The files look as they did when all bytes were read."""
+    GIVEN = "given"
+    """Somebody says so, who knows what can't be read."""
     UNKNOWN = "unknown"
     """Nobody can say what was loaded: a name that no other process has, nor had."""
 
