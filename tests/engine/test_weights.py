@@ -315,3 +315,24 @@ class _Unchecked(Identification):
 
 def _unchecked(memory: Memory, folders: list[Path], _: Memory) -> Identification:
     return _Unchecked(folders, memory, small_bytes=0)
+
+
+def test_weights_that_nobody_can_name_keep_their_kv_to_this_process(
+    tmp_path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_in(tmp_path / "model")
+    file = model / "model.safetensors"
+
+    class Touched(Identification):
+        """Somebody writes to the file while it is loaded."""
+
+        def settle(self) -> Identity:
+            os.utime(file, (5, 5))
+            return super().settle()
+
+    monkeypatch.setattr(models, "Identification", Touched)
+    for _ in range(2):
+        with Engine(config(model, tmp_path / "slab")) as engine:
+            assert ask(engine, prompt).num_cached_tokens == 0
+            assert ask(engine, prompt).hit_tokens == {DEVICE: CACHED}
+            assert engine.call(lambda: engine.cache.used_slots()[DISK]) == 0
