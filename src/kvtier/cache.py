@@ -310,6 +310,13 @@ class Cache:
         """Slots in use per tier."""
         return self._ladder.used_slots()
 
+    def let_archive(self, is_on: bool) -> None:
+        """Whether blocks are written to storage below the host tier, from now on. Off while it is
+        not sure whose they are; on again, what the host tier has by then is written, too."""
+        was_on, self._ladder.archives = self._ladder.archives, is_on
+        if is_on and not was_on:
+            self._ladder.archive_all()
+
     def clear(self, tier: str = DEVICE) -> None:
         """Evict every block that nobody holds from ``tier``, as if room were needed."""
         self._ladder.make_room(tier, self._index.num_held(tier))

@@ -56,6 +56,8 @@ class Ladder:
         self._blocks_per_piece = max(1, load_batch_bytes // self.pool.layout.group.bytes_per_block)
         self._clock = clock
         self._prefetches: set[Prefetch] = set()
+        self.archives = True
+        """Whether anything is written to storage."""
 
     @property
     def pool(self) -> MemoryTier:
@@ -254,7 +256,7 @@ class Ladder:
     def archive(self, blocks: Sequence[BlockId]) -> None:
         """Write blocks of the host tier to the storage below it: those worth a write by now."""
         name = self._storage_name
-        if name is None:
+        if name is None or not self.archives:
             return
         storage = self.tiers[name]
         assert isinstance(storage, StorageTier)
@@ -270,6 +272,13 @@ class Ladder:
         ]
         if wanted:
             self.store(wanted[: storage.num_welcome(len(wanted))], HOST)
+
+    def archive_all(self) -> None:
+        """``archive`` what the host tier has, in pieces."""
+        if self._storage_name is not None:
+            there = [node.block for node in self.index.nodes()]
+            for at in range(0, len(there), self._blocks_per_piece):
+                self.archive(there[at : at + self._blocks_per_piece])
 
     def _claimed(self, block: BlockId, name: str, storage: StorageTier) -> bool:
         """Whether storage has had the block since an earlier life; the index knows it now."""

@@ -199,6 +199,23 @@ def test_other_namespace_finds_nothing(worlds: list[World]) -> None:
     slab.close()
 
 
+def test_slab_is_left_alone_until_chunks_have_names(worlds: list[World]) -> None:
+    shelf = Shelf()
+    before = World(memory(4, shelf))
+    before.store(1)
+    before.slab.close()
+    world = _world(worlds, memory(4, shelf))
+    world.slab.digest = b""
+    assert world.slab.find(key_of(1)) is ChunkState.ABSENT
+    world.store(2)
+    assert world.load(1, 2) == []
+    world.slab.digest = DIGEST
+    assert world.slab.find(key_of(1)) is ChunkState.READY
+    assert world.slab.find(key_of(2)) is ChunkState.ABSENT
+    world.store(2)
+    assert world.load(1, 2) == [1, 2]
+
+
 # -- whatever goes wrong ---------------------------------------------------------------------------
 
 

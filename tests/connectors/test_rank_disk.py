@@ -31,7 +31,7 @@ class Rank:
         self.host = HostTier(GROUP, 8 * SIZE, self.device)
         options = DiskOptions(path=path, capacity_bytes=num_chunks * SIZE)
         self.tier = DiskTier(options, GROUP, self.host.ready_memory, system)
-        self.disk = RankDisk(self.tier, self.host, b"n" * 32)
+        self.disk = RankDisk(self.tier, self.host)
         self.num_orders = 0
 
     def fill(self, slot: int, value: int) -> None:
@@ -56,6 +56,7 @@ class Rank:
             tuple(map(Slot, slots)),
             depths,
             tuple(evicted or ()),
+            b"n" * 32,
         )
         self.disk.carry_out(order)
         while not (done := self.disk.take_done()):

@@ -115,7 +115,7 @@ class _Blocks:
     def __init__(self, engine: Engine, tier: str) -> None:
         self._cache: Cache = engine.cache
         self._info = engine.info
-        self._namespace = engine._namespace(salt="").digest
+        self._namespace = engine._namespace_of("")
         self._tier = self._cache._ladder.tiers[tier]
         self._names: dict[Slot, BlockName] = {}
         self.layout = named_layout("block_first", self._cache.group, 1)

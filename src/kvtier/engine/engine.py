@@ -8,6 +8,7 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from threading import Lock, Thread
 from types import TracebackType
@@ -35,6 +36,7 @@ from kvtier.engine.sampling import Sampler, SamplingParams
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import Closed, ConfigError, DeviceError
+from kvtier.identity import Basis, Identity
 from kvtier.keys import Namespace, grid_labels
 from kvtier.types import Label, Slot
 
@@ -89,14 +91,15 @@ class Engine:
             chunk_tokens=config.chunk_tokens,
             bytes_per_block=group.bytes_per_block,
         )
-        self._namespace = partial(
-            Namespace,
+        self._namespace = Namespace(
             model.name,
-            model.revision,
+            f"{model.identity.digest} {model.made_by}",
             group.dtype.value,
             group.fingerprint,
             config.block_size,
         )
+        self._identity = model.identity
+        self._weights = model.weights
         pool = KVPool(group, num_blocks, device, model.module.dtype)
         self._copier = copier
         self._cache = Cache(config.cache, copier, pool.tier())
@@ -116,6 +119,10 @@ class Engine:
         self._closing = False
         self._stop = False
         self._warm_up()
+        # What is stored under a name that may be wrong outlives the moment when that is found out.
+        self._cache.let_archive(model.identity.basis is Basis.READ)
+        if self._weights is not None and model.identity.basis is Basis.REMEMBERED:
+            self._weights.check(lambda found: self._inbox.put(partial(self._hear, found)))
 
     # -- for callers on any thread ----------------------------------------------------------------
 
@@ -142,7 +149,7 @@ class Engine:
         request = Request(
             prompt=list(prompt),
             params=params,
-            namespace=self._namespace(salt=salt).digest,
+            salt=salt,
             labels=labels,
             on_token=on_token,
             on_done=partial(self._note_done, on_done),
@@ -236,6 +243,8 @@ class Engine:
             self._wake()
             self._thread.join()
         atexit.unregister(self.close)
+        if self._weights is not None:
+            self._weights.stop()
         self._take_in(wait=False)
         self._scheduler.abort_all()
         self._cache.close()
@@ -262,8 +271,8 @@ class Engine:
     def _serve(self) -> None:
         is_busy = False
         while not self._stop:
-            self._take_in(wait=not is_busy)
             try:
+                self._take_in(wait=not is_busy)
                 is_busy = self._scheduler.step()
             except Exception as error:  # a broken promise inside: nobody may wait for ever
                 logger.exception("step failed")
@@ -289,9 +298,31 @@ class Engine:
                 return
             wait = False
             if isinstance(item, Request):
+                item.namespace = self._namespace_of(item.salt)
                 self._scheduler.waiting.append(item)
             elif item is not None:
                 item()
+
+    def _namespace_of(self, salt: str) -> bytes:
+        return replace(self._namespace, salt=salt).digest
+
+    def _hear(self, found: Identity) -> None:
+        """All bytes of the weights were read: they are those that were remembered, or they are not.
+
+        Then nobody knows whose KV was loaded under that name: it is not looked at again, and this
+        process keeps what it computes to itself.
+        """
+        if found.digest == self._identity.digest:
+            self._cache.let_archive(True)
+            return
+        logger.error(
+            "the weights are not those that were remembered: KV on disk is not used any more, and "
+            "requests that had some begin anew; restart to use it again"
+        )
+        revision = self._namespace.revision.replace(self._identity.digest, found.digest)
+        self._identity = found
+        self._namespace = replace(self._namespace, revision=revision)
+        self._scheduler.rename(self._namespace_of)
 
     def _wake(self) -> None:
         self._inbox.put(None)

@@ -213,6 +213,9 @@ class TierManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         self.placement.clear()
+        if self.placement.has_disk:
+            self.names.disown()
+            self.attend()
         for visit in self._visits.values():
             visit.limit = None
             visit.used.clear()
@@ -232,10 +235,15 @@ class TierManager(OffloadingManager):
             stats.set_gauge(ROOM.name, index.capacity, (tier,))
         return stats
 
+    def shutdown(self) -> None:
+        if self.placement.has_disk:
+            self.names.close()
+
     # -- to wait or not ----------------------------------------------------------------------------
 
     def begin_look_up(self, request_id: str) -> None:
         """A request is about to ask for its chunks, from the first one on."""
+        self.attend()
         self._visits[request_id].places.clear()
 
     def advise(self, request_id: str, first: int, num_tokens: int) -> Advice:
@@ -301,6 +309,11 @@ class TierManager(OffloadingManager):
         return max(0, end // min(self._shape.tokens_per_chunk) - 1)
 
     # -- what the connector tells ------------------------------------------------------------------
+
+    def attend(self) -> None:
+        """See whether it is known by now what chunks are called."""
+        if self.placement.has_disk:
+            self.placement.namespace = self.names.digest or None
 
     def keep_off_disk(self, request_id: str) -> None:
         """A request's chunks are named by what another process may call something else: an adapter,

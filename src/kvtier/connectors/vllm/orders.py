@@ -25,7 +25,8 @@ class Order:
     """Every rank does the same with its shard of the same chunks.
 
     keys: the chunks. slots: theirs in host memory, one per key; none for ``FORGET``. depths: place
-    of each chunk in its prompt. evicted: chunks that leave the disk first, to make room.
+    of each chunk in its prompt. evicted: chunks that leave the disk first, to make room. namespace:
+    digest of what the chunks belong to.
     """
 
     order_id: int
@@ -34,6 +35,7 @@ class Order:
     slots: tuple[Slot, ...] = ()
     depths: tuple[int, ...] = ()
     evicted: tuple[BlockKey, ...] = ()
+    namespace: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,9 @@ class Placement:
         num_disk_ranks: int = 1,
         num_moving: int = 64,
     ) -> None:
+        self.namespace: bytes | None = b""
+        """Digest of what chunks on disk belong to; while it is None nobody knows what they are
+        called, and the disk is left alone."""
         self.host = HostIndex(num_host_slots)
         self.disk = ChunkIndex(num_disk_chunks)
         self._num_not_demoted = 0
@@ -101,7 +104,8 @@ class Placement:
     @property
     def is_moving(self) -> bool:
         """Something is on its way, or should be."""
-        return bool(self._moving or self._orders or self._waiting)
+        waits = self._waiting and self.namespace is not None
+        return bool(self._moving or self._orders or waits)
 
     @property
     def num_promoting(self) -> int:
@@ -117,7 +121,7 @@ class Placement:
                 return Place.HOST
             case ChunkState.WRITING:
                 return Place.ARRIVING
-        if not self.has_disk:
+        if not self.has_disk or self.namespace is None:
             return Place.NOWHERE
         if not self.is_complete:
             return Place.UNKNOWN
@@ -131,7 +135,7 @@ class Placement:
     def touch(self, keys: Collection[bytes]) -> None:
         """They were used just now, in prompt order."""
         self.host.touch(keys)
-        if self.has_disk:
+        if self.has_disk and self.namespace is not None:
             self.disk.touch([self._name(key) for key in keys])
 
     # -- between device and host -------------------------------------------------------------------
@@ -213,6 +217,8 @@ class Placement:
         return orders
 
     def _demote(self) -> None:
+        if self.namespace is None:
+            return
         on_the_way = sum(
             len(each.keys) for each in self._moving.values() if each.order.move is Move.DEMOTE
         )
@@ -247,6 +253,7 @@ class Placement:
             tuple(self.host.slots(keys)),
             tuple(depths),
             tuple(map(BlockKey, evicted)),
+            self.namespace or b"",
         )
         self._orders.append(order)
         self._moving[order.order_id] = _Moving(order, keys, self._num_disk_ranks)

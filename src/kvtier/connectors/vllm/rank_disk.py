@@ -39,18 +39,15 @@ class _UnderWay:
 class RankDisk:
     """Owned by one thread; a thread of its own reads, another one writes.
 
-    host: where chunks come from and go to; its blocks are as large as those of ``tier``. namespace:
-    digest of what the chunks belong to. bytes_per_s: at most; 0 for as fast as it goes. Which slot
-    of the disk a chunk is in, is known here only.
+    host: where chunks come from and go to; its blocks are as large as those of ``tier``.
+    bytes_per_s: at most; 0 for as fast as it goes. Which slot of the disk a chunk is in, is known
+    here only.
     """
 
-    def __init__(
-        self, tier: DiskTier, host: MemoryTier, namespace: bytes, bytes_per_s: int = 0
-    ) -> None:
+    def __init__(self, tier: DiskTier, host: MemoryTier, bytes_per_s: int = 0) -> None:
         self._tier = tier
         self._blocks = ThrottledTier(tier, bytes_per_s) if bytes_per_s else tier
         self._host = host
-        self._namespace = namespace
         found = tier.unclaimed_keys()
         self._slot_of = dict(zip(found, tier.claim(found), strict=False))
         self.found = tuple(self._slot_of)
@@ -109,7 +106,7 @@ class RankDisk:
             self._done[order.order_id] = Done(frozenset(range(len(order.keys))))
             return
         names = [
-            BlockName(self._namespace, depth, key)
+            BlockName(order.namespace, depth, key)
             for key, depth in zip(order.keys, order.depths, strict=True)
         ]
         work = partial(self._store, names[: len(slots)], slots, order.slots[: len(slots)])

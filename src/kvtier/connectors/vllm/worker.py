@@ -49,7 +49,7 @@ class TierWorker(OffloadingWorker):
     """Copies what the scheduler asks for, each direction on a thread and a stream of its own.
 
     A store starts after the compute that was queued when it was submitted, a load after what may
-    still read the blocks that it overwrites. namespace: digest of what chunks belong to.
+    still read the blocks that it overwrites.
 
     vLLM hears of every copy as done; of those that failed, ``take_failed_loads`` and
     ``take_report`` tell.
@@ -62,7 +62,6 @@ class TierWorker(OffloadingWorker):
         room: Room,
         blocks_per_chunk: int,
         rank: int,
-        namespace: bytes,
     ) -> None:
         self._device = device
         self._blocks_per_chunk = blocks_per_chunk
@@ -79,7 +78,7 @@ class TierWorker(OffloadingWorker):
             except BaseException:
                 self._host.close()  # shared memory would stay when the process has gone
                 raise
-            self._disk = RankDisk(tier, self._host, namespace, room.bytes_per_s)
+            self._disk = RankDisk(tier, self._host, room.bytes_per_s)
             _log(tier.findings())
         self._engine = TransferEngine(device)
         self._engine.start()
