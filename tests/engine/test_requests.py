@@ -196,5 +196,5 @@ def test_one_waits_for_another_without_a_host_tier(make: Make, policy: PrefetchP
 
 def test_default_settings_serve_more_than_run_at_once(make: Make) -> None:
     engine = make(EngineConfig(max_running=1, threads=1, device_capacity="32MiB"))
-    handles = [engine.submit([5 + at] * 40, SamplingParams(max_tokens=2)) for at in range(4)]
+    handles = [engine.submit([5 + at] * 200, SamplingParams(max_tokens=2)) for at in range(4)]
     assert {each.result(60).finish_reason for each in handles} <= {"length", "stop"}
