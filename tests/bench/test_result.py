@@ -115,7 +115,7 @@ def test_loss_is_the_worse_of_both_ratios() -> None:
         (1.05, 10, 3500, False, "not met (from fewer runs than the target's)"),
         (1.001, 5, 3500, None, "too few runs to tell (from fewer runs than the target's)"),
         (1.09, 5, 3500, None, "too few runs to tell (from fewer runs than the target's)"),
-        (1.09, 40, 1200, None, "too small a size to tell (with shorter prompts than the target's)"),
+        (1.09, 40, 1200, None, "too small a run to tell (with shorter prompts than the target's)"),
     ],
 )
 def test_target_is_met_or_not_only_where_the_runs_can_tell(
@@ -185,7 +185,7 @@ def test_equal_logits_at_a_smaller_size_prove_less_and_different_ones_as_much() 
         for unequal in (0, 1)
     )
     assert (equal.met, different.met) == (None, False)
-    assert "too small a size to tell" in target_words(equal)
+    assert "too small a run to tell" in target_words(equal)
 
 
 def test_source_of_a_request_is_where_most_tokens_came_from() -> None:
@@ -260,3 +260,10 @@ def test_other_logits_behind_a_load_are_an_error() -> None:
     result = samples.serve_result(overlap=samples.overlap(same=False))
     assert not result.correct
     assert verdicts(result)[0].good is False
+
+
+def test_share_saved_is_told_where_there_are_requests_enough() -> None:
+    found = verdicts(samples.serve_result(ttft=samples.ttft(num_prompts=12, from_device=4)))
+    figures = {each.title: each.figure for each in found}
+    assert figures["From device memory"] == "25\u00a0ms"
+    assert figures["From host memory"] == "40\u00a0ms (\u221296.0\u00a0%)"

@@ -120,7 +120,9 @@ def _bars(result: TtftResult | None) -> list[Bar]:
         if summary is None:
             continue
         saved = None if place == COLD else result.reduction_from(place)
-        change = "" if saved is None else percent(-saved.value, signed=True)
+        change = ""
+        if saved is not None and saved.is_bounded:
+            change = percent(-saved.value, signed=True)
         width = round(100 * summary.mean / longest, 2)
         bars.append(Bar(place, PLACES[place], milliseconds(summary.mean), change, width))
     return bars

@@ -33,6 +33,7 @@ G3_TARGET = 0.08
 SMALLER = "at a smaller size than the target's"
 FEWER = "from fewer runs than the target's"
 SHORTER = "with shorter prompts than the target's"
+FEWER_OR_SHORTER = "with fewer or shorter prompts than the target's"
 OTHER_MIX = "with another mix of tiers than the target's"
 
 
@@ -203,7 +204,7 @@ def _accuracy_target(result: AccuracyResult, attention: str) -> Target:
         exactly(result.share),
         1.0,
         at_least=True,
-        deviation="" if result.full_size else SMALLER,
+        deviation="" if result.full_size else FEWER_OR_SHORTER,
         comparable=result.full_size or result.share < 1,
     )
 

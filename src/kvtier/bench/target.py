@@ -10,7 +10,7 @@ from kvtier.bench.stats import Estimate, rounded
 
 DIGITS = 4
 """Figures are compared as they are printed."""
-TOO_SMALL = "too small a size to tell"
+TOO_SMALL = "too small a run to tell"
 
 
 def is_met(found: Estimate, wanted: float, at_least: bool) -> bool | None:
@@ -72,8 +72,9 @@ def wanted(target: Target) -> str:
 
 
 def target_figure(target: Target) -> str:
-    """ "95.3 %"; nothing where nothing could be said."""
-    return percent(target.found.value) if target.found.is_bounded else ""
+    """ "95.3 %"; nothing where the figure may be on either side of the target."""
+    is_told = target.met is not None or target.found.low == target.found.high
+    return percent(target.found.value) if is_told else ""
 
 
 def target_interval(target: Target) -> str:
@@ -88,7 +89,7 @@ def target_words(target: Target) -> str:
     """ "T1: 95.3 % (95 % sure: 95.1 % to 95.5 %), wanted at least 95.0 %: met"."""
     figure, interval = target_figure(target), target_interval(target)
     if interval:
-        figure = f"{figure} ({interval})"
+        figure = f"{figure} ({interval})" if figure else interval
     remark = f" ({target.deviation})" if target.deviation else ""
     said = f"{figure}, wanted" if figure else "wanted"
     return f"{target.target_id}: {said} {wanted(target)}: {target.outcome}{remark}"

@@ -112,8 +112,8 @@ def _ttft(result: TtftResult) -> list[Verdict]:
     found = [
         Verdict(
             "Time to first token",
-            f"{milliseconds(first.mean)} \N{RIGHTWARDS ARROW} {milliseconds(second.mean)} "
-            f"({percent(-result.reduction.value, signed=True)})",
+            f"{milliseconds(first.mean)} \N{RIGHTWARDS ARROW} {milliseconds(second.mean)}"
+            f"{in_brackets(result.reduction)}",
             f"Mean without the cache, and mean of a second pass served {shares}.",
         )
     ]
@@ -123,7 +123,7 @@ def _ttft(result: TtftResult) -> list[Verdict]:
             found.append(
                 Verdict(
                     PLACES[tier],
-                    f"{milliseconds(summary.mean)} ({percent(-saved.value, signed=True)})",
+                    f"{milliseconds(summary.mean)}{in_brackets(saved)}",
                     f"{counted(len(result.times_from(tier)), 'request')}: half of them took at "
                     f"most {milliseconds(summary.p50)}, {_slow_ones(summary)}.",
                 )
@@ -163,6 +163,11 @@ def _accuracy(result: AccuracyResult) -> list[Verdict]:
             good=all_noticed,
         ),
     ]
+
+
+def in_brackets(saved: Estimate) -> str:
+    """ " (-95.3 %)" where enough was measured to say so."""
+    return f" ({percent(-saved.value, signed=True)})" if saved.is_bounded else ""
 
 
 def _slow_ones(summary: Summary) -> str:
