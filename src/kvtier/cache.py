@@ -24,6 +24,7 @@ from kvtier.lease import Lease
 from kvtier.plan import Costs, Plan, plan_load
 from kvtier.plugins import load_plugin
 from kvtier.prefetch import Prefetch
+from kvtier.process import OwnerProcess
 from kvtier.telemetry import Metrics
 from kvtier.tiers import ArenaOptions, DeviceTier, HostTier, StorageTier, Tier
 from kvtier.tiers.disk import DiskOptions, DiskTier
@@ -57,6 +58,7 @@ class Cache:
         self._clock = clock
         self._weighs_costs = config.load_policy is LoadPolicy.AUTO
         self._leases: set[Lease] = set()
+        self._process = OwnerProcess()
         self._closed = False
         make_policy = _policy_factory(config.eviction_policy)
         self._ladder = Ladder(
@@ -235,6 +237,7 @@ class Cache:
     def _must_be_open(self) -> None:
         if self._closed:
             raise Closed("the cache is closed; make a new one")
+        self._process.must_be_here("the cache")
 
     def _use(self, lease: Lease, first: int) -> None:
         """The lease's blocks from ``first`` on were used: note it, store what the policy wants."""
@@ -330,10 +333,12 @@ class Cache:
         return [*self._device.findings(), index, *lines]
 
     def close(self) -> None:
-        """Finish the copies on their way and give the tiers back. Safe to call twice."""
+        """Finish the copies on their way and give the tiers back. Safe to call twice, and in a
+        forked child, where nothing happens: all of it is the parent's."""
         if not self._closed:
             self._closed = True
-            self._ladder.close()
+            if self._process.is_here:
+                self._ladder.close()
 
     def _check(self) -> None:
         if self.config.strict:

@@ -14,7 +14,7 @@ from kvtier.prefetch import Prefetch
 from kvtier.telemetry import Metrics
 from kvtier.tiers import MemoryTier, StorageTier, Tier
 from kvtier.traffic import Traffic
-from kvtier.types import DEVICE, HOST, BlockId, BlockKey, Label, Match, Slot
+from kvtier.types import DEVICE, BlockId, BlockKey, Label, Match, Slot
 from kvtier.waiter import Transfer
 
 STORABLE = (State.READY, State.EVICTING)
@@ -56,6 +56,11 @@ class Ladder:
         self._blocks_per_piece = max(1, load_batch_bytes // self.pool.layout.group.bytes_per_block)
         self._clock = clock
         self._prefetches: set[Prefetch] = set()
+        names, is_storage = list(tiers), [isinstance(tier, StorageTier) for tier in tiers.values()]
+        first = is_storage.index(True) if any(is_storage) else None
+        self._storage = None if first is None else names[first]
+        # The tier that blocks from storage pass through on their way to the device.
+        self._staging = names[first - 1] if first is not None and first > 1 else None
         self.archives = True
         """Whether anything is written to storage."""
 
@@ -85,8 +90,8 @@ class Ladder:
 
     @property
     def num_staging_slots(self) -> int:
-        """Blocks that could be brought from storage at a time: room for them in host memory."""
-        return self.num_available(HOST) if HOST in self.tiers else 0
+        """Blocks that could be brought from storage at a time: room for them on their way."""
+        return 0 if self._staging is None else self.num_available(self._staging)
 
     def allocate(self, num_slots: int) -> list[Slot] | None:
         """Device slots, after evicting what has to go; None when that is not enough.
@@ -161,28 +166,28 @@ class Ladder:
     def fetch_ahead(self, match: Match, num_reused_blocks: int) -> None:
         """Read a piece of what was not worth waiting for, where storage has nothing else to do: the
         next request finds it in host memory, and the planner learns how long a read takes now."""
-        name = self._storage_name
-        if name is not None and self.traffic.is_idle(name):
+        name = self._storage
+        if name is not None and self._staging is not None and self.traffic.is_idle(name):
             left = match.blocks[num_reused_blocks:], match.tiers[num_reused_blocks:]
             there = [block for block, tier in zip(*left, strict=True) if tier == name]
-            room = min(self._blocks_per_piece, self.num_available(HOST))
+            room = min(self._blocks_per_piece, self.num_available(self._staging))
             self.promote(there[:room], name, urgent=False)
 
     def prefetch(self, match: Match, deadline: float) -> Prefetch | None:
         """Begin to read what only storage has of a match, and hold it in host memory together with
         what is there already. None while others hold too much of that memory."""
-        name = self._storage_name
-        if name is None:
-            return Prefetch(self.index, HOST, (), deadline)
+        name, staging = self._storage, self._staging
+        if name is None or staging is None:
+            return Prefetch(self.index, DEVICE, (), deadline)  # there is nothing to read
         there = list(zip(match.blocks, match.tiers, strict=True))
-        wanted = [block for block, tier in there if tier in (HOST, name)]
-        limit = int(self.tiers[HOST].num_open * PREFETCH_SHARE)
+        wanted = [block for block, tier in there if tier in (staging, name)]
+        limit = int(self.tiers[staging].num_open * PREFETCH_SHARE)
         num_held = sum(len(each.blocks) for each in self._prefetches)
         if num_held and num_held + len(wanted) > limit:
             return None
-        prefetch = Prefetch(self.index, HOST, wanted[:limit], deadline)
+        prefetch = Prefetch(self.index, staging, wanted[:limit], deadline)
         missing = [block for block, tier in there if tier == name and block in prefetch.blocks]
-        room = self.num_available(HOST)
+        room = self.num_available(staging)
         for leg, _ in self.promote(missing[:room], name, urgent=False):
             prefetch.wait_for(leg)
         self._prefetches.add(prefetch)
@@ -193,12 +198,6 @@ class Ladder:
         self._prefetches.discard(prefetch)
         for transfer in prefetch.end():
             self.traffic.withdraw(transfer)
-
-    @property
-    def _storage_name(self) -> str | None:
-        """The storage tier below the host tier."""
-        name = self.below(HOST) if HOST in self.tiers else None
-        return name if name and isinstance(self.tiers[name], StorageTier) else None
 
     def _begin_promotion(self, copy: Copy, urgent: bool) -> Transfer:
         room = self.tiers[copy.dst]
@@ -255,13 +254,13 @@ class Ladder:
 
     def archive(self, blocks: Sequence[BlockId]) -> None:
         """Write blocks of the host tier to the storage below it: those worth a write by now."""
-        name = self._storage_name
-        if name is None or not self.archives:
+        name, staging = self._storage, self._staging
+        if name is None or staging is None or not self.archives:
             return
         storage = self.tiers[name]
         assert isinstance(storage, StorageTier)
         there = self.index.states_of(blocks, name)
-        here = self.index.states_of(blocks, HOST)
+        here = self.index.states_of(blocks, staging)
         wanted = [
             block
             for block, below, above in zip(blocks, there, here, strict=True)
@@ -271,11 +270,11 @@ class Ladder:
             and not self._claimed(block, name, storage)
         ]
         if wanted:
-            self.store(wanted[: storage.num_welcome(len(wanted))], HOST)
+            self.store(wanted[: storage.num_welcome(len(wanted))], staging)
 
     def archive_all(self) -> None:
         """``archive`` what the host tier has, in pieces."""
-        if self._storage_name is not None:
+        if self._storage is not None:
             there = [node.block for node in self.index.nodes()]
             for at in range(0, len(there), self._blocks_per_piece):
                 self.archive(there[at : at + self._blocks_per_piece])

@@ -15,7 +15,7 @@ from kvtier.plan import Copy, CostModel, Costs
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Addresses, LoadResult, MemoryTier, StorageTier, Tier
 from kvtier.transfer import Job, Lane, TransferEngine, stage, stage_steps
-from kvtier.types import DEVICE, HOST, BlockId, BlockKey, BlockName, Slot
+from kvtier.types import DEVICE, BlockId, BlockKey, BlockName, Slot
 from kvtier.waiter import Transfer
 
 logger = logging.getLogger(__name__)
@@ -260,7 +260,9 @@ class Traffic:
             if not self.wait(CLOSE_WAIT_S):
                 break
             self.poll()
-        hanging = set() if self._engine.close(CLOSE_WAIT_S) else {DEVICE, HOST}
+        hanging: set[str] = set()
+        if not self._engine.close(CLOSE_WAIT_S):
+            hanging |= {name for name, tier in self._tiers.items() if isinstance(tier, MemoryTier)}
         hanging |= {name for (name, _), lane in self._lanes.items() if not lane.close(CLOSE_WAIT_S)}
         if hanging:
             logger.warning("left behind tiers=%s after_s=%.0f", sorted(hanging), CLOSE_WAIT_S)

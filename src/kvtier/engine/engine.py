@@ -38,6 +38,7 @@ from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import Closed, ConfigError, DeviceError
 from kvtier.identity import Basis, Identity
 from kvtier.keys import Namespace, grid_labels
+from kvtier.process import OwnerProcess
 from kvtier.types import Label, Slot
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class Engine:
         )
         self._inbox: queue.SimpleQueue[Request | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = Lock()
+        self._process = OwnerProcess()
         self._num_unfinished = 0
         self._thread: Thread | None = None
         self._closing = False
@@ -139,8 +141,9 @@ class Engine:
 
         on_token, on_done: called on the engine thread; they must return fast.
         Raises ``RequestError`` for input that can't be served, ``EngineBusy`` when the queue is
-        full, ``Closed`` after ``close``.
+        full, ``Closed`` after ``close`` and in a forked child.
         """
+        self._process.must_be_here("the engine")
         params = params or SamplingParams()
         self._refuse_bad(prompt, params)
         labels: Sequence[Label] = ()
@@ -168,6 +171,7 @@ class Engine:
 
     def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the engine thread, between two steps, and give its result."""
+        self._process.must_be_here("the engine")
         if self._thread is None or not self._thread.is_alive():
             return function()
         future: Future[T] = Future()
@@ -222,6 +226,7 @@ class Engine:
 
     def start(self) -> None:
         """Begin to serve."""
+        self._process.must_be_here("the engine")
         if self._closing:
             raise Closed("the engine is closed; make a new one")
         if self._thread is None:
@@ -230,7 +235,12 @@ class Engine:
             atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Take no more requests, let running ones go on for ``grace_s``, abort the rest, stop."""
+        """Take no more requests, let running ones go on for ``grace_s``, abort the rest, stop.
+
+        Nothing happens in a forked child, which comes here when it exits.
+        """
+        if not self._process.is_here:
+            return
         with self._lock:
             if self._closing:
                 return

@@ -8,8 +8,10 @@ import os
 import time
 from pathlib import Path
 from typing import Final
+from weakref import WeakSet
 
 from kvtier.errors import ConfigError
+from kvtier.process import OwnerProcess
 
 DATA: Final = "data.slab"
 JOURNAL: Final = "journal"
@@ -51,9 +53,13 @@ def open_data(path: Path, flags: int) -> tuple[int, bool]:
 
 
 class OwnerLock:
-    """One owner per slab: held from construction to ``close``, or until the process ends."""
+    """One owner per slab: held from construction to ``close``, or until the process ends.
+
+    A forked child is no owner: it lets go of its copy at once, or the lock would outlive the owner.
+    """
 
     def __init__(self, folder: Path) -> None:
+        self.process = OwnerProcess()
         fd = open_file(folder / LOCK, os.O_RDWR | os.O_CREAT)
         for attempt in range(_LOCK_TRIES):
             try:
@@ -71,13 +77,28 @@ class OwnerLock:
         self._fd = fd
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} ({_command()})\n".encode(), 0)
+        _held.add(self)
 
     def close(self) -> None:
-        """Let the next owner in."""
-        if self._fd >= 0:
+        """Let the next owner in. In a forked child it stays with its owner."""
+        if self._fd < 0:
+            return
+        if self.process.is_here:
             os.ftruncate(self._fd, 0)
-            os.close(self._fd)
-            self._fd = -1
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # closing would not do: a child may have a copy
+        os.close(self._fd)
+        self._fd = -1
+
+
+_held: WeakSet[OwnerLock] = WeakSet()
+
+
+def _let_go() -> None:
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def owner_of(folder: Path) -> str | None:

@@ -40,7 +40,8 @@ Bools = npt.NDArray[np.bool_]
 
 class Slab:
     """Made by ``opening.open_slab``. Safe to use from several threads, but for ``compact`` and
-    ``close``; changes raise ``OSError`` where the system refuses, and have not happened then.
+    ``close``; changes raise ``OSError`` where the system refuses, and have not happened then, and
+    ``Closed`` in a forked child.
 
     Each change is in the journal first and in ``_table`` then; what was appended is read back by
     the next owner, and nothing else is.
@@ -171,6 +172,7 @@ class Slab:
     def _append(self, records: Records) -> None:
         if not len(records):
             return
+        self._owner.process.must_be_here("the slab")
         records["seq"] = np.arange(self._next_seq, self._next_seq + len(records))
         seal(records)
         self._journal.append(records)
@@ -278,9 +280,12 @@ class Slab:
         self._write_superblock(self.superblock.generation)
 
     def close(self, clean: bool = True) -> None:
-        """Give the files back. clean: everything is on the medium, and a restart may believe it."""
+        """Give the files back. clean: everything is on the medium, and a restart may believe it.
+
+        In a forked child nothing is written: the owner goes on.
+        """
         try:
-            if clean and not self._journal.is_broken:
+            if clean and self._owner.process.is_here and not self._journal.is_broken:
                 self._system.sync(self.data_fd)
                 self._journal.sync()
                 self._write_superblock(self.superblock.generation, is_clean=True)
