@@ -58,7 +58,8 @@ def test_files_are_for_this_user_only(tmp_path: Path) -> None:
             }
     finally:
         os.umask(before)
-    assert modes == dict.fromkeys(("data.slab", "journal", "superblock", "flock"), 0o600)
+    names = ("data.slab", "journal", "journal.new", "superblock", "trust", "flock")
+    assert modes == dict.fromkeys(names, 0o600)
 
 
 def test_capacity_is_reserved_when_the_slab_is_opened(tmp_path: Path) -> None:
@@ -67,6 +68,8 @@ def test_capacity_is_reserved_when_the_slab_is_opened(tmp_path: Path) -> None:
         assert data.st_size == 32 * SLOT_BYTES
         assert data.st_blocks * 512 >= 32 * SLOT_BYTES
         assert here.tier.name == DISK
+        for name in ("journal", "journal.new"):
+            assert (here.options.path / name).stat().st_blocks * 512 >= 64 * (32 + 4096)
 
 
 def test_capacity_below_one_block_is_refused(tmp_path: Path) -> None:

@@ -152,16 +152,21 @@ class StorageTier(Tier):
         and ``allocate`` drops them when it needs the room.
     Outcomes and errors
         a block that could not be stored or loaded is an outcome per block, not an error. A tier
-        that fails again and again switches itself off: then nothing is stored or loaded, and
-        serving goes on.
+        that fails again and again stops itself for a while: then nothing is stored, or nothing is
+        loaded, and serving goes on.
     """
 
     bytes_per_block: int
 
     @property
-    def is_off(self) -> bool:
-        """Whether the tier has switched itself off."""
-        return False
+    def can_load(self) -> bool:
+        """Whether it makes sense to load now; otherwise all of it would fail, at once."""
+        return True
+
+    @property
+    def can_store(self) -> bool:
+        """The same for storing."""
+        return True
 
     @property
     @abstractmethod
@@ -193,6 +198,6 @@ class StorageTier(Tier):
     def num_welcome(self, num_blocks: int) -> int:
         """How many of ``num_blocks`` new blocks may be written now; the answer uses them up.
 
-        For tiers that writing wears out, or that are switched off.
+        For tiers that writing wears out, or that can't be written to now.
         """
         return num_blocks

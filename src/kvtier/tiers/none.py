@@ -17,7 +17,8 @@ class NoStorage(StorageTier):
     num_slots = 0
     num_free = 0
     num_unclaimed = 0
-    is_off = True
+    can_load = False
+    can_store = False
 
     def __init__(self, group: KVGroup) -> None:
         self.bytes_per_block = group.bytes_per_block

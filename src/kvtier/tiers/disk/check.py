@@ -150,7 +150,7 @@ def _read(
 
 def _repair(folder: Path, checked: _Checked, system: DiskSystem) -> int:
     """Returns how many quarantined slots were given back."""
-    slab = open_slab(folder, None, system)
+    slab = open_slab(folder, system)
     is_done = False
     try:
         unreadable = checked.live[checked.live_done < 0]

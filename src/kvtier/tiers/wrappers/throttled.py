@@ -74,6 +74,14 @@ class ThrottledTier(StorageTier):
     def num_unclaimed(self) -> int:
         return self._inner.num_unclaimed
 
+    @property
+    def can_load(self) -> bool:
+        return self._inner.can_load
+
+    @property
+    def can_store(self) -> bool:
+        return self._inner.can_store
+
     def allocate(self, num_slots: int) -> list[Slot] | None:
         return self._inner.allocate(num_slots)
 

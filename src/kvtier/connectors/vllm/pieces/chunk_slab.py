@@ -149,7 +149,7 @@ class ChunkSlab:
         following: chunks that will be asked for next; they are claimed along with it, which is
         cheaper than one by one.
         """
-        if self._tier.is_off:
+        if not self._tier.can_load:
             return ChunkState.ABSENT
         chunk = self._chunks.get(key)
         if chunk is None and self._tier.num_unclaimed and self._claim([key]):
@@ -287,8 +287,8 @@ class ChunkSlab:
 
     def _make_room(self, new: Sequence[bytes], wanted: Container[bytes]) -> list[Slot]:
         """Slots for the first of ``new``, as many as there is room for, after others have left."""
-        is_off = self._tier.is_off or not self.digest
-        room = 0 if is_off else min(len(new), self._most_queued - self._num_queued)
+        may_store = self._tier.can_store and self.digest
+        room = min(len(new), self._most_queued - self._num_queued) if may_store else 0
         missing = max(0, room - self._tier.num_free)
         leaving = self._oldest(missing, wanted)
         room -= missing - len(leaving)
