@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtier.cli.failure import fail
-from kvtier.errors import CacheError
+from kvtier.errors import CacheError, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -73,19 +73,20 @@ def describe_layout(description: str) -> str:
             if isinstance(parts, str)
             else ", ".join(f"{p['name']} {p['num_heads']}×{p['dim']}" for p in parts)
         )
-        return (
+        return printable(
             f"{fields['attention']} attention, {fields['num_layers']} layers, {names}, "
             f"{fields['dtype']}, {fields['block_size']} tokens per block"
         )
-    except (ValueError, KeyError, TypeError):
-        return description
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return description  # not by kvtier, perhaps
 
 
 def _summary(report: SlabReport, now: float) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"slab {report.path}", title_justify="left", show_header=False)
+    title = Text(f"slab {printable(report.path)}")
+    table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     filled = report.num_blocks / report.num_slots if report.num_slots else 0.0

@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import time
 from pathlib import Path
 from typing import Final
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, printable
 
 DATA: Final = "data.slab"
 JOURNAL: Final = "journal"
@@ -36,8 +37,17 @@ def make_folder(path: Path) -> None:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Open or create a file for this user only; never through a link."""
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    """Open or create a file for this user only; never through a link, and nothing but a file.
+
+    ``OSError`` where it is something else, a pipe for instance, which is not waited for.
+    """
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        what = "this is no file but a directory, pipe or device; remove it"
+        raise OSError(errno.ENOTSUP, what, str(path))
+    os.set_blocking(fd, True)  # an engine is to wait for blocks, in the kernel
+    return fd
 
 
 def open_data(path: Path, flags: int) -> tuple[int, bool]:
@@ -61,10 +71,10 @@ class OwnerLock:
                 break
             except BlockingIOError as error:
                 if attempt == _LOCK_TRIES - 1:
-                    owner = os.pread(fd, 200, 0).decode("utf-8", "replace").strip()
+                    owner = _owner(fd)
                     os.close(fd)
                     raise ConfigError(
-                        f"disk tier: {folder} is in use by {owner or 'another process'}; "
+                        f"disk tier: {folder} is in use by {owner}; "
                         "stop that one, or choose another path"
                     ) from error
                 time.sleep(_LOCK_PAUSE_S)
@@ -89,10 +99,16 @@ def owner_of(folder: Path) -> str | None:
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return os.pread(fd, 200, 0).decode("utf-8", "replace").strip() or "another process"
+        return _owner(fd)
     finally:
         os.close(fd)
     return None
+
+
+def _owner(fd: int) -> str:
+    """What the lock's file says about who holds it."""
+    text = os.pread(fd, 200, 0).decode("utf-8", "replace").strip()
+    return printable(text) or "another process"
 
 
 def _command() -> str:
