@@ -28,6 +28,15 @@ from kvtier.tiers.disk.folder import (
     open_data,
     open_file,
 )
+from kvtier.tiers.disk.limits import (
+    BYTES_PER_SLOT,
+    DELETE_OR_MOVE,
+    as_far_as_data,
+    check_memory,
+    check_room,
+    check_sequence,
+    check_superblock,
+)
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.records import RECORD_BYTES, seal
 from kvtier.tiers.disk.replay import SLAB_ID_BYTES, Replay, read_journal, replay
@@ -42,8 +51,6 @@ from kvtier.tiers.disk.superblock import (
 from kvtier.tiers.disk.system import DiskSystem, read_at
 
 logger = logging.getLogger(__name__)
-
-DELETE_OR_MOVE = "delete the directory to start empty, or choose another path"
 
 
 def wanted(options: DiskOptions, group: KVGroup, num_parts: int = 1) -> Superblock:
@@ -61,6 +68,7 @@ def wanted(options: DiskOptions, group: KVGroup, num_parts: int = 1) -> Superblo
             f"disk tier: a capacity of {options.capacity_bytes} bytes is below one block "
             f"({slot_bytes} bytes); raise capacity_bytes"
         )
+    check_room(num_slots, slot_bytes)
     return Superblock(
         slot_bytes=slot_bytes,
         block_bytes=part_bytes,
@@ -82,7 +90,7 @@ def open_slab(
 ) -> Slab:
     """Open the slab in ``folder``, or make it where the folder is empty or missing.
 
-    want: what it must be; None: whatever is there.
+    want: what it must be; None: whatever is there, as far as there is data.
     Raises ``ConfigError`` where another process owns it, where it is another slab than wanted,
     where the device is too full, and ``TierError`` where the system refuses.
     """
@@ -101,7 +109,9 @@ def open_slab(
             current, num_whole = read_superblock(folder)
             if want is not None:
                 _compare(folder, current, want)
-            slab = _recover(folder, lock, current, num_whole, want or current, system, clock, undo)
+            want = want or as_far_as_data(folder, current)
+            check_memory(folder, want.num_slots * BYTES_PER_SLOT, "the table")
+            slab = _recover(folder, lock, current, num_whole, want, system, clock, undo)
             undo.pop_all()
             return slab
     except OSError as error:
@@ -162,7 +172,8 @@ def _too_full(folder: Path, want: Superblock, error: OSError) -> ConfigError:
 def read_superblock(folder: Path) -> tuple[Superblock, int]:
     """The superblock in force, and how many of the two are whole.
 
-    Raises ``ConfigError`` where there is none, or none that this version reads.
+    Raises ``ConfigError`` where there is none, or none that this version reads, or one whose
+    numbers can't be.
     """
     try:
         fd = open_file(folder / SUPERBLOCK, os.O_RDONLY)
@@ -187,6 +198,7 @@ def read_superblock(folder: Path) -> tuple[Superblock, int]:
             f"disk tier: the slab in {folder} has format version {current.version}, this kvtier "
             f"reads {FORMAT_VERSION}; {DELETE_OR_MOVE}"
         )
+    check_superblock(folder, current)
     return current, num_whole
 
 
@@ -228,9 +240,11 @@ def _recover(
     journal_fd = open_file(folder / JOURNAL, os.O_RDWR | os.O_CREAT)
     undo.callback(os.close, journal_fd)
 
-    records, journal_bytes = read_journal(journal_fd)
+    most_slots = max(current.num_slots, want.num_slots)
+    records, journal_bytes = read_journal(folder, journal_fd, most_slots)
     found = replay(records, want.num_slots)
     check_same_slab(folder, current, found)
+    check_sequence(folder, found.next_seq)
     data_bytes = os.fstat(data_fd).st_size
     # Unverified data is believed only where nothing at all is out of order.
     is_trusted = (
@@ -244,7 +258,7 @@ def _recover(
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise _too_full(folder, want, error) from error
         raise
-    whole = len(records) * RECORD_BYTES
+    whole = journal_bytes // RECORD_BYTES * RECORD_BYTES
     if whole != journal_bytes:
         system.truncate(journal_fd, whole)
     slab = Slab(

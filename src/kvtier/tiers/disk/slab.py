@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 COMPACT_FLOOR = 16384
 """Dead records (1 MiB of them) below which a journal is left as it is."""
 MAX_NAMESPACES = 0xFFFF
+MAX_U32 = 0xFFFFFFFF
 UNNAMED = 0
 """Number of the namespaces that did not get one of their own."""
 
@@ -124,8 +125,8 @@ class Slab:
             records = blank(len(slots), Kind.PUT)
             records["namespace"] = number
             records["slot"] = slots
-            records["depth"] = depths
-            records["time"] = max(0, int(self._clock()))
+            records["depth"] = np.minimum(depths, MAX_U32)
+            records["time"] = self._now()
             records["data_crc"] = data_crcs
             records["key"] = keys
             self._append(np.concatenate([naming, records]))
@@ -155,8 +156,12 @@ class Slab:
     def _about(self, slots: Int64s, kind: Kind) -> Records:
         records = blank(len(slots), kind)
         records["slot"] = slots
-        records["time"] = max(0, int(self._clock()))
+        records["time"] = self._now()
         return records
+
+    def _now(self) -> int:
+        """Unix time, as far as 32 bits count it."""
+        return min(max(0, int(self._clock())), MAX_U32)
 
     def _number(self, namespace: bytes) -> tuple[int, Records]:
         """The namespace's number, and the record that gives it one where it has none yet."""
