@@ -14,6 +14,7 @@ from kvtier.cli.failure import fail
 from kvtier.errors import CacheError, printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from kvtier.tiers.disk.report import SlabReport
@@ -39,7 +40,11 @@ def inspect(
         return
     from rich.console import Console
 
-    console = Console()
+    show(Console(), report, now)
+
+
+def show(console: Console, report: SlabReport, now: float) -> None:
+    """Print the report as tables. now: unix time, for ages."""
     console.print(_summary(report, now))
     if report.num_blocks:
         console.print(_namespaces(report, now))
