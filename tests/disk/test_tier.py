@@ -88,6 +88,22 @@ def test_bad_options_name_field_and_value(tmp_path: Path, field: str, value: obj
         DiskOptions(**settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("slot", [-1, 8, 2**40])
+def test_slot_that_the_tier_does_not_have_is_refused(tmp_path: Path, slot: int) -> None:
+    with world(tmp_path, 8) as here:
+        here.put(*range(8))
+        wrong = [Slot(slot)]
+        for work in (
+            lambda: here.load([key(7)], wrong),
+            lambda: here.store([key(7)], wrong),
+            lambda: here.tier.forget(wrong),
+        ):
+            with pytest.raises(ValueError, match=f"slot {slot} is none of the tier's 8"):
+                work()
+        here.reopen()
+        assert here.get(*range(8)) == [OK] * 8
+
+
 # -- verification ----------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import Layout
-from kvtier.tiers.slots import SlotPool
+from kvtier.tiers.slots import SlotPool, check_slots
 from kvtier.types import BlockKey, BlockName, Slot
 
 Addresses = npt.NDArray[np.uint64]
@@ -28,7 +28,8 @@ class Tier(ABC):
         ``allocate`` and ``free`` in O(slots asked for); capacity is a hard bound.
     Outcomes and errors
         no room is None, not an error. A capacity that can't be had is a ``ConfigError`` at
-        construction. After ``close`` the tier is not used again.
+        construction. Slots that the tier does not have, and fewer than none, are a ``ValueError``.
+        After ``close`` the tier is not used again.
     """
 
     name: str
@@ -97,7 +98,11 @@ class MemoryTier(Tier):
         return self._slots.longest_run()
 
     def addresses(self, slots: Sequence[Slot]) -> Addresses:
-        """Where the blocks in ``slots`` begin, for a layout that keeps each block in one piece."""
+        """Where the blocks in ``slots`` begin, for a layout that keeps each block in one piece.
+
+        Raises ``ValueError`` where a slot is none of the tier's.
+        """
+        check_slots(slots, self.num_slots)
         return self.memory.address + np.asarray(slots, np.uint64) * np.uint64(
             self.layout.group.bytes_per_block
         )

@@ -100,7 +100,7 @@ class RankDisk:
 
     def _demote(self, order: Order) -> None:
         self._tier.free(self._take(order.evicted))
-        num = min(len(order.keys), self._tier.num_free)
+        num = min(len(order.keys), self._tier.num_free) if self._is_possible(order) else 0
         slots = (self._tier.allocate(num) if self._tier.num_welcome(num) else None) or []
         if not slots:
             self._done[order.order_id] = Done(frozenset(range(len(order.keys))))
@@ -116,13 +116,31 @@ class RankDisk:
         self._under_way.append(_UnderWay(order, job, missing, tuple(slots)))
 
     def _promote(self, order: Order) -> None:
-        at = [at for at, key in enumerate(order.keys) if key in self._slot_of]
+        there = enumerate(order.keys) if self._is_possible(order) else ()
+        at = [at for at, key in there if key in self._slot_of]
         keys = [order.keys[each] for each in at]
         slots = [self._slot_of[key] for key in keys]
         work = partial(self._load, at, keys, slots, [order.slots[each] for each in at])
         num_bytes = len(keys) * self._tier.bytes_per_block
         missing = frozenset(range(len(order.keys))).difference(at)
         self._under_way.append(_UnderWay(order, self._reader.submit(work, num_bytes), missing))
+
+    def _is_possible(self, order: Order) -> bool:
+        """Whether there is such memory on this rank. Nothing is moved for an order that names other
+        memory; who gave it hears that it failed."""
+        count, last = len(order.keys), self._host.num_slots - 1
+        if order.move is Move.DEMOTE and len(order.depths) != count:
+            reason = f"{len(order.depths)} depths"
+        elif len(order.slots) != count:
+            reason = f"{len(order.slots)} host slots"
+        elif wrong := [slot for slot in order.slots if not 0 <= slot <= last]:
+            reason = f"host slot {wrong[0]}, of 0 .. {last},"
+        else:
+            return True
+        logger.error(
+            "disk order refused move=%s: %s for %d chunks", order.move.value, reason, count
+        )
+        return False
 
     def _store(
         self, names: Sequence[BlockName], slots: Sequence[Slot], host: Sequence[Slot], _: Job

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 from weakref import WeakSet
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, printable
 from kvtier.process import OwnerProcess
 
 DATA: Final = "data.slab"
@@ -56,8 +56,17 @@ def make_folder(path: Path) -> None:
 
 
 def open_file(path: Path, flags: int) -> int:
-    """Open or create a file for this user only; never through a link."""
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    """Open or create a file for this user only; never through a link, and nothing but a file.
+
+    ``OSError`` where it is something else, a pipe for instance, which is not waited for.
+    """
+    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        what = "this is no file but a directory, pipe or device; remove it"
+        raise OSError(errno.ENOTSUP, what, str(path))
+    os.set_blocking(fd, True)  # an engine is to wait for blocks, in the kernel
+    return fd
 
 
 def open_data(path: Path, flags: int) -> tuple[int, bool]:
@@ -176,7 +185,7 @@ def _owner(folder: Path) -> str:
         return "another process"
     try:
         text = os.pread(fd, 200, 0).decode("utf-8", "replace").strip()
-        return text or "another process"
+        return printable(text) or "another process"
     finally:
         os.close(fd)
 

@@ -26,6 +26,15 @@ from kvtier.tiers.disk.folder import (
     open_data,
     open_file,
 )
+from kvtier.tiers.disk.limits import (
+    BYTES_PER_SLOT,
+    DELETE_OR_MOVE,
+    as_far_as_data,
+    check_memory,
+    check_room,
+    check_sequence,
+    check_superblock,
+)
 from kvtier.tiers.disk.making import NO_ROOM, is_new, make_slab, too_full
 from kvtier.tiers.disk.membership import check_members, enter, set_id_of
 from kvtier.tiers.disk.options import DiskOptions
@@ -45,8 +54,6 @@ from kvtier.tiers.disk.trust import mark_of, read_trust
 
 logger = logging.getLogger(__name__)
 
-DELETE_OR_MOVE = "delete the directory to start empty, or choose another path"
-
 
 def wanted(options: DiskOptions, group: KVGroup, num_parts: int = 1) -> Superblock:
     """The slab that these settings ask for. num_parts: into which a block of ``group`` is cut."""
@@ -63,6 +70,7 @@ def wanted(options: DiskOptions, group: KVGroup, num_parts: int = 1) -> Superblo
             f"disk tier: a capacity of {options.capacity_bytes} bytes is below one block "
             f"({slot_bytes} bytes); raise capacity_bytes"
         )
+    check_room(num_slots, slot_bytes)
     return Superblock(
         slot_bytes=slot_bytes,
         block_bytes=part_bytes,
@@ -118,7 +126,8 @@ def open_slabs(
 
 
 def open_slab(folder: Path, system: DiskSystem, clock: Callable[[], float] = time.time) -> Slab:
-    """Open whatever slab is in ``folder``, to repair it; its set stays as it is.
+    """Open whatever slab is in ``folder``, to repair it, as far as there is data; its set stays as
+    it is.
 
     Raises ``ConfigError`` where there is none, or where another process owns it, and ``TierError``
     where the system refuses.
@@ -127,7 +136,8 @@ def open_slab(folder: Path, system: DiskSystem, clock: Callable[[], float] = tim
     with contextlib.ExitStack() as undo, _refusals_of(folder):
         owner = _own(folder, undo)
         current, num_whole = read_superblock(folder)
-        slab = _recover(folder, owner, current, num_whole, current, system, clock)
+        want = as_far_as_data(folder, current)
+        slab = _recover(folder, owner, current, num_whole, want, system, clock)
         undo.callback(slab.close, clean=False)
         slab.mark_open()
         undo.pop_all()
@@ -165,7 +175,8 @@ def _make_new(folder: Path, want: Superblock, set_id: bytes, system: DiskSystem)
 def read_superblock(folder: Path) -> tuple[Superblock, int]:
     """The superblock in force, and how many of the two are whole.
 
-    Raises ``ConfigError`` where there is none, or none that this version reads.
+    Raises ``ConfigError`` where there is none, or none that this version reads, or one whose
+    numbers can't be.
     """
     try:
         fd = open_file(folder / SUPERBLOCK, os.O_RDONLY)
@@ -190,6 +201,7 @@ def read_superblock(folder: Path) -> tuple[Superblock, int]:
             f"disk tier: the slab in {folder} has format version {current.version}, this kvtier "
             f"reads {' and '.join(map(str, READ_VERSIONS))}; {DELETE_OR_MOVE}"
         )
+    check_superblock(folder, current)
     return current, num_whole
 
 
@@ -232,9 +244,12 @@ def _recover(
         journal_fd = open_file(folder / JOURNAL, os.O_RDWR | os.O_CREAT)
         undo.callback(os.close, journal_fd)
 
-        records, journal_bytes = read_journal(journal_fd)
+        check_memory(folder, want.num_slots * BYTES_PER_SLOT, "the table")
+        most_slots = max(current.num_slots, want.num_slots)
+        records, journal_bytes = read_journal(folder, journal_fd, most_slots)
         found = replay(records, want.num_slots)
         check_same_slab(folder, current, found)
+        check_sequence(folder, found.next_seq)
         is_in_order = num_whole == 2 and was_closed(current, found, journal_bytes)
         data_was = os.fstat(data_fd)
         trusted = _trusted(folder, current, want, data_was) if is_in_order else None
@@ -244,7 +259,7 @@ def _recover(
             if error.errno in NO_ROOM:
                 raise too_full(folder, want, error) from error
             raise
-        whole = len(records) * RECORD_BYTES
+        whole = journal_bytes // RECORD_BYTES * RECORD_BYTES
         if whole != journal_bytes:
             system.truncate(journal_fd, whole)
         slab = Slab(

@@ -37,6 +37,7 @@ from kvtier.tiers.disk.trust import mark_of, write_trust
 logger = logging.getLogger(__name__)
 
 MAX_NAMESPACES = 0xFFFF
+MAX_U32 = 0xFFFFFFFF
 UNNAMED = 0
 """Number of the namespaces that did not get one of their own."""
 
@@ -143,8 +144,8 @@ class Slab:
             records = blank(len(slots), Kind.PUT)
             records["namespace"] = number
             records["slot"] = slots
-            records["depth"] = depths
-            records["time"] = max(0, int(self._clock()))
+            records["depth"] = np.minimum(depths, MAX_U32)
+            records["time"] = self._now()
             records["data_crc"] = data_crcs[is_newest]
             records["key"] = keys
             records["seq"] = numbers[is_newest]
@@ -176,9 +177,13 @@ class Slab:
     def _about(self, slots: Int64s, kind: Kind) -> Records:
         records = blank(len(slots), kind)
         records["slot"] = slots
-        records["time"] = max(0, int(self._clock()))
+        records["time"] = self._now()
         records["seq"] = self.numbers.take(len(records))
         return records
+
+    def _now(self) -> int:
+        """Unix time, as far as 32 bits count it."""
+        return min(max(0, int(self._clock())), MAX_U32)
 
     def _number(self, namespace: bytes) -> tuple[int, Records]:
         """The namespace's number, and the record that gives it one where it has none yet."""

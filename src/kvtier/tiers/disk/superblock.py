@@ -125,7 +125,8 @@ class Superblock:
 def decode(half: bytes) -> Superblock | None:
     """The superblock in 4096 bytes; None where it is torn or none at all.
 
-    Of another version only ``version`` is certain.
+    Its texts can be printed; its numbers may be any: see ``limits.check_superblock``. Of another
+    version only ``version`` is certain.
     """
     if len(half) != HALF_BYTES:
         return None
@@ -155,15 +156,18 @@ def decode(half: bytes) -> Superblock | None:
         member, data = Membership(*whose), DataMark(inode, num_bytes, mtime_ns)
         at += _SET.size
     (length,) = _LENGTH.unpack_from(body, at)
-    text = body[at + _LENGTH.size : at + _LENGTH.size + length]
+    at += _LENGTH.size
+    texts = _text(layout.rstrip(b"\0")), _text(body[at : at + length])
+    if version in READ_VERSIONS and None in texts:
+        return None  # what nobody wrote
     return Superblock(
         slot_bytes=slot_bytes,
         block_bytes=block_bytes,
         num_slots=num_slots,
         rank=rank,
         num_ranks=num_ranks,
-        layout=layout.rstrip(b"\0").decode("ascii", "replace"),
-        description=text.decode("utf-8", "replace"),
+        layout=texts[0] or "",
+        description=texts[1] or "",
         slab_id=slab_id,
         made_at=made_at,
         epoch=epoch,
@@ -191,6 +195,15 @@ def describe(group: KVGroup) -> str:
         fields["parts"] = f"{len(group.parts)} parts"
         text = json.dumps(fields, separators=(",", ":"))
     return text
+
+
+def _text(content: bytes) -> str | None:
+    """None where it is no text, or one that a terminal would obey instead of showing it."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        return None
+    return text if text.isprintable() else None
 
 
 def _checksum(body: bytes) -> int:

@@ -24,6 +24,7 @@ from kvtier.tiers.disk.records import Kind, Records, as_keys
 from kvtier.tiers.disk.replay import recovered
 from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.disk.system import DiskSystem
+from kvtier.tiers.slots import check_slots
 from kvtier.types import DISK, BlockKey, BlockName, Slot
 
 logger = logging.getLogger(__name__)
@@ -154,6 +155,7 @@ class DiskTier(StorageTier, SlotOwner):
 
     def forget(self, slots: Sequence[Slot]) -> None:
         """No restart finds the blocks of these slots. The slots stay as they are."""
+        check_slots(slots, self.num_slots)
         for part in self.parts:
             part.empty(np.array(slots, np.int64))
 
@@ -197,6 +199,7 @@ class DiskTier(StorageTier, SlotOwner):
 
         A block that was not stored leaves its slot empty.
         """
+        check_slots(slots, self.num_slots)
         at = np.array(slots, np.int64)
         is_ready = _enter([part.writes for part in self.parts])
         # All parts first: halves of two blocks must never look like one, wherever a crash comes.
@@ -219,6 +222,7 @@ class DiskTier(StorageTier, SlotOwner):
         """Read blocks to ``addresses``, ``bytes_per_block`` bytes each, and verify them."""
         if not keys:
             return []
+        check_slots(slots, self.num_slots)
         if not _enter([part.reads for part in self.parts]):
             return [LoadResult.FAILED] * len(keys)
         loaded = on_all(
