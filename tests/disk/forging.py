@@ -25,8 +25,15 @@ FIELDS = {
     "made_at": (72, "<Q"),
     "slab_id": (80, "16s"),
     "layout": (96, "32s"),
-    "description_bytes": (128, "<I"),
-    "description": (132, "3964s"),
+    "set_id": (128, "16s"),
+    "step": (144, "<Q"),
+    "session": (152, "<Q"),
+    "previous": (160, "<Q"),
+    "data_inode": (168, "<Q"),
+    "data_bytes": (176, "<Q"),
+    "data_mtime_ns": (184, "<Q"),
+    "description_bytes": (192, "<I"),
+    "description": (196, "3900s"),
 }
 """Of a superblock: offset and format. See docs/formats/slab.md."""
 

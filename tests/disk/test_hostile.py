@@ -13,7 +13,7 @@ import pytest
 from kvtier.errors import CacheError, ConfigError, TierError, printable
 from kvtier.tiers.disk import DiskOptions, DiskSystem, DiskTier, LoadResult
 from kvtier.tiers.disk.check import check_slab
-from kvtier.tiers.disk.limits import BYTES_PER_SLOT, MAX_COUNT, most_journal_bytes
+from kvtier.tiers.disk.limits import BYTES_PER_SLOT, MAX_SEQUENCE, most_journal_bytes
 from kvtier.tiers.disk.records import RECORD_BYTES, Kind, as_keys, blank, seal
 from kvtier.tiers.disk.replay import read_journal, recovered, replay, replay_named
 from kvtier.tiers.disk.report import report_slab
@@ -75,6 +75,7 @@ BIG = 2**64 - 1
         ({"rank": 2**32 - 1, "num_ranks": 2**32 - 1}, f"rank: {2**32 - 1}"),
         ({"epoch": BIG}, f"epoch: {BIG}"),
         ({"generation": BIG}, f"generation: {BIG}"),
+        ({"step": BIG}, f"step: {BIG}"),
         ({"description_bytes": 4000}, "both superblocks"),
         ({"description": ESCAPE}, "both superblocks"),
         ({"description": b"\xff" * 3800}, "both superblocks"),
@@ -160,7 +161,7 @@ def test_any_time_can_be_reported(slab: Path, made_at: int) -> None:
 
 
 def test_sequence_that_nobody_counts_to_is_refused(slab: Path) -> None:
-    for seq in (BIG, MAX_COUNT):
+    for seq in (BIG, MAX_SEQUENCE):
         records = read_records(slab)
         records["seq"][-1] = seq
         write_records(slab, records)
@@ -169,7 +170,7 @@ def test_sequence_that_nobody_counts_to_is_refused(slab: Path) -> None:
 
 def test_highest_sequence_that_is_read_can_be_counted_on_from(slab: Path) -> None:
     records = read_records(slab)
-    records["seq"][-1] = MAX_COUNT - 1
+    records["seq"][-1] = MAX_SEQUENCE - 1
     write_records(slab, records)
     with world(slab.parent, 8) as here:
         assert here.get(*range(NUM_BLOCKS)) == [OK] * NUM_BLOCKS

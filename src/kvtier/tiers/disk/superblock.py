@@ -158,7 +158,7 @@ def decode(half: bytes) -> Superblock | None:
     (length,) = _LENGTH.unpack_from(body, at)
     at += _LENGTH.size
     texts = _text(layout.rstrip(b"\0")), _text(body[at : at + length])
-    if version in READ_VERSIONS and None in texts:
+    if version in READ_VERSIONS and (None in texts or at + length > len(body)):
         return None  # what nobody wrote
     return Superblock(
         slot_bytes=slot_bytes,
