@@ -13,7 +13,7 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup demo test test-vllm test-vllm-quick test-vllm-upstream check lint check-native crash-test bench bench-vllm \
+.PHONY: help setup demo test test-vllm test-vllm-quick test-vllm-upstream check lint check-native crash-test fuzz bench bench-vllm \
 	kvtier-in-vllm peers peers-sglang peers-lmcache peers-vllm peers-vllm-lmcache clean
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make check   the same, and the fast tests"
 	@echo "make check-native   the native core's tests under address, undefined and thread sanitizers"
 	@echo "make crash-test  kill a writer of the disk tier KILLS=5000 times, cut its power as often"
+	@echo "make fuzz    damage slabs, and requests to the server, MUTATIONS=100000 times in every mode"
 	@echo "make bench   the benchmarks; results in reports/"
 	@echo "make bench-vllm   vLLM's own multi-turn benchmark, without and with kvtier under it"
 	@echo "make peers   SGLang, LMCache and vLLM into .peers, for the benchmarks that compare with them;"
@@ -116,6 +117,13 @@ KILLS := 5000
 crash-test: setup
 	KVTIER_NUM_KILLS=$(KILLS) HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/disk \
 		-k "crash or kill or power_cut or Machine" --timeout 0 -o faulthandler_timeout=0
+
+MUTATIONS := 100000
+
+# To repeat a run: make fuzz KVTIER_FUZZ_SEED=the one that it printed.
+fuzz: setup
+	KVTIER_NUM_MUTATIONS=$(MUTATIONS) $(BIN)/python -m pytest -s tests/disk/test_fuzz.py $(wildcard tests/server/test_fuzz.py) \
+		--timeout 0 -o faulthandler_timeout=0
 
 bench: setup
 	@mkdir -p reports

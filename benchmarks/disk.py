@@ -31,7 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import machine_facts
+from benchmarks.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier._hot import crc32c_many
+from kvtier.bench.stats import Estimate
 from kvtier.devices import Memory
 from kvtier.errors import TierError
 from kvtier.tiers.disk.io import IoEngine, open_engine
@@ -60,6 +62,8 @@ class Row:
     gb_per_s: float
     cpu_s_per_gb: float
     rounds: int
+    gb_per_s_between: Bounds
+    cpu_s_per_gb_between: Bounds
 
 
 class Bench:
@@ -198,6 +202,10 @@ def measure(folder: Path, file_bytes: int, rounds: int, num_batches: int) -> lis
                 gb_per_s=gb / statistics.median(seconds for seconds, _ in spent),
                 cpu_s_per_gb=statistics.median(cpu for _, cpu in spent) / gb,
                 rounds=rounds,
+                gb_per_s_between=bounds([gb / seconds for seconds, _ in spent]),
+                cpu_s_per_gb_between=(None, None)
+                if engine == FIO
+                else bounds([cpu / gb for _, cpu in spent]),
             )
             for (engine, direction, verify), spent in found.items()
         ]
@@ -210,24 +218,23 @@ def targets(rows: list[Row]) -> list[dict[str, object]]:
     """S1: the worst ratio to fio over sizes and directions. S2: the worst CPU time per GB."""
     found: list[dict[str, object]] = []
     ours = [row for row in rows if row.engine == "uring"]
-    limit = {(row.block, row.direction): row.gb_per_s for row in rows if row.engine == FIO}
+    limit = {(row.block, row.direction): _rate(row) for row in rows if row.engine == FIO}
     if ours and limit:
-        worst = min(
-            row.gb_per_s / limit[row.block, row.direction] for row in ours if not row.verify
-        )
-        found.append(_target("S1", worst, TARGET_RATIO, at_least=True))
+        ratios = [
+            ratio(_rate(row), limit[row.block, row.direction]) for row in ours if not row.verify
+        ]
+        worst = min(ratios, key=lambda each: each.value)
+        found.append(judged("S1", worst, TARGET_RATIO, at_least=True, digits=4))
     for verify, target in TARGETS_CPU.items():
         if ours:
-            value = max(row.cpu_s_per_gb for row in ours if row.verify is verify)
-            found.append(_target("S2", value, target, at_least=False, verify=verify))
+            row = max((r for r in ours if r.verify is verify), key=lambda row: row.cpu_s_per_gb)
+            cost = estimate(row.cpu_s_per_gb, row.cpu_s_per_gb_between)
+            found.append(judged("S2", cost, target, at_least=False, digits=4, verify=verify))
     return found
 
 
-def _target(
-    target_id: str, value: float, target: float, at_least: bool, **more: object
-) -> dict[str, object]:
-    met = value >= target if at_least else value <= target
-    return {"id": target_id, **more, "value": round(value, 4), "target": target, "met": met}
+def _rate(row: Row) -> Estimate:
+    return estimate(row.gb_per_s, row.gb_per_s_between)
 
 
 def show(console: Console, rows: list[Row]) -> None:
@@ -252,7 +259,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help='"-" for stdout')
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
     parser.add_argument("--file-gib", type=float, default=2.0)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--batches", type=int, default=4, help="per round, engine and direction")
     options = parser.parse_args()
     machine = machine_facts()

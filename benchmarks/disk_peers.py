@@ -31,6 +31,8 @@ from benchmarks.disk import FIO, FIO_DEPTHS, fio
 from benchmarks.machine import machine_facts
 from benchmarks.peers import CONTESTANTS, OURS, ROOT, Contestant
 from benchmarks.peers.store import BATCH
+from benchmarks.targets import Bounds, bounds, estimate, judged, ratio
+from kvtier.bench.stats import Estimate
 
 MIB = 1 << 20
 SIZES = {"1 MiB": MIB, "2.5 MiB": 5 * MIB // 2}
@@ -72,6 +74,18 @@ class Row:
     cpu_s_per_gb: float | None = None
     acknowledged_gb_per_s: float | None = None
     from_disk: float | None = None
+    gb_per_s_between: Bounds = (None, None)
+    cpu_s_per_gb_between: Bounds = (None, None)
+
+    @property
+    def rate(self) -> Estimate:
+        """GB/s, with its interval."""
+        return estimate(self.gb_per_s, self.gb_per_s_between)
+
+    @property
+    def cost(self) -> Estimate:
+        """CPU seconds per GB, with its interval."""
+        return estimate(self.cpu_s_per_gb or 0.0, self.cpu_s_per_gb_between)
 
 
 class Worker:
@@ -254,6 +268,8 @@ def row(
         cpu_s_per_gb=statistics.median(answer["cpu_s"] for answer in answers) / gb,
         acknowledged_gb_per_s=gb / acknowledged if acknowledged else None,
         from_disk=from_disk,
+        gb_per_s_between=bounds([gb / each for each in seconds]),
+        cpu_s_per_gb_between=bounds([answer["cpu_s"] / gb for answer in answers]),
     )
 
 
@@ -268,16 +284,19 @@ def targets(rows: Sequence[Row]) -> list[dict[str, object]]:
             times, shares = [], []
             for mine in (each for each in reads if each.contestant == ours):
                 theirs = [e for e in reads if e.peer == peer and e.block == mine.block]
-                times.append(mine.gb_per_s / max(each.gb_per_s for each in theirs))
-                shares.append((mine.cpu_s_per_gb or 0) / min(e.cpu_s_per_gb or 0 for e in theirs))
-            common = {"id": "S5", "contestant": ours, "peer": peer}
-            value, share = round(min(times), 3), round(max(shares), 3)
+                fastest = max(theirs, key=lambda each: each.gb_per_s)
+                cheapest = min(theirs, key=lambda each: each.cost.value)
+                times.append(ratio(mine.rate, fastest.rate))
+                shares.append(ratio(mine.cost, cheapest.cost))
+            common = {"contestant": ours, "peer": peer}
+            least, most = (
+                min(times, key=lambda each: each.value),
+                max(shares, key=lambda each: each.value),
+            )
             found += [
-                {**common, "measure": "GB/s", "value": value, "target": TIMES_FASTER,
-                 "met": value >= TIMES_FASTER},
-                {**common, "measure": "CPU", "value": share, "target": SHARE_OF_CPU,
-                 "met": share <= SHARE_OF_CPU},
-            ]  # fmt: skip
+                judged("S5", least, TIMES_FASTER, at_least=True, **common, measure="GB/s"),
+                judged("S5", most, SHARE_OF_CPU, at_least=False, **common, measure="CPU"),
+            ]
     return found
 
 
@@ -348,7 +367,7 @@ def main(arguments: list[str] | None = None, sizes: dict[str, int] = SIZES) -> N
     parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: temporary")
     parser.add_argument("--gib", type=float, default=1.5, help="blocks of each contestant (1.5)")
-    parser.add_argument("--rounds", type=int, default=5, help="(5)")
+    parser.add_argument("--rounds", type=int, default=6, help="(6)")
     parser.add_argument("--batches", type=int, default=8, help="per round and direction (8)")
     parser.add_argument("--small-pages", action="store_true", help="for the peers, as they have")
     parser.add_argument("--peers", nargs="*", help="only these: sglang lmcache vllm")

@@ -21,7 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import machine_facts
+from benchmarks.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier import _hot
+from kvtier.bench.stats import Estimate, exactly
 
 ROOT = Path(__file__).parents[1]
 PEER = ROOT / ".peers" / "sglang" / "bin" / "python"
@@ -49,6 +51,12 @@ class Row:
     p10_us: float
     p99_us: float
     cpu_us: float
+    median_us_between: Bounds
+
+    @property
+    def estimate(self) -> Estimate:
+        """The median, with its interval."""
+        return estimate(self.median_us, self.median_us_between)
 
 
 class Contestant:
@@ -103,6 +111,7 @@ class Contestant:
             taken[len(taken) // 10],
             taken[int(len(taken) * 0.99)],
             1e6 * self.cpu_s[phase] / len(taken),
+            bounds(taken),
         )
 
     def close(self) -> None:
@@ -151,15 +160,15 @@ def run(
 
 def targets(rows: list[Row], facts: dict[str, dict[str, object]]) -> list[dict[str, object]]:
     """How many times faster than SGLang's Rust core the native index is, and bytes per block."""
-    medians = {(row.contestant, row.phase): row.median_us for row in rows}
+    medians = {(row.contestant, row.phase): row.estimate for row in rows}
     found: list[dict[str, object]] = []
     for name, (phase, target) in TARGETS.items():
         if {(OURS, phase), (RUST, phase)} <= medians.keys():
-            value = round(medians[RUST, phase] / medians[OURS, phase], 2)
-            found.append({"id": name, "value": value, "target": target, "met": value >= target})
+            times = ratio(medians[RUST, phase], medians[OURS, phase])
+            found.append(judged(name, times, target, at_least=True, digits=2))
     if OURS in facts:
-        value = round(float(facts[OURS]["bytes_per_block"]), 1)  # type: ignore[arg-type]
-        found.append({"id": "I5", "value": value, "target": MOST_BYTES, "met": value <= MOST_BYTES})
+        num_bytes = exactly(float(facts[OURS]["bytes_per_block"]))  # type: ignore[arg-type]
+        found.append(judged("I5", num_bytes, MOST_BYTES, at_least=False, digits=1))
     return found
 
 

@@ -60,7 +60,7 @@ class Plan:
     each of them. bursts: of burst_prompts at once."""
 
     workload: Workload = field(default_factory=Workload)
-    rounds: int = 3
+    rounds: int = 6
     checks: int = 3
     starts: int = 6
     new_prompts: int = 10
@@ -283,7 +283,7 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
     parser.add_argument("--quick", action="store_true", help="fewer of everything")
-    parser.add_argument("--rounds", type=int, help="of the multi-turn benchmark (3)")
+    parser.add_argument("--rounds", type=int, help="of the multi-turn benchmark (6)")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="only these")
     parser.add_argument("--contestants", nargs="*", default=["vllm", "kvtier", "lmcache"])
     parser.add_argument("--host", default="1GiB", help="host memory for KV (1GiB)")

@@ -25,6 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import machine_facts
+from benchmarks.targets import judged
+from kvtier.bench.stats import exactly
 
 OURS = "kvtier"
 POLICIES = {"lru": None, "arc": None, "KvtierPolicy": "kvtier.connectors.vllm.pieces.policy"}
@@ -175,8 +177,7 @@ def targets(rows: list[Row]) -> list[dict[str, object]]:
     }
     if not above:
         return []
-    value = round(100 * min(above.values()), 3)
-    return [{"id": "V1", "value": value, "target": 0, "met": value >= 0}]
+    return [judged("V1", exactly(100 * min(above.values())), 0, at_least=True)]
 
 
 def table(rows: list[Row]) -> Table:

@@ -13,7 +13,8 @@ from benchmarks.vllm_requests import Asked, Burst, Check, NewPrompts
 from benchmarks.vllm_script import Run, in_both
 from benchmarks.vllm_servers import OURS, VLLM
 from benchmarks.vllm_slow_disk import SlowDisk
-from kvtier.bench.stats import Median, median_with_interval, summarize
+from kvtier.bench.stats import Estimate, median_with_interval, rounded, summarize
+from kvtier.bench.target import is_met
 
 TTFT_SAVED = -0.5
 LOSS = 0.01
@@ -46,7 +47,7 @@ def turn_row(contestant: str, number: int, run: Run) -> Row:
         "requests": len(run.turns),
         "ttft_ms": round(run.ttft_ms, 1),
         "ttft_p50_ms": round(ttft.p50, 1),
-        "ttft_p90_ms": round(ttft.p90, 1),
+        "ttft_p90_ms": rounded(ttft.p90, 1),
         "later_turns_ttft_ms": round(run.later_ttft_ms, 1),
         "tpot_ms": round(run.tpot_ms, 2),
         "requests_per_s": round(run.requests_per_s, 3),
@@ -106,8 +107,9 @@ def median_of(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
     return round(statistics.median(of(run) for run in runs), 3)
 
 
-def spread(median: Median) -> Row:
-    return {name: round(value, 4) for name, value in asdict(median).items()}
+def spread(found: Estimate) -> Row:
+    """low, high: None where there are too few values for an interval."""
+    return {name: rounded(value) for name, value in asdict(found).items()}
 
 
 ASKED_RATIOS: dict[str, Callable[[Asked], float]] = {
@@ -164,7 +166,7 @@ def over_starts(ratios: Sequence[float]) -> Row:
 def targets(turns: Sequence[Row], new: Sequence[Row]) -> list[Row]:
     """T4: the change of the time to first token, negative where it is saved. T2: what is lost of it
     and of the throughput where there is nothing to reuse. low, high: between which the true value
-    lies, as far as the run can tell."""
+    lies, as far as the run can tell. met: None where that is on both sides of the target."""
     found = []
     for row in turns:
         if "ttft_ratio" in row:
@@ -182,14 +184,14 @@ def targets(turns: Sequence[Row], new: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _changed(cell: object, change: Callable[[float], float]) -> Median:
+def _changed(cell: object, change: Callable[[float], float]) -> Estimate:
     assert isinstance(cell, dict)
-    low, high = sorted((change(cell["low"]), change(cell["high"])))
-    return Median(change(cell["value"]), low, high)
+    bounds = {name: cell[name] for name in ("low", "high") if cell[name] is not None}
+    return Estimate(cell["value"], **bounds).changed(change)
 
 
-def _judged(value: Median, target: float) -> Row:
-    return {**spread(value), "target": target, "met": round(value.value, 4) <= target}
+def _judged(found: Estimate, target: float) -> Row:
+    return {**spread(found), "target": target, "met": is_met(found, target, at_least=False)}
 
 
 def result_json(results: Results) -> dict[str, list[Row]]:
@@ -227,5 +229,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 def _cell(value: object) -> str:
     if isinstance(value, dict):
+        if value["low"] is None:
+            return f"{value['value']:g}"
         return f"{value['value']:g} ({value['low']:g} to {value['high']:g})"
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

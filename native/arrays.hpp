@@ -23,10 +23,14 @@ inline std::size_t checked_threads(long long threads) {
   return static_cast<std::size_t>(threads);
 }
 
+// Processes have the lower half of the addresses: the upper one is the system's, and where negative
+// numbers come out.
+constexpr std::uint64_t kEndOfMemory = std::uint64_t{1} << 63;
+
 // Whether `num_bytes` at `address` can lie in memory; no bytes lie anywhere.
 inline bool lies_in_memory(std::uint64_t address, std::uint64_t num_bytes) {
-  constexpr std::uint64_t kMax = std::numeric_limits<std::uint64_t>::max();
-  return num_bytes == 0 || (address != 0 && num_bytes <= kMax - address);
+  return num_bytes == 0 ||
+         (address != 0 && num_bytes <= kEndOfMemory && address <= kEndOfMemory - num_bytes);
 }
 
 // The buffer of a Python object, held for as long as this lives.
@@ -44,6 +48,7 @@ class Buffer {
 
   bool held() const { return held_; }
   const Py_buffer& view() const { return view_; }
+  const char* format() const { return view_.format == nullptr ? "B" : view_.format; }
 
  private:
   Py_buffer view_{};
@@ -63,12 +68,13 @@ class Items {
     if (!buffer_.held())
       fail(PyExc_TypeError, "%s must be an array of %s, not %s", name, kType,
            nanobind::type_name(array.type()).c_str());
+    const char* const format = buffer_.format();
     const bool fits =
-        view.itemsize == sizeof(Item) && (std::strcmp(view.format, kSigned ? "q" : "Q") == 0 ||
-                                          std::strcmp(view.format, kSigned ? "l" : "L") == 0);
+        view.itemsize == sizeof(Item) && (std::strcmp(format, kSigned ? "q" : "Q") == 0 ||
+                                          std::strcmp(format, kSigned ? "l" : "L") == 0);
     if (!fits)
       fail(PyExc_TypeError, "%s must be an array of %s; its items have format '%s'", name, kType,
-           view.format);
+           format);
     if (view.ndim != 1)
       fail(PyExc_ValueError, "%s must have one dimension, not %d", name, view.ndim);
     if (!PyBuffer_IsContiguous(&view, 'C'))

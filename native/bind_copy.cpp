@@ -12,7 +12,7 @@ namespace nb = nanobind;
 namespace kvtier {
 namespace {
 
-// The sum of the sizes, if every fragment lies in memory.
+// The sum of the sizes, if every fragment lies in memory and all of them could.
 std::size_t checked_bytes(const copy::Fragments& list) {
   std::uint64_t num_bytes = 0;
   for (std::size_t i = 0; i < list.num; ++i) {
@@ -22,6 +22,9 @@ std::size_t checked_bytes(const copy::Fragments& list) {
         fail(PyExc_ValueError, "%s[%zu]: %llu bytes at address %llu do not lie in memory", name, i,
              static_cast<unsigned long long>(size), static_cast<unsigned long long>(address));
     }
+    if (size > kEndOfMemory - num_bytes)
+      fail(PyExc_ValueError, "size: the first %zu fragments are more bytes than there is memory",
+           i + 1);
     num_bytes += size;
   }
   return num_bytes;

@@ -64,9 +64,9 @@ Checksums crc32c_rows(nb::handle rows) {
   if (!buffer.held())
     fail(PyExc_TypeError, "rows must be an array of uint8, not %s",
          nb::type_name(rows.type()).c_str());
-  if (std::strcmp(view.format, "B") != 0)
+  if (std::strcmp(buffer.format(), "B") != 0)
     fail(PyExc_TypeError, "rows must be an array of uint8; its items have format '%s'",
-         view.format);
+         buffer.format());
   if (view.ndim != 2) fail(PyExc_ValueError, "rows must have two dimensions, not %d", view.ndim);
   if (view.shape[1] > 1 && view.strides[1] != 1)
     fail(PyExc_ValueError, "rows must lie in one piece each, not with %zd bytes from item to item",

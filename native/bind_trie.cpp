@@ -25,7 +25,14 @@ using trie::State;
 
 std::vector<std::string_view> names_of(const nb::tuple& names) {
   std::vector<std::string_view> result;
-  for (const nb::handle each : names) result.emplace_back(nb::cast<const char*>(each));
+  for (const nb::handle each : names) {
+    if (!PyUnicode_Check(each.ptr()))
+      fail(PyExc_TypeError, "a policy must be a str, not %s", Py_TYPE(each.ptr())->tp_name);
+    Py_ssize_t size = 0;
+    const char* const text = PyUnicode_AsUTF8AndSize(each.ptr(), &size);  // lives as long as `each`
+    if (text == nullptr) throw nb::python_error();
+    result.emplace_back(text, static_cast<std::size_t>(size));
+  }
   return result;
 }
 
@@ -47,16 +54,21 @@ class BlockTrie {
     for (const char* each : {"blocks", "tiers", "in_flight", "num_asked"})
       match_fields_.push_back(owned(PyUnicode_InternFromString(each)));
     if (states_.size() != 4) fail(PyExc_ValueError, "four states, not %zu", states_.size());
+    // `match` makes its result as object.__new__ does.
+    if (!PyType_Check(match_type_.ptr()) ||
+        reinterpret_cast<PyTypeObject*>(match_type_.ptr())->tp_new != PyBaseObject_Type.tp_new)
+      fail(PyExc_TypeError, "match_type must be a class that is made of plain objects, not %R",
+           match_type_.ptr());
   }
   BlockTrie(const BlockTrie&) = delete;
   BlockTrie& operator=(const BlockTrie&) = delete;
 
   nb::object match(nb::handle space, nb::handle labels) {
-    found_.clear();
     std::size_t num_asked = 0;
     labels_.read(labels, [&](trie::Labels& path) {
+      found_.clear();
       num_asked = path.size();
-      trie_.match(to_bytes(space.ptr(), "a namespace"), path, found_);
+      trie_.match(to_name(space.ptr(), "a namespace"), path, found_);
     });
     const nb::object fields[] = {
         tuple_of(found_, [](const auto& each) { return number(each.block); }),
@@ -83,7 +95,7 @@ class BlockTrie {
           PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(path.size() * kItem)));
       auto* const slots = reinterpret_cast<std::int64_t*>(PyBytes_AS_STRING(made.ptr()));
       const std::size_t num =
-          trie_.match_slots(to_bytes(space.ptr(), "a namespace"), path, at, slots);
+          trie_.match_slots(to_name(space.ptr(), "a namespace"), path, at, slots);
       found = made.release().ptr();
       if (num < path.size()) _PyBytes_Resize(&found, static_cast<Py_ssize_t>(num * kItem));
     });
@@ -98,7 +110,7 @@ class BlockTrie {
     std::vector<State> found;
     const std::size_t at = position(tier);
     labels_.read(labels, [&](trie::Labels& path) {
-      trie_.states(to_bytes(space.ptr(), "a namespace"), path, at, optional_block(after), found);
+      trie_.states(to_name(space.ptr(), "a namespace"), path, at, optional_block(after), found);
     });
     return list_of(found, [&](State each) { return state_object(each); });
   }
@@ -134,9 +146,9 @@ class BlockTrie {
   std::size_t size() { return trie_.size(); }
 
   nb::object extend(nb::handle space, nb::handle labels, nb::handle after) {
-    blocks_.clear();
     labels_.read(labels, [&](trie::Labels& path) {
-      trie_.extend(to_bytes(space.ptr(), "a namespace"), path, optional_block(after), blocks_);
+      blocks_.clear();
+      trie_.extend(to_name(space.ptr(), "a namespace"), path, optional_block(after), blocks_);
     });
     return list_of(blocks_, number);
   }
@@ -145,15 +157,16 @@ class BlockTrie {
                     double now, nb::handle after, bool hold) {
     const std::size_t at = position(tier);
     const Items given(slots, "slots must be iterable");
-    read_slots(given);
-    given_ = slots_;
-    blocks_.clear();
+    to_time(now);
     std::size_t num_new = 0;
     labels_.read(labels, [&](trie::Labels& path) {
+      read_slots(given);
+      given_ = slots_;
+      blocks_.clear();
       if (path.size() != slots_.size())
         fail(PyExc_ValueError, "a slot for each block: %zu labels, %zu slots", path.size(),
              slots_.size());
-      num_new = trie_.insert(to_bytes(space.ptr(), "a namespace"), path, optional_block(after), at,
+      num_new = trie_.insert(to_name(space.ptr(), "a namespace"), path, optional_block(after), at,
                              slots_, now, hold, blocks_);
     });
     // A slot that was taken as it was given is the object that was given.
@@ -167,8 +180,9 @@ class BlockTrie {
 
   void begin_write(nb::handle blocks, nb::handle tier, nb::handle slots) {
     const std::size_t at = position(tier);
+    const Items given(slots, "slots must be iterable");
     read_blocks(blocks);
-    read_slots(Items(slots, "slots must be iterable"));
+    read_slots(given);
     if (blocks_.size() != slots_.size())
       fail(PyExc_ValueError, "a slot for each block: %zu blocks, %zu slots", blocks_.size(),
            slots_.size());
@@ -178,6 +192,7 @@ class BlockTrie {
   }
 
   void commit(nb::handle blocks, nb::handle tier, double now) {
+    to_time(now);
     each(blocks, tier, [&](BlockId block, std::size_t at) { trie_.commit(block, at, now); });
   }
   void lease(nb::handle blocks, nb::handle tier) {
@@ -212,9 +227,12 @@ class BlockTrie {
     return nb::make_tuple(bytes(from.space), from.depth);
   }
   nb::object abort(nb::handle blocks, nb::handle tier) {
+    const std::size_t at = position(tier);
+    read_blocks(blocks);
     slots_.clear();
-    each(blocks, tier,
-         [&](BlockId block, std::size_t at) { slots_.push_back(trie_.abort(block, at)); });
+    checked([&] {
+      for (const BlockId block : blocks_) slots_.push_back(trie_.abort(block, at));
+    });
     return list_of(slots_, number);
   }
   nb::object forget(nb::handle blocks, nb::handle tier) {
@@ -225,13 +243,14 @@ class BlockTrie {
     return list_of(slots_, number);
   }
   void touch(nb::handle blocks, double now) {
+    to_time(now);
     read_blocks(blocks);
     checked([&] { trie_.touch(blocks_, now); });
   }
 
   nb::object evict(nb::handle tier, nb::handle num_blocks) {
     const std::size_t at = position(tier);
-    const std::size_t most = to_index(num_blocks);
+    const std::size_t most = to_limit(num_blocks);
     blocks_.clear();
     checked([&] { trie_.evict(at, most, blocks_); });
     return list_of(blocks_, number);
@@ -240,7 +259,7 @@ class BlockTrie {
   // Evicts and forgets; the slots that are free now.
   nb::object drop(nb::handle tier, nb::handle num_blocks) {
     const std::size_t at = position(tier);
-    const std::size_t most = to_index(num_blocks);
+    const std::size_t most = to_limit(num_blocks);
     blocks_.clear();
     slots_.clear();
     checked([&] {
@@ -331,11 +350,7 @@ class BlockTrie {
 
   void read_slots(const Items& items) {
     slots_.resize(items.size());
-    for (std::size_t i = 0; i < items.size(); ++i) {
-      const std::uint64_t slot = to_number(items[i], "a slot");
-      if (slot > 0xFFFF'FFFF) fail(PyExc_ValueError, "slot %R is 2**32 or more", items[i]);
-      slots_[i] = static_cast<Slot>(slot);
-    }
+    for (std::size_t i = 0; i < items.size(); ++i) slots_[i] = to_slot(items[i]);
   }
 
   template <typename Change>

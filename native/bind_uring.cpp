@@ -4,6 +4,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -24,6 +25,7 @@ namespace {
 
 using Numbers = Items<std::int64_t>;
 
+constexpr double kLongestDeadlineS = 1e9;  // the kernel counts nanoseconds with 64 bits
 constexpr long long kMaxDepth = 4096;
 constexpr long long kMaxPieceBytes = 1ll << 30;  // a request has 32 bits for its size
 
@@ -52,12 +54,14 @@ class UringRing {
   }
 
   int register_file() {
+    guarded([&] { ring_->check_owner(); });
     const nb::gil_scoped_release others_may_run;
     const std::lock_guard one_at_a_time(mutex_);
     return ring_->register_file();
   }
 
   int register_buffers(const std::vector<std::pair<std::uint64_t, std::uint64_t>>& buffers) {
+    guarded([&] { ring_->check_owner(); });
     std::vector<uring::Memory> pieces;
     for (const auto& [address, num_bytes] : buffers) pieces.push_back({address, num_bytes});
     const nb::gil_scoped_release others_may_run;
@@ -65,9 +69,14 @@ class UringRing {
     return guarded([&] { return ring_->register_buffers(pieces); });
   }
 
-  // num_checked: bytes of each block that a checksum is wanted of.
+  // deadline_s: None, or so long that nobody lives to see it, for none. num_checked: bytes of each
+  // block that a checksum is wanted of.
   nb::tuple transfer(bool write, nb::handle offsets, nb::handle addresses, nb::handle sizes,
                      std::optional<double> deadline_s, std::optional<std::uint64_t> num_checked) {
+    guarded([&] { ring_->check_owner(); });
+    if (deadline_s && std::isnan(*deadline_s))
+      fail(PyExc_ValueError, "deadline_s must be a number of seconds or None, not nan");
+    if (deadline_s && *deadline_s > kLongestDeadlineS) deadline_s.reset();
     const Numbers offset("offsets", offsets);
     const Words address("addresses", addresses);
     const Numbers size("sizes", sizes);

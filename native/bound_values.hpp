@@ -1,9 +1,11 @@
 // What the binding of the trie takes and gives: numbers, bytes, lists and arrays of Python.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <limits>
 #include <stdexcept>
 #include <string_view>
 
@@ -60,10 +62,31 @@ inline std::uint64_t to_number(PyObject* value, const char* what) {
   return result;
 }
 
-inline std::size_t to_index(nb::handle value) {
-  const Py_ssize_t result = PyNumber_AsSsize_t(value.ptr(), PyExc_OverflowError);
+// "At most so many": none where it is negative, and a number that is too large is as good as all.
+inline std::size_t to_limit(nb::handle value) {
+  const Py_ssize_t result = PyNumber_AsSsize_t(value.ptr(), nullptr);
   if (result == -1 && PyErr_Occurred()) throw nb::python_error();
   return result < 0 ? 0 : static_cast<std::size_t>(result);
+}
+
+// Seconds. What is not a number is in no order: a queue would never find its first.
+inline double to_time(double now) {
+  if (!std::isfinite(now))
+    fail(PyExc_ValueError, "now must be a finite number of seconds, not %s",
+         std::isnan(now) ? "nan" : now > 0 ? "inf" : "-inf");
+  return now;
+}
+
+inline trie::Slot to_slot(PyObject* value) {
+  constexpr unsigned long long kMax = std::numeric_limits<trie::Slot>::max();
+  const unsigned long long slot = PyLong_AsUnsignedLongLong(value);
+  const bool failed = slot == static_cast<unsigned long long>(-1) && PyErr_Occurred();
+  if (failed && !PyErr_ExceptionMatches(PyExc_OverflowError)) throw nb::python_error();
+  if (failed || slot > kMax) {
+    PyErr_Clear();
+    fail(PyExc_ValueError, "slot %R is not in 0 .. 2**32 - 1", value);
+  }
+  return static_cast<trie::Slot>(slot);
 }
 
 inline std::string_view to_bytes(PyObject* value, const char* what) {
@@ -72,8 +95,17 @@ inline std::string_view to_bytes(PyObject* value, const char* what) {
   return {PyBytes_AS_STRING(value), static_cast<std::size_t>(PyBytes_GET_SIZE(value))};
 }
 
+// Names a block or a namespace; a node counts its bytes with 32 bits.
+inline std::string_view to_name(PyObject* value, const char* what) {
+  const std::string_view text = to_bytes(value, what);
+  if (text.size() > trie::kMaxLabelBytes)
+    fail(PyExc_ValueError, "%s has %zu bytes; %zu are the most", what, text.size(),
+         trie::kMaxLabelBytes);
+  return text;
+}
+
 inline trie::Label to_label(PyObject* value) {
-  const std::string_view text = to_bytes(value, "a label");
+  const std::string_view text = to_name(value, "a label");
   return {reinterpret_cast<const std::byte*>(text.data()), text.size()};
 }
 

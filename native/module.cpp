@@ -3,6 +3,11 @@
 #include "errors.hpp"
 
 NB_MODULE(_native, module) {
+#if !defined(KVTIER_SANITIZED)
+  // A child that is forked while a thread of its parent holds an index can't ever let it go: no news
+  // to whoever reads its output. Tests under sanitizers are told.
+  nanobind::set_leak_warnings(false);
+#endif
   module.doc() = "The native core of kvtier. Use it through kvtier._hot.";
   nanobind::exception<kvtier::NativeError>(module, "NativeError", PyExc_RuntimeError);
   kvtier::bind_copy(module);

@@ -11,7 +11,10 @@ PathChoice::Turn PathChoice::next() {
 }
 
 void PathChoice::record(Path path, double ns_per_byte) {
-  const std::lock_guard lock(mutex_);
+  // A sample more or less is nothing to wait for; in a child that was forked while another thread
+  // recorded one, the wait would never end.
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock) return;
   const auto which = static_cast<std::size_t>(path);
   if (num_samples_[which] < kSamples) samples_[which][num_samples_[which]++] = ns_per_byte;
   if (num_samples_[0] < kSamples || num_samples_[1] < kSamples) return;

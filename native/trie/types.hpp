@@ -23,11 +23,12 @@ inline constexpr std::size_t kMaxTiers = 8;
 // The values of kvtier.index.State.
 enum class State : std::uint8_t { absent = 1, writing = 2, ready = 3, evicting = 4 };
 
-// The bytes that name a block under its parent. Owned by whoever gives it.
+// The bytes that name a block under its parent, kMaxLabelBytes at most. Owned by whoever gives it.
 struct Label {
   const std::byte* data;
   std::size_t size;
 };
+inline constexpr std::size_t kMaxLabelBytes = 0xFFFF'FFFF;
 
 // A caller named a block that the index does not know (any more).
 class UnknownBlock : public std::out_of_range {

@@ -54,7 +54,12 @@ Ring::Descriptor::~Descriptor() {
 }
 
 Ring::Ring(int fd, unsigned depth, std::int64_t piece_bytes, bool is_direct)
-    : fd_(fd), depth_(depth), piece_bytes_(piece_bytes), is_direct_(is_direct), pieces_(depth) {
+    : owner_(getpid()),
+      fd_(fd),
+      depth_(depth),
+      piece_bytes_(piece_bytes),
+      is_direct_(is_direct),
+      pieces_(depth) {
   // Room for a cancellation of each request, too.
   int made = -EINVAL;
   for (const std::uint32_t flags : {kernel::kCoopTaskrun, std::uint32_t{0}}) {
@@ -76,13 +81,23 @@ Ring::Ring(int fd, unsigned depth, std::int64_t piece_bytes, bool is_direct)
   sqes_.map(ring_.number, params_.sq_entries * sizeof(kernel::Sqe), kernel::kSqesOffset);
   for (unsigned i = 0; i < params_.sq_entries; ++i) rings_.at<unsigned>(params_.sq.array)[i] = i;
   for (std::size_t place = depth; place-- > 0;) places_.push_back(place);
+  // Nothing may fail for want of memory while buffers are in use.
+  again_.reserve(depth);
+  whole_.reserve(depth);
 }
 
 Ring::~Ring() {
+  if (getpid() != owner_) return;
   // The kernel takes a ring apart some time after it was closed; file and memory are free at once.
   if (has_file_) call(kernel::kRegister, ring_.number, kernel::kUnregisterFiles, nullptr, 0u);
   if (!buffers_.empty())
     call(kernel::kRegister, ring_.number, kernel::kUnregisterBuffers, nullptr, 0u);
+}
+
+void Ring::check_owner() const {
+  if (const long here = getpid(); here != owner_)
+    throw NativeError("the ring belongs to process " + std::to_string(owner_) + ", and process " +
+                      std::to_string(here) + " was forked from it; open another ring here");
 }
 
 int Ring::register_file() {
@@ -302,6 +317,7 @@ Ring::Ring(int, unsigned, std::int64_t, bool) {
 }
 Ring::~Ring() = default;
 
+void Ring::check_owner() const {}
 int Ring::register_file() { return 0; }
 int Ring::register_buffers(std::span<const Memory>) { return 0; }
 void Ring::transfer(Way, std::span<const Block>, std::optional<double>, std::int64_t*,

@@ -33,6 +33,10 @@ struct Checks {
 
 // A submission and a completion ring of their own. Used by one thread at a time. Linux only: elsewhere
 // the constructor throws.
+//
+// A child made by fork shares the kernel's side of the ring with its parent: what it registered, it
+// would unregister for both, and completions would come to either. So a ring belongs to the process
+// that made it. Its destructor may run anywhere.
 class Ring {
  public:
   // `depth` requests are under way at a time; larger blocks go in pieces of `piece_bytes`.
@@ -41,6 +45,10 @@ class Ring {
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
+
+  // Throws NativeError in another process than the one that made the ring. Before anything else, and
+  // before any lock: what was held when the process forked, nobody gives back in the child.
+  void check_owner() const;
 
   // Spares the kernel a look-up of the file, and of the pages, per request: 0 or -errno.
   int register_file();
@@ -95,6 +103,7 @@ class Ring {
   int buffer_of(std::uint64_t address, std::int64_t size) const;
   void check_whole(std::span<const Block> blocks, const Checks& checks);
 
+  long owner_ = 0;  // process id
   Descriptor ring_;
   Mapping rings_;
   Mapping sqes_;

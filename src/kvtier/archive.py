@@ -47,11 +47,6 @@ class Archive:
         """Blocks that wait for their turn."""
         return len(self._waiting)
 
-    @property
-    def is_busy(self) -> bool:
-        """Something waits, or is on its way."""
-        return bool(self._waiting) or self._num_moving > 0
-
     def add(self, blocks: Iterable[BlockId]) -> None:
         """These are worth a write."""
         self._waiting.update(dict.fromkeys(blocks))

@@ -23,6 +23,7 @@ from kvtier.lease import Lease
 from kvtier.plan import Plan, plan_load
 from kvtier.plugins import load_plugin
 from kvtier.prefetch import Prefetch
+from kvtier.process import OwnerProcess
 from kvtier.telemetry import Metrics
 from kvtier.tiers import ArenaOptions, DeviceTier, StorageTier
 from kvtier.tiers.row import make_tiers, rooms_of
@@ -55,6 +56,7 @@ class Cache:
         self._clock = clock
         self._weighs_costs = config.load_policy is LoadPolicy.AUTO
         self._leases: set[Lease] = set()
+        self._process = OwnerProcess()
         self._closed = False
         make_policy = _policy_factory(config.eviction_policy)
         self._tiers = make_tiers(config, device, pool, storage, arena)
@@ -230,6 +232,7 @@ class Cache:
     def _must_be_open(self) -> None:
         if self._closed:
             raise Closed("the cache is closed; make a new one")
+        self._process.must_be_here("the cache")
 
     def _use(self, lease: Lease, first: int) -> None:
         """The lease's blocks from ``first`` on were used: note it, store what the policy wants."""
@@ -305,6 +308,11 @@ class Cache:
         """Slots in use per tier."""
         return self._ladder.used_slots()
 
+    def let_archive(self, is_on: bool) -> None:
+        """Whether blocks are written to storage, from now on. Off while it is not sure whose they
+        are; on again, what is in memory still is written, too."""
+        self._ladder.archives = is_on
+
     def clear(self, tier: str = DEVICE) -> None:
         """Evict every block that nobody holds from ``tier``, as if room were needed."""
         self._ladder.make_room(tier, self._index.num_held(tier))
@@ -317,10 +325,11 @@ class Cache:
         return [*self._device.findings(), index, *lines]
 
     def close(self) -> None:
-        """Finish the copies on their way and give the tiers back. Safe to call twice."""
+        """Finish the copies on their way and give the tiers back. Safe to call twice, and in a
+        forked child, where nothing happens: all of it is the parent's."""
         if not self._closed:
             self._closed = True
-            in_use = self._ladder.close()
+            in_use = self._ladder.close() if self._process.is_here else self._tiers.keys()
             for name, tier in self._tiers.items():
                 if name not in in_use:
                     tier.close()

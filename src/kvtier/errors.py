@@ -7,6 +7,16 @@ Every message says what went wrong, with which value, and what to do about it.
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """``text`` that somebody else chose, fit for a message or a terminal: control characters, and
+    all that isn't shown as it is, become escapes."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
 class CacheError(Exception):
     """Base of every error that kvtier raises."""
 

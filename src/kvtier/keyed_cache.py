@@ -18,10 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.index import State
+from kvtier.keys import next_key
 from kvtier.ladder import Ladder
 from kvtier.types import BlockId, BlockName, Slot
 
 NOBODY = -1
+ROOT = b"keys of an engine"
+"""All blocks hang under it: what they belong to may be known later than they are."""
 
 
 class Place(Enum):
@@ -58,8 +61,8 @@ class KeyedCache:
     """Owned by one thread. keys: bytes, the engine's. The fastest tier of ``ladder`` is the memory
     that the engine copies from and to.
 
-    namespace: digest of all else that decides on the bytes of a block; settled before the first
-    call. knows_storage: whether storage has said what it has. clock: seconds.
+    namespace: digest of all else that decides on the bytes of a block, b"" while nobody knows it:
+    then nothing is written to storage, and nothing looked for there. knows_storage: whether storage has said what it has. clock: seconds.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class KeyedCache:
         self._doubted: set[BlockId] = set()
         self._changes: list[Change] = []
         ladder.listen(self._name, self._note)
+        ladder.archives = False
 
     # -- what is where -----------------------------------------------------------------------------
 
@@ -100,7 +104,7 @@ class KeyedCache:
         return Place.STORAGE if self._storage_of(block) else Place.NOWHERE
 
     def _find_kept(self, key: bytes) -> Place:
-        if not self.ladder.storages:
+        if not self.ladder.storages or not self._namespace():
             return Place.NOWHERE
         if not self._knows_storage():
             return Place.UNKNOWN
@@ -126,14 +130,12 @@ class KeyedCache:
 
     def _known(self, key: bytes) -> BlockId | None:
         """The block, where some tier has it or is about to."""
-        namespace = self._namespace()
-        if not self._index.states(namespace, [key], self.memory):
+        if not self._index.states(ROOT, [key], self.memory):
             return None
-        return self._index.extend(namespace, [key])[0]
+        return self._index.extend(ROOT, [key])[0]
 
     def _blocks(self, keys: Iterable[bytes]) -> list[BlockId]:
-        namespace = self._namespace()
-        return [self._index.extend(namespace, [key])[0] for key in keys]
+        return [self._index.extend(ROOT, [key])[0] for key in keys]
 
     def _is_in(self, block: BlockId, tier: str) -> bool:
         is_ready = self._index.state(block, tier) is State.READY
@@ -143,7 +145,9 @@ class KeyedCache:
         return next((name for name in self.ladder.storages if self._is_in(block, name)), None)
 
     def _name(self, block: BlockId) -> BlockName:
-        return BlockName(self._namespace(), self._depths[block], self._index.key(block))
+        namespace = self._namespace()
+        (key,) = self._index.labels([block])
+        return BlockName(namespace, self._depths[block], next_key(namespace, key))
 
     # -- between the engine's device and memory ----------------------------------------------------
 
@@ -248,6 +252,7 @@ class KeyedCache:
 
     def poll(self) -> None:
         """Notice what has ended."""
+        self.ladder.archives = bool(self._namespace())
         self.ladder.poll()
 
     def clear(self) -> None:

@@ -117,6 +117,24 @@ class Labels(Sequence[Label]):
             width = block_bytes * (1 if block % blocks_per_chunk else blocks_per_chunk)
             yield tokens[block * block_bytes : block * block_bytes + width]
 
+    def check(self) -> None:
+        """Raise ``ValueError`` where the blocks are not within the tokens, or no whole tokens. An
+        index does so before it reads them."""
+        tokens, block_bytes, blocks_per_chunk, first, num = self.spec
+        num_bytes = len(tokens) if isinstance(tokens, bytes) else 4 * len(tokens)
+        has_sense = block_bytes > 0 and blocks_per_chunk > 0 and first >= 0 and num >= 0
+        num_chunks = -(-(first + num) // blocks_per_chunk) if has_sense else 0
+        if not has_sense or num_chunks * blocks_per_chunk * block_bytes > num_bytes:
+            raise ValueError(
+                f"Labels name blocks outside of their tokens: block_bytes={block_bytes}, "
+                f"blocks_per_chunk={blocks_per_chunk}, first={first}, num={num} in "
+                f"{num_bytes} bytes"
+            )
+        if not isinstance(tokens, bytes) and block_bytes % 4:
+            raise ValueError(
+                f"Labels of {block_bytes} bytes a block are no whole number of token ids"
+            )
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, (Labels, list, tuple)):
             return NotImplemented

@@ -16,7 +16,7 @@ from kvtier.telemetry import Metrics
 from kvtier.tiers import Room
 from kvtier.traffic import OnChange, Traffic
 from kvtier.transfer import Mover
-from kvtier.types import BlockId, BlockName, Label, Match, Slot
+from kvtier.types import BlockId, BlockKey, BlockName, Label, Match, Slot
 from kvtier.waiter import Transfer
 
 STORABLE = (State.READY, State.EVICTING)
@@ -76,6 +76,8 @@ class Ladder:
         self.traffic = Traffic(self.rooms, ways, self.index, mover, self.metrics, clock)
         self._options = options
         self._clock = clock
+        self.archives = True
+        """Whether anything is written to storage; what would be waits, as long as it stays."""
         self._prefetches: set[Prefetch] = set()
         self._recall = Recall(self.index, mover)
         self._archives = {
@@ -164,8 +166,11 @@ class Ladder:
         if self.traffic.on_change is not None:
             self.traffic.on_change(tier, leaving, True)
         if leaving and tier in self._archives and (for_good or not self._evicts(tier)):
-            self.mover.drop(tier, [self.index.key(block) for block in leaving], for_good)
+            self.mover.drop(tier, [self._key(block) for block in leaving], for_good)
         return self.index.forget_all(leaving, tier)
+
+    def _key(self, block: BlockId) -> BlockKey:
+        return self.traffic.name_of(block).key
 
     def _evicts(self, storage: str) -> bool:
         return self.mover.storages[storage].evicts
@@ -358,7 +363,7 @@ class Ladder:
 
     def _write(self, archive: Archive) -> None:
         """Begin the writes whose turn has come."""
-        while wanted := archive.take(self._options.piece_blocks):
+        while self.archives and (wanted := archive.take(self._options.piece_blocks)):
             new = [block for block in wanted if not self._was_there(block, archive.storage)]
             num_begun = self._copy_down(new, self.staging, archive.storage)
             archive.ended(len(wanted) - num_begun)
@@ -368,7 +373,7 @@ class Ladder:
         is_cheap = self.mover.storages[storage].finds_at_once
         if not is_cheap or not self.mover.has_unfound(storage):
             return False
-        is_there = self.mover.find(storage, [self.index.key(block)]).num_there == 1
+        is_there = self.mover.find(storage, [self._key(block)]).num_there == 1
         if is_there:
             self._adopt(storage, [block])
         return is_there
@@ -421,7 +426,7 @@ class Ladder:
     @property
     def is_busy(self) -> bool:
         """Something is on its way, or should be."""
-        waits = any(archive.is_busy for archive in self._archives.values())
+        waits = self.archives and any(map(len, self._archives.values()))
         return waits or bool(self.traffic.transfers)
 
     def _demote(self, leaving: list[BlockId], src: str) -> list[BlockId]:

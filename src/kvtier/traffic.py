@@ -13,7 +13,7 @@ from kvtier.plan import Copy, CostModel, Costs, Ways
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Room
 from kvtier.transfer import Job, Move, Mover
-from kvtier.types import BlockId, BlockName, Slot
+from kvtier.types import BlockId, BlockKey, BlockName, Slot
 from kvtier.waiter import Transfer
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Traffic:
         self.name_of: Callable[[BlockId], BlockName] = index.name
         self.on_change: OnChange | None = None
         self.transfers: list[Transfer] = []
-        self._lost: set[tuple[BlockId, str]] = set()
+        self._lost: dict[tuple[BlockId, str], BlockKey | None] = {}
 
     # -- begin ------------------------------------------------------------------------------------
 
@@ -164,10 +164,12 @@ class Traffic:
         """What storage has not, it is not asked for again; and memory from which a copy failed is
         not copied from again."""
         blocks, src = transfer.blocks, transfer.src
-        self._lost.update((blocks[at], src) for at in job.gone)
+        for at in job.gone:
+            self.lose(blocks[at], src)
         is_load = src not in self._mover.storages and transfer.dst == self._fastest
         if is_load and job.error is not None and not job.withdrawn:
-            self._lost.update((block, src) for block in blocks)
+            for block in blocks:
+                self.lose(block, src)
 
     def _follow(self, follower: Transfer, leader: Transfer) -> None:
         """``leader`` has ended: the transfer after it begins, or fails with it."""
@@ -192,7 +194,8 @@ class Traffic:
 
     def lose(self, block: BlockId, tier: str) -> None:
         """What ``tier`` has of a block is not to be used any more."""
-        self._lost.add((block, tier))
+        key = self.name_of(block).key if tier in self._mover.storages else None
+        self._lost.setdefault((block, tier), key)
 
     def is_lost(self, block: BlockId, tier: str) -> bool:
         """Whether what ``tier`` has of a block is only waiting for those who hold it."""
@@ -200,13 +203,15 @@ class Traffic:
 
     def drop_lost(self) -> None:
         """Forget blocks that their tier could not give back, once nobody holds them any more."""
-        for block, tier in list(self._lost):
-            match self._index.state(block, tier):
-                case State.READY if not self._forget(block, tier):
-                    continue
-                case State.WRITING:
-                    continue
-            self._lost.discard((block, tier))
+        for (block, tier), key in list(self._lost.items()):
+            state = self._index.state(block, tier)
+            if state is State.WRITING:
+                continue
+            if state is State.READY and not self._forget(block, tier):
+                continue
+            del self._lost[block, tier]
+            if key is not None:  # some rank, or some replica, may have it still
+                self._mover.drop(tier, [key], for_good=True)
 
     def _forget(self, block: BlockId, tier: str) -> bool:
         """False where somebody holds it."""
@@ -214,8 +219,6 @@ class Traffic:
             return False
         if self.on_change is not None:
             self.on_change(tier, [block], True)
-        if tier in self._mover.storages:  # some rank, or some replica, may have it still
-            self._mover.drop(tier, [self._index.key(block)], for_good=True)
         slot = self._index.lose(block, tier)
         assert slot is not None, "nobody held it a moment ago"
         self._rooms[tier].free([slot])
@@ -226,8 +229,9 @@ class Traffic:
         to."""
         for transfer in self.transfers:
             transfer.is_void = True
-            self._lost.update((block, transfer.src) for block in transfer.blocks)
-            self._lost.update((block, transfer.dst) for block in transfer.blocks)
+            for block in transfer.blocks:
+                self.lose(block, transfer.src)
+                self.lose(block, transfer.dst)
 
     # -- look -------------------------------------------------------------------------------------
 

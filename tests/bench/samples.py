@@ -46,10 +46,14 @@ def ttft(
     prompt_tokens: int = 3500,
     from_device: int = 35,
     different: int = 0,
+    slower: float = 1.0,
 ) -> TtftResult:
-    """different: requests of the second pass whose logits differ."""
+    """different: requests of the second pass whose logits differ. slower: how many times as long
+    the prompts take that come from the host, cold or not."""
+    times = [slower if at < num_prompts - from_device else 1.0 for at in range(num_prompts)]
     rows = [
-        TtftRow(1, at, at, "cold", {DEVICE: 0, HOST: 0}, cold_ms, None) for at in range(num_prompts)
+        TtftRow(1, at, at, "cold", {DEVICE: 0, HOST: 0}, cold_ms * times[at], None)
+        for at in range(num_prompts)
     ]
     for order in range(num_prompts):
         on_device = order < from_device
@@ -62,7 +66,7 @@ def ttft(
                 prompt=num_prompts - 1 - order,
                 served_from=served_from(hits),
                 hit_tokens=hits,
-                ttft_ms=device_ms if on_device else host_ms,
+                ttft_ms=device_ms if on_device else host_ms * slower,
                 same_logits=order >= different,
             )
         )
@@ -71,13 +75,18 @@ def ttft(
     return TtftResult(tuple(rows), prompt_tokens, from_device)
 
 
-def overhead(ttft_ratio: float = 1.004, throughput_ratio: float = 0.998) -> OverheadResult:
+def overhead(
+    ttft_ratio: float = 1.004,
+    throughput_ratio: float = 0.998,
+    num_pairs: int = 40,
+    prompt_tokens: int = 3500,
+) -> OverheadResult:
     rows = []
-    for pair in range(40):
-        spread = 1 + 0.0004 * (pair - 19.5)
+    for pair in range(num_pairs):
+        spread = 1 + 0.0004 * (pair - (num_pairs - 1) / 2)
         on = Turn(1000 * ttft_ratio * spread, 2000 * throughput_ratio * spread, 3.0, 0)
         rows.append(OverheadRow(pair, on, Turn(1000.0, 2000.0, 3.0, 0)))
-    return OverheadResult(tuple(rows), 3500)
+    return OverheadResult(tuple(rows), prompt_tokens)
 
 
 def slow_disk(ratio: float = 1.01, num_prompts: int = 100) -> SlowDiskResult:
@@ -91,7 +100,7 @@ def slow_disk(ratio: float = 1.01, num_prompts: int = 100) -> SlowDiskResult:
 def overlap(
     followed_ms: float = 50.0, at_full_size: bool = True, same: bool = True
 ) -> OverlapResult:
-    """Five rounds: 1,000 ms cold, 40 from the device, a load of 60, 100 where it is awaited."""
+    """Seven rounds: 1,000 ms cold, 40 from the device, a load of 60, 100 where it is awaited."""
     times = {
         Case.COLD: 1000.0,
         Case.DEVICE: 40.0,
@@ -100,7 +109,7 @@ def overlap(
     }
     rows = tuple(
         OverlapRow(turn, case, ttft_ms + turn, 60.0 if case is Case.AWAITED else 0.0, same)
-        for turn in range(-2, 3)
+        for turn in range(-3, 4)
         for case, ttft_ms in times.items()
     )
     return OverlapResult(rows, 16384, 1024, 2 << 30, at_full_size)

@@ -87,7 +87,7 @@ def test_usual_way_that_brings_wrong_bytes_is_an_error(
 def _row(
     size: int, count: int, ratio: float, direction: str = "load", path: str = USUAL
 ) -> CopyRow:
-    return CopyRow(direction, path, size, count, 1, 1, 1, 1, ratio)
+    return CopyRow(direction, path, size, count, 1, 1, 1, 1, ratio, ratio - 0.005, ratio + 0.005)
 
 
 def test_targets_are_the_worst_of_many_copies_by_the_usual_way() -> None:
@@ -99,8 +99,8 @@ def test_targets_are_the_worst_of_many_copies_by_the_usual_way() -> None:
         _row(32768, many, 0.99), _row(1 << 20, many, 0.96, "store"),
     )  # fmt: skip
     targets = {
-        line["id"]: (line["value"], line["met"])
-        for line in CopyResult("cuda:0", {}, True, rows, ()).targets
+        target.target_id: (target.found.value, target.met)
+        for target in CopyResult("cuda:0", {}, True, rows, ()).targets
     }
     assert targets == {
         "G1 32 KiB and more": (0.96, True),

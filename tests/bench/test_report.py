@@ -84,7 +84,7 @@ def test_report_says_the_figures_in_words(html: str) -> None:
         "691,200 of 700,000 prompt tokens",
         "20 of 20",
         "19 of 20",
-        "first token +0.4 %",
+        "first token +0.4 % (+0.1 % to +0.7 %)",
         "kvtier bench serve",
         "A processor <with brackets>",
     ):

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from kvtier.bench.accuracy import bits_equal
+from kvtier.bench.figures import percent
+from kvtier.bench.target import target_words
 from kvtier.bench.ttft import served_from
-from kvtier.bench.words import headline, outcome, percent, verdicts
+from kvtier.bench.words import headline, verdicts
 from tests.bench import samples
 
 pytestmark = pytest.mark.engine
@@ -26,7 +28,7 @@ def test_json_has_the_promised_shape() -> None:
     assert found["accuracy"]["control_noticed"] == 20
     assert set(found["ttft_ms"]) == {"cold", "device", "host", "disk"}
     for summary in found["ttft_ms"].values():
-        assert set(summary) == {"mean", "p50", "p90", "p99"}
+        assert set(summary) == {"mean", "p50", "p90", "p99", "max"}
     assert found["reduction"] == {
         "mean": 0.966,
         "device": 0.975,
@@ -72,7 +74,7 @@ def test_latent_attention_counts_for_its_own_target() -> None:
 def test_one_differing_prompt_misses_the_target() -> None:
     result = samples.serve_result(samples.accuracy(unequal=1))
     assert result.as_json()["accuracy"]["equal"] == 19  # type: ignore[index]
-    assert not result.targets[0].met
+    assert result.targets[0].met is False
     assert not result.correct
     assert any(verdict.good is False for verdict in verdicts(result))
 
@@ -95,26 +97,95 @@ def test_differing_logits_in_the_second_pass_are_told() -> None:
 def test_a_slower_second_pass_is_called_later() -> None:
     result = samples.serve_result(ttft=samples.ttft(cold_ms=20.0, device_ms=25.0, host_ms=25.0))
     assert headline(result) == "The first token came 25.0\u00a0% later."
-    assert not result.targets[0].met
+    assert result.targets[0].met is False
 
 
 def test_loss_is_the_worse_of_both_ratios() -> None:
-    assert samples.overhead(1.02, 0.999).loss == pytest.approx(0.02)
-    assert samples.overhead(1.002, 0.95).loss == pytest.approx(0.05)
-    assert samples.overhead(0.99, 1.01).loss < 0
+    assert samples.overhead(1.02, 0.999).loss.value == pytest.approx(0.02)
+    assert samples.overhead(1.002, 0.95).loss.value == pytest.approx(0.05)
+    assert samples.overhead(0.99, 1.01).loss.value < 0
 
 
-def test_a_loss_that_can_not_be_told_from_the_target_is_unclear() -> None:
-    clear, unclear = (
-        samples.serve_result(overhead=samples.overhead(ttft_ratio)).targets[0]
-        for ttft_ratio in (1.05, 1.008)
+@pytest.mark.parametrize(
+    ("ratio", "num_pairs", "prompt_tokens", "met", "words"),
+    [
+        (1.05, 40, 3500, False, "not met"),
+        (1.001, 40, 3500, True, "met"),
+        (1.010, 40, 3500, None, "too few runs to tell"),
+        (1.05, 10, 3500, False, "not met (from fewer runs than the target's)"),
+        (1.001, 5, 3500, None, "too few runs to tell (from fewer runs than the target's)"),
+        (1.09, 5, 3500, None, "too few runs to tell (from fewer runs than the target's)"),
+        (1.09, 40, 1200, None, "too small a run to tell (with shorter prompts than the target's)"),
+    ],
+)
+def test_target_is_met_or_not_only_where_the_runs_can_tell(
+    ratio: float, num_pairs: int, prompt_tokens: int, met: bool | None, words: str
+) -> None:
+    made = samples.overhead(ratio, num_pairs=num_pairs, prompt_tokens=prompt_tokens)
+    (target,) = samples.serve_result(overhead=made).targets
+    row = json.loads(json.dumps(target.as_json(), allow_nan=False))
+    assert row["met"] is met
+    assert target_words(target).endswith(f"wanted at most 1.0\u00a0%: {words}")
+    low, high = row["interval_95"]
+    if num_pairs < 6:
+        assert low is high is None
+    else:
+        assert low < row["value"] < high
+
+
+def test_what_may_be_nothing_is_told_as_an_interval() -> None:
+    small, none, few = (
+        verdicts(samples.serve_result(overhead=samples.overhead(ratio, 1.0, num_pairs)))[-1].figure
+        for ratio, num_pairs in ((0.9, 40), (1.001, 40), (1.2, 5))
     )
-    assert (outcome(clear), clear.as_json()["met"], "sure" in clear.as_json()) == (
-        "not met",
-        False,
-        False,
+    assert small.startswith("first token \u221210.0\u00a0% (\u2212"), small
+    assert none.startswith("first token between \u2212"), none
+    assert few == "first token too few runs to tell; throughput too few runs to tell"
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "words"),
+    [
+        (5, "5 requests: half of them took at most 55\u00a0ms, the slowest 55\u00a0ms."),
+        (12, "90 % at most 55\u00a0ms, the slowest 55\u00a0ms."),
+        (100, "99 % at most 55\u00a0ms."),
+    ],
+)
+def test_percentile_is_told_where_there_are_values_beyond_it(num_prompts: int, words: str) -> None:
+    made = samples.ttft(num_prompts=num_prompts, from_device=num_prompts // 3)
+    disk = next(each for each in verdicts(samples.serve_result(ttft=made)) if "disk" in each.title)
+    assert disk.meaning.endswith(words)
+    summary = made.summary("disk")
+    assert summary is not None
+    assert (summary.p90 is None, summary.p99 is None) == (num_prompts < 10, num_prompts < 100)
+
+
+def test_too_few_prompts_have_no_headline() -> None:
+    result = samples.serve_result(ttft=samples.ttft(num_prompts=5, from_device=2))
+    assert (
+        headline(result) == "After 5 prompts it can't be told whether the first token came sooner."
     )
-    assert (outcome(unclear), unclear.as_json()["sure"]) == ("unclear", False)
+    assert [target.met for target in result.targets] == [None, None]
+
+
+def test_tier_is_compared_with_the_same_prompts_computed() -> None:
+    """Or a tier that served the long ones would look slow."""
+    made = samples.ttft(num_prompts=30, from_device=10, slower=3.0)
+    device, host = made.reduction_from("device"), made.reduction_from("host")
+    assert device is not None
+    assert host is not None
+    assert device.value == pytest.approx(0.975)
+    assert host.value == pytest.approx(0.96)
+    assert made.reduction_from("tape") is None
+
+
+def test_equal_logits_at_a_smaller_size_prove_less_and_different_ones_as_much() -> None:
+    equal, different = (
+        samples.serve_result(samples.accuracy(num_prompts=6, unequal=unequal)).targets[0]
+        for unequal in (0, 1)
+    )
+    assert (equal.met, different.met) == (None, False)
+    assert "too small a run to tell" in target_words(equal)
 
 
 def test_source_of_a_request_is_where_most_tokens_came_from() -> None:
@@ -148,8 +219,9 @@ def test_a_slow_disk_may_cost_little_in_the_middle_and_a_bit_more_at_the_end(
     result = samples.serve_result(slow_disk=samples.slow_disk(ratio))
     assert [target.met for target in result.targets] == met
     assert [target.deviation for target in result.targets] == ["", ""]
-    assert samples.serve_result(slow_disk=samples.slow_disk(1.0, 10)).targets[0].deviation
-    assert headline(result).startswith("A disk slower than computing cost")
+    few = samples.serve_result(slow_disk=samples.slow_disk(1.0, 99)).targets
+    assert [(target.met, bool(target.deviation)) for target in few] == [(True, True), (None, True)]
+    assert headline(result).startswith("The cost of a disk slower than computing: ")
     assert verdicts(result)[0].title == "A disk slower than computing"
 
 
@@ -164,12 +236,12 @@ def test_a_load_is_hidden_as_far_as_it_costs_nothing_over_a_hit_on_the_device() 
         "followed": 50.0,
         "awaited": 100.0,
     }
-    assert len(found["rows"]) == 20
+    assert len(found["rows"]) == 28
     assert [(row["id"], row["met"], "quick" in row) for row in found["targets"]] == [
         ("G2", True, False),
         ("G3", True, False),
     ]
-    assert headline(result).startswith("83.3")
+    assert headline(result) == "The hidden share of a load: 83.3\u00a0%."
     assert verdicts(result)[0].title == "Loading while computing"
 
 
@@ -188,3 +260,10 @@ def test_other_logits_behind_a_load_are_an_error() -> None:
     result = samples.serve_result(overlap=samples.overlap(same=False))
     assert not result.correct
     assert verdicts(result)[0].good is False
+
+
+def test_share_saved_is_told_where_there_are_requests_enough() -> None:
+    found = verdicts(samples.serve_result(ttft=samples.ttft(num_prompts=12, from_device=4)))
+    figures = {each.title: each.figure for each in found}
+    assert figures["From device memory"] == "25\u00a0ms"
+    assert figures["From host memory"] == "40\u00a0ms (\u221296.0\u00a0%)"

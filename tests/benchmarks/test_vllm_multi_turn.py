@@ -182,7 +182,7 @@ def _results(ours: float = 40.0, loss: float = 1.005) -> Results:
     alone, mine = _run({("a", 0): 100.0, ("a", 1): 100.0}), _run({("a", 0): ours, ("a", 1): ours})
     return Results(
         [Check(VLLM, 2, 2, 0, 2, 0, 2)],
-        {number: {VLLM: alone, OURS: mine} for number in range(3)},
+        {number: {VLLM: alone, OURS: mine} for number in range(6)},
         [_new(loss)] * 6,
     )
 
@@ -226,7 +226,7 @@ def test_t4_of_a_peer_is_its_own_row() -> None:
 
 @pytest.mark.parametrize(("ours", "met"), [(103.0, [True, True]), (109.0, [False, True])])
 def test_t3_compares_with_a_vllm_that_never_saw_the_prompt(ours: float, met: list[bool]) -> None:
-    slow = SlowDisk(1_000_000, 500_000, [AskedOfDisk(ours, 100.0, 0)] * 5)
+    slow = SlowDisk(1_000_000, 500_000, [AskedOfDisk(ours, 100.0, 0)] * 100)
     found = result_json(Results(slow_disk=slow))
     assert [each["met"] for each in found["targets"]] == met
     assert found["rows"][0]["load_ms"] == 500.0

@@ -199,6 +199,23 @@ def test_other_namespace_finds_nothing(worlds: list[World]) -> None:
     slab.close()
 
 
+def test_slab_is_left_alone_until_chunks_have_names(worlds: list[World]) -> None:
+    shelf = Shelf()
+    before = World(memory(4, shelf))
+    before.store(1)
+    before.slab.close()
+    world = _world(worlds, memory(4, shelf))
+    world.slab.digest = b""
+    assert world.slab.find(key_of(1)) is ChunkState.ABSENT
+    world.store(2)
+    assert world.load(1, 2) == []
+    world.slab.digest = DIGEST
+    assert world.slab.find(key_of(1)) is ChunkState.READY
+    assert world.slab.find(key_of(2)) is ChunkState.ABSENT
+    world.store(2)
+    assert world.load(1, 2) == [1, 2]
+
+
 # -- whatever goes wrong ---------------------------------------------------------------------------
 
 
@@ -261,20 +278,40 @@ def test_no_storage_is_all_misses(worlds: list[World]) -> None:
     assert world.slab.take_counts().refused == 2
 
 
-def test_disk_that_switched_itself_off_evicts_nothing(tmp_path: Path, worlds: list[World]) -> None:
+def test_disk_that_can_not_be_written_is_read_and_evicts_nothing(
+    tmp_path: Path, worlds: list[World]
+) -> None:
     system = FaultyDisk()
     options = DiskOptions(tmp_path, 4 * CHUNK_BYTES, errors_until_off=2)
     one_chunk = host_memory(CHUNK_BYTES)
-    world = _world(worlds, DiskTier(options, GROUP, one_chunk, system))
+    tier = DiskTier(options, GROUP, one_chunk, system, monotonic=lambda: 0.0)
+    world = _world(worlds, tier)
     world.store(1, 2)
     system.fail("write", count=100)
     for number in range(10, 14):
         world.store(number)
     world.slab.take_counts()
     assert world.store(20).keys == []
-    assert world.slab.find(key_of(1)) is ChunkState.ABSENT
+    assert world.load(1) == [1]
     counts = world.slab.take_counts()
     assert (counts.refused, counts.evicted) == (1, 0)
+
+
+def test_chunks_on_a_disk_that_can_not_be_read_are_absent_for_now(
+    tmp_path: Path, worlds: list[World]
+) -> None:
+    system = FaultyDisk()
+    now = [0.0]
+    options = DiskOptions(tmp_path, 4 * CHUNK_BYTES, errors_until_off=1)
+    one_chunk = host_memory(CHUNK_BYTES)
+    tier = DiskTier(options, GROUP, one_chunk, system, monotonic=lambda: now[0])
+    world = _world(worlds, tier)
+    world.store(1, 2)
+    system.fail("read")
+    assert world.load(1) == []
+    assert world.slab.find(key_of(2)) is ChunkState.ABSENT
+    now[0] += 1
+    assert world.slab.find(key_of(2)) is ChunkState.READY
 
 
 # -- the end ---------------------------------------------------------------------------------------

@@ -44,6 +44,28 @@ def _carry_out(placement: Placement, *failed: int) -> list[Order]:
     return orders
 
 
+def test_disk_is_left_alone_until_chunks_have_names() -> None:
+    def nameless(key: bytes) -> BlockKey:
+        assert placement.namespace is not None, "nobody knows what it is called"
+        return name(key)
+
+    placement = Placement(2, 8, nameless, num_moving=4)
+    placement.namespace = None
+    placement.meet(0, Hello(2, (name(KEYS[5]),)))
+    _store(placement, KEYS[:2])
+    placement.touch(KEYS[:2])
+    assert placement.find(KEYS[0]) is Place.HOST
+    assert placement.find(KEYS[5]) is Place.NOWHERE, "computed, and not waited for"
+    assert not placement.take_orders()
+    assert not placement.is_moving, "an engine without requests may sleep"
+    placement.namespace = b"n" * 32
+    assert placement.find(KEYS[5]) is Place.DISK
+    assert placement.is_moving
+    (order,) = placement.take_orders()
+    assert (order.move, order.namespace) == (Move.DEMOTE, b"n" * 32)
+    assert order.keys == (name(KEYS[0]), name(KEYS[1])), "what was stored meanwhile"
+
+
 def test_stored_chunk_goes_on_to_the_disk_and_comes_back() -> None:
     placement = _placement(num_host=2)
     _store(placement, KEYS[:2])

@@ -31,7 +31,7 @@ class Rank:
         self.host = HostTier(GROUP, 8 * SIZE, self.device)
         options = DiskOptions(path=path, capacity_bytes=num_chunks * SIZE)
         self.tier = DiskTier(options, GROUP, self.host.ready_memory, system)
-        self.disk = RankDisk(self.tier, self.host, b"n" * 32)
+        self.disk = RankDisk(self.tier, self.host)
         self.num_orders = 0
 
     def fill(self, slot: int, value: int) -> None:
@@ -56,6 +56,7 @@ class Rank:
             tuple(map(Slot, slots)),
             depths,
             tuple(evicted or ()),
+            b"n" * 32,
         )
         self.disk.carry_out(order)
         while not (done := self.disk.take_done()):
@@ -156,3 +157,20 @@ def test_disk_that_refuses_writes_fails_them_and_nothing_else(tmp_path: Path) ->
     rank.do(Move.PROMOTE, KEYS[:1], [7])  # a miss or a hit, and never an error
     rank.tier.check_invariants()
     rank.close()
+
+
+@pytest.mark.parametrize("slots", [[0, 8], [-1, 0], [2**40, 0], [0], [0, 1, 2]], ids=str)
+def test_order_about_memory_that_is_not_there_fails_and_touches_nothing(
+    rank: Rank, slots: list[int]
+) -> None:
+    for slot in range(2):
+        rank.fill(slot, slot + 1)
+    before = rank.bytes_of(0).tobytes()
+    assert rank.do(Move.DEMOTE, KEYS[:2], slots).failed == {0, 1}
+    assert rank.tier.num_used == 0
+    assert not rank.do(Move.DEMOTE, KEYS[:2], [0, 1]).failed
+    assert rank.do(Move.PROMOTE, KEYS[:2], slots).failed == {0, 1}
+    assert rank.bytes_of(0).tobytes() == before
+    assert not rank.do(Move.PROMOTE, KEYS[:2], [6, 7]).failed
+    assert (rank.bytes_of(6) == 1).all()
+    assert (rank.bytes_of(7) == 2).all()

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.testing import Shelf
-from kvtier.types import DISK, HOST, PrefetchPolicy
+from kvtier.types import DEVICE, DISK, HOST, PrefetchPolicy
 
 from .world import A, B, World
 
@@ -208,3 +208,22 @@ def test_unknown_policy_and_bad_timeout_are_refused(world: World) -> None:
         replace(world.cache.config, prefetch_policy="eager")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="prefetch_timeout_s"):
         replace(world.cache.config, prefetch_timeout_s=0)
+
+
+# -- without host memory ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", PrefetchPolicy)
+def test_request_waits_for_its_turn_where_there_is_no_host_tier(
+    make_world: MakeWorld, policy: PrefetchPolicy
+) -> None:
+    """There is nothing to read, so nothing to wait for, and nothing is held."""
+    world = make_world(host_blocks=0, prefetch_policy=policy)
+    world.serve(LONG_A)
+    prefetch = world.prefetch(LONG_A)
+    assert prefetch is not None
+    assert prefetch.ready
+    assert not world.cache.is_worth_waiting(prefetch)
+    assert hits(world, LONG_A) == {DEVICE: 4}
+    world.end_prefetch(prefetch)
+    world.check()

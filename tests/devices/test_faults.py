@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from threading import Thread
 
@@ -291,3 +292,21 @@ def test_library_without_a_needed_call_is_refused_by_name(fake: Fake) -> None:
     wrong = Fake("hip713")
     with pytest.raises(DeviceError, match=r"has no cuInit.*KVTIER_CUDA_LIBRARY"):
         make_device(fake, KVTIER_CUDA_LIBRARY=str(wrong.path))
+
+
+# -- a forked child --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", NEWEST)
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_forked_child_gives_nothing_back(device: DriverDevice) -> None:
+    fence = device.queue(Direction.LOAD).fence()
+    child = os.fork()
+    if child == 0:
+        type(device.driver).use = lambda driver: os._exit(1)  # before every other call
+        del fence
+        device.close()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    fence.wait()

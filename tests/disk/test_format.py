@@ -1,7 +1,8 @@
-"""The format on disk: what version 1 wrote is read for ever, whatever is in a journal."""
+"""The format on disk, byte by byte, and whatever may be in a journal."""
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from kvtier.tiers.disk import WriteBudget
 from kvtier.tiers.disk.records import RECORD, Kind, are_valid, as_keys, blank, seal
 from kvtier.tiers.disk.replay import recovered, replay
 from kvtier.tiers.disk.slots import DiskSlots
-from kvtier.tiers.disk.superblock import Superblock, decode, decode_both
+from kvtier.tiers.disk.superblock import DataMark, Membership, Superblock, decode, decode_both
+from kvtier.tiers.disk.trust import encode
 from tests.disk.world import LoadResult, key, world
 
 NUM_SLOTS = 5
@@ -48,28 +50,53 @@ def test_record_of_version_1_is_these_bytes() -> None:
     assert are_valid(record).tolist() == [True]
 
 
-def test_superblock_of_version_1_is_these_bytes() -> None:
-    superblock = Superblock(
-        slot_bytes=8192,
-        block_bytes=5000,
-        num_slots=77,
-        rank=1,
-        num_ranks=4,
-        layout="0123456789abcdef",
-        description='{"a":1}',
-        slab_id=b"i" * 16,
-        made_at=1_800_000_000,
-        epoch=9,
-        generation=3,
-        journal_bytes=6400,
-        is_clean=True,
-    )
-    body = struct.pack("<HHQQQQIIQQQ", 1, 1, 9, 8192, 5000, 77, 1, 4, 3, 6400, 1_800_000_000)
-    body += b"i" * 16 + b"0123456789abcdef".ljust(32, b"\0") + struct.pack("<I", 7) + b'{"a":1}'
+SUPERBLOCK = Superblock(
+    slot_bytes=8192,
+    block_bytes=5000,
+    num_slots=77,
+    rank=1,
+    num_ranks=4,
+    layout="0123456789abcdef",
+    description='{"a":1}',
+    slab_id=b"i" * 16,
+    made_at=1_800_000_000,
+    epoch=9,
+    generation=3,
+    journal_bytes=6400,
+    is_clean=True,
+    member=Membership(set_id=b"s" * 16, step=12, session=2**63 + 1, previous=5),
+    data=DataMark(inode=1234, num_bytes=77 * 8192, mtime_ns=1_800_000_000_123_456_789),
+)
+
+
+def half(version: int, between: bytes) -> bytes:
+    """4096 bytes; between: what is in front of the description."""
+    body = struct.pack("<HHQQQQIIQQQ", version, 1, 9, 8192, 5000, 77, 1, 4, 3, 6400, 1_800_000_000)
+    body += b"i" * 16 + b"0123456789abcdef".ljust(32, b"\0")
+    body += between + struct.pack("<I", 7) + b'{"a":1}'
     body = body.ljust(4096 - 12, b"\0")
-    encoded = b"kvtslab\n" + struct.pack("<I", crc32c(body)) + body
-    assert superblock.encode() == encoded
-    assert decode(encoded) == superblock
+    return b"kvtslab\n" + struct.pack("<I", crc32c(body)) + body
+
+
+def test_superblock_is_these_bytes() -> None:
+    ours = struct.pack("<16sQQQ", b"s" * 16, 12, 2**63 + 1, 5)
+    ours += struct.pack("<QQq", 1234, 77 * 8192, 1_800_000_000_123_456_789)
+    encoded = half(2, ours)
+    assert SUPERBLOCK.encode() == encoded
+    assert decode(encoded) == SUPERBLOCK
+
+
+def test_superblock_of_version_1_is_read() -> None:
+    expected = dataclasses.replace(SUPERBLOCK, version=1, member=Membership(), data=DataMark())
+    assert decode(half(1, b"")) == expected
+
+
+def test_trust_is_these_bytes() -> None:
+    bits = np.zeros(77, bool)
+    bits[[0, 9, 76]] = True
+    body = struct.pack("<16sQQ", b"i" * 16, 2**63 + 1, 77)
+    body += bytes([1, 2, 0, 0, 0, 0, 0, 0, 0, 0b00010000])
+    assert encode(bits, SUPERBLOCK) == b"kvttrust" + struct.pack("<I", crc32c(body)) + body
 
 
 def test_newest_whole_superblock_counts() -> None:

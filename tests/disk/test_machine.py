@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import settings
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvtier.tiers.disk import DiskOptions, LoadResult
-from kvtier.types import Slot
+from kvtier.types import Slot, Verify
 from tests.disk.world import ALIGNED, SLOT_BYTES, SMALL, World, key
 
 NUM_SLOTS = 6
@@ -20,7 +22,8 @@ numbers = st.integers(0, 11)
 
 class DiskMachine(RuleBasedStateMachine):
     """in_use: slots we hold, with the block that is stored there, if any. durable: blocks that a
-    restart has to find; forgotten slots and overwritten ones are not among them."""
+    restart has to find; forgotten slots and overwritten ones are not among them. lost: slots whose
+    data a crash took; nobody has noticed yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,6 +32,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.in_use: dict[Slot, int | None] = {}
         self.on_disk: dict[Slot, int] = {}
         self.order: dict[Slot, int] = {}
+        self.lost: set[Slot] = set()
         self.now = 0
         options = DiskOptions(self.folder / "slab", NUM_SLOTS * SLOT_BYTES, bounce_bytes=SLOT_BYTES)
         self.world = World(options, SMALL)
@@ -56,14 +60,25 @@ class DiskMachine(RuleBasedStateMachine):
         for slot, number in zip(slots, wanted, strict=True):
             self.now += 1
             self.in_use[slot], self.on_disk[slot], self.order[slot] = number, number, self.now
+            self.lost.discard(slot)
 
     @precondition(lambda self: self.in_use)
     @rule(data=st.data(), name=numbers)
     def load(self, data: st.DataObject, name: int) -> None:
         slot = data.draw(st.sampled_from(sorted(self.in_use)))
         (result,) = self.world.load([key(name)], [slot])
-        expected = self.in_use[slot] == name
-        assert result is (LoadResult.OK if expected else LoadResult.CORRUPT)
+        is_there = self.in_use[slot] == name
+        is_right = is_there and slot not in self.lost
+        assert result is (LoadResult.OK if is_right else LoadResult.CORRUPT)
+        if is_there and not is_right:
+            self._dropped(slot)
+
+    def _dropped(self, slot: Slot) -> None:
+        """It was noticed that the block in ``slot`` is lost."""
+        self.lost.remove(slot)
+        del self.on_disk[slot]
+        if slot in self.in_use:
+            self.in_use[slot] = None
 
     @precondition(lambda self: self.in_use)
     @rule(data=st.data(), forget=st.booleans())
@@ -88,7 +103,9 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(max_bytes=st.integers(0, 3 * SLOT_BYTES))
     def scrub(self, max_bytes: int) -> None:
         report = self.world.tier.scrub(max_bytes)
-        assert (report.corrupt, report.failed) == ((), ())
+        assert report.failed == ()
+        for slot in set(report.corrupt):
+            self._dropped(slot)
 
     @rule(crash=st.booleans())
     def restart(self, crash: bool) -> None:
@@ -96,21 +113,41 @@ class DiskMachine(RuleBasedStateMachine):
             self.world.crash()
         else:
             self.world.tier.close()
+        self._open()
+        for number, slot in self._newest().items():
+            assert self.world.tier.claim([key(number)]) == [slot]
+            self.in_use[slot] = number
+            is_right = self.world.load([key(number)], [slot]) == [LoadResult.OK]
+            assert is_right == (slot not in self.lost)
+            if not is_right:
+                self._dropped(slot)
+
+    @rule(data=st.data())
+    def crash_that_loses_data(self, data: st.DataObject) -> None:
+        """The times of the file are those of a write that never arrived."""
+        self.world.crash()
+        slots = st.lists(st.sampled_from(sorted(self.on_disk)), unique=True)
+        lost = data.draw(slots) if self.on_disk else []
+        path = self.world.options.path / "data.slab"
+        before = path.stat()
+        with path.open("r+b") as file:
+            for slot in lost:
+                file.seek(slot * SLOT_BYTES)
+                file.write(bytes(SLOT_BYTES))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        self.lost.update(lost)
+        self._open()
+
+    def _open(self) -> None:
         self.world.open()
         self.world.tier.parts[0].slab.compact_floor = 6
         self.in_use.clear()
-        newest = self._newest()
-        assert self.world.tier.num_unclaimed == len(newest)
-        for number, slot in newest.items():
-            assert self.world.tier.claim([key(number)]) == [slot]
-            assert self.world.load([key(number)], [slot]) == [LoadResult.OK]
-            self.in_use[slot] = number
+        assert self.world.tier.num_unclaimed == len(self._newest())
 
     @rule()
     def restart_without_claims(self) -> None:
-        self.world.reopen()
-        self.in_use.clear()
-        assert self.world.tier.num_unclaimed == len(self._newest())
+        self.world.tier.close()
+        self._open()
         assert self.world.tier.num_free == NUM_SLOTS
 
     @invariant()
@@ -120,13 +157,13 @@ class DiskMachine(RuleBasedStateMachine):
 
 
 class AlignedDiskMachine(DiskMachine):
-    """Blocks that go straight between disk and memory."""
+    """Blocks that go straight between disk and memory, and are believed when that may be."""
 
     def __init__(self) -> None:
         super().__init__()
         self.world.tier.close()
         shutil.rmtree(self.folder / "slab")
-        self.world = World(self.world.options, ALIGNED)
+        self.world = World(replace(self.world.options, verify=Verify.OFF), ALIGNED)
 
 
 class TwoPartMachine(DiskMachine):
@@ -137,7 +174,8 @@ class TwoPartMachine(DiskMachine):
         self.world.tier.close()
         shutil.rmtree(self.folder / "slab")
         paths = self.folder / "slab", (self.folder / "other",)
-        self.world = World(DiskOptions(paths[0], 2 * NUM_SLOTS * SLOT_BYTES, paths[1]), SMALL)
+        size = 2 * NUM_SLOTS * SLOT_BYTES
+        self.world = World(DiskOptions(paths[0], size, paths[1], verify=Verify.SAMPLED), SMALL)
 
 
 TestDiskMachine = DiskMachine.TestCase

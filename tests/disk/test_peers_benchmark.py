@@ -125,7 +125,8 @@ def test_no_block_is_read_twice_in_a_turn_and_new_ones_are_new() -> None:
 
 def test_targets_take_a_peer_by_its_best_and_the_worst_size() -> None:
     def row(contestant: str, peer: str, block: str, rate: float, cpu: float) -> Row:
-        return Row(contestant, peer, block, READ, rate, rate, rate, cpu)
+        exact = {"gb_per_s_between": (rate, rate), "cpu_s_per_gb_between": (cpu, cpu)}
+        return Row(contestant, peer, block, READ, rate, rate, rate, cpu, **exact)
 
     rows = [
         row("kvtier", OURS, "1 MiB", 3.0, 0.01),

@@ -58,7 +58,8 @@ def test_files_are_for_this_user_only(tmp_path: Path) -> None:
             }
     finally:
         os.umask(before)
-    assert modes == dict.fromkeys(("data.slab", "journal", "superblock", "flock"), 0o600)
+    names = ("data.slab", "journal", "journal.new", "superblock", "trust", "flock")
+    assert modes == dict.fromkeys(names, 0o600)
 
 
 def test_capacity_is_reserved_when_the_slab_is_opened(tmp_path: Path) -> None:
@@ -67,6 +68,8 @@ def test_capacity_is_reserved_when_the_slab_is_opened(tmp_path: Path) -> None:
         assert data.st_size == 32 * SLOT_BYTES
         assert data.st_blocks * 512 >= 32 * SLOT_BYTES
         assert here.tier.name == DISK
+        for name in ("journal", "journal.new"):
+            assert (here.options.path / name).stat().st_blocks * 512 >= 64 * (32 + 4096)
 
 
 def test_capacity_below_one_block_is_refused(tmp_path: Path) -> None:
@@ -83,6 +86,22 @@ def test_bad_options_name_field_and_value(tmp_path: Path, field: str, value: obj
     settings: dict[str, object] = {"path": tmp_path, "capacity_bytes": 1 << 20, field: value}
     with pytest.raises(ConfigError, match=f"{field}: .*{value}"):
         DiskOptions(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("slot", [-1, 8, 2**40])
+def test_slot_that_the_tier_does_not_have_is_refused(tmp_path: Path, slot: int) -> None:
+    with world(tmp_path, 8) as here:
+        here.put(*range(8))
+        wrong = [Slot(slot)]
+        for work in (
+            lambda: here.load([key(7)], wrong),
+            lambda: here.store([key(7)], wrong),
+            lambda: here.tier.forget(wrong),
+        ):
+            with pytest.raises(ValueError, match=f"slot {slot} is none of the tier's 8"):
+                work()
+        here.reopen()
+        assert here.get(*range(8)) == [OK] * 8
 
 
 # -- verification ----------------------------------------------------------------------------------

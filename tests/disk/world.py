@@ -37,7 +37,7 @@ def block(name: bytes, num_bytes: int) -> bytes:
 
 
 class Clock:
-    """Unix time, told by the test."""
+    """Time, told by the test."""
 
     def __init__(self) -> None:
         self.now = 1_800_000_000.0
@@ -81,12 +81,15 @@ class World:
         self.options, self.group, self.system = options, group, system
         self.arena = arena or Arena()
         self.clock = clock or Clock()
+        self.monotonic = Clock()
         self.num_bytes = group.bytes_per_block
         self.tier = self.open()
 
     def open(self, **changes: object) -> DiskBlocks:
         self.options = replace(self.options, **changes)  # type: ignore[arg-type]
-        self.tier = DiskBlocks(self.options, self.group, self.arena.memory, self.system, self.clock)
+        self.tier = DiskBlocks(
+            self.options, self.group, self.arena.memory, self.system, self.clock, self.monotonic
+        )
         return self.tier
 
     def reopen(self, **changes: object) -> DiskBlocks:
@@ -154,7 +157,7 @@ class World:
 def world(
     path: Path, num_slots: int = 16, num_parts: int = 1, **settings: object
 ) -> Iterator[World]:
-    """A world in a new directory; closed at the end. num_parts: slabs that a block is cut over."""
+    """A world below ``path``; closed at the end. num_parts: slabs that a block is cut over."""
     made = {
         name: settings.pop(name)
         for name in ("group", "system", "arena", "clock")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kvtier.engine.models import BUILTIN, load_model
 from kvtier.engine.sampling import Sampler, logprobs
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import Closed, ConfigError
+from kvtier.types import PrefetchPolicy
 
 from .conftest import changed
 
@@ -177,3 +179,22 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 @cache
 def _tokenizer() -> Tokenizer:
     return Tokenizer(BUILTIN / "kvtier-tiny")
+
+
+@pytest.mark.parametrize("policy", PrefetchPolicy)
+def test_one_waits_for_another_without_a_host_tier(make: Make, policy: PrefetchPolicy) -> None:
+    """The defaults have no tier below the device."""
+    config = changed(host=0, max_running=1)
+    config = replace(config, cache=replace(config.cache, prefetch_policy=policy))
+    engine = make(config)
+    prompts = [[5] * 100, [6] * 100, [5] * 100, [7] * 100]
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    done = [each.result(60) for each in [engine.submit(prompt, params) for prompt in prompts]]
+    assert [each.finish_reason for each in done] == ["length"] * 4
+    assert [each.num_cached_tokens for each in done] == [0, 0, 96, 0]
+
+
+def test_default_settings_serve_more_than_run_at_once(make: Make) -> None:
+    engine = make(EngineConfig(max_running=1, threads=1, device_capacity="32MiB"))
+    handles = [engine.submit([5 + at] * 200, SamplingParams(max_tokens=2)) for at in range(4)]
+    assert {each.result(60).finish_reason for each in handles} <= {"length", "stop"}

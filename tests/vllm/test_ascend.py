@@ -231,9 +231,7 @@ def test_keys_and_values_come_back_through_cann(variant: str, blocks_per_chunk: 
     caches = split_caches(layers, _config((list(layers), _spec())), [0])
     assert caches is not None
     slot_bytes = 4096
-    worker = TierWorker(
-        caches, make_device(fake), Room(slot_bytes, 8), blocks_per_chunk, rank=0, namespace=b""
-    )
+    worker = TierWorker(caches, make_device(fake), Room(slot_bytes, 8), blocks_per_chunk, rank=0)
     before = [part.view(torch.uint8).clone() for part in tensors]
     slots = HostSlots([5, 2] if blocks_per_chunk == 2 else [5, 2, 7])
     try:

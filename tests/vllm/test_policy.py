@@ -161,5 +161,7 @@ def test_benchmark_counts_hits_and_compares() -> None:
     assert found["lru"].capacity_chunks == trace.num_unique == 6
     # All but the first of each fit: 6 of the first four requests are new.
     assert found["lru"].hit_ratio == found["kvtier"].hit_ratio == (trace.num_refs - 6) / 30
-    assert benchmark.targets(rows) == [{"id": "V1", "value": 0.0, "target": 0, "met": True}]
+    assert benchmark.targets(rows) == [
+        {"id": "V1", "value": 0.0, "interval_95": [0.0, 0.0], "target": 0, "met": True}
+    ]
     assert benchmark.table(rows).row_count == 1

@@ -42,6 +42,7 @@ def config_of(folder: Path, num_rows: int, num_slots: int, **tier: Any) -> Offlo
         "module_path": "kvtier.connectors.vllm.pieces.secondary",
         "path": str(folder),
         "capacity": num_slots * ROW_BYTES,
+        "namespace": "tests",  # of weights that are nowhere
         **tier,
     }
     return OffloadingConfig(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 
 MAX_THREADS = 256
-_END_OF_MEMORY = 2**64
+END_OF_MEMORY = 2**63
+"""Processes have the lower half of the addresses."""
 
 
 def check_threads(threads: int) -> None:
@@ -16,7 +17,7 @@ def check_threads(threads: int) -> None:
 
 def check_memory(name: str, address: int, num_bytes: int) -> None:
     """Raise unless these bytes can lie in memory; no bytes lie anywhere."""
-    if num_bytes and (address == 0 or address + num_bytes >= _END_OF_MEMORY):
+    if num_bytes and (address == 0 or address + num_bytes > END_OF_MEMORY):
         raise ValueError(f"{name}{num_bytes} bytes at address {address} do not lie in memory")
 
 

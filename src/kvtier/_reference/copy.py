@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier._reference.arguments import check_memory, check_threads, words_of
+from kvtier._reference.arguments import END_OF_MEMORY, check_memory, check_threads, words_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,9 +42,14 @@ def copy_batch(
     check_threads(threads)
 
     to, from_, num_bytes = (view.tolist() for view in words.values())
+    total = 0
     for i, length in enumerate(num_bytes):
         for name, address in (("dst", to[i]), ("src", from_[i])):
             check_memory(f"{name}[{i}]: ", address, length)
+        if (total := total + length) > END_OF_MEMORY:
+            raise ValueError(
+                f"size: the first {i + 1} fragments are more bytes than there is memory"
+            )
     for address, source, length in zip(to, from_, num_bytes, strict=True):
         ctypes.memmove(address, source, length)
-    return sum(num_bytes)
+    return total

@@ -20,7 +20,8 @@ from rich.text import Text
 
 from kvtier.bench.progress import Progress
 from kvtier.bench.result import ServeResult
-from kvtier.bench.words import headline, target_words, verdicts
+from kvtier.bench.target import target_words
+from kvtier.bench.words import headline, verdicts
 
 
 class ProgressBar(Progress):

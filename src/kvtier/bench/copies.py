@@ -16,6 +16,8 @@ from rich.table import Table
 
 from kvtier.bench.machine import Fact, machine_facts
 from kvtier.bench.options import BenchError
+from kvtier.bench.stats import Estimate, median_with_interval, rounded
+from kvtier.bench.target import Target, target_words
 from kvtier.devices import CopyBatch, Device, Direction
 from kvtier.devices.rig import Rig, open_rig
 from kvtier.errors import ConfigError, DeviceError
@@ -41,7 +43,8 @@ Copy = Callable[[CopyBatch, Direction], None]
 
 @dataclass(frozen=True, slots=True)
 class CopyRow:
-    """One way. ratio: the time of a contiguous copy of as many bytes / this one's, of medians."""
+    """One way. ratio: the time of a contiguous copy of as many bytes / this one's: the median over
+    the rounds. ratio_low, ratio_high: between which it lies, if the rounds are enough to say so."""
 
     direction: str
     path: str
@@ -52,6 +55,15 @@ class CopyRow:
     worst_s: float
     gb_per_s: float
     ratio: float
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+
+    @property
+    def estimate(self) -> Estimate:
+        """The ratio with its interval."""
+        if self.ratio_low is None or self.ratio_high is None:
+            return Estimate(self.ratio)
+        return Estimate(self.ratio, self.ratio_low, self.ratio_high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +77,23 @@ class CopyResult:
     left_out: tuple[str, ...]
 
     @property
-    def targets(self) -> list[dict[str, object]]:
+    def targets(self) -> list[Target]:
         """G1, where the device is an accelerator: many copies, the worse direction."""
         if self.device == "cpu":
             return []
-        found: list[dict[str, object]] = []
-        for name, least, most, target in WANTED:
+        found = []
+        for name, least, most, wanted in WANTED:
             ratios = [
-                row.ratio
+                row.estimate
                 for row in self.rows
                 if row.path == USUAL
                 and row.num_copies * row.copy_bytes >= MANY_BYTES
                 and least <= row.copy_bytes <= most
             ]
             if ratios:
-                value = round(min(ratios), 3)
-                met = value >= target
-                found.append({"id": f"G1 {name}", "value": value, "target": target, "met": met})
+                worst = min(ratios, key=lambda ratio: ratio.value)
+                meaning = "rate of scattered copies, by that of one in a piece"
+                found.append(Target(f"G1 {name}", meaning, worst, wanted, at_least=True))
         return found
 
     def as_json(self) -> dict[str, object]:
@@ -93,7 +105,7 @@ class CopyResult:
             "page_locked": self.is_page_locked,
             "left_out": list(self.left_out),
             "rows": [asdict(row) for row in self.rows],
-            "targets": self.targets,
+            "targets": [target.as_json() for target in self.targets],
         }
 
 
@@ -156,7 +168,12 @@ def _measure(
             else:
                 ways[name](batch, direction)
             times.append(perf_counter() - began)
-    base = median(seconds[CONTIGUOUS])
+    ratios = {
+        name: median_with_interval(
+            [base / each for base, each in zip(seconds[CONTIGUOUS], times, strict=True)]
+        )
+        for name, times in seconds.items()
+    }
     return [
         CopyRow(
             direction=direction.value,
@@ -167,7 +184,9 @@ def _measure(
             best_s=min(times),
             worst_s=max(times),
             gb_per_s=batch.num_bytes / median(times) / 1e9,
-            ratio=base / median(times),
+            ratio=ratios[name].value,
+            ratio_low=rounded(ratios[name].low),
+            ratio_high=rounded(ratios[name].high),
         )
         for name, times in seconds.items()
     ]
@@ -196,11 +215,7 @@ def show_copies(console: Console, result: CopyResult) -> None:
     for line in result.left_out:
         console.print(f"left out: {line}", highlight=False)
     for target in result.targets:
-        verdict = "met" if target["met"] else "not met"
-        console.print(
-            f"{target['id']}: {target['value']} (at least {target['target']}): {verdict}",
-            highlight=False,
-        )
+        console.print(target_words(target), highlight=False)
 
 
 def _cell(row: CopyRow | None) -> str:

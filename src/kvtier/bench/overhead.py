@@ -24,12 +24,12 @@ from kvtier.bench.engines import (
 )
 from kvtier.bench.options import FULL_PROMPT_TOKENS, BenchError
 from kvtier.bench.progress import Progress
-from kvtier.bench.stats import Median, median_with_interval
+from kvtier.bench.stats import Estimate, median_with_interval
 from kvtier.engine import Completion, Engine, SamplingParams
 
 TTFT_OUTPUT_TOKENS = 4
 FULL_PAIRS = 30
-"""Pairs from which on the median is worth comparing with the target."""
+"""Pairs that the target is defined for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,32 +78,37 @@ class OverheadResult:
     prompt_tokens: int
 
     @property
-    def ttft_ratio(self) -> Median:
+    def ttft_ratio(self) -> Estimate:
         return median_with_interval([row.ttft_ratio for row in self.rows])
 
     @property
-    def throughput_ratio(self) -> Median:
+    def throughput_ratio(self) -> Estimate:
         return median_with_interval([row.throughput_ratio for row in self.rows])
 
     @property
-    def cpu_ratio(self) -> Median:
+    def cpu_ratio(self) -> Estimate:
         return median_with_interval([row.cpu_ratio for row in self.rows])
 
     @property
-    def loss(self) -> float:
+    def loss(self) -> Estimate:
         """The worse of: longer TTFT, lower throughput. Below 0 where the cache gained in both."""
-        return max(self.ttft_ratio.value - 1, 1 - self.throughput_ratio.value)
-
-    @property
-    def loss_range(self) -> tuple[float, float]:
-        """Where the loss lies, as far as the 95 % intervals of both ratios tell."""
-        ttft, throughput = self.ttft_ratio, self.throughput_ratio
-        return max(ttft.low - 1, 1 - throughput.high), max(ttft.high - 1, 1 - throughput.low)
+        ttft = self.ttft_ratio.changed(lambda ratio: ratio - 1)
+        throughput = self.throughput_ratio.changed(lambda ratio: 1 - ratio)
+        return Estimate(
+            max(ttft.value, throughput.value),
+            max(ttft.low, throughput.low),
+            max(ttft.high, throughput.high),
+        )
 
     @property
     def full_size(self) -> bool:
-        """Whether this is enough to compare with the target."""
-        return len(self.rows) >= FULL_PAIRS and self.prompt_tokens >= FULL_PROMPT_TOKENS
+        """Whether there are as many pairs as the target is defined for."""
+        return len(self.rows) >= FULL_PAIRS
+
+    @property
+    def full_length(self) -> bool:
+        """Whether the prompts are as long."""
+        return self.prompt_tokens >= FULL_PROMPT_TOKENS
 
 
 def num_steps(num_pairs: int) -> int:

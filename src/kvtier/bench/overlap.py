@@ -9,23 +9,25 @@ own time is that of the copies that nothing followed. A first round, which does 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from hashlib import blake2b
 from statistics import median
 
+import numpy as np
+
 from kvtier.bench.corpus import Prompt
 from kvtier.bench.engines import Setting, clear_tiers, open_engine, run_one, settle
 from kvtier.bench.options import BenchError
 from kvtier.bench.progress import Progress
+from kvtier.bench.stats import Estimate, Floats, estimate, rounded
 from kvtier.config import CHUNK_TOKENS
 from kvtier.engine import Engine, EngineInfo, SamplingParams
 from kvtier.types import DEVICE, HOST, LoadPolicy
 
 FULL_TOKENS = 16384
 FULL_PARAMETERS = 6_500_000_000
-FULL_ROUNDS = 5
 """What the targets are defined at: the shape of Llama-3-8B, with whatever vocabulary."""
 ACCELERATOR_CHUNK_TOKENS = 1024
 """Prefill grid on an accelerator: 128 tokens would leave most of it idle, and of a known prompt a
@@ -75,15 +77,36 @@ class OverlapResult:
         """Median time of a load that nothing followed."""
         return median(row.load_ms for row in self.rows if row.case is Case.AWAITED)
 
-    def hidden(self, case: Case) -> float:
+    def hidden(self, case: Case) -> Estimate:
         """Share of the load's time by which requests from the host were not slower than those from
         the device."""
-        return 1 - (self.ttft_ms(case) - self.ttft_ms(Case.DEVICE)) / self.load_ms
+
+        def figure(rounds: Floats) -> Floats:
+            warm, device, load = np.moveaxis(np.median(rounds, axis=-2), -1, 0)
+            return np.asarray(1 - (warm - device) / load)
+
+        load_ms = [row.load_ms for row in self._rows_of(Case.AWAITED)]
+        return self._estimate(figure, self._times_ms(case), self._times_ms(Case.DEVICE), load_ms)
 
     @property
-    def share_of_cold(self) -> float:
+    def share_of_cold(self) -> Estimate:
         """Time to first token from the host, following the load, by that of a cold run."""
-        return self.ttft_ms(Case.FOLLOWED) / self.ttft_ms(Case.COLD)
+
+        def figure(rounds: Floats) -> Floats:
+            warm, cold = np.moveaxis(np.median(rounds, axis=-2), -1, 0)
+            return np.asarray(warm / cold)
+
+        return self._estimate(figure, self._times_ms(Case.FOLLOWED), self._times_ms(Case.COLD))
+
+    def _rows_of(self, case: Case) -> list[OverlapRow]:
+        return sorted((row for row in self.rows if row.case is case), key=lambda row: row.turn)
+
+    def _times_ms(self, case: Case) -> list[float]:
+        return [row.ttft_ms for row in self._rows_of(case)]
+
+    @staticmethod
+    def _estimate(figure: Callable[[Floats], Floats], *by_round: list[float]) -> Estimate:
+        return estimate(list(zip(*by_round, strict=True)), figure)
 
     @property
     def num_rounds(self) -> int:
@@ -91,9 +114,8 @@ class OverlapResult:
 
     @property
     def full_size(self) -> bool:
-        """Whether this is the size that the targets are defined at."""
-        enough = self.prompt_tokens >= FULL_TOKENS and self.num_rounds >= FULL_ROUNDS
-        return self.at_full_size and enough
+        """Whether device, model and prompt are those that the targets are defined for."""
+        return self.at_full_size and self.prompt_tokens >= FULL_TOKENS
 
     @property
     def all_same(self) -> bool:
@@ -107,10 +129,10 @@ class OverlapResult:
             "load_ms": round(self.load_ms, 3),
             "load_bytes": self.load_bytes,
             "hidden": {
-                case.name.lower(): round(self.hidden(case), 4)
+                case.name.lower(): rounded(self.hidden(case).value)
                 for case in (Case.FOLLOWED, Case.AWAITED)
             },
-            "share_of_cold": round(self.share_of_cold, 4),
+            "share_of_cold": rounded(self.share_of_cold.value),
             "prompt_tokens": self.prompt_tokens,
             "chunk_tokens": self.chunk_tokens,
             "rounds": self.num_rounds,

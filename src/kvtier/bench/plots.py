@@ -19,10 +19,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from kvtier.bench.figures import change, milliseconds, percent
 from kvtier.bench.overhead import OverheadResult
-from kvtier.bench.stats import Median
+from kvtier.bench.stats import Estimate
 from kvtier.bench.ttft import COLD, TtftResult
-from kvtier.bench.words import PLACES, milliseconds, percent
+from kvtier.bench.words import PLACES
 from kvtier.types import DEVICE, DISK, HOST
 
 INK, MUTED, LINE, PAPER = "#101001", "#101002", "#101003", "#101004"
@@ -153,7 +154,7 @@ def second_pass(result: TtftResult) -> tuple[str, str]:
 
 def overhead_pairs(result: OverheadResult) -> tuple[str, str]:
     """The ratio on / off of every pair, with its median and the band of one per cent."""
-    lines: list[tuple[str, list[float], Median]] = [
+    lines: list[tuple[str, list[float], Estimate]] = [
         ("Time to first token", [row.ttft_ratio for row in result.rows], result.ttft_ratio),
         ("Throughput", [row.throughput_ratio for row in result.rows], result.throughput_ratio),
     ]
@@ -189,7 +190,7 @@ def overhead_pairs(result: OverheadResult) -> tuple[str, str]:
                 va="center", ha="left", fontweight="bold",
             )  # fmt: skip
             axes.text(
-                1.0, row + LABEL_HEIGHT, f"median {percent(median.value - 1, signed=True)}",
+                1.0, row + LABEL_HEIGHT, change(median.changed(lambda ratio: ratio - 1)),
                 transform=axes.get_yaxis_transform(), va="center", ha="right", color=MUTED,
             )  # fmt: skip
         axes.set_xlim(-edge, edge)

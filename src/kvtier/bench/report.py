@@ -11,24 +11,13 @@ from markupsafe import Markup
 
 from kvtier.bench import plots
 from kvtier.bench.accuracy import TIERS, AccuracyResult
+from kvtier.bench.figures import counted, milliseconds, number, percent
 from kvtier.bench.machine import Fact
 from kvtier.bench.result import ServeResult
 from kvtier.bench.tamper import Damage
+from kvtier.bench.target import target_figure, target_interval, wanted
 from kvtier.bench.ttft import COLD, WARM, TtftResult
-from kvtier.bench.words import (
-    PLACES,
-    Verdict,
-    between,
-    counted,
-    headline,
-    milliseconds,
-    number,
-    outcome,
-    percent,
-    subtitle,
-    verdicts,
-    wanted,
-)
+from kvtier.bench.words import PLACES, Verdict, headline, subtitle, verdicts
 
 DAMAGES = {
     Damage.SWAPPED: "two blocks swapped",
@@ -100,15 +89,15 @@ def render_report(result: ServeResult) -> str:
             "within 1 %.",
             "Ratio of every pair with the cache on and off, with the median.",
         ),
-        overhead_interval=None if overhead is None else between(overhead.ttft_ratio),
         accuracy=_accuracy_table(result.accuracy),
         targets=[
             {
                 "id": target.target_id,
                 "meaning": target.meaning,
-                "value": percent(target.value),
+                "value": target_figure(target),
+                "interval": target_interval(target),
                 "wanted": wanted(target),
-                "outcome": outcome(target),
+                "outcome": target.outcome,
                 "deviation": target.deviation,
             }
             for target in result.targets
@@ -131,7 +120,9 @@ def _bars(result: TtftResult | None) -> list[Bar]:
         if summary is None:
             continue
         saved = None if place == COLD else result.reduction_from(place)
-        change = "" if saved is None else percent(-saved, signed=True)
+        change = ""
+        if saved is not None and saved.is_bounded:
+            change = percent(-saved.value, signed=True)
         width = round(100 * summary.mean / longest, 2)
         bars.append(Bar(place, PLACES[place], milliseconds(summary.mean), change, width))
     return bars
@@ -163,8 +154,9 @@ def _summaries(result: TtftResult | None) -> list[tuple[str, str, int, list[str]
         summary = result.summary(place)
         if summary is not None:
             count = len(result.times_from(place))
-            values = (summary.mean, summary.p50, summary.p90, summary.p99)
-            rows.append((place, PLACES[place], count, [number(value) for value in values]))
+            values = (summary.mean, summary.p50, summary.p90, summary.p99, summary.max)
+            cells = ["–" if value is None else number(value) for value in values]
+            rows.append((place, PLACES[place], count, cells))
     return rows
 
 

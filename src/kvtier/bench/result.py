@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvtier.bench.accuracy import TIERS, AccuracyResult
 from kvtier.bench.machine import Fact
@@ -12,8 +13,9 @@ from kvtier.bench.overhead import OverheadResult
 from kvtier.bench.overlap import Case, OverlapResult
 from kvtier.bench.sample import Sample
 from kvtier.bench.slow_disk import SlowDiskResult
-from kvtier.bench.stats import Median, Summary
+from kvtier.bench.stats import Estimate, Summary, exactly, rounded
 from kvtier.bench.tamper import Damage
+from kvtier.bench.target import Target
 from kvtier.bench.ttft import COLD, WARM, TtftResult
 from kvtier.engine import EngineInfo
 from kvtier.types import DEVICE, DISK, HOST
@@ -29,45 +31,10 @@ G2_TARGET = 0.80
 G3_TARGET = 0.08
 
 SMALLER = "at a smaller size than the target's"
+FEWER = "from fewer runs than the target's"
+SHORTER = "with shorter prompts than the target's"
+FEWER_OR_SHORTER = "with fewer or shorter prompts than the target's"
 OTHER_MIX = "with another mix of tiers than the target's"
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One figure against what it has to reach.
-
-    deviation: how the measurement differs from what the target is defined for; "" for not at all.
-    sure: False where the machine was too busy to tell on which side of the target it is.
-    """
-
-    target_id: str
-    meaning: str
-    value: float
-    target: float
-    at_least: bool
-    deviation: str
-    sure: bool = True
-
-    @property
-    def met(self) -> bool:
-        """Whether the value is on the right side of the target."""
-        return self.value >= self.target if self.at_least else self.value <= self.target
-
-    def as_json(self) -> Json:
-        """The row for the list of targets. ``quick`` marks a size it is not defined for,
-        ``sure`` a figure that is too uncertain; both are left out otherwise."""
-        row: dict[str, object] = {
-            "id": self.target_id,
-            "meaning": self.meaning,
-            "value": round(self.value, 4),
-            "target": self.target,
-            "met": self.met,
-        }
-        if self.deviation:
-            row["quick"] = True
-        if not self.sure:
-            row["sure"] = False
-        return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,41 +64,10 @@ class ServeResult:
         """The targets that this run measured, in the order of the experiments."""
         found = []
         if self.accuracy is not None:
-            found.append(
-                Target(
-                    "C2" if self.info.attention == "latent" else "C1",
-                    "share of prompts with logits equal bit for bit and all damage noticed",
-                    self.accuracy.share,
-                    1.0,
-                    at_least=True,
-                    deviation="" if self.accuracy.full_size else SMALLER,
-                )
-            )
+            found.append(_accuracy_target(self.accuracy, self.info.attention))
         if self.ttft is not None:
-            found.append(
-                Target(
-                    "T1",
-                    "mean time to first token saved in the second pass",
-                    self.ttft.reduction,
-                    T1_TARGET,
-                    at_least=True,
-                    deviation=self._ttft_deviation(self.ttft),
-                )
-            )
-            from_disk = self.ttft.reduction_from(DISK)
-            if from_disk is not None:
-                found.append(
-                    Target(
-                        "T1",
-                        "mean time to first token saved after a restart, from disk",
-                        from_disk,
-                        T1_DISK_TARGET,
-                        at_least=True,
-                        deviation="" if self.ttft.full_size else SMALLER,
-                    )
-                )
+            found += _ttft_targets(self.ttft)
         if self.overhead is not None:
-            low, high = self.overhead.loss_range
             found.append(
                 Target(
                     "T2",
@@ -139,53 +75,15 @@ class ServeResult:
                     self.overhead.loss,
                     T2_TARGET,
                     at_least=False,
-                    deviation="" if self.overhead.full_size else SMALLER,
-                    sure=not low <= T2_TARGET < high,
+                    deviation=_deviation(self.overhead),
+                    comparable=self.overhead.full_length,
                 )
             )
         if self.slow_disk is not None:
-            deviation = "" if self.slow_disk.full_size else SMALLER
-            found += [
-                Target(
-                    "T3",
-                    f"{which} time to first token lost over a disk slower than computing",
-                    loss,
-                    wanted,
-                    at_least=False,
-                    deviation=deviation,
-                )
-                for which, loss, wanted in (
-                    ("median", self.slow_disk.p50_loss, T3_P50_TARGET),
-                    ("p99", self.slow_disk.p99_loss, T3_P99_TARGET),
-                )
-            ]
+            found += _slow_disk_targets(self.slow_disk)
         if self.overlap is not None:
-            deviation = "" if self.overlap.full_size else SMALLER
-            found += [
-                Target(
-                    "G2",
-                    "share of a load from the host that the prefill hides",
-                    self.overlap.hidden(Case.FOLLOWED),
-                    G2_TARGET,
-                    at_least=True,
-                    deviation=deviation,
-                ),
-                Target(
-                    "G3",
-                    "time to first token of a long prompt from the host, by that of a cold run",
-                    self.overlap.share_of_cold,
-                    G3_TARGET,
-                    at_least=False,
-                    deviation=deviation,
-                ),
-            ]
+            found += _overlap_targets(self.overlap)
         return found
-
-    @staticmethod
-    def _ttft_deviation(ttft: TtftResult) -> str:
-        if not ttft.full_size:
-            return SMALLER
-        return "" if ttft.usual_mix else OTHER_MIX
 
     @property
     def correct(self) -> bool:
@@ -283,6 +181,105 @@ class ServeResult:
         return rows
 
 
+class _Sized(Protocol):
+    """What an experiment says of its size."""
+
+    @property
+    def full_size(self) -> bool: ...
+    @property
+    def full_length(self) -> bool: ...
+
+
+def _deviation(result: _Sized) -> str:
+    if not result.full_length:
+        return SHORTER
+    return "" if result.full_size else FEWER
+
+
+def _accuracy_target(result: AccuracyResult, attention: str) -> Target:
+    """Not a sample of anything: one prompt that differs is enough, at any size."""
+    return Target(
+        "C2" if attention == "latent" else "C1",
+        "share of prompts with logits equal bit for bit and all damage noticed",
+        exactly(result.share),
+        1.0,
+        at_least=True,
+        deviation="" if result.full_size else FEWER_OR_SHORTER,
+        comparable=result.full_size or result.share < 1,
+    )
+
+
+def _ttft_targets(result: TtftResult) -> list[Target]:
+    other_mix = "" if result.usual_mix else OTHER_MIX
+    found = [
+        Target(
+            "T1",
+            "mean time to first token saved in the second pass",
+            result.reduction,
+            T1_TARGET,
+            at_least=True,
+            deviation=_deviation(result) or other_mix,
+            comparable=result.full_length and result.usual_mix,
+        )
+    ]
+    from_disk = result.reduction_from(DISK)
+    if from_disk is not None:
+        found.append(
+            Target(
+                "T1",
+                "mean time to first token saved after a restart, from disk",
+                from_disk,
+                T1_DISK_TARGET,
+                at_least=True,
+                deviation=_deviation(result),
+                comparable=result.full_length,
+            )
+        )
+    return found
+
+
+def _slow_disk_targets(result: SlowDiskResult) -> list[Target]:
+    return [
+        Target(
+            "T3",
+            f"{which} time to first token lost over a disk slower than computing",
+            loss,
+            wanted,
+            at_least=False,
+            deviation=_deviation(result),
+            comparable=result.full_length,
+        )
+        for which, loss, wanted in (
+            ("median", result.p50_loss, T3_P50_TARGET),
+            ("p99", result.p99_loss, T3_P99_TARGET),
+        )
+    ]
+
+
+def _overlap_targets(result: OverlapResult) -> list[Target]:
+    deviation = "" if result.full_size else SMALLER
+    return [
+        Target(
+            "G2",
+            "share of a load from the host that the prefill hides",
+            result.hidden(Case.FOLLOWED),
+            G2_TARGET,
+            at_least=True,
+            deviation=deviation,
+            comparable=result.full_size,
+        ),
+        Target(
+            "G3",
+            "time to first token of a long prompt from the host, by that of a cold run",
+            result.share_of_cold,
+            G3_TARGET,
+            at_least=False,
+            deviation=deviation,
+            comparable=result.full_size,
+        ),
+    ]
+
+
 def _accuracy_json(result: AccuracyResult | None) -> Json | None:
     if result is None:
         return None
@@ -317,8 +314,8 @@ def _ttft_json(result: TtftResult | None) -> dict[str, object]:
     return {
         "ttft_ms": {name: _summary_json(result.summary(name)) for name in (COLD, *WARM)},
         "reduction": {
-            "mean": _rounded(result.reduction),
-            **{tier: _rounded(result.reduction_from(tier)) for tier in WARM},
+            "mean": rounded(result.reduction.value),
+            **{tier: _value(result.reduction_from(tier)) for tier in WARM},
         },
         "hit_tokens": {tier: result.hit_tokens(tier) for tier in WARM},
         "second_pass": {
@@ -337,14 +334,14 @@ def _overhead_json(result: OverheadResult | None) -> Json | None:
     if result is None:
         return None
     return {
-        "ttft_ratio": _rounded(result.ttft_ratio.value),
-        "throughput_ratio": _rounded(result.throughput_ratio.value),
+        "ttft_ratio": rounded(result.ttft_ratio.value),
+        "throughput_ratio": rounded(result.throughput_ratio.value),
         "num_pairs": len(result.rows),
-        "cpu_ratio": _rounded(result.cpu_ratio.value),
+        "cpu_ratio": rounded(result.cpu_ratio.value),
         "interval_95": {
-            "ttft_ratio": _interval(result.ttft_ratio),
-            "throughput_ratio": _interval(result.throughput_ratio),
-            "cpu_ratio": _interval(result.cpu_ratio),
+            "ttft_ratio": result.ttft_ratio.interval_json(),
+            "throughput_ratio": result.throughput_ratio.interval_json(),
+            "cpu_ratio": result.cpu_ratio.interval_json(),
         },
         "prompt_tokens": result.prompt_tokens,
     }
@@ -355,11 +352,11 @@ def _slow_disk_json(result: SlowDiskResult | None) -> Json | None:
         return None
     return {
         "ttft_ms": {"slow_disk": result.warm.as_json(), "cold": result.cold.as_json()},
-        "p50_ratio": _rounded(1 + result.p50_loss),
-        "p99_ratio": _rounded(1 + result.p99_loss),
+        "p50_ratio": rounded(1 + result.p50_loss.value),
+        "p99_ratio": rounded(1 + result.p99_loss.value) if result.p99_loss.is_bounded else None,
         "bytes_per_s": result.bytes_per_s,
         "prompt_bytes": result.prompt_bytes,
-        "load_s": _rounded(result.load_s),
+        "load_s": rounded(result.load_s),
         "prompt_tokens": result.prompt_tokens,
     }
 
@@ -368,9 +365,5 @@ def _summary_json(summary: Summary | None) -> Json | None:
     return None if summary is None else summary.as_json()
 
 
-def _interval(median: Median) -> list[float | None]:
-    return [_rounded(median.low), _rounded(median.high)]
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+def _value(found: Estimate | None) -> float | None:
+    return None if found is None else rounded(found.value)

@@ -15,7 +15,14 @@ from kvtier.bench.corpus import Prompt
 from kvtier.bench.engines import Setting, open_engine, run_one, scratch_disk, settle
 from kvtier.bench.options import FULL_PROMPT_TOKENS, FULL_TTFT_PROMPTS
 from kvtier.bench.progress import Progress
-from kvtier.bench.stats import Summary, summarize
+from kvtier.bench.stats import (
+    LEAST_VALUES,
+    P99_VALUES,
+    Estimate,
+    Summary,
+    percentile_ratio,
+    summarize,
+)
 from kvtier.config import parse_size
 from kvtier.engine import Engine, SamplingParams
 
@@ -58,13 +65,18 @@ class SlowDiskResult:
         return summary
 
     @property
-    def p50_loss(self) -> float:
+    def p50_loss(self) -> Estimate:
         """Median time to first token, as a share longer than cold."""
-        return self.warm.p50 / self.cold.p50 - 1
+        return self._loss(50, LEAST_VALUES)
 
     @property
-    def p99_loss(self) -> float:
-        return self.warm.p99 / self.cold.p99 - 1
+    def p99_loss(self) -> Estimate:
+        """The same of the 99th percentile."""
+        return self._loss(99, P99_VALUES)
+
+    def _loss(self, percentile: int, least: int) -> Estimate:
+        pairs = [(row.ttft_ms, row.cold_ms) for row in self.rows]
+        return percentile_ratio(pairs, percentile, least).changed(lambda ratio: ratio - 1)
 
     @property
     def load_s(self) -> float:
@@ -73,8 +85,13 @@ class SlowDiskResult:
 
     @property
     def full_size(self) -> bool:
-        """Whether this is the size that the target is defined at."""
-        return len(self.rows) >= FULL_TTFT_PROMPTS and self.prompt_tokens >= FULL_PROMPT_TOKENS
+        """Whether there are as many prompts as the target is defined for."""
+        return len(self.rows) >= FULL_TTFT_PROMPTS
+
+    @property
+    def full_length(self) -> bool:
+        """Whether they are as long."""
+        return self.prompt_tokens >= FULL_PROMPT_TOKENS
 
 
 def num_steps(num_prompts: int) -> int:

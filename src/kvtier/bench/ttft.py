@@ -15,11 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import numpy as np
+
 from kvtier.bench.corpus import Prompt
 from kvtier.bench.engines import Setting, clear_tiers, open_engine, run_one, scratch_disk, settle
 from kvtier.bench.options import FULL_PROMPT_TOKENS, FULL_TTFT_PROMPTS
 from kvtier.bench.progress import Progress
-from kvtier.bench.stats import Summary, summarize
+from kvtier.bench.stats import Estimate, Floats, Summary, estimate, summarize
 from kvtier.engine import Completion, Engine, SamplingParams
 from kvtier.types import DEVICE, DISK, HOST
 
@@ -71,7 +73,7 @@ class TtftResult:
         """Times to first token that count for a place: the cold pass, or what came from a tier."""
         if served_from == COLD:
             return self.times_ms(1)
-        return self.times_ms(3 if served_from == DISK else 2, served_from)
+        return self.times_ms(_turn_of(served_from), served_from)
 
     def whole_pass(self, turn: int) -> Summary:
         """Of all requests of a pass."""
@@ -80,14 +82,24 @@ class TtftResult:
         return summary
 
     @property
-    def reduction(self) -> float:
+    def reduction(self) -> Estimate:
         """1 - mean TTFT of the second pass / mean of the cold pass."""
-        return 1 - self.whole_pass(2).mean / self.whole_pass(1).mean
+        return self._reduction(2, None)
 
-    def reduction_from(self, tier: str) -> float | None:
-        """The same for what was served from ``tier``; None for nothing."""
-        warm = self.summary(tier)
-        return None if warm is None else 1 - warm.mean / self.whole_pass(1).mean
+    def reduction_from(self, tier: str) -> Estimate | None:
+        """The same for the prompts that ``tier`` served, against their own cold times; None for no
+        prompt."""
+        turn = _turn_of(tier)
+        return self._reduction(turn, tier) if self.times_ms(turn, tier) else None
+
+    def _reduction(self, turn: int, tier: str | None) -> Estimate:
+        cold = {row.prompt: row.ttft_ms for row in self.rows if row.turn == 1}
+        pairs = [
+            (row.ttft_ms, cold[row.prompt])
+            for row in self.rows
+            if row.turn == turn and tier in (None, row.served_from)
+        ]
+        return estimate(pairs, _saved)
 
     def hit_tokens(self, tier: str) -> int:
         """Tokens that the later passes took from ``tier``."""
@@ -120,8 +132,24 @@ class TtftResult:
 
     @property
     def full_size(self) -> bool:
-        """Whether this is the size that the target is defined at."""
-        return self.num_prompts >= FULL_TTFT_PROMPTS and self.prompt_tokens >= FULL_PROMPT_TOKENS
+        """Whether there are as many prompts as the target is defined for."""
+        return self.num_prompts >= FULL_TTFT_PROMPTS
+
+    @property
+    def full_length(self) -> bool:
+        """Whether they are as long."""
+        return self.prompt_tokens >= FULL_PROMPT_TOKENS
+
+
+def _turn_of(tier: str) -> int:
+    """The pass that is to be served from ``tier``."""
+    return 3 if tier == DISK else 2
+
+
+def _saved(pairs: Floats) -> Floats:
+    """pairs: [..., num, 2], warm and cold times."""
+    warm, cold = np.moveaxis(pairs.mean(axis=-2), -1, 0)
+    return np.asarray(1 - warm / cold)
 
 
 def num_steps(num_prompts: int) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier.bench.accuracy import TIERS, AccuracyResult
+from kvtier.bench.figures import SURE, TOO_FEW, change, counted, milliseconds, percent
 from kvtier.bench.overhead import OverheadResult
 from kvtier.bench.overlap import Case, OverlapResult
-from kvtier.bench.result import ServeResult, Target
+from kvtier.bench.result import ServeResult
 from kvtier.bench.slow_disk import SlowDiskResult
-from kvtier.bench.stats import Median
+from kvtier.bench.stats import Estimate, Summary
 from kvtier.bench.ttft import COLD, WARM, TtftResult
 from kvtier.types import DEVICE, DISK, HOST
 
@@ -33,32 +34,6 @@ class Verdict:
     good: bool | None = None
 
 
-GAP = "\N{NO-BREAK SPACE}"
-"""Between a number and its unit."""
-
-
-def number(value: float) -> str:
-    """ "48", "4.2", "1,020"."""
-    return f"{value:.1f}" if value < 10 else f"{value:,.0f}"
-
-
-def milliseconds(value: float) -> str:
-    """ "48 ms", "4.2 ms", "1,020 ms"."""
-    return f"{number(value)}{GAP}ms"
-
-
-def percent(share: float, signed: bool = False, digits: int = 1) -> str:
-    """ "95.3 %", or "+0.4 %" where the sign is the message."""
-    rounded = round(100 * share, digits) + 0.0  # no "-0.0"
-    sign = "+" if signed and rounded else ""
-    return f"{rounded:{sign}.{digits}f}{GAP}%".replace("-", "\N{MINUS SIGN}")
-
-
-def counted(number: int, noun: str) -> str:
-    """ "1 prompt", "20 prompts"."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
 def verdicts(result: ServeResult) -> list[Verdict]:
     """The findings of a run, most telling first."""
     found: list[Verdict] = []
@@ -79,19 +54,21 @@ def headline(result: ServeResult) -> str:
     """What the run says, in one short sentence."""
     if result.ttft is not None:
         saved = result.ttft.reduction
-        if saved >= 0:
-            return f"The first token came {percent(saved)} sooner."
-        return f"The first token came {percent(-saved)} later."
+        if not saved.is_bounded or saved.contains(0):
+            prompts = counted(result.ttft.num_prompts, "prompt")
+            return f"After {prompts} it can't be told whether the first token came sooner."
+        if saved.value > 0:
+            return f"The first token came {percent(saved.value)} sooner."
+        return f"The first token came {percent(-saved.value)} later."
     if result.accuracy is not None:
         equal, asked = result.accuracy.num_equal(), result.accuracy.num_prompts
         return f"{equal} of {asked} prompts gave the same logits, bit for bit."
     if result.overhead is not None:
-        return f"With nothing to reuse, the cache cost {percent(max(0.0, result.overhead.loss))}."
+        return _in_short("The cost of the cache with nothing to reuse", result.overhead.loss)
     if result.slow_disk is not None:
-        lost = percent(max(0.0, result.slow_disk.p50_loss))
-        return f"A disk slower than computing cost {lost}."
+        return _in_short("The cost of a disk slower than computing", result.slow_disk.p50_loss)
     assert result.overlap is not None
-    return f"{percent(result.overlap.hidden(Case.FOLLOWED))} of a load were hidden."
+    return _in_short("The hidden share of a load", result.overlap.hidden(Case.FOLLOWED))
 
 
 def subtitle(result: ServeResult) -> str:
@@ -119,27 +96,11 @@ def subtitle(result: ServeResult) -> str:
     return "A long prompt from host memory, computed while it was loaded and after, in turn."
 
 
-def wanted(target: Target) -> str:
-    """ "at least 95.0 %"."""
-    return f"{'at least' if target.at_least else 'at most'} {percent(target.target)}"
-
-
-def outcome(target: Target) -> str:
-    """ "met", "not met", or "unclear" where the figure is too uncertain to tell."""
-    if not target.sure:
-        return "unclear"
-    return "met" if target.met else "not met"
-
-
-def target_words(target: Target) -> str:
-    """ "T1: 95.3 %, wanted at least 95.0 %: met"."""
-    remarks = [target.deviation] if target.deviation else []
-    if not target.sure:
-        remarks.append("too much else ran on this machine to tell")
-    return (
-        f"{target.target_id}: {percent(target.value)}, wanted {wanted(target)}: {outcome(target)}"
-        + (f" ({'; '.join(remarks)})" if remarks else "")
-    )
+def _in_short(what: str, found: Estimate) -> str:
+    """A sentence about a share."""
+    if not found.is_bounded:
+        return f"{what}: {TOO_FEW}."
+    return f"{what}: {change(found) if found.contains(0) else percent(found.value)}."
 
 
 def _ttft(result: TtftResult) -> list[Verdict]:
@@ -151,8 +112,8 @@ def _ttft(result: TtftResult) -> list[Verdict]:
     found = [
         Verdict(
             "Time to first token",
-            f"{milliseconds(first.mean)} \N{RIGHTWARDS ARROW} {milliseconds(second.mean)} "
-            f"({percent(-result.reduction, signed=True)})",
+            f"{milliseconds(first.mean)} \N{RIGHTWARDS ARROW} {milliseconds(second.mean)}"
+            f"{in_brackets(result.reduction)}",
             f"Mean without the cache, and mean of a second pass served {shares}.",
         )
     ]
@@ -162,9 +123,9 @@ def _ttft(result: TtftResult) -> list[Verdict]:
             found.append(
                 Verdict(
                     PLACES[tier],
-                    f"{milliseconds(summary.mean)} ({percent(-saved, signed=True)})",
-                    f"Half of these requests took at most {milliseconds(summary.p50)}, 99 % at "
-                    f"most {milliseconds(summary.p99)}.",
+                    f"{milliseconds(summary.mean)}{in_brackets(saved)}",
+                    f"{counted(len(result.times_from(tier)), 'request')}: half of them took at "
+                    f"most {milliseconds(summary.p50)}, {_slow_ones(summary)}.",
                 )
             )
     if again := len(result.times_ms(2, COLD)) + len(result.times_ms(3, COLD)):
@@ -204,22 +165,38 @@ def _accuracy(result: AccuracyResult) -> list[Verdict]:
     ]
 
 
+def in_brackets(saved: Estimate) -> str:
+    """ " (-95.3 %)" where enough was measured to say so."""
+    return f" ({percent(-saved.value, signed=True)})" if saved.is_bounded else ""
+
+
+def _slow_ones(summary: Summary) -> str:
+    """The end of the distribution, as far as there are requests enough to speak of one."""
+    if summary.p99 is not None:
+        return f"99 % at most {milliseconds(summary.p99)}"
+    if summary.p90 is not None:
+        return f"90 % at most {milliseconds(summary.p90)}, the slowest {milliseconds(summary.max)}"
+    return f"the slowest {milliseconds(summary.max)}"
+
+
 def _overhead(result: OverheadResult) -> Verdict:
-    ttft, throughput = result.ttft_ratio, result.throughput_ratio
+    ttft, throughput = (
+        change(ratio.changed(lambda each: each - 1))
+        for ratio in (result.ttft_ratio, result.throughput_ratio)
+    )
+    small = "" if result.full_length else f" Prompts of {result.prompt_tokens:,} tokens only."
     return Verdict(
         "Cost without reuse",
-        f"first token {percent(ttft.value - 1, signed=True)}, "
-        f"throughput {percent(throughput.value - 1, signed=True)}",
-        f"Medians of {counted(len(result.rows), 'pair')} with the cache on and off; 95 % "
-        f"sure: {between(ttft)} and {between(throughput)}.",
+        f"first token {ttft}; throughput {throughput}",
+        f"Medians of {counted(len(result.rows), 'pair')} with the cache on and off, and where they "
+        f"lie ({SURE}).{small}",
     )
 
 
 def _slow_disk(result: SlowDiskResult) -> Verdict:
     return Verdict(
         "A disk slower than computing",
-        f"median {percent(result.p50_loss, signed=True)}, p99 "
-        f"{percent(result.p99_loss, signed=True)}",
+        f"median {change(result.p50_loss)}; p99 {change(result.p99_loss)}",
         f"Time to first token against an engine without the cache. Reading a prompt's KV would "
         f"take {milliseconds(1000 * result.load_s)}, computing it takes "
         f"{milliseconds(result.cold.p50)}.",
@@ -230,7 +207,7 @@ def _overlap(result: OverlapResult) -> Verdict:
     times = {case: milliseconds(result.ttft_ms(case)) for case in Case}
     return Verdict(
         "Loading while computing",
-        f"{percent(result.hidden(Case.FOLLOWED))} hidden"
+        f"hidden: {change(result.hidden(Case.FOLLOWED))}"
         if result.all_same
         else "logits differ from a cold run",
         f"First token of {result.prompt_tokens:,} tokens: {times[Case.COLD]} cold, "
@@ -239,8 +216,3 @@ def _overlap(result: OverlapResult) -> Verdict:
         f"Medians of {result.num_rounds}.",
         good=None if result.all_same else False,
     )
-
-
-def between(median: Median) -> str:
-    """ "-0.2 % to +0.9 %", as the distance from 1."""
-    return f"{percent(median.low - 1, signed=True)} to {percent(median.high - 1, signed=True)}"

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtier.cli.failure import fail
-from kvtier.errors import CacheError
+from kvtier.errors import CacheError, printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from kvtier.tiers.disk.report import SlabReport
@@ -39,7 +40,11 @@ def inspect(
         return
     from rich.console import Console
 
-    console = Console()
+    show(Console(), report, now)
+
+
+def show(console: Console, report: SlabReport, now: float) -> None:
+    """Print the report as tables. now: unix time, for ages."""
     console.print(_summary(report, now))
     if report.num_blocks:
         console.print(_namespaces(report, now))
@@ -73,19 +78,20 @@ def describe_layout(description: str) -> str:
             if isinstance(parts, str)
             else ", ".join(f"{p['name']} {p['num_heads']}×{p['dim']}" for p in parts)
         )
-        return (
+        return printable(
             f"{fields['attention']} attention, {fields['num_layers']} layers, {names}, "
             f"{fields['dtype']}, {fields['block_size']} tokens per block"
         )
-    except (ValueError, KeyError, TypeError):
-        return description
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return description  # not by kvtier, perhaps
 
 
 def _summary(report: SlabReport, now: float) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=f"slab {report.path}", title_justify="left", show_header=False)
+    title = Text(f"slab {printable(report.path)}")
+    table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     filled = report.num_blocks / report.num_slots if report.num_slots else 0.0

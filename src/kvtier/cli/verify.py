@@ -11,7 +11,7 @@ import typer
 
 from kvtier.cli.failure import fail
 from kvtier.cli.inspect import size
-from kvtier.errors import CacheError
+from kvtier.errors import CacheError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,14 +42,16 @@ def verify(
 
     from kvtier.tiers.disk.check import check_slab
 
+    told = Console(stderr=True)
     try:
         with Progress(
             "verifying",
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=told,
             transient=True,
+            disable=not told.is_terminal,
         ) as bar:
             task = bar.add_task("", total=None)
             report = check_slab(
@@ -60,7 +62,7 @@ def verify(
     if as_json:
         typer.echo(json.dumps({**asdict(report), "is_right": report.is_right}, indent=2))
     else:
-        _print(Console(), report)
+        show(Console(), report)
     if not report.is_right and not report.is_repaired:
         raise typer.Exit(1)
 
@@ -69,11 +71,12 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
-def _print(console: Console, report: CheckReport) -> None:
+def show(console: Console, report: CheckReport) -> None:
+    """Print the report, and what to do about it."""
     from rich.table import Table
 
     def say(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
     say(f"{report.path}: {report.num_blocks:,} blocks, {size(report.num_bytes)} read")
     if report.bad_blocks:

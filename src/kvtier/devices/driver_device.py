@@ -20,6 +20,7 @@ from kvtier.devices.path_table import PathTable, load_table, save_table, table_p
 from kvtier.devices.paths import CopyPath, CopyPaths, Kernel
 from kvtier.devices.synchronous import Passed
 from kvtier.errors import DeviceError
+from kvtier.process import OwnerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class DriverDevice(Device):
         self, driver: Driver, compute_stream: ComputeStream, kernel: Kernel | None = None
     ) -> None:
         self.name = driver.name
+        self.process = OwnerProcess()
         self.driver = driver
         self.compute_stream = compute_stream
         self.paths = CopyPaths(driver, kernel)
@@ -141,6 +143,8 @@ class DriverDevice(Device):
         return [(at, min(at + step, end)) for at in range(memory.address, end, step)]
 
     def close(self) -> None:
+        if not self.process.is_here:
+            return  # drivers know nothing of forks: what a child gives back is its parent's
         with self._lock:
             for queue in self._queues.values():
                 queue.close()
@@ -170,7 +174,7 @@ class EventFence(Fence):
     def __init__(self, device: DriverDevice, event: Handle) -> None:
         self._device = device
         self.event = event
-        weakref.finalize(self, _forget, device.driver, event).atexit = False
+        weakref.finalize(self, _forget, device.process, device.driver, event).atexit = False
 
     @property
     def passed(self) -> bool:
@@ -190,7 +194,9 @@ class EventFence(Fence):
             self._device.driver.hold_stream(stream, self.event)
 
 
-def _forget(driver: Driver, event: Handle) -> None:
+def _forget(process: OwnerProcess, driver: Driver, event: Handle) -> None:
+    if not process.is_here:
+        return
     try:
         driver.use()
         driver.forget(event)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -18,6 +17,7 @@ from tempfile import NamedTemporaryFile
 
 from kvtier.devices.base import Direction, Finding
 from kvtier.devices.paths import CopyPath
+from kvtier.user_cache import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +86,6 @@ def _size(nbytes: int) -> str:
     return f"{nbytes >> 10} KiB" if nbytes >= 1 << 10 else f"{nbytes} B"
 
 
-def cache_folder() -> Path:
-    """Where this user's programs keep what they can measure again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtier"
-
-
 def table_path(identity: str, folder: Path | None = None) -> Path:
     """The file of an accelerator and its versions."""
     name = blake2b(identity.encode(), digest_size=8).hexdigest()
@@ -132,7 +127,7 @@ def save_table(table: PathTable, path: Path, identity: str) -> bool:
         "rows": [asdict(row) for row in table.rows],
     }
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with NamedTemporaryFile(
             "w", dir=path.parent, prefix=path.name, delete=False, encoding="utf-8"
         ) as file:

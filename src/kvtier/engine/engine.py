@@ -8,6 +8,7 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from threading import Lock, Thread
 from types import TracebackType
@@ -35,7 +36,9 @@ from kvtier.engine.sampling import Sampler, SamplingParams
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import Closed, ConfigError, DeviceError
+from kvtier.identity import Basis, Identity
 from kvtier.keys import Namespace, grid_labels
+from kvtier.process import OwnerProcess
 from kvtier.types import Label, Slot
 
 logger = logging.getLogger(__name__)
@@ -89,14 +92,15 @@ class Engine:
             chunk_tokens=config.chunk_tokens,
             bytes_per_block=group.bytes_per_block,
         )
-        self._namespace = partial(
-            Namespace,
+        self._namespace = Namespace(
             model.name,
-            model.revision,
+            f"{model.identity.digest} {model.made_by}",
             group.dtype.value,
             group.fingerprint,
             config.block_size,
         )
+        self._identity = model.identity
+        self._weights = model.weights
         pool = KVPool(group, num_blocks, device, model.module.dtype)
         self._copier = copier
         self._cache = Cache(config.cache, copier, pool.tier())
@@ -111,11 +115,16 @@ class Engine:
         )
         self._inbox: queue.SimpleQueue[Request | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = Lock()
+        self._process = OwnerProcess()
         self._num_unfinished = 0
         self._thread: Thread | None = None
         self._closing = False
         self._stop = False
         self._warm_up()
+        # What is stored under a name that may be wrong outlives the moment when that is found out.
+        self._cache.let_archive(model.identity.basis is Basis.READ)
+        if self._weights is not None and model.identity.basis is Basis.REMEMBERED:
+            self._weights.check(lambda found: self._inbox.put(partial(self._hear, found)))
 
     # -- for callers on any thread ----------------------------------------------------------------
 
@@ -132,8 +141,9 @@ class Engine:
 
         on_token, on_done: called on the engine thread; they must return fast.
         Raises ``RequestError`` for input that can't be served, ``EngineBusy`` when the queue is
-        full, ``Closed`` after ``close``.
+        full, ``Closed`` after ``close`` and in a forked child.
         """
+        self._process.must_be_here("the engine")
         params = params or SamplingParams()
         self._refuse_bad(prompt, params)
         labels: Sequence[Label] = ()
@@ -142,7 +152,7 @@ class Engine:
         request = Request(
             prompt=list(prompt),
             params=params,
-            namespace=self._namespace(salt=salt).digest,
+            salt=salt,
             labels=labels,
             on_token=on_token,
             on_done=partial(self._note_done, on_done),
@@ -161,6 +171,7 @@ class Engine:
 
     def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the engine thread, between two steps, and give its result."""
+        self._process.must_be_here("the engine")
         if self._thread is None or not self._thread.is_alive():
             return function()
         future: Future[T] = Future()
@@ -215,6 +226,7 @@ class Engine:
 
     def start(self) -> None:
         """Begin to serve."""
+        self._process.must_be_here("the engine")
         if self._closing:
             raise Closed("the engine is closed; make a new one")
         if self._thread is None:
@@ -223,7 +235,12 @@ class Engine:
             atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Take no more requests, let running ones go on for ``grace_s``, abort the rest, stop."""
+        """Take no more requests, let running ones go on for ``grace_s``, abort the rest, stop.
+
+        Nothing happens in a forked child, which comes here when it exits.
+        """
+        if not self._process.is_here:
+            return
         with self._lock:
             if self._closing:
                 return
@@ -236,6 +253,8 @@ class Engine:
             self._wake()
             self._thread.join()
         atexit.unregister(self.close)
+        if self._weights is not None:
+            self._weights.stop()
         self._take_in(wait=False)
         self._scheduler.abort_all()
         self._cache.close()
@@ -262,8 +281,8 @@ class Engine:
     def _serve(self) -> None:
         is_busy = False
         while not self._stop:
-            self._take_in(wait=not is_busy)
             try:
+                self._take_in(wait=not is_busy)
                 is_busy = self._scheduler.step()
             except Exception as error:  # a broken promise inside: nobody may wait for ever
                 logger.exception("step failed")
@@ -289,9 +308,31 @@ class Engine:
                 return
             wait = False
             if isinstance(item, Request):
+                item.namespace = self._namespace_of(item.salt)
                 self._scheduler.waiting.append(item)
             elif item is not None:
                 item()
+
+    def _namespace_of(self, salt: str) -> bytes:
+        return replace(self._namespace, salt=salt).digest
+
+    def _hear(self, found: Identity) -> None:
+        """All bytes of the weights were read: they are those that were remembered, or they are not.
+
+        Then nobody knows whose KV was loaded under that name: it is not looked at again, and this
+        process keeps what it computes to itself.
+        """
+        if found.digest == self._identity.digest:
+            self._cache.let_archive(True)
+            return
+        logger.error(
+            "the weights are not those that were remembered: KV on disk is not used any more, and "
+            "requests that had some begin anew; restart to use it again"
+        )
+        revision = self._namespace.revision.replace(self._identity.digest, found.digest)
+        self._identity = found
+        self._namespace = replace(self._namespace, revision=revision)
+        self._scheduler.rename(self._namespace_of)
 
     def _wake(self) -> None:
         self._inbox.put(None)

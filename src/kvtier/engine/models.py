@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,9 +19,11 @@ from transformers import (
 )
 from transformers.utils import logging
 
+import kvtier
 from kvtier.engine.paged import ATTENTION
 from kvtier.engine.random_models import RANDOM, random_config, random_module
 from kvtier.errors import ConfigError
+from kvtier.identity import Basis, Identification, Identity, Memory
 from kvtier.layout import DType, KVGroup, full_attention, latent_attention
 
 # A server is no terminal, and a benchmark has its own bar.
@@ -34,10 +38,16 @@ LATENT = ("deepseek_v3",)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, and where its tokenizer lies. revision: fingerprint of its files."""
+    """A model ready to run, and where its tokenizer lies.
+
+    identity: of its weights, their configuration and code. weights: who found that out, and can
+    check it; None for weights that are made here. made_by: what else decides on the bits of KV.
+    """
 
     name: str
-    revision: str
+    identity: Identity
+    weights: Identification | None
+    made_by: str
     module: PreTrainedModel
     directory: Path
     eos_token_ids: tuple[int, ...]
@@ -61,19 +71,23 @@ def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
         raise ConfigError(f"model: {directory}/config.json can't be read: {error}") from error
     refuse_unsupported(config, name)
     dtype = choose_dtype(dtype_name, device, config)
-    try:
-        module = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            local_files_only=True,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"model: weights in {directory} can't be loaded: {error}") from error
+    with _identified(directory) as weights:
+        try:
+            module = AutoModelForCausalLM.from_pretrained(
+                directory,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                local_files_only=True,
+            )
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ConfigError(f"model: weights in {directory} can't be loaded: {error}") from error
+        identity = weights.settle()
     return LoadedModel(
         name=directory.name,
-        revision=_fingerprint(directory),
+        identity=identity,
+        weights=weights,
+        made_by=_made_by(device),
         module=_place(module, device),
         directory=directory,
         eos_token_ids=_eos_token_ids(directory, config),
@@ -132,7 +146,8 @@ def _random_model(name: str, device: torch.device, dtype_name: str) -> LoadedMod
     dtype = choose_dtype(dtype_name, device, config)
     module = _place(random_module(name, config, device, dtype), device)
     limit = int(config.max_position_embeddings)
-    return LoadedModel(name, "seed-0", module, directory, (), limit)
+    identity = Identity(f"{name} seed-0", Basis.READ)
+    return LoadedModel(name, identity, None, _made_by(device), module, directory, (), limit)
 
 
 def _place(module: PreTrainedModel, device: torch.device) -> PreTrainedModel:
@@ -150,11 +165,19 @@ def _eos_token_ids(directory: Path, config: PreTrainedConfig) -> tuple[int, ...]
     return (found,) if isinstance(found, int) else tuple(found)
 
 
-def _fingerprint(directory: Path) -> str:
-    """Names the weights: the config, and name, size and first bytes of every weight file."""
-    hasher = blake2b((directory / "config.json").read_bytes(), digest_size=16)
-    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
-        hasher.update(f"{path.name}:{path.stat().st_size}".encode())
-        with path.open("rb") as file:
-            hasher.update(file.read(1 << 20))
-    return hasher.hexdigest()
+@contextmanager
+def _identified(directory: Path) -> Iterator[Identification]:
+    """The files are looked at before they are loaded, and read meanwhile; no more if that fails."""
+    weights = Identification([directory], Memory())
+    weights.begin()
+    try:
+        yield weights
+    except BaseException:
+        weights.stop()
+        raise
+
+
+def _made_by(device: torch.device) -> str:
+    """Other versions, or another kind of device, may round differently."""
+    versions = f"transformers {transformers.__version__} torch {torch.__version__}"
+    return f"kvtier {kvtier.__version__} {versions} {device.type}"

@@ -72,17 +72,19 @@ class Request:
     """The engine's own view of a request. Touched by the engine thread only, except ``aborted``.
 
     num_computed: tokens whose KV is in the pool. labels: of the prompt's whole grid cells.
+    salt: as it was submitted. namespace: where its KV is looked up, said by the engine thread.
     may_follow: its prefill has not tried yet to begin before its lease is ready.
     """
 
     prompt: Sequence[int]
     params: SamplingParams
-    namespace: bytes
+    salt: str
     labels: Sequence[Label]
     on_token: Callable[[Token], None] | None
     on_done: Callable[[Completion], None] | None
     sampler: Sampler
     submitted: float = field(default_factory=time.perf_counter)
+    namespace: bytes = b""
     stage: Stage = Stage.WAITING
     prefetch: Prefetch | None = None
     lease: Lease | None = None

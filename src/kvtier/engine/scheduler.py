@@ -35,6 +35,11 @@ COMMIT_CHUNKS = 8
 """Chunks of a prompt that are committed together. Nobody looks for them before its prefill ends;
 the stores of a very long prompt should begin earlier."""
 
+OTHER_WEIGHTS = (
+    "The answer so far was computed upon KV that was stored for other weights; send the request "
+    "again."
+)
+
 MAX_LOADS = 3
 """Loads of one request that may fail before it computes everything itself."""
 
@@ -303,6 +308,24 @@ class Scheduler:
         for request in [r for r in self.waiting if r.aborted]:
             self.waiting.remove(request)
             self._end(request, "abort")
+
+    def rename(self, namespace_of: Callable[[str], bytes]) -> None:
+        """KV that was found so far may be that of another model: it is found no more.
+
+        namespace_of: by salt. What did not give a token yet begins anew; what gave some after KV
+        that was found ends with an error. One that computed all of its KV goes on.
+        """
+        for request in (*self.waiting, *self.running):
+            self._end_prefetch(request)
+            request.namespace = namespace_of(request.salt)
+        for request in [r for r in self.running if r.stage is not Stage.DECODE]:
+            request.num_computed = request.num_cached = 0
+            request.hit_tokens = {}
+            self._refetch(request)
+        for request in [r for r in self.running if r.stage is Stage.DECODE]:
+            request.labels = ()
+            if request.num_cached:
+                self._end(request, "error", OTHER_WEIGHTS)
 
     def fail_all(self, error: str) -> None:
         """End every request with an error."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,22 @@ class Inserted(NamedTuple):
     num_new: int
 
 
+NUM_SLOTS = 1 << 32
+"""That a tier may have at most."""
+
+
+def check_time(now: float) -> None:
+    """Raise ValueError for what is in no order: a queue would never find its first."""
+    if not isfinite(now):
+        raise ValueError(f"now must be a finite number of seconds, not {now}")
+
+
+def check_slot(slot: Slot) -> None:
+    """Raise ValueError for what is no slot."""
+    if not 0 <= slot < NUM_SLOTS:
+        raise ValueError(f"slot {slot} is not in 0 .. 2**32 - 1")
+
+
 class BlockIndex(ABC):
     """Which blocks are cached, in which tier and slot, who holds them.
 
@@ -39,7 +56,8 @@ class BlockIndex(ABC):
     or any sequence of bytes. Owned by one thread.
 
     Misuse raises: KeyError for a block that is not known any more, AssertionError for a move that
-    is not legal.
+    is not legal, ValueError for a slot outside of 0 .. 2**32 - 1, for a time that is not finite and
+    for labels outside of their tokens.
     """
 
     tiers: tuple[str, ...]
@@ -178,6 +196,7 @@ class BlockIndex(ABC):
         ends before one that is being written or evicted there.
         hold: lease all blocks of the path.
         """
+        check_time(now)
         states = self.states(namespace, labels, tier, after)
         for position, state in enumerate(states):
             if state not in (State.READY, State.ABSENT):

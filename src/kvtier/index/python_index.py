@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from kvtier.index.block_index import BlockIndex
+from kvtier.index.block_index import BlockIndex, check_slot, check_time
 from kvtier.index.policies.base import EvictionPolicy
 from kvtier.index.residency import Residency, State
 from kvtier.index.trie import Node, Trie
@@ -123,12 +123,14 @@ class PythonIndex(BlockIndex):
         return [node.block for node in self._trie.extend(namespace, labels, after)]
 
     def begin_write(self, block: BlockId, tier: str, slot: Slot) -> None:
+        check_slot(slot)
         residency = self._residency(block, tier)
         residency.move(State.WRITING)
         residency.slot = slot
         self._count(block, tier, +1)
 
     def commit(self, block: BlockId, tier: str, now: float) -> None:
+        check_time(now)
         residency = self._residency(block, tier)
         residency.move(State.READY)
         self._num_idle[self._position[tier]] += residency.leases == 0
@@ -141,6 +143,7 @@ class PythonIndex(BlockIndex):
     # -- use --------------------------------------------------------------------------------------
 
     def touch(self, blocks: Iterable[BlockId], now: float) -> None:
+        check_time(now)
         for block in blocks:
             node = self._trie.nodes[block]
             node.num_uses += 1

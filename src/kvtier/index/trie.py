@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvtier.index.residency import Residency, State
+from kvtier.keys import Labels
 from kvtier.types import BlockId, BlockKey, Label
 
 
@@ -69,6 +70,8 @@ class Trie:
         self, namespace: bytes, labels: Sequence[Label], after: BlockId | None = None
     ) -> Iterator[Node]:
         """The known nodes along ``labels`` until one is missing: from a root, or below it."""
+        if isinstance(labels, Labels):
+            labels.check()
         node = self._roots.get(namespace) if after is None else self.nodes[after]
         for label in labels:
             node = node.children.get(label) if node is not None else None
@@ -80,6 +83,8 @@ class Trie:
         self, namespace: bytes, labels: Sequence[Label], after: BlockId | None = None
     ) -> list[Node]:
         """The nodes along ``labels``, made where missing, from the root or below ``after``."""
+        if isinstance(labels, Labels):
+            labels.check()
         if not labels:
             return []  # a root without blocks would never be pruned
         labels = list(labels)  # read before anything changes: they may not be right

@@ -273,6 +273,8 @@ class LossyDisk(DiskSystem):
         file.unsynced.clear()
 
     def replace(self, source: Path, target: Path) -> None:
+        if target.exists():
+            self._files.pop(target.stat().st_ino, None)  # another file may get its number
         os.replace(source, target)
         self._files.pop(target.stat().st_ino, None)
         fd = os.open(target, os.O_RDONLY)
@@ -341,6 +343,14 @@ class CrashingDisk(DiskSystem):
     def reserve(self, fd: int, num_bytes: int) -> None:
         self.step()
         super().reserve(fd, num_bytes)
+
+    def reserve_ahead(self, fd: int, num_bytes: int) -> None:
+        self.step()
+        super().reserve_ahead(fd, num_bytes)
+
+    def stamp(self, fd: int) -> os.stat_result:
+        self.step()
+        return super().stamp(fd)
 
     def replace(self, source: Path, target: Path) -> None:
         self.step()

@@ -67,12 +67,33 @@ class MemoryTierSuite(ABC):
         assert tier.num_free == 1
         tier.close()
 
+    def test_fewer_slots_than_none_are_refused(self) -> None:
+        tier = self.make_tier(3)
+        with pytest.raises(ValueError, match="-2"):
+            tier.allocate(-2)
+        assert tier.num_free == 3
+        slots = tier.allocate(3)
+        assert slots is not None
+        tier.free(slots)
+        tier.close()
+
     def test_neighbours_are_preferred(self) -> None:
         """Where the tier is empty there is a run of any length."""
         tier = self.make_tier(16)
         slots = tier.allocate(7)
         assert slots is not None
         assert slots == list(range(slots[0], slots[0] + 7))
+        tier.free(slots)
+        tier.close()
+
+    @pytest.mark.parametrize("slot", [-1, 3, 2**40])
+    def test_freeing_what_the_tier_does_not_have_is_noticed(self, slot: int) -> None:
+        tier = self.make_tier(3)
+        slots = tier.allocate(3)
+        assert slots is not None
+        with pytest.raises(ValueError, match=str(slot)):
+            tier.free([Slot(slot)])
+        assert tier.num_free == 0
         tier.free(slots)
         tier.close()
 
@@ -124,6 +145,13 @@ class MemoryTierSuite(ABC):
         assert tier.layout.num_blocks == tier.num_slots
         assert tier.layout.nbytes <= tier.memory.nbytes
         assert tier.layout.nbytes == 6 * tier.layout.group.bytes_per_block
+        tier.close()
+
+    @pytest.mark.parametrize("slot", [-1, 6, 2**40])
+    def test_memory_that_the_tier_does_not_have_has_no_address(self, slot: int) -> None:
+        tier = self.make_tier(6)
+        with pytest.raises(ValueError, match=str(slot)):
+            tier.pieces([Slot(0), Slot(slot)])
         tier.close()
 
     def test_memory_holds_what_was_copied_into_it(self) -> None:

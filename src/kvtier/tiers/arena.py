@@ -20,6 +20,7 @@ import numpy as np
 from kvtier.devices.base import Device, Finding, Memory
 from kvtier.errors import ConfigError
 from kvtier.layout import Layout
+from kvtier.process import OwnerProcess
 from kvtier.tiers import pages
 from kvtier.tiers.chunks import Chunk, cut_chunks
 
@@ -100,6 +101,7 @@ class Arena:
         self, layout: Layout, device: Device, options: ArenaOptions, touch: Touch = pages.touch
     ) -> None:
         self.options = options
+        self._process = OwnerProcess()
         self._bytes_per_block = layout.group.bytes_per_block
         self._device = device
         self._touch = touch
@@ -198,8 +200,11 @@ class Arena:
             return False
 
     def forget_file(self) -> None:
-        """All who share the arena have it: the file's name goes, the memory with its last user."""
-        if self.options.file is not None:
+        """All who share the arena have it: the file's name goes, the memory with its last user.
+
+        A forked child has nothing to say about it.
+        """
+        if self.options.file is not None and self._process.is_here:
             self.options.file.unlink(missing_ok=True)
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -210,8 +215,11 @@ class Arena:
         """Stop in the middle if need be, and unlock what was locked. Safe to call twice. A file's
         name goes, too, lest its memory stay when everybody has gone.
 
-        The memory goes with its last user: a view may still look at it.
+        The memory goes with its last user: a view may still look at it. In a forked child nothing
+        happens: what is locked there is its parent's.
         """
+        if not self._process.is_here:
+            return
         self._is_wanted = False
         if self._thread is not None:
             self._thread.join()

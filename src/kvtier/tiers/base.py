@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import Layout, fragments, named_layout
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.slots import SlotPool
+from kvtier.tiers.slots import SlotPool, check_slots
 from kvtier.types import Slot
 
 
@@ -23,7 +23,8 @@ class Room(ABC):
     The implementer provides
         ``allocate`` and ``free`` in O(slots asked for); capacity is a hard bound.
     Outcomes and errors
-        no room is None, not an error.
+        no room is None, not an error. Slots that the tier does not have, and fewer than none, are a
+        ``ValueError``.
     """
 
     num_slots: int
@@ -117,7 +118,8 @@ class MemoryTier(Room):
         return self._slots.longest_run()
 
     def pieces(self, slots: Sequence[Slot]) -> Pieces:
-        """Where the blocks in ``slots`` lie."""
+        """Where the blocks in ``slots`` lie. ``ValueError`` where a slot is none of the tier's."""
+        check_slots(slots, self.num_slots)
         lies = fragments(self.layout, named_layout("block_first", self.layout.group, 1))
         begins = lies.src(np.asarray(slots, np.int64)).astype(np.uint64)
         return Pieces(begins + np.uint64(self.memory.address), lies.size, self.memory.kind)

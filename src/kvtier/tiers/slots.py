@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvtier.types import Slot
+
+
+def check_slots(slots: Sequence[Slot], num_slots: int) -> None:
+    """Raise ``ValueError`` where a slot is none of ``num_slots``: memory and files lie behind."""
+    low, high = min(slots, default=0), max(slots, default=-1)
+    if low < 0 or high >= num_slots:
+        raise ValueError(
+            f"slot {low if low < 0 else high} is none of the tier's {num_slots}; "
+            "use slots that it gave out"
+        )
+
+
+def check_count(num_slots: int) -> None:
+    """Raise ``ValueError`` where fewer than no slots are asked for."""
+    if num_slots < 0:
+        raise ValueError(f"{num_slots} slots can't be allocated; ask for 0 or more")
 
 
 class SlotPool:
@@ -36,6 +54,7 @@ class SlotPool:
 
     def allocate(self, num_slots: int) -> list[Slot] | None:
         """``num_slots`` free slots, ascending; None where there are not enough."""
+        check_count(num_slots)
         if num_slots > self.num_free:
             return None
         if num_slots == 0:
@@ -56,8 +75,7 @@ class SlotPool:
 
     def free(self, slots: list[Slot]) -> None:
         """Give slots back; each must be in use."""
-        assert min(slots, default=0) >= 0, "a slot that was never given out"
-        assert max(slots, default=-1) < self.num_open, "a slot that was never given out"
+        check_slots(slots, self.num_open)
         assert not self._is_free[slots].any(), "a slot was freed twice"
         assert len(set(slots)) == len(slots), "a slot was freed twice in one call"
         self._is_free[slots] = True

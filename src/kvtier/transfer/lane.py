@@ -11,6 +11,7 @@ from time import monotonic, perf_counter
 from traceback import clear_frames
 
 from kvtier.errors import CacheError, Closed
+from kvtier.process import OwnerProcess
 from kvtier.transfer.job import Job
 
 logger = logging.getLogger(__name__)
@@ -32,11 +33,10 @@ class Lane:
         self, name: str, fails_as: Callable[[str], CacheError], num_workers: int = 1
     ) -> None:
         self.name = name
+        self._process = OwnerProcess()
         self._fails_as = fails_as
         self._lock = Lock()
-        self._tickets: SimpleQueue[None] = (
-            SimpleQueue()
-        )  # one per job, and one per worker for the end
+        self._tickets: SimpleQueue[None] = SimpleQueue()  # one per job; one per worker at the end
         self._urgent: deque[tuple[Job, Work]] = deque()
         self._patient: deque[tuple[Job, Work]] = deque()
         self._num_workers = num_workers
@@ -57,8 +57,9 @@ class Lane:
         """Queue ``work``. What goes wrong is reported by the job, never raised.
 
         urgent: False for what nobody waits for yet. job: a new one, if it is to be of a kind of its
-        own.
+        own. Raises ``Closed`` after ``close``, and in a forked child, which has not the thread.
         """
+        self._process.must_be_here(f"the {self.name} lane")
         if self._closed:
             raise Closed(f"the {self.name} lane is closed; make a new cache")
         job = job or Job(num_bytes)
@@ -115,7 +116,10 @@ class Lane:
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Finish what is urgent, withdraw the rest, then stop. False where that took longer than
-        ``timeout_s``: a thread is left to itself then, for nothing can end a call that hangs."""
+        ``timeout_s``: a thread is left to itself then, for nothing can end a call that hangs.
+        Nothing happens in a forked child."""
+        if not self._process.is_here:
+            return True
         with self._lock:
             self._closed = True
             unwanted = [job for job, _ in self._patient]

@@ -202,9 +202,7 @@ class Copies:
         self._blocks_per_chunk = blocks_per_chunk
         self._slot_bytes = slot_bytes
         room = Room(slot_bytes, NUM_SLOTS)
-        self._worker = TierWorker(
-            caches, find_device("cpu"), room, blocks_per_chunk, rank=0, namespace=b""
-        )
+        self._worker = TierWorker(caches, find_device("cpu"), room, blocks_per_chunk, rank=0)
         _open.append(self._worker)
         memory = self._worker._host.memory
         self._slots = np.ctypeslib.as_array(

@@ -33,14 +33,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvtier.connectors.vllm.ascend import split_caches
+from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.manager import Advice, TierManager
 from kvtier.connectors.vllm.spec import KvtierSpec
+from kvtier.connectors.vllm.weights import Source
 from kvtier.connectors.vllm.worker import TierWorker
 from kvtier.transfer.ranks import Order, Report
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -93,8 +95,9 @@ class KvtierConnector(OffloadingConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._loading: dict[int, str] = {}
         self._steps: list[int] = []
-        names = self._manager.names if self.connector_scheduler else self._spec.names
-        names.settle(_model_traits(vllm_config))
+        if self.connector_scheduler and self._manager.has_disk:
+            with off_compute_cores():
+                self._manager.names.settle(_sources(vllm_config), _traits(vllm_config))
 
     # -- in the scheduler's process ----------------------------------------------------------------
 
@@ -226,13 +229,63 @@ def _pieces(output: SchedulerOutput) -> list[tuple[int, int]]:
     return [(before, num[req_id]) for req_id, before in (*new, *old) if num[req_id] > 1]
 
 
-def _model_traits(config: VllmConfig) -> str:
-    """What decides on the bytes of KV, and is not in the offloading config."""
-    model = config.model_config
+MODEL_TRAITS = (
+    "disable_sliding_window",
+    "dtype",
+    "mm_processor_kwargs",
+    "model_class_overrides",
+    "model_impl",
+    "quantization",
+    "quantization_config",
+    "revision",
+)
+CACHE_TRAITS = (
+    "cache_dtype",
+    "calculate_kv_scales",
+    "kv_cache_dtype_skip_layers",
+    "mamba_cache_dtype",
+    "mamba_ssm_cache_dtype",
+)
+"""Of vLLM's configuration, what decides on the bytes of KV and is neither in the model's files nor
+in the offloading config. What one version does not have is the same for all that run with it."""
+
+
+def _models(config: VllmConfig) -> list[ModelConfig]:
+    """The model, and the one that drafts for it: its KV is kept, too."""
+    draft = getattr(config.speculative_config, "draft_model_config", None)
+    models = [config.model_config]
+    return models if draft is None or draft is models[0] else [*models, draft]
+
+
+def _sources(config: VllmConfig) -> list[Source]:
+    load = config.load_config
+    return [
+        Source(
+            # Of a model in an object store, ``model`` is a local folder without the weights.
+            getattr(model, "model_weights", "") or model.model,
+            getattr(model.hf_config, "_commit_hash", None) or model.revision or "",
+            load.download_dir or "",
+            str(load.load_format),
+        )
+        for model in _models(config)
+    ]
+
+
+def _traits(config: VllmConfig) -> str:
+    cache, load = config.cache_config, config.load_config
     traits = {
-        "revision": model.revision,
-        "quantization": model.quantization,
-        "config": model.hf_config.to_dict(),
-        "cache": config.cache_config.cache_dtype,
+        "models": [_model_traits(model) for model in _models(config)],
+        "cache": {name: getattr(cache, name, None) for name in CACHE_TRAITS},
+        "loader": [str(load.load_format), load.model_loader_extra_config],
+        "draft": getattr(config.speculative_config, "method", None),
     }
     return json.dumps(traits, sort_keys=True, default=str)
+
+
+def _model_traits(model: ModelConfig) -> dict[str, object]:
+    files = model.hf_config.to_dict()
+    files.pop("_name_or_path", None)  # a model that was moved is the same model
+    traits = {name: getattr(model, name, None) for name in MODEL_TRAITS}
+    # One rotary embedding is scaled by how long prompts may be, and not by how long they are.
+    length = model.max_model_len if "longrope" in json.dumps(files, default=str) else None
+    return {**traits, "config": files, "length": length}

@@ -162,6 +162,11 @@ READ: Mapping[str, tuple[str, ...]] = {
     "Medium": ("CPU", "STORAGE"),
     "Locality": ("LOCAL",),
     "CacheHitSource": ("HOST", "DISK"),
+    "VllmConfig": (
+        "kv_transfer_config", "model_config", "cache_config", "load_config", "speculative_config",
+    ),
+    "ModelConfig": ("model", "revision", "hf_config", "max_model_len"),
+    "LoadConfig": ("load_format", "download_dir", "model_loader_extra_config"),
 }  # fmt: skip
 """kvtier reads these fields, attributes and members."""
 
@@ -176,6 +181,9 @@ FILES = (
     f"{CONNECTOR}/v1/offloading/metrics.py",
     f"{CONNECTOR}/v1/offloading/scheduler.py",
     f"{CONNECTOR}/v1/offloading/worker.py",
+    "config/load.py",
+    "config/model.py",
+    "config/vllm.py",
     "v1/core/sched/output.py",
     "v1/metrics/cache_hit_source.py",
     "v1/outputs.py",

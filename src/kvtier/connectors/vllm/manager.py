@@ -139,6 +139,10 @@ class TierManager(OffloadingManager):
         self._visits: dict[str, Visit] = {}
         self._events: list[OffloadingEvent] = []
 
+    @property
+    def has_disk(self) -> bool:
+        return bool(self.ladder.storages)
+
     # -- what vLLM asks ----------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -227,6 +231,8 @@ class TierManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         self.cache.clear()
+        if self.has_disk:
+            self.names.disown()
         for visit in self._visits.values():
             visit.limit = None
             visit.used.clear()
@@ -244,6 +250,10 @@ class TierManager(OffloadingManager):
             stats.set_gauge(USED.name, room.num_used, (tier,))
             stats.set_gauge(ROOM.name, room.num_open, (tier,))
         return stats
+
+    def shutdown(self) -> None:
+        if self.has_disk:
+            self.names.close()
 
     # -- to wait or not ----------------------------------------------------------------------------
 

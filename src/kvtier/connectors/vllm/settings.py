@@ -43,6 +43,9 @@ class Settings:
     disks that others need, too."""
     load: str = "auto"
     """When KV is loaded: ``auto``, where that is faster than computing it, or ``always``."""
+    namespace: str = ""
+    """KV on disk is shared only under the same name: for what kvtier can't know of, such as weights
+    that are in no file."""
 
     def __post_init__(self) -> None:
         if self.host_bytes < 1:

@@ -56,7 +56,9 @@ class KvtierSpec(OffloadingSpec):
         self.settings = Settings.read(config.extra_config)
         chunk_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
         self.slot_bytes = -(-chunk_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        self.names = Names(config, self.slot_bytes, f"vllm {vllm.__version__}")
+        self.names = Names(
+            config, self.slot_bytes, f"vllm {vllm.__version__}", self.settings.namespace
+        )
         self._num_ranks = max(1, config.parallel.world_size)
         # Every rank would keep the same bytes: the first one stores them, for all.
         self.replicated_layout = config.replicated_layout

@@ -22,6 +22,7 @@ from kvtier.layout import opaque
 from kvtier.tiers import HostTier
 from kvtier.tiers.arena import ArenaOptions
 from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.tiers.slots import check_slots
 from kvtier.tiers.wrappers import ThrottledTier
 from kvtier.transfer import Job, LocalMover, TransferEngine
 from kvtier.transfer.ranks import Hello, Order, RankExecutor, Report
@@ -168,7 +169,7 @@ class TierWorker(OffloadingWorker):
     ) -> bool:
         assert isinstance(slots, HostSlots), f"slots of another manager: {type(slots)}"
         touched = frozenset(map(Slot, slots.block_ids.tolist()))
-        assert max(touched, default=-1) < self._host.num_slots, "a slot that this rank has not"
+        check_slots(tuple(touched), self._host.num_slots)
         batch = self._pool.stage(
             self._parts(blocks, slots), self._host.memory, direction, self._host.seams
         )

@@ -14,8 +14,8 @@ class EvictionPolicy(ABC):
     The caller guarantees
         a block becomes a candidate when it is ready, unleased and a leaf within the tier (``add``),
         and stops being one when any of that ends (``discard``); ``touch`` is called on every use
-        of a block, candidate or not; ``forget`` when the tier no longer holds it. ``now`` never
-        runs backwards within one policy.
+        of a block, candidate or not; ``forget`` when the tier no longer holds it. ``now`` is finite
+        and never runs backwards within one policy.
     The implementer provides
         ``victim``: the candidate to lose first. Every call is O(log n) or better.
     Outcomes

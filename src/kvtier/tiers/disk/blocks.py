@@ -12,7 +12,9 @@ import numpy.typing as npt
 
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
-from kvtier.tiers.disk.opening import wanted
+from kvtier.tiers.disk.health import Breaker
+from kvtier.tiers.disk.membership import leave
+from kvtier.tiers.disk.opening import open_slabs, wanted
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.part import DiskPart, SlotOwner
 from kvtier.tiers.disk.parts import complete, on_all
@@ -21,6 +23,7 @@ from kvtier.tiers.disk.replay import recovered
 from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.slots import check_slots
 from kvtier.tiers.storage import Outcome, ScrubReport
 from kvtier.types import BlockKey, BlockName, Slot
 
@@ -35,7 +38,8 @@ class DiskBlocks(SlotOwner):
     options: with ``more_paths`` a block is cut into equal parts, one for each slab. It is there
     when all of its parts are.
     arena: memory that blocks mostly come from and go to; it is registered with the I/O engine.
-    Any other address works as well. system, clock: for tests.
+    Any other address works as well. system, clock, monotonic: for tests; unix time, and seconds
+    that ever grow.
 
     The caller guarantees
         one thread stores, one loads, one scrubs, at the same time if they like; allocate, free,
@@ -43,8 +47,9 @@ class DiskBlocks(SlotOwner):
         or claimed, and is not freed meanwhile; a slot is never stored to and loaded from at once.
     Outcomes and errors
         no method raises for what the disk does after the tier was opened: a store answers False,
-        a load ``DAMAGED`` or ``FAILED``. After too many errors in a row the tier is off.
-        Opening raises ``ConfigError`` (see ``opening.open_slab``) or ``TierError``.
+        a load ``DAMAGED`` or ``FAILED``. After too many errors in a row the disk is not asked for a
+        while: reads and writes apart, so what can't be written any more can still be read.
+        Opening raises ``ConfigError`` (see ``opening.open_slabs``) or ``TierError``.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class DiskBlocks(SlotOwner):
         arena: Memory | None,
         system: DiskSystem | None = None,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
         self.bytes_per_block = group.bytes_per_block
@@ -61,15 +67,22 @@ class DiskBlocks(SlotOwner):
         began = time.monotonic()
         self.parts: list[DiskPart] = []
         with ExitStack() as undo:
-            for each in options.each_part():
-                want = wanted(each, group, options.num_paths)
-                part = DiskPart(each, want, arena, system or DiskSystem(), clock, self)
-                undo.callback(part.abandon)
+            system, each_part = system or DiskSystem(), options.each_part()
+            slabs = open_slabs(
+                [(each.path, wanted(each, group, options.num_paths)) for each in each_part],
+                system,
+                clock,
+            )
+            for slab in slabs:
+                undo.callback(slab.close, clean=False)
+            for each, slab in zip(each_part, slabs, strict=True):
+                part = DiskPart(each, slab, arena, system, monotonic, self)
+                undo.callback(part.close)
                 self.parts.append(part)
-            self._forget_incomplete()
+            found = self._forget_incomplete()
             self._table = self.parts[0].slab.table
-            self._found = recovered(self._table)
-            self._slots = DiskSlots(self._table, self._found)
+            self._found = recovered(found)
+            self._slots = DiskSlots(found, self._found)
             undo.pop_all()
         self.num_slots = len(self._table)
         self._slot_bytes = sum(part.slot_bytes for part in self.parts)
@@ -87,7 +100,7 @@ class DiskBlocks(SlotOwner):
 
     @property
     def num_free(self) -> int:
-        return 0 if self.is_off else self._slots.num_free
+        return self._slots.num_free
 
     @property
     def num_used(self) -> int:
@@ -105,13 +118,18 @@ class DiskBlocks(SlotOwner):
         return self._slots.num_quarantined
 
     @property
-    def is_off(self) -> bool:
-        """Too many errors in a row in some part: nothing is stored or loaded any more."""
-        return any(part.is_off for part in self.parts)
+    def can_load(self) -> bool:
+        """Whether it makes sense to load now; otherwise all of it would fail, at once."""
+        return all(part.reads.is_passable for part in self.parts)
+
+    @property
+    def can_store(self) -> bool:
+        """The same for storing."""
+        return all(part.writes.is_passable for part in self.parts)
 
     def allocate(self, num_slots: int) -> list[Slot] | None:
         """That many slots: free ones, then those of unclaimed blocks, the oldest first."""
-        return self._slots.allocate(num_slots) if num_slots <= self.num_free else None
+        return self._slots.allocate(num_slots)
 
     def free(self, slots: list[Slot]) -> None:
         """Give slots back. Until a slot is used again, a restart finds its block."""
@@ -122,7 +140,7 @@ class DiskBlocks(SlotOwner):
 
         For an owner that keeps an index of its own, and claims them all.
         """
-        if self.is_off:
+        if not self.can_load:
             return []
         return [BlockKey(self._table[slot]["key"].tobytes()) for slot in self._slots.unclaimed()]
 
@@ -151,12 +169,13 @@ class DiskBlocks(SlotOwner):
 
         They are in use from now on, as if they had been allocated.
         """
-        if not keys or not self.num_unclaimed or self.is_off:
+        if not keys or not self.num_unclaimed or not self.can_load:
             return []
         return self._slots.claim(self._found.find(as_keys(list(keys)), self._table))
 
     def forget(self, slots: Sequence[Slot]) -> None:
         """No restart finds the blocks of these slots. The slots stay as they are."""
+        check_slots(slots, self.num_slots)
         for part in self.parts:
             part.empty(np.array(slots, np.int64))
 
@@ -166,14 +185,25 @@ class DiskBlocks(SlotOwner):
     def drop(self, slots: Int64s) -> None:
         self._slots.drop_unclaimed(slots)
 
-    def _forget_incomplete(self) -> None:
-        """A crash may leave some parts of a block: then it is not there."""
+    def _forget_incomplete(self) -> Records:
+        """A crash may leave some parts of a block: then it is not there. Returns the records of
+        the others, ``RECORD`` [num_slots]."""
         tables = [part.slab.table for part in self.parts]
         if len(tables) == 1:
-            return
+            return tables[0]
         is_complete = complete(tables)
         for part, table in zip(self.parts, tables, strict=True):
-            part.empty(np.flatnonzero((table["kind"] == Kind.PUT) & ~is_complete))
+            alone = np.flatnonzero((table["kind"] == Kind.PUT) & ~is_complete)
+            if len(alone):
+                part.empty(alone)  # where that can't be written, the next owner does it
+                logger.warning(
+                    "blocks dropped that are not in all parts path=%s num=%d",
+                    part.options.path,
+                    len(alone),
+                )
+        left = tables[0].copy()
+        left["kind"][(left["kind"] == Kind.PUT) & ~is_complete] = Kind.DEL
+        return left
 
     # -- blocks ------------------------------------------------------------------------------------
 
@@ -184,12 +214,17 @@ class DiskBlocks(SlotOwner):
 
         A block that was not stored leaves its slot empty.
         """
+        check_slots(slots, self.num_slots)
         at = np.array(slots, np.int64)
+        is_ready = _enter([part.writes for part in self.parts])
         # All parts first: halves of two blocks must never look like one, wherever a crash comes.
-        if self.is_off or not all(part.empty(at) for part in self.parts):
+        if not is_ready or not all(part.mend() and part.empty(at) for part in self.parts):
             return [False] * len(names)
+        # And one number for all parts of a block: halves of two writes don't look like one, either.
+        numbers = self.parts[0].slab.numbers.take(len(names))
         stored = on_all(
-            self.parts, lambda rank, part: part.store(names, slots, self._of(rank, blocks))
+            self.parts,
+            lambda rank, part: part.store(names, slots, self._of(rank, blocks), numbers),
         )
         everywhere = np.logical_and.reduce(stored)
         for part, here in zip(self.parts, stored, strict=True):
@@ -202,6 +237,9 @@ class DiskBlocks(SlotOwner):
         """Read blocks to where ``blocks`` lie, and verify them."""
         if not keys:
             return []
+        check_slots(slots, self.num_slots)
+        if not _enter([part.reads for part in self.parts]):
+            return [Outcome.FAILED] * len(keys)
         loaded = on_all(
             self.parts, lambda rank, part: part.load(keys, slots, self._of(rank, blocks))
         )
@@ -226,14 +264,22 @@ class DiskBlocks(SlotOwner):
 
         A damaged block is forgotten; one that was rewritten meanwhile is not judged.
         """
+        if not _enter([part.reads for part in self.parts]):
+            return ScrubReport()
         share = max_bytes // len(self.parts)
         return ScrubReport.sum([part.scrub(share) for part in self.parts])
 
     def findings(self) -> list[Finding]:
         room = f"{self.num_slots} blocks, {self.num_slots * self._slot_bytes / 2**30:.2f} GiB"
-        reason = next((part.off_reason for part in self.parts if part.is_off), "")
+        not_now = [
+            (f"not {done}", f"{part.options.path} is not {done}: {state}")
+            for part in self.parts
+            for done, breaker in (("read", part.reads), ("written", part.writes))
+            if (state := breaker.state())
+        ]
+        words = dict.fromkeys(word for word, _ in not_now)
         return [
-            Finding("disk tier", f"{room}, off" if reason else room, reason),
+            Finding("disk tier", ", ".join([room, *words]), "; ".join(why for _, why in not_now)),
             *(line for part in self.parts for line in part.findings()),
             Finding("disk durability", self.options.durability.value),
             Finding("disk verify", self.options.verify.value),
@@ -246,14 +292,27 @@ class DiskBlocks(SlotOwner):
 
     def close(self) -> None:
         """Everything on the medium, and the slabs free for their next owner."""
-        if not self._is_closed:
-            self._is_closed = True
-            for part in self.parts:
-                part.close()
+        # What does not answer is not waited for.
+        breakers = [breaker for part in self.parts for breaker in (part.reads, part.writes)]
+        self._close(is_clean=not any(breaker.is_open for breaker in breakers))
 
     def abandon(self) -> None:
         """Give the files back as they are, as the end of the process would."""
-        if not self._is_closed:
-            self._is_closed = True
+        self._close(is_clean=False)
+
+    def _close(self, is_clean: bool) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with ExitStack() as last:
             for part in self.parts:
-                part.abandon()
+                last.callback(part.slab.close, clean=False)
+            for part in self.parts:
+                part.close()
+            if is_clean:
+                leave([part.slab for part in self.parts])
+
+
+def _enter(breakers: Sequence[Breaker]) -> bool:
+    """Whether all of them let a call through; where one does not, none is tried for nothing."""
+    return all(each.is_passable for each in breakers) and all(each.enter() for each in breakers)

@@ -34,7 +34,9 @@ class Bounce:
     """
 
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        assert slot_bytes > 0, f"a slot of {slot_bytes} bytes"
         self.num_slots = max(1, num_slots)
+        self.slot_bytes = slot_bytes
         num_bytes = self.num_slots * slot_bytes
         buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = np.frombuffer(buffer, np.uint8).ctypes.data
@@ -75,6 +77,7 @@ class BlockPort:
         slot_bytes: int,
         num_threads: int = 1,
     ) -> None:
+        assert 0 < block_bytes <= slot_bytes == bounce.slot_bytes, "a block larger than its slot"
         self.engine = engine
         self._bounce = bounce
         self._block_bytes = block_bytes

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvtier.errors import TierError
 from kvtier.tiers.disk.bounce import Bounce
 from kvtier.tiers.disk.folder import DATA, OwnerLock, open_data
+from kvtier.tiers.disk.limits import check_memory
 from kvtier.tiers.disk.opening import open_slab, read_superblock
 from kvtier.tiers.disk.records import Kind, Records, pick
 from kvtier.tiers.disk.replay import Replay
@@ -80,8 +81,11 @@ def check_slab(
     Raises ``ConfigError`` where there is no slab, or where a process uses it.
     """
     system = system or DiskSystem()
-    read_superblock(folder)
-    lock = OwnerLock(folder)
+    read_superblock(folder)  # never make a lock where there is nothing to look at
+    try:
+        lock = OwnerLock(folder)
+    except OSError as error:
+        raise TierError("disk", f"open {folder}", str(error)) from error
     try:
         content = read_content(folder)
         checked = _check(folder, content, progress, system)
@@ -122,6 +126,7 @@ def _check(folder: Path, content: Content, progress: Progress, system: DiskSyste
     quarantined = pick(table, np.flatnonzero(table["kind"] == Kind.BAD))
     fd, _ = open_data(folder / DATA, os.O_RDONLY)
     try:
+        check_memory(folder, superblock.slot_bytes, "a block")
         done, right = _read(fd, superblock, live, progress, system)
         again, _ = _read(fd, superblock, quarantined, lambda _done, _all: None, system)
     finally:
@@ -150,12 +155,14 @@ def _read(
 
 def _repair(folder: Path, checked: _Checked, system: DiskSystem) -> int:
     """Returns how many quarantined slots were given back."""
-    slab = open_slab(folder, None, system)
+    slab = open_slab(folder, system)
     is_done = False
     try:
         unreadable = checked.live[checked.live_done < 0]
         slab.mark_bad(unreadable["slot"].astype(np.int64))
-        slab.delete_if_unchanged(checked.live[~checked.live_right & (checked.live_done >= 0)])
+        wrong = checked.live[~checked.live_right & (checked.live_done >= 0)]
+        # Slots that the file ended before are gone, and what was said about them with them.
+        slab.delete_if_unchanged(wrong[wrong["slot"] < len(slab.table)])
         readable = checked.quarantined_done == checked.slot_bytes
         released = slab.delete_if_unchanged(checked.quarantined[readable])
         slab.compact()

@@ -1,9 +1,11 @@
-"""When to stop asking a disk."""
+"""When to stop asking a disk, and when to ask again."""
 
 from __future__ import annotations
 
 import errno
 import logging
+import time
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Final
 
@@ -14,62 +16,135 @@ logger = logging.getLogger(__name__)
 
 MEDIUM_ERRORS: Final = (errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO)
 """Of the place on the medium, not of the moment: the slot is not used again."""
-LATE: Final = (errno.ETIMEDOUT, errno.ETIME, errno.ECANCELED, errno.EINTR, errno.EAGAIN)
-"""The disk was too slow, once: nothing is wrong with it."""
+LATE: Final = (errno.ETIMEDOUT, errno.ETIME, errno.ECANCELED)
+"""The deadline came first. Of a whole batch, so it counts once for each."""
+NOTHING: Final = (errno.EINTR, errno.EAGAIN)
+"""Nothing is wrong with the disk."""
+LATE_UNTIL_OPEN: Final = 3
+"""Batches in a row: each of them was waited for."""
+FIRST_PAUSE_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 60.0
 
 
-class Health:
-    """Counts I/O errors in a row and switches the tier off.
+class Breaker:
+    """Stops what fails again and again, and tries again after a pause that doubles.
 
-    Reads, writes and the journal ("read", "write", "journal") are counted apart: a full disk may
-    still be read.
+    It is *closed* while all is well: everything may go through. After ``errors_until_open`` errors
+    in a row it is *open*: nothing may. When the pause is over it is *half-open*: one call may try,
+    the others wait for what becomes of it, or for another pause. Safe to use from several threads.
+
+    what: for the log. kinds: what is counted apart, in the order in which one call does it: only
+    when the last of them succeeds has the whole call. clock: seconds, ever growing.
     """
 
-    def __init__(self, what: str, errors_until_off: int) -> None:
+    def __init__(
+        self,
+        what: str,
+        kinds: Sequence[str],
+        errors_until_open: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.reason = ""
+        self.num_opened = 0
         self._what = what
-        self._limit = errors_until_off
-        self._in_row: dict[str, int] = {"read": 0, "write": 0, "journal": 0}
+        self._last_kind = kinds[-1]
+        self._limit = errors_until_open
+        self._clock = clock
+        self._in_row = dict.fromkeys(kinds, 0)
+        self._late_in_row = dict.fromkeys(kinds, 0)
+        self._is_open = False
+        self._is_tried = False
+        self._pause_s = FIRST_PAUSE_S
+        self._next_try = 0.0
         self._lock = Lock()
 
     @property
-    def is_off(self) -> bool:
-        return bool(self.reason)
+    def is_open(self) -> bool:
+        """It has opened, and nothing has succeeded since."""
+        return self._is_open
 
-    def note(self, direction: str, done: npt.NDArray[np.int64]) -> None:
+    @property
+    def is_passable(self) -> bool:
+        """Whether ``enter`` would say yes now."""
+        return not self._is_open or self._clock() >= self._next_try
+
+    def enter(self) -> bool:
+        """Whether a call may go through. Of an open one only the first after each pause may."""
+        with self._lock:
+            if not self._is_open:
+                return True
+            now = self._clock()
+            if now < self._next_try:
+                return False
+            self._is_tried = True
+            self._next_try = now + self._pause_s
+            return True
+
+    def state(self) -> str:
+        """For people; empty while it is closed."""
+        with self._lock:
+            if not self._is_open:
+                return ""
+            left_s = self._next_try - self._clock()
+            then = "being tried again" if self._is_tried else f"tried again in {left_s:.0f} s"
+            return f"{self.reason}; {then if left_s > 0 else 'tried again with the next one'}"
+
+    def note(self, kind: str, done: npt.NDArray[np.int64]) -> None:
         """What became of a batch: bytes or -errno per operation, in order."""
-        if len(done) and done.min() >= 0:
-            self.succeeded(direction)
+        if not len(done):
             return
-        counted = done[~np.isin(-done, LATE)]
+        if done.min() >= 0:
+            self.succeeded(kind)
+            return
+        is_late = bool(np.isin(-done, LATE).any())
+        counted = done[~np.isin(-done, (*LATE, *NOTHING))]
         failed = counted < 0
-        if not len(counted):
+        if not len(counted) and not is_late:
+            return
+        if not is_late and not failed.any():
+            self.succeeded(kind)
             return
         with self._lock:
-            good = np.flatnonzero(~failed)
-            in_row = len(failed) if not len(good) else len(failed) - 1 - int(good[-1])
-            self._in_row[direction] = in_row + (0 if len(good) else self._in_row[direction])
-            over = self._in_row[direction] >= self._limit
-        if over:
-            code = int(-counted[failed][-1])
-            self.switch_off(
-                f"{self._in_row[direction]} {direction} errors in a row, "
-                f"the last: {errno.errorcode.get(code, str(code))}"
-            )
+            if len(counted):
+                good = np.flatnonzero(~failed)
+                in_row = len(failed) if not len(good) else len(failed) - 1 - int(good[-1])
+                self._in_row[kind] = in_row + (0 if len(good) else self._in_row[kind])
+            num_late = self._late_in_row[kind] = self._late_in_row[kind] + 1 if is_late else 0
+            if num_late and (num_late >= LATE_UNTIL_OPEN or self._is_open):
+                self._open(f"{num_late} {kind}s in a row took longer than their deadline")
+            elif failed.any() and (self._in_row[kind] >= self._limit or self._is_open):
+                code = int(-counted[failed][-1])
+                last = errno.errorcode.get(code, str(code))
+                self._open(f"{self._in_row[kind]} {kind} errors in a row, the last: {last}")
 
-    def failed(self, direction: str, error: OSError) -> None:
+    def failed(self, kind: str, error: OSError) -> None:
         """A call of its own failed: a record that could not be appended, for instance."""
-        self.note(direction, np.array([-(error.errno or errno.EIO)], np.int64))
+        self.note(kind, np.array([-(error.errno or errno.EIO)], np.int64))
 
-    def succeeded(self, direction: str) -> None:
+    def succeeded(self, kind: str) -> None:
         """The opposite of ``failed``: what comes next is the first in a row."""
         with self._lock:
-            self._in_row[direction] = 0
-
-    def switch_off(self, reason: str) -> None:
-        """For good: a restart looks again."""
-        with self._lock:
-            if self.reason:
+            self._in_row[kind] = 0
+            self._late_in_row[kind] = 0
+            if not self._is_open or kind != self._last_kind:
                 return
-            self.reason = reason
-        logger.error("disk tier switched off path=%s reason=%s", self._what, reason)
+            self._is_open = False
+            self._pause_s = FIRST_PAUSE_S
+            self.reason = ""
+        logger.info("disk tier asks again path=%s for=%s", self._what, kind)
+
+    def trip(self, reason: str) -> None:
+        """Open it, however few errors there were."""
+        with self._lock:
+            self._open(reason)
+
+    def _open(self, reason: str) -> None:
+        was_open, self._is_open = self._is_open, True
+        self.num_opened += 1
+        self.reason = reason
+        if was_open and self._is_tried:
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._is_tried = False
+        self._next_try = self._clock() + self._pause_s
+        if not was_open:
+            logger.error("disk tier stopped asking path=%s reason=%s", self._what, reason)

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+from pathlib import Path
 
+from kvtier.tiers.disk.folder import NEW_JOURNAL, open_file
 from kvtier.tiers.disk.records import RECORD_BYTES, Records
 from kvtier.tiers.disk.system import DiskSystem
+
+COMPACT_FLOOR = 4096
+"""Dead records (256 KiB of them) below which a journal is left as it is."""
+SLACK_RECORDS = 4096
+"""What a journal may have on top: a last batch, and the names of namespaces."""
+
+
+def max_journal_bytes(num_slots: int) -> int:
+    """As large as a journal gets, if it is compacted when it is due: room for it is reserved."""
+    return RECORD_BYTES * (num_slots + max(num_slots, COMPACT_FLOOR) + SLACK_RECORDS)
 
 
 class Journal:
@@ -15,6 +28,7 @@ class Journal:
     def __init__(self, fd: int, num_bytes: int, system: DiskSystem) -> None:
         self.num_bytes = num_bytes
         self._synced_bytes = 0
+        self._reserved_bytes = 0
         self._fd = fd
         self._system = system
         self._broken: OSError | None = None
@@ -32,6 +46,12 @@ class Journal:
     def is_broken(self) -> bool:
         """What is in the file is not known any more; nothing is appended to it."""
         return self._broken is not None
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have room to grow to ``num_bytes``: up to there a full file system does not matter.
+        ``OSError`` where there is none; the journal can be used as well."""
+        self._system.reserve_ahead(self._fd, num_bytes)
+        self._reserved_bytes = num_bytes
 
     def append(self, records: Records) -> None:
         """All of the records, or ``OSError`` and none of them."""
@@ -51,6 +71,9 @@ class Journal:
             self._system.truncate(self._fd, self.num_bytes)
         except OSError as error:
             self.give_up(error)
+            return
+        with contextlib.suppress(OSError):  # what was reserved behind the end went with it
+            self._system.reserve_ahead(self._fd, self._reserved_bytes)
 
     def sync(self) -> None:
         """Return when all records are on the medium."""
@@ -69,3 +92,17 @@ class Journal:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def make_spare(folder: Path, num_slots: int, system: DiskSystem) -> None:
+    """Have an empty file with room for the next journal: a full file system does not keep a
+    journal from being compacted. What a crash left of one is removed."""
+    path = folder / NEW_JOURNAL
+    with contextlib.suppress(FileNotFoundError):
+        if path.lstat().st_size or not path.is_file():
+            path.unlink()
+    fd = open_file(path, os.O_RDWR | os.O_CREAT)
+    try:
+        system.reserve_ahead(fd, max_journal_bytes(num_slots))
+    finally:
+        os.close(fd)

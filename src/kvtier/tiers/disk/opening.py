@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import logging
 import os
 import secrets
-import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import KVGroup
@@ -19,31 +20,39 @@ from kvtier.tiers.disk.bounce import ALIGNMENT
 from kvtier.tiers.disk.folder import (
     DATA,
     JOURNAL,
-    LOCK,
-    NEW_JOURNAL,
-    NEW_SUPERBLOCK,
     SUPERBLOCK,
     OwnerLock,
     make_folder,
     open_data,
     open_file,
 )
+from kvtier.tiers.disk.limits import (
+    BYTES_PER_SLOT,
+    DELETE_OR_MOVE,
+    as_far_as_data,
+    check_memory,
+    check_room,
+    check_sequence,
+    check_superblock,
+)
+from kvtier.tiers.disk.making import NO_ROOM, is_new, make_slab, too_full
+from kvtier.tiers.disk.membership import check_members, enter, set_id_of
 from kvtier.tiers.disk.options import DiskOptions
-from kvtier.tiers.disk.records import RECORD_BYTES, seal
+from kvtier.tiers.disk.records import RECORD_BYTES
 from kvtier.tiers.disk.replay import SLAB_ID_BYTES, Replay, read_journal, replay
-from kvtier.tiers.disk.slab import Slab, SlabFiles, header, write_superblock
+from kvtier.tiers.disk.slab import Slab, SlabFiles
 from kvtier.tiers.disk.superblock import (
-    FORMAT_VERSION,
     HALF_BYTES,
+    READ_VERSIONS,
+    Membership,
     Superblock,
     decode_both,
     describe,
 )
 from kvtier.tiers.disk.system import DiskSystem, read_at
+from kvtier.tiers.disk.trust import mark_of, read_trust
 
 logger = logging.getLogger(__name__)
-
-DELETE_OR_MOVE = "delete the directory to start empty, or choose another path"
 
 
 def wanted(options: DiskOptions, group: KVGroup, num_parts: int = 1) -> Superblock:
@@ -61,6 +70,7 @@ def wanted(options: DiskOptions, group: KVGroup, num_parts: int = 1) -> Superblo
             f"disk tier: a capacity of {options.capacity_bytes} bytes is below one block "
             f"({slot_bytes} bytes); raise capacity_bytes"
         )
+    check_room(num_slots, slot_bytes)
     return Superblock(
         slot_bytes=slot_bytes,
         block_bytes=part_bytes,
@@ -74,86 +84,89 @@ def wanted(options: DiskOptions, group: KVGroup, num_parts: int = 1) -> Superblo
     )
 
 
-def open_slab(
-    folder: Path,
-    want: Superblock | None,
+def open_slabs(
+    wanted: Sequence[tuple[Path, Superblock]],
     system: DiskSystem,
     clock: Callable[[], float] = time.time,
-) -> Slab:
-    """Open the slab in ``folder``, or make it where the folder is empty or missing.
+) -> list[Slab]:
+    """Open the slabs of one set, each block of which is cut over all of them; make them where all
+    of the folders are empty or missing.
 
-    want: what it must be; None: whatever is there.
-    Raises ``ConfigError`` where another process owns it, where it is another slab than wanted,
-    where the device is too full, and ``TierError`` where the system refuses.
+    Nothing is made or changed before it is clear that they belong together.
+    Raises ``ConfigError`` where another process owns one, where one is another slab than wanted,
+    where they don't belong together, where a device is too full, and ``TierError`` where the system
+    refuses.
     """
-    if want is None:
-        read_superblock(folder)  # never make a directory where there is nothing to open
-    make_folder(folder)
+    with contextlib.ExitStack() as undo:
+        held: dict[Path, OwnerLock] = {}
+        for folder, _ in wanted:
+            if not is_new(folder):
+                held[folder] = _own(folder, undo)
+        found = [read_superblock(folder) if folder in held else None for folder, _ in wanted]
+        for (folder, want), each in zip(wanted, found, strict=True):
+            if each is not None:
+                _compare(folder, each[0], want)
+        there = [each and each[0] for each in found]
+        check_members([(folder, each) for (folder, _), each in zip(wanted, there, strict=True)])
+        set_id = set_id_of(there)
+        slabs: list[Slab] = []
+        for folder, want in wanted:
+            with _refusals_of(folder):
+                if folder not in held:
+                    held[folder] = _own(folder, undo)
+                    _make_new(folder, want, set_id, system)
+                current, num_whole = read_superblock(folder)
+                slab = _recover(folder, held[folder], current, num_whole, want, system, clock)
+                undo.callback(slab.close, clean=False)
+                slabs.append(slab)
+        with _refusals_of(wanted[0][0]):
+            enter(slabs, set_id)
+        undo.pop_all()
+        return slabs
+
+
+def open_slab(folder: Path, system: DiskSystem, clock: Callable[[], float] = time.time) -> Slab:
+    """Open whatever slab is in ``folder``, to repair it, as far as there is data; its set stays as
+    it is.
+
+    Raises ``ConfigError`` where there is none, or where another process owns it, and ``TierError``
+    where the system refuses.
+    """
+    read_superblock(folder)  # never make a directory where there is nothing to open
+    with contextlib.ExitStack() as undo, _refusals_of(folder):
+        owner = _own(folder, undo)
+        current, num_whole = read_superblock(folder)
+        want = as_far_as_data(folder, current)
+        slab = _recover(folder, owner, current, num_whole, want, system, clock)
+        undo.callback(slab.close, clean=False)
+        slab.mark_open()
+        undo.pop_all()
+        return slab
+
+
+@contextlib.contextmanager
+def _refusals_of(folder: Path) -> Iterator[None]:
+    """What the system refuses is an error of this tier."""
     try:
-        lock = OwnerLock(folder)
+        yield
     except OSError as error:
         raise TierError("disk", f"open {folder}", str(error)) from error
-    try:
-        with contextlib.ExitStack() as undo:
-            undo.callback(lock.close)
-            if want is not None and _is_new(folder):
-                _make(folder, want, system)
-            current, num_whole = read_superblock(folder)
-            if want is not None:
-                _compare(folder, current, want)
-            slab = _recover(folder, lock, current, num_whole, want or current, system, clock, undo)
-            undo.pop_all()
-            return slab
-    except OSError as error:
-        raise TierError("disk", f"open {folder}", str(error)) from error
 
 
-# -- a new one -------------------------------------------------------------------------------------
+def _own(folder: Path, undo: contextlib.ExitStack) -> OwnerLock:
+    with _refusals_of(folder):
+        make_folder(folder)
+        owner = OwnerLock(folder)
+    undo.callback(owner.close)
+    return owner
 
 
-def _is_new(folder: Path) -> bool:
-    """Nothing there, or a slab whose making was interrupted: its superblock comes last."""
-    there = {each.name for each in folder.iterdir()} - {LOCK}
-    return not there or (NEW_SUPERBLOCK in there and SUPERBLOCK not in there)
-
-
-def _make(folder: Path, want: Superblock, system: DiskSystem) -> None:
-    created = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-    fds: list[int] = []
-    try:
-        fds.append(new := open_file(folder / NEW_SUPERBLOCK, created))
-        fds.append(data := open_file(folder / DATA, created))
-        system.reserve(data, want.slot_bytes * want.num_slots)
-        fds.append(journal := open_file(folder / JOURNAL, created))
-        first = header(want.slab_id, want.generation)
-        seal(first)
-        system.write_at(journal, first.tobytes(), 0)
-        system.sync(data)
-        system.sync(journal)
-        for epoch in (0, 1):
-            clean = dataclasses.replace(
-                want, epoch=epoch, is_clean=True, journal_bytes=RECORD_BYTES
-            )
-            write_superblock(new, clean, system)
-        system.replace(folder / NEW_SUPERBLOCK, folder / SUPERBLOCK)
-    except OSError as error:
-        for name in (JOURNAL, DATA, NEW_SUPERBLOCK):
-            with contextlib.suppress(OSError):
-                (folder / name).unlink(missing_ok=True)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise _too_full(folder, want, error) from error
-        raise
-    finally:
-        for fd in fds:
-            os.close(fd)
-
-
-def _too_full(folder: Path, want: Superblock, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"disk tier: a capacity of {want.slot_bytes * want.num_slots / 2**30:.2f} GiB does not fit "
-        f"into {folder}: {error.strerror} ({shutil.disk_usage(folder).free / 2**30:.2f} GiB are "
-        "free); lower capacity_bytes or choose another path"
-    )
+def _make_new(folder: Path, want: Superblock, set_id: bytes, system: DiskSystem) -> None:
+    if not is_new(folder):
+        raise ConfigError(
+            f"disk tier: another process made a slab in {folder} just now; start again"
+        )
+    make_slab(folder, dataclasses.replace(want, member=Membership(set_id)), system)
 
 
 # -- one that is there -----------------------------------------------------------------------------
@@ -162,7 +175,8 @@ def _too_full(folder: Path, want: Superblock, error: OSError) -> ConfigError:
 def read_superblock(folder: Path) -> tuple[Superblock, int]:
     """The superblock in force, and how many of the two are whole.
 
-    Raises ``ConfigError`` where there is none, or none that this version reads.
+    Raises ``ConfigError`` where there is none, or none that this version reads, or one whose
+    numbers can't be.
     """
     try:
         fd = open_file(folder / SUPERBLOCK, os.O_RDONLY)
@@ -182,11 +196,12 @@ def read_superblock(folder: Path) -> tuple[Superblock, int]:
             f"disk tier: both superblocks of {folder} are damaged, so that its blocks can't be "
             f"told apart; {DELETE_OR_MOVE}"
         )
-    if current.version != FORMAT_VERSION:
+    if current.version not in READ_VERSIONS:
         raise ConfigError(
             f"disk tier: the slab in {folder} has format version {current.version}, this kvtier "
-            f"reads {FORMAT_VERSION}; {DELETE_OR_MOVE}"
+            f"reads {' and '.join(map(str, READ_VERSIONS))}; {DELETE_OR_MOVE}"
         )
+    check_superblock(folder, current)
     return current, num_whole
 
 
@@ -211,67 +226,83 @@ def _compare(folder: Path, found: Superblock, want: Superblock) -> None:
 
 def _recover(
     folder: Path,
-    lock: OwnerLock,
+    owner: OwnerLock,
     current: Superblock,
     num_whole: int,
     want: Superblock,
     system: DiskSystem,
     clock: Callable[[], float],
-    undo: contextlib.ExitStack,
 ) -> Slab:
-    with contextlib.suppress(FileNotFoundError):
-        (folder / NEW_JOURNAL).unlink()
-    superblock_fd = open_file(folder / SUPERBLOCK, os.O_RDWR)
-    undo.callback(os.close, superblock_fd)
-    data_fd, is_direct = open_data(folder / DATA, os.O_RDWR | os.O_CREAT)
-    undo.callback(os.close, data_fd)
-    journal_fd = open_file(folder / JOURNAL, os.O_RDWR | os.O_CREAT)
-    undo.callback(os.close, journal_fd)
+    """The slab as its files say it is, with as many slots as wanted; not marked as open yet."""
+    with contextlib.ExitStack() as undo:
+        superblock_fd = open_file(folder / SUPERBLOCK, os.O_RDWR)
+        undo.callback(os.close, superblock_fd)
+        # The directory is locked; this holds if the files are moved to another one meanwhile.
+        owner.hold(folder / SUPERBLOCK)
+        data_fd, is_direct = open_data(folder / DATA, os.O_RDWR | os.O_CREAT)
+        undo.callback(os.close, data_fd)
+        journal_fd = open_file(folder / JOURNAL, os.O_RDWR | os.O_CREAT)
+        undo.callback(os.close, journal_fd)
 
-    records, journal_bytes = read_journal(journal_fd)
-    found = replay(records, want.num_slots)
-    check_same_slab(folder, current, found)
-    data_bytes = os.fstat(data_fd).st_size
-    # Unverified data is believed only where nothing at all is out of order.
-    is_trusted = (
-        num_whole == 2
-        and is_in_order(current, found, journal_bytes)
-        and data_bytes >= current.slot_bytes * current.num_slots
-    )
-    try:
-        _fit(data_fd, data_bytes, want, system)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise _too_full(folder, want, error) from error
-        raise
-    whole = len(records) * RECORD_BYTES
-    if whole != journal_bytes:
-        system.truncate(journal_fd, whole)
-    slab = Slab(
-        folder,
-        lock,
-        dataclasses.replace(current, num_slots=want.num_slots),
-        found,
-        SlabFiles(data_fd, is_direct, superblock_fd, journal_fd, whole),
-        is_trusted,
-        system,
-        clock,
-    )
-    is_journal_whole = (
-        not found.num_invalid and not found.num_beyond and found.generation is not None
-    )
-    if want.num_slots != current.num_slots or not is_journal_whole:
-        # Records that are damaged or of slots that are gone must not speak up again later.
-        slab.compact()
-    slab.mark_open()
-    if data_bytes > want.num_slots * want.slot_bytes:
-        system.truncate(data_fd, want.num_slots * want.slot_bytes)
+        check_memory(folder, want.num_slots * BYTES_PER_SLOT, "the table")
+        most_slots = max(current.num_slots, want.num_slots)
+        records, journal_bytes = read_journal(folder, journal_fd, most_slots)
+        found = replay(records, want.num_slots)
+        check_same_slab(folder, current, found)
+        check_sequence(folder, found.next_seq)
+        is_in_order = num_whole == 2 and was_closed(current, found, journal_bytes)
+        data_was = os.fstat(data_fd)
+        trusted = _trusted(folder, current, want, data_was) if is_in_order else None
+        try:
+            _fit(data_fd, data_was.st_size, want, system)
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                raise too_full(folder, want, error) from error
+            raise
+        whole = journal_bytes // RECORD_BYTES * RECORD_BYTES
+        if whole != journal_bytes:
+            system.truncate(journal_fd, whole)
+        slab = Slab(
+            folder,
+            owner,
+            dataclasses.replace(current, num_slots=want.num_slots),
+            found,
+            SlabFiles(data_fd, is_direct, superblock_fd, journal_fd, whole),
+            np.zeros(want.num_slots, bool) if trusted is None else trusted,
+            system,
+            clock,
+        )
+        undo.pop_all()
+        undo.callback(slab.close, clean=False)
+        slab.reserve()
+        is_journal_whole = (
+            not found.num_invalid and not found.num_beyond and found.generation is not None
+        )
+        if want.num_slots != current.num_slots or not is_journal_whole:
+            # Records that are damaged or of slots that are gone must not speak up again later.
+            slab.compact()
+        if data_was.st_size > want.num_slots * want.slot_bytes:
+            system.truncate(data_fd, want.num_slots * want.slot_bytes)
+        undo.pop_all()
     if found.num_invalid:
         logger.warning("journal had damaged records path=%s num=%d", folder, found.num_invalid)
     return slab
 
 
-def is_in_order(current: Superblock, found: Replay, journal_bytes: int) -> bool:
+def _trusted(
+    folder: Path, current: Superblock, want: Superblock, data: os.stat_result
+) -> npt.NDArray[np.bool_] | None:
+    """bool [wanted slots]: what the last owner believed, where the data is as it left it; None
+    where nothing is believed."""
+    left = read_trust(folder, current) if mark_of(data) == current.data else None
+    if left is None or data.st_size < current.slot_bytes * current.num_slots:
+        return None
+    trusted = np.zeros(want.num_slots, bool)
+    trusted[: current.num_slots] = left[: want.num_slots]
+    return trusted
+
+
+def was_closed(current: Superblock, found: Replay, journal_bytes: int) -> bool:
     """The slab was closed, and the journal is as it was then."""
     return (
         current.is_clean

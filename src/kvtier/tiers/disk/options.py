@@ -38,7 +38,7 @@ class DiskOptions:
     write_deadline_s: float = 60.0
     """Writes that take longer fail; the blocks are not stored."""
     errors_until_off: int = 8
-    """I/O errors in a row that switch the tier off."""
+    """I/O errors in a row after which reads, or writes, are off for a while."""
     bounce_bytes: int = 16 << 20
     """Aligned memory per direction, for blocks that O_DIRECT can't take as they lie."""
     checksum_threads: int = 1

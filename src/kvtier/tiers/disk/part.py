@@ -12,13 +12,12 @@ import numpy.typing as npt
 
 from kvtier.devices.base import Finding, Memory
 from kvtier.tiers.disk.bounce import BlockPort, Bounce
-from kvtier.tiers.disk.health import MEDIUM_ERRORS, Health
+from kvtier.tiers.disk.health import MEDIUM_ERRORS, Breaker
 from kvtier.tiers.disk.io import IoEngine
-from kvtier.tiers.disk.opening import open_slab
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.records import Kind, Records, as_keys, same_keys
 from kvtier.tiers.disk.scrub import RoundRobin, check_blocks
-from kvtier.tiers.disk.superblock import Superblock
+from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import ScrubReport
@@ -29,6 +28,7 @@ logger = logging.getLogger(__name__)
 SCRUB_BUFFER_BYTES = 4 << 20
 
 Int64s = npt.NDArray[np.int64]
+Uint64s = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
 NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
@@ -48,31 +48,34 @@ class SlotOwner(ABC):
 class DiskPart:
     """What one rank, or one of several disks, keeps of the blocks: in slot i its part of block i.
 
-    want: the slab that it must be. owner: of the slots.
+    slab: to be closed by the caller, after ``close``. owner: of the slots. clock: for pauses;
+    seconds, ever growing.
 
     The caller guarantees
         one thread stores, one loads, one scrubs, at the same time if they like; a slot is never
         stored to and loaded from at once.
     Outcomes and errors
-        no method raises for what the disk does after the slab was opened. After too many errors in
-        a row the part is off: nothing is stored or loaded.
-        Opening raises ``ConfigError`` (see ``opening.open_slab``) or ``TierError``.
+        no method raises for what the disk does. ``reads`` and ``writes`` count it, and say when to
+        stop asking: the caller asks them, once for each batch.
+        Opening raises ``TierError``.
     """
 
     def __init__(
         self,
         options: DiskOptions,
-        want: Superblock,
+        slab: Slab,
         arena: Memory | None,
         system: DiskSystem,
         clock: Callable[[], float],
         owner: SlotOwner,
     ) -> None:
         self.options = options
-        self.slab = open_slab(options.path, want, system, clock)
+        self.slab = slab
         self.num_bytes = self.slab.superblock.block_bytes
         self.slot_bytes = self.slab.superblock.slot_bytes
-        self._health = Health(str(options.path), options.errors_until_off)
+        limit = options.errors_until_off
+        self.reads = Breaker(str(options.path), ["read"], limit, clock)
+        self.writes = Breaker(str(options.path), ["write", "journal"], limit, clock)
         self._owner = owner
         self._num_loads = 0
         self._round = RoundRobin()
@@ -82,7 +85,7 @@ class DiskPart:
         try:
             self._writer, self._reader = self._open_ports(arena)
         except BaseException:
-            self.abandon()
+            self.close()
             raise
 
     def _open_ports(self, arena: Memory | None) -> list[BlockPort]:
@@ -107,16 +110,6 @@ class DiskPart:
         self._engines.append(engine)
         return engine
 
-    @property
-    def is_off(self) -> bool:
-        """Too many errors in a row: nothing is stored or loaded any more."""
-        return self._health.is_off
-
-    @property
-    def off_reason(self) -> str:
-        """Why; empty while it is on."""
-        return self._health.reason
-
     # -- blocks ------------------------------------------------------------------------------------
 
     def empty(self, slots: Int64s) -> bool:
@@ -127,24 +120,48 @@ class DiskPart:
             if self.options.durability is Durability.POWER:
                 self.slab.sync_journal()
         except OSError as error:
-            self._health.failed("journal", error)
+            self.writes.failed("journal", error)
             return False
         return True
 
-    def store(self, names: Sequence[BlockName], slots: Sequence[Slot], blocks: Pieces) -> Bools:
+    def mend(self) -> bool:
+        """Where the journal can't be appended to, begin a new one. Whether that went well."""
+        try:
+            self.slab.mend()
+        except OSError as error:
+            self.writes.failed("journal", error)
+            return False
+        return True
+
+    def store(
+        self,
+        names: Sequence[BlockName],
+        slots: Sequence[Slot],
+        blocks: Pieces,
+        numbers: Uint64s,
+    ) -> Bools:
         """Write the parts in ``blocks`` into slots that are empty.
+
+        numbers: uint64 [n], of each block's records in all parts; from the slab's ``numbers``.
 
         True: it survives what ``options.durability`` says. What was not stored leaves its slot
         empty.
         """
         stored = np.zeros(len(names), bool)
+        num_opened = self.writes.num_opened
         at = 0
         for namespace, run in groupby(names, lambda name: name.namespace):
             piece = slice(at, at := at + len(list(run)))
-            if not self.is_off:
-                self._store_run(
-                    stored[piece], namespace, names[piece], slots[piece], blocks.pick(piece)
-                )
+            if self.writes.num_opened > num_opened:
+                break  # the rest would be waited for, too
+            self._store_run(
+                stored[piece],
+                namespace,
+                names[piece],
+                slots[piece],
+                blocks.pick(piece),
+                numbers[piece],
+            )
         return stored
 
     def _store_run(
@@ -154,6 +171,7 @@ class DiskPart:
         names: Sequence[BlockName],
         slots: Sequence[Slot],
         blocks: Pieces,
+        numbers: Uint64s,
     ) -> None:
         try:
             self._store(
@@ -163,10 +181,11 @@ class DiskPart:
                 np.array([name.depth for name in names], np.int64),
                 np.array(slots, np.int64),
                 blocks,
+                numbers,
             )
         except OSError as error:
             stored[:] = False
-            self._health.failed("journal", error)
+            self.writes.failed("journal", error)
 
     def _store(
         self,
@@ -176,27 +195,30 @@ class DiskPart:
         depths: Int64s,
         slots: Int64s,
         blocks: Pieces,
+        numbers: Uint64s,
     ) -> None:
         """The order matters: a record never names a slot whose bytes are not yet those of its
         block, and ``empty`` comes before."""
         power = self.options.durability is Durability.POWER
         done, crcs = self._writer.write(slots, blocks, self.options.write_deadline_s)
-        self._health.note("write", done)
-        self._quarantine(slots, done)
+        self.writes.note("write", done)
+        self._quarantine(slots, done, self.writes)
         written = done == self.slot_bytes
         if power:
             try:
                 self._writer.engine.sync()
             except OSError as error:
-                # The kernel reports a lost write once: from here on no sync can be believed.
-                self._health.switch_off(f"data could not be synced: {error}")
+                # The kernel reports a lost write once, and this one may be of any block.
+                self.slab.distrust()
+                self.writes.trip(f"data could not be synced: {error}")
                 return
-        if written.any():
-            self.slab.put(namespace, keys[written], depths[written], slots[written], crcs[written])
+        at = np.flatnonzero(written)
+        if len(at):
+            put = self.slab.put(namespace, keys[at], depths[at], slots[at], crcs[at], numbers[at])
             if power:
                 self.slab.sync_journal()
-            self._health.succeeded("journal")
-        stored[:] = written
+            self.writes.succeeded("journal")
+            stored[at[put]] = True
         self.slab.compact_if_due()
 
     def load(
@@ -204,8 +226,6 @@ class DiskPart:
     ) -> tuple[Bools, Bools]:
         """Read parts to where ``blocks`` lie. Returns which are right, verified
         as ``options.verify`` says, and which could not be read."""
-        if self.is_off:
-            return np.zeros(len(keys), bool), np.ones(len(keys), bool)
         at = np.array(slots, np.int64)
         records, trusted = self.slab.look_up(at)
         known = (records["kind"] == Kind.PUT) & same_keys(records["key"], as_keys(list(keys)))
@@ -218,8 +238,8 @@ class DiskPart:
             verified[known],
             self.options.read_deadline_s,
         )
-        self._health.note("read", done[known])
-        self._quarantine(at, done)
+        self.reads.note("read", done[known])
+        self._quarantine(at, done, self.reads)
         failed = done < 0
         right = known & (done == self.slot_bytes)
         check = np.flatnonzero(right & verified)
@@ -239,17 +259,17 @@ class DiskPart:
             return np.asarray(~trusted | (count % self.options.sample_every == 0))
         return ~trusted
 
-    def _quarantine(self, slots: Int64s, done: Int64s) -> None:
+    def _quarantine(self, slots: Int64s, done: Int64s, breaker: Breaker) -> None:
         if not (done < 0).any():
             return
         bad = slots[np.isin(-done, MEDIUM_ERRORS)]
-        if len(bad) and not self.is_off:  # that many errors are not about single slots
+        if len(bad) and not breaker.is_open:  # that many errors are not about single slots
             self._owner.quarantine(bad)
             logger.warning("slots quarantined path=%s slots=%s", self.options.path, bad.tolist())
             try:
                 self.slab.mark_bad(bad)
             except OSError as error:
-                self._health.failed("journal", error)
+                self.writes.failed("journal", error)
 
     def _drop(self, seen: Records) -> Int64s:
         """Forget blocks whose bytes are wrong, unless they were rewritten since."""
@@ -258,7 +278,7 @@ class DiskPart:
         try:
             dropped = self.slab.delete_if_unchanged(seen)
         except OSError as error:
-            self._health.failed("journal", error)
+            self.writes.failed("journal", error)
             return NO_SLOTS
         self._owner.drop(dropped)
         if len(dropped):
@@ -274,9 +294,6 @@ class DiskPart:
 
         A damaged block is forgotten; one that was rewritten meanwhile is not judged.
         """
-        report = ScrubReport()
-        if self.is_off:
-            return report
         if self._scrubber is None:
             bounce = Bounce(SCRUB_BUFFER_BYTES // self.slot_bytes, self.slot_bytes)
             engine = self._open_engine(IoKind.PREADV, [bounce.memory])
@@ -291,12 +308,12 @@ class DiskPart:
             checked = check_blocks(
                 engine, bounce, part, self.num_bytes, self.options.read_deadline_s
             )
-            self._health.note("read", checked.done)
+            self.reads.note("read", checked.done)
             wrong = (checked.done >= 0) & ~checked.right
             self.slab.trust(part[checked.right])
             num_damaged += len(self._drop(part[wrong]))
             num_failed += int((checked.done < 0).sum())
-            self._quarantine(part["slot"].astype(np.int64), checked.done)
+            self._quarantine(part["slot"].astype(np.int64), checked.done, self.reads)
         num_bytes = len(records) * self.slot_bytes
         return ScrubReport(len(records), num_bytes, num_damaged, num_failed)
 
@@ -306,13 +323,6 @@ class DiskPart:
         return [Finding("disk path", str(self.options.path), direct), *engine]
 
     def close(self) -> None:
-        """Everything on the medium, and the slab free for its next owner."""
+        """Nothing is read or written any more; the slab stays open."""
         for engine in self._engines:
             engine.close()
-        self.slab.close(clean=not self.is_off)
-
-    def abandon(self) -> None:
-        """Give the files back as they are: a restart verifies what it finds."""
-        for engine in self._engines:
-            engine.close()
-        self.slab.close(clean=False)

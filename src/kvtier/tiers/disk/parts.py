@@ -16,11 +16,13 @@ Result = TypeVar("Result")
 
 
 def complete(tables: Sequence[Records]) -> npt.NDArray[np.bool_]:
-    """Slots in which every part holds the same block. tables: per part the record of each slot."""
+    """Slots in which every part holds the same block, of the same write: records of all its parts
+    have one number. tables: per part the record of each slot."""
     first, *others = tables
     same = first["kind"] == Kind.PUT
     for table in others:
         same &= (table["kind"] == Kind.PUT) & same_keys(table["key"], first["key"])
+        same &= table["seq"] == first["seq"]
     return np.asarray(same)
 
 

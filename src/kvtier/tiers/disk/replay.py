@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tiers.disk.limits import check_journal, check_memory
 from kvtier.tiers.disk.records import (
     RECORD,
     RECORD_BYTES,
@@ -28,7 +33,8 @@ class Replay:
     """What a journal says.
 
     table: ``RECORD`` [num_slots], the record that decides about each slot; kind 0 where none does.
-    namespaces: digest by number. num_records: valid ones; num_invalid: wrong checksum or version.
+    Of ``replay_named`` only those that decide, by slot, ascending. namespaces: digest by number.
+    num_records: valid ones; num_invalid: wrong checksum or version.
     num_beyond: of slots that the slab does not have. generation, slab_id: None without a header.
     """
 
@@ -42,19 +48,62 @@ class Replay:
     slab_id: bytes | None
 
 
-def read_journal(fd: int) -> tuple[Records, int]:
-    """All whole records of the file, and its size in bytes. A partial one at the end is left."""
+def read_journal(folder: Path, fd: int, num_slots: int) -> tuple[Records, int]:
+    """All whole records of the open journal in ``folder``, and its size in bytes.
+
+    A partial record at the end is left. A hole in the file, of whatever size, is one damaged
+    record: memory and time are those of what is stored. Raises ``ConfigError`` where it is larger
+    than that of ``num_slots`` slots can be.
+    """
     size = os.fstat(fd).st_size
-    records = np.empty(size // RECORD_BYTES, RECORD)
+    check_journal(folder, size, num_slots)
+    pieces = list(_stored(fd, size // RECORD_BYTES * RECORD_BYTES))
+    num_records = sum(end - start for start, end in pieces) // RECORD_BYTES
+    check_memory(folder, 3 * num_records * RECORD_BYTES, "the journal")
+    records = np.empty(num_records, RECORD)
     view = memoryview(records.view(np.uint8).data)
     done = 0
-    while done < len(view) and (got := os.preadv(fd, [view[done:]], done)):
-        done += got
+    for start, end in pieces:
+        while start < end and (got := os.preadv(fd, [view[done : done + end - start]], start)):
+            start, done = start + got, done + got
+        if start < end:
+            break  # it was cut meanwhile
     return records[: done // RECORD_BYTES], size
+
+
+def _stored(fd: int, size: int) -> Iterator[tuple[int, int]]:
+    """Where a file of ``size`` bytes has content, in whole records; of a hole, its first one."""
+    at = 0
+    while at < size:
+        try:
+            data = os.lseek(fd, at, os.SEEK_DATA)
+            hole = os.lseek(fd, data, os.SEEK_HOLE)
+        except OSError as error:
+            # There is no more content, or this file system does not tell.
+            is_hole = error.errno == errno.ENXIO
+            yield at, at + RECORD_BYTES if is_hole else size
+            return
+        start = min(data // RECORD_BYTES * RECORD_BYTES, size)
+        if start > at:
+            yield at, at + RECORD_BYTES
+        at = min(-(-hole // RECORD_BYTES) * RECORD_BYTES, size)
+        if at > start:
+            yield start, at
 
 
 def replay(records: Records, num_slots: int) -> Replay:
     """What the journal says about ``num_slots`` slots. Any bytes may be in ``records``."""
+    found = replay_named(records, num_slots)
+    if len(found.table) == num_slots:
+        return found
+    table = np.zeros(num_slots, RECORD)
+    rows = found.table.view("<u8").reshape(-1, 8)
+    table.view("<u8").reshape(num_slots, 8)[found.table["slot"].astype(np.int64)] = rows
+    return replace(found, table=table)
+
+
+def replay_named(records: Records, num_slots: int) -> Replay:
+    """The same, of the slots that the journal names: costs nothing for the others."""
     num_all = len(records)
     valid = are_valid(records)
     if not valid.all():
@@ -68,18 +117,11 @@ def replay(records: Records, num_slots: int) -> Replay:
     known = about_slot & (slot < num_slots)
 
     at = np.flatnonzero(known)
-    if (np.diff(seq[at].view(np.int64)) < 0).any():
+    if (seq[at][1:] < seq[at][:-1]).any():
         at = at[np.argsort(seq[at], kind="stable")]
-    decides = np.full(num_slots, -1, np.int64)
-    decides[slot[at]] = at  # of several records of a slot the last one stays
-    taken = np.flatnonzero(decides >= 0)
-    table = pick(records, decides[taken])
-    if len(taken) < num_slots:
-        rows, table = table, np.zeros(num_slots, RECORD)
-        table.view("<u8").reshape(num_slots, 8)[taken] = rows.view("<u8").reshape(-1, 8)
     return Replay(
-        table=table,
-        namespaces={int(each["namespace"]): each["key"].tobytes() for each in named},
+        table=pick(records, at[_last_of_each(slot[at], num_slots)]),
+        namespaces=_namespaces(named),
         next_seq=int(seq.max(initial=0)) + 1,
         num_records=len(records),
         num_invalid=num_all - len(records),
@@ -89,11 +131,27 @@ def replay(records: Records, num_slots: int) -> Replay:
     )
 
 
+def _last_of_each(values: Int64s, num_values: int) -> Int64s:
+    """Position of the last occurrence of each of the ``values``, by value, ascending."""
+    if num_values > 16 * len(values):
+        _, last = np.unique(values[::-1], return_index=True)
+        return np.asarray(len(values) - 1 - last, np.int64)
+    last = np.full(num_values, -1, np.int64)
+    last[values] = np.arange(len(values))
+    return np.asarray(last[last >= 0])
+
+
+def _namespaces(named: Records) -> dict[int, bytes]:
+    numbers = named["namespace"].astype(np.int64)
+    last = pick(named, _last_of_each(numbers, 1 << 16))
+    return {int(each["namespace"]): each["key"].tobytes() for each in last}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Recovered:
-    """Blocks that a restart found, by key: sorted by the first 8 bytes, compared in full.
+    """Blocks that a restart found, by key: sorted as four words, compared in full.
 
-    prefixes: uint64 [n], ascending. slots: int64 [n]; the slot of each.
+    prefixes: uint64 [n], the first word of each, ascending. slots: int64 [n]; the slot of each.
     """
 
     prefixes: npt.NDArray[np.uint64]
@@ -105,11 +163,21 @@ class Recovered:
         low = np.searchsorted(self.prefixes, wanted[:, 0], "left")
         high = np.searchsorted(self.prefixes, wanted[:, 0], "right")
         found = []
-        for key, first, end in zip(keys, low.tolist(), high.tolist(), strict=True):
-            # One candidate, but for two keys that agree in 8 bytes.
-            same = (int(slot) for slot in self.slots[first:end] if table[slot]["key"] == key)
-            found.append(next(same, -1))
+        for at, (first, end) in enumerate(zip(low.tolist(), high.tolist(), strict=True)):
+            # One candidate, but for keys that agree in 8 bytes. Only keys that were made to agree
+            # are many; the search among them need not find what was rewritten meanwhile.
+            if end - first > 1:
+                first += bisect_left(
+                    self.slots[first:end], tuple(wanted[at].tolist()), key=_words_in(table)
+                )
+            is_there = first < end and table[self.slots[first]]["key"] == keys[at]
+            found.append(int(self.slots[first]) if is_there else -1)
         return found
+
+
+def _words_in(table: Records) -> Callable[[np.int64], tuple[int, ...]]:
+    """What keys are sorted by, of the record of a slot."""
+    return lambda slot: tuple(as_words(table["key"][slot : slot + 1])[0].tolist())
 
 
 def recovered(table: Records) -> Recovered:

@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import TierError
-from kvtier.tiers.disk.folder import JOURNAL, open_file, owner_of
+from kvtier.tiers.disk.folder import JOURNAL, LOCK, open_file, owner_of
+from kvtier.tiers.disk.limits import check_sequence
 from kvtier.tiers.disk.opening import check_same_slab, read_superblock
 from kvtier.tiers.disk.records import Kind, Records, pick
-from kvtier.tiers.disk.replay import Replay, read_journal, recovered, replay
+from kvtier.tiers.disk.replay import Replay, read_journal, recovered, replay_named
 from kvtier.tiers.disk.superblock import Superblock
 
 AGES = (
@@ -90,7 +91,7 @@ class SlabReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Content:
-    """Superblock and journal, as they are in the files."""
+    """Superblock and journal, as they are in the files. found: of the slots that have a record."""
 
     superblock: Superblock
     num_whole: int
@@ -106,19 +107,23 @@ def read_content(folder: Path) -> Content:
     superblock, num_whole = read_superblock(folder)
     try:
         fd = open_file(folder / JOURNAL, os.O_RDONLY)
+        try:
+            records, journal_bytes = read_journal(folder, fd, superblock.num_slots)
+        finally:
+            os.close(fd)
     except OSError as error:
         raise TierError("disk", f"read {folder / JOURNAL}", str(error)) from error
-    try:
-        records, journal_bytes = read_journal(fd)
-    finally:
-        os.close(fd)
-    found = replay(records, superblock.num_slots)
+    found = replay_named(records, superblock.num_slots)
     check_same_slab(folder, superblock, found)
+    check_sequence(folder, found.next_seq)
     return Content(superblock, num_whole, found, journal_bytes)
 
 
 def report_slab(folder: Path, now: float) -> SlabReport:
-    """Look at the slab in ``folder``; changes nothing. now: unix time, for ages."""
+    """Look at the slab in ``folder``; changes nothing. now: unix time, for ages.
+
+    Raises what ``read_content`` does.
+    """
     content = read_content(folder)
     superblock, found = content.superblock, content.found
     blocks = pick(found.table, recovered(found.table).slots)
@@ -134,7 +139,7 @@ def report_slab(folder: Path, now: float) -> SlabReport:
         rank=superblock.rank,
         num_ranks=superblock.num_ranks,
         made_at=superblock.made_at,
-        owner=owner_of(folder),
+        owner=_owner(folder),
         is_clean=superblock.is_clean,
         num_whole_superblocks=content.num_whole,
         block_bytes=superblock.block_bytes,
@@ -152,6 +157,13 @@ def report_slab(folder: Path, now: float) -> SlabReport:
         namespaces=tuple(_namespaces(blocks, found.namespaces, superblock.slot_bytes)),
         ages=tuple(_ages(blocks["time"], now, superblock.slot_bytes)),
     )
+
+
+def _owner(folder: Path) -> str | None:
+    try:
+        return owner_of(folder)
+    except OSError as error:
+        raise TierError("disk", f"read {folder / LOCK}", str(error)) from error
 
 
 def _namespaces(

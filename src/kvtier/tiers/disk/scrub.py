@@ -29,7 +29,8 @@ def check_blocks(
     """Read the blocks of at most ``bounce.num_slots`` records, and compare their checksums."""
     num = len(records)
     assert num <= bounce.num_slots, "more blocks than the buffer has room for"
-    slot_bytes = bounce.memory.nbytes // bounce.num_slots
+    slot_bytes = bounce.slot_bytes
+    assert 0 < block_bytes <= slot_bytes, f"a block of {block_bytes} bytes in {slot_bytes}"
     sizes = np.full(num, slot_bytes, np.int64)
     addresses = bounce.addresses[:num]
     done = engine.read(records["slot"].astype(np.int64) * slot_bytes, addresses, sizes, deadline_s)

@@ -20,30 +20,42 @@ from kvtier.tiers.disk.folder import (
     OwnerLock,
     open_file,
 )
-from kvtier.tiers.disk.journal import Journal
+from kvtier.tiers.disk.journal import COMPACT_FLOOR, Journal, make_spare, max_journal_bytes
 from kvtier.tiers.disk.records import Kind, Records, blank, seal
 from kvtier.tiers.disk.replay import Replay
-from kvtier.tiers.disk.superblock import HALF_BYTES, Superblock
+from kvtier.tiers.disk.sequence import Sequence
+from kvtier.tiers.disk.superblock import (
+    FORMAT_VERSION,
+    HALF_BYTES,
+    DataMark,
+    Membership,
+    Superblock,
+)
 from kvtier.tiers.disk.system import DiskSystem
+from kvtier.tiers.disk.trust import mark_of, write_trust
 
 logger = logging.getLogger(__name__)
 
-COMPACT_FLOOR = 16384
-"""Dead records (1 MiB of them) below which a journal is left as it is."""
 MAX_NAMESPACES = 0xFFFF
+MAX_U32 = 0xFFFFFFFF
 UNNAMED = 0
 """Number of the namespaces that did not get one of their own."""
 
 Int64s = npt.NDArray[np.int64]
+Uint64s = npt.NDArray[np.uint64]
 Bools = npt.NDArray[np.bool_]
 
 
 class Slab:
     """Made by ``opening.open_slab``. Safe to use from several threads, but for ``compact`` and
-    ``close``; changes raise ``OSError`` where the system refuses, and have not happened then.
+    ``close``; changes raise ``OSError`` where the system refuses, and have not happened then, and
+    ``Closed`` in a forked child.
 
     Each change is in the journal first and in ``_table`` then; what was appended is read back by
     the next owner, and nothing else is.
+
+    found: what the journal says. trusted: bool [num_slots], whose data may be believed unverified.
+    numbers: gives the records their sequence numbers; the slabs of a set share one.
     """
 
     def __init__(
@@ -53,7 +65,7 @@ class Slab:
         superblock: Superblock,
         found: Replay,
         files: SlabFiles,
-        is_trusted: bool,
+        trusted: Bools,
         system: DiskSystem,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -67,12 +79,13 @@ class Slab:
         self._clock = clock
         self._lock = Lock()
         self._table = found.table
-        self._trusted = np.full(superblock.num_slots, is_trusted)
+        self._trusted = trusted
+        self._has_lost_a_sync = False
         self._numbers = {digest: number for number, digest in found.namespaces.items()}
         self._last_number = int(found.table["namespace"].max(initial=0))
         self._last_number = max(self._last_number, *found.namespaces, 0)
         self._num_live = int(np.isin(found.table["kind"], (Kind.PUT, Kind.BAD)).sum())
-        self._next_seq = found.next_seq
+        self.numbers = Sequence(found.next_seq)
         self._journal = Journal(files.journal_fd, files.journal_bytes, system)
         self._since_snapshot: list[Records] | None = None
 
@@ -117,21 +130,30 @@ class Slab:
         depths: Int64s,
         slots: Int64s,
         data_crcs: npt.NDArray[np.uint32],
-    ) -> None:
-        """The slots hold these blocks: their data has been written."""
+        numbers: Uint64s,
+    ) -> Bools:
+        """The slots hold these blocks: their data has been written.
+
+        numbers: uint64 [n], sequence numbers that were taken before the data was written. Where
+        something was said about a slot since (it can't be read, for instance) that stays: False.
+        """
         with self._lock:
+            is_newest: Bools = np.asarray(self._table["seq"][slots] < numbers)
+            keys, depths, slots = keys[is_newest], depths[is_newest], slots[is_newest]
             number, naming = self._number(namespace)
             records = blank(len(slots), Kind.PUT)
             records["namespace"] = number
             records["slot"] = slots
-            records["depth"] = depths
-            records["time"] = max(0, int(self._clock()))
-            records["data_crc"] = data_crcs
+            records["depth"] = np.minimum(depths, MAX_U32)
+            records["time"] = self._now()
+            records["data_crc"] = data_crcs[is_newest]
             records["key"] = keys
+            records["seq"] = numbers[is_newest]
             self._append(np.concatenate([naming, records]))
             if len(naming):
                 self._numbers[namespace] = self._last_number = number
             self._trusted[slots] = True
+            return is_newest
 
     def delete(self, slots: Int64s) -> None:
         """The slots hold nothing. Those that hold nothing anyway cost no record."""
@@ -155,8 +177,13 @@ class Slab:
     def _about(self, slots: Int64s, kind: Kind) -> Records:
         records = blank(len(slots), kind)
         records["slot"] = slots
-        records["time"] = max(0, int(self._clock()))
+        records["time"] = self._now()
+        records["seq"] = self.numbers.take(len(records))
         return records
+
+    def _now(self) -> int:
+        """Unix time, as far as 32 bits count it."""
+        return min(max(0, int(self._clock())), MAX_U32)
 
     def _number(self, namespace: bytes) -> tuple[int, Records]:
         """The namespace's number, and the record that gives it one where it has none yet."""
@@ -166,15 +193,15 @@ class Slab:
         naming = blank(1, Kind.NAMESPACE)
         naming["namespace"] = self._last_number + 1
         naming["key"] = np.frombuffer(namespace, "V32")
+        naming["seq"] = self.numbers.take(1)
         return self._last_number + 1, naming
 
     def _append(self, records: Records) -> None:
         if not len(records):
             return
-        records["seq"] = np.arange(self._next_seq, self._next_seq + len(records))
+        self._owner.process.must_be_here("the slab")
         seal(records)
         self._journal.append(records)
-        self._next_seq += len(records)
         if self._since_snapshot is not None:
             self._since_snapshot.append(records)
         self._apply(records)
@@ -189,7 +216,18 @@ class Slab:
     def sync_journal(self) -> None:
         """Return when the journal is on the medium."""
         if not self._journal.is_synced:
-            self._journal.sync()
+            try:
+                self._journal.sync()
+            except OSError:
+                self.distrust()
+                raise
+
+    def distrust(self) -> None:
+        """A sync has failed: what was written before it may be lost, and no later sync says so.
+        Every block is verified when it is read, and a restart believes nothing of this one."""
+        with self._lock:
+            self._has_lost_a_sync = True
+            self._trusted[:] = False
 
     # -- compaction --------------------------------------------------------------------------------
 
@@ -203,6 +241,20 @@ class Slab:
             self.compact_floor = 2 * self.num_dead  # not again with every batch
             logger.warning("journal not compacted path=%s error=%s", self.folder, error)
 
+    def mend(self) -> None:
+        """Write the journal anew if nothing can be appended to it; ``OSError`` where that fails."""
+        if self._journal.is_broken:
+            self.compact()
+
+    def reserve(self) -> None:
+        """Have room for the journal to grow, and for the next one. A slab without it can be used:
+        it stops being written when the file system is full."""
+        try:
+            self._journal.reserve(max_journal_bytes(len(self._table)))
+            make_spare(self.folder, len(self._table), self._system)
+        except OSError as error:
+            logger.warning("no room reserved for the journal path=%s error=%s", self.folder, error)
+
     def compact(self) -> None:
         """Write what counts to a new journal and put it in place of the old one.
 
@@ -214,8 +266,12 @@ class Slab:
             self._since_snapshot = []
         fd = -1
         try:
-            fd = open_file(self.folder / NEW_JOURNAL, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            fd = open_file(self.folder / NEW_JOURNAL, os.O_RDWR | os.O_CREAT)
             fresh = Journal(fd, 0, self._system)
+            if os.fstat(fd).st_size:  # where nothing is, cutting would give the room back
+                self._system.truncate(fd, 0)
+            with contextlib.suppress(OSError):
+                fresh.reserve(max_journal_bytes(len(self._table)))
             fresh.append(snapshot)
             fresh.sync()
             with self._lock:
@@ -229,8 +285,8 @@ class Slab:
                 self._since_snapshot = None
             if fd >= 0:
                 os.close(fd)
-                with contextlib.suppress(OSError):
-                    (self.folder / NEW_JOURNAL).unlink()
+            with contextlib.suppress(OSError):
+                make_spare(self.folder, len(self._table), self._system)
         self._write_superblock(generation=generation)
 
     def _replace_journal(self, fresh: Journal) -> None:
@@ -262,30 +318,61 @@ class Slab:
 
     # -- superblock, end ---------------------------------------------------------------------------
 
-    def _write_superblock(self, generation: int, is_clean: bool = False) -> None:
+    def _write_superblock(
+        self,
+        generation: int | None = None,
+        member: Membership | None = None,
+        is_clean: bool = False,
+        data: DataMark | None = None,
+    ) -> None:
         current = dataclasses.replace(
             self.superblock,
+            version=FORMAT_VERSION,
             epoch=self.superblock.epoch + 1,
-            generation=generation,
+            generation=self.superblock.generation if generation is None else generation,
+            member=member or self.superblock.member,
             is_clean=is_clean,
+            data=data or DataMark(),
             journal_bytes=self._journal.num_bytes,
         )
         write_superblock(self._superblock_fd, current, self._system)
         self.superblock = current
 
-    def mark_open(self) -> None:
-        """From now on a restart that finds no clean close verifies before it believes."""
-        self._write_superblock(self.superblock.generation)
+    def mark_open(self, member: Membership | None = None) -> None:
+        """From now on a restart that finds no clean close verifies before it believes. member: what
+        the slab's set is from now on."""
+        self._write_superblock(member=member)
 
-    def close(self, clean: bool = True) -> None:
-        """Give the files back. clean: everything is on the medium, and a restart may believe it."""
+    def settle(self, member: Membership) -> bool:
+        """Have everything on the medium, and say so: the next owner believes what this one wrote,
+        verified, or was told to believe. Nothing is written any more. False where that failed."""
+        if not self._owner.process.is_here:
+            return False  # the owner goes on
+        if self._journal.is_broken or self._has_lost_a_sync:
+            return False
         try:
-            if clean and not self._journal.is_broken:
-                self._system.sync(self.data_fd)
-                self._journal.sync()
-                self._write_superblock(self.superblock.generation, is_clean=True)
+            data = mark_of(self._system.stamp(self.data_fd))
+            self._system.sync(self.data_fd)
+            self._journal.sync()
+            write_trust(self.folder, self._trusted, self.superblock, self._system)
+            self._write_superblock(member=member, is_clean=True, data=data)
         except OSError as error:
             logger.warning("slab not closed in order path=%s error=%s", self.folder, error)
+            return False
+        return True
+
+    def advance(self, member: Membership) -> None:
+        """After ``settle``: the other slabs of the set are settled, too."""
+        try:
+            self._write_superblock(member=member, is_clean=True, data=self.superblock.data)
+        except OSError as error:
+            logger.warning("slab not closed in order path=%s error=%s", self.folder, error)
+
+    def close(self, clean: bool = True) -> None:
+        """Give the files back. clean: ``settle`` before."""
+        try:
+            if clean:
+                self.settle(self.superblock.member)
         finally:
             os.close(self.data_fd)
             os.close(self._superblock_fd)

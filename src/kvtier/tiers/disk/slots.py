@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvtier.tiers.disk.records import Kind, Records
 from kvtier.tiers.disk.replay import Recovered
+from kvtier.tiers.slots import check_count, check_slots
 from kvtier.types import Slot
 
 AGE_STEP_S: Final = 60
@@ -55,6 +56,7 @@ class DiskSlots:
 
     def allocate(self, num_slots: int) -> list[Slot] | None:
         """Free slots, then those of unclaimed blocks; None where there are not enough."""
+        check_count(num_slots)
         with self._lock:
             if num_slots > self.num_free:
                 return None
@@ -78,8 +80,8 @@ class DiskSlots:
 
     def free(self, slots: list[Slot]) -> None:
         """Give slots back; each must be in use. Those with an I/O error stay away."""
+        check_slots(slots, len(self._state))
         with self._lock:
-            assert min(slots, default=0) >= 0, "a slot that was never given out"
             back = np.array(slots, np.int64)
             assert (self._state[back] == SlotState.USED).all(), "a slot was freed twice"
             assert len(set(slots)) == len(slots), "a slot was freed twice in one call"

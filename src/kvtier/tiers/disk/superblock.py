@@ -9,7 +9,12 @@ epoch's parity names, so that the other one is whole whatever happens.
      48  u32 rank                   52  u32 num_ranks               56  u64 journal's generation
      64  u64 bytes of the journal at a clean close                  72  u64 made at, unix time
      80  16 bytes id of the slab    96  32 bytes layout fingerprint, ASCII
-    128  u32 length of the description, then the description: JSON, UTF-8
+    128  16 bytes id of the set    144  u64 step of the set
+    152  u64 session               160  u64 session before it
+    168  u64 inode of the data     176  u64 bytes of the data      184  i64 mtime of the data, ns
+    192  u32 length of the description, then the description: JSON, UTF-8
+
+Version 1 has its description at 128, and none of what is between.
 """
 
 from __future__ import annotations
@@ -25,12 +30,42 @@ import numpy as np
 from kvtier._hot import crc32c
 from kvtier.layout import KVGroup
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+READ_VERSIONS: Final = (1, 2)
 MAGIC: Final = b"kvtslab\n"
 HALF_BYTES: Final = 4096
 FLAG_CLEAN: Final = 1
 _HEAD: Final = struct.Struct("<8sI")
-_BODY: Final = struct.Struct("<HHQQQQIIQQQ16s32sI")
+_COMMON: Final = struct.Struct("<HHQQQQIIQQQ16s32s")
+_SET: Final = struct.Struct("<16sQQQQQq")
+_LENGTH: Final = struct.Struct("<I")
+_MAX_TEXT: Final = HALF_BYTES - _HEAD.size - _COMMON.size - _SET.size - _LENGTH.size
+SET_ID_BYTES: Final = 16
+NO_SET: Final = bytes(SET_ID_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Which slabs belong together, and when they last did: see ``membership``.
+
+    set_id: of all slabs that one block is cut over; zeros before the first opening by this
+    version. step: counts openings and closings of the set. session: random, of the opening that
+    this step belongs to; previous: of the one before.
+    """
+
+    set_id: bytes = NO_SET
+    step: int = 0
+    session: int = 0
+    previous: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DataMark:
+    """What ``data.slab`` was at a clean close: whoever writes to it afterwards changes this."""
+
+    inode: int = 0
+    num_bytes: int = 0
+    mtime_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +86,14 @@ class Superblock:
     journal_bytes: int = 0
     is_clean: bool = False
     version: int = FORMAT_VERSION
+    member: Membership = Membership()
+    data: DataMark = DataMark()
 
     def encode(self) -> bytes:
         """4096 bytes."""
         text = self.description.encode()
-        body = _BODY.pack(
+        member, data = self.member, self.data
+        body = _COMMON.pack(
             self.version,
             FLAG_CLEAN if self.is_clean else 0,
             self.epoch,
@@ -69,9 +107,17 @@ class Superblock:
             self.made_at,
             self.slab_id,
             self.layout.encode(),
-            len(text),
         )
-        body = (body + text).ljust(HALF_BYTES - _HEAD.size, b"\0")
+        body += _SET.pack(
+            member.set_id,
+            member.step,
+            member.session,
+            member.previous,
+            data.inode,
+            data.num_bytes,
+            data.mtime_ns,
+        )
+        body = (body + _LENGTH.pack(len(text)) + text).ljust(HALF_BYTES - _HEAD.size, b"\0")
         assert len(body) == HALF_BYTES - _HEAD.size, "the description of the layout is too long"
         return _HEAD.pack(MAGIC, _checksum(body)) + body
 
@@ -79,7 +125,8 @@ class Superblock:
 def decode(half: bytes) -> Superblock | None:
     """The superblock in 4096 bytes; None where it is torn or none at all.
 
-    Of another version only ``version`` is certain.
+    Its texts can be printed; its numbers may be any: see ``limits.check_superblock``. Of another
+    version only ``version`` is certain.
     """
     if len(half) != HALF_BYTES:
         return None
@@ -101,16 +148,26 @@ def decode(half: bytes) -> Superblock | None:
         made_at,
         slab_id,
         layout,
-        length,
-    ) = _BODY.unpack_from(body)
+    ) = _COMMON.unpack_from(body)
+    at = _COMMON.size
+    member, data = Membership(), DataMark()
+    if version != 1:
+        *whose, inode, num_bytes, mtime_ns = _SET.unpack_from(body, at)
+        member, data = Membership(*whose), DataMark(inode, num_bytes, mtime_ns)
+        at += _SET.size
+    (length,) = _LENGTH.unpack_from(body, at)
+    at += _LENGTH.size
+    texts = _text(layout.rstrip(b"\0")), _text(body[at : at + length])
+    if version in READ_VERSIONS and (None in texts or at + length > len(body)):
+        return None  # what nobody wrote
     return Superblock(
         slot_bytes=slot_bytes,
         block_bytes=block_bytes,
         num_slots=num_slots,
         rank=rank,
         num_ranks=num_ranks,
-        layout=layout.rstrip(b"\0").decode("ascii", "replace"),
-        description=body[_BODY.size : _BODY.size + length].decode("utf-8", "replace"),
+        layout=texts[0] or "",
+        description=texts[1] or "",
         slab_id=slab_id,
         made_at=made_at,
         epoch=epoch,
@@ -118,6 +175,8 @@ def decode(half: bytes) -> Superblock | None:
         journal_bytes=journal_bytes,
         is_clean=bool(flags & FLAG_CLEAN),
         version=version,
+        member=member,
+        data=data,
     )
 
 
@@ -132,10 +191,19 @@ def describe(group: KVGroup) -> str:
     """JSON of what a block holds: for people, and for a message about the wrong slab."""
     fields = dataclasses.asdict(group)
     text = json.dumps(fields, separators=(",", ":"))
-    if len(text.encode()) > HALF_BYTES - _HEAD.size - _BODY.size:
+    if len(text.encode()) > _MAX_TEXT:
         fields["parts"] = f"{len(group.parts)} parts"
         text = json.dumps(fields, separators=(",", ":"))
     return text
+
+
+def _text(content: bytes) -> str | None:
+    """None where it is no text, or one that a terminal would obey instead of showing it."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        return None
+    return text if text.isprintable() else None
 
 
 def _checksum(body: bytes) -> int:

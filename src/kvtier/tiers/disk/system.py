@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
-from collections.abc import Sequence
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Final
 
 from kvtier.devices.base import Memory
 from kvtier.tiers.disk.io import IoEngine, open_engine
 from kvtier.types import IoKind
+
+_KEEP_SIZE: Final = 1
+"""FALLOC_FL_KEEP_SIZE of fallocate(2)."""
+_CAN_NOT: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV)
 
 
 class DiskSystem:
@@ -39,6 +49,25 @@ class DiskSystem:
         """Have room for ``num_bytes`` from the start of the file; ENOSPC where there is none."""
         os.posix_fallocate(fd, 0, num_bytes)
 
+    def reserve_ahead(self, fd: int, num_bytes: int) -> None:
+        """Have room for the file to grow to ``num_bytes``; its size stays as it is. ENOSPC where
+        there is none; nothing happens where the file system can't promise it."""
+        fallocate = _fallocate()
+        if os.fstat(fd).st_blocks * 512 >= num_bytes:
+            return  # asking again would cost a write of the file system's own journal
+        if fallocate and fallocate(fd, _KEEP_SIZE, 0, num_bytes):
+            code = ctypes.get_errno()
+            if code not in _CAN_NOT:
+                raise OSError(code, os.strerror(code))
+
+    def stamp(self, fd: int) -> os.stat_result:
+        """Give the file a time of change that no write can give it again. Clocks of file systems
+        stand still for milliseconds: the time itself would be that of a write which comes at
+        once. It is not waited for: where a power cut takes it back, the file was changed."""
+        now = time.time_ns()
+        os.utime(fd, ns=(now, now - 10**9 - secrets.randbelow(10**9)))
+        return os.fstat(fd)
+
     def replace(self, source: Path, target: Path) -> None:
         """Rename over ``target``, and have the directory on the medium."""
         os.replace(source, target)
@@ -56,3 +85,14 @@ def read_at(fd: int, num_bytes: int, offset: int) -> bytes:
         parts.append(part)
         num_bytes, offset = num_bytes - len(part), offset + len(part)
     return b"".join(parts)
+
+
+@cache
+def _fallocate() -> Callable[[int, int, int, int], int] | None:
+    """fallocate(2), which Python only has without its flags; None where there is none."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+    if function is None:
+        return None
+    function.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    function.restype = ctypes.c_int
+    return function  # type: ignore[no-any-return]

@@ -43,10 +43,11 @@ class DiskTier(StorageTier):
         arena: Memory | None = None,
         system: DiskSystem | None = None,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = DISK
         self.bytes_per_block = group.bytes_per_block
-        self.blocks = DiskBlocks(options, group, arena, system, clock)
+        self.blocks = DiskBlocks(options, group, arena, system, clock, monotonic)
         self._lock = Lock()
         self._slots = KeyTable(*self.blocks.found())
         self._num_readers: Counter[int] = Counter()
@@ -72,8 +73,6 @@ class DiskTier(StorageTier):
             return self._find(keys)
 
     def _find(self, keys: Sequence[BlockKey]) -> list[Outcome]:
-        if self.blocks.is_off:
-            return [Outcome.ABSENT] * len(keys)
         slots = self._slots.find(as_keys(list(keys)))
         is_there = self.blocks.hold(slots)
         return [Outcome.THERE if each else Outcome.ABSENT for each in is_there.tolist()]
@@ -81,6 +80,8 @@ class DiskTier(StorageTier):
     def put(
         self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float = 0.0
     ) -> list[Outcome]:
+        if not self.blocks.can_store:
+            return [Outcome.FAILED] * len(names)
         with self._lock:
             outcomes = self._find([name.key for name in names])
             new = [at for at, outcome in enumerate(outcomes) if outcome is not Outcome.THERE]

@@ -94,7 +94,8 @@ class _Task:
 class ChunkSlab:
     """A storage tier as a cache: the chunk that was used least recently leaves first.
 
-    digest: of the namespace that the chunks belong to. most_queued: chunks that may wait for the
+    digest: of the namespace that the chunks belong to; while it is empty nobody knows what they are
+    called: none is found, and none is stored. most_queued: chunks that may wait for the
     disk; more are refused, since each of them holds room in host memory. tells_changes: whether
     ``take_changes`` is called.
 
@@ -108,7 +109,7 @@ class ChunkSlab:
         self, tier: StorageTier, digest: bytes, most_queued: int, tells_changes: bool = True
     ) -> None:
         self._tier = tier
-        self._digest = digest
+        self.digest = digest
         self._most_queued = max(1, most_queued)
         self._num_queued = 0
         self._chunks: OrderedDict[bytes, _Chunk] = OrderedDict()  # the least recently used first
@@ -148,7 +149,7 @@ class ChunkSlab:
         following: chunks that will be asked for next; they are claimed along with it, which is
         cheaper than one by one.
         """
-        if self._tier.is_off:
+        if not self._tier.can_load:
             return ChunkState.ABSENT
         chunk = self._chunks.get(key)
         if chunk is None and self._tier.num_unclaimed and self._claim([key]):
@@ -182,7 +183,7 @@ class ChunkSlab:
 
     def _claim(self, keys: Sequence[bytes]) -> int:
         """How many of them, from the first on, a restart has found."""
-        slots = self._tier.claim([chunk_key(self._digest, key) for key in keys])
+        slots = self._tier.claim([chunk_key(self.digest, key) for key in keys])
         claimed = list(keys[: len(slots)])
         for key, slot in zip(reversed(claimed), reversed(slots), strict=True):
             self._chunks[key] = _Chunk(slot, is_ready=True)
@@ -210,7 +211,7 @@ class ChunkSlab:
             return
         rows = [at[key] for key in task.keys]
         names = [
-            BlockName(self._digest, depths[row], chunk_key(self._digest, keys[row])) for row in rows
+            BlockName(self.digest, depths[row], chunk_key(self.digest, keys[row])) for row in rows
         ]
         self._chunks.update(zip(reversed(task.keys), reversed(task.chunks), strict=True))
         self._num_queued += len(slots)
@@ -234,7 +235,7 @@ class ChunkSlab:
             self._at_once.append(FinishedJob(job_id, True, [], not keys, 0, 0.0))
             return
         held = [keys[at] for at in there]
-        names = [BlockName(self._digest, 0, chunk_key(self._digest, key)) for key in held]
+        names = [BlockName(self.digest, 0, chunk_key(self.digest, key)) for key in held]
         num_missing = len(keys) - len(held)
         task = _Task(job_id, held, chunks, names, addresses[there], num_missing)
         job = self._reader.submit(partial(self._read, task), self._num_bytes(task))
@@ -286,7 +287,8 @@ class ChunkSlab:
 
     def _make_room(self, new: Sequence[bytes], wanted: Container[bytes]) -> list[Slot]:
         """Slots for the first of ``new``, as many as there is room for, after others have left."""
-        room = 0 if self._tier.is_off else min(len(new), self._most_queued - self._num_queued)
+        may_store = self._tier.can_store and self.digest
+        room = min(len(new), self._most_queued - self._num_queued) if may_store else 0
         missing = max(0, room - self._tier.num_free)
         leaving = self._oldest(missing, wanted)
         room -= missing - len(leaving)

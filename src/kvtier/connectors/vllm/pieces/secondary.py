@@ -34,10 +34,11 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvtier.connectors.vllm.chunks import ChunkState
-from kvtier.connectors.vllm.identity import namespace
+from kvtier.connectors.vllm.names import Names
 from kvtier.connectors.vllm.pieces.chunk_slab import ChunkSlab, Counts
 from kvtier.connectors.vllm.pieces.settings import TierSettings
 from kvtier.connectors.vllm.prompt import chunks_of
+from kvtier.connectors.vllm.weights import Source
 from kvtier.devices.base import Memory
 from kvtier.errors import TierError
 from kvtier.layout import opaque
@@ -87,12 +88,13 @@ class KvtierTier(SecondaryTierManager):
         del rows
         parallel = offloading_spec.config.parallel
         subfolder = f"dp{parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else ""
-        self.namespace = namespace(
+        self._names = Names(
             offloading_spec.config,
             self.block_size_bytes,
             f"vllm {'.'.join(vllm.__version__.split('.')[:2])}",
-            salt=settings.namespace,
+            settings.namespace,
         )
+        self._names.settle([Source(offloading_spec.config.model.name)])
         # vLLM takes events only where it publishes them.
         publishes = offloading_spec.kv_events_config.enable_kv_cache_events
         if settings.enable_kv_events and not publishes:
@@ -103,7 +105,7 @@ class KvtierTier(SecondaryTierManager):
                 settings.disk_options(subfolder),
                 Memory(self._address, num_bytes, "host", None),
             ),
-            self.namespace.digest,
+            self._names.digest,
             num_rows // QUEUED_SHARE,
             publishes,
         )
@@ -120,6 +122,8 @@ class KvtierTier(SecondaryTierManager):
         return tier
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        self.slab.digest = self._names.digest
+
         def following() -> list[OffloadKey]:
             keys = chunks_of(req_context)
             return keys[keys.index(key) + 1 :] if key in keys else []
@@ -127,6 +131,7 @@ class KvtierTier(SecondaryTierManager):
         return FOUND[self.slab.find(key, following)]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
+        self.slab.digest = self._names.digest
         context = job_metadata.req_context
         keys = list(job_metadata.keys)
         depths = [context.get_offload_key_position(key) or 0 for key in keys]
@@ -177,6 +182,7 @@ class KvtierTier(SecondaryTierManager):
         self.slab.drain()
 
     def shutdown(self) -> None:
+        self._names.close()
         self.slab.close()
 
     @classmethod

@@ -40,7 +40,7 @@ class IoEngine(ABC):
         per block: the number of bytes moved (below its size: the file ended there), or -errno;
         ``-ECANCELED`` where the deadline came first, and the memory or the file may then hold a
         part. A batch never raises for what the disk did; ``sync`` raises ``OSError``. After
-        ``close`` everything raises ``Closed``.
+        ``close``, and in a forked child, everything raises ``Closed``.
     """
 
     name: str

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvtier.devices.base import Finding
 from kvtier.errors import Closed
+from kvtier.process import OwnerProcess
 from kvtier.tiers.disk.io.base import (
     IO_ALIGNMENT,
     Int64s,
@@ -47,6 +48,7 @@ class PreadvEngine(IoEngine):
     name = "preadv"
 
     def __init__(self, fd: int, num_threads: int = NUM_THREADS, note: str = "") -> None:
+        self._process = OwnerProcess()
         self._fd = fd
         self._note = note
         self._direct = is_direct(fd)
@@ -75,12 +77,14 @@ class PreadvEngine(IoEngine):
 
     def close(self) -> None:
         self._is_closed = True
-        for pool in self._pools.values():
-            pool.shutdown()
+        if self._process.is_here:  # a forked child has none of their threads
+            for pool in self._pools.values():
+                pool.shutdown()
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise Closed("this I/O engine was closed; open another for the file")
+        self._process.must_be_here("this I/O engine")
 
     def _batch(
         self,

@@ -11,6 +11,7 @@ import numpy as np
 from kvtier._hot import UringRing
 from kvtier.devices.base import Finding, Memory
 from kvtier.errors import Closed, TierError
+from kvtier.process import OwnerProcess
 from kvtier.tiers.disk.io.base import Int64s, IoEngine, Uint32s, Uint64s, check_batch, is_direct
 
 PIECE_BYTES = 4 << 20
@@ -33,6 +34,7 @@ class UringEngine(IoEngine):
     def __init__(self, fd: int, buffers: Sequence[Memory] = (), queue_depth: int = 32) -> None:
         if UringRing is None:
             raise TierError("disk", "io_uring", "the native core is not there")
+        self._process = OwnerProcess()
         self._fd = fd
         self._direct = is_direct(fd)
         self._depth = queue_depth
@@ -98,6 +100,7 @@ class UringEngine(IoEngine):
     def _check_open(self) -> None:
         if self._is_closed:
             raise Closed("this I/O engine was closed; open another for the file")
+        self._process.must_be_here("this I/O engine")
 
     def _transfer(
         self,

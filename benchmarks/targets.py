@@ -1,0 +1,50 @@
+"""Figures against targets, for every benchmark: met, not met, or too few rounds to tell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvtier.bench.stats import Estimate, median_with_interval, rounded
+from kvtier.bench.target import is_met
+
+Bounds = tuple[float | None, float | None]
+"""Between which a figure lies with 95 % confidence; None where the rounds are too few to say so."""
+
+
+def bounds(values: Sequence[float]) -> Bounds:
+    """Of the median of these."""
+    low, high = median_with_interval(values).interval_json(digits=9)
+    return low, high
+
+
+def estimate(value: float, between: Bounds) -> Estimate:
+    """A figure of a row."""
+    low, high = between
+    return Estimate(value) if low is None or high is None else Estimate(value, low, high)
+
+
+def ratio(one: Estimate, another: Estimate) -> Estimate:
+    """Of two figures above 0 that were not measured in pairs: as far as both may be off."""
+    if not one.is_bounded or not another.is_bounded:
+        return Estimate(one.value / another.value)
+    return Estimate(one.value / another.value, one.low / another.high, one.high / another.low)
+
+
+def judged(
+    target_id: str,
+    found: Estimate,
+    wanted: float,
+    *,
+    at_least: bool,
+    digits: int = 3,
+    **more: object,
+) -> dict[str, object]:
+    """The row for the list of targets."""
+    return {
+        "id": target_id,
+        **more,
+        "value": rounded(found.value, digits),
+        "interval_95": found.interval_json(digits),
+        "target": wanted,
+        "met": is_met(found, wanted, at_least),
+    }

@@ -1,0 +1,86 @@
+"""Where vLLM has its weights from: the files that say who they are, or why nobody can."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.identity import Basis, Identification, Identity, process_start_ns, unknown
+
+FROM_FILES = frozenset(
+    {
+        "auto",
+        "bitsandbytes",
+        "fastsafetensors",
+        "gguf",
+        "hf",
+        "instanttensor",
+        "mistral",
+        "npcache",
+        "pt",
+        "runai_streamer",
+        "safetensors",
+        "sharded_state",
+    }
+)
+"""Load formats that read the model's own files, and nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What vLLM was told. model: a folder, a file, or a name on the hub. revision: of that; "" for
+    the newest. download_dir: where the hub's files go; "" for the hub's own cache."""
+
+    model: str
+    revision: str = ""
+    download_dir: str = ""
+    load_format: str = "auto"
+
+
+def identify(sources: Sequence[Source], namespace: str = "") -> Identification | Identity:
+    """Who reads the files of all models that are used together. Where the weights are not in files
+    that can be found, an identity: by name if the user has given a ``namespace``, and so says that
+    they stay the same under it; else one that no other process has."""
+    places: list[Path] = []
+    for source in sources:
+        place = _place(source)
+        if place is None and namespace:
+            return Identity(f"called {sources}", Basis.GIVEN)
+        if place is None:
+            return unknown(
+                f"weights of {source.model!r} (load format {source.load_format!r}) are in no file "
+                "that can be found; if they stay the same, say so by the setting 'namespace'"
+            )
+        places.append(place)
+    # vLLM makes the connector when the weights are loaded already. Of files that changed since its
+    # process began nobody can say what they held then. What the hub's cache has is never changed
+    # in place, and is often fetched at that very start.
+    is_local = any(os.path.exists(source.model) for source in sources)
+    return Identification(places, since_ns=process_start_ns() if is_local else None)
+
+
+def _place(source: Source) -> Path | None:
+    if source.load_format not in FROM_FILES:
+        return None
+    if os.path.exists(source.model):
+        return Path(source.model)
+    if "://" in source.model or os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        return None
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        return None
+    # A GGUF file of a repository is called org/name:quantisation, or org/name/file.gguf.
+    name = "/".join(source.model.partition(":")[0].split("/")[:2])
+    try:
+        found = snapshot_download(
+            name,
+            revision=source.revision or None,
+            cache_dir=source.download_dir or None,
+            local_files_only=True,
+        )
+    except (OSError, ValueError):  # not there, or no name of the hub's
+        return None
+    return Path(found)

@@ -1,0 +1,15 @@
+"""Which weights a model has: told by all bytes of the files that decide on its KV.
+
+    files.py       which files these are, and how they looked
+    content.py     their bytes, hashed in parallel
+    memory.py      what they held when they last looked so, in the user's cache folder
+    identify.py    start here: what is known at once, what is read, what is checked afterwards
+
+Engines and connectors put the result into their namespace. Nothing here knows any engine.
+"""
+
+from kvtier.identity.files import process_start_ns
+from kvtier.identity.identify import Basis, Identification, Identity, unknown
+from kvtier.identity.memory import Memory
+
+__all__ = ["Basis", "Identification", "Identity", "Memory", "process_start_ns", "unknown"]

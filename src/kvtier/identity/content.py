@@ -1,0 +1,81 @@
+"""All bytes of files, hashed in parallel.
+
+A file is cut into parts, and its digest is that of its size and of its parts' digests: so one large
+file keeps several threads, and a fast disk, as busy as many do. Files are read, not mapped: one
+that is cut short while it is mapped ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from threading import Event
+
+from blake3 import blake3
+
+PART_BYTES = 64 << 20
+BUFFER_BYTES = 1 << 20
+"""Stays in a core's own cache between reading and hashing."""
+MAX_THREADS = 8
+"""Each hashes several GB/s: more would only wait for memory."""
+
+
+class Stopped(Exception):  # noqa: N818 - asked for, no failure
+    """Somebody does not want to know any more."""
+
+
+def num_threads() -> int:
+    """As many as this process may use cores, within reason."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(MAX_THREADS, cores or 1)
+
+
+def hash_files(
+    paths: Sequence[Path], threads: int, stop: Event, is_polite: bool = False
+) -> list[bytes]:
+    """32 bytes per file. is_polite: whoever else wants a core has it first.
+
+    OSError for a file that can't be read or becomes shorter meanwhile, ``Stopped`` after ``stop``.
+    """
+    sizes = [path.stat().st_size for path in paths]
+    parts = [
+        (at, start) for at, size in enumerate(sizes) for start in range(0, max(size, 1), PART_BYTES)
+    ]
+
+    def part_digest(part: tuple[int, int]) -> bytes:
+        at, start = part
+        return _hash_part(paths[at], start, min(sizes[at], start + PART_BYTES), stop)
+
+    whole = [blake3(size.to_bytes(8, "little")) for size in sizes]
+    with ThreadPoolExecutor(threads, initializer=_give_way if is_polite else None) as pool:
+        for (at, _), digest in zip(parts, pool.map(part_digest, parts), strict=True):
+            whole[at].update(digest)
+    return [each.digest() for each in whole]
+
+
+def _hash_part(path: Path, start: int, end: int, stop: Event) -> bytes:
+    hasher = blake3()
+    buffer = memoryview(bytearray(min(BUFFER_BYTES, end - start)))
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while start < end:
+            if stop.is_set():
+                raise Stopped
+            num = os.preadv(fd, [buffer[: end - start]], start)
+            if not num:
+                raise OSError(f"{path} became shorter while it was read")
+            hasher.update(buffer[:num])
+            start += num
+    finally:
+        os.close(fd)
+    return hasher.digest()
+
+
+def _give_way() -> None:
+    """Linux gives each thread a priority of its own, under the process's call."""
+    with suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -1,0 +1,236 @@
+"""Finds out which weights were loaded: remembered, or read while they are loaded.
+
+begin()   notes how the files look, before anybody loads them; recalls or begins to read
+settle()  they were loaded: who are they? Waits for the reading
+check()   in the background: what was only remembered is read after all
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from secrets import token_hex
+from threading import Event, Thread
+
+from blake3 import blake3
+
+from kvtier.identity.content import Stopped, hash_files, num_threads
+from kvtier.identity.files import Files, Stamp, model_files, telling
+from kvtier.identity.memory import Memory
+
+logger = logging.getLogger(__name__)
+
+SMALL_FILE_BYTES = 1 << 20
+"""Smaller ones are read each time: configurations, and code."""
+SMALL_MODEL_BYTES = 1 << 30
+"""Is read in a fraction of a second, and never remembered."""
+NUM_POLITE_THREADS = 2
+"""For what nobody waits for."""
+
+
+class Basis(Enum):
+    """Why an identity is believed."""
+
+    READ = "read"
+    """This process has read all bytes."""
+    REMEMBERED = "remembered"
+    """The files look as they did when all bytes were read."""
+    GIVEN = "given"
+    """Somebody says so, who knows what can't be read."""
+    UNKNOWN = "unknown"
+    """Nobody can say what was loaded: a name that no other process has, nor had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """digest: in hex; equal weights with equal configuration and code have the same."""
+
+    digest: str
+    basis: Basis
+
+
+def unknown(reason: str) -> Identity:
+    """Of weights that nobody else can be known to have."""
+    logger.warning("KV of this process is not found by later ones: %s", reason)
+    return Identity(f"unknown {token_hex(16)}", Basis.UNKNOWN)
+
+
+class Identification:
+    """Of the weights that lie at ``models``: folders or files, used together.
+
+    memory: None for none. since_ns: files that changed later than this were perhaps loaded before
+    they did; for callers that come after the loading. small_bytes: a model of up to this size is
+    always read. One thread calls ``begin`` and ``settle``, ``read`` runs on any, once at a time.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Path],
+        memory: Memory | None = None,
+        since_ns: int | None = None,
+        small_bytes: int = SMALL_MODEL_BYTES,
+    ) -> None:
+        self._models = tuple(Path(os.path.realpath(model)) for model in models)
+        self._key = "\0".join(map(str, self._models))
+        self._memory = memory
+        self._since_ns = since_ns
+        self._small_bytes = small_bytes
+        self._known: Identity | None = None
+        self._read: Identity | None = None
+        self._reader: Thread | None = None
+        self._stop = Event()
+        self._files: Files = {}
+        self._trouble = ""
+        try:
+            self._files = self._look()
+        except OSError as error:
+            self._trouble = f"the model's files can't be read ({error})"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files that count."""
+        return sum(stamp.size for stamp in self._files.values() if stamp is not None)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is read in no time."""
+        return self.num_bytes <= self._small_bytes
+
+    def begin(self) -> None:
+        """Recall, or begin to read, on threads of its own."""
+        self._known = self._recall()
+        if self._known is None:
+            self._reader = Thread(target=self.read, name="kvtier-weights", daemon=True)
+            self._reader.start()
+
+    def settle(self) -> Identity:
+        """What was loaded since ``begin``; waits for the reading that ``begin`` began."""
+        if self._reader is not None:
+            self._reader.join()
+            self._reader = None
+        found = self._known or self._read
+        assert found is not None, "settle comes after begin"
+        if found.basis is not Basis.UNKNOWN and not self._is_as_it_was():
+            found = self._known = unknown("the model's files changed while they were loaded")
+        return found
+
+    def check(self, then: Callable[[Identity], None]) -> None:
+        """Read all bytes in the background, and call ``then`` on that thread; not after ``stop``.
+
+        What was remembered and is not what was read is forgotten; who has loaded what is unknown
+        then, for the files look as they did, and are others.
+        """
+
+        def read() -> None:
+            found = self.read(NUM_POLITE_THREADS, is_polite=True)
+            if not self._stop.is_set():
+                then(found)
+
+        self._reader = Thread(target=read, name="kvtier-weights", daemon=True)
+        self._reader.start()
+
+    def stop(self) -> None:
+        """Nobody wants to know any more. Waits for the threads, not for the reading."""
+        self._stop.set()
+        if self._reader is not None:
+            self._reader.join()
+
+    def read(self, threads: int | None = None, is_polite: bool = False) -> Identity:
+        """Read all bytes: who lies there, if that is who lay there at the beginning."""
+        self._read = self._identify(threads or num_threads(), is_polite)
+        return self._read
+
+    # -- how ---------------------------------------------------------------------------------------
+
+    def _look(self) -> Files:
+        return {path: stamp for model in self._models for path, stamp in model_files(model).items()}
+
+    def _is_as_it_was(self) -> bool:
+        try:
+            return self._look() == self._files
+        except OSError:
+            return False
+
+    def _identify(self, threads: int, is_polite: bool) -> Identity:
+        if self._trouble:
+            return unknown(self._trouble)
+        began_ns = time.time_ns()
+        paths = [path for path, stamp in self._files.items() if stamp is not None]
+        try:
+            digests = hash_files(paths, threads, self._stop, is_polite)
+        except OSError as error:
+            return unknown(f"the model's files can't be read ({error})")
+        except Stopped:
+            return Identity("", Basis.UNKNOWN)
+        if not self._is_as_it_was():
+            return unknown("the model's files changed while they were loaded")
+        stamps = {path: stamp for path, stamp in self._files.items() if stamp is not None}
+        newest_ns = max((stamp.changed_ns for stamp in stamps.values()), default=0)
+        if self._since_ns is not None and newest_ns > self._since_ns:
+            return unknown("the model's files changed after this process began")
+        held = dict(zip(paths, (digest.hex() for digest in digests), strict=True))
+        found = Identity(self._digest(held), Basis.READ)
+        if self._known is not None and self._known.digest != found.digest:
+            if self._memory is not None:
+                self._memory.forget(self._key)
+            return unknown("the model's files are others than they were, and look the same")
+        self._remember(stamps, held, began_ns)
+        return found
+
+    def _digest(self, held: dict[Path, str]) -> str:
+        """Of all files: their names below each model, and what they hold; for a link to nowhere,
+        its name."""
+        hasher = blake3()
+        for model in self._models:
+            for path in self._files:
+                if path != model and path.parent != model:
+                    continue
+                name = "" if path == model else path.name
+                for piece in (name, held.get(path, "")):
+                    hasher.update(len(os.fsencode(piece)).to_bytes(8, "little"))
+                    hasher.update(os.fsencode(piece))
+            hasher.update(b"\xff" * 8)  # no length of a name: the next model
+        return hasher.hexdigest()
+
+    # -- what is remembered ------------------------------------------------------------------------
+
+    def _recall(self) -> Identity | None:
+        """From memory, and from the small files' bytes."""
+        if self._memory is None or self._trouble or self.is_small:
+            return None
+        records = self._memory.recall(self._key)
+        held: dict[Path, str] = {}
+        for path, stamp in self._large().items():
+            seen, digest = records.get(str(path), (None, ""))
+            if seen != stamp or not isinstance(digest, str):
+                return None
+            held[path] = digest
+        small = [path for path, stamp in self._files.items() if stamp and path not in held]
+        try:
+            digests = hash_files(small, 1, self._stop)
+        except OSError:
+            return None
+        held.update(zip(small, (digest.hex() for digest in digests), strict=True))
+        return Identity(self._digest(held), Basis.REMEMBERED)
+
+    def _remember(self, stamps: dict[Path, Stamp], held: dict[Path, str], began_ns: int) -> None:
+        large = self._large()
+        if self._memory is None or self.is_small or not large:
+            return
+        names = {str(path): stamp for path, stamp in large.items()}
+        if telling(names, began_ns) == names.keys():
+            self._memory.remember(
+                self._key, {str(path): (stamps[path], held[path]) for path in large}
+            )
+
+    def _large(self) -> dict[Path, Stamp]:
+        return {
+            path: stamp
+            for path, stamp in self._files.items()
+            if stamp is not None and stamp.size > SMALL_FILE_BYTES
+        }

@@ -1,0 +1,23 @@
+"""``kvtier`` as somebody runs it who does not trust a slab."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+
+def run(*words: object) -> subprocess.CompletedProcess[str]:
+    """``kvtier`` in a process of its own, with little memory and time: a crash is seen as one."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+
+    return subprocess.run(
+        [sys.executable, "-m", "kvtier.cli", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=limit,
+        check=False,
+    )

@@ -1,0 +1,295 @@
+"""Calls the native core with whatever numbers come to mind: ``-m tests.native.hostile SEED NUM``.
+
+Each of the calls must come to an end and give a result, or raise one of ``REFUSALS``. A program of
+its own, because what goes wrong ends a process: the line that was printed last says with what.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+if core := os.environ.get("KVTIER_SANITIZED_CORE"):  # as the tests themselves have it
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "native" / "sanitizers"))
+    __import__("use_core")
+
+from kvtier import _native
+from kvtier.index import State
+from kvtier.keys import Labels
+from kvtier.types import Match
+
+REFUSALS = (
+    TypeError,
+    ValueError,
+    KeyError,
+    AssertionError,
+    OverflowError,
+    MemoryError,
+    _native.NativeError,
+)
+TIERS = ("device", "host")
+EDGES = (2**8, 2**16, 2**31, 2**32, 2**52, 2**62, 2**63, 2**64, 2**65)
+TIMES = (0.0, 1.0, -1.0, 1e300, float("nan"), float("inf"), float("-inf"), 2**63, -0.0, "1", None)
+
+Call = Callable[[], object]
+
+
+class Hostile:
+    """Makes calls out of random arguments. Real memory is known to the caller only by ``arena``:
+    every address that may be read or written lies in it, or is refused."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.arena = np.zeros(1 << 16, np.uint8)
+        self.trie = self._new_trie()
+        self.fd = os.memfd_create("hostile")
+        os.write(self.fd, bytes(1 << 16))
+        self.ring: _native.UringRing | None = None
+
+    # -- arguments ---------------------------------------------------------------------------------
+
+    def number(self) -> Any:
+        """Small and sound, or at the edge of what some type holds, or no number at all."""
+        kind = self.random.randrange(12)
+        if kind < 6:
+            return self.random.randrange(12)
+        if kind < 10:
+            return self.random.choice(EDGES) * self.random.choice((1, 1, -1)) + (
+                self.random.randrange(-3, 4)
+            )
+        return self.random.choice((-1, 1.5, None, "7", b"7", True, np.int64(3), float("nan")))
+
+    def word(self) -> int:
+        """64 bits."""
+        return int(np.random.default_rng(self.random.randrange(2**32)).choice(
+            np.array([0, 1, 4096, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 8, 2**64 - 1], np.uint64)
+        ))  # fmt: skip
+
+    def numbers(self) -> Any:
+        """Blocks or slots."""
+        made = [self.number() for _ in range(self.random.randrange(5))]
+        if self.random.random() < 0.7:
+            made = [each for each in made if type(each) is int and 0 <= each < 2**32]
+        return self.random.choice((list, tuple, iter, np.array if not made else list))(made)
+
+    def blocks(self) -> Any:
+        """Mostly those that there are."""
+        if self.random.random() < 0.3:
+            return self.numbers()
+        known = [each[0] for each in self.trie.dump() if each[1] is not None]
+        return self.random.sample(known, min(len(known), self.random.randrange(6)))
+
+    def labels(self) -> Any:
+        kind = self.random.randrange(4)
+        if kind == 0:
+            return [self.random.choice((b"", b"a", b"b" * 9, "a", None)) for _ in range(3)]
+        tokens: Any = bytes(self.random.randrange(80))
+        if kind == 1:
+            dtype = self.random.choice("iIqQhd")
+            tokens = np.zeros(self.random.randrange(20), dtype)[:: self.random.choice((1, 1, 2))]
+        sound = self.random.random() < 0.4
+        fields = (
+            (self.random.choice((4, 8)), 1, 0, 2) if sound else (self.number() for _ in range(4))
+        )
+        return Labels(tokens, *fields)  # type: ignore[arg-type]
+
+    def array(self) -> Any:
+        """For addresses and sizes: of some type, shape and order."""
+        dtype = self.random.choice((np.uint64,) * 4 + (np.int64, np.uint32, np.float64, ">u8", "O"))
+        shape = self.random.choice(((3,),) * 4 + ((0,), (), (2, 2), (1,)))
+        made: Any = np.zeros(shape, dtype)
+        if made.dtype == np.uint64:
+            made.flat = [self.word() for _ in range(made.size)]
+        return self.random.choice((made, made, made, made[::-1] if made.ndim else made, None, 5))
+
+    def place(self, num_bytes: int) -> int:
+        """An address in the arena with so many bytes behind it."""
+        return int(self.arena.ctypes.data) + self.random.randrange(len(self.arena) - num_bytes)
+
+    # -- calls -------------------------------------------------------------------------------------
+
+    def _new_trie(self) -> _native.BlockTrie:
+        return _native.BlockTrie(TIERS, ("lru",) * len(TIERS), tuple(State), Labels, Match)
+
+    def constructor(self) -> Call:
+        tuples = [TIERS, ("lru", "lru"), tuple(State)]
+        at = self.random.randrange(4)
+        wrong = self.random.choice(((), (None,) * 2, (5, "x"), ("lru",) * 99, 7, ("\ud800", "lru")))
+        if at < 3:
+            tuples[at] = wrong  # type: ignore[assignment]
+        match_type = self.random.choice((5, None, int, type, "x")) if at == 3 else Match
+
+        def make() -> None:
+            trie = _native.BlockTrie(*tuples, Labels, match_type)  # type: ignore[arg-type]
+            trie.match(b"n", [b"a"])
+
+        return make
+
+    def of_trie(self) -> Call:
+        """Some method, and arguments for it."""
+        trie, pick = self.trie, self.random.choice
+        space = pick((b"n", b"n", b"m", b"", None, "n"))
+        tier = pick((*TIERS, *TIERS, "tape", None, 3))
+        labels, now, after = self.labels(), pick(TIMES), pick((None, None, self.number()))
+        slots = [self.random.randrange(2**32) for _ in range(2)]
+        if self.random.random() < 0.3:
+            slots = self.numbers()
+        calls: dict[str, tuple[Any, ...]] = {
+            "match": (space, labels),
+            "match_slots": (space, labels, tier),
+            "state": (self.number(), tier),
+            "states": (space, labels, tier, after),
+            "states_of": (self.blocks(), tier),
+            "slots": (self.blocks(), tier),
+            "prefixes": (self.blocks(), tier),
+            "num_uses": (self.number(),),
+            "num_evictable": (tier,),
+            "extend": (space, labels, after),
+            "insert": (space, labels, tier, slots, now, after, pick((True, False))),
+            "begin_write": (self.blocks(), tier, slots),
+            "commit": (self.blocks(), tier, now),
+            "abort": (self.blocks(), tier),
+            "touch": (self.blocks(), now),
+            "lease": (self.blocks(), tier),
+            "release": (self.blocks(), tier),
+            "evict": (tier, self.number()),
+            "drop": (tier, self.number()),
+            "forget": (self.blocks(), tier),
+            "keep": (self.blocks(), tier),
+            "lose": (self.number(), tier),
+            "origin": (self.number(),),
+            "missing_keys": (self.number(),),
+            "set_keys": (self.blocks(), pick(([b"k" * 32], [b"k"], [None], 5))),
+        }
+        name = pick(list(calls))
+        return self.named(name, lambda: getattr(trie, name)(*calls[name]), calls[name])
+
+    def of_memory(self) -> Call:
+        """Copies and checksums: arguments that are sound, but for one."""
+        sizes = np.array([self.random.randrange(300) for _ in range(3)], np.uint64)
+        src = np.array([self.place(300) for _ in range(3)], np.uint64)
+        # A destination for each fragment, and none of them what another one reads.
+        half = np.zeros(900, np.uint8)
+        dst = np.arange(3, dtype=np.uint64) * np.uint64(300) + np.uint64(half.ctypes.data)
+        name = self.random.choice(("copy_batch", "crc32c_many", "crc32c", "crc32c_table", "rows"))
+        arguments: list[Any]
+        if name == "copy_batch":
+            arguments = [dst, src, sizes, 2]
+        elif name == "crc32c_many":
+            arguments = [src, sizes, 2]
+        elif name == "rows":
+            width = self.random.randrange(9)
+            rows = self.arena[: 8 * 9].reshape(8, 9)[:: self.random.choice((1, -1, 3)), :width]
+            wrong = [
+                rows.T,
+                rows[0],
+                rows.view(np.int8),
+                None,
+                5,
+                np.broadcast_to(rows, (2, *rows.shape)),
+            ]
+            given = self.random.choice([rows, *wrong])
+            return self.named(name, lambda: _native.crc32c_rows(given), (type(given),))
+        else:
+            arguments = [int(src[0]), int(sizes[0]), 0]
+        at = self.random.randrange(len(arguments))
+        if isinstance(arguments[at], np.ndarray):
+            arguments[at] = self.unsound(arguments[at])
+        else:
+            arguments[at] = self.unsound_number(at, arguments)
+        function = getattr(_native, name)
+        return self.named(name, lambda: (function(*arguments), half), arguments)
+
+    def unsound(self, array: Any) -> Any:
+        """Another array, or this one with a number that leads out of memory."""
+        if self.random.random() < 0.5:
+            other = self.array()
+            is_plain = isinstance(other, np.ndarray) and other.dtype == np.uint64
+            return other if not is_plain or other.shape != array.shape else array
+        made = array.copy()
+        made[self.random.randrange(len(made))] = self.random.choice(
+            (0, 2**63 + 5, 2**64 - 1, 2**64 - 4096)
+        )
+        return made
+
+    def unsound_number(self, at: int, arguments: list[Any]) -> Any:
+        """Wrong for a thread count, an address or a size: never an address that others have."""
+        wrong = self.random.choice((-1, 2**63, 2**64 - 1, 2**64, 2**70, None, 1.5, "3"))
+        return 0 if at == 0 and len(arguments) == 3 and self.random.random() < 0.3 else wrong
+
+    def of_ring(self) -> Call:
+        """io_uring, where it can be had: the kernel refuses memory that is not there."""
+        pick = self.random.choice
+        if self.ring is None or self.random.random() < 0.1:
+            depth, piece = pick((1, 8, self.number())), pick((4096, 65536, self.number()))
+            fd = pick((self.fd, -1, self.number()))
+
+            def make() -> None:
+                self.ring = _native.UringRing(fd, depth, piece, pick((True, False)))
+
+            return self.named("ring", make, (fd, depth, piece))
+        ring = self.ring
+        if self.random.random() < 0.2:
+            pieces = [(self.word(), self.word()) for _ in range(self.random.randrange(3))]
+            given = pick((pieces, [(self.place(4096), 4096)], [(-1, 5)], None))
+            return self.named("register", lambda: ring.register_buffers(given), (given,))
+        offsets = np.array([pick((0, 512, 2**62, -5, 2**63 - 1)) for _ in range(3)], np.int64)
+        sizes = np.array([pick((0, 7, 512, 2**62, -1)) for _ in range(3)], np.int64)
+        addresses = np.array([self.place(1024) for _ in range(3)], np.uint64)
+        if self.random.random() < 0.5:
+            sizes = np.minimum(sizes, 1024)
+            addresses[pick(range(3))] = pick((0, 1, 4096, 2**47, 2**63, 2**64 - 1))
+        else:
+            sizes = np.where(sizes > 1024, -1, sizes)
+        arguments = [
+            False,
+            offsets,
+            addresses,
+            sizes,
+            pick((None, 0.5, *TIMES)),
+            pick((None, 16, self.number())),
+        ]
+        if self.random.random() < 0.2:
+            arguments[self.random.randrange(1, 4)] = self.array()
+            sizes[:] = 0
+        return self.named("transfer", lambda: ring.transfer(*arguments), arguments)
+
+    def tokens(self) -> Call:
+        given = self.random.choice(
+            ([self.number()], (self.number(),), self.array(), 5, b"ab", [2**32 - 1, 0])
+        )
+        return self.named("pack_tokens", lambda: _native.pack_tokens(given), (given,))
+
+    def named(self, name: str, call: Call, arguments: Iterable[object]) -> Call:
+        print(name, *map(told, arguments), flush=True)
+        return call
+
+    def calls(self, num: int) -> Iterator[Call]:
+        kinds = (self.of_trie,) * 6 + (self.of_memory,) * 3 + (self.of_ring,) * 2
+        for _ in range(num):
+            yield self.random.choice((*kinds, self.tokens, self.constructor))()
+
+
+def told(argument: object) -> str:
+    """An argument in a few words; labels that make no sense can't show themselves."""
+    text = f"Labels{argument.spec}" if isinstance(argument, Labels) else repr(argument)
+    return text[:500]
+
+
+def main(seed: int, num: int) -> None:
+    hostile = Hostile(seed)
+    for call in hostile.calls(num):
+        with suppress(*REFUSALS):
+            call()
+    hostile.trie.dump()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
