@@ -16,7 +16,7 @@ from kvtier.tiers.disk.opening import wanted
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.part import DiskPart, SlotOwner
 from kvtier.tiers.disk.parts import complete, on_all
-from kvtier.tiers.disk.records import Kind, Records, as_keys
+from kvtier.tiers.disk.records import Kind, Records, as_keys, same_keys
 from kvtier.tiers.disk.replay import recovered
 from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.disk.system import DiskSystem
@@ -27,6 +27,7 @@ from kvtier.types import BlockKey, BlockName, Slot
 logger = logging.getLogger(__name__)
 
 Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 class DiskBlocks(SlotOwner):
@@ -137,7 +138,19 @@ class DiskBlocks(SlotOwner):
         at = at[self._table["kind"][at] == Kind.PUT]
         return np.ascontiguousarray(self._table["key"][at]), at
 
-    def hold(self, slots: Int64s) -> npt.NDArray[np.bool_]:
+    def fit(self, keys: Records, slots: Int64s) -> tuple[Bools, Bools]:
+        """bool [n] each: which slots hold the block of that key, all of it, and which hold one of
+        another key. -1 stands for no slot."""
+        is_slot = slots >= 0
+        is_right, is_other = is_slot.copy(), np.zeros(len(slots), bool)
+        for part in self.parts:
+            rows = part.slab.table[slots]
+            is_put, is_same = rows["kind"] == Kind.PUT, same_keys(rows["key"], keys)
+            is_right &= is_put & is_same
+            is_other |= is_slot & is_put & ~is_same
+        return is_right, is_other
+
+    def hold(self, slots: Int64s) -> Bools:
         """bool [n]: which slots hold a block that is in use, by now: blocks that a restart found
         are claimed by that. -1 stands for no slot."""
         return self._slots.hold(slots)
