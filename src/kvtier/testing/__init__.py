@@ -17,6 +17,7 @@ from kvtier.testing.faulty_disk import Crash, CrashingDisk, FaultyDisk, LossyDis
 from kvtier.testing.memory import BlockBytes, host_memory, memory_bytes
 from kvtier.testing.policy_suite import PolicySuite
 from kvtier.testing.storage import MemoryStorage, Shelf
+from kvtier.testing.storage_suite import StorageSuite
 from kvtier.testing.tier_suite import MemoryTierSuite
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "MemoryTierSuite",
     "PolicySuite",
     "Shelf",
+    "StorageSuite",
     "host_memory",
     "memory_bytes",
 ]
