@@ -31,6 +31,7 @@ from benchmarks.machine import machine_facts
 from benchmarks.targets import Bounds, bounds, estimate, judged
 from kvtier.devices.base import Memory
 from kvtier.layout import DType, full_attention
+from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskSystem, DiskTier, IoKind
 from kvtier.tiers.disk.records import RECORD_BYTES, Kind, Records, blank, seal
 from kvtier.tiers.disk.slab import header
@@ -107,11 +108,12 @@ def open_tier(options: DiskOptions) -> DiskTier:
 
 def check(tier: DiskTier, records: Records, num_slots: int) -> None:
     """Every block is there, and keys lead to their slots."""
-    assert tier.num_unclaimed == num_slots, f"{tier.num_unclaimed} of {num_slots} blocks found"
+    num_found = tier.blocks.num_unclaimed
+    assert num_found == num_slots, f"{num_found} of {num_slots} blocks found"
     last = records[-num_slots:]
     for at in range(0, num_slots, max(1, num_slots // NUM_CHECKED)):
-        slots = tier.claim([BlockKey(last["key"][at].tobytes())])
-        assert slots == [int(last["slot"][at])], f"block {at} was found in {slots}"
+        (found,) = tier.find([BlockKey(last["key"][at].tobytes())])
+        assert found is Outcome.THERE, f"block {at} is {found.value}"
 
 
 def measure(case: str, num_records: int, share_dead: float, folder: Path, rounds: int) -> Row:

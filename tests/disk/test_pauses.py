@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing import FaultyDisk
-from kvtier.tiers.disk import LoadResult
+from kvtier.tiers import Outcome
 from kvtier.tiers.disk.health import Breaker
 from tests.disk.test_faults import all_slots_accounted_for
 from tests.disk.world import Clock, World, key, world
 
-OK, FAILED = LoadResult.OK, LoadResult.FAILED
+OK, FAILED = Outcome.THERE, Outcome.FAILED
 
 
 def told(here: World) -> tuple[str, str]:

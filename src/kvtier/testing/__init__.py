@@ -17,7 +17,8 @@ from kvtier.testing.faulty_disk import Crash, CrashingDisk, FaultyDisk, LossyDis
 from kvtier.testing.memory import BlockBytes, host_memory, memory_bytes
 from kvtier.testing.policy_suite import PolicySuite
 from kvtier.testing.storage import MemoryStorage, Shelf
-from kvtier.testing.tier_suite import MemoryTierSuite
+from kvtier.testing.storage_suite import StorageSuite
+from kvtier.testing.tier_suite import MemoryTierSuite, RoomSuite
 
 __all__ = [
     "BlockBytes",
@@ -30,7 +31,9 @@ __all__ = [
     "MemoryStorage",
     "MemoryTierSuite",
     "PolicySuite",
+    "RoomSuite",
     "Shelf",
+    "StorageSuite",
     "host_memory",
     "memory_bytes",
 ]

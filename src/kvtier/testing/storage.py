@@ -13,10 +13,12 @@ from kvtier.types import BlockKey, BlockName
 
 
 class Shelf:
-    """What outlives the tier: the bytes of blocks by key, oldest first."""
+    """What outlives the tier: the bytes of blocks by key, oldest first. spoiled: keys of those that
+    are damaged."""
 
     def __init__(self) -> None:
         self.blocks: dict[BlockKey, bytes] = {}
+        self.spoiled: set[BlockKey] = set()
 
     def copy(self) -> Shelf:
         """As a crash would leave it now."""
@@ -29,11 +31,10 @@ class MemoryStorage(StorageTier):
     """``num_blocks`` blocks on a shelf; another tier over the same shelf finds them.
 
     open_reads, open_writes: gates, open at first; ``clear`` holds the next call. spoiled: keys that
-    come back ``DAMAGED``. refused: keys that can't be put. unreachable: every get and put fails.
-    num_written: blocks, in all.
-    reads: the keys of each get that has begun; is_reading: there was one; was_asked: there was a
-    look-up. scrubs: how many bytes
-    each scrub was to look at.
+    come back ``DAMAGED``, until they are put again. refused: keys that can't be put. unreachable:
+    every get and put fails. num_written: blocks, in all. reads: the keys of each get that has
+    begun; is_reading: there was one; was_asked: there was a look-up. scrubs: how many bytes each
+    scrub was to look at.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class MemoryStorage(StorageTier):
         self.is_reading, self.was_asked = Event(), Event()
         self.open_reads.set()
         self.open_writes.set()
-        self.spoiled: set[BlockKey] = set()
+        self.spoiled = shelf.spoiled
         self.refused: set[BlockKey] = set()
         self.unreachable = False
         self.num_written = 0
@@ -107,6 +108,7 @@ class MemoryStorage(StorageTier):
                 del self._shelf.blocks[oldest]
             self._known.add(key)
             self._shelf.blocks[key] = content
+            self.spoiled.discard(key)
             self.num_written += 1
         return Outcome.THERE
 
@@ -119,13 +121,13 @@ class MemoryStorage(StorageTier):
     def _get(self, key: BlockKey, blocks: Pieces, at: int) -> Outcome:
         if self.unreachable:
             return Outcome.FAILED
+        content = self._shelf.blocks.get(key)
+        if content is None or key not in self._known:
+            return Outcome.ABSENT
         if key in self.spoiled:
             with self._lock:
                 self._known.discard(key)
             return Outcome.DAMAGED
-        content = self._shelf.blocks.get(key)
-        if content is None or key not in self._known:
-            return Outcome.ABSENT
         blocks.write(at, content)
         return Outcome.THERE
 
@@ -140,8 +142,12 @@ class MemoryStorage(StorageTier):
         """Looks at everything."""
         self.scrubs.append(max_bytes)
         num = len(self._shelf.blocks)
-        num_damaged = sum(key in self.spoiled for key in self._shelf.blocks)
-        return ScrubReport(num, num * self.bytes_per_block, num_damaged)
+        damaged = [key for key in self._shelf.blocks if key in self.spoiled]
+        with self._lock:
+            self._known.difference_update(damaged)
+            for key in damaged:
+                self._unfound.pop(key, None)
+        return ScrubReport(num, num * self.bytes_per_block, len(damaged))
 
     def findings(self) -> list[Finding]:
         return [Finding(f"{self.name} tier", f"{self._room} blocks in a dictionary")]

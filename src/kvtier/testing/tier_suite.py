@@ -10,33 +10,20 @@ import pytest
 
 from kvtier.devices.base import CopyBatch, Device, Direction, Finding
 from kvtier.testing.memory import host_memory, memory_bytes
-from kvtier.tiers.base import MemoryTier
+from kvtier.tiers.base import MemoryTier, Room
 from kvtier.types import Slot
 
 
-class MemoryTierSuite(ABC):
-    """Subclass it, and say how to make a tier in memory, and the device that copies to and from
-    it."""
+class RoomSuite(ABC):
+    """Slots are given out and taken back. Subclass it, and say how to make what has them."""
 
     @abstractmethod
-    def make_tier(self, num_slots: int) -> MemoryTier:
-        """A tier with exactly ``num_slots`` free slots."""
-
-    @abstractmethod
-    def make_device(self) -> Device:
-        """The device that the tier's memory belongs to, or that reads it."""
+    def make_tier(self, num_slots: int) -> Room:
+        """One with exactly ``num_slots`` free slots."""
 
     def test_new_tier_is_empty(self) -> None:
         tier = self.make_tier(5)
         assert tier.num_slots == tier.num_free == 5
-        tier.close()
-
-    def test_tier_has_a_name_and_findings(self) -> None:
-        tier = self.make_tier(2)
-        assert tier.name
-        findings = tier.findings()
-        assert findings
-        assert all(isinstance(line, Finding) for line in findings)
         tier.close()
 
     def test_capacity_is_a_hard_bound(self) -> None:
@@ -138,6 +125,26 @@ class MemoryTierSuite(ABC):
                 in_use.difference_update(back)
             assert tier.num_free == 12 - len(in_use)
         tier.free(sorted(in_use))
+        tier.close()
+
+
+class MemoryTierSuite(RoomSuite):
+    """A tier in memory, and the device that copies to and from it."""
+
+    @abstractmethod
+    def make_tier(self, num_slots: int) -> MemoryTier:
+        """A tier with exactly ``num_slots`` free slots."""
+
+    @abstractmethod
+    def make_device(self) -> Device:
+        """The device that the tier's memory belongs to, or that reads it."""
+
+    def test_tier_has_a_name_and_findings(self) -> None:
+        tier = self.make_tier(2)
+        assert tier.name
+        findings = tier.findings()
+        assert findings
+        assert all(isinstance(line, Finding) for line in findings)
         tier.close()
 
     def test_layout_fits_the_memory(self) -> None:

@@ -56,6 +56,10 @@ class Room(ABC):
         """Length of the longest run of neighbours that are free."""
         return self.num_free
 
+    def close(self) -> None:
+        """Give memory or files back, where there are any."""
+        return
+
 
 class DistantRoom(Room):
     """Slots of memory that other processes have: all of them closed until these say so."""

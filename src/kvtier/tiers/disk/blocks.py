@@ -12,27 +12,30 @@ import numpy.typing as npt
 
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
+from kvtier.tiers.base import Room
 from kvtier.tiers.disk.health import Breaker
 from kvtier.tiers.disk.membership import leave
 from kvtier.tiers.disk.opening import open_slabs, wanted
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.part import DiskPart, SlotOwner
 from kvtier.tiers.disk.parts import complete, on_all
-from kvtier.tiers.disk.records import Kind, Records, as_keys
+from kvtier.tiers.disk.records import Kind, Records, as_keys, same_keys
 from kvtier.tiers.disk.replay import recovered
+from kvtier.tiers.disk.scrub import Scrubbed
 from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.slots import check_slots
-from kvtier.tiers.storage import Outcome, ScrubReport
+from kvtier.tiers.storage import Outcome
 from kvtier.types import BlockKey, BlockName, Slot
 
 logger = logging.getLogger(__name__)
 
 Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
-class DiskBlocks(SlotOwner):
+class DiskBlocks(Room, SlotOwner):
     """Slots for blocks on local disks; they are found again after a restart or a crash.
 
     options: with ``more_paths`` a block is cut into equal parts, one for each slab. It is there
@@ -155,7 +158,19 @@ class DiskBlocks(SlotOwner):
         at = at[self._table["kind"][at] == Kind.PUT]
         return np.ascontiguousarray(self._table["key"][at]), at
 
-    def hold(self, slots: Int64s) -> npt.NDArray[np.bool_]:
+    def fit(self, keys: Records, slots: Int64s) -> tuple[Bools, Bools]:
+        """bool [n] each: which slots hold the block of that key, all of it, and which hold one of
+        another key. -1 stands for no slot."""
+        is_slot = slots >= 0
+        is_right, is_other = is_slot.copy(), np.zeros(len(slots), bool)
+        for part in self.parts:
+            rows = part.slab.table[slots]
+            is_put, is_same = rows["kind"] == Kind.PUT, same_keys(rows["key"], keys)
+            is_right &= is_put & is_same
+            is_other |= is_slot & is_put & ~is_same
+        return is_right, is_other
+
+    def hold(self, slots: Int64s) -> Bools:
         """bool [n]: which slots hold a block that is in use, by now: blocks that a restart found
         are claimed by that. -1 stands for no slot."""
         return self._slots.hold(slots)
@@ -259,15 +274,15 @@ class DiskBlocks(SlotOwner):
 
     # -- upkeep ------------------------------------------------------------------------------------
 
-    def scrub(self, max_bytes: int) -> ScrubReport:
+    def scrub(self, max_bytes: int) -> Scrubbed:
         """Verify the next blocks, about ``max_bytes`` of them, whether anybody uses them or not.
 
         A damaged block is forgotten; one that was rewritten meanwhile is not judged.
         """
         if not _enter([part.reads for part in self.parts]):
-            return ScrubReport()
+            return Scrubbed()
         share = max_bytes // len(self.parts)
-        return ScrubReport.sum([part.scrub(share) for part in self.parts])
+        return Scrubbed.sum([part.scrub(share) for part in self.parts])
 
     def findings(self) -> list[Finding]:
         room = f"{self.num_slots} blocks, {self.num_slots * self._slot_bytes / 2**30:.2f} GiB"

@@ -16,11 +16,10 @@ from kvtier.tiers.disk.health import MEDIUM_ERRORS, Breaker
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.records import Kind, Records, as_keys, same_keys
-from kvtier.tiers.disk.scrub import RoundRobin, check_blocks
+from kvtier.tiers.disk.scrub import RoundRobin, Scrubbed, check_blocks
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.storage import ScrubReport
 from kvtier.types import BlockKey, BlockName, Durability, IoKind, Slot, Verify
 
 logger = logging.getLogger(__name__)
@@ -289,7 +288,7 @@ class DiskPart:
 
     # -- upkeep ------------------------------------------------------------------------------------
 
-    def scrub(self, max_bytes: int) -> ScrubReport:
+    def scrub(self, max_bytes: int) -> Scrubbed:
         """Verify the next blocks, about ``max_bytes`` of them, whether anybody uses them or not.
 
         A damaged block is forgotten; one that was rewritten meanwhile is not judged.
@@ -302,7 +301,8 @@ class DiskPart:
         slots = self._round.take(self.slab.table, max(1, max_bytes // self.slot_bytes))
         records, _ = self.slab.look_up(slots)
         records = records[records["kind"] == Kind.PUT]
-        num_damaged = num_failed = 0
+        corrupt: list[Slot] = []
+        failed: list[Slot] = []
         for start in range(0, len(records), bounce.num_slots):
             part = records[start : start + bounce.num_slots]
             checked = check_blocks(
@@ -311,11 +311,12 @@ class DiskPart:
             self.reads.note("read", checked.done)
             wrong = (checked.done >= 0) & ~checked.right
             self.slab.trust(part[checked.right])
-            num_damaged += len(self._drop(part[wrong]))
-            num_failed += int((checked.done < 0).sum())
+            corrupt += [Slot(slot) for slot in self._drop(part[wrong]).tolist()]
+            unreadable = part["slot"].astype(np.int64)[checked.done < 0]
+            failed += [Slot(slot) for slot in unreadable.tolist()]
             self._quarantine(part["slot"].astype(np.int64), checked.done, self.reads)
         num_bytes = len(records) * self.slot_bytes
-        return ScrubReport(len(records), num_bytes, num_damaged, num_failed)
+        return Scrubbed(len(records), num_bytes, tuple(corrupt), tuple(failed))
 
     def findings(self) -> list[Finding]:
         direct = "" if self.slab.is_direct else "the file system has no O_DIRECT"

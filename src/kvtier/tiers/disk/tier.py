@@ -27,9 +27,10 @@ Int64s = npt.NDArray[np.int64]
 class DiskTier(StorageTier):
     """Blocks on local disks; they are found again after a restart or a crash.
 
-    Which slot a block is in is known here only: in a table that is right whenever the lock is free.
-    A slot is read and written outside of it; one whose block is dropped meanwhile is free when the
-    last reader has gone. For the arguments see ``DiskBlocks``.
+    Which slot a block is in is known here only, in a table that is used with the lock held; it
+    names free slots that have a block still, too. A slot is read and written without the lock; one
+    whose block is dropped meanwhile is free when the last reader has gone. For the arguments see
+    ``DiskBlocks``.
     """
 
     facts = StorageFacts(
@@ -50,6 +51,7 @@ class DiskTier(StorageTier):
         self.blocks = DiskBlocks(options, group, arena, system, clock, monotonic)
         self._lock = Lock()
         self._slots = KeyTable(*self.blocks.found())
+        self._is_kept = np.zeros(self.blocks.num_slots, bool)
         self._num_readers: Counter[int] = Counter()
         self._leaving: set[int] = set()
 
@@ -73,9 +75,25 @@ class DiskTier(StorageTier):
             return self._find(keys)
 
     def _find(self, keys: Sequence[BlockKey]) -> list[Outcome]:
-        slots = self._slots.find(as_keys(list(keys)))
-        is_there = self.blocks.hold(slots)
-        return [Outcome.THERE if each else Outcome.ABSENT for each in is_there.tolist()]
+        slots = self._hold(keys)
+        return [Outcome.THERE if slot >= 0 else Outcome.ABSENT for slot in slots.tolist()]
+
+    def _hold(self, keys: Sequence[BlockKey]) -> Int64s:
+        """int64 [n]: the slot of each block, in use from now on; -1 where it is not there.
+
+        A scrub empties the slots of damaged blocks whose keys are here still, and a slot that was
+        not in use may be another block's by now.
+        """
+        wanted = as_keys(list(keys))
+        slots = self._slots.find(wanted)
+        is_right, is_other = self.blocks.fit(wanted, slots)
+        if (lost := np.flatnonzero((slots >= 0) & ~is_right)).size:
+            gone = lost[self._is_kept[slots[lost]] & ~is_other[lost]]
+            self._leave(slots[gone])
+            self._slots.remove(wanted[lost], slots[lost])
+        slots[~is_right | ~self.blocks.hold(np.where(is_right, slots, -1))] = -1
+        self._is_kept[slots[slots >= 0]] = True
+        return slots
 
     def put(
         self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float = 0.0
@@ -86,12 +104,16 @@ class DiskTier(StorageTier):
             outcomes = self._find([name.key for name in names])
             new = [at for at, outcome in enumerate(outcomes) if outcome is not Outcome.THERE]
             slots = self._allocate(len(new))
-        fit = new[: len(slots)]
+            fit = new[: len(slots)]
+            before = self._slots_with([names[at].key for at in fit])
+        # One slot has a block at most, or one that is dropped for good would come back.
+        self.blocks.forget([Slot(slot) for slot in before[before >= 0].tolist()])
         stored = self.blocks.store([names[at] for at in fit], slots, blocks.pick(fit))
         with self._lock:
             for at, slot, is_stored in zip(fit, slots, stored, strict=True):
                 if is_stored:
                     self._slots.put(as_keys([names[at].key]), np.array([slot], np.int64))
+                    self._is_kept[slot] = True
                     outcomes[at] = Outcome.THERE
                 else:
                     self.blocks.free([slot])
@@ -108,8 +130,7 @@ class DiskTier(StorageTier):
     ) -> list[Outcome]:
         outcomes = [Outcome.ABSENT] * len(keys)
         with self._lock:
-            is_there = self.blocks.hold(slots := self._slots.find(as_keys(list(keys))))
-            at = np.flatnonzero(is_there).tolist()
+            at = np.flatnonzero((slots := self._hold(keys)) >= 0).tolist()
             self._num_readers.update(slots[at].tolist())
         held = [Slot(slot) for slot in slots[at].tolist()]
         results = self.blocks.load([keys[each] for each in at], held, blocks.pick(at))
@@ -119,7 +140,7 @@ class DiskTier(StorageTier):
                 outcomes[each] = result
                 if result is Outcome.DAMAGED or self.blocks.is_quarantined(slot):
                     outcomes[each] = Outcome.DAMAGED
-                    self._forget([keys[each]], [slot])
+                    self._forget([keys[each]], np.array([slot], np.int64))
         return outcomes
 
     def _end_read(self, slots: Sequence[Slot]) -> None:
@@ -133,24 +154,41 @@ class DiskTier(StorageTier):
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
         with self._lock:
-            slots = self._slots.find(as_keys(list(keys)))
-            at = np.flatnonzero(self.blocks.hold(slots)).tolist()
-            gone = [Slot(slot) for slot in slots[at].tolist()]
+            slots = self._hold(keys)
             if for_good:
-                self.blocks.forget(gone)
-            self._forget([keys[each] for each in at], gone)
+                there = self._slots_with(keys)
+                self.blocks.forget([Slot(slot) for slot in there[there >= 0].tolist()])
+                self._slots.remove(as_keys(list(keys))[there >= 0], there[there >= 0])
+            self._leave(slots[slots >= 0])
 
-    def _forget(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> None:
+    def _slots_with(self, keys: Sequence[BlockKey]) -> Int64s:
+        """int64 [n]: the slot that has each block, in use or not; -1 where none has."""
+        wanted = as_keys(list(keys))
+        slots = self._slots.find(wanted)
+        slots[~self.blocks.fit(wanted, slots)[0]] = -1
+        return slots
+
+    def _forget(self, keys: Sequence[BlockKey], slots: Int64s) -> None:
+        """The blocks are not there any more; those that went meanwhile are passed over."""
+        wanted = as_keys(list(keys))
+        still = self._slots.find(wanted) == slots
+        self._slots.remove(wanted, slots)
+        self._leave(slots[still])
+
+    def _leave(self, slots: Int64s) -> None:
         """The slots are free, or will be when nobody reads them any more."""
-        self._slots.remove(as_keys(list(keys)), np.array(slots, np.int64))
-        busy = [slot for slot in slots if self._num_readers[slot]]
+        self._is_kept[slots] = False
+        leaving = [Slot(slot) for slot in slots.tolist()]
+        busy = {slot for slot in leaving if self._num_readers[slot]}
         self._leaving.update(busy)
-        self.blocks.free([slot for slot in slots if slot not in busy])
+        self.blocks.free([slot for slot in leaving if slot not in busy])
 
     # -- upkeep ------------------------------------------------------------------------------------
 
     def scrub(self, max_bytes: int) -> ScrubReport:
-        return self.blocks.scrub(max_bytes)
+        seen = self.blocks.scrub(max_bytes)
+        num_lost = len(seen.corrupt), len(seen.failed)
+        return ScrubReport(seen.num_checked, seen.num_bytes, *num_lost)
 
     def findings(self) -> list[Finding]:
         return self.blocks.findings()
@@ -160,7 +198,8 @@ class DiskTier(StorageTier):
         may run."""
         self.blocks.check_invariants()
         num_kept = self.blocks.num_used + self.blocks.num_unclaimed
-        assert len(self._slots) == num_kept, "a block without a key, or a key without a block"
+        assert len(self._slots) >= num_kept, "a block without a key"
+        assert self._is_kept.sum() == self.blocks.num_used, "a slot in use without a block"
         assert not self._leaving, "a slot waits for a reader that is not there"
 
     def close(self) -> None:
