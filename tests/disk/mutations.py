@@ -29,9 +29,9 @@ MOST_DATA, MOST_JOURNAL = 1 << 30, 1 << 40
 class Damage:
     """What happened to the files.
 
-    sizes: of files that end in a hole, or before what they hold. is_plain: whole bytes of metadata
-    were lost, or are not those that were written: what a checksum or a size tells. Anything else
-    could look like a slab that was closed in order.
+    sizes: of files that end in a hole, or before what they hold. is_plain: bytes of metadata were
+    lost, or are not those that were written, as a checksum or a size tells; or bytes of the data,
+    as its time tells. Anything else could look like a slab that was closed in order.
     """
 
     files: Files
@@ -44,9 +44,7 @@ class Damage:
         names = [name for name, content in self.files.items() if content and name.endswith(ending)]
         if not names:
             return ""
-        name = rng.choice(names)
-        self.is_plain &= not name.endswith("data.slab")
-        return name
+        return rng.choice(names)
 
 
 def mutate(rng: Random, files: Files, others: Sequence[Files]) -> Damage:

@@ -11,6 +11,8 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,10 +55,14 @@ def fuzz(
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """In memory where that can be had: a slab is made anew for every mutation."""
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """In memory where that can be had: a slab is made anew for every mutation. Removed in the end,
+    also where a process was not there any more to do it."""
     memory = Path("/dev/shm")
-    return memory if os.access(memory, os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(
+        dir=memory if os.access(memory, os.W_OK) else tmp_path
+    ) as made:
+        yield Path(made)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2])

@@ -168,6 +168,23 @@ def test_sampling_stays_within_top_k_and_top_p(seed: int, top_k: int, top_p: flo
     assert chosen in order[: smallest_nucleus + 1]
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0, top_p=1e-46),
+        SamplingParams(temperature=100.0, top_p=5e-324),
+        SamplingParams(temperature=1e-40),
+        SamplingParams(temperature=5e-324, top_p=1e-46),
+        SamplingParams(temperature=1e-5),
+        SamplingParams(temperature=1.0, top_k=1, seed=2**70),
+    ],
+)
+def test_extremes_of_sampling_give_the_likeliest_token(params: SamplingParams) -> None:
+    logits = torch.randn(100, generator=torch.Generator().manual_seed(0)) * 100
+    assert params.complaint() == ""
+    assert Sampler(params).choose(logits) == int(logits.argmax())
+
+
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     logits = torch.tensor([1.0, 3.0, 2.0])
     value, top = logprobs(logits, 2, 2)

@@ -229,7 +229,8 @@ class Hostile:
         pick = self.random.choice
         if self.ring is None or self.random.random() < 0.1:
             depth, piece = pick((1, 8, self.number())), pick((4096, 65536, self.number()))
-            fd = pick((self.fd, -1, self.number()))
+            # Not a number at random: it may be a pipe, and a read of that may well have no end.
+            fd = pick((self.fd, self.fd, -1, 99_999, 2**31, -(2**31) - 1, "3", None))
 
             def make() -> None:
                 self.ring = _native.UringRing(fd, depth, piece, pick((True, False)))

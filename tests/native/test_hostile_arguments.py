@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvtier import _hot
 from kvtier._reference.copy import copy_batch as reference_copy_batch
@@ -27,13 +25,12 @@ needs_core = pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.
 
 
 @needs_core
-@settings(max_examples=8)
-@given(seed=st.integers(0, 2**32 - 1))
+@pytest.mark.parametrize("seed", range(4))
 def test_every_call_gives_a_result_or_an_error(seed: int) -> None:
     """In a process of its own; its last line is the call that ended it."""
-    command = [sys.executable, "-m", "tests.native.hostile", str(seed), "1500"]
+    command = [sys.executable, "-m", "tests.native.hostile", str(seed), "2000"]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
     )
     last = "\n".join(done.stdout.splitlines()[-3:])
     assert done.returncode == 0, f"{' '.join(command[1:])}:\n{last}\n{done.stderr[-3000:]}"

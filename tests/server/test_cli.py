@@ -52,7 +52,12 @@ def test_the_version_is_told() -> None:
         (["--max-running", "0"], "max_running: 0 is below 1"),
         (["--dtype", "int3"], "dtype: 'int3' is unknown"),
         (["--device", "toaster"], "device: 'toaster' is unknown"),
-        (["--shutdown-grace", "-1"], "shutdown_grace_s: -1.0 is below 0"),
+        (["--shutdown-grace", "-1"], "shutdown_grace_s: -1.0 is no number of seconds"),
+        (["--shutdown-grace", "nan"], "shutdown_grace_s: nan is no number of seconds"),
+        (["--max-connections", "0"], "max_connections: 0 is below 1"),
+        (["--header-timeout", "0"], "header_timeout_s: 0.0 is no time to wait"),
+        (["--body-timeout", "nan"], "body_timeout_s: nan is no time to wait"),
+        (["--write-timeout", "inf"], "write_timeout_s: inf is no time to wait"),
         (["--host", "no.such.host.invalid"], "host: can't listen on 'no.such.host.invalid'"),
     ],
 )
@@ -81,6 +86,15 @@ def test_a_port_that_is_taken_is_told() -> None:
         result = kvtier("serve", "--port", str(port))
     assert result.exit_code == 2
     assert f"port: can't listen on 127.0.0.1:{port}" in result.stderr
+
+
+@pytest.mark.engine
+def test_too_few_open_files_are_told() -> None:
+    command = f"ulimit -n 200; exec {sys.executable} -m kvtier.cli serve --port 0 --host-capacity 0"
+    done = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "kvtier serve: max_connections: this process may open 200 files" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.engine

@@ -129,7 +129,7 @@ def test_a_bad_chat_request_is_told_why(
         (b"{", "not valid JSON at character 1"),
         (b'{"model": "kvtier-tiny",}', "not valid JSON at character"),
         (b"\xff\xfe{", "can't be read as JSON"),
-        (b"[" * 100_000, "can't be read as JSON"),
+        (b"[" * 100_000, "more than 32 levels of lists and objects; flatten it"),
         (b"[]", "must be a JSON object"),
         (b"7", "must be a JSON object"),
         (b"", "body is empty"),
@@ -202,8 +202,16 @@ def short() -> Iterator[Running]:
         ),
         ({"prompt": [5] * 90, "max_tokens": 11}, "together 101, but they must fit into 100"),
         (
-            {"prompt": "word " * 20_000},
+            {"prompt": "word " * 800},
             "of which the first 1600 alone are more than the 100 tokens",
+        ),
+        (
+            {"prompt": "word " * 2000},
+            "has 10000 bytes, but the 100 tokens that prompt and answer must fit into hold 4100",
+        ),
+        (
+            {"prompt": "word " * 20_000},
+            "The body has a text of more than 24600 bytes, which is more than the model's context",
         ),
     ],
 )

@@ -173,6 +173,10 @@ class Wordy:
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
+    @property
+    def max_token_bytes(self) -> int:
+        return self._engine.tokenizer.max_token_bytes
+
     def encode(self, text: str) -> list[int]:
         return self._engine.tokenizer.encode(text)
 

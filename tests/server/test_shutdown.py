@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -16,6 +17,8 @@ from threading import Thread
 import httpx
 import openai
 import pytest
+
+from kvtier.server.log_rate import BURST
 
 from .conftest import wait_until
 
@@ -60,7 +63,13 @@ def refuses(url: str) -> bool:
         socket.create_connection((host, int(port)), timeout=5).close()
     except ConnectionRefusedError:
         return True
+    except ConnectionResetError:  # it was in line when the socket was closed
+        return False
     return False
+
+
+def connect(url: str) -> socket.socket:
+    return socket.create_connection(tuple(url.removeprefix("http://").split(":")), timeout=60)
 
 
 def body(max_tokens: int, stream: bool) -> dict[str, object]:
@@ -97,8 +106,7 @@ def test_requests_in_flight_are_finished_and_no_new_ones_taken() -> None:
             wait_until(
                 lambda: httpx.get(f"{url}/health").json()["running"] == 2, "both requests run"
             )
-            half = socket.create_connection(tuple(url.removeprefix("http://").split(":")))
-            half.settimeout(60)
+            half = connect(url)
             late = json.dumps(body(1, False)).encode()
             half.sendall(
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -163,3 +171,20 @@ def test_after_the_grace_or_a_second_signal_answers_are_cut_short_properly(
         assert whole[0].status_code == 503
         assert whole[0].json()["error"]["code"] == "shutting_down"
         assert "secret" not in end(process)
+
+
+def test_without_a_free_descriptor_the_log_stays_short_and_the_server_comes_back() -> None:
+    with program() as (process, url):
+        num_open = len(os.listdir(f"/proc/{process.pid}/fd"))
+        _, hard = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (num_open + 20, hard))
+        clients = [connect(url) for _ in range(200)]
+        wait_until(
+            lambda: len(os.listdir(f"/proc/{process.pid}/fd")) >= num_open + 20, "all are taken"
+        )
+        for client in clients:
+            client.close()
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+        assert 0 < errors.count("out of system resource") <= BURST + 2

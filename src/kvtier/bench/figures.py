@@ -32,12 +32,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def change(found: Estimate) -> str:
-    """A share, as far as it can be told: "+0.9 % (+0.4 % to +1.3 %)" where it is on one side of
-    nothing, "between -0.2 % and +0.9 %" where it may be nothing, else that it can't."""
+def between(found: Estimate) -> str:
+    """ "-0.2 % to +0.9 %", or that too little was measured."""
     if not found.is_bounded:
         return TOO_FEW
-    low, high = percent(found.low, signed=True), percent(found.high, signed=True)
-    if found.contains(0):
-        return f"between {low} and {high}"
-    return f"{percent(found.value, signed=True)} ({low} to {high})"
+    return f"{percent(found.low, signed=True)} to {percent(found.high, signed=True)}"
+
+
+def change(found: Estimate) -> str:
+    """A share, as far as it can be told: "+0.9 % (+0.4 % to +1.3 %)" where it is on one side of
+    nothing, "-0.2 % to +0.9 %" where it may be nothing, else that it can't."""
+    if not found.is_bounded or found.contains(0):
+        return between(found)
+    return f"{percent(found.value, signed=True)} ({between(found)})"

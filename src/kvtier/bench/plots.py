@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from kvtier.bench.figures import change, milliseconds, percent
+from kvtier.bench.figures import between, milliseconds, percent
 from kvtier.bench.overhead import OverheadResult
 from kvtier.bench.stats import Estimate
 from kvtier.bench.ttft import COLD, TtftResult
@@ -190,7 +190,7 @@ def overhead_pairs(result: OverheadResult) -> tuple[str, str]:
                 va="center", ha="left", fontweight="bold",
             )  # fmt: skip
             axes.text(
-                1.0, row + LABEL_HEIGHT, change(median.changed(lambda ratio: ratio - 1)),
+                1.0, row + LABEL_HEIGHT, between(median.changed(lambda ratio: ratio - 1)),
                 transform=axes.get_yaxis_transform(), va="center", ha="right", color=MUTED,
             )  # fmt: skip
         axes.set_xlim(-edge, edge)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtier.bench.accuracy import TIERS, AccuracyResult
-from kvtier.bench.figures import SURE, TOO_FEW, change, counted, milliseconds, percent
+from kvtier.bench.figures import SURE, TOO_FEW, between, change, counted, milliseconds, percent
 from kvtier.bench.overhead import OverheadResult
 from kvtier.bench.overlap import Case, OverlapResult
 from kvtier.bench.result import ServeResult
@@ -180,17 +180,20 @@ def _slow_ones(summary: Summary) -> str:
 
 
 def _overhead(result: OverheadResult) -> Verdict:
+    """Medians where they were taken at the size that they are meant for, else only where they lie:
+    on short prompts, what does not grow with them weighs more."""
+    tell = change if result.full_length else between
     ttft, throughput = (
-        change(ratio.changed(lambda each: each - 1))
+        tell(ratio.changed(lambda each: each - 1))
         for ratio in (result.ttft_ratio, result.throughput_ratio)
     )
-    small = "" if result.full_length else f" Prompts of {result.prompt_tokens:,} tokens only."
-    return Verdict(
-        "Cost without reuse",
-        f"first token {ttft}; throughput {throughput}",
-        f"Medians of {counted(len(result.rows), 'pair')} with the cache on and off, and where they "
-        f"lie ({SURE}).{small}",
-    )
+    pairs = f"{counted(len(result.rows), 'pair')} with the cache on and off"
+    if result.full_length:
+        meaning = f"Medians of {pairs}, and where they lie ({SURE})."
+    else:
+        length = f"{result.prompt_tokens:,} tokens"
+        meaning = f"A look at prompts of {length}: there the medians of {pairs} lie ({SURE})."
+    return Verdict("Cost without reuse", f"first token {ttft}; throughput {throughput}", meaning)
 
 
 def _slow_disk(result: SlowDiskResult) -> Verdict:

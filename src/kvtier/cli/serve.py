@@ -11,7 +11,7 @@ import typer
 
 from kvtier.cli.failure import fail
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, CacheConfig, parse_size
-from kvtier.errors import CacheError
+from kvtier.errors import CacheError, ConfigError
 from kvtier.types import Durability, PrefetchPolicy, Verify, WritePolicy
 
 _SERVER, _MODEL, _CACHE = "Server", "Model", "Cache"
@@ -49,6 +49,30 @@ def serve(
     max_body: Annotated[
         str, typer.Option(help="Longest request body.", rich_help_panel=_SERVER)
     ] = "8MiB",
+    max_connections: Annotated[
+        int,
+        typer.Option(
+            help="Open connections; some more are kept for /health and /metrics.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = 1024,
+    header_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that a connection may stay without a whole request header.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = 10.0,
+    body_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds that a request's body may take.", rich_help_panel=_SERVER),
+    ] = 30.0,
+    write_timeout: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that a client may leave its answer unread.", rich_help_panel=_SERVER
+        ),
+    ] = 60.0,
     shutdown_grace: Annotated[
         float,
         typer.Option(
@@ -156,15 +180,20 @@ def serve(
     ] = WritePolicy.WRITE_THROUGH,
 ) -> None:
     """Serve a model with an OpenAI-compatible API."""
-    logging.basicConfig(
-        level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.root.level))
     try:
         from kvtier.engine import Engine, EngineConfig
-        from kvtier.server import HttpServer, ServerConfig, bind, is_loopback
+        from kvtier.server import (
+            HttpServer,
+            LogRate,
+            ServerConfig,
+            bind,
+            is_loopback,
+            raise_descriptor_limit,
+        )
     except ImportError as error:
         fail("serve", f'{error}; install what the engine needs: pip install "kvtier[engine]"')
+    _log(log_level, LogRate())
+    raise_descriptor_limit()
     try:
         server_config = ServerConfig(
             host=host,
@@ -172,6 +201,10 @@ def serve(
             api_key=api_key if api_key is not None else os.environ.get(_KEY_VARIABLE),
             served_model_name=served_model_name,
             max_body_bytes=parse_size(max_body, "max_body"),
+            max_connections=max_connections,
+            header_timeout_s=header_timeout,
+            body_timeout_s=body_timeout,
+            write_timeout_s=write_timeout,
             max_choices=max(1, min(64, max_queue)),
             shutdown_grace_s=shutdown_grace,
         )
@@ -220,4 +253,18 @@ def serve(
             typer.echo(f"kvtier serves {name} on {engine.info.device} at {url}")
 
         with engine:
-            HttpServer(engine, server_config, listener).run(tell, handle_signals=True)
+            try:
+                HttpServer(engine, server_config, listener).run(tell, handle_signals=True)
+            except ConfigError as error:
+                fail("serve", error)
+
+
+def _log(level: LogLevel, rate: logging.Filter) -> None:
+    handler = logging.StreamHandler()
+    handler.addFilter(rate)
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        handlers=[handler],
+    )
+    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.root.level))

@@ -171,9 +171,11 @@ class Engine:
 
     def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the engine thread, between two steps, and give its result."""
+        return self.call_later(function).result()
+
+    def call_later(self, function: Callable[[], T]) -> Future[T]:
+        """The same without waiting for it. It runs at once where no engine thread runs."""
         self._process.must_be_here("the engine")
-        if self._thread is None or not self._thread.is_alive():
-            return function()
         future: Future[T] = Future()
 
         def run() -> None:
@@ -182,8 +184,11 @@ class Engine:
             except BaseException as error:  # handed to the caller
                 future.set_exception(error)
 
-        self._inbox.put(run)
-        return future.result()
+        if self._thread is None or not self._thread.is_alive():
+            run()
+        else:
+            self._inbox.put(run)
+        return future
 
     def follow_loads(self, is_on: bool) -> None:
         """Change ``EngineConfig.follow_loads`` for requests that come from now on. To be called

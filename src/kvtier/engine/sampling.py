@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: dividing by it would overflow in float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request's tokens are chosen, and when it ends.
 
-    temperature: 0 is greedy. top_k: 0 keeps all tokens. seed: equal seeds give equal choices from
-    equal logits. num_logprobs: alternatives reported per token. keep_logits: keep every step's.
+    temperature: 0 is greedy, and so is what lies below ``GREEDY_BELOW``. top_k: 0 keeps all tokens.
+    seed: equal seeds give equal choices from equal logits. num_logprobs: alternatives reported per
+    token. keep_logits: keep every step's.
     """
 
     max_tokens: int = 16
@@ -54,7 +58,7 @@ class Sampler:
     def choose(self, logits: torch.Tensor) -> int:
         """The next token id. logits: float32 [vocab_size], on the CPU."""
         params = self._params
-        if params.temperature == 0.0:
+        if params.temperature < GREEDY_BELOW:
             return int(logits.argmax())
         scaled = logits / params.temperature
         if 0 < params.top_k < scaled.numel():
@@ -64,6 +68,7 @@ class Sampler:
         if params.top_p < 1.0:
             ordered, order = probabilities.sort(descending=True)
             outside = ordered.cumsum(-1) - ordered >= params.top_p
+            outside[0] = False  # in float32 a very small top_p is 0, and nothing would be left
             probabilities[order[outside]] = 0.0
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
 

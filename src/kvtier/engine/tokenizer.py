@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
 from kvtier.errors import ConfigError
@@ -46,12 +48,27 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's next turn."""
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text of a conversation, ready for the assistant's next turn."""
         text = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
         )
-        return self.encode(str(text))
+        return str(text)
+
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """UTF-8 bytes of the longest token's text.
+
+        A text of more than so many for each token of a context does not fit into it. (Where a
+        tokenizer first shortens the text, as by composing accents, that is true of any text that
+        has other words than the longest token.)
+        """
+        added = self._tokenizer.get_added_vocab()
+        tokens = [token for token in self._tokenizer.get_vocab() if token not in added]
+        # In a byte-level vocabulary each character stands for a byte.
+        is_byte_level = set().union(*tokens) <= set(ByteLevel.alphabet())
+        own = max(len(token) if is_byte_level else len(token.encode()) for token in tokens)
+        return max([own, *(len(token.encode()) for token in added)])
 
     def detokenizer(self) -> Detokenizer:
         """A new one for one stream of tokens."""

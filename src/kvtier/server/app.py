@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import FastAPI
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from fastapi.openapi.utils import get_openapi
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from kvtier import __version__
@@ -11,7 +14,9 @@ from kvtier.server.chat import chat_router
 from kvtier.server.completions import completions_router
 from kvtier.server.errors import add_error_handlers
 from kvtier.server.gate import Gate, Observe
+from kvtier.server.metrics import CacheMetrics
 from kvtier.server.responses import Health, Model, ModelList
+from kvtier.server.schemas import components
 from kvtier.server.service import Service
 
 
@@ -21,6 +26,8 @@ def make_app(service: Service) -> FastAPI:
     add_error_handlers(app)
     app.include_router(completions_router(service))
     app.include_router(chat_router(service))
+
+    cache_metrics = CacheMetrics(service.engine)
 
     def model() -> Model:
         return {
@@ -55,13 +62,18 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         """The server's metrics, then the cache's."""
-        text = service.metrics.text() + await service.in_thread(cache_metrics)
+        text = service.metrics.text() + await cache_metrics.text()
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    def cache_metrics() -> bytes:
-        engine = service.engine
-        return engine.call(lambda: generate_latest(engine.cache.update_metrics().registry))
+    def describe() -> dict[str, Any]:
+        """As FastAPI does it, with the bodies that it does not read."""
+        if app.openapi_schema is None:
+            described = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            described.setdefault("components", {}).setdefault("schemas", {}).update(components())
+            app.openapi_schema = described
+        return app.openapi_schema
 
+    app.openapi = describe  # type: ignore[method-assign]
     # Added last means outermost.
     app.add_middleware(Gate, service=service)
     app.add_middleware(Observe, service=service)

@@ -13,8 +13,8 @@ from kvtier.server.choice import Piece, TextToken
 from kvtier.server.errors import bad_request
 from kvtier.server.logprobs import chat_logprobs
 from kvtier.server.responses import ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs
-from kvtier.server.schemas import ChatMessage, ChatRequest
-from kvtier.server.service import Service
+from kvtier.server.schemas import ChatMessage, ChatRequest, takes
+from kvtier.server.service import Encode, Service
 
 
 class ChatForm(AnswerForm):
@@ -77,9 +77,21 @@ def chat_router(service: Service) -> APIRouter:
     router = APIRouter()
     tokenizer = service.engine.tokenizer
 
-    @router.post("/v1/chat/completions")
-    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+    @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
+    async def create_chat_completion(request: Request) -> Response:
         """The assistant's next turn in a conversation."""
+        body, prompt = await service.prepare(request, ChatRequest, prepare)
+        orders = service.orders(
+            body,
+            prompt,
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            default_max_tokens=service.config.default_chat_tokens,
+            num_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
+        )
+        form = ChatForm(tokenizer, (body.top_logprobs or 0) if body.logprobs else None)
+        return await Answerer(service, request, body, form).answer(service.start(body, orders))
+
+    def prepare(body: ChatRequest, encode: Encode) -> list[int]:
         service.check(body)
         max_tokens = body.max_completion_tokens or body.max_tokens
         if body.max_tokens and body.max_tokens != max_tokens:
@@ -92,26 +104,15 @@ def chat_router(service: Service) -> APIRouter:
             raise bad_request(
                 f"{service.model_name} has no chat template; use /v1/completions.", "messages"
             )
-        prompt = await service.in_thread(lambda: encode(body.messages))
-        orders = service.orders(
-            body,
-            prompt,
-            max_tokens=max_tokens,
-            default_max_tokens=service.config.default_chat_tokens,
-            num_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
-        )
-        form = ChatForm(tokenizer, (body.top_logprobs or 0) if body.logprobs else None)
-        return await Answerer(service, request, body, form).answer(service.start(body, orders))
-
-    def encode(messages: Sequence[ChatMessage]) -> list[int]:
-        service.refuse_endless("\n".join(message.content for message in messages))
-        turns = [_turn(message) for message in messages]
+        turns = [_turn(message) for message in body.messages]
         try:
-            return tokenizer.apply_chat_template(turns)
+            text = tokenizer.render_chat(turns)
         except Exception as error:  # a template may raise what it likes
+            why = " ".join(str(error).split()).rstrip(".")[:200]
             raise bad_request(
-                f"The model's chat template refuses these messages: {error}.", "messages"
+                f"The model's chat template refuses these messages: {why}.", "messages"
             ) from error
+        return encode(text)
 
     return router
 

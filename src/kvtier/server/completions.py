@@ -15,8 +15,8 @@ from kvtier.server.fields import Prompt
 from kvtier.server.generation import Order
 from kvtier.server.logprobs import completion_logprobs
 from kvtier.server.responses import CompletionChoice, CompletionLogprobs
-from kvtier.server.schemas import CompletionRequest
-from kvtier.server.service import Service
+from kvtier.server.schemas import CompletionRequest, takes
+from kvtier.server.service import Encode, Service
 
 DEFAULT_MAX_TOKENS = 16
 """Of the API."""
@@ -64,17 +64,10 @@ def completions_router(service: Service) -> APIRouter:
     router = APIRouter()
     tokenizer = service.engine.tokenizer
 
-    @router.post("/v1/completions")
-    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    @router.post("/v1/completions", openapi_extra=takes(CompletionRequest))
+    async def create_completion(request: Request) -> Response:
         """Continue one or more prompts."""
-        service.check(body, len(body.prompt))
-        if body.echo and body.logprobs is not None:
-            raise bad_request(
-                "echo with logprobs is not supported by this server; leave one of them out.",
-                "echo",
-                "unsupported_parameter",
-            )
-        prompts = await service.in_thread(lambda: [encode(each) for each in body.prompt])
+        body, prompts = await service.prepare(request, CompletionRequest, prepare)
         orders: list[Order] = []
         for token_ids, prompt in zip(prompts, body.prompt, strict=True):
             orders += service.orders(
@@ -89,11 +82,15 @@ def completions_router(service: Service) -> APIRouter:
         form = CompletionForm(tokenizer, body.logprobs)
         return await Answerer(service, request, body, form).answer(generation)
 
-    def encode(prompt: Prompt) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        service.refuse_endless(prompt)
-        return tokenizer.encode(prompt)
+    def prepare(body: CompletionRequest, encode: Encode) -> list[list[int]]:
+        service.check(body, len(body.prompt))
+        if body.echo and body.logprobs is not None:
+            raise bad_request(
+                "echo with logprobs is not supported by this server; leave one of them out.",
+                "echo",
+                "unsupported_parameter",
+            )
+        return [encode(each) if isinstance(each, str) else each for each in body.prompt]
 
     def text_of(prompt: Prompt) -> str:
         return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from kvtier.errors import ConfigError
@@ -21,6 +22,15 @@ class ServerConfig:
     """The model's name in the API; None takes the engine's."""
     max_body_bytes: int = 8 << 20
     """Longest request body."""
+    max_connections: int = 1024
+    """Open connections; fewer where the system allows fewer open files. A few more are there for
+    ``/health`` and ``/metrics``."""
+    header_timeout_s: float = 10.0
+    """How long a connection may stay without a whole request header."""
+    body_timeout_s: float = 30.0
+    """How long a request's body may take."""
+    write_timeout_s: float = 60.0
+    """How long a client may leave its answer unread."""
     max_choices: int = 64
     """Prompts times ``n`` of one HTTP request."""
     default_chat_tokens: int = 1024
@@ -35,8 +45,15 @@ class ServerConfig:
             )
         if self.api_key is not None and not self.api_key.strip():
             raise ConfigError("api_key: the key is empty; set one, or leave the option out")
-        for name in ("max_body_bytes", "max_choices", "default_chat_tokens"):
+        for name in ("max_body_bytes", "max_connections", "max_choices", "default_chat_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
-        if self.shutdown_grace_s < 0:
-            raise ConfigError(f"shutdown_grace_s: {self.shutdown_grace_s} is below 0")
+        for name in ("header_timeout_s", "body_timeout_s", "write_timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(
+                    f"{name}: {getattr(self, name)} is no time to wait; give seconds above 0"
+                )
+        if not 0 <= self.shutdown_grace_s < math.inf:
+            raise ConfigError(
+                f"shutdown_grace_s: {self.shutdown_grace_s} is no number of seconds; give 0 or more"
+            )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -86,6 +86,34 @@ def body_too_long(limit_bytes: int) -> ApiError:
     )
 
 
+def header_too_long(limit_bytes: int) -> ApiError:
+    return ApiError(
+        431,
+        f"The request's header is longer than {limit_bytes} bytes; shorten its path or its fields.",
+        code="header_too_large",
+    )
+
+
+def body_late(limit_s: float) -> ApiError:
+    return ApiError(
+        408,
+        f"The request body did not arrive within {limit_s:g} s; send it faster or raise "
+        "--body-timeout.",
+        code="request_timeout",
+        headers={"Connection": "close"},
+    )
+
+
+def crowded(what: str) -> ApiError:
+    """what: there is too much of."""
+    return ApiError(
+        503,
+        f"{what}; try again later.",
+        code="overloaded",
+        headers={"Retry-After": str(RETRY_AFTER_S), "Connection": "close"},
+    )
+
+
 def busy(reason: str) -> ApiError:
     return ApiError(
         429,
@@ -114,8 +142,14 @@ def internal_error(request_id: str) -> ApiError:
 
 def show(value: object) -> str:
     """A value from a request, short enough and safe to put into a message."""
+    text = ""
     try:
-        text = json.dumps(value)
+        # Piece by piece: the value may be long, and its beginning is all that is shown.
+        short = value[:_SHOWN_CHARACTERS] if isinstance(value, str) else value
+        for piece in json.JSONEncoder().iterencode(short):
+            text += piece
+            if len(text) > _SHOWN_CHARACTERS:
+                break
     except (TypeError, ValueError):
         text = type(value).__name__
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
@@ -127,29 +161,17 @@ def from_validation(errors: Sequence[Mapping[str, object]]) -> ApiError:
     kind, message, found = str(first["type"]), str(first["msg"]), first.get("input")
     location = first["loc"]
     assert isinstance(location, tuple)
-    if kind == "json_invalid":
-        context = first.get("ctx")
-        why = context.get("error", message) if isinstance(context, Mapping) else message
-        return bad_request(
-            f"The body is not valid JSON at character {location[-1]}: {why}.", code="invalid_json"
-        )
     if kind == "string_unicode":
         return bad_request("A key in the body is no text; send whole characters.")
-    name = _field_name(location[1:])
-    if not name:
-        if found is None:
-            return bad_request("The body is empty; send a JSON object.", code="invalid_json")
-        return bad_request(
-            "The body must be a JSON object, sent with the header "
-            '"Content-Type: application/json".',
-            code="invalid_json",
-        )
+    name = _field_name(location)
     if kind == "missing":
         return bad_request(f"{name} is missing; this request needs it.", name, "missing")
     if kind == "value_error":
         return bad_request(f"{message.removeprefix('Value error, ')}.", name, "invalid_value")
-    advice = message.removeprefix("Input should be ").removeprefix("Input should ")
-    return bad_request(f"{name} is {show(found)}, but must be {advice}.", name, "invalid_value")
+    advice = re.sub(
+        r"^\w+ should ", "", message
+    )  # "Input should be less than 3", "List should ..."
+    return bad_request(f"{name} is {show(found)}, but must {advice}.", name, "invalid_value")
 
 
 def _field_name(location: Sequence[object]) -> str:
@@ -169,10 +191,6 @@ def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def _api(request: Request, error: ApiError) -> Response:
         return error.response()
-
-    @app.exception_handler(RequestValidationError)
-    async def _validation(request: Request, error: RequestValidationError) -> Response:
-        return from_validation(error.errors()).response()
 
     @app.exception_handler(ClientGone)
     async def _gone(request: Request, error: ClientGone) -> Response:
@@ -196,8 +214,6 @@ def add_error_handlers(app: FastAPI) -> None:
                 code="method_not_allowed",
                 headers=error.headers,
             )
-        elif error.status_code == 400:
-            told = bad_request("The body can't be read as JSON.", code="invalid_json")
         else:
             told = ApiError(error.status_code, f"{error.detail}.", headers=error.headers)
         return told.response()

@@ -11,7 +11,9 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvtier.server.errors import ApiError, body_too_long, internal_error, shutting_down, wrong_key
+from kvtier.server.bodies import Body
+from kvtier.server.doorman import MONITOR_PATHS
+from kvtier.server.errors import ApiError, crowded, internal_error, shutting_down, wrong_key
 from kvtier.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -28,11 +30,6 @@ ENDPOINTS = {
 ID_PREFIXES = {"completions": "cmpl", "chat": "chatcmpl"}
 OPEN_PATHS = frozenset({"/health"})
 """Need no API key."""
-
-DISCARDED_BYTES = 64 << 20
-DISCARDED_S = 5.0
-"""A body that is too long is read on and thrown away within these bounds, for a client that is
-still sending does not see the answer."""
 
 
 class Observe:
@@ -90,7 +87,10 @@ class Observe:
 
 
 class Gate:
-    """Refuses wrong keys, new requests while the server shuts down, and bodies without end."""
+    """Refuses who is one too many, has no key, comes after the shutdown began or sends too much.
+
+    The app finds the body, read, in the request's state.
+    """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -103,15 +103,37 @@ class Gate:
             await self._app(scope, receive, send)
             return
         try:
-            self._check_key(scope)
-            self._check_open()
-            body = await self._read_body(scope, receive)
-            self._check_open()
+            body = await self._admit(scope, receive)
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        if body is not None:
-            await self._app(scope, _replay(body, receive), send)
+        if body is None:
+            return
+        scope["state"]["body"] = body
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            body.release()
+
+    async def _admit(self, scope: Scope, receive: Receive) -> Body | None:
+        """The body of a request that may pass; None where its client is gone."""
+        bodies = self._service.bodies
+        try:
+            self._check_room(scope)
+            self._check_key(scope)
+            self._check_open()
+        except ApiError as error:
+            await bodies.refuse(receive, error)
+            raise
+        body = await bodies.read(scope, receive)
+        if body is not None and self._service.is_closing:
+            body.release()
+            self._check_open()
+        return body
+
+    def _check_room(self, scope: Scope) -> None:
+        if scope["path"] not in MONITOR_PATHS and not self._service.doorman.make_room():
+            raise crowded("There are too many connections")
 
     def _check_open(self) -> None:
         if self._service.is_closing:
@@ -126,45 +148,6 @@ class Gate:
         is_equal = hmac.compare_digest(sent.strip(), self._key)
         if scheme.lower() != b"bearer" or not is_equal:
             raise wrong_key(sent=bool(sent))
-
-    async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body, at most as long as allowed. None: the client is gone."""
-        limit = self._service.config.max_body_bytes
-        parts: list[bytes] = []
-        num_bytes, more = 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            num_bytes += len(parts[-1])
-            more = message.get("more_body", False)
-            if num_bytes > limit:
-                await _discard(receive, more)
-                raise body_too_long(limit)
-        return b"".join(parts)
-
-
-async def _discard(receive: Receive, more: bool) -> None:
-    num_bytes = 0
-    try:
-        async with asyncio.timeout(DISCARDED_S):
-            while more and num_bytes < DISCARDED_BYTES:
-                message = await receive()
-                num_bytes += len(message.get("body", b""))
-                more = message.get("more_body", False)
-    except TimeoutError:
-        pass
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Gives the body that was read already, then what comes after it."""
-    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replayed() -> Message:
-        return first.pop() if first else await receive()
-
-    return replayed
 
 
 def _log_failure(request_id: str, error: Exception) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvtier.engine import Engine
 from kvtier.server.responses import Usage
 from kvtier.telemetry.metrics import MetricSpec
 
@@ -15,6 +17,13 @@ SERVER_METRICS = (
         "counter",
         "HTTP requests; status 499 is a client that left before its answer was complete.",
         ("endpoint", "status"),
+    ),
+    MetricSpec(
+        "kvtier_server_closed_connections_total",
+        "counter",
+        "Connections that the server closed: no whole header in time (header_timeout), an answer "
+        "left unread (write_timeout), others needed the room (room), no HTTP (invalid_http).",
+        ("reason",),
     ),
     MetricSpec(
         "kvtier_server_ttft_seconds",
@@ -63,6 +72,7 @@ class ServerMetrics:
             made.set_function(function)
 
         self._requests = counter("kvtier_server_requests_total")
+        self._closed = counter("kvtier_server_closed_connections_total")
         self._prompt_tokens = counter("kvtier_server_prompt_tokens_total")
         self._cached_tokens = counter("kvtier_server_cached_tokens_total")
         self._completion_tokens = counter("kvtier_server_completion_tokens_total")
@@ -74,6 +84,10 @@ class ServerMetrics:
     def request(self, endpoint: str, status: int) -> None:
         """An HTTP request ended."""
         self._requests.labels(endpoint, str(status)).inc()
+
+    def closed(self, reason: str) -> None:
+        """The server closed a connection."""
+        self._closed.labels(reason).inc()
 
     def first_token(self, endpoint: str, seconds: float) -> None:
         self._ttft.labels(endpoint).observe(seconds)
@@ -88,3 +102,29 @@ class ServerMetrics:
     def text(self) -> bytes:
         """In prometheus' text format."""
         return generate_latest(self.registry)
+
+
+class CacheMetrics:
+    """The cache's metrics, which only the engine's thread can read: between two of its steps.
+
+    Everybody who asks meanwhile gets the same text, and nobody waits longer than ``PATIENCE_S``.
+    """
+
+    PATIENCE_S = 2.0
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._reading: asyncio.Future[bytes] | None = None
+        self._last = b""
+
+    async def text(self) -> bytes:
+        """In prometheus' text format; where the engine does not come to it, what it was before."""
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.wrap_future(self._engine.call_later(self._read))
+        done, _ = await asyncio.wait({self._reading}, timeout=self.PATIENCE_S)
+        if done:
+            self._last = self._reading.result()
+        return self._last
+
+    def _read(self) -> bytes:
+        return generate_latest(self._engine.cache.update_metrics().registry)

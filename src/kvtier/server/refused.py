@@ -12,6 +12,9 @@ from difflib import get_close_matches
 from kvtier.server.errors import ApiError, bad_request, show
 from kvtier.server.schemas import ChatMessage, ChatRequest, GenerationRequest
 
+_LONGEST_NAME = 64
+"""Characters of an unknown parameter that are compared with those that we have."""
+
 LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "service_tier"})
 """Ignored: they say something about the request, not about the answer."""
 
@@ -69,7 +72,7 @@ def _refuse_parameter(name: str, value: object, known: list[str]) -> None:
         raise _unsupported(
             f"{name}={show(value)} is not supported by this server; leave it out.", name
         )
-    near = get_close_matches(name, known, n=1)
+    near = get_close_matches(name[:_LONGEST_NAME], known, n=1)
     advice = f"did you mean {near[0]}?" if near else "leave it out."
     raise _unsupported(f"{show(name)} is no parameter of this request; {advice}", name)
 

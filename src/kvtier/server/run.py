@@ -9,6 +9,8 @@ import logging
 import signal
 import socket
 from collections.abc import Callable, Generator
+from functools import partial
+from typing import cast
 
 import uvicorn
 
@@ -16,6 +18,8 @@ from kvtier.engine import Engine
 from kvtier.errors import ConfigError
 from kvtier.server.app import make_app
 from kvtier.server.config import ServerConfig
+from kvtier.server.connection import Connection
+from kvtier.server.doorman import BACKLOG, Doorman
 from kvtier.server.service import Service
 
 logger = logging.getLogger(__name__)
@@ -55,6 +59,10 @@ def is_loopback(listener: socket.socket) -> bool:
     """Whether only programs on this machine can reach it."""
     host: str = listener.getsockname()[0]
     return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+QUEUE = 1024
+"""Connections that the system keeps until the event loop takes them, ``BACKLOG`` at a time."""
 
 
 class _Uvicorn(uvicorn.Server):
@@ -111,7 +119,9 @@ class HttpServer:
         grace_s = self._config.shutdown_grace_s
         settings = uvicorn.Config(
             make_app(service),
-            http="h11",
+            # A class to uvicorn: what makes a protocol from its own arguments.
+            http=cast(type[asyncio.Protocol], partial(Connection, doorman=service.doorman)),
+            backlog=BACKLOG,
             ws="none",
             loop="asyncio",
             lifespan="off",
@@ -122,8 +132,10 @@ class HttpServer:
         )
         server = _Uvicorn(settings)
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        watching = asyncio.create_task(_watch(service.doorman))
         try:
             await _until(serving, lambda: server.started)
+            self._listener.listen(QUEUE)
             on_ready(self.url)
             stop = asyncio.create_task(self._stop.wait())
             await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -132,6 +144,7 @@ class HttpServer:
             await self._finish(service, grace_s)
         finally:
             await serving
+            watching.cancel()
             for connection in list(server.server_state.connections):
                 connection.transport.abort()  # its client does not read, and now never will
             await asyncio.sleep(0)
@@ -146,6 +159,12 @@ class HttpServer:
             service.cut_short()
         hurry.cancel()
         await finish
+
+
+async def _watch(doorman: Doorman) -> None:
+    while True:
+        await asyncio.sleep(doorman.tick_s)
+        doorman.sweep()
 
 
 async def _until(serving: asyncio.Task[None], is_ready: Callable[[], bool]) -> None:

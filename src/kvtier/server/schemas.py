@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic.json_schema import models_json_schema
 
 from kvtier.server.fields import Content, Prompts, Stops, Text, none_is
 
@@ -69,7 +70,28 @@ class ChatMessage(BaseModel):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
     max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
     logprobs: Flag = False
     top_logprobs: Annotated[Count, Field(ge=0, le=20)] | None = None
+
+
+_COMPONENTS = "#/components/schemas/"
+
+
+def takes(schema: type[BaseModel]) -> dict[str, object]:
+    """What OpenAPI says of an operation whose body is a ``schema``."""
+    reference = {"$ref": f"{_COMPONENTS}{schema.__name__}"}
+    return {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}
+    }
+
+
+def components() -> dict[str, object]:
+    """OpenAPI's descriptions of the requests, by name."""
+    _, described = models_json_schema(
+        [(CompletionRequest, "validation"), (ChatRequest, "validation")],
+        ref_template=f"{_COMPONENTS}{{model}}",
+    )
+    found: dict[str, object] = described["$defs"]
+    return found

@@ -6,23 +6,33 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import TypeVar
 
+from starlette.requests import Request
+
 from kvtier.engine import Engine, SamplingParams
+from kvtier.server.bodies import Bodies, Body
 from kvtier.server.config import ServerConfig
+from kvtier.server.doorman import Doorman, possible_connections
 from kvtier.server.errors import ApiError, bad_request, show, shutting_down
 from kvtier.server.generation import Generation, Order
 from kvtier.server.metrics import ServerMetrics
+from kvtier.server.pace import Pace
+from kvtier.server.parsing import parse
 from kvtier.server.refused import refuse_unsupported
+from kvtier.server.scan import Bounds
 from kvtier.server.schemas import GenerationRequest
 
+R = TypeVar("R", bound=GenerationRequest)
 T = TypeVar("T")
+Encode = Callable[[str], list[int]]
+
+ESCAPED = 6
+"""Bytes of a character in JSON at most, where it is written as \\u and four digits."""
 
 PROBE_CHARACTERS_PER_TOKEN = 16
 """A text longer than this, for each token there is room for, is tried before it is tokenized."""
-
-GREEDY_BELOW = 1e-5
-"""A temperature below this is greedy: dividing by it would overflow."""
 
 
 class Service:
@@ -35,18 +45,53 @@ class Service:
         self.created = int(time.time())
         self.metrics = ServerMetrics(lambda: engine.num_running, lambda: engine.num_waiting)
         self.is_closing = False
-        self._is_cut_short = False
+        self._cut_short = Event()
         self._generations: set[Generation] = set()
         self._num_in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._executor = ThreadPoolExecutor(2, thread_name_prefix="kvtier-tokenizer")
-
-    async def in_thread(self, function: Callable[[], T]) -> T:
-        """Run what takes long, tokenizing for instance, beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+        self.doorman = Doorman(
+            possible_connections(config.max_connections),
+            config.header_timeout_s,
+            config.write_timeout_s,
+            self.metrics.closed,
+        )
+        self._pace = Pace()
+        limit = engine.info.max_model_tokens
+        self._max_text_bytes = limit * engine.tokenizer.max_token_bytes
+        self.bodies = Bodies(
+            config.max_body_bytes,
+            config.body_timeout_s,
+            Bounds(ESCAPED * self._max_text_bytes),
+            self._pace,
+        )
+        # Long requests wait for each other, short ones for short ones, and the metrics for nobody.
+        self._short = ThreadPoolExecutor(2, thread_name_prefix="kvtier-tokenizer")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="kvtier-tokenizer-long")
 
     # -- one request ------------------------------------------------------------------------------
+
+    async def prepare(
+        self, request: Request, schema: type[R], work: Callable[[R, Encode], T]
+    ) -> tuple[R, T]:
+        """Parse the body of ``request``, then do ``work`` on it; both beside the event loop.
+
+        work: gets what the body asks for, and a function that tokenizes.
+        """
+        body: Body = request.state.body
+        content_type = request.headers.get("content-type", "")
+
+        def prepared() -> tuple[R, T]:
+            asked = parse(body.content, content_type, schema)
+            return asked, work(asked, encode)
+
+        executor, encode = self._short, self.encode
+        if body.is_large:
+            executor, encode = self._long, self._encode_slowly
+        try:
+            return await asyncio.get_running_loop().run_in_executor(executor, prepared)
+        finally:
+            body.release()
 
     def check(self, request: GenerationRequest, num_prompts: int = 1) -> None:
         """Raise ``ApiError`` for another model, parameters we don't have, and too many choices."""
@@ -69,18 +114,49 @@ class Service:
                 code="model_not_found",
             )
 
-    def refuse_endless(self, text: str) -> None:
-        """Raise ``ApiError`` for a text that is far too long, before all of it is tokenized.
+    def encode(self, text: str) -> list[int]:
+        """The prompt's tokens; ``ApiError`` where they leave no room for an answer.
 
-        Megabytes take seconds; where the beginning alone is too long, the whole is, too.
+        Megabytes take seconds, so what is far too long is told before all of it is tokenized: where
+        the beginning alone is too long, the whole is, too.
         """
         limit = self.engine.info.max_model_tokens
+        num_bytes = len(text) if text.isascii() else len(text.encode())
+        if num_bytes > self._max_text_bytes:
+            raise _too_long(
+                f"The prompt has {num_bytes} bytes, but the {limit} tokens that prompt and answer "
+                f"must fit into hold {self._max_text_bytes} at most; shorten it."
+            )
         num_probed = PROBE_CHARACTERS_PER_TOKEN * limit
-        if len(text) > num_probed and len(self.engine.tokenizer.encode(text[:num_probed])) > limit:
+        encode = self.engine.tokenizer.encode
+        if len(text) > num_probed and len(encode(text[:num_probed])) > limit:
             raise _too_long(
                 f"The prompt has {len(text)} characters, of which the first {num_probed} alone are "
                 f"more than the {limit} tokens that prompt and answer must fit into; shorten it."
             )
+        prompt = encode(text)
+        self._room(prompt)
+        return prompt
+
+    def _encode_slowly(self, text: str) -> list[int]:
+        """The same, leaving the processor to others afterwards."""
+        began = time.perf_counter()
+        try:
+            return self.encode(text)
+        finally:
+            # All long requests keep to one pace, those that are still read included.
+            self._cut_short.wait(self._pace.rest(time.perf_counter() - began))
+            self._check_not_cut_short()
+
+    def _room(self, prompt: Sequence[int]) -> int:
+        """Tokens that the answer may have; ``ApiError`` where there are none."""
+        limit = self.engine.info.max_model_tokens
+        if len(prompt) >= limit:
+            raise _too_long(
+                f"The prompt has {len(prompt)} tokens, but prompt and answer must fit into "
+                f"{limit}; shorten the prompt."
+            )
+        return limit - len(prompt)
 
     def orders(
         self,
@@ -94,26 +170,19 @@ class Service:
     ) -> list[Order]:
         """The ``n`` choices of one prompt. max_tokens: None takes the default, or what there is
         room for; more than there is room for is an error."""
-        limit = self.engine.info.max_model_tokens
-        room = limit - len(prompt)
-        if room < 1:
-            raise _too_long(
-                f"The prompt has {len(prompt)} tokens, but prompt and answer must fit into "
-                f"{limit}; shorten the prompt."
-            )
+        room = self._room(prompt)
         if max_tokens is not None and max_tokens > room:
             raise _too_long(
                 f"The prompt has {len(prompt)} tokens and max_tokens is {max_tokens}, together "
-                f"{len(prompt) + max_tokens}, but they must fit into {limit}; shorten the prompt "
-                "or lower max_tokens."
+                f"{len(prompt) + max_tokens}, but they must fit into {len(prompt) + room}; shorten "
+                "the prompt or lower max_tokens."
             )
-        temperature = 0.0 if request.temperature < GREEDY_BELOW else request.temperature
         return [
             Order(
                 prompt,
                 SamplingParams(
                     max_tokens=max_tokens or min(default_max_tokens, room),
-                    temperature=temperature,
+                    temperature=request.temperature,
                     top_p=request.top_p,
                     top_k=request.top_k,
                     seed=None if request.seed is None else request.seed + at,
@@ -128,13 +197,16 @@ class Service:
 
     def start(self, request: GenerationRequest, orders: Sequence[Order]) -> Generation:
         """Hand the choices to the engine: all of them, or none and an ``ApiError``."""
-        if self._is_cut_short:
-            raise shutting_down()
+        self._check_not_cut_short()
         generation = Generation(
             self.engine, orders, request.stop, request.cache_salt, self._generations.discard
         )
         self._generations.add(generation)
         return generation
+
+    def _check_not_cut_short(self) -> None:
+        if self._cut_short.is_set():
+            raise shutting_down()
 
     # -- all requests -----------------------------------------------------------------------------
 
@@ -159,13 +231,15 @@ class Service:
 
     def cut_short(self) -> None:
         """End every request in flight now, each with a proper end of its answer."""
-        self.is_closing = self._is_cut_short = True
+        self.is_closing = True
+        self._cut_short.set()
         for generation in list(self._generations):
             generation.cut_short()
 
     def close(self) -> None:
         """The last request is gone."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._short, self._long):
+            executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _too_long(message: str) -> ApiError:

@@ -1,0 +1,159 @@
+"""Request bodies: read in bounded time, at a bounded pace, into bounded memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from starlette.types import Receive, Scope
+
+from kvtier.server.errors import ApiError, body_late, body_too_long, crowded
+from kvtier.server.pace import Pace
+from kvtier.server.scan import Bounds, Scan
+
+SMALL_BYTES = 64 << 10
+"""Up to this a body is read at once; a longer one waits for its turn."""
+
+PIECE_BYTES = 64 << 10
+NUM_LARGE = 4
+"""Large bodies that are in memory together."""
+MAX_WAITING = 32
+"""Large bodies that wait for their turn; each holds what came with its first packets."""
+
+READ_S_PER_BYTE = 2e-9
+"""What the server takes for a byte of a body before anybody looks at it."""
+
+DISCARDED_BYTES = 64 << 20
+DISCARDED_S = 5.0
+"""The rest of a body that is refused is read on and thrown away within these bounds: a client that
+is still sending does not see the answer."""
+STRANGERS_BYTES, STRANGERS_S = 64 << 10, 1.0
+"""The same for those that were refused without a look at the body."""
+
+
+@dataclass(slots=True)
+class Body:
+    """One request's body. A large one keeps others out until ``release``."""
+
+    content: bytes
+    _turn: asyncio.Semaphore | None = None
+    is_large: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_large = self._turn is not None
+
+    def release(self) -> None:
+        """Nothing of the body is needed any more. Safe to call twice."""
+        self.content = b""
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            turn.release()
+
+
+class Bodies:
+    """Reads the bodies of one server. Belongs to the event loop's thread.
+
+    timeout_s: for a whole body, of a large one from its turn on. pace: of large ones.
+    """
+
+    def __init__(self, max_bytes: int, timeout_s: float, bounds: Bounds, pace: Pace) -> None:
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._bounds = bounds
+        self._turns = asyncio.Semaphore(NUM_LARGE)
+        self._num_waiting = 0
+        self._pace = pace
+
+    async def read(self, scope: Scope, receive: Receive) -> Body | None:
+        """The whole body; None where the client is gone. ``ApiError`` for one that is too long, too
+        slow or of too many parts, and where too many large ones wait already."""
+        turn: asyncio.Semaphore | None = None
+        scan, parts, num_bytes, more = Scan(self._bounds), list[bytes](), 0, True
+        try:
+            if _declared_bytes(scope) > self._max_bytes:
+                raise body_too_long(self._max_bytes)
+            async with asyncio.timeout(self._timeout_s) as timer:
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        _give_back(turn)
+                        return None
+                    part, more = message.get("body", b""), message.get("more_body", False)
+                    num_bytes += len(part)
+                    if num_bytes > self._max_bytes:
+                        raise body_too_long(self._max_bytes)
+                    # First the scan: what can be refused at once takes nobody's turn.
+                    await self._scan(scan, part, is_large=num_bytes > SMALL_BYTES)
+                    parts.append(part)
+                    if turn is None and num_bytes > SMALL_BYTES:
+                        timer.reschedule(None)
+                        turn = await self._take_turn()
+                        timer.reschedule(asyncio.get_running_loop().time() + self._timeout_s)
+        except TimeoutError:
+            _give_back(turn)
+            raise body_late(self._timeout_s) from None
+        except ApiError as error:
+            _give_back(turn)
+            if more:
+                await self._discard(receive, error, DISCARDED_BYTES, DISCARDED_S)
+            raise
+        except BaseException:
+            _give_back(turn)
+            raise
+        return Body(b"".join(parts), turn)
+
+    async def refuse(self, receive: Receive, error: ApiError) -> None:
+        """Get the body of a request out of the way that is answered with ``error`` unread."""
+        await self._discard(receive, error, STRANGERS_BYTES, STRANGERS_S)
+
+    async def _take_turn(self) -> asyncio.Semaphore:
+        if self._num_waiting >= MAX_WAITING:
+            raise crowded("Too many long requests are being read")
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise crowded("Too many long requests are being read") from None
+        finally:
+            self._num_waiting -= 1
+        return self._turns
+
+    async def _scan(self, scan: Scan, part: bytes, is_large: bool) -> None:
+        for at in range(0, len(part), PIECE_BYTES):
+            began = time.perf_counter()
+            piece = part[at : at + PIECE_BYTES]
+            scan.add(piece)
+            if is_large:
+                spent_s = time.perf_counter() - began
+                await asyncio.sleep(self._pace.rest(spent_s + len(piece) * READ_S_PER_BYTE))
+
+    async def _discard(
+        self, receive: Receive, error: ApiError, max_bytes: int, max_s: float
+    ) -> None:
+        """Where not all of it comes within the bounds, ``error`` also ends the connection."""
+        num_bytes, more = 0, True
+        try:
+            async with asyncio.timeout(max_s):
+                while more and num_bytes < max_bytes:
+                    message = await receive()
+                    part = message.get("body", b"")
+                    num_bytes += len(part)
+                    more = message.get("more_body", False)
+                    if len(part) > SMALL_BYTES:
+                        await asyncio.sleep(self._pace.rest(len(part) * READ_S_PER_BYTE))
+        except TimeoutError:
+            pass
+        if more:
+            error.headers["Connection"] = "close"
+
+
+def _give_back(turn: asyncio.Semaphore | None) -> None:
+    if turn is not None:
+        turn.release()
+
+
+def _declared_bytes(scope: Scope) -> int:
+    """What the header says of the body's length; h11 has checked that it is a number."""
+    return next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)

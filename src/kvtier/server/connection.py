@@ -1,0 +1,126 @@
+"""One connection: uvicorn's HTTP/1.1, watched by the doorman, and answering in the API's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from kvtier.server.doorman import Doorman
+from kvtier.server.errors import bad_request, header_too_long
+
+MAX_HEADER_BYTES = 16 << 10
+MAX_PIECES = 4096
+PIECE_BYTES = 256
+"""A body may come in ``MAX_PIECES`` pieces, and in one more for each ``PIECE_BYTES`` of it: what a
+piece costs does not depend on its size."""
+
+
+_END = re.compile(rb"\n\r?\n")
+
+
+class _Parser(h11.Connection):
+    """Counts the pieces that a body comes in, and keeps the error that ended the conversation."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEADER_BYTES)
+        self.status = 400
+        self._num_pieces = self._num_bytes = 0
+
+    def next_event(self) -> type[h11.NEED_DATA | h11.PAUSED] | h11.Event:
+        try:
+            if self.their_state is h11.IDLE:
+                self._refuse_long_header()
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            self.status = error.error_status_hint
+            raise
+        except (ValueError, UnicodeError) as error:
+            raise h11.RemoteProtocolError("no HTTP") from error
+        if isinstance(event, h11.Request):
+            self._num_pieces = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_pieces += 1
+            self._num_bytes += len(event.data)
+            if self._num_pieces > MAX_PIECES + self._num_bytes // PIECE_BYTES:
+                raise h11.RemoteProtocolError("too many pieces")
+        return event
+
+    def _refuse_long_header(self) -> None:
+        """h11's own bound is for headers that come in several packets."""
+        received, _ = self.trailing_data
+        if len(received) > MAX_HEADER_BYTES and not _END.search(received, 0, MAX_HEADER_BYTES):
+            raise h11.RemoteProtocolError("header too long", error_status_hint=431)
+
+
+class Connection(H11Protocol):
+    """What uvicorn makes for each connection."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        doorman: Doorman,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.conn: _Parser = _Parser()
+        self._doorman = doorman
+
+    @property
+    def unsent_bytes(self) -> int:
+        """See ``doorman.Client``."""
+        return self.transport.get_write_buffer_size()
+
+    def abort(self) -> None:
+        """Close at once, whatever is still to be sent."""
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._doorman.came(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._doorman.left(self)
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before and not self.cycle.response_complete:
+            self._doorman.asks(self)
+
+    def on_response_complete(self) -> None:
+        self._doorman.waits(self)  # before: the next request may be here already
+        super().on_response_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """The end of a conversation that is no HTTP. msg: uvicorn's, which says no more."""
+        self._doorman.waits(self)
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # an answer is on its way: it ends here
+            return
+        if self.conn.status == 431:
+            error = header_too_long(MAX_HEADER_BYTES)
+        else:
+            error = bad_request(
+                "The request is not valid HTTP/1.1; check its request line, headers and body.",
+                code="invalid_http",
+            )
+        response = error.response()
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        events = (
+            h11.Response(status_code=response.status_code, headers=headers),
+            h11.Data(data=bytes(response.body)),
+            h11.EndOfMessage(),
+        )
+        for event in events:
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()

@@ -1,0 +1,158 @@
+"""Connections: how many there may be, how long they may wait, and whose turn it is to leave."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from kvtier.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+NUM_RESERVED = 64
+"""Connections beyond the limit, on which only ``MONITOR_PATHS`` are served."""
+MONITOR_PATHS = frozenset({"/health", "/metrics"})
+
+BACKLOG = 64
+"""Connections that the event loop takes at a time, before anybody can refuse them."""
+NUM_SPARE_FILES = 64
+"""Open files that are left to the rest of the process."""
+
+
+class Client(Protocol):
+    """A connection, as the doorman knows it."""
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What was written for the client, and still waits for it to read."""
+
+    def abort(self) -> None:
+        """Close at once."""
+
+
+class Doorman:
+    """Knows every connection of a server. Belongs to the event loop's thread.
+
+    A connection waits until a whole header has come, and again after each answer. Where there are
+    too many, the one that waits longest has to leave: so connections that ask nothing can't keep
+    others out. Nobody who was let in to ask is thrown out for somebody else.
+
+    on_close: told the reason of each connection that the doorman closes. now: a clock, seconds.
+    """
+
+    def __init__(
+        self,
+        max_connections: int,
+        header_timeout_s: float,
+        write_timeout_s: float,
+        on_close: Callable[[str], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._max = max_connections
+        self._header_timeout_s = header_timeout_s
+        self._write_timeout_s = write_timeout_s
+        self._on_close = on_close
+        self._now = now
+        self._all: set[Client] = set()
+        self._waiting: dict[Client, float] = {}  # since when; the first one waits longest
+        self._unread: dict[Client, tuple[int, float]] = {}  # so many bytes unsent, since when
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._all)
+
+    @property
+    def tick_s(self) -> float:
+        """How often to call ``sweep``."""
+        return min(1.0, self._header_timeout_s / 4, self._write_timeout_s / 4)
+
+    def came(self, client: Client) -> None:
+        """A new connection."""
+        self._all.add(client)
+        self.waits(client)
+        if len(self._all) > self._max + NUM_RESERVED:
+            self._drop_idle()
+
+    def waits(self, client: Client) -> None:
+        """It has no request: it is new, or was answered."""
+        self._waiting.pop(client, None)
+        if client in self._all:
+            self._waiting[client] = self._now()
+
+    def asks(self, client: Client) -> None:
+        """A whole request header has come."""
+        self._waiting.pop(client, None)
+
+    def left(self, client: Client) -> None:
+        self._all.discard(client)
+        self._waiting.pop(client, None)
+        self._unread.pop(client, None)
+
+    def make_room(self) -> bool:
+        """Whether one that asks may stay; those that ask nothing may have to leave for it."""
+        while len(self._all) > self._max:
+            if not self._drop_idle():
+                return False
+        return True
+
+    def sweep(self) -> None:
+        """Close what has waited too long, for a header or for its client to read."""
+        now = self._now()
+        late = [
+            client
+            for client, since in self._waiting.items()
+            if now - since >= self._header_timeout_s and not client.unsent_bytes
+        ]
+        for client in late:
+            self._close(client, "header_timeout")
+        for client in list(self._all):
+            self._check_reads(client, now)
+
+    def _check_reads(self, client: Client, now: float) -> None:
+        unsent = client.unsent_bytes
+        seen, since = self._unread.get(client, (0, now))
+        if not unsent:
+            self._unread.pop(client, None)
+        elif unsent != seen:
+            self._unread[client] = (unsent, now)
+        elif now - since >= self._write_timeout_s:
+            self._close(client, "write_timeout")
+
+    def _drop_idle(self) -> bool:
+        """Close the connection that waits longest and owes its client nothing."""
+        idle = next((each for each in self._waiting if not each.unsent_bytes), None)
+        if idle is not None:
+            self._close(idle, "room")
+        return idle is not None
+
+    def _close(self, client: Client, reason: str) -> None:
+        self.left(client)
+        self._on_close(reason)
+        client.abort()
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process open as many files as the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def possible_connections(wanted: int) -> int:
+    """``wanted``, or as many as there is room for among the files that this process may open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return wanted
+    room = limit - len(os.listdir("/proc/self/fd")) - BACKLOG - NUM_SPARE_FILES - NUM_RESERVED
+    if room < 1:
+        raise ConfigError(
+            f"max_connections: this process may open {limit} files, too few for a server; raise "
+            "the limit (ulimit -n)"
+        )
+    if room < wanted:
+        logger.warning("connections limited max=%d wanted=%d open_files=%d", room, wanted, limit)
+    return min(room, wanted)

@@ -1,0 +1,84 @@
+"""HTTP by hand, for what no client library sends."""
+
+from __future__ import annotations
+
+import json
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from .conftest import Running
+
+
+@dataclass(frozen=True)
+class RawAnswer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def message(self) -> str:
+        """The sentence of an error; checks the shape that every error has."""
+        assert self.headers["content-type"] == "application/json", self
+        shown: Any = json.loads(self.body)
+        assert set(shown) == {"error"}, shown
+        assert set(shown["error"]) == {"message", "type", "param", "code"}, shown
+        message: str = shown["error"]["message"]
+        assert message[-1] in ".?", message
+        assert "\n" not in message
+        assert "Traceback" not in message
+        assert len(message) < 1000, message
+        return message
+
+
+def connect(served: Running) -> socket.socket:
+    host, port = served.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+def head(path: str, *fields: str, method: str = "POST") -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: x", "Content-Type: application/json", *fields]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def request(path: str, body: bytes, *fields: str) -> bytes:
+    return head(path, f"Content-Length: {len(body)}", *fields) + body
+
+
+def read(connection: socket.socket) -> RawAnswer | None:
+    """The next answer; None where the server closed the connection instead."""
+    with connection.makefile("rb") as stream:
+        try:
+            line = stream.readline()
+            if not line:
+                return None
+            headers: dict[str, str] = {}
+            while (field := stream.readline().decode("latin-1").strip()) != "":
+                name, _, value = field.partition(":")
+                headers[name.lower()] = value.strip()
+            if headers.get("transfer-encoding") == "chunked":
+                body = b""
+                while size := int(stream.readline(), 16):
+                    body += stream.read(size)
+                    stream.readline()
+                stream.readline()
+            else:
+                body = stream.read(int(headers.get("content-length", "0")))
+        except ConnectionResetError:
+            return None
+    return RawAnswer(int(line.split()[1]), headers, body)
+
+
+def exchange(served: Running, sent: bytes) -> RawAnswer | None:
+    """What the server answers to these bytes on a connection of their own."""
+    with connect(served) as connection:
+        with suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(sent)
+        return read(connection)
+
+
+def answered(served: Running, sent: bytes) -> RawAnswer:
+    found = exchange(served, sent)
+    assert found is not None, "closed without an answer"
+    return found
