@@ -122,18 +122,18 @@ class Traffic:
         job = transfer.job
         assert job is not None
         self.transfers.remove(transfer)
-        src, dst, blocks, now = transfer.src, transfer.dst, transfer.blocks, self._clock()
-        names = transfer.names
+        src, dst, blocks, names = transfer.src, transfer.dst, transfer.blocks, transfer.names
         is_wanted = job.error is None and not transfer.is_void
         arrived = [is_wanted and at not in job.lost for at in range(len(blocks))]
         there = list(compress(blocks, arrived))
-        self._index.commit_all(there, dst, now)
+        for block in reversed(there):  # the first ones of a prompt leave last
+            self._index.commit(block, dst, self._clock())
         if self.on_change is not None:
             self.on_change(dst, there, False)
         self._note(transfer, job)
         for waiter in list(transfer.waiters):
             if all(arrived) and job.succeeded:
-                waiter.arrived(transfer, now)
+                waiter.arrived(transfer, self._clock())
             else:
                 waiter.failed(transfer)
         if transfer.holds_source:
@@ -149,9 +149,11 @@ class Traffic:
 
     def _note(self, transfer: Transfer, job: Job) -> None:
         src, dst = transfer.src, transfer.dst
-        if job.error is None:
+        if job.succeeded:  # what failed says nothing about how long it takes
             self.costs.observe_copy((src, dst), job.num_bytes, job.seconds)
-            self._metrics.count("kvtier_copied_bytes_total", job.num_bytes, src=src, dst=dst)
+        if job.error is None:
+            num_bytes = job.num_bytes - job.num_bytes * len(job.lost) // len(transfer.blocks)
+            self._metrics.count("kvtier_copied_bytes_total", num_bytes, src=src, dst=dst)
             self._metrics.observe("kvtier_copy_seconds", job.seconds, src=src, dst=dst)
         if not job.succeeded and not job.withdrawn:
             self._metrics.count("kvtier_failed_copies_total", src=src, dst=dst)
