@@ -24,6 +24,7 @@ from kvtier.ladder import Ladder
 from kvtier.types import BlockId, BlockName, Slot
 
 NOBODY = -1
+READY, ABSENT = State.READY, State.ABSENT
 
 
 def rising(clock: Callable[[], float]) -> Callable[[], float]:
@@ -41,6 +42,8 @@ def rising(clock: Callable[[], float]) -> Callable[[], float]:
 
 class Place(Enum):
     """Where a block is found."""
+
+    __hash__ = object.__hash__  # the inherited one is a call in Python, for every look-up
 
     NOWHERE = "nowhere"
     ARRIVING = "arriving"
@@ -88,7 +91,10 @@ class KeyedCache:
         self.ladder = ladder
         self.memory = ladder.fastest
         self._index = ladder.index
-        self._namespace = namespace
+        self._find = ladder.index.find
+        self._lost = ladder.traffic.lost
+        self._make_namespace = namespace
+        self._settled = b""
         self._clock = clock
         self._knows_storage = knows_storage
         self._tiers = self._index.tiers  # memory, then storage
@@ -106,12 +112,12 @@ class KeyedCache:
 
     def find(self, key: bytes) -> Place:
         """Where a block is. What storage has kept since an earlier life is known from then on."""
-        found = self._index.find(self._namespace(), key)
+        found = self._find(self._settled or self._namespace(), key)
         if found is None:
             return self._find_kept(key)
         block, states = found
-        if states[0] is not State.ABSENT and self._is_sound(block):
-            return Place.MEMORY if states[0] is State.READY else Place.ARRIVING
+        if states[0] is not ABSENT and not self._is_doubted(block):
+            return Place.MEMORY if states[0] is READY else Place.ARRIVING
         return Place.NOWHERE if self._storage_of(block, states) is None else Place.STORAGE
 
     def _find_kept(self, key: bytes) -> Place:
@@ -126,12 +132,19 @@ class KeyedCache:
             self.ladder.adopt(storage, self._make([key]))
         return Place.STORAGE if storages else Place.NOWHERE
 
-    def _is_sound(self, block: BlockId) -> bool:
-        return block not in self._doubted and not self.ladder.is_lost(block, self.memory)
+    def _namespace(self) -> bytes:
+        self._settled = self._settled or self._make_namespace()
+        return self._settled
+
+    def _is_doubted(self, block: BlockId) -> bool:
+        """Whether what memory has of the block, or is about to, is not to be used."""
+        if not self._lost and not self._doubted:
+            return False
+        return block in self._doubted or (block, self.memory) in self._lost
 
     def _storage_of(self, block: BlockId, states: Sequence[State]) -> str | None:
         for tier, state in zip(self._tiers[1:], states[1:], strict=True):
-            if state is State.READY and not self.ladder.is_lost(block, tier):
+            if state is READY and (block, tier) not in self._lost:
                 return tier
         return None
 
@@ -144,12 +157,12 @@ class KeyedCache:
         """They were used just now, in prompt order: the first ones leave last."""
         namespace = self._namespace()
         for key in reversed(list(keys)):
-            found = self._index.find(namespace, key)
+            found = self._find(namespace, key)
             if found is not None:
                 self._index.touch((found[0],), self._clock())
 
     def _known(self, key: bytes) -> BlockId:
-        found = self._index.find(self._namespace(), key)
+        found = self._find(self._namespace(), key)
         assert found is not None, "a block that is nowhere"
         return found[0]
 
@@ -188,10 +201,10 @@ class KeyedCache:
         namespace = self._namespace()
         new, ready = [], []
         for key in dict.fromkeys(keys):
-            found = self._index.find(namespace, key)
-            if found is None or found[1][0] is State.ABSENT:
+            found = self._find(namespace, key)
+            if found is None or found[1][0] is ABSENT:
                 new.append(key)
-            elif found[1][0] is State.READY:
+            elif found[1][0] is READY:
                 ready.append(found[0])
         return new, ready
 
@@ -223,7 +236,7 @@ class KeyedCache:
 
     def _reserved_block(self, key: bytes) -> BlockId | None:
         """The block, if the engine has room for it."""
-        found = self._index.find(self._namespace(), key)
+        found = self._find(self._namespace(), key)
         return found[0] if found is not None and found[0] in self._reserved else None
 
     def _give_back(self, blocks: Sequence[BlockId]) -> None:
@@ -243,7 +256,7 @@ class KeyedCache:
     def release(self, keys: Collection[bytes]) -> None:
         """The copies from them have ended. Blocks that were cleared meanwhile are passed over."""
         namespace = self._namespace()
-        found = (self._index.find(namespace, key) for key in keys)
+        found = (self._find(namespace, key) for key in keys)
         self._let_go([each[0] for each in found if each is not None and self._held[each[0]]])
         self.ladder.traffic.drop_lost()
 
@@ -261,9 +274,12 @@ class KeyedCache:
             block = BlockId(int(self._block_in[slot]))
             if block in self._reserved:
                 self._doubted.add(block)
-            elif block != NOBODY and self._index.state(block, self.memory) is State.READY:
-                if self._index.slots([block], self.memory) == [slot]:
-                    self.ladder.lose(block, self.memory)
+            elif block != NOBODY and self._is_in(block, slot):
+                self.ladder.lose(block, self.memory)
+
+    def _is_in(self, block: BlockId, slot: Slot) -> bool:
+        is_ready = self._index.state(block, self.memory) is READY
+        return is_ready and self._index.slots([block], self.memory) == [slot]
 
     # -- between memory and storage ----------------------------------------------------------------
 
@@ -273,8 +289,8 @@ class KeyedCache:
         num = min(len(keys), self.ladder.num_available(self.memory))
         wanted: dict[str, list[BlockId]] = {}
         for key in keys[:num]:
-            found = self._index.find(self._namespace(), key)
-            if found is not None and found[1][0] is State.ABSENT:
+            found = self._find(self._namespace(), key)
+            if found is not None and found[1][0] is ABSENT:
                 storage = self._storage_of(*found)
                 if storage is not None:
                     wanted.setdefault(storage, []).append(found[0])

@@ -181,10 +181,6 @@ class Ladder:
         self.index.release(but_not, tier)
         return room.allocate(num_slots)
 
-    def is_lost(self, block: BlockId, tier: str) -> bool:
-        """Whether what ``tier`` has of a block is not to be used, though it is there still."""
-        return self.traffic.is_lost(block, tier)
-
     def lose(self, block: BlockId, tier: str) -> None:
         """What ``tier`` has of a block is wrong: it goes as soon as nobody holds it."""
         self.traffic.lose(block, tier)

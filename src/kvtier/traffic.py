@@ -31,7 +31,8 @@ class Traffic:
     A transfer may have to wait for the one that brings its sources: a load from disk is a copy to
     host memory and, after it, one to the device.
 
-    rooms: by tier. ways: from each tier to the fastest one.
+    rooms: by tier. ways: from each tier to the fastest one. lost: what tiers have of blocks and is
+    not to be used; it goes when nobody holds it any more.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Traffic:
         self.name_of: Callable[[BlockId], BlockName] = index.name
         self.on_change: OnChange | None = None
         self.transfers: list[Transfer] = []
-        self._lost: set[tuple[BlockId, str]] = set()
+        self.lost: set[tuple[BlockId, str]] = set()
 
     # -- begin ------------------------------------------------------------------------------------
 
@@ -166,10 +167,10 @@ class Traffic:
         """What storage has not, it is not asked for again; and memory from which a copy failed is
         not copied from again."""
         blocks, src = transfer.blocks, transfer.src
-        self._lost.update((blocks[at], src) for at in job.gone)
+        self.lost.update((blocks[at], src) for at in job.gone)
         is_load = src not in self._mover.storages and transfer.dst == self._fastest
         if is_load and job.error is not None and not job.withdrawn:
-            self._lost.update((block, src) for block in blocks)
+            self.lost.update((block, src) for block in blocks)
 
     def _follow(self, follower: Transfer, leader: Transfer) -> None:
         """``leader`` has ended: the transfer after it begins, or fails with it."""
@@ -194,21 +195,17 @@ class Traffic:
 
     def lose(self, block: BlockId, tier: str) -> None:
         """What ``tier`` has of a block is not to be used any more."""
-        self._lost.add((block, tier))
-
-    def is_lost(self, block: BlockId, tier: str) -> bool:
-        """Whether what ``tier`` has of a block is only waiting for those who hold it."""
-        return bool(self._lost) and (block, tier) in self._lost
+        self.lost.add((block, tier))
 
     def drop_lost(self) -> None:
         """Forget blocks that their tier could not give back, once nobody holds them any more."""
-        for block, tier in list(self._lost):
+        for block, tier in list(self.lost):
             match self._index.state(block, tier):
                 case State.READY if not self._forget(block, tier):
                     continue
                 case State.WRITING:
                     continue
-            self._lost.discard((block, tier))
+            self.lost.discard((block, tier))
 
     def _forget(self, block: BlockId, tier: str) -> bool:
         """False where somebody holds it."""
@@ -228,8 +225,8 @@ class Traffic:
         to."""
         for transfer in self.transfers:
             transfer.is_void = True
-            self._lost.update((block, transfer.src) for block in transfer.blocks)
-            self._lost.update((block, transfer.dst) for block in transfer.blocks)
+            self.lost.update((block, transfer.src) for block in transfer.blocks)
+            self.lost.update((block, transfer.dst) for block in transfer.blocks)
 
     # -- look -------------------------------------------------------------------------------------
 

@@ -457,7 +457,7 @@ class KeyedMachine(RuleBasedStateMachine):
     def is_lost(self, key: bytes) -> bool:
         """Held in memory, and not to be used."""
         found = self.engine.ladder.index.find(NS, key)
-        return found is not None and self.engine.ladder.is_lost(found[0], HOST)
+        return found is not None and (found[0], HOST) in self.engine.ladder.traffic.lost
 
     @rule(key=st.sampled_from(KEYS))
     def load(self, key: bytes) -> None:

@@ -39,7 +39,7 @@ class NativeIndex(BlockIndex):
         return _array_over(self._trie.match_slots(namespace, labels, tier), _INT64)
 
     def find(self, namespace: bytes, label: Label) -> tuple[BlockId, tuple[State, ...]] | None:
-        return cast("tuple[BlockId, tuple[State, ...]] | None", self._trie.find(namespace, label))
+        return self._trie.find(namespace, label)  # type: ignore[return-value]
 
     def state(self, block: BlockId, tier: str) -> State:
         return cast("State", self._trie.state(block, tier))
