@@ -106,6 +106,19 @@ class BlockTrie {
     return state_object(trie_.state(to_number(block.ptr(), "a block"), position(tier)));
   }
 
+  // (block, (state per tier)) or None.
+  nb::object find(nb::handle space, nb::handle label) {
+    const trie::Index index = checked(
+        [&] { return trie_.find(to_bytes(space.ptr(), "a namespace"), to_label(label.ptr())); });
+    if (index == trie::kNone) return nb::none();
+    const std::size_t num_tiers = tiers_.size();
+    nb::object states = owned(PyTuple_New(static_cast<Py_ssize_t>(num_tiers)));
+    for (std::size_t at = 0; at < num_tiers; ++at)
+      PyTuple_SET_ITEM(states.ptr(), static_cast<Py_ssize_t>(at),
+                       state_object(trie_.state_at(index, at)).release().ptr());
+    return nb::make_tuple(number(trie_.id(index)), states);
+  }
+
   nb::object states(nb::handle space, nb::handle labels, nb::handle tier, nb::handle after) {
     std::vector<State> found;
     const std::size_t at = position(tier);
@@ -386,6 +399,7 @@ void bind_trie(nb::module_& module) {
       .def("match_slots", &BlockTrie::match_slots, nb::arg("namespace"), nb::arg("labels"),
            nb::arg("tier"), nb::lock_self())
       .def("state", &BlockTrie::state, nb::arg("block"), nb::arg("tier"), nb::lock_self())
+      .def("find", &BlockTrie::find, nb::arg("namespace"), nb::arg("label"), nb::lock_self())
       .def("states", &BlockTrie::states, nb::arg("namespace"), nb::arg("labels"), nb::arg("tier"),
            nb::arg("after").none(), nb::lock_self())
       .def("states_of", &BlockTrie::states_of, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())

@@ -44,6 +44,11 @@ class BlockTrie {
   std::size_t match_slots(std::string_view space, Labels& labels, std::size_t tier,
                           std::int64_t* slots);
 
+  // The block right below the root, kNone where it is not known; and where a known one stands.
+  Index find(std::string_view space, Label label);
+  BlockId id(Index index) const { return nodes_.id(index); }
+  State state_at(Index index, std::size_t tier) const { return nodes_.residency(index, tier).state; }
+
   State state(BlockId block, std::size_t tier) const;
   void states(std::string_view space, Labels& labels, std::size_t tier,
               std::optional<BlockId> after, std::vector<State>& states);

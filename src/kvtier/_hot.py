@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from typing import Final
 
+from kvtier._reference.key_table import KeyTable
+
 _wanted = os.environ.get("KVTIER_NATIVE", "auto")
 if _wanted not in ("auto", "on", "off"):
     raise ValueError(f"KVTIER_NATIVE={_wanted!r} in the environment: use auto, on or off")
@@ -32,8 +34,6 @@ else:
         _reason = (
             f"not built ({error}); install kvtier from source on a machine with a C++20 compiler"
         )
-
-from kvtier._reference.key_table import KeyTable
 
 if _reason:
     from kvtier._reference.copy import copy_batch

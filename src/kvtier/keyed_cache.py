@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import inf, nextafter
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +26,26 @@ from kvtier.types import BlockId, BlockName, Slot
 NOBODY = -1
 ROOT = b"keys of an engine"
 """All blocks hang under it: what they belong to may be known later than they are."""
+READY, ABSENT = State.READY, State.ABSENT
+
+
+def rising(clock: Callable[[], float]) -> Callable[[], float]:
+    """``clock``, but never twice the same: of blocks that hang beside each other, the time says
+    which one was used last."""
+    last = -inf
+
+    def now() -> float:
+        nonlocal last
+        last = max(clock(), nextafter(last, inf))
+        return last
+
+    return now
 
 
 class Place(Enum):
     """Where a block is found."""
+
+    __hash__ = object.__hash__  # the inherited one is a call in Python, for every look-up
 
     NOWHERE = "nowhere"
     ARRIVING = "arriving"
@@ -62,7 +79,8 @@ class KeyedCache:
     that the engine copies from and to.
 
     namespace: digest of all else that decides on the bytes of a block, b"" while nobody knows it:
-    then nothing is written to storage, and nothing looked for there. knows_storage: whether storage has said what it has. clock: seconds.
+    then nothing is written to storage, and nothing looked for there. clock: the ladder's; it is
+    ``rising``. knows_storage: whether storage has said what it has.
     """
 
     def __init__(
@@ -75,12 +93,16 @@ class KeyedCache:
         self.ladder = ladder
         self.memory = ladder.fastest
         self._index = ladder.index
+        self._find = ladder.index.find
+        self._lost = ladder.traffic.lost
         self._namespace = namespace
         self._clock = clock
         self._knows_storage = knows_storage
-        self._block_in = np.full(ladder.rooms[self.memory].num_slots, NOBODY, np.int64)
+        self._tiers = self._index.tiers  # memory, then storage
+        num_slots = ladder.rooms[self.memory].num_slots
+        self._block_in = np.full(num_slots, NOBODY, np.int64)
+        self._came_from = np.zeros(num_slots, np.int8)  # by slot: which of the tiers
         self._depths = _Depths()
-        self._from_storage: dict[BlockId, str] = {}
         self._held: Counter[BlockId] = Counter()
         self._reserved: set[BlockId] = set()
         self._doubted: set[BlockId] = set()
@@ -92,57 +114,58 @@ class KeyedCache:
 
     def find(self, key: bytes) -> Place:
         """Where a block is. What storage has kept since an earlier life is known from then on."""
-        block = self._known(key)
-        if block is None:
+        found = self._find(ROOT, key)
+        if found is None:
             return self._find_kept(key)
-        if not self.ladder.is_lost(block, self.memory) and block not in self._doubted:
-            match self._index.state(block, self.memory):
-                case State.READY:
-                    return Place.MEMORY
-                case State.WRITING:
-                    return Place.ARRIVING
-        return Place.STORAGE if self._storage_of(block) else Place.NOWHERE
+        block, states = found
+        if states[0] is not ABSENT and not self._is_doubted(block):
+            return Place.MEMORY if states[0] is READY else Place.ARRIVING
+        return Place.NOWHERE if self._storage_of(block, states) is None else Place.STORAGE
 
     def _find_kept(self, key: bytes) -> Place:
         if not self.ladder.storages or not self._namespace():
             return Place.NOWHERE
         if not self._knows_storage():
             return Place.UNKNOWN
-        is_kept = self.ladder.has_unfound and self.ladder.was_kept(self._blocks([key])[0])
-        return Place.STORAGE if is_kept else Place.NOWHERE
+        if not self.ladder.has_unfound:
+            return Place.NOWHERE
+        storages = self.ladder.ask(next_key(self._namespace(), key))
+        for storage in storages:
+            self.ladder.adopt(storage, self._make([key]))
+        return Place.STORAGE if storages else Place.NOWHERE
 
-    def tier_of(self, key: bytes) -> str | None:
-        """The fastest tier that has the block ready."""
-        block = self._known(key)
-        if block is None:
-            return None
-        return next((name for name in self.ladder.rooms if self._is_in(block, name)), None)
+    def _is_doubted(self, block: BlockId) -> bool:
+        """Whether what memory has of the block, or is about to, is not to be used."""
+        if not self._lost and not self._doubted:
+            return False
+        return block in self._doubted or (block, self.memory) in self._lost
+
+    def _storage_of(self, block: BlockId, states: Sequence[State]) -> str | None:
+        for tier, state in zip(self._tiers[1:], states[1:], strict=True):
+            if state is READY and (block, tier) not in self._lost:
+                return tier
+        return None
 
     def origin(self, key: bytes) -> str:
         """The tier that a block in memory came from: storage, until it was used once."""
-        block = self._known(key)
-        return self.memory if block is None else self._from_storage.get(block, self.memory)
+        (slot,) = self._index.slots([self._known(key)], self.memory)
+        return self._tiers[int(self._came_from[slot])]
 
     def touch(self, keys: Collection[bytes]) -> None:
         """They were used just now, in prompt order: the first ones leave last."""
-        blocks = [block for key in keys if (block := self._known(key)) is not None]
-        self._index.touch(blocks[::-1], self._clock())
+        for key in reversed(list(keys)):
+            found = self._find(ROOT, key)
+            if found is not None:
+                self._index.touch((found[0],), self._clock())
 
-    def _known(self, key: bytes) -> BlockId | None:
-        """The block, where some tier has it or is about to."""
-        if not self._index.states(ROOT, [key], self.memory):
-            return None
-        return self._index.extend(ROOT, [key])[0]
+    def _known(self, key: bytes) -> BlockId:
+        found = self._find(ROOT, key)
+        assert found is not None, "a block that is nowhere"
+        return found[0]
 
-    def _blocks(self, keys: Iterable[bytes]) -> list[BlockId]:
+    def _make(self, keys: Iterable[bytes]) -> list[BlockId]:
+        """Blocks that some tier is about to have."""
         return [self._index.extend(ROOT, [key])[0] for key in keys]
-
-    def _is_in(self, block: BlockId, tier: str) -> bool:
-        is_ready = self._index.state(block, tier) is State.READY
-        return is_ready and not self.ladder.is_lost(block, tier)
-
-    def _storage_of(self, block: BlockId) -> str | None:
-        return next((name for name in self.ladder.storages if self._is_in(block, name)), None)
 
     def _name(self, block: BlockId) -> BlockName:
         namespace = self._namespace()
@@ -156,46 +179,62 @@ class KeyedCache:
 
         They count as used now, and the first ones leave last.
         """
-        keys = list(dict.fromkeys(keys))
-        wanted = self._blocks(keys)
-        states = self._index.states_of(wanted, self.memory)
-        new = [at for at, state in enumerate(states) if state is State.ABSENT]
-        ready = [block for block, state in zip(wanted, states, strict=True) if state is State.READY]
+        new, ready = self._missing(keys)
         num_changes = len(self._changes)
         slots = self.ladder.reserve(len(new), but_not=ready)
         if slots is None:
             return None
-        blocks = self._blocks(keys[at] for at in new)  # a block that nothing holds may have gone
+        blocks = self._make(new)
         self._index.begin_write_all(blocks, self.memory, slots)
-        self._index.touch(blocks[::-1], self._clock())
+        for block in reversed(blocks):
+            self._index.touch((block,), self._clock())
         self._block_in[slots] = blocks
+        self._came_from[slots] = 0
         self._reserved.update(blocks)
         left = [key for each in self._changes[num_changes:] for key in each.keys]
-        return Reserved([keys[at] for at in new], slots, left)
+        return Reserved(new, slots, left)
+
+    def _missing(self, keys: Iterable[bytes]) -> tuple[list[bytes], list[BlockId]]:
+        """Those of ``keys`` that memory has not, and the blocks that it has ready."""
+        new, ready = [], []
+        for key in dict.fromkeys(keys):
+            found = self._find(ROOT, key)
+            if found is None or found[1][0] is ABSENT:
+                new.append(key)
+            elif found[1][0] is READY:
+                ready.append(found[0])
+        return new, ready
 
     def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_storage: bool = True) -> None:
         """The engine has copied blocks into their slots; they go on to storage when it has time.
 
-        depths: place of each in its prompt. A block that was doubted meanwhile is not there.
+        keys: in prompt order. depths: place of each in its prompt. A block that was doubted
+        meanwhile is not there; one that was cleared is passed over.
         """
-        blocks = self._reserved_of(keys)
-        self._depths.update(self._blocks(keys), depths)
-        kept = [block for block in blocks if block not in self._doubted]
-        self._index.commit_all(kept, self.memory, self._clock())
+        depth_of = {
+            block: depth
+            for key, depth in zip(keys, depths, strict=True)
+            if (block := self._reserved_block(key)) is not None
+        }
+        kept = [block for block in depth_of if block not in self._doubted]
+        self._depths.update(kept, [depth_of[block] for block in kept])
+        for block in reversed(kept):
+            self._index.commit(block, self.memory, self._clock())
         self._reserved.difference_update(kept)
-        self._give_back([block for block in blocks if block in self._doubted])
+        self._give_back([block for block in depth_of if block in self._doubted])
         self._note(self.memory, kept, is_removed=False)
         if to_storage:
             self.ladder.archive(kept)
 
     def abort(self, keys: Iterable[bytes]) -> None:
         """Blocks were not copied into their slots."""
-        self._give_back(self._reserved_of(keys))
+        blocks = (self._reserved_block(key) for key in keys)
+        self._give_back([block for block in blocks if block is not None])
 
-    def _reserved_of(self, keys: Iterable[bytes]) -> list[BlockId]:
-        """Blocks that the engine has room for; those cleared meanwhile are passed over."""
-        known = (self._known(key) for key in keys)
-        return [block for block in known if block is not None and block in self._reserved]
+    def _reserved_block(self, key: bytes) -> BlockId | None:
+        """The block, if the engine has room for it."""
+        found = self._find(ROOT, key)
+        return found[0] if found is not None and found[0] in self._reserved else None
 
     def _give_back(self, blocks: Sequence[BlockId]) -> None:
         self._reserved.difference_update(blocks)
@@ -204,7 +243,7 @@ class KeyedCache:
 
     def hold(self, keys: Collection[bytes]) -> list[Slot]:
         """Slots of blocks in memory, to be copied from. They stay until ``release``."""
-        blocks = self._blocks(keys)
+        blocks = [self._known(key) for key in keys]
         self._index.lease(blocks, self.memory)
         self._held.update(blocks)
         slots = self._index.slots(blocks, self.memory)
@@ -213,14 +252,15 @@ class KeyedCache:
 
     def release(self, keys: Collection[bytes]) -> None:
         """The copies from them have ended. Blocks that were cleared meanwhile are passed over."""
-        known = (self._known(key) for key in keys)
-        self._let_go([block for block in known if block is not None and self._held[block]])
+        found = (self._find(ROOT, key) for key in keys)
+        self._let_go([each[0] for each in found if each is not None and self._held[each[0]]])
+        self.ladder.traffic.drop_lost()
 
     def _let_go(self, blocks: Sequence[BlockId]) -> None:
+        self._came_from[self._index.slots(blocks, self.memory)] = 0
         self._index.release(blocks, self.memory)
         self._held.subtract(blocks)
         for block in blocks:
-            self._from_storage.pop(block, None)
             if not self._held[block]:
                 del self._held[block]
 
@@ -230,24 +270,30 @@ class KeyedCache:
             block = BlockId(int(self._block_in[slot]))
             if block in self._reserved:
                 self._doubted.add(block)
-            elif block != NOBODY and self._index.state(block, self.memory) is State.READY:
-                if self._index.slots([block], self.memory) == [slot]:
-                    self.ladder.lose(block, self.memory)
+            elif block != NOBODY and self._is_in(block, slot):
+                self.ladder.lose(block, self.memory)
+
+    def _is_in(self, block: BlockId, slot: Slot) -> bool:
+        is_ready = self._index.state(block, self.memory) is READY
+        return is_ready and self._index.slots([block], self.memory) == [slot]
 
     # -- between memory and storage ----------------------------------------------------------------
 
     def promote(self, keys: Sequence[bytes]) -> int:
         """Bring blocks from storage into memory; fewer of the first ones where there is no room for
         all. Returns how many."""
-        blocks = self._blocks(keys)
-        num = min(len(blocks), self.ladder.num_available(self.memory))
-        for block in blocks[:num]:
-            storage = self._storage_of(block)
-            if storage is not None and self._index.state(block, self.memory) is State.ABSENT:
-                self._from_storage[block] = storage
-        for storage in self.ladder.storages:
-            there = [block for block in blocks[:num] if self._from_storage.get(block) == storage]
-            self.ladder.promote(there, storage)
+        num = min(len(keys), self.ladder.num_available(self.memory))
+        wanted: dict[str, list[BlockId]] = {}
+        for key in keys[:num]:
+            found = self._find(ROOT, key)
+            if found is not None and found[1][0] is ABSENT:
+                storage = self._storage_of(*found)
+                if storage is not None:
+                    wanted.setdefault(storage, []).append(found[0])
+        for storage, blocks in wanted.items():
+            for _, begun in self.ladder.promote(blocks, storage):
+                slots = self._index.slots(begun, self.memory)
+                self._came_from[slots] = self._tiers.index(storage)
         return num
 
     def poll(self) -> None:
@@ -273,9 +319,6 @@ class KeyedCache:
     def _note(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
         if blocks:
             self._changes.append(Change(self._index.labels(blocks), tier, is_removed))
-            if is_removed and tier == self.memory:
-                for block in blocks:
-                    self._from_storage.pop(block, None)
 
 
 class _Depths:

@@ -186,10 +186,6 @@ class Ladder:
         self.index.release(but_not, tier)
         return room.allocate(num_slots)
 
-    def is_lost(self, block: BlockId, tier: str) -> bool:
-        """Whether what ``tier`` has of a block is not to be used, though it is there still."""
-        return self.traffic.is_lost(block, tier)
-
     def lose(self, block: BlockId, tier: str) -> None:
         """What ``tier`` has of a block is wrong: it goes as soon as nobody holds it."""
         self.traffic.lose(block, tier)
@@ -207,6 +203,8 @@ class Ladder:
         for tier, room in self.rooms.items():
             leaving = self.index.evict(tier, self.index.num_held(tier))
             room.free(self._leave(leaving, tier, for_good=True))
+        for storage in self.storages:
+            self.mover.drop_unfound(storage)
 
     # -- copies -----------------------------------------------------------------------------------
 
@@ -370,22 +368,31 @@ class Ladder:
 
     def _was_there(self, block: BlockId, storage: str) -> bool:
         """Whether storage has had the block since an earlier life; the index knows it then."""
-        is_cheap = self.mover.storages[storage].finds_at_once
-        if not is_cheap or not self.mover.has_unfound(storage):
+        if not self._is_asked_at_once(storage):
             return False
         is_there = self.mover.find(storage, [self._key(block)]).num_there == 1
         if is_there:
-            self._adopt(storage, [block])
+            self.adopt(storage, [block])
         return is_there
+
+    def _is_asked_at_once(self, storage: str) -> bool:
+        return self.mover.storages[storage].finds_at_once and self.mover.has_unfound(storage)
 
     @property
     def has_unfound(self) -> bool:
         """Whether storage may have blocks that nobody has found yet."""
         return any(self.mover.has_unfound(name) for name in self.storages)
 
-    def was_kept(self, block: BlockId) -> bool:
-        """Whether some storage has had the block since an earlier life; it is known then."""
-        return any([self._was_there(block, name) for name in self.storages])
+    def ask(self, key: BlockKey) -> list[str]:
+        """Storage that has had a block since an earlier life, and answers at once; it is to be
+        adopted then."""
+        return [
+            name
+            for name in self.storages
+            if self._is_asked_at_once(name)
+            and self.num_available(name)
+            and self.mover.find(name, [key]).num_there
+        ]
 
     def recall(self, namespace: bytes, labels: Sequence[Label]) -> None:
         """Take into the index what storage has kept of this prompt since an earlier life, or has
@@ -397,9 +404,9 @@ class Ladder:
     def _hear(self) -> None:
         """Take in what storage has answered."""
         for storage, path in self._recall.take_answers():
-            self._adopt(storage, path)
+            self.adopt(storage, path)
 
-    def _adopt(self, storage: str, path: Sequence[BlockId]) -> None:
+    def adopt(self, storage: str, path: Sequence[BlockId]) -> None:
         """Blocks were found: they are in ``storage`` from now on."""
         new = [block for block in path if self._is_absent(block, storage)]
         room = self.rooms[storage]

@@ -31,7 +31,8 @@ class Traffic:
     A transfer may have to wait for the one that brings its sources: a load from disk is a copy to
     host memory and, after it, one to the device.
 
-    rooms: by tier. ways: from each tier to the fastest one.
+    rooms: by tier. ways: from each tier to the fastest one. lost: what tiers have of blocks and is
+    not to be used; it goes when nobody holds it any more.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Traffic:
         self.name_of: Callable[[BlockId], BlockName] = index.name
         self.on_change: OnChange | None = None
         self.transfers: list[Transfer] = []
-        self._lost: dict[tuple[BlockId, str], BlockKey | None] = {}
+        self.lost: dict[tuple[BlockId, str], BlockKey | None] = {}
 
     # -- begin ------------------------------------------------------------------------------------
 
@@ -122,18 +123,18 @@ class Traffic:
         job = transfer.job
         assert job is not None
         self.transfers.remove(transfer)
-        src, dst, blocks, now = transfer.src, transfer.dst, transfer.blocks, self._clock()
-        names = transfer.names
+        src, dst, blocks, names = transfer.src, transfer.dst, transfer.blocks, transfer.names
         is_wanted = job.error is None and not transfer.is_void
         arrived = [is_wanted and at not in job.lost for at in range(len(blocks))]
         there = list(compress(blocks, arrived))
-        self._index.commit_all(there, dst, now)
+        for block in reversed(there):  # the first ones of a prompt leave last
+            self._index.commit(block, dst, self._clock())
         if self.on_change is not None:
             self.on_change(dst, there, False)
         self._note(transfer, job)
         for waiter in list(transfer.waiters):
             if all(arrived) and job.succeeded:
-                waiter.arrived(transfer, now)
+                waiter.arrived(transfer, self._clock())
             else:
                 waiter.failed(transfer)
         if transfer.holds_source:
@@ -149,9 +150,11 @@ class Traffic:
 
     def _note(self, transfer: Transfer, job: Job) -> None:
         src, dst = transfer.src, transfer.dst
-        if job.error is None:
+        if job.succeeded:  # what failed says nothing about how long it takes
             self.costs.observe_copy((src, dst), job.num_bytes, job.seconds)
-            self._metrics.count("kvtier_copied_bytes_total", job.num_bytes, src=src, dst=dst)
+        if job.error is None:
+            num_bytes = job.num_bytes - job.num_bytes * len(job.lost) // len(transfer.blocks)
+            self._metrics.count("kvtier_copied_bytes_total", num_bytes, src=src, dst=dst)
             self._metrics.observe("kvtier_copy_seconds", job.seconds, src=src, dst=dst)
         if not job.succeeded and not job.withdrawn:
             self._metrics.count("kvtier_failed_copies_total", src=src, dst=dst)
@@ -195,21 +198,17 @@ class Traffic:
     def lose(self, block: BlockId, tier: str) -> None:
         """What ``tier`` has of a block is not to be used any more."""
         key = self.name_of(block).key if tier in self._mover.storages else None
-        self._lost.setdefault((block, tier), key)
-
-    def is_lost(self, block: BlockId, tier: str) -> bool:
-        """Whether what ``tier`` has of a block is only waiting for those who hold it."""
-        return bool(self._lost) and (block, tier) in self._lost
+        self.lost.setdefault((block, tier), key)
 
     def drop_lost(self) -> None:
         """Forget blocks that their tier could not give back, once nobody holds them any more."""
-        for (block, tier), key in list(self._lost.items()):
+        for (block, tier), key in list(self.lost.items()):
             state = self._index.state(block, tier)
             if state is State.WRITING:
                 continue
             if state is State.READY and not self._forget(block, tier):
                 continue
-            del self._lost[block, tier]
+            del self.lost[block, tier]
             if key is not None:  # some rank, or some replica, may have it still
                 self._mover.drop(tier, [key], for_good=True)
 

@@ -38,6 +38,9 @@ class NativeIndex(BlockIndex):
     ) -> npt.NDArray[np.int64]:
         return _array_over(self._trie.match_slots(namespace, labels, tier), _INT64)
 
+    def find(self, namespace: bytes, label: Label) -> tuple[BlockId, tuple[State, ...]] | None:
+        return self._trie.find(namespace, label)  # type: ignore[return-value]
+
     def state(self, block: BlockId, tier: str) -> State:
         return cast("State", self._trie.state(block, tier))
 

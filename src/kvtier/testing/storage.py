@@ -80,6 +80,9 @@ class MemoryStorage(StorageTier):
     def has_unfound(self) -> bool:
         return bool(self._unfound)
 
+    def unfound_keys(self) -> list[BlockKey]:
+        return list(self._unfound)
+
     def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
         outcomes = []
         self.was_asked.set()

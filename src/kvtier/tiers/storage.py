@@ -120,6 +120,11 @@ class StorageTier(ABC):
         """Whether it may have blocks that this process has neither put nor found."""
         return True
 
+    def unfound_keys(self) -> list[BlockKey]:
+        """Those of them that it can name, the ones to leave first in front; for an owner that takes
+        them all, or wants none of them."""
+        return []
+
     @abstractmethod
     def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
         """Which blocks there are: ``THERE``, ``ABSENT``, or ``FAILED`` where that is not known.

@@ -166,6 +166,10 @@ class LocalMover(Mover):
 
         self._gates[tier, "find"].submit(drop, 1, 0, urgent=True)
 
+    def drop_unfound(self, tier: str) -> None:
+        if unfound := self._storages[tier].unfound_keys():
+            self.drop(tier, unfound, for_good=True)
+
     def is_idle(self, tier: str) -> bool:
         return self._gates[tier, "read"].lane.is_idle
 

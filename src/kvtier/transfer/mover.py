@@ -97,6 +97,10 @@ class Mover(ABC):
     def drop(self, tier: str, keys: Sequence[BlockKey], for_good: bool = False) -> None:
         """Storage need not keep these any more."""
 
+    def drop_unfound(self, tier: str) -> None:
+        """Nor what it has that nobody has found yet, for good."""
+        return
+
     def queued_s(self, route: Route, copy_s: Callable[[int], float]) -> float:
         """Seconds until a new urgent move along ``route`` would begin; infinite where it would be
         refused. copy_s: what a number of bytes takes."""

@@ -2,7 +2,7 @@
 
     scheduler process                                   each rank
     advise, num_worth_loading  (manager.py)
-    orders  ---- TierMetadata, once a step --->  carry_out   (worker.py, rank_disk.py)
+    orders  ---- TierMetadata, once a step --->  carry_out   (worker.py)
     hear    <--- TierWorkerMetadata -----------  take_report
 
 Everything else is vLLM's: which blocks, which groups, when to store, when a request waits.

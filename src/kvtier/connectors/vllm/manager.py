@@ -29,7 +29,7 @@ from kvtier.connectors.vllm.host_slots import HostSlots
 from kvtier.connectors.vllm.names import Names
 from kvtier.connectors.vllm.prompt import chunks_of
 from kvtier.index.policies.lru import LruPolicy
-from kvtier.keyed_cache import KeyedCache, Place
+from kvtier.keyed_cache import KeyedCache, Place, rising
 from kvtier.ladder import Ladder, LadderOptions
 from kvtier.plan import Costs, StepClock, is_worth_loading, num_worth_loading, patience_s
 from kvtier.tiers import DistantRoom, Quota, Room
@@ -53,14 +53,15 @@ PIECE_BYTES = 16 << 20
 class Visit:
     """What is known of one request.
 
-    places: of the chunks that its last look-up met, in that look-up's order. limit: no chunk that
-    ends beyond this token is loaded. waits_since: when it began to wait. is_impatient: it takes
-    what is ready, and waits for nothing more. is_off_disk: its chunks stay in memory. used: those
-    that were loaded or stored for it.
+    places: of the chunks that its last look-up met, in that look-up's order. promoted: chunks that
+    were brought from storage for it. limit: no chunk that ends beyond this token is loaded.
+    waits_since: when it began to wait. is_impatient: it takes what is ready, and waits for nothing
+    more. is_off_disk: its chunks stay in memory. used: those that were loaded or stored for it.
     """
 
     context: ReqContext
     places: dict[OffloadKey, Place] = field(default_factory=dict)
+    promoted: set[OffloadKey] = field(default_factory=set)
     limit: int | None = None
     waits_since: float | None = None
     is_impatient: bool = False
@@ -117,6 +118,7 @@ class TierManager(OffloadingManager):
         self._host = DistantRoom(room[HOST])
         rooms: dict[str, Room] = {HOST: self._host}
         rooms |= {name: Quota(partial(room.__getitem__, name)) for name in mover.storages}
+        clock = rising(time.monotonic)
         self.ladder = Ladder(
             rooms,
             mover,
@@ -126,12 +128,10 @@ class TierManager(OffloadingManager):
                 bytes_per_day={DISK: bytes_per_day},
                 piece_blocks=max(1, PIECE_BYTES // max(1, shape.chunk_bytes)),
             ),
-            clock=time.monotonic,
+            clock=clock,
             device=DEVICE,
         )
-        self.cache = KeyedCache(
-            self.ladder, lambda: names.digest, time.monotonic, lambda: mover.is_complete
-        )
+        self.cache = KeyedCache(self.ladder, lambda: names.digest, clock, lambda: mover.is_complete)
         self.steps = StepClock(self.ladder.traffic.costs)
         self._always_loads = policy is LoadPolicy.ALWAYS
         self._shape = shape
@@ -235,6 +235,7 @@ class TierManager(OffloadingManager):
             self.names.disown()
         for visit in self._visits.values():
             visit.limit = None
+            visit.promoted.clear()
             visit.used.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
@@ -281,9 +282,13 @@ class TierManager(OffloadingManager):
         on_disk = [key for key, place in visit.places.items() if place is Place.STORAGE]
         if not on_disk:
             return Advice.WAIT
+        if not visit.promoted.isdisjoint(on_disk):  # a read failed: it may do so again and again
+            visit.is_impatient = True
+            return Advice.LOOK_AGAIN
         limit = self._limit(visit, ends, first, num_tokens)
         wanted = [key for key in on_disk if ends[key] <= limit]
         num = self.cache.promote(wanted)
+        visit.promoted.update(wanted[:num])
         if num < len(wanted):
             limit = ends[wanted[num]] - 1 if self._shape.has_one_group else first
         if limit < found:

@@ -64,8 +64,6 @@ class DiskTier(StorageTier):
         return self.blocks.num_unclaimed > 0
 
     def unfound_keys(self) -> list[BlockKey]:
-        """Blocks that a restart found and nobody has asked for; those that would leave first in
-        front. For an owner that takes them all."""
         return self.blocks.unclaimed_keys()
 
     # -- by key ------------------------------------------------------------------------------------

@@ -27,6 +27,9 @@ class StorageWrapper(StorageTier):
     def has_unfound(self) -> bool:
         return self.inner.has_unfound
 
+    def unfound_keys(self) -> list[BlockKey]:
+        return self.inner.unfound_keys()
+
     def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
         return self.inner.find(keys, timeout_s)
 

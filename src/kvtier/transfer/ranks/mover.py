@@ -48,6 +48,7 @@ class RankMover(Mover):
         self._ids: dict[Job, int] = {}
         self._num_orders = 0
         self._scrubbed: list[Scrubbed] = []
+        self._wants_unfound = True
 
     # -- what the ladder wants ---------------------------------------------------------------------
 
@@ -87,6 +88,12 @@ class RankMover(Mover):
 
     def has_unfound(self, tier: str) -> bool:
         return bool(self._unfound[tier])
+
+    def drop_unfound(self, tier: str) -> None:
+        """Nothing of an earlier life is wanted: not what ranks have yet to tell of, either."""
+        self.drop(tier, list(self._unfound[tier]), for_good=True)
+        self._unfound[tier].clear()
+        self._wants_unfound = self.is_complete
 
     def queued_s(self, route: Route, copy_s: Callable[[int], float]) -> float:
         reads = (each for each in self._moving.values() if each.is_read and each.tier == route[0])
@@ -176,8 +183,8 @@ class RankMover(Mover):
         """All ranks have said what a restart found: it counts where all have found it."""
         for tier in self.storages:
             found = [ranks.get(tier, ()) for ranks in self._found.values()]
-            everywhere = set(found[0]).intersection(*found[1:])
+            everywhere = set(found[0]).intersection(*found[1:]) if self._wants_unfound else set()
             self._unfound[tier] = dict.fromkeys(key for key in found[0] if key in everywhere)
             somewhere = dict.fromkeys(key for keys in found for key in keys)
             self.drop(tier, [key for key in somewhere if key not in everywhere], for_good=True)
-        self._found = dict.fromkeys(self._found, {})
+        self._found = {rank: {} for rank in self._found}
