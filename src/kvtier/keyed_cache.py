@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import inf, nextafter
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +76,7 @@ class KeyedCache:
         self._namespace = namespace
         self._clock = clock
         self._knows_storage = knows_storage
+        self._last_use_s = -inf
         self._block_in = np.full(ladder.rooms[self.memory].num_slots, NOBODY, np.int64)
         self._depths = _Depths()
         self._from_storage: dict[BlockId, str] = {}
@@ -86,11 +88,15 @@ class KeyedCache:
 
     # -- what is where -----------------------------------------------------------------------------
 
-    def find(self, key: bytes) -> Place:
-        """Where a block is. What storage has kept since an earlier life is known from then on."""
+    def find(self, key: bytes, following: Callable[[], Sequence[bytes]] | None = None) -> Place:
+        """Where a block is. What storage has kept since an earlier life is known from then on.
+
+        following: what will be asked for next, if this one was kept; it is found along with it,
+        which is cheaper than one by one.
+        """
         block = self._known(key)
         if block is None:
-            return self._find_kept(key)
+            return self._find_kept(key, following)
         if not self.ladder.is_lost(block, self.memory) and block not in self._doubted:
             match self._index.state(block, self.memory):
                 case State.READY:
@@ -99,13 +105,26 @@ class KeyedCache:
                     return Place.ARRIVING
         return Place.STORAGE if self._storage_of(block) else Place.NOWHERE
 
-    def _find_kept(self, key: bytes) -> Place:
+    def _find_kept(
+        self, key: bytes, following: Callable[[], Sequence[bytes]] | None = None
+    ) -> Place:
         if not self.ladder.storages:
             return Place.NOWHERE
         if not self._knows_storage():
             return Place.UNKNOWN
-        is_kept = self.ladder.has_unfound and self.ladder.was_kept(self._blocks([key])[0])
-        return Place.STORAGE if is_kept else Place.NOWHERE
+        if not self.recall([key]):
+            return Place.NOWHERE
+        if following is not None:
+            self.recall(following())
+        return Place.STORAGE
+
+    def recall(self, keys: Collection[bytes]) -> int:
+        """Take in which blocks, of those that are known nowhere, storage has kept since an earlier
+        life. Returns how many."""
+        if not self.ladder.has_unfound:
+            return 0
+        unknown = [key for key in dict.fromkeys(keys) if self._known(key) is None]
+        return self.ladder.recall_each(self._namespace(), unknown)
 
     def tier_of(self, key: bytes) -> str | None:
         """The fastest tier that has the block ready."""
@@ -121,8 +140,15 @@ class KeyedCache:
 
     def touch(self, keys: Collection[bytes]) -> None:
         """They were used just now, in prompt order: the first ones leave last."""
-        blocks = [block for key in keys if (block := self._known(key)) is not None]
-        self._index.touch(blocks[::-1], self._clock())
+        self._use([block for key in keys if (block := self._known(key)) is not None])
+
+    def _use(self, blocks: Sequence[BlockId]) -> None:
+        """Under one root there is no leaf but by its time: each is used a moment before the one in
+        front of it."""
+        now_s = self._clock()
+        for block in reversed(blocks):
+            self._last_use_s = max(now_s, nextafter(self._last_use_s, inf))
+            self._index.touch([block], self._last_use_s)
 
     def _known(self, key: bytes) -> BlockId | None:
         """The block, where some tier has it or is about to."""
@@ -163,7 +189,7 @@ class KeyedCache:
             return None
         blocks = self._blocks(keys[at] for at in new)  # a block that nothing holds may have gone
         self._index.begin_write_all(blocks, self.memory, slots)
-        self._index.touch(blocks[::-1], self._clock())
+        self._use(blocks)
         self._block_in[slots] = blocks
         self._reserved.update(blocks)
         left = [key for each in self._changes[num_changes:] for key in each.keys]
@@ -268,7 +294,9 @@ class KeyedCache:
     def _note(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
         if blocks:
             self._changes.append(Change(self._index.labels(blocks), tier, is_removed))
-            if is_removed and tier == self.memory:
+            if not is_removed:
+                self._use(blocks)
+            elif tier == self.memory:
                 for block in blocks:
                     self._from_storage.pop(block, None)
 
