@@ -25,9 +25,8 @@ class MemoryStorage(StorageTier):
     open_reads, open_writes: gates, open at first; ``clear`` holds the next call. spoiled: keys that
     come back ``DAMAGED``. refused: keys that can't be put. unreachable: every get and put fails.
     num_written: blocks, in all.
-    reads: the keys of each get that has begun; is_reading: there was one; was_asked: there was a
-    look-up. scrubs: how many bytes
-    each scrub was to look at.
+    reads: the keys of each get that has begun; is_reading, is_writing: there was a get, a put;
+    was_asked: there was a look-up. scrubs: how many bytes each scrub was to look at.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class MemoryStorage(StorageTier):
         self.bytes_per_block = group.bytes_per_block
         self.facts = facts or StorageFacts(finds_at_once=True, wants_scrubbing=True)
         self.open_reads, self.open_writes = Event(), Event()
-        self.is_reading, self.was_asked = Event(), Event()
+        self.is_reading, self.is_writing, self.was_asked = Event(), Event(), Event()
         self.open_reads.set()
         self.open_writes.set()
         self.spoiled: set[BlockKey] = set()
@@ -65,6 +64,11 @@ class MemoryStorage(StorageTier):
         return self._room
 
     @property
+    def num_used(self) -> int:
+        """Blocks that were put or found, and not dropped."""
+        return len(self._known)
+
+    @property
     def num_unfound(self) -> int:
         """Blocks of an earlier tier that nobody has found yet."""
         return len(self._unfound)
@@ -85,6 +89,7 @@ class MemoryStorage(StorageTier):
         return outcomes
 
     def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
+        self.is_writing.set()
         self.open_writes.wait()
         return [self._put(name.key, blocks.read(at)) for at, name in enumerate(names)]
 
