@@ -1,0 +1,96 @@
+"""The keyed cache over memory that the engine keeps itself, and lends for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from kvtier.index import State
+from kvtier.keyed_cache import KeyedCache
+from kvtier.ladder import Ladder
+from kvtier.plan import Copy
+from kvtier.tiers import LentMemory
+from kvtier.types import BlockId, Slot
+
+
+class RowCache(KeyedCache):
+    """Blocks are in memory, or come there, in slots that the engine names; until it takes them back
+    with ``displace``. So ``reserve`` finds no room here, and ``promote`` brings nothing.
+
+    What is in memory stays in storage, too: a job's end can't push out its beginning.
+    """
+
+    def __init__(
+        self,
+        rows: LentMemory,
+        ladder: Ladder,
+        namespace: Callable[[], bytes],
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(ladder, namespace, clock)
+        self._rows = rows
+        self._kept: set[tuple[BlockId, str]] = set()  # leased in storage
+
+    def place(self, keys: Sequence[bytes], slots: Sequence[Slot], depths: Sequence[int]) -> None:
+        """The engine has blocks in ``slots``, and storage gets those that it has not.
+
+        keys: in prompt order, none of them in memory already. depths: see ``commit``.
+        """
+        self._rows.lend(list(slots))
+        blocks = self._blocks(keys)
+        self._index.begin_write_all(blocks, self.memory, slots)
+        self._index.commit_all(blocks, self.memory, self._clock())
+        self._depths.update(blocks, depths)
+        self._use(blocks)
+        for storage in self.ladder.storages:
+            self._keep([block for block in blocks if self._is_in(block, storage)], storage)
+        self.ladder.archive(blocks)
+
+    def fetch(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+        """Bring blocks from storage into ``slots``; none of them is in memory already."""
+        self._rows.lend(list(slots))
+        placed = list(zip(self._blocks(keys), slots, strict=True))
+        for storage in self.ladder.storages:
+            there = [each for each in placed if self._storage_of(each[0]) == storage]
+            blocks = tuple(block for block, _ in there)
+            self.ladder.load(Copy(storage, self.memory, blocks), [slot for _, slot in there])
+
+    def displace(self, keys: Collection[bytes]) -> None:
+        """The engine takes the slots of these blocks back; nothing moves from or to them. What did
+        not arrive has none."""
+        for block in self._blocks(key for key in keys if self.is_in_memory(key)):
+            for storage in self.ladder.storages:
+                if (block, storage) in self._kept:
+                    self._kept.discard((block, storage))
+                    self._index.release([block], storage)
+            slot = self._index.lose(block, self.memory)
+            assert slot is not None, "a block whose slot is taken back is being copied"
+            self._rows.free([slot])
+
+    def is_moving(self, key: bytes) -> bool:
+        """Whether a block is on its way between memory and storage, or waits for that."""
+        block = self._known(key)
+        if block is None:
+            return False
+        is_arriving = self._index.state(block, self.memory) is State.WRITING
+        return is_arriving or self.ladder.is_archiving(block)
+
+    def is_in_memory(self, key: bytes) -> bool:
+        """Whether a block was placed, or has arrived, and was not displaced since."""
+        block = self._known(key)
+        return block is not None and self._is_in(block, self.memory)
+
+    def is_stored(self, key: bytes) -> bool:
+        """Whether storage has a block."""
+        block = self._known(key)
+        return block is not None and self._storage_of(block) is not None
+
+    def _keep(self, blocks: Sequence[BlockId], storage: str) -> None:
+        self._index.lease(blocks, storage)
+        self._kept.update((block, storage) for block in blocks)
+
+    def _note(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
+        super()._note(tier, blocks, is_removed)
+        if not is_removed and tier != self.memory:
+            states = self._index.states_of(blocks, self.memory)
+            placed = zip(blocks, states, strict=True)
+            self._keep([block for block, state in placed if state is State.READY], tier)
