@@ -115,7 +115,9 @@ class KeyedCache:
         if not self.recall([key]):
             return Place.NOWHERE
         if following is not None:
-            self.recall(following())
+            rest = following()
+            self.recall(rest)
+            self.touch([key, *rest])
         return Place.STORAGE
 
     def recall(self, keys: Collection[bytes]) -> int:

@@ -380,9 +380,7 @@ class Ladder:
         if not is_cheap or not self.mover.has_unfound(storage):
             return False
         is_there = bool(self.mover.find(storage, [self.index.key(block)]).places_there)
-        if is_there:
-            self._adopt(storage, [block])
-        return is_there
+        return is_there and self._adopt(storage, [block]) == 1
 
     @property
     def has_unfound(self) -> bool:
@@ -391,16 +389,15 @@ class Ladder:
 
     def recall_each(self, namespace: bytes, labels: Sequence[Label]) -> int:
         """``recall`` of blocks that hang under no other, from storage that answers at once. Returns
-        how many were found."""
-        num_found = 0
+        how many are known now."""
+        num_known = 0
         for name in self.storages:
             if self.mover.storages[name].finds_at_once and self.mover.has_unfound(name):
                 keys = [next_key(namespace, label) for label in labels]
                 there = self.mover.find(name, keys).places_there
                 blocks = [self.index.extend(namespace, [labels[at]])[0] for at in there]
-                self._adopt(name, blocks)
-                num_found += len(blocks)
-        return num_found
+                num_known += self._adopt(name, blocks)
+        return num_known
 
     def is_archiving(self, block: BlockId) -> bool:
         """Whether a block waits for its write to storage, or is being written."""
@@ -421,8 +418,9 @@ class Ladder:
         for storage, path in self._recall.take_answers():
             self._adopt(storage, path)
 
-    def _adopt(self, storage: str, path: Sequence[BlockId]) -> None:
-        """Blocks were found: they are in ``storage`` from now on."""
+    def _adopt(self, storage: str, path: Sequence[BlockId]) -> int:
+        """Blocks were found: they are in ``storage`` from now on, as far as there is room for them.
+        Returns how many."""
         new = [block for block in path if self._is_absent(block, storage)]
         room = self.rooms[storage]
         self.make_room(storage, len(new) - room.num_free)
@@ -433,6 +431,7 @@ class Ladder:
         self._leave_unfound(storage, too_many)
         if there and self.traffic.on_change is not None:
             self.traffic.on_change(storage, there, False)
+        return len(there)
 
     def _leave_unfound(self, storage: str, blocks: Sequence[BlockId]) -> None:
         """There is no room for blocks that were found: storage forgets them, and so does the index,

@@ -186,6 +186,37 @@ def test_what_is_asked_for_next_is_claimed_along(worlds: list[World]) -> None:
     assert world.load(1, 2, 3, 5) == [1, 2, 3, 5]
 
 
+def test_start_of_a_prompt_leaves_last_after_a_restart_too(worlds: list[World]) -> None:
+    shelf = Shelf()
+    before = World(memory(3, shelf))
+    before.store(1, 2, 3)
+    before.slab.close()
+    world = _world(worlds, memory(3, shelf))
+    world.slab.find(key_of(1), lambda: [key_of(2), key_of(3)])
+    world.slab.take_changes()
+    world.store(9)
+    (left, _) = world.slab.take_changes()
+    assert (left.keys, left.is_removed) == ([key_of(3)], True)
+
+
+def test_what_was_found_without_room_for_it_is_a_miss_and_leaves_nothing(
+    worlds: list[World],
+) -> None:
+    shelf = Shelf()
+    before = World(memory(2, shelf))
+    before.store(1)
+    before.slab.close()
+    tier = memory(2, shelf)
+    world = _world(worlds, tier)
+    tier.open_writes.clear()
+    world.submit(False, [2, 3])
+    assert tier.is_writing.wait(60)
+    assert world.slab.find(key_of(1)) is Place.NOWHERE
+    tier.open_writes.set()
+    world.settle()
+    assert tier.num_used == world.slab.num_chunks == 2
+
+
 def test_other_namespace_finds_nothing(worlds: list[World]) -> None:
     shelf = Shelf()
     before = World(memory(4, shelf))
