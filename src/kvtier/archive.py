@@ -47,6 +47,10 @@ class Archive:
         """Blocks that wait for their turn."""
         return len(self._waiting)
 
+    def __contains__(self, block: BlockId) -> bool:
+        """Whether it waits for its turn."""
+        return block in self._waiting
+
     def add(self, blocks: Iterable[BlockId]) -> None:
         """These are worth a write."""
         self._waiting.update(dict.fromkeys(blocks))

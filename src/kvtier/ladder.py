@@ -213,7 +213,11 @@ class Ladder:
         read while another is copied on."""
         between = self.above(copy.src)
         if between == self.fastest:
-            self.traffic.begin(copy, dst_slots)
+            # A storage tier is given seconds per call: it should not get all at once.
+            step = self._options.piece_blocks if copy.src in self._archives else len(copy.blocks)
+            for at in range(0, len(copy.blocks), step):
+                piece = Copy(copy.src, copy.dst, copy.blocks[at : at + step])
+                self.traffic.begin(piece, dst_slots[at : at + step])
             return
         at = 0
         for leg, part in self.promote(copy.blocks, copy.src):
@@ -327,10 +331,12 @@ class Ladder:
         slots = room.allocate(min(len(blocks), room.num_free)) or []
         if slots:
             self.traffic.begin(Copy(src, dst, tuple(blocks[: len(slots)])), slots)
-        if len(slots) < len(blocks):
-            refused = len(blocks) - len(slots)
-            self.metrics.count("kvtier_refused_blocks_total", refused, tier=dst)
+        self._count_refused(len(blocks) - len(slots), dst)
         return len(slots)
+
+    def _count_refused(self, num_blocks: int, tier: str) -> None:
+        if num_blocks:
+            self.metrics.count("kvtier_refused_blocks_total", num_blocks, tier=tier)
 
     def _make_room_for(self, blocks: Sequence[BlockId], tier: str) -> None:
         """Evict from ``tier`` what has to go for ``blocks``, but not the prefixes that they
@@ -363,17 +369,19 @@ class Ladder:
         """Begin the writes whose turn has come."""
         while self.archives and (wanted := archive.take(self._options.piece_blocks)):
             new = [block for block in wanted if not self._was_there(block, archive.storage)]
-            num_begun = self._copy_down(new, self.staging, archive.storage)
+            num_begun = 0
+            if self.mover.accepts((self.staging, archive.storage)):
+                num_begun = self._copy_down(new, self.staging, archive.storage)
+            else:  # nothing leaves for what would not arrive
+                self._count_refused(len(new), archive.storage)
             archive.ended(len(wanted) - num_begun)
 
     def _was_there(self, block: BlockId, storage: str) -> bool:
         """Whether storage has had the block since an earlier life; the index knows it then."""
         if not self._is_asked_at_once(storage):
             return False
-        is_there = self.mover.find(storage, [self._key(block)]).num_there == 1
-        if is_there:
-            self.adopt(storage, [block])
-        return is_there
+        is_there = bool(self.mover.find(storage, [self._key(block)]).places_there)
+        return is_there and self._adopt(storage, [block]) == 1
 
     def _is_asked_at_once(self, storage: str) -> bool:
         return self.mover.storages[storage].finds_at_once and self.mover.has_unfound(storage)
@@ -383,16 +391,25 @@ class Ladder:
         """Whether storage may have blocks that nobody has found yet."""
         return any(self.mover.has_unfound(name) for name in self.storages)
 
-    def ask(self, key: BlockKey) -> list[str]:
-        """Storage that has had a block since an earlier life, and answers at once; it is to be
-        adopted then."""
-        return [
-            name
-            for name in self.storages
-            if self._is_asked_at_once(name)
-            and self.num_available(name)
-            and self.mover.find(name, [key]).num_there
-        ]
+    def recall_each(
+        self, namespace: bytes, labels: Sequence[Label], keys: Sequence[BlockKey]
+    ) -> int:
+        """``recall`` of blocks that hang under no other, from storage that answers at once. Returns
+        how many are known now. keys: what the blocks are called there."""
+        num_known = 0
+        for name in self.storages:
+            if self._is_asked_at_once(name):
+                there = self.mover.find(name, keys).places_there
+                blocks = [self.index.extend(namespace, [labels[at]])[0] for at in there]
+                num_known += self._adopt(name, blocks)
+        return num_known
+
+    def is_archiving(self, block: BlockId) -> bool:
+        """Whether a block waits for its write to storage, or is being written."""
+        return any(
+            block in archive or self.index.state(block, name) is State.WRITING
+            for name, archive in self._archives.items()
+        )
 
     def recall(self, namespace: bytes, labels: Sequence[Label]) -> None:
         """Take into the index what storage has kept of this prompt since an earlier life, or has
@@ -404,16 +421,30 @@ class Ladder:
     def _hear(self) -> None:
         """Take in what storage has answered."""
         for storage, path in self._recall.take_answers():
-            self.adopt(storage, path)
+            self._adopt(storage, path)
 
-    def adopt(self, storage: str, path: Sequence[BlockId]) -> None:
-        """Blocks were found: they are in ``storage`` from now on."""
+    def _adopt(self, storage: str, path: Sequence[BlockId]) -> int:
+        """Blocks were found: they are in ``storage`` from now on, as far as there is room for them.
+        Returns how many."""
         new = [block for block in path if self._is_absent(block, storage)]
         room = self.rooms[storage]
         self.make_room(storage, len(new) - room.num_free)
         slots = room.allocate(min(len(new), room.num_free)) or []
-        self.index.begin_write_all(new[: len(slots)], storage, slots)
-        self.index.commit_all(new[: len(slots)], storage, self._clock())
+        there, too_many = new[: len(slots)], new[len(slots) :]
+        self.index.begin_write_all(there, storage, slots)
+        self.index.commit_all(there, storage, self._clock())
+        self._leave_unfound(storage, too_many)
+        if there and self.traffic.on_change is not None:
+            self.traffic.on_change(storage, there, False)
+        return len(there)
+
+    def _leave_unfound(self, storage: str, blocks: Sequence[BlockId]) -> None:
+        """There is no room for blocks that were found: storage forgets them, and so does the index,
+        by a write that does not come about."""
+        if blocks:
+            self.mover.drop(storage, [self._key(block) for block in blocks])
+            self.index.begin_write_all(blocks, storage, [Slot(0)] * len(blocks))
+            self.index.abort_all(blocks, storage)
 
     def poll(self) -> bool:
         """Finish the transfers whose copy is done. True if there was one. Never waits."""

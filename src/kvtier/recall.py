@@ -63,12 +63,13 @@ class Recall:
         return keys
 
     def take_answers(self) -> Iterator[tuple[str, list[BlockId]]]:
-        """Storage tiers, and paths of blocks that they turned out to have."""
+        """Storage tiers, and the blocks of a prompt that they turned out to have; those behind a
+        gap, too, for what was found stays in storage until it is dropped."""
         answered = [each for each in self._questions if each.job.done]
         if answered:
             self._questions = [each for each in self._questions if not each.job.done]
         for each in answered:
-            if num := each.job.num_there:
-                end = each.num_known + num
+            if there := each.job.places_there:
+                end = each.num_known + there[-1] + 1
                 path = self._index.extend(each.namespace, each.labels[:end])
-                yield each.storage, path[each.num_known :]
+                yield each.storage, [path[each.num_known + at] for at in there]

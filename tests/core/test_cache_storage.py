@@ -65,6 +65,18 @@ def test_a_longer_prompt_continues_what_came_back(restarted: World) -> None:
     assert restarted.storage.num_written == 2
 
 
+def test_what_was_found_behind_a_gap_is_known_as_well(make_world: MakeWorld) -> None:
+    """Or it would keep its room in storage, and nobody would ever give it back."""
+    shelf = Shelf()
+    make_world(disk_blocks=30, shelf=shelf).serve(LONG)
+    del shelf.blocks[list(shelf.blocks)[1]]
+    world = make_world(disk_blocks=30, shelf=shelf)
+    world.finish(world.start(LONG))
+    assert world.storage.num_used == world.held(DISK) == 4
+    assert world.storage.num_written == 1
+    world.check()
+
+
 def test_other_namespaces_find_nothing(restarted: World) -> None:
     assert restarted.start(LONG).lease.num_shared == 4
     assert restarted.ask(LONG, namespace=b"tenant").lease.num_shared == 0

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 
 from kvtier.index import State
 from kvtier.index.policies import LruPolicy
-from kvtier.keyed_cache import KeyedCache, Place, rising
+from kvtier.keyed_cache import ROOT, KeyedCache, Place, rising
 from kvtier.keys import next_key
 from kvtier.ladder import Ladder, LadderOptions
 from kvtier.tiers import DistantRoom, Quota, StorageFacts
@@ -456,7 +456,7 @@ class KeyedMachine(RuleBasedStateMachine):
 
     def is_lost(self, key: bytes) -> bool:
         """Held in memory, and not to be used."""
-        found = self.engine.ladder.index.find(NS, key)
+        found = self.engine.ladder.index.find(ROOT, key)
         return found is not None and (found[0], HOST) in self.engine.ladder.traffic.lost
 
     @rule(key=st.sampled_from(KEYS))
@@ -471,7 +471,7 @@ class KeyedMachine(RuleBasedStateMachine):
     def loaded(self, is_doubted: bool) -> None:
         key = self.holding.pop(0)
         if is_doubted:
-            found = self.engine.ladder.index.find(NS, key)
+            found = self.engine.ladder.index.find(ROOT, key)
             assert found is not None
             self.cache.distrust(self.engine.ladder.index.slots([found[0]], HOST))
             assert self.cache.find(key) is not Place.MEMORY

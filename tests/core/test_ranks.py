@@ -325,7 +325,7 @@ def test_ranks_without_storage_of_their_own_are_not_waited_for() -> None:
     mover.hear(Report(hellos={0: Hello(4, {DISK: (KEYS[0],)})}))
     assert mover.is_complete
     assert mover.num_open == 4
-    assert mover.find(DISK, KEYS[:2]).num_there == 1
+    assert mover.find(DISK, KEYS[:2]).places_there == [0]
     job = mover.begin(Move(HOST, DISK, [Slot(0)], [Slot(0)], named(KEYS[1:2])))
     (order,) = mover.take_orders()
     mover.hear(Report({order.order_id: Done()}))

@@ -33,8 +33,8 @@ class MemoryStorage(StorageTier):
     open_reads, open_writes: gates, open at first; ``clear`` holds the next call. spoiled: keys that
     come back ``DAMAGED``, until they are put again. refused: keys that can't be put. unreachable:
     every get and put fails. num_written: blocks, in all. reads: the keys of each get that has
-    begun; is_reading: there was one; was_asked: there was a look-up. scrubs: how many bytes each
-    scrub was to look at.
+    begun; is_reading, is_writing: there was a get, a put; was_asked: there was a look-up. scrubs:
+    how many bytes each scrub was to look at.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class MemoryStorage(StorageTier):
         self.bytes_per_block = group.bytes_per_block
         self.facts = facts or StorageFacts(finds_at_once=True, wants_scrubbing=True)
         self.open_reads, self.open_writes = Event(), Event()
-        self.is_reading, self.was_asked = Event(), Event()
+        self.is_reading, self.is_writing, self.was_asked = Event(), Event(), Event()
         self.open_reads.set()
         self.open_writes.set()
         self.spoiled = shelf.spoiled
@@ -70,6 +70,11 @@ class MemoryStorage(StorageTier):
     @property
     def num_blocks(self) -> int:
         return self._room
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that were put or found, and not dropped."""
+        return len(self._known)
 
     @property
     def num_unfound(self) -> int:
@@ -95,6 +100,7 @@ class MemoryStorage(StorageTier):
         return outcomes
 
     def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
+        self.is_writing.set()
         self.open_writes.wait()
         return [self._put(name.key, blocks.read(at)) for at, name in enumerate(names)]
 

@@ -6,6 +6,7 @@ from kvtier.tiers.arena import ArenaOptions, HugePages
 from kvtier.tiers.base import DistantRoom, MemoryTier, Quota, Room
 from kvtier.tiers.device import DeviceTier
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.lent import LentMemory
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import (
     Outcome,
@@ -21,6 +22,7 @@ __all__ = [
     "DistantRoom",
     "HostTier",
     "HugePages",
+    "LentMemory",
     "MemoryTier",
     "Outcome",
     "Pieces",

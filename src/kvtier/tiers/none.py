@@ -16,6 +16,7 @@ class NoStorage(StorageTier):
 
     facts = StorageFacts(finds_at_once=True)
     num_blocks = 0
+    num_unfound = 0
     has_unfound = False
 
     def __init__(self, name: str, group: KVGroup) -> None:

@@ -87,9 +87,12 @@ class Lane:
         with self._lock:
             task = _take(self._patient, job)
         if task is not None:
-            job.withdrawn = True
-            job.finish(self._fails_as("not wanted any more"))
+            self._end_unbegun(job)
         return task is not None
+
+    def _end_unbegun(self, job: Job) -> None:
+        job.withdrawn = True
+        job.finish(self._fails_as("not wanted any more"))
 
     @property
     def queued_bytes(self) -> int:
@@ -115,22 +118,28 @@ class Lane:
             return 0.0 if job is None else perf_counter() - job.started
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Finish what is urgent, withdraw the rest, then stop. False where that took longer than
-        ``timeout_s``: a thread is left to itself then, for nothing can end a call that hangs.
-        Nothing happens in a forked child."""
+        """Finish what is urgent, withdraw the rest, then stop; what stands in line still after
+        ``timeout_s`` is withdrawn as well. False where something runs even then: a thread is left
+        to itself, for nothing can end a call that hangs. Nothing
+        happens in a forked child."""
         if not self._process.is_here:
             return True
-        with self._lock:
-            self._closed = True
-            unwanted = [job for job, _ in self._patient]
-        for job in unwanted:
-            self.withdraw(job)
+        self._closed = True
+        self._withdraw_all(self._patient)
         for _ in self._workers:
             self._tickets.put(None)
         ends_at = None if timeout_s is None else monotonic() + timeout_s
         for worker in self._workers:
             worker.join(None if ends_at is None else max(0.0, ends_at - monotonic()))
+        self._withdraw_all(self._urgent)
         return not any(worker.is_alive() for worker in self._workers)
+
+    def _withdraw_all(self, line: deque[tuple[Job, Work]]) -> None:
+        with self._lock:
+            unwanted = [job for job, _ in line]
+            line.clear()
+        for job in unwanted:
+            self._end_unbegun(job)
 
     def _run(self) -> None:
         while (task := self._next()) is not None:

@@ -60,6 +60,7 @@ class LocalMover(Mover):
         }
         self._scrubs: dict[str, Job] = {}
         self._next_scrub_s = -inf
+        self._is_closed = False
 
     def start(self) -> None:
         """Start the threads now: they run on the cores of the thread that starts them."""
@@ -110,6 +111,11 @@ class LocalMover(Mover):
 
         return after_compute
 
+    def accepts(self, route: Route) -> bool:
+        src, dst = route
+        gate = self._gates.get((src, "read")) or self._gates.get((dst, "write"))
+        return not self._is_closed and (gate is None or not gate.breaker.is_open)
+
     def hurry(self, route: Route, job: Job) -> None:
         gate = self._gates.get((route[0], "read"))
         if gate is not None:
@@ -158,6 +164,8 @@ class LocalMover(Mover):
         if storage.facts.finds_at_once:
             storage.drop(keys, for_good)
             return
+        if self._is_closed:  # nobody is there to do it
+            return
 
         def drop(timeout_s: float) -> list[Outcome]:
             del timeout_s
@@ -177,7 +185,7 @@ class LocalMover(Mover):
         ended = [(name, job) for name, job in self._scrubs.items() if job.done]
         for name, _ in ended:
             del self._scrubs[name]
-        if self._clock() >= self._next_scrub_s:
+        if not self._is_closed and self._clock() >= self._next_scrub_s:
             self._begin_scrubs()
         return [
             Scrubbed(name, job.num_bytes, job.seconds, job.num_damaged)
@@ -197,6 +205,7 @@ class LocalMover(Mover):
     # -- end ---------------------------------------------------------------------------------------
 
     def close(self, timeout_s: float) -> set[str]:
+        self._is_closed = True
         is_over = self._engine is None or self._engine.close(timeout_s)
         hanging = set() if is_over else set(self._memories)
         for (name, _), gate in self._gates.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from kvtier.plan import Route
 from kvtier.tiers.storage import Outcome, StorageFacts
@@ -40,11 +39,11 @@ class FindJob(Job):
         self.outcomes: Sequence[Outcome] = ()
 
     @property
-    def num_there(self) -> int:
-        """How many of the first keys were found; 0 where the look-up failed."""
+    def places_there(self) -> list[int]:
+        """Positions of the keys that were found; none where the look-up failed."""
         if self.error is not None:
-            return 0
-        return sum(1 for _ in takewhile(lambda each: each is Outcome.THERE, self.outcomes))
+            return []
+        return [at for at, outcome in enumerate(self.outcomes) if outcome is Outcome.THERE]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +75,11 @@ class Mover(ABC):
     @abstractmethod
     def begin(self, move: Move, urgent: bool = True) -> Job:
         """Begin to copy. urgent: False for what nobody waits for yet; it lets others pass."""
+
+    def accepts(self, route: Route) -> bool:
+        """Whether a new move along ``route`` would be tried; not while storage is left alone, for
+        it failed again and again."""
+        return True
 
     def hurry(self, route: Route, job: Job) -> None:
         """Somebody waits for ``job`` now."""

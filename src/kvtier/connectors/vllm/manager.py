@@ -27,7 +27,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.connectors.vllm.counts import IMPATIENT, LOADED, RECOMPUTED, ROOM, USED, Counts
 from kvtier.connectors.vllm.host_slots import HostSlots
 from kvtier.connectors.vllm.names import Names
-from kvtier.connectors.vllm.prompt import chunks_of
+from kvtier.connectors.vllm.prompt import chunks_of, depth
 from kvtier.index.policies.lru import LruPolicy
 from kvtier.keyed_cache import KeyedCache, Place, rising
 from kvtier.ladder import Ladder, LadderOptions
@@ -336,7 +336,7 @@ class TierManager(OffloadingManager):
 
     def _depth(self, end: int) -> int:
         """Place of the chunk that ends at a token, in its prompt."""
-        return max(0, end // min(self._shape.tokens_per_chunk) - 1)
+        return depth(end, min(self._shape.tokens_per_chunk))
 
     # -- what the connector tells ------------------------------------------------------------------
 

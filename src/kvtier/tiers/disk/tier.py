@@ -61,7 +61,12 @@ class DiskTier(StorageTier):
 
     @property
     def has_unfound(self) -> bool:
-        return self.blocks.num_unclaimed > 0
+        return self.num_unfound > 0
+
+    @property
+    def num_unfound(self) -> int:
+        """Blocks that a restart found and nobody has asked for, of whatever namespace."""
+        return self.blocks.num_unclaimed
 
     def unfound_keys(self) -> list[BlockKey]:
         return self.blocks.unclaimed_keys()
