@@ -19,6 +19,7 @@ else:
     try:
         from kvtier._native import (
             BlockTrie,
+            KeyTable,
             UringRing,
             copy_batch,
             crc32c,
@@ -33,11 +34,10 @@ else:
             f"not built ({error}); install kvtier from source on a machine with a C++20 compiler"
         )
 
-from kvtier._reference.key_table import KeyTable
-
 if _reason:
     from kvtier._reference.copy import copy_batch
     from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows
+    from kvtier._reference.key_table import KeyTable  # type: ignore[assignment]
     from kvtier._reference.tokens import pack_tokens
 
     # Its twin knows policies and keys, and is kvtier.index.python_index.
