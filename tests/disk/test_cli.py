@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from kvtier.cli import app
 from kvtier.testing import FaultyDisk
-from kvtier.tiers.disk import LoadResult
+from kvtier.tiers import Outcome
 from tests.disk.world import SLOT_BYTES, Clock, World, key, world
 
-OK, CORRUPT = LoadResult.OK, LoadResult.CORRUPT
+OK, DAMAGED = Outcome.THERE, Outcome.DAMAGED
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,7 @@ def test_verify_finds_and_repairs_damage(tmp_path: Path) -> None:
     assert code == 0
     assert told["is_right"] is True
     with world(tmp_path, 8) as here:
-        assert here.get(0, 1, 2, 3, 4) == [CORRUPT, CORRUPT, OK, OK, OK]
+        assert here.get(0, 1, 2, 3, 4) == [DAMAGED, DAMAGED, OK, OK, OK]
         assert here.tier.num_free + 3 == 8
 
 

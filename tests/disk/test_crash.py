@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.testing import Crash, CrashingDisk, FaultyDisk, LossyDisk
-from kvtier.tiers.disk import DiskSystem, LoadResult
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskSystem
 from kvtier.types import Slot
 from tests.disk.world import SLOT_BYTES, World, key, world
 
-OK, CORRUPT = LoadResult.OK, LoadResult.CORRUPT
+OK, DAMAGED = Outcome.THERE, Outcome.DAMAGED
 NUM_KILLS = int(os.environ.get("KVTIER_NUM_KILLS", "200"))
 NUM_SLOTS = 24
 
@@ -135,7 +136,7 @@ def test_what_is_appended_while_the_journal_is_compacted_is_not_lost(tmp_path: P
         here.tier.forget(slots[2:])
         here.crash()
         here.open()
-        assert here.get(1, 2, 3, 4) == [OK, CORRUPT, CORRUPT, OK]
+        assert here.get(1, 2, 3, 4) == [OK, DAMAGED, DAMAGED, OK]
         here.tier.check_invariants()
 
 
@@ -221,7 +222,7 @@ def test_the_power_cut_of_these_tests_does_lose_blocks(tmp_path: Path) -> None:
             for number in known:
                 slots = here.tier.claim([key(number)])
                 lost += not slots
-                wrong += bool(slots) and here.load([key(number)], slots) == [CORRUPT]
+                wrong += bool(slots) and here.load([key(number)], slots) == [DAMAGED]
     assert lost > 0
     assert wrong > 0
 

@@ -8,15 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
-import numpy as np
 import pytest
 
 from kvtier.testing import FaultyDisk
-from kvtier.tiers.disk import LoadResult
+from kvtier.tiers import Outcome, Pieces
 from kvtier.types import BlockName
 from tests.disk.world import ALIGNED, SLOT_BYTES, World, key, world
 
-OK, CORRUPT, FAILED = LoadResult.OK, LoadResult.CORRUPT, LoadResult.FAILED
+OK, DAMAGED, FAILED = Outcome.THERE, Outcome.DAMAGED, Outcome.FAILED
 
 
 def all_slots_accounted_for(here: World, num_in_use: int) -> None:
@@ -70,8 +69,8 @@ def test_short_read_is_a_miss(tmp_path: Path, num_bytes: int) -> None:
     with world(tmp_path, system=system, verify="off") as here:
         slots = here.put(1, 2)
         system.cut_short("read", 1, num_bytes)
-        assert here.load([key(1), key(2)], slots) == [CORRUPT, OK]
-        assert here.load([key(1)], slots[:1]) == [CORRUPT]
+        assert here.load([key(1), key(2)], slots) == [DAMAGED, OK]
+        assert here.load([key(1)], slots[:1]) == [DAMAGED]
         here.tier.free(slots)
         all_slots_accounted_for(here, 0)
 
@@ -82,7 +81,7 @@ def test_flipped_byte_is_a_miss(tmp_path: Path, operation: str) -> None:
     with world(tmp_path, system=system) as here:
         system.flip(operation, 2)
         slots = here.put(1, 2, 3)
-        assert here.load([key(1), key(2), key(3)], slots) == [OK, CORRUPT, OK]
+        assert here.load([key(1), key(2), key(3)], slots) == [OK, DAMAGED, OK]
 
 
 # -- writes ----------------------------------------------------------------------------------------
@@ -101,13 +100,13 @@ def test_failed_write_is_not_acknowledged_and_not_found(
         keys = [key(number) for number in range(5)]
         right = [at != nth - 1 for at in range(5)]
         assert here.store(keys, slots) == right
-        assert here.load(keys, slots) == [OK if ok else CORRUPT for ok in right]
+        assert here.load(keys, slots) == [OK if ok else DAMAGED for ok in right]
         here.tier.free(slots)
         assert here.tier.num_quarantined == (code == errno.EIO)
         all_slots_accounted_for(here, 0)
         here.crash()
         here.open()
-        assert here.get(*range(5)) == [OK if ok else CORRUPT for ok in right]
+        assert here.get(*range(5)) == [OK if ok else DAMAGED for ok in right]
 
 
 def test_short_write_is_not_acknowledged_and_not_found(tmp_path: Path) -> None:
@@ -119,7 +118,7 @@ def test_short_write_is_not_acknowledged_and_not_found(tmp_path: Path) -> None:
         assert here.store([key(1), key(2)], slots) == [False, True]
         here.crash()
         here.open()
-        assert here.get(1, 2) == [CORRUPT, OK]
+        assert here.get(1, 2) == [DAMAGED, OK]
 
 
 def test_block_that_was_overwritten_half_way_does_not_come_back(tmp_path: Path) -> None:
@@ -131,7 +130,7 @@ def test_block_that_was_overwritten_half_way_does_not_come_back(tmp_path: Path) 
         system.cut_short("write")
         assert here.store([key(2)], slots) == [False]
         here.reopen(verify="off")
-        assert here.get(1, 2) == [CORRUPT, CORRUPT]
+        assert here.get(1, 2) == [DAMAGED, DAMAGED]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
@@ -150,7 +149,7 @@ def test_journal_that_can_not_grow_refuses_the_batch(tmp_path: Path, code: int, 
         all_slots_accounted_for(here, 2)
         here.crash()
         here.open()
-        assert here.get(3, 4, 5, 6) == [CORRUPT, CORRUPT, OK, OK]
+        assert here.get(3, 4, 5, 6) == [DAMAGED, DAMAGED, OK, OK]
 
 
 def test_journal_that_can_not_be_mended_is_not_written_any_more(
@@ -260,7 +259,10 @@ def test_load_does_not_wait_for_a_store(tmp_path: Path) -> None:
         more = here.tier.allocate(1)
         assert more is not None
         system.hold("write")
-        name, to = BlockName(b"n" * 32, 0, key(1)), np.array([here.arena.address(10)], np.uint64)
+        name, to = (
+            BlockName(b"n" * 32, 0, key(1)),
+            Pieces.whole([here.arena.address(10)], here.num_bytes),
+        )
         writer = Thread(target=here.tier.store, args=([name], more, to))
         writer.start()
         try:
@@ -277,7 +279,7 @@ def test_scrub_does_not_judge_a_slot_that_is_rewritten_meanwhile(tmp_path: Path)
     with world(tmp_path, 2, system=system) as here:
         slots = here.put(1)
         system.before_read = lambda: here.store([key(2)], slots)
-        assert here.tier.scrub(1 << 20).corrupt == ()
+        assert here.tier.scrub(1 << 20).num_damaged == 0
         assert here.load([key(2)], slots) == [OK]
         here.crash()
         here.open()

@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
-from kvtier.tiers.disk import WriteBudget
+from kvtier.plan import WriteBudget
+from kvtier.tiers import Outcome
 from kvtier.tiers.disk.records import RECORD, Kind, are_valid, as_keys, blank, seal
 from kvtier.tiers.disk.replay import recovered, replay
 from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.disk.superblock import Superblock, decode, decode_both
-from tests.disk.world import LoadResult, key, world
+from tests.disk.world import key, world
 
 NUM_SLOTS = 5
 
@@ -173,7 +174,7 @@ def test_more_namespaces_than_numbers_share_one(
             assert here.store([key(number)], [slot], namespace=bytes([number]) * 32) == [True]
         assert here.tier.parts[0].slab.table["namespace"][slots].tolist() == [1, 2, 3, 0, 0, 0]
         here.reopen()
-        assert here.get(*range(6)) == [LoadResult.OK] * 6
+        assert here.get(*range(6)) == [Outcome.THERE] * 6
 
 
 # -- endurance -------------------------------------------------------------------------------------

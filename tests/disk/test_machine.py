@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier.tiers.disk import DiskOptions, LoadResult
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskOptions
 from kvtier.types import Slot
 from tests.disk.world import ALIGNED, SLOT_BYTES, SMALL, World, key
 
@@ -63,7 +64,7 @@ class DiskMachine(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(self.in_use)))
         (result,) = self.world.load([key(name)], [slot])
         expected = self.in_use[slot] == name
-        assert result is (LoadResult.OK if expected else LoadResult.CORRUPT)
+        assert result is (Outcome.THERE if expected else Outcome.DAMAGED)
 
     @precondition(lambda self: self.in_use)
     @rule(data=st.data(), forget=st.booleans())
@@ -88,7 +89,7 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(max_bytes=st.integers(0, 3 * SLOT_BYTES))
     def scrub(self, max_bytes: int) -> None:
         report = self.world.tier.scrub(max_bytes)
-        assert (report.corrupt, report.failed) == ((), ())
+        assert (report.num_damaged, report.num_failed) == (0, 0)
 
     @rule(crash=st.booleans())
     def restart(self, crash: bool) -> None:
@@ -103,7 +104,7 @@ class DiskMachine(RuleBasedStateMachine):
         assert self.world.tier.num_unclaimed == len(newest)
         for number, slot in newest.items():
             assert self.world.tier.claim([key(number)]) == [slot]
-            assert self.world.load([key(number)], [slot]) == [LoadResult.OK]
+            assert self.world.load([key(number)], [slot]) == [Outcome.THERE]
             self.in_use[slot] = number
 
     @rule()

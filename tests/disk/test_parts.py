@@ -12,11 +12,12 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.testing import FaultyDisk
-from kvtier.tiers.disk import DiskOptions, DiskSystem, DiskTier, LoadResult
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
 from kvtier.tiers.disk.parts import on_all
 from tests.disk.world import ALIGNED, SLOT_BYTES, SMALL, Arena, World, key, world
 
-OK, CORRUPT, FAILED = LoadResult.OK, LoadResult.CORRUPT, LoadResult.FAILED
+OK, DAMAGED, FAILED = Outcome.THERE, Outcome.DAMAGED, Outcome.FAILED
 
 
 class OneFaulty(DiskSystem):
@@ -71,7 +72,7 @@ def test_a_block_with_a_part_missing_is_not_there(tmp_path: Path) -> None:
         here.open()
         assert here.tier.num_unclaimed == 1
         assert here.tier.num_free == 16
-        assert here.get(1, 2) == [OK, CORRUPT]
+        assert here.get(1, 2) == [OK, DAMAGED]
         here.tier.check_invariants()
         here.put(2)
         here.reopen()
@@ -88,7 +89,7 @@ def test_parts_of_two_blocks_are_no_block(tmp_path: Path) -> None:
     shutil.copytree(tmp_path / "two" / "slab 1", second)
     with world(tmp_path / "one", 16, 2) as here:
         assert here.tier.num_unclaimed == 1, "block 2 is in slot 1 of both"
-        assert here.get(1, 3, 2) == [CORRUPT, CORRUPT, OK]
+        assert here.get(1, 3, 2) == [DAMAGED, DAMAGED, OK]
 
 
 def test_a_new_disk_in_place_of_one_means_an_empty_tier(tmp_path: Path) -> None:
@@ -99,7 +100,7 @@ def test_a_new_disk_in_place_of_one_means_an_empty_tier(tmp_path: Path) -> None:
         assert here.tier.num_unclaimed == 0
         here.put(4)
         here.reopen()
-        assert here.get(1, 4) == [CORRUPT, OK]
+        assert here.get(1, 4) == [DAMAGED, OK]
 
 
 @pytest.mark.parametrize("part", [0, 1])
@@ -107,11 +108,11 @@ def test_damage_in_one_part_loses_the_block(tmp_path: Path, part: int) -> None:
     with world(tmp_path, 16, 2) as here:
         slots = here.put(1, 2)
         damage(here, part, slots[0])
-        assert here.load([key(1), key(2)], slots) == [CORRUPT, OK]
+        assert here.load([key(1), key(2)], slots) == [DAMAGED, OK]
         here.tier.free(slots)
         here.reopen()
         assert here.tier.num_unclaimed == 1
-        assert here.get(1, 2) == [CORRUPT, OK]
+        assert here.get(1, 2) == [DAMAGED, OK]
 
 
 @pytest.mark.parametrize("part", [0, 1])
@@ -121,10 +122,10 @@ def test_scrub_sees_damage_in_every_part(tmp_path: Path, part: int) -> None:
         here.reopen()
         damage(here, part, slots[1])
         report = here.tier.scrub(1 << 20)
-        assert report.corrupt == (slots[1],)
+        assert report.num_damaged == 1
         assert report.num_checked == 4
         assert here.tier.num_unclaimed == 1
-        assert here.get(1, 2) == [OK, CORRUPT]
+        assert here.get(1, 2) == [OK, DAMAGED]
 
 
 def test_a_store_that_fails_on_one_disk_leaves_nothing_on_the_others(tmp_path: Path) -> None:
@@ -137,7 +138,7 @@ def test_a_store_that_fails_on_one_disk_leaves_nothing_on_the_others(tmp_path: P
         here.crash()
         here.open()
         assert here.tier.num_unclaimed == 2
-        assert here.get(1, 2, 3) == [OK, CORRUPT, OK]
+        assert here.get(1, 2, 3) == [OK, DAMAGED, OK]
 
 
 def test_a_read_that_fails_on_one_disk_fails(tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_paths_that_make_no_sense_are_refused(
 def test_a_block_that_can_not_be_cut_is_refused(tmp_path: Path) -> None:
     options = DiskOptions(tmp_path / "a", 1 << 20, (tmp_path / "b", tmp_path / "c"))
     with pytest.raises(ConfigError, match=f"{SMALL.bytes_per_block} bytes can't be cut into 3"):
-        DiskTier(options, SMALL, Arena().memory)
+        DiskBlocks(options, SMALL, Arena().memory)
     assert not (tmp_path / "a").exists()
 
 

@@ -5,29 +5,72 @@ from __future__ import annotations
 import os
 import random
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.layout import KVGroup
-from kvtier.testing import TierSuite
-from kvtier.tiers import Tier
-from kvtier.tiers.disk import DiskOptions, DiskTier, LoadResult, Verify
-from kvtier.types import DISK, Slot
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskBlocks, DiskOptions, Verify
+from kvtier.types import Slot
 from tests.disk.world import ALIGNED, SLOT_BYTES, SMALL, Arena, Clock, World, key, world
 
-OK, CORRUPT, FAILED = LoadResult.OK, LoadResult.CORRUPT, LoadResult.FAILED
+OK, DAMAGED, FAILED = Outcome.THERE, Outcome.DAMAGED, Outcome.FAILED
 
 
-class TestDiskTier(TierSuite):
+class TestRoom:
+    """Slots are given out and come back; capacity is a hard bound."""
+
     @pytest.fixture(autouse=True)
-    def _folder(self, tmp_path: Path) -> None:
-        self.path = tmp_path
+    def _folder(self, tmp_path: Path) -> Iterator[None]:
+        options = DiskOptions(path=tmp_path / "slab", capacity_bytes=5 * SLOT_BYTES)
+        self.blocks = DiskBlocks(options, SMALL, Arena().memory)
+        yield
+        self.blocks.check_invariants()
+        self.blocks.close()
 
-    def make_tier(self, num_slots: int) -> Tier:
-        options = DiskOptions(path=self.path / "slab", capacity_bytes=num_slots * SLOT_BYTES)
-        return DiskTier(options, SMALL, Arena().memory)
+    def test_capacity_is_a_hard_bound(self) -> None:
+        assert self.blocks.num_slots == self.blocks.num_free == 5
+        slots = self.blocks.allocate(5)
+        assert slots is not None
+        assert sorted(slots) == [0, 1, 2, 3, 4]
+        assert self.blocks.num_free == 0
+        assert self.blocks.allocate(1) is None
+        self.blocks.free(slots)
+
+    def test_refusal_takes_nothing(self) -> None:
+        assert self.blocks.allocate(6) is None
+        assert self.blocks.num_free == 5
+        assert self.blocks.allocate(0) == []
+        self.blocks.free([])
+
+    @pytest.mark.parametrize("times", [1, 2])
+    def test_freeing_twice_is_noticed(self, times: int) -> None:
+        slots = self.blocks.allocate(2)
+        assert slots is not None
+        self.blocks.free(slots[:1])
+        with pytest.raises(AssertionError):
+            self.blocks.free((slots[:1] if times == 1 else slots[1:]) * times)
+        assert self.blocks.num_free == 4
+
+    def test_no_slot_is_given_out_twice_or_lost(self) -> None:
+        rng = random.Random(1)
+        in_use: set[Slot] = set()
+        for _ in range(400):
+            if rng.random() < 0.5:
+                wanted = rng.randrange(5)
+                slots = self.blocks.allocate(wanted)
+                assert (slots is None) == (wanted > 5 - len(in_use))
+                if slots is not None:
+                    assert in_use.isdisjoint(slots)
+                    in_use.update(slots)
+            else:
+                back = rng.sample(sorted(in_use), rng.randrange(len(in_use) + 1))
+                self.blocks.free(back)
+                in_use.difference_update(back)
+            assert self.blocks.num_free == 5 - len(in_use)
 
 
 @pytest.mark.parametrize("group", [SMALL, ALIGNED], ids=["padded", "whole pages"])
@@ -66,12 +109,11 @@ def test_capacity_is_reserved_when_the_slab_is_opened(tmp_path: Path) -> None:
         data = (here.options.path / "data.slab").stat()
         assert data.st_size == 32 * SLOT_BYTES
         assert data.st_blocks * 512 >= 32 * SLOT_BYTES
-        assert here.tier.name == DISK
 
 
 def test_capacity_below_one_block_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"4095 bytes.*4096.*raise capacity_bytes"):
-        DiskTier(DiskOptions(path=tmp_path / "s", capacity_bytes=4095), SMALL, Arena().memory)
+        DiskBlocks(DiskOptions(path=tmp_path / "s", capacity_bytes=4095), SMALL, Arena().memory)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +133,7 @@ def test_bad_options_name_field_and_value(tmp_path: Path, field: str, value: obj
 def test_another_blocks_slot_is_a_miss_and_keeps_its_block(tmp_path: Path) -> None:
     with world(tmp_path) as here:
         first, second = here.put(1, 2)
-        assert here.load([key(1), key(1)], [first, second]) == [OK, CORRUPT]
+        assert here.load([key(1), key(1)], [first, second]) == [OK, DAMAGED]
         assert here.load([key(2)], [second]) == [OK]
 
 
@@ -99,14 +141,14 @@ def test_slot_without_a_block_is_a_miss(tmp_path: Path) -> None:
     with world(tmp_path) as here:
         slots = here.tier.allocate(1)
         assert slots is not None
-        assert here.load([key(1)], slots) == [CORRUPT]
+        assert here.load([key(1)], slots) == [DAMAGED]
 
 
 def test_zero_key_is_not_found_in_an_empty_slot(tmp_path: Path) -> None:
     with world(tmp_path) as here:
         slots = here.tier.allocate(1)
         assert slots is not None
-        assert here.tier.load([bytes(32)], slots, [here.arena.address(0)]) == [CORRUPT]  # type: ignore[list-item]
+        assert here.tier.load([bytes(32)], slots, here.pieces(1)) == [DAMAGED]  # type: ignore[list-item]
 
 
 def spoil(here: World, slot: int) -> None:
@@ -126,7 +168,7 @@ def test_after_a_crash_every_block_is_verified_at_least_once(
         here.crash()
         spoil(here, slots[3])
         here.open()
-        assert here.get(*range(8)) == [OK] * 3 + [CORRUPT] + [OK] * 4
+        assert here.get(*range(8)) == [OK] * 3 + [DAMAGED] + [OK] * 4
 
 
 def test_sampled_verification_looks_at_one_in_so_many(tmp_path: Path) -> None:
@@ -134,10 +176,8 @@ def test_sampled_verification_looks_at_one_in_so_many(tmp_path: Path) -> None:
         slots = here.put(*range(8))
         for slot in slots:
             spoil(here, slot)
-        results = here.tier.load(
-            [key(number) for number in range(8)], slots, [here.arena.address(i) for i in range(8)]
-        )
-        assert results == [CORRUPT, OK, OK, OK] * 2
+        results = here.tier.load([key(number) for number in range(8)], slots, here.pieces(8))
+        assert results == [DAMAGED, OK, OK, OK] * 2
 
 
 def test_damaged_block_is_a_miss_and_its_slot_can_be_used_again(tmp_path: Path) -> None:
@@ -145,11 +185,11 @@ def test_damaged_block_is_a_miss_and_its_slot_can_be_used_again(tmp_path: Path) 
         slots = here.put(1, 2, 3, 4)
         spoil(here, slots[1])
         keys = [key(number) for number in (1, 2, 3, 4)]
-        assert here.load(keys, slots) == [OK, CORRUPT, OK, OK]
+        assert here.load(keys, slots) == [OK, DAMAGED, OK, OK]
         here.tier.free(slots[1:2])
         assert here.put(5) == slots[1:2]
         here.reopen()
-        assert here.get(1, 2, 3, 4, 5) == [OK, CORRUPT, OK, OK, OK]
+        assert here.get(1, 2, 3, 4, 5) == [OK, DAMAGED, OK, OK, OK]
 
 
 # -- restarts --------------------------------------------------------------------------------------
@@ -226,7 +266,7 @@ def test_forgotten_block_is_not_found_after_a_restart(tmp_path: Path) -> None:
         here.tier.free(slots)
         here.crash()
         here.open()
-        assert here.get(1, 2) == [CORRUPT, OK]
+        assert here.get(1, 2) == [DAMAGED, OK]
 
 
 def test_overwritten_block_is_not_found_after_a_restart(tmp_path: Path) -> None:
@@ -235,7 +275,7 @@ def test_overwritten_block_is_not_found_after_a_restart(tmp_path: Path) -> None:
         here.put(2)
         here.crash()
         here.open()
-        assert here.get(1, 2) == [CORRUPT, OK]
+        assert here.get(1, 2) == [DAMAGED, OK]
 
 
 def test_of_two_slots_with_one_key_the_later_one_counts(tmp_path: Path) -> None:
@@ -295,8 +335,8 @@ def test_scrub_finds_damage_round_robin(tmp_path: Path) -> None:
         spoil(here, slots[4])
         reports = [here.tier.scrub(2 * SLOT_BYTES) for _ in range(4)]
         assert [report.num_checked for report in reports] == [2, 2, 2, 2]
-        assert [report.corrupt for report in reports] == [(), (), (slots[4],), ()]
-        assert here.load([key(4)], slots[4:5]) == [CORRUPT]
+        assert [report.num_damaged for report in reports] == [0, 0, 1, 0]
+        assert here.load([key(4)], slots[4:5]) == [DAMAGED]
         assert here.tier.scrub(1 << 30).num_checked == 5
 
 
@@ -305,7 +345,7 @@ def test_scrub_frees_damaged_blocks_that_nobody_claimed(tmp_path: Path) -> None:
         slots = here.put(0, 1, 2)
         here.reopen()
         spoil(here, slots[1])
-        assert here.tier.scrub(1 << 20).corrupt == (slots[1],)
+        assert here.tier.scrub(1 << 20).num_damaged == 1
         assert here.tier.num_unclaimed == 2
         assert here.tier.num_free == 4
         here.tier.check_invariants()
