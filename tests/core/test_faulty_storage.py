@@ -24,10 +24,12 @@ SLOW = StorageFacts()
 
 
 @pytest.fixture
-def shelf(make_world: MakeWorld) -> Shelf:
+def shelf() -> Shelf:
     """Storage that has LONG from an earlier process."""
     shelf = Shelf()
-    make_world(disk_blocks=NUM_BLOCKS, shelf=shelf).serve(LONG)
+    earlier = World(disk_blocks=NUM_BLOCKS, shelf=shelf)
+    earlier.serve(LONG)
+    earlier.end()
     assert len(shelf.blocks) == 4
     return shelf
 

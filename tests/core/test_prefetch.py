@@ -19,12 +19,13 @@ LONG_A, LONG_B = [*A, 9], [*B, 9]
 
 
 @pytest.fixture
-def shelf(make_world: MakeWorld) -> Shelf:
+def shelf() -> Shelf:
     """A and B, from an earlier world."""
     shelf = Shelf()
-    earlier = make_world(disk_blocks=30, shelf=shelf)
+    earlier = World(disk_blocks=30, shelf=shelf)
     for prompt in (LONG_A, LONG_B):
         earlier.serve(prompt)
+    earlier.end()
     return shelf
 
 
