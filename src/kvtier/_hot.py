@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from typing import Final
 
-from kvtier._reference.key_table import KeyTable
 
 _wanted = os.environ.get("KVTIER_NATIVE", "auto")
 if _wanted not in ("auto", "on", "off"):
@@ -21,6 +20,7 @@ else:
     try:
         from kvtier._native import (
             BlockTrie,
+            KeyTable,
             UringRing,
             copy_batch,
             crc32c,
@@ -38,6 +38,7 @@ else:
 if _reason:
     from kvtier._reference.copy import copy_batch
     from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows
+    from kvtier._reference.key_table import KeyTable  # type: ignore[assignment]
     from kvtier._reference.tokens import pack_tokens
 
     # Its twin knows policies and keys, and is kvtier.index.python_index.

@@ -124,7 +124,7 @@ class CacheConfig:
         parse_size(self.disk_bytes_per_s, "disk_bytes_per_s")
         parse_size(self.storage_capacity, "storage_capacity")
         for location in self.storage:
-            if not re.fullmatch(r"(\w+=)?\w+:.*", location):
+            if not re.fullmatch(r"([\w.-]+=)?[\w.-]+:.*", location):
                 raise ConfigError(
                     f'storage: {location!r} names no plug-in; write it as "plug-in:location"'
                 )

@@ -143,7 +143,8 @@ class Traffic:
         self._rooms[dst].free(self._index.abort_all(absent, dst))
         if dst in self._mover.storages:  # some of it may be there all the same, after a time-out
             keys = [name.key for name, is_there in zip(names, arrived, strict=True) if not is_there]
-            self._mover.drop(dst, keys, for_good=True)
+            if keys:
+                self._mover.drop(dst, keys, for_good=True)
         self._distrust(transfer, job)
         for follower in [each for each in self.transfers if each.after is transfer]:
             self._follow(follower, transfer)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from kvtier.testing import MemoryStorage, Shelf, StorageSuite
 from kvtier.tiers import StorageFacts, StorageTier
 from kvtier.tiers.wrappers import ThrottledTier
@@ -22,6 +25,14 @@ class TestMemoryStorage(StorageSuite):
     def spoil(self, storage: StorageTier, key: BlockKey) -> bool:
         self.shelf.spoiled.add(key)
         return True
+
+    @contextmanager
+    def hang(self, storage: StorageTier) -> Iterator[None]:
+        inner = storage.inner if isinstance(storage, ThrottledTier) else storage
+        assert isinstance(inner, MemoryStorage)
+        inner.open_reads.clear()
+        inner.open_writes.clear()
+        yield
 
     def abandon(self, storage: StorageTier) -> bool:
         return True

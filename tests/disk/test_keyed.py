@@ -7,11 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier.plugins import load_plugin
 from kvtier.testing import StorageSuite
-from kvtier.tiers import StorageTier
+from kvtier.tiers import StorageSite, StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.types import BlockKey
 from tests.disk.world import SLOT_BYTES
+from tests.disk.world import SMALL as GROUP
 
 
 class TestDiskTier(StorageSuite):
@@ -58,3 +60,11 @@ class TestDiskTier(StorageSuite):
 
 class TestDiskTierOfTwoParts(TestDiskTier):
     num_parts = 2
+
+
+def test_more_disks_are_made_by_their_plug_in(tmp_path: Path) -> None:
+    site = StorageSite("fast", str(tmp_path / "slab"), GROUP, 4 * SLOT_BYTES)
+    storage = load_plugin("tiers", "disk")(site)
+    assert isinstance(storage, DiskTier)
+    assert (storage.name, storage.num_blocks) == ("fast", 4)
+    storage.close()

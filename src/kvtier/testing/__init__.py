@@ -14,6 +14,7 @@ from __future__ import annotations
 from kvtier.testing.device_suite import DeviceSuite
 from kvtier.testing.faulty import FaultyDevice
 from kvtier.testing.faulty_disk import Crash, CrashingDisk, FaultyDisk, LossyDisk
+from kvtier.testing.faulty_storage import FaultyStorage
 from kvtier.testing.memory import BlockBytes, host_memory, memory_bytes
 from kvtier.testing.policy_suite import PolicySuite
 from kvtier.testing.storage import MemoryStorage, Shelf
@@ -27,6 +28,7 @@ __all__ = [
     "DeviceSuite",
     "FaultyDevice",
     "FaultyDisk",
+    "FaultyStorage",
     "LossyDisk",
     "MemoryStorage",
     "MemoryTierSuite",

@@ -30,11 +30,11 @@ class Shelf:
 class MemoryStorage(StorageTier):
     """``num_blocks`` blocks on a shelf; another tier over the same shelf finds them.
 
-    open_reads, open_writes: gates, open at first; ``clear`` holds the next call. spoiled: keys that
-    come back ``DAMAGED``, until they are put again. refused: keys that can't be put. unreachable:
-    every get and put fails. num_written: blocks, in all. reads: the keys of each get that has
-    begun; is_reading, is_writing: there was a get, a put; was_asked: there was a look-up. scrubs:
-    how many bytes each scrub was to look at.
+    open_reads, open_writes: gates, open at first; ``clear`` holds the next call, until it has taken
+    too long. spoiled: keys that come back ``DAMAGED``, until they are put again. refused: keys that
+    can't be put. unreachable: every get and put fails. num_written: blocks, in all. reads: the keys
+    of each get that has begun; is_reading, is_writing: there was a get, a put; was_asked: there was
+    a look-up. scrubs: how many bytes each scrub was to look at.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class MemoryStorage(StorageTier):
 
     def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         self.is_writing.set()
-        self.open_writes.wait()
+        if not self.open_writes.wait(timeout_s):
+            return [Outcome.FAILED] * len(names)
         return [self._put(name.key, blocks.read(at)) for at, name in enumerate(names)]
 
     def _put(self, key: BlockKey, content: bytes) -> Outcome:
@@ -124,7 +125,8 @@ class MemoryStorage(StorageTier):
     def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         self.reads.append(list(keys))
         self.is_reading.set()
-        self.open_reads.wait()
+        if not self.open_reads.wait(timeout_s):
+            return [Outcome.FAILED] * len(keys)
         return [self._get(key, blocks, at) for at, key in enumerate(keys)]
 
     def _get(self, key: BlockKey, blocks: Pieces, at: int) -> Outcome:

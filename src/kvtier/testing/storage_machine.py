@@ -81,8 +81,7 @@ class StorageMachine(RuleBasedStateMachine):
             else:
                 assert outcome in (THERE, ABSENT)
                 if outcome is THERE:
-                    self.unfound.discard(number)
-                    self.maybe.add(number)
+                    self._was_found(number)
 
     @rule(numbers=some_numbers)
     def find(self, numbers: list[int]) -> None:
@@ -91,12 +90,16 @@ class StorageMachine(RuleBasedStateMachine):
             assert outcome in (THERE, ABSENT)
             if outcome is THERE:
                 assert number in self.kept | self.unfound | self.maybe
-                self.unfound.discard(number)
-                self.maybe.discard(number)
-                (self.maybe if self.storage.facts.evicts else self.kept).add(number)
+                self._was_found(number)
             elif is_leading:
                 assert number not in self.kept | self.unfound
             is_leading &= outcome is THERE
+
+    def _was_found(self, number: int) -> None:
+        """It stays from now on."""
+        self.unfound.discard(number)
+        self.maybe.discard(number)
+        (self.maybe if self.storage.facts.evicts else self.kept).add(number)
 
     @rule(numbers=some_numbers, for_good=st.booleans())
     def drop(self, numbers: list[int], for_good: bool) -> None:

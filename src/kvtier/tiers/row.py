@@ -35,6 +35,7 @@ def make_tiers(
 
     storage: those that were made elsewhere, in the place of those that ``config`` names.
     """
+    _check_names([made.name for made in storage] if storage else _names(config))
     tiers: dict[str, MemoryTier | StorageTier] = {DEVICE: pool}
     group = pool.layout.group
     capacity = parse_capacity(config.host_capacity, pool.layout.block_bytes, "host_capacity")
@@ -45,11 +46,6 @@ def make_tiers(
             undo.callback(host.close)
             memory = host.ready_memory
         for made in storage or _storages(config, group, memory, undo):
-            if made.name in tiers:
-                raise ConfigError(
-                    f"storage: two tiers are called {made.name!r}; name one of them, as in "
-                    f'"other={made.name}:..."'
-                )
             tiers[made.name] = _throttled(made, config)
         _check_reach(tiers, pool)
         undo.pop_all()
@@ -75,9 +71,8 @@ def _storages(
         made.append(disk)
     capacity_bytes = parse_size(config.storage_capacity, "storage_capacity")
     for location in config.storage:
-        scheme, _, rest = location.partition(":")
-        name, _, plugin = scheme.rpartition("=")
-        site = StorageSite(name or plugin, rest, group, capacity_bytes, memory)
+        name, plugin, rest = _read(location)
+        site = StorageSite(name, rest, group, capacity_bytes, memory)
         tier = load_plugin("tiers", plugin)(site)
         if not isinstance(tier, StorageTier):
             raise ConfigError(
@@ -87,6 +82,27 @@ def _storages(
         undo.callback(tier.close)
         made.append(tier)
     return made
+
+
+def _read(location: str) -> tuple[str, str, str]:
+    """Name, plug-in and place that "name=plug-in:place" stands for."""
+    scheme, _, place = location.partition(":")
+    name, _, plugin = scheme.rpartition("=")
+    return name or plugin, plugin, place
+
+
+def _names(config: CacheConfig) -> list[str]:
+    """Of the storage tiers that ``config`` asks for."""
+    return [DISK] * bool(config.disk_path) + [_read(each)[0] for each in config.storage]
+
+
+def _check_names(names: Sequence[str]) -> None:
+    for at, name in enumerate(names):
+        if name in (DEVICE, HOST, *names[:at]):
+            raise ConfigError(
+                f"storage: two tiers are called {name!r}; name one of them, as in "
+                f'"other={name}:..."'
+            )
 
 
 def _throttled(tier: StorageTier, config: CacheConfig) -> StorageTier:

@@ -98,8 +98,9 @@ class StorageTier(ABC):
         ``get`` is the block that was put under that key, bit for bit: verified, or never doubtful.
         One that is ``THERE`` after a ``put`` is found by the next process, too. Room for
         ``num_blocks`` blocks is a hard bound.
-        A block that was found or put stays until it is dropped, unless the tier ``evicts``; blocks
-        that an earlier process has left, and nobody found yet, go when their room is needed.
+        A block that was ``THERE`` in any call stays until it is dropped, unless the tier
+        ``evicts``; blocks that an earlier process has left, and nobody found yet, go when their
+        room is needed.
     Outcomes and errors
         nothing raises for what the medium or the network does; what does raise counts as ``FAILED``
         for all blocks of the call. A location that can't be used is a ``ConfigError`` at

@@ -162,7 +162,10 @@ class LocalMover(Mover):
     def drop(self, tier: str, keys: Sequence[BlockKey], for_good: bool = False) -> None:
         storage = self._storages[tier]
         if storage.facts.finds_at_once:
-            storage.drop(keys, for_good)
+            try:
+                storage.drop(keys, for_good)
+            except Exception as error:  # whatever it is, others go on
+                logger.warning("blocks were not dropped tier=%s error=%r", tier, error)
             return
         if self._is_closed:  # nobody is there to do it
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvtier.tiers.disk.blocks import DiskBlocks
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.system import DiskSystem
-from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.disk.tier import DiskTier, make_disk
 from kvtier.types import Durability, IoKind, Verify
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "Durability",
     "IoKind",
     "Verify",
+    "make_disk",
 ]

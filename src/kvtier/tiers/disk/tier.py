@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from threading import Lock
 
 import numpy as np
@@ -12,16 +13,26 @@ import numpy.typing as npt
 
 from kvtier._hot import KeyTable
 from kvtier.devices.base import Finding, Memory
+from kvtier.errors import ConfigError
 from kvtier.layout import KVGroup
 from kvtier.tiers.disk.blocks import DiskBlocks
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.records import as_keys
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.storage import Outcome, ScrubReport, StorageFacts, StorageTier
+from kvtier.tiers.storage import Outcome, ScrubReport, StorageFacts, StorageSite, StorageTier
 from kvtier.types import DISK, BlockKey, BlockName, Slot
 
 Int64s = npt.NDArray[np.int64]
+
+
+def make_disk(site: StorageSite) -> DiskTier:
+    """One more disk tier, for ``storage="name=disk:/path"``; with the settings that it has by
+    default."""
+    if not site.location:
+        raise ConfigError(f'{site.name}: no folder; write it as "{site.name}=disk:/path"')
+    options = DiskOptions(Path(site.location), site.capacity_bytes)
+    return DiskTier(options, site.group, site.arena, name=site.name)
 
 
 class DiskTier(StorageTier):
@@ -45,8 +56,9 @@ class DiskTier(StorageTier):
         system: DiskSystem | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        name: str = DISK,
     ) -> None:
-        self.name = DISK
+        self.name = name
         self.bytes_per_block = group.bytes_per_block
         self.blocks = DiskBlocks(options, group, arena, system, clock, monotonic)
         self._lock = Lock()
