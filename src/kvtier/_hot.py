@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from typing import Final
 
-
 _wanted = os.environ.get("KVTIER_NATIVE", "auto")
 if _wanted not in ("auto", "on", "off"):
     raise ValueError(f"KVTIER_NATIVE={_wanted!r} in the environment: use auto, on or off")

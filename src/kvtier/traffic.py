@@ -55,6 +55,7 @@ class Traffic:
         self.name_of: Callable[[BlockId], BlockName] = index.name
         self.on_change: OnChange | None = None
         self.transfers: list[Transfer] = []
+        self._failed_once: set[BlockId] = set()
         self.lost: dict[tuple[BlockId, str], BlockKey | None] = {}
 
     # -- begin ------------------------------------------------------------------------------------
@@ -165,15 +166,22 @@ class Traffic:
             self._metrics.count("kvtier_damaged_blocks_total", job.num_damaged, tier=src)
 
     def _distrust(self, transfer: Transfer, job: Job) -> None:
-        """What storage has not, it is not asked for again; and memory from which a copy failed is
-        not copied from again."""
+        """What storage has not, it is not asked for again; and memory from which a copy failed
+        twice in a row is not copied from a third time."""
         blocks, src = transfer.blocks, transfer.src
         for at in job.gone:
             self.lose(blocks[at], src)
-        is_load = src not in self._mover.storages and transfer.dst == self._fastest
-        if is_load and job.error is not None and not job.withdrawn:
-            for block in blocks:
+        if src in self._mover.storages or transfer.dst != self._fastest or job.withdrawn:
+            return
+        if job.error is None:
+            self._failed_once.difference_update(blocks)
+            return
+        for block in blocks:
+            if block in self._failed_once:
+                self._failed_once.discard(block)
                 self.lose(block, src)
+            else:
+                self._failed_once.add(block)
 
     def _follow(self, follower: Transfer, leader: Transfer) -> None:
         """``leader`` has ended: the transfer after it begins, or fails with it."""

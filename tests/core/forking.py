@@ -126,7 +126,7 @@ def lock(fork: Fork, folder: Path) -> None:
             os.read(end[0], 1)  # until the parent is done
             os._exit(0)
         here.reopen()
-        assert [result.name for result in here.get(1)] == ["OK"]
+        assert [result.name for result in here.get(1)] == ["THERE"]
         os.close(end[1])
         os.waitpid(child, 0)
 

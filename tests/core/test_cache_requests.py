@@ -220,8 +220,7 @@ def test_what_is_recomputed_while_its_load_is_late_stays_private(world: World) -
 
 
 def test_hole_left_by_a_failed_load_is_filled_by_recomputing(world: World) -> None:
-    """A load fails whose blocks another load's blocks follow: the tail is found again later, and
-    memory from which a copy failed is not copied from again."""
+    """A load fails whose blocks another load's blocks follow: the tail is found again later."""
     world.serve([*A, *B])
     world.lose_the_device()
     world.device.hold(Direction.LOAD)
@@ -233,6 +232,21 @@ def test_hole_left_by_a_failed_load_is_filled_by_recomputing(world: World) -> No
     assert back.lease.broken
     for request in (front, back):
         world.release(request)
-    assert world.matched([*A, *B]) == []
+    assert world.matched([*A, *B]) == [HOST] * 4 + [DEVICE] * 3 + [HOST]
     world.finish(world.ask([*A, *B], load=False))
     assert world.matched([*A, *B]) == [DEVICE] * 8
+
+
+def test_memory_from_which_a_copy_failed_twice_is_not_copied_from_again(world: World) -> None:
+    world.put_on_host(A)
+    for expected in ([HOST] * 4, []):
+        world.device.hold(Direction.LOAD)
+        world.device.fail(Direction.LOAD)
+        request = world.ask([*A, 9])
+        world.device.let_go()
+        assert world.cache.drain()
+        assert request.lease.broken
+        world.release(request)
+        world.cache.poll()
+        assert world.matched(A) == expected
+    world.finish(world.start([*A, 9]))
