@@ -67,7 +67,7 @@ class Model(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.world.settle()
             # What a scrub found damaged is gone there, and known to be gone when somebody asks.
-        assert self.tier.num_used <= self.world.slab.num_chunks, "a slot is lost"
+            assert self.tier.num_used <= self.world.slab.num_chunks, "a slot is lost"
             self.world.slab.close()
 
 
