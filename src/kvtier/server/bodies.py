@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from starlette.types import Receive, Scope
 
+from kvtier.server.connection import Connection
 from kvtier.server.errors import ApiError, body_late, body_too_long, crowded
 from kvtier.server.pace import Pace
 from kvtier.server.scan import Bounds, Scan
@@ -96,16 +98,16 @@ class Bodies:
         except ApiError as error:
             _give_back(turn)
             if more:
-                await self._discard(receive, error, DISCARDED_BYTES, DISCARDED_S)
+                await self._discard(scope, receive, error, DISCARDED_BYTES, DISCARDED_S)
             raise
         except BaseException:
             _give_back(turn)
             raise
         return Body(b"".join(parts), turn)
 
-    async def refuse(self, receive: Receive, error: ApiError) -> None:
+    async def refuse(self, scope: Scope, receive: Receive, error: ApiError) -> None:
         """Get the body of a request out of the way that is answered with ``error`` unread."""
-        await self._discard(receive, error, STRANGERS_BYTES, STRANGERS_S)
+        await self._discard(scope, receive, error, STRANGERS_BYTES, STRANGERS_S)
 
     async def _take_turn(self) -> asyncio.Semaphore:
         if self._num_waiting >= MAX_WAITING:
@@ -121,32 +123,43 @@ class Bodies:
         return self._turns
 
     async def _scan(self, scan: Scan, part: bytes, is_large: bool) -> None:
+        if not is_large:
+            scan.add(part)
+            return
         for at in range(0, len(part), PIECE_BYTES):
-            began = time.perf_counter()
+            await asyncio.sleep(self._pace.wait_s)
             piece = part[at : at + PIECE_BYTES]
-            scan.add(piece)
-            if is_large:
+            began = time.perf_counter()
+            try:
+                scan.add(piece)
+            finally:
                 spent_s = time.perf_counter() - began
-                await asyncio.sleep(self._pace.rest(spent_s + len(piece) * READ_S_PER_BYTE))
+                self._pace.worked(spent_s + len(piece) * READ_S_PER_BYTE)
 
     async def _discard(
-        self, receive: Receive, error: ApiError, max_bytes: int, max_s: float
+        self, scope: Scope, receive: Receive, error: ApiError, max_bytes: int, max_s: float
     ) -> None:
         """Where not all of it comes within the bounds, ``error`` also ends the connection."""
-        num_bytes, more = 0, True
-        try:
+        closes_anyhow = "Connection" in error.headers
+        error.headers["Connection"] = "close"
+        connection: Connection = scope["state"]["connection"]
+        rest = _declared_bytes(scope) - connection.num_body_bytes
+        with suppress(TimeoutError):
             async with asyncio.timeout(max_s):
-                while more and num_bytes < max_bytes:
-                    message = await receive()
-                    part = message.get("body", b"")
-                    num_bytes += len(part)
-                    more = message.get("more_body", False)
-                    if len(part) > SMALL_BYTES:
-                        await asyncio.sleep(self._pace.rest(len(part) * READ_S_PER_BYTE))
-        except TimeoutError:
-            pass
-        if more:
-            error.headers["Connection"] = "close"
+                if rest > SMALL_BYTES:
+                    await connection.discard(min(rest, max_bytes))
+                elif await _is_short(receive) and not closes_anyhow:
+                    del error.headers["Connection"]
+
+
+async def _is_short(receive: Receive) -> bool:
+    """Read on. Whether the body ends soon."""
+    num_bytes, more = 0, True
+    while more and num_bytes < SMALL_BYTES:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        more = message.get("more_body", False)
+    return not more
 
 
 def _give_back(turn: asyncio.Semaphore | None) -> None:

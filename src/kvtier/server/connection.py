@@ -30,7 +30,8 @@ class _Parser(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
         self.status = 400
-        self._num_pieces = self._num_bytes = 0
+        self.num_bytes = 0
+        self._num_pieces = 0
 
     def next_event(self) -> type[h11.NEED_DATA | h11.PAUSED] | h11.Event:
         try:
@@ -43,11 +44,11 @@ class _Parser(h11.Connection):
         except (ValueError, UnicodeError) as error:
             raise h11.RemoteProtocolError("no HTTP") from error
         if isinstance(event, h11.Request):
-            self._num_pieces = self._num_bytes = 0
+            self._num_pieces = self.num_bytes = 0
         elif isinstance(event, h11.Data):
             self._num_pieces += 1
-            self._num_bytes += len(event.data)
-            if self._num_pieces > MAX_PIECES + self._num_bytes // PIECE_BYTES:
+            self.num_bytes += len(event.data)
+            if self._num_pieces > MAX_PIECES + self.num_bytes // PIECE_BYTES:
                 raise h11.RemoteProtocolError("too many pieces")
         return event
 
@@ -73,6 +74,8 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self.conn: _Parser = _Parser()
         self._doorman = doorman
+        self._num_unwanted = 0
+        self._unwanted = asyncio.Event()
 
     @property
     def unsent_bytes(self) -> int:
@@ -83,18 +86,42 @@ class Connection(H11Protocol):
         """Close at once, whatever is still to be sent."""
         self.transport.abort()
 
+    @property
+    def num_body_bytes(self) -> int:
+        """What has come of the body of the request that is being read."""
+        return self.conn.num_bytes
+
+    async def discard(self, num_bytes: int) -> None:
+        """Throw away what comes until it was so much, without a look at it.
+
+        The connection is of no use afterwards: the next answer must close it.
+        """
+        self._num_unwanted = num_bytes
+        self.flow.resume_reading()
+        await self._unwanted.wait()
+
+    def data_received(self, data: bytes) -> None:
+        if self._num_unwanted <= 0:
+            super().data_received(data)
+            return
+        self._num_unwanted -= len(data)
+        if self._num_unwanted <= 0:
+            self._unwanted.set()
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._doorman.came(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._doorman.left(self)
+        self._unwanted.set()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
         before = self.cycle
         super().handle_events()
         if self.cycle is not before and not self.cycle.response_complete:
+            self.scope["state"]["connection"] = self
             self._doorman.asks(self)
 
     def on_response_complete(self) -> None:

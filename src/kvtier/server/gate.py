@@ -123,7 +123,7 @@ class Gate:
             self._check_key(scope)
             self._check_open()
         except ApiError as error:
-            await bodies.refuse(receive, error)
+            await bodies.refuse(scope, receive, error)
             raise
         body = await bodies.read(scope, receive)
         if body is not None and self._service.is_closing:

@@ -139,14 +139,15 @@ class Service:
         return prompt
 
     def _encode_slowly(self, text: str) -> list[int]:
-        """The same, leaving the processor to others afterwards."""
+        """The same, after a while in which the processor was left to others."""
+        while (wait_s := self._pace.wait_s) and not self._cut_short.wait(wait_s):
+            pass  # others have worked meanwhile: those that are still read keep to the same pace
+        self._check_not_cut_short()
         began = time.perf_counter()
         try:
             return self.encode(text)
         finally:
-            # All long requests keep to one pace, those that are still read included.
-            self._cut_short.wait(self._pace.rest(time.perf_counter() - began))
-            self._check_not_cut_short()
+            self._pace.worked(time.perf_counter() - began)
 
     def _room(self, prompt: Sequence[int]) -> int:
         """Tokens that the answer may have; ``ApiError`` where there are none."""
