@@ -17,7 +17,7 @@ from kvtier.keyed_cache import ROOT, Place
 from kvtier.transfer.ranks import Done, Order, Verb
 from kvtier.types import DISK, HOST
 
-from .keyed_world import KEYS, NS, Engine, name, names
+from .keyed_world import KEYS, Engine, name, names
 
 
 class Rank:
