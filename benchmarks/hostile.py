@@ -229,7 +229,7 @@ async def measure(seconds: float, load: list[str], rounds: int) -> dict[str, obj
     return {
         "rows": [asdict(row) for row in rows],
         "hostile": ends,
-        "targets": [{"id": "N1", "value": value, "target": TARGET, "met": value <= TARGET}],
+        "targets": [{"id": "H1", "value": value, "target": TARGET, "met": value <= TARGET}],
     }
 
 

@@ -38,10 +38,6 @@ class TierError(CacheError):
         self.operation = operation
 
 
-class IntegrityError(CacheError):
-    """Stored bytes are not what was stored (checksum or format)."""
-
-
 class DeviceError(CacheError):
     """A device can't be used, or refused a copy."""
 
