@@ -1,6 +1,6 @@
 """Errors of broken promises and broken machines.
 
-A miss, a full tier and a slow read are outcomes, not errors: see ``types.Outcome``.
+A miss, a full tier and a slow read are outcomes, not errors: see ``tiers.storage.Outcome``.
 Every message says what went wrong, with which value, and what to do about it.
 """
 
