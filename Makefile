@@ -135,6 +135,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.index --json reports/index.json
 	$(BIN)/python -m benchmarks.cache --json reports/cache.json
 	$(BIN)/python -m benchmarks.arena --json reports/arena.json
+	$(BIN)/python -m benchmarks.hostile --json reports/hostile.json
 	$(BIN)/kvtier bench serve
 
 # Other projects, each in an environment of its own, for the benchmarks that compare with them, on a

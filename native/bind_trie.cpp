@@ -106,6 +106,19 @@ class BlockTrie {
     return state_object(trie_.state(to_number(block.ptr(), "a block"), position(tier)));
   }
 
+  // (block, (state per tier)) or None.
+  nb::object find(nb::handle space, nb::handle label) {
+    const trie::Index index = checked(
+        [&] { return trie_.find(to_bytes(space.ptr(), "a namespace"), to_label(label.ptr())); });
+    if (index == trie::kNone) return nb::none();
+    const std::size_t num_tiers = tiers_.size();
+    nb::object states = owned(PyTuple_New(static_cast<Py_ssize_t>(num_tiers)));
+    for (std::size_t at = 0; at < num_tiers; ++at)
+      PyTuple_SET_ITEM(states.ptr(), static_cast<Py_ssize_t>(at),
+                       state_object(trie_.state_at(index, at)).release().ptr());
+    return nb::make_tuple(number(trie_.id(index)), states);
+  }
+
   nb::object states(nb::handle space, nb::handle labels, nb::handle tier, nb::handle after) {
     std::vector<State> found;
     const std::size_t at = position(tier);
@@ -209,6 +222,17 @@ class BlockTrie {
     const std::size_t at = position(tier);
     const std::optional<Slot> slot = checked([&] { return trie_.lose(id, at); });
     return slot ? number(*slot) : nb::none();
+  }
+  nb::object labels(nb::handle blocks) {
+    read_blocks(blocks);
+    return list_of(blocks_, [&](BlockId block) {
+      return bytes(checked([&] { return trie_.label_of(block); }));
+    });
+  }
+  std::uint32_t num_leases(nb::handle block, nb::handle tier) {
+    const BlockId id = to_number(block.ptr(), "a block");
+    const std::size_t at = position(tier);
+    return checked([&] { return trie_.num_leases(id, at); });
   }
   nb::object origin(nb::handle block) {
     const BlockId id = to_number(block.ptr(), "a block");
@@ -375,6 +399,7 @@ void bind_trie(nb::module_& module) {
       .def("match_slots", &BlockTrie::match_slots, nb::arg("namespace"), nb::arg("labels"),
            nb::arg("tier"), nb::lock_self())
       .def("state", &BlockTrie::state, nb::arg("block"), nb::arg("tier"), nb::lock_self())
+      .def("find", &BlockTrie::find, nb::arg("namespace"), nb::arg("label"), nb::lock_self())
       .def("states", &BlockTrie::states, nb::arg("namespace"), nb::arg("labels"), nb::arg("tier"),
            nb::arg("after").none(), nb::lock_self())
       .def("states_of", &BlockTrie::states_of, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
@@ -403,6 +428,8 @@ void bind_trie(nb::module_& module) {
       .def("forget", &BlockTrie::forget, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
       .def("keep", &BlockTrie::keep, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
       .def("lose", &BlockTrie::lose, nb::arg("block"), nb::arg("tier"), nb::lock_self())
+      .def("labels", &BlockTrie::labels, nb::arg("blocks"), nb::lock_self())
+      .def("num_leases", &BlockTrie::num_leases, nb::arg("block"), nb::arg("tier"), nb::lock_self())
       .def("origin", &BlockTrie::origin, nb::arg("block"), nb::lock_self())
       .def("missing_keys", &BlockTrie::missing_keys, nb::arg("block"), nb::lock_self())
       .def("set_keys", &BlockTrie::set_keys, nb::arg("blocks"), nb::arg("keys"), nb::lock_self())

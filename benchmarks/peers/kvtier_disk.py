@@ -11,8 +11,9 @@ import kvtier
 from benchmarks.peers.store import BATCH, Arena, Store, key_of
 from kvtier.devices.base import Memory
 from kvtier.layout import DType, full_attention
-from kvtier.tiers.disk import DiskOptions, DiskTier, LoadResult, Verify
-from kvtier.types import BlockKey, BlockName, Slot
+from kvtier.tiers import Outcome, Pieces
+from kvtier.tiers.disk import DiskOptions, DiskTier, Verify
+from kvtier.types import BlockKey, BlockName
 
 LAYER_BYTES = 65_536
 """Of a block of 16 tokens: K and V, 8 heads of 128, two bytes each."""
@@ -38,30 +39,24 @@ class KvtierDisk(Store):
             full_attention(num_layers, 8, 128, DType.BFLOAT16, 16),
             Memory(address, arena.blocks.nbytes, "host", arena.buffer),
         )
-        self._slots: dict[int, Slot] = {}
-        self._addresses = np.uint64(address) + np.arange(BATCH, dtype=np.uint64) * np.uint64(
-            arena.block_bytes
-        )
+        places = address + np.arange(BATCH) * arena.block_bytes
+        self._blocks = Pieces.whole(places, arena.block_bytes)
 
     def store(self, numbers: Sequence[int]) -> None:
-        slots = self._tier.allocate(len(numbers))
-        assert slots is not None, "the slab is full"
         names = [
             BlockName(NAMESPACE, depth, BlockKey(key_of(number)))
             for depth, number in enumerate(numbers)
         ]
-        stored = self._tier.store(names, slots, self._addresses[: len(slots)])
-        assert all(stored), "a block was not stored"
-        self._slots.update(zip(numbers, slots, strict=True))
+        stored = self._tier.put(names, self._blocks.pick(slice(len(names))))
+        assert all(each is Outcome.THERE for each in stored), "a block was not stored"
 
     def load(self, numbers: Sequence[int]) -> None:
         keys = [BlockKey(key_of(number)) for number in numbers]
-        slots = [self._slots[number] for number in numbers]
-        results = self._tier.load(keys, slots, self._addresses[: len(slots)])
-        assert all(result is LoadResult.OK for result in results), "a block was not loaded"
+        loaded = self._tier.get(keys, self._blocks.pick(slice(len(keys))))
+        assert all(each is Outcome.THERE for each in loaded), "a block was not loaded"
 
     def forget(self, numbers: Sequence[int]) -> None:
-        self._tier.free([self._slots.pop(number) for number in numbers])
+        self._tier.drop([BlockKey(key_of(number)) for number in numbers])
 
     def close(self) -> None:
         self._tier.close()

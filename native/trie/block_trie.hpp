@@ -44,12 +44,21 @@ class BlockTrie {
   std::size_t match_slots(std::string_view space, Labels& labels, std::size_t tier,
                           std::int64_t* slots);
 
+  // The block right below the root, kNone where it is not known; and where a known one stands.
+  Index find(std::string_view space, Label label);
+  BlockId id(Index index) const { return nodes_.id(index); }
+  State state_at(Index index, std::size_t tier) const { return nodes_.residency(index, tier).state; }
+
   State state(BlockId block, std::size_t tier) const;
   void states(std::string_view space, Labels& labels, std::size_t tier,
               std::optional<BlockId> after, std::vector<State>& states);
   Slot slot(BlockId block, std::size_t tier) const;
   std::vector<BlockId> prefixes(std::span<const BlockId> blocks, std::size_t tier) const;
   std::uint32_t num_uses(BlockId block) const { return nodes_.num_uses(at(block)); }
+  Label label_of(BlockId block) const { return nodes_.label(at(block)); }
+  std::uint32_t num_leases(BlockId block, std::size_t tier) const {
+    return nodes_.standing(at(block), tier).leases;
+  }
   std::size_t num_evictable(std::size_t tier) const { return counts_[tier].idle; }
   std::size_t num_held(std::size_t tier) const { return counts_[tier].held; }
   std::size_t size() const { return nodes_.num_live() - roots_.size(); }

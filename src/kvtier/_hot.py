@@ -19,6 +19,7 @@ else:
     try:
         from kvtier._native import (
             BlockTrie,
+            KeyTable,
             UringRing,
             copy_batch,
             crc32c,
@@ -36,6 +37,7 @@ else:
 if _reason:
     from kvtier._reference.copy import copy_batch
     from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows
+    from kvtier._reference.key_table import KeyTable  # type: ignore[assignment]
     from kvtier._reference.tokens import pack_tokens
 
     # Its twin knows policies and keys, and is kvtier.index.python_index.
@@ -53,6 +55,7 @@ __all__ = [
     "NATIVE",
     "NATIVE_REASON",
     "BlockTrie",
+    "KeyTable",
     "UringRing",
     "copy_batch",
     "crc32c",

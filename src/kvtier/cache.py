@@ -13,24 +13,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from kvtier.config import CacheConfig, parse_capacity, parse_size
+from kvtier.config import CacheConfig, parse_size
 from kvtier.devices import Device, Finding
 from kvtier.errors import Closed, ConfigError
 from kvtier.index.policies import EvictionPolicy
-from kvtier.ladder import Ladder
+from kvtier.ladder import Ladder, LadderOptions
 from kvtier.lease import Lease
-from kvtier.plan import Costs, Plan, plan_load
+from kvtier.plan import Plan, plan_load
 from kvtier.plugins import load_plugin
 from kvtier.prefetch import Prefetch
 from kvtier.process import OwnerProcess
 from kvtier.telemetry import Metrics
-from kvtier.tiers import ArenaOptions, DeviceTier, HostTier, StorageTier, Tier
-from kvtier.tiers.disk import DiskOptions, DiskTier
-from kvtier.tiers.wrappers import ThrottledTier
-from kvtier.transfer import CopyJob, LayerGate
-from kvtier.types import DEVICE, HOST, Label, LoadPolicy, Match, PrefetchPolicy, WritePolicy
+from kvtier.tiers import ArenaOptions, DeviceTier, StorageTier
+from kvtier.tiers.row import make_tiers, rooms_of
+from kvtier.transfer import CopyJob, LayerGate, LocalMover
+from kvtier.types import DEVICE, DISK, Label, LoadPolicy, Match, PrefetchPolicy, WritePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +36,9 @@ logger = logging.getLogger(__name__)
 class Cache:
     """A prefix cache over the engine's device pool and the tiers below it.
 
-    pool: the device tier, over memory that the engine owns. clock: seconds, for tests. storage: a
-    tier below the host tier, made elsewhere; the cache closes it. arena: how
-    the host tier gets its memory.
+    pool: the device tier, over memory that the engine owns. clock: seconds, for tests. storage:
+    tiers that were made elsewhere, in the place of those that ``config`` names; the cache closes
+    them. arena: how the host tier gets its memory.
     """
 
     def __init__(
@@ -49,7 +47,7 @@ class Cache:
         device: Device,
         pool: DeviceTier,
         clock: Callable[[], float] = time.monotonic,
-        storage: StorageTier | None = None,
+        storage: Sequence[StorageTier] = (),
         arena: ArenaOptions | None = None,
     ) -> None:
         self.config = config
@@ -61,14 +59,12 @@ class Cache:
         self._process = OwnerProcess()
         self._closed = False
         make_policy = _policy_factory(config.eviction_policy)
+        self._tiers = make_tiers(config, device, pool, storage, arena)
         self._ladder = Ladder(
-            _make_tiers(config, device, pool, storage, arena),
-            device,
+            rooms_of(self._tiers),
+            LocalMover(self._tiers, device, clock),
             make_policy=make_policy,
-            demotes=config.write_policy is WritePolicy.WRITE_BACK,
-            patience_s=config.demote_deadline_s,
-            archive_after_uses=config.archive_after_uses,
-            load_batch_bytes=config.load_batch_bytes,
+            options=_ladder_options(config, self.group.bytes_per_block),
             clock=clock,
         )
         self._index = self._ladder.index
@@ -145,7 +141,7 @@ class Cache:
         """Load or recompute: how much of the match to reuse, by what both would cost now."""
         return plan_load(
             match if load else match.on_device(),
-            self._ladder.traffic.cost_snapshot() if self._weighs_costs else Costs(),
+            self._ladder.traffic.cost_snapshot(is_free=not self._weighs_costs),
             num_tokens=num_tokens,
             block_size=self.group.block_size,
             bytes_per_block=self.group.bytes_per_block,
@@ -182,9 +178,8 @@ class Cache:
 
         None where some of the prefix is not on its last way yet: it comes from storage first.
         """
-        loads = [(each.job, each.layers_per_step) for each in lease.waiting_for]
-        begun = [(job, layers) for job, layers in loads if isinstance(job, CopyJob)]
-        if not begun or len(begun) < len(loads):
+        begun = [each.job for each in lease.waiting_for if isinstance(each.job, CopyJob)]
+        if not begun or len(begun) < len(lease.waiting_for):
             return None
         return LayerGate(begun, lease.deadline - self._clock())
 
@@ -207,7 +202,7 @@ class Cache:
             return  # on their way from elsewhere: ours stay private
         lease.slots[first : first + len(made.slots)] = made.slots
         twins = [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
-        self._ladder.tiers[DEVICE].free(twins)
+        self._ladder.rooms[DEVICE].free(twins)
         lease.record.num_committed_blocks += made.num_new
         lease.adopt(made.blocks, DEVICE)
         self._use(lease, first)
@@ -226,7 +221,7 @@ class Cache:
         if was_used and not self._closed:
             self._store(lease)
             self._ladder.archive(lease.blocks)
-        self._ladder.tiers[DEVICE].free(lease.room)
+        self._ladder.rooms[DEVICE].free(lease.room)
         lease.slots = []
         lease.cut(0)
         self._ladder.traffic.drop_lost()
@@ -254,7 +249,7 @@ class Cache:
             uses = self.config.store_after_uses
             wanted = [block for block in wanted if self._index.num_uses(block) >= uses]
         if self.config.write_policy is not WritePolicy.WRITE_BACK:
-            lease.num_stored = self._ladder.store(wanted, num_there=lease.num_stored)
+            lease.num_stored = self._ladder.store(wanted, DEVICE, lease.num_stored)
 
     def _note(self, lease: Lease, plan: Plan) -> None:
         record = lease.record
@@ -314,11 +309,9 @@ class Cache:
         return self._ladder.used_slots()
 
     def let_archive(self, is_on: bool) -> None:
-        """Whether blocks are written to storage below the host tier, from now on. Off while it is
-        not sure whose they are; on again, what the host tier has by then is written, too."""
-        was_on, self._ladder.archives = self._ladder.archives, is_on
-        if is_on and not was_on:
-            self._ladder.archive_all()
+        """Whether blocks are written to storage, from now on. Off while it is not sure whose they
+        are; on again, what is in memory still is written, too."""
+        self._ladder.archives = is_on
 
     def clear(self, tier: str = DEVICE) -> None:
         """Evict every block that nobody holds from ``tier``, as if room were needed."""
@@ -327,9 +320,8 @@ class Cache:
 
     def findings(self) -> list[Finding]:
         """What is in use, for ``kvtier doctor``."""
-        tiers = self._ladder.tiers.values()
         index = Finding("index", self._index.describe())
-        lines = (line for tier in tiers for line in tier.findings())
+        lines = (line for tier in self._tiers.values() for line in tier.findings())
         return [*self._device.findings(), index, *lines]
 
     def close(self) -> None:
@@ -337,8 +329,10 @@ class Cache:
         forked child, where nothing happens: all of it is the parent's."""
         if not self._closed:
             self._closed = True
-            if self._process.is_here:
-                self._ladder.close()
+            in_use = self._ladder.close() if self._process.is_here else self._tiers.keys()
+            for name, tier in self._tiers.items():
+                if name not in in_use:
+                    tier.close()
 
     def _check(self) -> None:
         if self.config.strict:
@@ -349,43 +343,14 @@ class Cache:
         self._ladder.check_invariants(sum(len(lease.room) for lease in self._leases))
 
 
-def _make_tiers(
-    config: CacheConfig,
-    device: Device,
-    pool: DeviceTier,
-    storage: StorageTier | None,
-    arena: ArenaOptions | None,
-) -> dict[str, Tier]:
-    """The tiers that the configuration asks for, fastest first."""
-    tiers: dict[str, Tier] = {DEVICE: pool}
-    group = pool.layout.group
-    capacity = parse_capacity(config.host_capacity, pool.layout.block_bytes, "host_capacity")
-    if capacity:
-        tiers[HOST] = host = HostTier(group, capacity, device, arena)
-        if storage is None and config.disk_path:
-            storage = DiskTier(_disk_options(config), group, host.ready_memory)
-    elif storage is not None or config.disk_path:
-        raise ConfigError(
-            "host_capacity: a disk tier needs a host tier above it, for every block goes through "
-            'host memory; give for instance host_capacity="1GiB"'
-        )
-    if storage is not None:
-        bytes_per_s = parse_size(config.disk_bytes_per_s, "disk_bytes_per_s")
-        tiers[storage.name] = ThrottledTier(storage, bytes_per_s) if bytes_per_s else storage
-    return tiers
-
-
-def _disk_options(config: CacheConfig) -> DiskOptions:
-    paths = config.disk_path
-    first, *others = [paths] if isinstance(paths, str) else paths
-    return DiskOptions(
-        path=Path(first),
-        more_paths=tuple(map(Path, others)),
-        capacity_bytes=parse_size(config.disk_capacity, "disk_capacity"),
-        durability=config.disk_durability,
-        verify=config.disk_verify,
-        io=config.disk_io,
-        bytes_per_day=parse_size(config.disk_writes_per_day, "disk_writes_per_day"),
+def _ladder_options(config: CacheConfig, block_bytes: int) -> LadderOptions:
+    return LadderOptions(
+        block_bytes=block_bytes,
+        demotes=config.write_policy is WritePolicy.WRITE_BACK,
+        patience_s=config.demote_deadline_s,
+        archive_after_uses=config.archive_after_uses,
+        bytes_per_day={DISK: parse_size(config.disk_bytes_per_day, "disk_bytes_per_day")},
+        piece_blocks=max(1, config.load_batch_bytes // block_bytes),
     )
 
 

@@ -91,10 +91,15 @@ class CacheConfig:
     """Which blocks read from disk have their checksum compared: all, some, or none."""
     disk_io: IoKind = IoKind.AUTO
     """Who talks to the disk."""
-    disk_writes_per_day: str | int = 0
+    disk_bytes_per_day: str | int = 0
     """What may be written to the disk in a day, for disks that wear: a size; 0 for no limit."""
     disk_bytes_per_s: str | int = 0
     """What is read from the disk in a second at most, and written; 0 for no limit."""
+    storage: tuple[str, ...] = ()
+    """More storage, beside the disk and behind it: "plug-in:location" each, where ``plug-in`` is
+    one of ``kvtier.tiers``; "name=plug-in:location" gives the tier a name of its own."""
+    storage_capacity: str | int = "10GiB"
+    """Room for blocks in each of ``storage``."""
     archive_after_uses: int = 1
     """Uses before a block is written to storage below the host tier; more spares an SSD's life."""
     load_batch_bytes: int = 8 << 20
@@ -115,8 +120,14 @@ class CacheConfig:
     def __post_init__(self) -> None:
         parse_capacity(self.host_capacity, 0, "host_capacity")
         parse_size(self.disk_capacity, "disk_capacity")
-        parse_size(self.disk_writes_per_day, "disk_writes_per_day")
+        parse_size(self.disk_bytes_per_day, "disk_bytes_per_day")
         parse_size(self.disk_bytes_per_s, "disk_bytes_per_s")
+        parse_size(self.storage_capacity, "storage_capacity")
+        for location in self.storage:
+            if not re.fullmatch(r"([\w.-]+=)?[\w.-]+:.*", location):
+                raise ConfigError(
+                    f'storage: {location!r} names no plug-in; write it as "plug-in:location"'
+                )
         for name, kind in CHOICES.items():
             value = getattr(self, name)
             if value not in list(kind):

@@ -1,6 +1,6 @@
 """Errors of broken promises and broken machines.
 
-A miss, a full tier and a slow read are outcomes, not errors: see ``types.Outcome``.
+A miss, a full tier and a slow read are outcomes, not errors: see ``tiers.storage.Outcome``.
 Every message says what went wrong, with which value, and what to do about it.
 """
 
@@ -36,10 +36,6 @@ class TierError(CacheError):
         super().__init__(f"{tier} tier: {operation} failed: {reason}")
         self.tier = tier
         self.operation = operation
-
-
-class IntegrityError(CacheError):
-    """Stored bytes are not what was stored (checksum or format)."""
 
 
 class DeviceError(CacheError):

@@ -33,7 +33,6 @@ Label = bytes
 DEVICE = "device"
 HOST = "host"
 DISK = "disk"
-REMOTE = "remote"
 
 
 class Outcome(Enum):

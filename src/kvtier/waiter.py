@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.transfer import Job
-from kvtier.types import BlockId
+from kvtier.types import BlockId, BlockName
 
 
 @dataclass(slots=True, eq=False)
@@ -15,7 +16,8 @@ class Transfer:
 
     after: the transfer that brings the sources, and has to end before this one can begin.
     job: None until it begins. holds_source: the sources are leased in ``src`` until it is finished.
-    waiters: who is told when it has ended. layers_per_step: of a copy to the device.
+    waiters: who is told when it has ended. is_void: what it brings is not wanted any more.
+    names: what the blocks are called in storage, where they come from it or go to it.
     """
 
     src: str
@@ -25,7 +27,8 @@ class Transfer:
     job: Job | None = None
     holds_source: bool = False
     waiters: list[Waiter] = field(default_factory=list)
-    layers_per_step: int = 0
+    is_void: bool = False
+    names: Sequence[BlockName] = ()
 
 
 class Waiter(ABC):

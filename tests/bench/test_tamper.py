@@ -50,7 +50,7 @@ def contents(engine: Engine, tier: str) -> list[bytes]:
         lambda: [
             blocks.read(slot).tobytes()
             for prompt in (PROMPT, OTHER)
-            for slot in blocks.slots(prompt)
+            for slot in blocks.places(prompt)
         ]
     )
 
@@ -101,7 +101,7 @@ def test_a_changed_value_is_one_value(engine: Engine) -> None:
     blocks = _Blocks(engine, DEVICE)
 
     def values() -> npt.NDArray[np.float32]:
-        return np.stack([blocks.read(slot).view(np.float32) for slot in blocks.slots(PROMPT)])
+        return np.stack([blocks.read(slot).view(np.float32) for slot in blocks.places(PROMPT)])
 
     before = engine.call(values)
     with damaged(engine, DEVICE, Damage.VALUE, PROMPT, OTHER, seed=3):

@@ -15,6 +15,7 @@ from kvtier.layout import opaque
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.testing.storage import MemoryStorage, Shelf
 from kvtier.tiers import StorageTier
+from kvtier.types import Slot
 
 CHUNK_BYTES = 4096
 GROUP = opaque(CHUNK_BYTES)
@@ -30,11 +31,29 @@ def bytes_of(key: bytes) -> np.ndarray:
 
 
 class World:
-    """A slab and the host memory of an engine: no two jobs on their way share a row."""
+    """A slab and the host memory of an engine: no two jobs on their way share a row.
 
-    def __init__(self, tier: StorageTier, most_queued: int = 100, num_rows: int = 256) -> None:
-        self.slab = ChunkSlab(tier, DIGEST, most_queued)
+    now_s: what the slab's clock shows.
+    """
+
+    def __init__(
+        self,
+        tier: StorageTier,
+        most_queued: int = 100,
+        num_rows: int = 256,
+        bytes_per_day: int = 0,
+        digest: bytes = DIGEST,
+    ) -> None:
+        self.now_s = 0.0
         self._memory = host_memory(num_rows * CHUNK_BYTES)
+        self.slab = ChunkSlab(
+            tier,
+            self._memory,
+            digest,
+            most_queued=most_queued,
+            bytes_per_day=bytes_per_day,
+            clock=lambda: self.now_s,
+        )
         self.rows = memory_bytes(self._memory).reshape(num_rows, CHUNK_BYTES)
         self._next_job = self._next_row = 0
         self.finished: dict[int, FinishedJob] = {}
@@ -45,15 +64,14 @@ class World:
         keys = [key_of(number) for number in numbers]
         if self._next_row + len(numbers) > len(self.rows):
             self._next_row = 0
-        rows = range(self._next_row, self._next_row + len(numbers))
+        rows = [Slot(row) for row in range(self._next_row, self._next_row + len(numbers))]
         self._next_row += len(numbers)
-        at = self._memory.address + np.array(rows, np.uint64) * np.uint64(CHUNK_BYTES)
         if is_load:
-            self.slab.load(self._next_job, keys, at)
+            self.slab.load(self._next_job, keys, rows)
         else:
             for row, key in zip(rows, keys, strict=True):
                 self.rows[row] = bytes_of(key)
-            self.slab.store(self._next_job, keys, range(len(keys)), at)
+            self.slab.store(self._next_job, keys, range(len(keys)), rows)
         self._rows_of = dict(zip(keys, rows, strict=True))
         return self._next_job
 

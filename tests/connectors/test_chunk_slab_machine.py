@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.connectors.vllm.chunks import ChunkState
 from kvtier.connectors.vllm.identity import chunk_key
+from kvtier.keyed_cache import Place
 from kvtier.testing.storage import Shelf
 from tests.connectors.slab_world import DIGEST, World, key_of, memory
 
@@ -30,7 +30,7 @@ class Model(RuleBasedStateMachine):
     @rule(numbers=numbers)
     def load(self, numbers: list[int]) -> None:
         self.world.settle()
-        ready = {n for n in numbers if self.world.slab.find(key_of(n)) is ChunkState.READY}
+        ready = {n for n in numbers if self.world.slab.find(key_of(n)) is Place.STORAGE}
         good = {n for n in ready if chunk_key(DIGEST, key_of(n)) not in self.tier.spoiled}
         assert set(self.world.load(*numbers)) == good
 
@@ -66,7 +66,8 @@ class Model(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "world"):
             self.world.settle()
-            assert self.tier.num_free == 5 - self.world.slab.num_chunks, "a slot is lost"
+            # What a scrub found damaged is gone there, and known to be gone when somebody asks.
+            assert self.tier.num_used <= self.world.slab.num_chunks, "a slot is lost"
             self.world.slab.close()
 
 

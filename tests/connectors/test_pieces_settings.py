@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtier.config import CacheConfig
 from kvtier.connectors.vllm.pieces.settings import TierSettings
 from kvtier.errors import ConfigError
 from kvtier.types import Durability, Verify
 
-LEAST: dict[str, Any] = {"path": "/nvme/kvtier", "capacity": "200GiB"}
+LEAST: dict[str, Any] = {"disk_path": "/nvme/kvtier", "disk_capacity": "200GiB"}
 
 
 def test_path_and_capacity_are_enough() -> None:
@@ -26,34 +28,34 @@ def test_what_users_of_the_disk_tier_need_can_be_set() -> None:
         {
             **LEAST,
             "type": "kvtier",
-            "path": ["/nvme0", "/nvme1"],
-            "durability": "power",
-            "verify": "sampled",
-            "bytes_per_day": "2TiB",
+            "disk_path": ["/nvme0", "/nvme1"],
+            "disk_durability": "power",
+            "disk_verify": "sampled",
+            "disk_bytes_per_day": "2TiB",
         }
     )
     options = settings.disk_options("dp1")
     assert options.path == Path("/nvme0/dp1")
     assert options.more_paths == (Path("/nvme1/dp1"),)
     assert (options.durability, options.verify) == (Durability.POWER, Verify.SAMPLED)
-    assert options.bytes_per_day == 2 << 40
+    assert settings.bytes_per_day == 2 << 40
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"capacty": "1GiB"}, "no setting is called 'capacty'; did you mean 'capacity'"),
+        ({"capacty": "1GiB"}, "no setting is called 'capacty'; did you mean 'disk_capacity'"),
         ({"root_dir": "/nvme"}, "no setting is called 'root_dir'"),
-        ({"path": ""}, "path can't be ''; name a folder"),
-        ({"path": ["/a", 5]}, "name a folder"),
-        ({"path": []}, "name a folder"),
-        ({"path": ["/a", "/a"]}, "named twice"),
-        ({"capacity": True}, "capacity can't be True; write for instance"),
-        ({"capacity": "much"}, "capacity: can't read 'much'"),
-        ({"capacity": 0}, "capacity_bytes: 0 is below 1"),
-        ({"durability": "forever"}, "use one of process, power"),
-        ({"verify": "no"}, "use one of always, sampled, off"),
-        ({"bytes_per_day": -1}, "bytes_per_day: -1 is below 0"),
+        ({"disk_path": ""}, "disk_path can't be ''; name a folder"),
+        ({"disk_path": ["/a", 5]}, "name a folder"),
+        ({"disk_path": []}, "name a folder"),
+        ({"disk_path": ["/a", "/a"]}, "named twice"),
+        ({"disk_capacity": True}, "disk_capacity can't be True; write for instance"),
+        ({"disk_capacity": "much"}, "disk_capacity: can't read 'much'"),
+        ({"disk_capacity": 0}, "capacity_bytes: 0 is below 1"),
+        ({"disk_durability": "forever"}, "use one of process, power"),
+        ({"disk_verify": "no"}, "use one of always, sampled, off"),
+        ({"disk_bytes_per_day": -1}, "disk_bytes_per_day: -1 is below 0"),
         ({"namespace": 7}, "namespace can't be 7"),
         ({"enable_kv_events": "yes"}, "use true or false"),
         ({"locality": "here"}, "use LOCAL or REMOTE"),
@@ -64,6 +66,13 @@ def test_what_can_not_be_used_is_refused_in_a_sentence(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         TierSettings.read({**LEAST, **changed})
+
+
+@pytest.mark.parametrize("name", ["path", "capacity", "durability", "verify", "bytes_per_day"])
+def test_settings_are_called_as_everywhere_in_kvtier(name: str) -> None:
+    assert f"disk_{name}" in {field.name for field in fields(CacheConfig)}
+    with pytest.raises(ConfigError, match=f"did you mean 'disk_{name}'"):
+        TierSettings.read({**LEAST, name: "1"})
 
 
 @pytest.mark.parametrize("name", LEAST)

@@ -111,7 +111,7 @@ def slab(fork: Fork, folder: Path) -> None:
         assert not read_superblock(path)[0].is_clean, "it was marked as closed in order"
         here.put(4, 5)
         here.reopen()
-        assert [result.name for result in here.get(1, 2, 4, 5)] == ["OK"] * 4
+        assert [result.name for result in here.get(1, 2, 4, 5)] == ["THERE"] * 4
 
 
 def lock(fork: Fork, folder: Path) -> None:
@@ -126,7 +126,7 @@ def lock(fork: Fork, folder: Path) -> None:
             os.read(end[0], 1)  # until the parent is done
             os._exit(0)
         here.reopen()
-        assert [result.name for result in here.get(1)] == ["OK"]
+        assert [result.name for result in here.get(1)] == ["THERE"]
         os.close(end[1])
         os.waitpid(child, 0)
 

@@ -235,3 +235,18 @@ def test_hole_left_by_a_failed_load_is_filled_by_recomputing(world: World) -> No
     assert world.matched([*A, *B]) == [HOST] * 4 + [DEVICE] * 3 + [HOST]
     world.finish(world.ask([*A, *B], load=False))
     assert world.matched([*A, *B]) == [DEVICE] * 8
+
+
+def test_memory_from_which_a_copy_failed_twice_is_not_copied_from_again(world: World) -> None:
+    world.put_on_host(A)
+    for expected in ([HOST] * 4, []):
+        world.device.hold(Direction.LOAD)
+        world.device.fail(Direction.LOAD)
+        request = world.ask([*A, 9])
+        world.device.let_go()
+        assert world.cache.drain()
+        assert request.lease.broken
+        world.release(request)
+        world.cache.poll()
+        assert world.matched(A) == expected
+    world.finish(world.start([*A, 9]))

@@ -9,10 +9,11 @@ import pytest
 from kvtier.devices import Direction
 from kvtier.errors import ConfigError
 from kvtier.keys import token_labels
-from kvtier.testing import Shelf
+from kvtier.testing import MemoryStorage, Shelf
+from kvtier.tiers import StorageFacts
 from kvtier.types import DEVICE, DISK, HOST, BlockKey, WritePolicy
 
-from .world import BLOCK_SIZE, NS, A, B, C, Request, World, count
+from .world import BLOCK_SIZE, GROUP, NS, A, B, C, Request, World, count, until
 
 MakeWorld = Callable[..., World]
 LONG = [*A, 9]
@@ -25,7 +26,7 @@ def restarted(make_world: MakeWorld) -> World:
     shelf = Shelf()
     make_world(disk_blocks=30, shelf=shelf).serve(LONG)
     assert len(shelf.blocks) == 4
-    return make_world(disk_blocks=30, shelf=shelf)
+    return make_world(disk_blocks=30, shelf=shelf.copy())
 
 
 def keys(world: World, tokens: list[int]) -> list[BlockKey]:
@@ -62,6 +63,18 @@ def test_a_longer_prompt_continues_what_came_back(restarted: World) -> None:
     assert hits(request) == {DISK: 4}
     restarted.finish(request)
     assert restarted.storage.num_written == 2
+
+
+def test_what_was_found_behind_a_gap_is_known_as_well(make_world: MakeWorld) -> None:
+    """Or it would keep its room in storage, and nobody would ever give it back."""
+    shelf = Shelf()
+    make_world(disk_blocks=30, shelf=shelf).serve(LONG)
+    del shelf.blocks[list(shelf.blocks)[1]]
+    world = make_world(disk_blocks=30, shelf=shelf)
+    world.finish(world.start(LONG))
+    assert world.storage.num_used == world.held(DISK) == 4
+    assert world.storage.num_written == 1
+    world.check()
 
 
 def test_other_namespaces_find_nothing(restarted: World) -> None:
@@ -159,9 +172,9 @@ def test_unclaimed_blocks_make_room_for_new_ones(make_world: MakeWorld) -> None:
         first.serve([*prompt, 9])
     shelf.blocks.update(first.shelf.blocks)
     world = make_world(disk_blocks=10, shelf=shelf)
-    assert world.storage.num_unclaimed == 8
+    assert world.storage.num_unfound == 8
     world.serve([*C, 9])
-    assert world.storage.num_unclaimed == 6, "two were free, two had to go"
+    assert world.storage.num_unfound == 6, "two were free, two had to go"
     assert world.held(DISK) == 4
     assert len(shelf.blocks) == 10
 
@@ -193,7 +206,7 @@ def test_only_what_host_memory_has_room_for_is_loaded(make_world: MakeWorld) -> 
 def test_a_load_that_finds_no_room_after_all_is_given_up(restarted: World) -> None:
     """Room is an upper bound: what is held in host memory may have to stay."""
     request = restarted.ask(LONG, load=False)
-    room = restarted.cache._ladder.tiers[HOST]
+    room = restarted.cache._tiers[HOST]
     taken = room.allocate(room.num_free)
     blocks = restarted.cache.match(NS, request.labels).blocks
     for leg, _ in restarted.cache._ladder.promote(blocks, DISK):
@@ -258,7 +271,7 @@ def test_storage_that_hangs_is_left_open_at_the_end(
 
 def scrubbed(world: World) -> None:
     """Notice the scrub that ``poll`` has begun, if it has."""
-    for job in world.cache._ladder.traffic._scrubs.values():
+    for job in world.cache._ladder.mover._scrubs.values():
         assert job.wait(60)
     world.cache.poll()
 
@@ -303,6 +316,100 @@ def test_damage_that_a_scrub_finds_is_counted(restarted: World) -> None:
     assert count(restarted.cache.metrics, "kvtier_damaged_blocks_total", tier=DISK) == 4
 
 
-def test_storage_needs_a_host_tier(make_world: MakeWorld) -> None:
-    with pytest.raises(ConfigError, match="host_capacity"):
-        make_world(disk_blocks=5, host_blocks=0)
+def test_without_a_host_tier_storage_serves_the_device(make_world: MakeWorld) -> None:
+    """Where it reaches the device's memory itself."""
+    shelf = Shelf()
+    earlier = make_world(disk_blocks=30, host_blocks=0, shelf=shelf)
+    earlier.serve(LONG)
+    assert len(shelf.blocks) == 4
+    earlier.lose_the_device()
+    assert earlier.matched(LONG) == [DISK] * 4
+    world = make_world(disk_blocks=30, host_blocks=0, shelf=shelf)
+    request = world.start(LONG)
+    assert hits(request) == {DISK: 4}
+    world.finish(request)
+    assert world.matched(LONG) == [DEVICE] * 4
+
+
+def test_storage_that_does_not_reach_the_device_needs_a_host_tier(make_world: MakeWorld) -> None:
+    facts = StorageFacts(reaches=frozenset({"elsewhere"}), finds_at_once=True)
+    with pytest.raises(ConfigError, match="host_capacity: the disk tier does not reach host mem"):
+        make_world(disk_blocks=5, host_blocks=0, storage_facts=facts)
+
+
+def test_a_look_up_that_takes_its_time_is_for_the_next_request(make_world: MakeWorld) -> None:
+    shelf = Shelf()
+    make_world(disk_blocks=30, shelf=shelf).serve(LONG)
+    world = make_world(disk_blocks=30, shelf=shelf, storage_facts=StorageFacts())
+    first = world.ask(LONG)
+    assert first.lease.num_shared == 0
+    world.release(first)
+    assert world.storage.was_asked.wait(60)
+    until(world, lambda: world.matched(LONG) == [DISK] * 4)
+    request = world.start(LONG)
+    assert hits(request) == {DISK: 4}
+    world.finish(request)
+
+
+def test_storage_tiers_stand_beside_each_other(make_world: MakeWorld) -> None:
+    """What goes to one goes to the other; a hit in one never crosses the other."""
+    far = MemoryStorage(GROUP, 30, Shelf(), "far")
+    world = make_world(disk_blocks=30, more_storage=(far,))
+    world.serve(LONG)
+    assert (world.held(DISK), world.held("far")) == (4, 4)
+    world.lose_the_device()
+    world.cache.clear(HOST)
+    world.cache.clear(DISK)
+    assert world.matched(LONG) == ["far"] * 4
+    request = world.start(LONG)
+    assert hits(request) == {"far": 4}
+    assert world.held(DISK) == 0
+    world.finish(request)
+
+
+def test_a_slow_disk_leaves_host_memory_to_others(make_world: MakeWorld) -> None:
+    """Writes that the disk does not take wait without holding anything: promotions find room."""
+    shelf = Shelf()
+    make_world(disk_blocks=90, shelf=shelf).serve(LONG)
+    world = make_world(disk_blocks=90, shelf=shelf, host_blocks=12)
+    world.storage.open_writes.clear()
+    for number in range(20, 26):
+        serve_while_writes_hang(world, [number] * 8)
+    assert world.cache._ladder.num_available(HOST) >= 9, "a quarter is on its way at most"
+    request = serve_while_writes_hang(world, LONG)
+    assert hits(request) == {DISK: 4}
+    assert not request.lease.broken
+    unwritten = count(world.cache.metrics, "kvtier_unwritten_blocks_total", tier=DISK)
+    assert unwritten > 0, "what left memory before its turn is counted"
+    world.storage.open_writes.set()
+
+
+def serve_while_writes_hang(world: World, tokens: list[int]) -> Request:
+    """A request from start to end, whose blocks get as far as host memory."""
+    request = world.ask(tokens)
+    until(world, lambda: request.lease.ready)
+    world.check_request(request)
+    world.compute(request, len(request.labels))
+    world.cache.commit(request.lease, len(request.labels))
+    world.release(request)
+    transfers = world.cache._ladder.traffic.transfers
+    until(world, lambda: all(each.dst == DISK for each in transfers))
+    return request
+
+
+def test_storage_that_fails_is_left_alone_and_tried_again(restarted: World) -> None:
+    restarted.storage.unreachable = True
+    outcomes = []
+    for _ in range(4):
+        request = restarted.start(LONG)
+        outcomes.append((request.lease.broken, request.lease.num_shared))
+        restarted.release(request)
+        num_reads = len(restarted.storage.reads)
+    assert outcomes[0][0], "the first one finds out"
+    assert outcomes[-1] == (False, 0), "nothing is planned that would be refused"
+    assert num_reads == 3, "and the storage is not asked"
+    restarted.storage.unreachable = False
+    restarted.clock.now += 100
+    request = restarted.start(LONG)
+    assert hits(request) == {DISK: 4}
+    restarted.finish(request)

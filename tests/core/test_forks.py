@@ -46,4 +46,4 @@ def test_slab_of_a_process_that_was_killed_is_free_though_its_child_lives(tmp_pa
         process.send_signal(signal.SIGKILL)
         process.wait()
         with world(tmp_path) as here:
-            assert [result.name for result in here.get(1)] == ["OK"]
+            assert [result.name for result in here.get(1)] == ["THERE"]

@@ -507,3 +507,13 @@ def test_both_indexes_agree_on_thousands_of_blocks() -> None:
     assert both.drop(HOST, 10**6)
     assert len(both) == 0
     both.check_invariants()
+
+
+def test_block_below_the_root_is_found_with_all_its_states(filled: Filled) -> None:
+    (block,) = filled.put("a")
+    filled.begin(block, HOST)
+    filled.put("bc")
+    assert filled.index.find(NS, b"a") == (block, (State.READY, State.WRITING))
+    for namespace, label in ((NS, b"c"), (NS, b""), (b"other", b"a")):
+        assert filled.index.find(namespace, label) is None
+    assert len(filled.index) == 3, "nothing was made by looking"

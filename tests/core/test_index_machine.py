@@ -330,6 +330,8 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.states(path[0], path[1:], HOST) == expected
             first = self.model[path[:2]].block
             assert self.index.states(path[0], path[2:], HOST, first) == expected[1:]
+            states = tuple(self.model[path[:2]].tiers[tier].state for tier in TIERS)
+            assert self.index.find(path[0], path[1]) == (first, states)
 
     @rule(path=paths, tier=st.sampled_from(TIERS), fewest=st.integers(2, 6))
     def prefixes(self, path: Path, tier: str, fewest: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.plan import Copy, CostModel, Costs, Plan, PrefillCost, plan_load
+from kvtier.plan import Copy, CostModel, Costs, Plan, PrefillCost, plan_load, ways_of
 from kvtier.plan.average import SMOOTHING, size_class
 from kvtier.types import DEVICE, DISK, HOST, BlockId, Match
 
@@ -31,7 +31,8 @@ def _plan(match: Match, costs: Costs, **limits: float) -> Plan:
     return plan_load(match, costs, block_size=BLOCK_SIZE, bytes_per_block=BLOCK_BYTES, **settings)  # type: ignore[arg-type]
 
 
-STORED = Costs(tiers=(DEVICE, HOST, DISK))
+WAYS = ways_of((DEVICE, HOST), (DISK,), ())
+STORED = Costs(ways=WAYS)
 """Nothing measured yet, three tiers."""
 
 
@@ -55,7 +56,7 @@ costs_of_any_kind = st.builds(
     st.dictionaries(
         st.sampled_from([HOST_TO_DEVICE, DISK_TO_HOST]), st.sampled_from([0.0, 0.01, 5.0])
     ),
-    st.just((DEVICE, HOST, DISK)),
+    st.just(WAYS),
 )
 matches = st.lists(st.tuples(st.sampled_from("dhs"), st.sampled_from(" +")), max_size=12).map(
     lambda rows: _match("".join(row[0] for row in rows), "".join(row[1] for row in rows))
@@ -131,7 +132,7 @@ def test_what_is_on_the_device_is_always_reused() -> None:
 
 
 def test_without_measurements_everything_is_loaded() -> None:
-    plan = _plan(_match("dhhs"), Costs())
+    plan = _plan(_match("dhhs"), STORED)
     assert plan.num_reused_blocks == 4
     assert plan.copies == (
         Copy(HOST, DEVICE, (BlockId(1), BlockId(2))),

@@ -25,7 +25,7 @@ def shelf(make_world: MakeWorld) -> Shelf:
     earlier = make_world(disk_blocks=30, shelf=shelf)
     for prompt in (LONG_A, LONG_B):
         earlier.serve(prompt)
-    return shelf
+    return shelf.copy()
 
 
 @pytest.fixture

@@ -139,17 +139,17 @@ class CountingFence(Fence):
 
 
 def test_a_layer_waits_for_the_step_that_brings_it() -> None:
-    job, fences = CopyJob(1, 3), [CountingFence() for _ in range(3)]
+    job, fences = CopyJob(1, 3, 2), [CountingFence() for _ in range(3)]
     for fence in fences:
         job.submitted(fence)
-    gate = LayerGate([(job, 2)])
+    gate = LayerGate([job])
     for layer in (0, 1, 5):
         gate.hold_compute(layer)
     assert [fence.num_holds for fence in fences] == [2, 0, 1]
 
 
 def test_a_gate_waits_for_a_load_that_hangs_as_long_as_it_may() -> None:
-    gate = LayerGate([(CopyJob(1, 3), 1)], patience_s=0.01)
+    gate = LayerGate([CopyJob(1, 3, 1)], patience_s=0.01)
     with pytest.raises(DeviceError, match="not queued within"):
         gate.hold_compute(0)
     with pytest.raises(DeviceError, match="longer"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from threading import Event
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -391,7 +391,19 @@ def test_a_newcomer_waits_for_urgent_bytes_only() -> None:
 def test_the_end_does_not_wait_for_what_nobody_wants() -> None:
     order = Order()
     patient, urgent = order.submit("a", urgent=False), order.submit("B", urgent=True)
-    assert not order.lane.close(0), "the first job is still running"
+    end = Thread(target=order.lane.close, args=(60,))
+    end.start()
+    assert patient.wait(60), "while the first job is still running"
     assert patient.withdrawn
     assert not urgent.done
     assert order.finish() == ["B"]
+    end.join(60)
+
+
+def test_what_stands_in_line_when_the_time_is_over_never_runs() -> None:
+    order = Order()
+    urgent = order.submit("A", urgent=True)
+    assert not order.lane.close(0), "the first job is still running"
+    assert urgent.withdrawn
+    assert not urgent.succeeded
+    assert order.finish() == []

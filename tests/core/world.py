@@ -6,7 +6,8 @@ up, what it has to hold is known, and a wrong block can't pass for a right one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +24,14 @@ from kvtier.lease import Lease
 from kvtier.prefetch import Prefetch
 from kvtier.telemetry import Metrics
 from kvtier.testing import BlockBytes, FaultyDevice, MemoryStorage, Shelf, host_memory
-from kvtier.tiers import ArenaOptions, DeviceTier, HostTier, MemoryTier
+from kvtier.tiers import (
+    ArenaOptions,
+    DeviceTier,
+    HostTier,
+    MemoryTier,
+    StorageFacts,
+    StorageTier,
+)
 from kvtier.types import DEVICE, HOST, Label, PrefetchPolicy, WritePolicy
 from tests.core.locking import LockingDevice
 
@@ -96,6 +104,8 @@ class World:
         archive_after_uses: int = 1,
         prefetch_policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT,
         opens_in_steps: bool = False,
+        storage_facts: StorageFacts | None = None,
+        more_storage: tuple[StorageTier, ...] = (),
     ) -> None:
         self.clock = Clock()
         self.locking = LockingDevice(num_granted=1 if opens_in_steps else None)
@@ -114,13 +124,17 @@ class World:
             strict=True,
         )
         self.shelf = shelf or Shelf()
-        self.storage = MemoryStorage(GROUP, disk_blocks, self.shelf) if disk_blocks else None
+        self.storage = (
+            MemoryStorage(GROUP, disk_blocks, self.shelf, facts=storage_facts)
+            if disk_blocks
+            else None
+        )
         self.cache = Cache(
             config,
             self.device,
             self.pool,
             self.clock,
-            self.storage,
+            (*filter(None, (self.storage,)), *more_storage),
             IN_STEPS if opens_in_steps else None,
         )
         self.block_bytes = BlockBytes(GROUP)
@@ -216,7 +230,7 @@ class World:
 
     @property
     def host(self) -> HostTier:
-        tier = self.cache._ladder.tiers[HOST]
+        tier = self.cache._tiers[HOST]
         assert isinstance(tier, HostTier)
         return tier
 
@@ -241,7 +255,7 @@ class World:
         """Per tier what every slot holds."""
         return {
             name: self.block_bytes.read_all(tier.memory, tier.layout)
-            for name, tier in self.cache._ladder.tiers.items()
+            for name, tier in self.cache._tiers.items()
             if isinstance(tier, MemoryTier)
         }
 
@@ -338,6 +352,16 @@ class World:
         assert len(self.cache._index) == 0
         self.cache.close()
         self.cache.close()
+
+
+def until(world: World, is_so: Callable[[], bool]) -> None:
+    """Poll until something is so that another thread brings about."""
+    for _ in range(10_000):
+        if is_so():
+            return
+        world.cache.poll()
+        time.sleep(0.001)
+    raise AssertionError("it never came to be")
 
 
 def path_of(node: Node) -> tuple[bytes, list[Label]]:

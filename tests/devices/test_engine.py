@@ -39,7 +39,7 @@ def engine(
     monkeypatch.setattr("kvtier.engine.engine.find_device", lambda name: device)
     monkeypatch.setattr("kvtier.transfer.staging.STEP_BYTES", 1)
     with Engine(replace(SMALL, model=model)) as engine:
-        pool = engine.cache._ladder.pool.memory
+        pool = engine.cache._tiers["device"].memory
         fake.adopt(pool.address, pool.nbytes)
         yield engine, fake
     assert isinstance(device, DriverDevice)

@@ -34,7 +34,8 @@ from kvtier.cli import inspect, verify
 from kvtier.devices.base import Memory
 from kvtier.errors import CacheError
 from kvtier.layout import DType, full_attention
-from kvtier.tiers.disk import DiskOptions, DiskSystem, IoKind, LoadResult
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskOptions, DiskSystem, IoKind
 from kvtier.tiers.disk.check import check_slab
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.io.preadv import PreadvEngine
@@ -46,7 +47,7 @@ from tests.disk.mutations import Damage, Files, mutate, not_closed
 from tests.disk.world import SLOT_BYTES, Arena, Clock, World
 
 key = cache(disk_world.key)
-OK = LoadResult.OK
+OK = Outcome.THERE
 GROUP = full_attention(2, 2, 64, DType.FLOAT16, 4)
 NUM_SLOTS = 6
 NUMBERS = range(30)

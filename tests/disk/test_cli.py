@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from kvtier.cli import app
 from kvtier.testing import FaultyDisk
-from kvtier.tiers.disk import LoadResult
+from kvtier.tiers import Outcome
 from tests.disk.world import SLOT_BYTES, Clock, World, key, world
 
-OK, CORRUPT = LoadResult.OK, LoadResult.CORRUPT
+OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 
 
 @pytest.fixture(autouse=True)

@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.testing import Crash, CrashingDisk, FaultyDisk, LossyDisk
-from kvtier.tiers.disk import DiskSystem, LoadResult
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskSystem
 from kvtier.types import Slot
 from tests.disk.world import SLOT_BYTES, World, key, world
 
-OK, CORRUPT = LoadResult.OK, LoadResult.CORRUPT
+OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 NUM_KILLS = int(os.environ.get("KVTIER_NUM_KILLS", "200"))
 NUM_SLOTS = 24
 

@@ -18,11 +18,12 @@ import pytest
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import DType, KVGroup, full_attention
-from kvtier.tiers.disk import DiskOptions, DiskSystem, DiskTier, LoadResult
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
 from kvtier.tiers.disk.superblock import HALF_BYTES, decode
 from tests.disk.world import ALIGNED, SLOT_BYTES, SMALL, Arena, World, key, world
 
-OK, CORRUPT = LoadResult.OK, LoadResult.CORRUPT
+OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 NUM_BLOCKS = 6
 RECORD_BYTES = 64
 
@@ -183,7 +184,7 @@ def refused(folder: Path, group: KVGroup = SMALL, **settings: object) -> str:
     made: dict[str, object] = {"path": folder, "capacity_bytes": 8 * SLOT_BYTES, **settings}
     before = {each.name: each.read_bytes() for each in folder.iterdir() if each.name != "flock"}
     with pytest.raises(ConfigError) as caught:
-        DiskTier(DiskOptions(**made), group, Arena().memory)  # type: ignore[arg-type]
+        DiskBlocks(DiskOptions(**made), group, Arena().memory)  # type: ignore[arg-type]
     after = {each.name: each.read_bytes() for each in folder.iterdir() if each.name != "flock"}
     assert before == after, "a refused slab was changed"
     return str(caught.value)
@@ -207,7 +208,7 @@ def test_directory_with_other_things_in_it_is_refused(tmp_path: Path) -> None:
 def test_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="choose another path"):
-        DiskTier(DiskOptions(tmp_path / "file", 1 << 20), SMALL, Arena().memory)
+        DiskBlocks(DiskOptions(tmp_path / "file", 1 << 20), SMALL, Arena().memory)
 
 
 def test_links_are_not_followed(slab: Path, tmp_path: Path) -> None:
@@ -215,7 +216,7 @@ def test_links_are_not_followed(slab: Path, tmp_path: Path) -> None:
     (slab / "journal").unlink()
     (slab / "journal").symlink_to(tmp_path / "precious")
     with pytest.raises(TierError):
-        DiskTier(DiskOptions(slab, 8 * SLOT_BYTES), SMALL, Arena().memory)
+        DiskBlocks(DiskOptions(slab, 8 * SLOT_BYTES), SMALL, Arena().memory)
     assert (tmp_path / "precious").read_bytes() == b"1" * 100
 
 
@@ -256,10 +257,10 @@ def test_second_owner_is_refused_and_told_who_is_first(tmp_path: Path) -> None:
     with world(tmp_path, 8) as here:
         slots = here.put(1)
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} "):
-            DiskTier(here.options, SMALL, Arena().memory)
+            DiskBlocks(here.options, SMALL, Arena().memory)
         other = (
             "import sys; from kvtier.tiers.disk import *; from tests.disk.world import *\n"
-            "try: DiskTier(DiskOptions(sys.argv[1], 8 * 4096), SMALL, Arena().memory)\n"
+            "try: DiskBlocks(DiskOptions(sys.argv[1], 8 * 4096), SMALL, Arena().memory)\n"
             "except ValueError as error: print(error)\n"
         )
         said = subprocess.run(
@@ -287,7 +288,7 @@ class FullDisk(DiskSystem):
 def test_full_device_is_a_clear_error_and_leaves_nothing_behind(tmp_path: Path) -> None:
     options = DiskOptions(tmp_path / "slab", 1 << 30)
     with pytest.raises(ConfigError, match=r"1.00 GiB does not fit.*No space left.*lower capacity"):
-        DiskTier(options, SMALL, Arena().memory, FullDisk())
+        DiskBlocks(options, SMALL, Arena().memory, FullDisk())
     assert [each.name for each in (tmp_path / "slab").iterdir()] == ["flock"]
     with world(tmp_path, 4) as here:
         here.put(1)
@@ -298,12 +299,12 @@ def test_file_size_limit_is_a_clear_error(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
         with pytest.raises(ConfigError, match="File too large"):
-            DiskTier(DiskOptions(tmp_path / "slab", 2 << 20), SMALL, Arena().memory)
+            DiskBlocks(DiskOptions(tmp_path / "slab", 2 << 20), SMALL, Arena().memory)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_device_too_full_to_grow_keeps_the_slab_as_it_is(slab: Path) -> None:
     with pytest.raises(ConfigError, match="does not fit"):
-        DiskTier(DiskOptions(slab, 1 << 30), SMALL, Arena().memory, FullDisk())
+        DiskBlocks(DiskOptions(slab, 1 << 30), SMALL, Arena().memory, FullDisk())
     assert found_after(slab, lambda copy: None) == ALL

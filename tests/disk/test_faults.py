@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from kvtier.testing import FaultyDisk
-from kvtier.tiers.disk import LoadResult
+from kvtier.tiers import Outcome, Pieces
 from kvtier.types import BlockName
 from tests.disk.world import ALIGNED, SLOT_BYTES, World, key, world
 
-OK, CORRUPT, FAILED = LoadResult.OK, LoadResult.CORRUPT, LoadResult.FAILED
+OK, CORRUPT, FAILED = Outcome.THERE, Outcome.DAMAGED, Outcome.FAILED
 
 
 def all_slots_accounted_for(here: World, num_in_use: int) -> None:
@@ -244,7 +244,8 @@ def test_load_does_not_wait_for_a_store(tmp_path: Path) -> None:
         more = here.tier.allocate(1)
         assert more is not None
         system.hold("write")
-        name, to = BlockName(b"n" * 32, 0, key(1)), np.array([here.arena.address(10)], np.uint64)
+        name = BlockName(b"n" * 32, 0, key(1))
+        to = Pieces.whole([here.arena.address(10)], here.num_bytes)
         writer = Thread(target=here.tier.store, args=([name], more, to))
         writer.start()
         try:

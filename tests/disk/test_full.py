@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.tiers.disk import DiskOptions, DiskTier, LoadResult
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskBlocks, DiskOptions
 from kvtier.tiers.disk.journal import max_journal_bytes
 from kvtier.types import Slot
 from tests.disk.world import SMALL, Arena, World, key, world
 
-OK, CORRUPT = LoadResult.OK, LoadResult.CORRUPT
+OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 NUM_SLOTS = 32
 
 
@@ -67,7 +68,7 @@ def churn(here: World, first: int, num: int) -> dict[int, Slot]:
 
 def test_a_capacity_that_does_not_fit_is_a_clear_error(mount: Path) -> None:
     with pytest.raises(ConfigError, match=r"No space left.*are free\); lower capacity_bytes"):
-        DiskTier(DiskOptions(mount / "slab", 8 << 20), SMALL, Arena().memory)
+        DiskBlocks(DiskOptions(mount / "slab", 8 << 20), SMALL, Arena().memory)
     assert [each.name for each in (mount / "slab").iterdir()] == ["flock"]
     with world(mount, NUM_SLOTS) as here:
         here.put(1)
@@ -121,7 +122,7 @@ def test_a_slab_without_one_of_its_smaller_files_opens_on_a_full_file_system(
 
 def refused(here: World) -> str:
     with pytest.raises(ConfigError) as caught:
-        DiskTier(here.options, SMALL, Arena().memory)
+        DiskBlocks(here.options, SMALL, Arena().memory)
     return str(caught.value)
 
 

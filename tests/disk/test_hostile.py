@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from kvtier.errors import CacheError, ConfigError, TierError, printable
-from kvtier.tiers.disk import DiskOptions, DiskSystem, DiskTier, LoadResult
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
 from kvtier.tiers.disk.check import check_slab
 from kvtier.tiers.disk.limits import BYTES_PER_SLOT, MAX_SEQUENCE, most_journal_bytes
 from kvtier.tiers.disk.records import RECORD_BYTES, Kind, as_keys, blank, seal
@@ -22,7 +23,7 @@ from tests.disk.command import run
 from tests.disk.forging import forge_superblock, read_records, write_records
 from tests.disk.world import SLOT_BYTES, SMALL, Arena, key, world
 
-OK, CORRUPT = LoadResult.OK, LoadResult.CORRUPT
+OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 NUM_BLOCKS = 4
 ESCAPE = b"\x1b]0;owned\x07\x1b[2J"
 
@@ -41,7 +42,7 @@ def refused(folder: Path, *parts: str) -> None:
         lambda: report_slab(folder, 0.0),
         lambda: check_slab(folder, repair=False),
         lambda: check_slab(folder, repair=True),
-        lambda: DiskTier(DiskOptions(folder, 8 * SLOT_BYTES), SMALL, Arena().memory),
+        lambda: DiskBlocks(DiskOptions(folder, 8 * SLOT_BYTES), SMALL, Arena().memory),
     ):
         with pytest.raises(CacheError) as caught:
             work()
@@ -141,7 +142,7 @@ def test_block_larger_than_memory_is_not_read(slab: Path) -> None:
 def test_capacity_of_more_slots_than_a_record_can_name_is_refused(tmp_path: Path) -> None:
     for capacity, most in ((2**45, 2**32), (2**80, 2**32)):
         with pytest.raises(ConfigError, match=rf"more than a slab can have \({most}\); lower"):
-            DiskTier(DiskOptions(tmp_path / "slab", capacity), SMALL, Arena().memory)
+            DiskBlocks(DiskOptions(tmp_path / "slab", capacity), SMALL, Arena().memory)
     assert not (tmp_path / "slab").exists()
 
 
@@ -226,7 +227,7 @@ def test_journal_with_holes_is_whole_until_another_one_is_there(slab: Path) -> N
         file.seek(2 << 20)
         file.write(records[-1:].tobytes())
     with pytest.raises(TierError):
-        DiskTier(DiskOptions(slab, 8 * SLOT_BYTES), SMALL, Arena().memory, FixedNames())
+        DiskBlocks(DiskOptions(slab, 8 * SLOT_BYTES), SMALL, Arena().memory, FixedNames())
     assert (slab / "journal").stat().st_size == (2 << 20) + RECORD_BYTES
     with world(slab.parent, 8) as here:
         assert here.get(*range(NUM_BLOCKS)) == [OK] * NUM_BLOCKS

@@ -12,7 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvtier.tiers.disk import DiskOptions, LoadResult
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskOptions
 from kvtier.types import Slot, Verify
 from tests.disk.world import ALIGNED, SLOT_BYTES, SMALL, World, key
 
@@ -69,7 +70,7 @@ class DiskMachine(RuleBasedStateMachine):
         (result,) = self.world.load([key(name)], [slot])
         is_there = self.in_use[slot] == name
         is_right = is_there and slot not in self.lost
-        assert result is (LoadResult.OK if is_right else LoadResult.CORRUPT)
+        assert result is (Outcome.THERE if is_right else Outcome.DAMAGED)
         if is_there and not is_right:
             self._dropped(slot)
 
@@ -117,7 +118,7 @@ class DiskMachine(RuleBasedStateMachine):
         for number, slot in self._newest().items():
             assert self.world.tier.claim([key(number)]) == [slot]
             self.in_use[slot] = number
-            is_right = self.world.load([key(number)], [slot]) == [LoadResult.OK]
+            is_right = self.world.load([key(number)], [slot]) == [Outcome.THERE]
             assert is_right == (slot not in self.lost)
             if not is_right:
                 self._dropped(slot)

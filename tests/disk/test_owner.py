@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.tiers.disk import DiskOptions, DiskTier, LoadResult
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskBlocks, DiskOptions
 from kvtier.tiers.disk.check import check_slab
 from kvtier.tiers.disk.folder import owner_of
 from tests.disk.world import SLOT_BYTES, SMALL, Arena, key, world
 
-OK = LoadResult.OK
+OK = Outcome.THERE
 
 
 def refused(path: Path) -> str:
     num_open = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(ConfigError) as caught:
-        DiskTier(DiskOptions(path, 8 * SLOT_BYTES), SMALL, Arena().memory)
+        DiskBlocks(DiskOptions(path, 8 * SLOT_BYTES), SMALL, Arena().memory)
     assert len(list(Path("/proc/self/fd").iterdir())) == num_open, "a file was left open"
     return str(caught.value)
 

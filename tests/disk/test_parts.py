@@ -12,12 +12,13 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.testing import FaultyDisk
-from kvtier.tiers.disk import DiskOptions, DiskSystem, DiskTier, LoadResult
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
 from kvtier.tiers.disk.parts import on_all
 from kvtier.tiers.disk.superblock import HALF_BYTES
 from tests.disk.world import ALIGNED, SLOT_BYTES, SMALL, Arena, World, key, world
 
-OK, CORRUPT, FAILED = LoadResult.OK, LoadResult.CORRUPT, LoadResult.FAILED
+OK, CORRUPT, FAILED = Outcome.THERE, Outcome.DAMAGED, Outcome.FAILED
 
 
 class OneFaulty(DiskSystem):
@@ -227,7 +228,7 @@ def test_paths_that_make_no_sense_are_refused(
 def test_a_block_that_can_not_be_cut_is_refused(tmp_path: Path) -> None:
     options = DiskOptions(tmp_path / "a", 1 << 20, (tmp_path / "b", tmp_path / "c"))
     with pytest.raises(ConfigError, match=f"{SMALL.bytes_per_block} bytes can't be cut into 3"):
-        DiskTier(options, SMALL, Arena().memory)
+        DiskBlocks(options, SMALL, Arena().memory)
     assert not (tmp_path / "a").exists()
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing import FaultyDisk
-from kvtier.tiers.disk import LoadResult
+from kvtier.tiers import Outcome
 from kvtier.tiers.disk.health import Breaker
 from tests.disk.test_faults import all_slots_accounted_for
 from tests.disk.world import Clock, World, key, world
 
-OK, FAILED = LoadResult.OK, LoadResult.FAILED
+OK, FAILED = Outcome.THERE, Outcome.FAILED
 
 
 def told(here: World) -> tuple[str, str]:
@@ -55,7 +55,7 @@ def test_errors_in_a_row_stop_what_fails_and_nothing_else(
             assert here.tier.claim([key(0)]) == []
             here.tier.free(here.put(200))
         else:
-            assert here.tier.num_welcome(1) == 0
+            assert not here.tier.can_store
             assert here.load([key(7)], kept[7:]) == [OK]
         here.monotonic.now += 1
         assert "tried again with the next one" in told(here)[1]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from kvtier.cli import app
 from kvtier.errors import CacheError
-from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.tiers.disk import DiskBlocks, DiskOptions
 from kvtier.tiers.disk.check import check_slab
 from kvtier.tiers.disk.report import report_slab
 from tests.disk.world import SLOT_BYTES, SMALL, Arena, world
@@ -76,7 +76,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(
             report_slab(slab, 0.0) if command == "inspect" else check_slab(slab, repair=False)
         assert str(slab / name) in told(command, slab)
     with pytest.raises(CacheError):
-        DiskTier(DiskOptions(slab, 8 * SLOT_BYTES), SMALL, Arena().memory)
+        DiskBlocks(DiskOptions(slab, 8 * SLOT_BYTES), SMALL, Arena().memory)
 
 
 @pytest.mark.timeout(60)
@@ -89,7 +89,7 @@ def test_lock_that_is_no_file_is_not_waited_for(slab: Path, make: Callable[[Path
     with contextlib.suppress(CacheError):
         check_slab(slab, repair=False)
     with contextlib.suppress(CacheError):
-        DiskTier(DiskOptions(slab, 8 * SLOT_BYTES), SMALL, Arena().memory).close()
+        DiskBlocks(DiskOptions(slab, 8 * SLOT_BYTES), SMALL, Arena().memory).close()
 
 
 def test_file_or_pipe_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:

@@ -12,14 +12,15 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.testing import Crash, CrashingDisk
-from kvtier.tiers.disk import DiskOptions, DiskSystem, DiskTier, LoadResult
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
 from kvtier.tiers.disk.check import check_slab
 from kvtier.tiers.disk.superblock import Superblock, decode_both
 from kvtier.types import Slot
 from tests.disk.test_crash import churn, claim_all
 from tests.disk.world import SMALL, Arena, World, world
 
-OK, CORRUPT = LoadResult.OK, LoadResult.CORRUPT
+OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 
 
 def snapshot(folder: Path, to: Path) -> None:
@@ -40,7 +41,7 @@ def refused(tmp_path: Path, options: DiskOptions) -> str:
     before, paths = content_of(tmp_path), set(tmp_path.rglob("*"))
     for _ in range(2):
         with pytest.raises(ConfigError) as caught:
-            DiskTier(options, SMALL, Arena().memory)
+            DiskBlocks(options, SMALL, Arena().memory)
     assert content_of(tmp_path) == before
     assert {each for each in set(tmp_path.rglob("*")) - paths if each.name != "flock"} == set()
     return str(caught.value)

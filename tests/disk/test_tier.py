@@ -11,23 +11,23 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.layout import KVGroup
-from kvtier.testing import TierSuite
-from kvtier.tiers import Tier
-from kvtier.tiers.disk import DiskOptions, DiskTier, LoadResult, Verify
-from kvtier.types import DISK, Slot
+from kvtier.testing import RoomSuite
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskBlocks, DiskOptions, Verify
+from kvtier.types import Slot
 from tests.disk.world import ALIGNED, SLOT_BYTES, SMALL, Arena, Clock, World, key, world
 
-OK, CORRUPT, FAILED = LoadResult.OK, LoadResult.CORRUPT, LoadResult.FAILED
+OK, CORRUPT, FAILED = Outcome.THERE, Outcome.DAMAGED, Outcome.FAILED
 
 
-class TestDiskTier(TierSuite):
+class TestDiskBlocks(RoomSuite):
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:
         self.path = tmp_path
 
-    def make_tier(self, num_slots: int) -> Tier:
+    def make_tier(self, num_slots: int) -> DiskBlocks:
         options = DiskOptions(path=self.path / "slab", capacity_bytes=num_slots * SLOT_BYTES)
-        return DiskTier(options, SMALL, Arena().memory)
+        return DiskBlocks(options, SMALL, Arena().memory)
 
 
 @pytest.mark.parametrize("group", [SMALL, ALIGNED], ids=["padded", "whole pages"])
@@ -67,14 +67,13 @@ def test_capacity_is_reserved_when_the_slab_is_opened(tmp_path: Path) -> None:
         data = (here.options.path / "data.slab").stat()
         assert data.st_size == 32 * SLOT_BYTES
         assert data.st_blocks * 512 >= 32 * SLOT_BYTES
-        assert here.tier.name == DISK
         for name in ("journal", "journal.new"):
             assert (here.options.path / name).stat().st_blocks * 512 >= 64 * (32 + 4096)
 
 
 def test_capacity_below_one_block_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"4095 bytes.*4096.*raise capacity_bytes"):
-        DiskTier(DiskOptions(path=tmp_path / "s", capacity_bytes=4095), SMALL, Arena().memory)
+        DiskBlocks(DiskOptions(path=tmp_path / "s", capacity_bytes=4095), SMALL, Arena().memory)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +124,7 @@ def test_zero_key_is_not_found_in_an_empty_slot(tmp_path: Path) -> None:
     with world(tmp_path) as here:
         slots = here.tier.allocate(1)
         assert slots is not None
-        assert here.tier.load([bytes(32)], slots, [here.arena.address(0)]) == [CORRUPT]  # type: ignore[list-item]
+        assert here.tier.load([bytes(32)], slots, here.pieces(1)) == [CORRUPT]
 
 
 def spoil(here: World, slot: int) -> None:
@@ -153,9 +152,7 @@ def test_sampled_verification_looks_at_one_in_so_many(tmp_path: Path) -> None:
         slots = here.put(*range(8))
         for slot in slots:
             spoil(here, slot)
-        results = here.tier.load(
-            [key(number) for number in range(8)], slots, [here.arena.address(i) for i in range(8)]
-        )
+        results = here.tier.load([key(number) for number in range(8)], slots, here.pieces(8))
         assert results == [CORRUPT, OK, OK, OK] * 2
 
 

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.testing import FaultyDisk
-from kvtier.tiers.disk import LoadResult
+from kvtier.tiers import Outcome
 from kvtier.tiers.disk.check import check_slab
 from kvtier.tiers.disk.superblock import Membership, Superblock
 from kvtier.tiers.disk.trust import decode, encode, num_bytes_of
 from tests.disk.world import SLOT_BYTES, World, key, world
 
-OK, CORRUPT = LoadResult.OK, LoadResult.CORRUPT
+OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 NUM_BLOCKS = 30
 LAZY = pytest.mark.parametrize("verify", ["off", "sampled"])
 
@@ -70,8 +70,8 @@ def test_what_was_verified_once_is_believed_by_the_next_owners(tmp_path: Path, v
         assert num_trusted(here) == 10
         zero(here.options.path, range(NUM_BLOCKS), keep_time=True)
         slots = here.tier.claim([key(number) for number in range(NUM_BLOCKS)])
-        addresses = np.array([here.arena.address(place) for place in range(NUM_BLOCKS)], np.uint64)
-        results = here.tier.load([key(number) for number in range(NUM_BLOCKS)], slots, addresses)
+        blocks = here.pieces(NUM_BLOCKS)
+        results = here.tier.load([key(number) for number in range(NUM_BLOCKS)], slots, blocks)
         assert results.count(OK) == (10 if verify == "off" else 9)
         assert set(results[10:]) == {CORRUPT}
 

@@ -14,12 +14,13 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.testing import Crash, CrashingDisk
-from kvtier.tiers.disk import DiskSystem, LoadResult
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskSystem
 from kvtier.tiers.disk.check import check_slab
 from kvtier.tiers.disk.superblock import decode_both
 from tests.disk.world import NAMESPACE, World, world
 
-OK, CORRUPT = LoadResult.OK, LoadResult.CORRUPT
+OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 CASES = [("closed", 1), ("killed", 1), ("two parts", 2)]
 
 

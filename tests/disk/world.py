@@ -14,7 +14,8 @@ import numpy.typing as npt
 from kvtier.devices.base import Memory
 from kvtier.layout import DType, KVGroup, full_attention
 from kvtier.testing import host_memory, memory_bytes
-from kvtier.tiers.disk import DiskOptions, DiskSystem, DiskTier, LoadResult
+from kvtier.tiers import Outcome, Pieces
+from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
 from kvtier.types import BlockKey, BlockName, Slot
 
 SMALL = full_attention(2, 2, 4, DType.FLOAT16, 2)
@@ -84,14 +85,14 @@ class World:
         self.num_bytes = group.bytes_per_block
         self.tier = self.open()
 
-    def open(self, **changes: object) -> DiskTier:
+    def open(self, **changes: object) -> DiskBlocks:
         self.options = replace(self.options, **changes)  # type: ignore[arg-type]
-        self.tier = DiskTier(
+        self.tier = DiskBlocks(
             self.options, self.group, self.arena.memory, self.system, self.clock, self.monotonic
         )
         return self.tier
 
-    def reopen(self, **changes: object) -> DiskTier:
+    def reopen(self, **changes: object) -> DiskBlocks:
         self.tier.close()
         return self.open(**changes)
 
@@ -110,12 +111,16 @@ class World:
             self.arena.view(place, self.num_bytes)[:] = np.frombuffer(
                 block(name, self.num_bytes), np.uint8
             )
-        addresses = np.array([self.arena.address(place) for place in range(len(keys))], np.uint64)
         names = [
             BlockName(namespace, depth, each)
             for depth, each in zip(depths or range(len(keys)), keys, strict=True)
         ]
-        return self.tier.store(names, slots, addresses)
+        return self.tier.store(names, slots, self.pieces(len(keys)))
+
+    def pieces(self, num_blocks: int) -> Pieces:
+        """The first places of the arena."""
+        places = [self.arena.address(place) for place in range(num_blocks)]
+        return Pieces.whole(places, self.num_bytes)
 
     def put(self, *numbers: int) -> list[Slot]:
         """Allocate and store, all of it acknowledged."""
@@ -124,29 +129,27 @@ class World:
         assert self.store([key(number) for number in numbers], slots) == [True] * len(numbers)
         return slots
 
-    def load(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> list[LoadResult]:
+    def load(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> list[Outcome]:
         """Load; wherever the tier says OK the bytes are compared."""
         places = range(len(keys))
         for place in places:
             self.arena.view(place, 2 * SLOT_BYTES)[:] = UNTOUCHED
-        results = self.tier.load(
-            keys, slots, np.array([self.arena.address(place) for place in places], np.uint64)
-        )
+        results = self.tier.load(keys, slots, self.pieces(len(keys)))
         assert len(results) == len(keys)
         for place, (name, result) in enumerate(zip(keys, results, strict=True)):
-            if result is LoadResult.OK:
+            if result is Outcome.THERE:
                 found = self.arena.view(place, self.num_bytes).tobytes()
                 assert found == block(name, self.num_bytes), f"wrong bytes for block {place}"
             behind = self.arena.view(place, 2 * SLOT_BYTES)[self.num_bytes :]
             assert (behind == UNTOUCHED).all(), "bytes behind the block were changed"
         return results
 
-    def get(self, *numbers: int) -> list[LoadResult]:
-        """Claim and load what a restart found, one by one; what is not there is CORRUPT."""
+    def get(self, *numbers: int) -> list[Outcome]:
+        """Claim and load what a restart found, one by one; what is not there is DAMAGED."""
         found = []
         for number in numbers:
             slots = self.tier.claim([key(number)])
-            found += self.load([key(number)], slots) if slots else [LoadResult.CORRUPT]
+            found += self.load([key(number)], slots) if slots else [Outcome.DAMAGED]
         return found
 
 

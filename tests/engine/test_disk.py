@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvtier.engine import Completion, Engine, EngineConfig, SamplingParams
-from kvtier.errors import ConfigError
 from kvtier.testing import FaultyDisk
 from kvtier.types import DEVICE, DISK, HOST
 
@@ -199,7 +198,7 @@ def test_answers_are_the_same_whatever_the_disk_does(
         prompts = [tokens[start : start + 200] for start in range(0, 1600, 200)]
         expected = [ask(engine, prompt) for prompt in prompts]
     disk = FaultyDisk()
-    monkeypatch.setattr("kvtier.tiers.disk.tier.DiskSystem", lambda: disk)
+    monkeypatch.setattr("kvtier.tiers.disk.blocks.DiskSystem", lambda: disk)
     with Engine(with_disk(tmp_path / "slab")) as engine:
         fault(disk)
         num_hits = 0
@@ -215,7 +214,13 @@ def test_answers_are_the_same_whatever_the_disk_does(
         engine.call(engine.cache.check_invariants)
 
 
-def test_a_disk_needs_a_host_tier(tmp_path: Path) -> None:
+def test_a_disk_that_reaches_the_device_needs_no_host_tier(
+    tmp_path: Path, prompt: list[int]
+) -> None:
     config = with_disk(tmp_path / "slab", host_capacity=0)
-    with pytest.raises(ConfigError, match="host_capacity"):
-        Engine(config)
+    with Engine(config) as engine:
+        cold = ask(engine, prompt)
+    with Engine(config) as engine:
+        warm = ask(engine, prompt)
+    assert warm.hit_tokens == {DISK: 288}
+    assert same(cold, warm)

@@ -79,7 +79,7 @@ def leave_on_host(engine: Engine) -> None:
     engine.clear_tier(DEVICE)
 
     def scribble() -> None:
-        memory = engine.cache._ladder.tiers[DEVICE].memory  # type: ignore[attr-defined]
+        memory = engine.cache._tiers[DEVICE].memory  # type: ignore[attr-defined]
         memory.owner.fill_(0.25)
 
     engine.call(scribble)

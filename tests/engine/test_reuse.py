@@ -64,7 +64,7 @@ def test_one_changed_value_is_noticed(make: Make, text: str, model: str) -> None
     cold = run(engine, prompt)
 
     def change_one_value() -> None:
-        pool = engine.cache._ladder.tiers[DEVICE]
+        pool = engine.cache._tiers[DEVICE]
         view = pool.memory.owner.view(-1)  # type: ignore[attr-defined]
         flat = np.frombuffer(view.numpy(), np.uint8)
         keys = part_view(flat, pool.layout, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from kvtier import _hot
 from kvtier._reference import crc
 from kvtier._reference.copy import copy_batch as reference_copy_batch
+from kvtier._reference.key_table import KeyTable
 from kvtier._reference.tokens import pack_tokens as reference_pack_tokens
 
 STUB = Path(_hot.__file__).with_name("_native.pyi")
@@ -56,7 +58,7 @@ def methods() -> dict[str, dict[str, object]]:
 def test_every_method_of_the_stub_agrees_with_the_native_core() -> None:
     native = pytest.importorskip("kvtier._native", reason="the native core is not built")
     built = {}
-    for kind in (native.BlockTrie, native.UringRing):
+    for kind in (native.BlockTrie, native.KeyTable, native.UringRing):
         for name, method in vars(kind).items():
             if type(method).__name__ == "nb_method" and not name.startswith("__"):
                 [(text, *_)] = method.__nb_signature__
@@ -66,15 +68,25 @@ def test_every_method_of_the_stub_agrees_with_the_native_core() -> None:
     assert methods() == built
 
 
-def test_every_stub_has_a_twin_with_its_signature() -> None:
-    twins = {
-        name: {
-            argument.name: ... if argument.default is argument.empty else argument.default
-            for argument in inspect.signature(twin).parameters.values()
-        }
-        for name, twin in TWINS.items()
+def signature_of(function: Callable[..., object]) -> dict[str, object]:
+    """``signature`` of a function in Python."""
+    return {
+        argument.name: ... if argument.default is argument.empty else argument.default
+        for argument in inspect.signature(function).parameters.values()
     }
-    assert stubs() == twins
+
+
+def test_every_stub_has_a_twin_with_its_signature() -> None:
+    assert stubs() == {name: signature_of(twin) for name, twin in TWINS.items()}
+
+
+def test_twin_of_the_key_table_has_its_methods() -> None:
+    twins = {
+        f"KeyTable.{name}": signature_of(method)
+        for name, method in vars(KeyTable).items()
+        if not name.startswith("_")
+    }
+    assert twins == {name: each for name, each in methods().items() if name.startswith("KeyTable.")}
 
 
 def test_every_stub_agrees_with_the_native_core() -> None:

@@ -261,6 +261,7 @@ class Held:
     """is_in: set when one waits. may_go_on: to be set by the test."""
 
     def __init__(self) -> None:
+        self.num_tokenized = 0
         self.is_in, self.may_go_on = Event(), Event()
 
 
@@ -272,6 +273,7 @@ def held(tokenizer: object, monkeypatch: pytest.MonkeyPatch, is_long: bool) -> I
 
     def slowly(text: str) -> list[int]:
         if (len(text) > 10_000) == is_long:
+            made.num_tokenized += 1
             made.is_in.set()
             assert made.may_go_on.wait(60)
         return encode(text)
@@ -349,6 +351,21 @@ def test_short_requests_and_metrics_pass_long_ones(
             gate.may_go_on.set()
         assert [answer and answer.status for answer in answers] == [400] * 6
         assert all(answer and "must fit into" in answer.message for answer in answers)
+
+
+def test_a_long_request_is_dropped_when_its_client_leaves(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(engine) as made, held(engine.tokenizer, monkeypatch, is_long=True) as gate:
+        with ExitStack() as stack:
+            for _ in range(3):
+                stack.enter_context(connect(made)).sendall(request(COMPLETIONS, LONG_TEXT))
+            assert gate.is_in.wait(30)
+        left = 'requests_total{endpoint="completions",status="499"} 3.0'
+        wait_until(lambda: left in metrics_of(made), "all are counted as left")
+        gate.may_go_on.set()
+        assert b"must fit into" in answered(made, request(COMPLETIONS, LONG_TEXT)).body
+    assert gate.num_tokenized == 2
 
 
 def test_too_many_long_requests_are_refused_and_not_kept(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
@@ -17,12 +19,12 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.connectors.vllm.judge import TO_HOST, Judge
+from kvtier.connectors.vllm.counts import LOADED
 from kvtier.connectors.vllm.manager import Advice, Shape, TierManager
 from kvtier.connectors.vllm.names import Names
-from kvtier.connectors.vllm.orders import Done, Hello, Report
-from kvtier.connectors.vllm.placement import Placement
-from kvtier.types import LoadPolicy
+from kvtier.tiers.disk import DiskTier
+from kvtier.transfer.ranks import Done, Hello, Order, RankMover, Report, Verb
+from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 
 STEP = 128
 CHUNK_BYTES = 1 << 20
@@ -38,13 +40,21 @@ class Known(Names):
 class Scheduler:
     """Asks as vLLM's scheduler does, and says what one rank would."""
 
-    def __init__(self, num_host: int = 4, policy: LoadPolicy = LoadPolicy.ALWAYS) -> None:
+    def __init__(
+        self, num_host: int = 4, policy: LoadPolicy = LoadPolicy.ALWAYS, num_disk: int = 8
+    ) -> None:
         names = Known(None, CHUNK_BYTES, "vllm")  # type: ignore[arg-type]
-        placement = Placement(num_host, 8, names, num_moving=8)
-        self.judge = Judge(policy, STEP, CHUNK_BYTES)
-        shape = Shape((STEP,), CHUNK_BYTES)
-        self.manager = TierManager(placement, self.judge, names, shape, publishes_events=True)
-        self.manager.hear(Report(hellos={0: Hello(num_host, ())}))
+        self.manager = TierManager(
+            RankMover({DISK: DiskTier.facts}, CHUNK_BYTES, 1, 1),
+            {HOST: num_host, DISK: num_disk},
+            names,
+            Shape((STEP,), CHUNK_BYTES),
+            policy,
+            bytes_per_day=0,
+            publishes_events=True,
+        )
+        self.costs = self.manager.ladder.traffic.costs
+        self.manager.hear(Report(hellos={0: Hello(num_host, {DISK: ()})}))
 
     def request(self, name: str, keys: list[OffloadKey], **changes: object) -> ReqContext:
         context = ReqContext(name, **changes)  # type: ignore[arg-type]
@@ -58,22 +68,34 @@ class Scheduler:
         assert output is not None
         self.manager.complete_store(set(output.keys_to_store), context)
 
-    def carry_out(self, *failed: int, seconds: float = 0.1) -> None:
-        for order in self.manager.placement.take_orders():
-            num_bytes = len(order.keys) * CHUNK_BYTES
-            done = Done(frozenset(failed), 1, num_bytes, seconds * len(order.keys))
-            self.manager.hear(Report(done={order.order_id: done}))
+    def carry_out(self, *gone: int, failed: Sequence[int] = (), seconds: float = 0.1) -> None:
+        while orders := self.manager.take_orders():
+            for order in orders:
+                num = len(order.names)
+                lost = frozenset([*gone, *failed])
+                done = Done(lost, frozenset(gone), 0, 1, num * CHUNK_BYTES, seconds * num)
+                self.manager.hear(Report(done={order.order_id: done}))
+
+    def reads(self) -> list[Order]:
+        """What ranks are to read next."""
+        return [each for each in self.manager.take_orders() if each.verb is Verb.READ]
+
+    def computes_at_once(self) -> None:
+        """A step that was so fast that no wait is worth it."""
+        step = self.manager.steps.begin(0.0, [(0, 1000)])
+        assert step is not None
+        self.manager.steps.end(step, 1e-6)
 
     def look_up(self, context: ReqContext, keys: list[OffloadKey]) -> list[LookupResult]:
         self.manager.begin_look_up(context.req_id)
         return [self.manager.lookup(key, context) for key in keys]
 
-    def to_disk(self, keys: list[OffloadKey]) -> None:
+    def to_disk(self, keys: list[OffloadKey], num_others: int = 4) -> None:
         """Store chunks, and have them leave host memory for others."""
         for key in keys:
             self.store(self.request("first", keys), [key])
             self.carry_out()
-        others = [make_offload_key(bytes([at]) * 32, 1) for at in range(4)]
+        others = [make_offload_key(bytes([at]) * 32, 1) for at in range(num_others)]
         context = self.request("others", others)
         self.store(context, others)
         self.carry_out()
@@ -108,14 +130,12 @@ def test_two_requests_share_what_is_on_its_way(scheduler: Scheduler) -> None:
         request = scheduler.request(name, KEYS[:2])
         scheduler.look_up(request, KEYS[:2])
         assert scheduler.manager.advise(name, 0, 3 * STEP) is Advice.WAIT
-    assert len(scheduler.manager.placement.take_orders()) == 1
+    assert len(scheduler.reads()) == 1
 
 
 def test_request_waits_no_longer_than_computing_takes(scheduler: Scheduler) -> None:
     scheduler.to_disk(KEYS[:2])
-    step = scheduler.judge.begin_step(0.0, [(0, 1000)])
-    assert step is not None
-    scheduler.judge.end_step(step, 1e-6)  # so fast that no wait is worth it
+    scheduler.computes_at_once()
     request = scheduler.request("hasty", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
     advice = [scheduler.manager.advise("hasty", 0, 3 * STEP) for _ in range(2)]
@@ -127,15 +147,15 @@ def test_request_waits_no_longer_than_computing_takes(scheduler: Scheduler) -> N
 def test_chunks_that_take_longer_than_computing_are_left_on_disk() -> None:
     scheduler = Scheduler(policy=LoadPolicy.AUTO)
     scheduler.to_disk(KEYS[:2])
-    step = scheduler.judge.begin_step(0.0, [(0, 1000)])
+    step = scheduler.manager.steps.begin(0.0, [(0, 1000)])
     assert step is not None
-    scheduler.judge.end_step(step, 0.1)
-    scheduler.judge.costs.observe_copy(TO_HOST, 4 * CHUNK_BYTES, 10.0)
+    scheduler.manager.steps.end(step, 0.1)
+    scheduler.costs.observe_copy((DISK, HOST), 4 * CHUNK_BYTES, 10.0)
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
     assert scheduler.manager.advise("again", 0, 3 * STEP) is Advice.LOOK_AGAIN
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.MISS] * 2
-    assert not scheduler.manager.placement.take_orders(), "nothing was begun"
+    assert not scheduler.reads(), "nothing was begun"
 
 
 def test_damaged_chunk_is_a_miss(scheduler: Scheduler) -> None:
@@ -145,6 +165,72 @@ def test_damaged_chunk_is_a_miss(scheduler: Scheduler) -> None:
     scheduler.manager.advise("again", 0, 3 * STEP)
     scheduler.carry_out(1)
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT, LookupResult.MISS]
+
+
+def test_chunk_whose_read_failed_is_computed_and_stays_on_disk(scheduler: Scheduler) -> None:
+    """Whoever waited for it does not wait for another read; another request may."""
+    scheduler.to_disk(KEYS[:2])
+    request = scheduler.request("again", KEYS[:2])
+    scheduler.look_up(request, KEYS[:2])
+    scheduler.manager.advise("again", 0, 3 * STEP)
+    scheduler.carry_out(failed=[1])
+    assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT, LookupResult.RETRY]
+    assert scheduler.manager.advise("again", 0, 3 * STEP) is Advice.LOOK_AGAIN
+    assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT, LookupResult.MISS]
+    assert not scheduler.reads()
+    later = scheduler.request("later", KEYS[:2])
+    scheduler.look_up(later, KEYS[:2])
+    assert scheduler.manager.advise("later", 0, 3 * STEP) is Advice.WAIT
+    assert len(scheduler.reads()) == 1
+
+
+def test_copies_to_the_device_are_learnt_together(scheduler: Scheduler) -> None:
+    scheduler.manager.observe_loads([2 * CHUNK_BYTES, 8 * CHUNK_BYTES], 10.0)
+    costs = scheduler.costs.snapshot()
+    assert costs.copy_s((HOST, DEVICE), CHUNK_BYTES) == pytest.approx(1.0)
+    for nothing in ([], [0]):
+        scheduler.manager.observe_loads(nothing, 1.0)
+
+
+def test_chunks_are_counted_by_where_they_came_from(scheduler: Scheduler) -> None:
+    scheduler.to_disk(KEYS[:2])
+    request = scheduler.request("again", KEYS[:2])
+    scheduler.look_up(request, KEYS[:2])
+    scheduler.manager.advise("again", 0, 3 * STEP)
+    scheduler.carry_out()
+    scheduler.manager.get_stats()
+    for _ in range(2):
+        scheduler.manager.prepare_load(KEYS[:2], request)
+        scheduler.manager.complete_load(KEYS[:2], request)
+    counted = scheduler.manager.counts.take()
+    loaded = {labels: num for (each, labels), num in counted.items() if each is LOADED}
+    assert loaded == {(DISK,): 2, (HOST,): 2}
+
+
+def test_burst_over_a_slow_disk_leaves_host_memory_to_others_and_nobody_waits() -> None:
+    """A disk that takes no write at all meanwhile."""
+    scheduler = Scheduler(num_host=16, num_disk=64)
+    scheduler.to_disk(KEYS[:2], num_others=16)
+    for number in range(100, 130):
+        prompt = [make_offload_key(bytes([number, at]) * 16, 0) for at in range(4)]
+        request = scheduler.request(f"burst {number}", prompt)
+        scheduler.store(request, prompt)
+        scheduler.manager.on_request_finished(request)
+    writes = scheduler.manager.take_orders()
+    assert sum(len(each.names) for each in writes if each.verb is Verb.WRITE) == 4, "a quarter"
+    assert scheduler.manager.ladder.num_available(HOST) == 12
+    request = scheduler.request("again", KEYS[:2])
+    scheduler.look_up(request, KEYS[:2])
+    assert scheduler.manager.advise("again", 0, 3 * STEP) is Advice.WAIT
+    (read,) = scheduler.reads()
+    scheduler.manager.hear(Report(done={read.order_id: Done()}))
+    assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT] * 2
+    scheduler.manager.get_stats()
+    unwritten = scheduler.manager.ladder.metrics.registry.get_sample_value(
+        "kvtier_unwritten_blocks_total", {"tier": DISK}
+    )
+    assert unwritten is not None
+    assert unwritten > 90, "what left host memory before its turn is counted"
 
 
 def test_request_loads_only_from_the_tiers_that_it_names(scheduler: Scheduler) -> None:
@@ -165,8 +251,14 @@ def test_end_of_a_request_keeps_its_beginning(scheduler: Scheduler) -> None:
         scheduler.store(scheduler.request("first", KEYS[:4]), [key])
     scheduler.manager.on_request_finished(scheduler.request("again", KEYS[:2]))
     scheduler.store(scheduler.request("other", KEYS[4:6]), KEYS[4:6])
-    host = scheduler.manager.placement.host
-    assert set(host) == {KEYS[0], KEYS[1], KEYS[4], KEYS[5]}
+    asks = scheduler.request("asks", KEYS[:6])
+    found = scheduler.look_up(asks, KEYS[:6])
+    assert [KEYS[at] for at, each in enumerate(found) if each is LookupResult.HIT] == [
+        KEYS[0],
+        KEYS[1],
+        KEYS[4],
+        KEYS[5],
+    ]
 
 
 def test_chunks_of_an_adapter_stay_in_memory(scheduler: Scheduler) -> None:
@@ -179,7 +271,7 @@ def test_chunks_of_an_adapter_stay_in_memory(scheduler: Scheduler) -> None:
     assert output is not None
     scheduler.manager.on_request_finished(request)
     scheduler.manager.complete_store(set(output.keys_to_store), request)
-    assert scheduler.manager.placement.take_orders() == []
+    assert scheduler.manager.take_orders() == []
 
 
 def test_events_tell_of_both_tiers(scheduler: Scheduler) -> None:

@@ -45,6 +45,7 @@ with warnings.catch_warnings():
 from kvtier.errors import ConfigError
 from kvtier.testing.faulty_disk import FaultyDisk
 from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.disk.report import report_slab
 
 
 @pytest.fixture
@@ -89,6 +90,13 @@ def test_emptied_host_tier_leaves_the_slab_as_it_is(tmp_path: Path) -> None:
         assert world.load(keys_of(99)) == [False]
 
 
+def test_depth_of_a_chunk_is_its_place_in_the_prompt(tmp_path: Path) -> None:
+    with running(tmp_path) as world:
+        world.store(keys_of(*range(5)))
+    (report,) = report_slab(tmp_path, 0.0).namespaces
+    assert (report.num_blocks, report.longest_blocks) == (5, 5)
+
+
 def test_groups_of_one_prompt_are_chunks_of_their_own(tmp_path: Path) -> None:
     with running(tmp_path) as world:
         world.store(keys_of(1, group=0))
@@ -113,7 +121,7 @@ def test_crash_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     keys = keys_of(*range(6))
     with running(tmp_path) as world:
         world.store(keys)
-        world.tier.slab._tier.abandon()  # the files, as the end of the process leaves them
+        world.tier._disk.abandon()  # the files, as the end of the process leaves them
     with running(tmp_path) as world:
         assert world.load(keys) == [True] * 6
 
@@ -288,7 +296,7 @@ def test_disk_that_can_not_be_opened_is_left_alone(
 
 
 def test_day_s_writes_are_a_bound(tmp_path: Path) -> None:
-    with running(tmp_path, bytes_per_day=3 * ROW_BYTES) as world:
+    with running(tmp_path, disk_bytes_per_day=3 * ROW_BYTES) as world:
         world.store(keys_of(1, 2))
         world.store(keys_of(3, 4))
         world.forget_host()
@@ -347,11 +355,11 @@ def test_metrics_are_declared_before_they_are_sent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"capacty": "1GiB"}, "did you mean 'capacity'"),
-        ({"durability": "always"}, "process, power"),
-        ({"path": 5}, "name a folder"),
-        ({"capacity": ROW_BYTES // 2}, "below one block"),
-        ({"capacity": "much"}, "can't read 'much'"),
+        ({"disk_capacty": "1GiB"}, "did you mean 'disk_capacity'"),
+        ({"disk_durability": "always"}, "process, power"),
+        ({"disk_path": 5}, "name a folder"),
+        ({"disk_capacity": ROW_BYTES // 2}, "below one block"),
+        ({"disk_capacity": "much"}, "can't read 'much'"),
         ({"locality": "here"}, "LOCAL or REMOTE"),
     ],
 )

@@ -40,8 +40,8 @@ def config_of(folder: Path, num_rows: int, num_slots: int, **tier: Any) -> Offlo
     settings = {
         "type": "KvtierTier",
         "module_path": "kvtier.connectors.vllm.pieces.secondary",
-        "path": str(folder),
-        "capacity": num_slots * ROW_BYTES,
+        "disk_path": str(folder),
+        "disk_capacity": num_slots * ROW_BYTES,
         "namespace": "tests",  # of weights that are nowhere
         **tier,
     }

@@ -20,11 +20,15 @@ from kvtier.engine import Engine
 from kvtier.index import State
 from kvtier.keys import grid_labels
 from kvtier.layout import Layout, named_layout, part_view
-from kvtier.tiers import Addresses, LoadResult, MemoryTier, StorageTier
+from kvtier.tiers import MemoryTier, Outcome, Pieces, StorageTier
 from kvtier.transfer import stage
 from kvtier.types import BlockName, Slot
 
 Bytes = npt.NDArray[np.uint8]
+Place = Slot | BlockName
+"""Of a block: a slot in memory, its name in storage."""
+
+TIMEOUT_S = 60.0
 
 
 class Damage(StrEnum):
@@ -54,18 +58,18 @@ def damaged(
     seed: chooses the block. ``BenchError`` where the tier does not hold what is to be damaged.
     """
     reader = _Blocks(engine, tier)
-    saved: dict[Slot, Bytes] = {}
+    saved: dict[Place, Bytes] = {}
 
     def spoil() -> None:
-        for slot, content in _choose(reader, damage, prompt, other, seed).items():
-            saved[slot] = reader.read(slot)
-            if np.array_equal(content, saved[slot]):
+        for place, content in _choose(reader, damage, prompt, other, seed).items():
+            saved[place] = reader.read(place)
+            if np.array_equal(content, saved[place]):
                 raise BenchError(f"{damage} blocks have equal bytes: the control has no effect")
-            reader.write(slot, content)
+            reader.write(place, content)
 
     def restore() -> None:
-        for slot, content in saved.items():
-            reader.write(slot, content)
+        for place, content in saved.items():
+            reader.write(place, content)
 
     try:
         engine.call(spoil)
@@ -76,17 +80,17 @@ def damaged(
 
 def _choose(
     blocks: _Blocks, damage: Damage, prompt: Sequence[int], other: Sequence[int], seed: int
-) -> dict[Slot, Bytes]:
-    """Wrong content, by the slot where it is to go."""
+) -> dict[Place, Bytes]:
+    """Wrong content, by the place where it is to go."""
     random = np.random.default_rng(seed)
-    mine = blocks.slots(prompt)
+    mine = blocks.places(prompt)
     if damage is Damage.SWAPPED:
         first, second = (mine[at] for at in random.choice(len(mine), 2, replace=False))
         return {first: blocks.read(second), second: blocks.read(first)}
     if damage is Damage.VALUE:
-        slot = mine[int(random.integers(len(mine)))]
-        return {slot: _with_wrong_sign(blocks, blocks.read(slot), random)}
-    theirs = blocks.slots(other)
+        place = mine[int(random.integers(len(mine)))]
+        return {place: _with_wrong_sign(blocks, blocks.read(place), random)}
+    theirs = blocks.places(other)
     at = int(random.integers(min(len(mine), len(theirs))))
     return {mine[at]: blocks.read(theirs[at])}
 
@@ -116,13 +120,12 @@ class _Blocks:
         self._cache: Cache = engine.cache
         self._info = engine.info
         self._namespace = engine._namespace_of("")
-        self._tier = self._cache._ladder.tiers[tier]
-        self._names: dict[Slot, BlockName] = {}
+        self._name, self._tier = tier, self._cache._tiers[tier]
         self.layout = named_layout("block_first", self._cache.group, 1)
 
-    def slots(self, prompt: Sequence[int]) -> list[Slot]:
+    def places(self, prompt: Sequence[int]) -> list[Place]:
         """Where the tier has the blocks of ``prompt``, from its start as far as it has them."""
-        index, name = self._cache._index, self._tier.name
+        index, name = self._cache._index, self._name
         labels = grid_labels(prompt, self._info.block_size, self._info.chunk_tokens)
         blocks = index.match(self._namespace, labels).blocks
         held = [block for block in blocks if index.state(block, name) is State.READY]
@@ -130,36 +133,39 @@ class _Blocks:
             raise BenchError(
                 f"the {name} tier holds {len(held)} blocks of the prompt: nothing to damage"
             )
-        slots = index.slots(held, name)
-        self._names.update(zip(slots, map(index.name, held), strict=True))
-        return slots
+        if isinstance(self._tier, StorageTier):
+            return [index.name(block) for block in held]
+        return list(index.slots(held, name))
 
-    def read(self, slot: Slot) -> Bytes:
+    def read(self, place: Place) -> Bytes:
         """A copy of the block's bytes."""
         content = np.zeros(self.layout.nbytes, np.uint8)
         if isinstance(self._tier, StorageTier):
-            (result,) = self._tier.load([self._names[slot].key], [slot], _address(content))
-            if result is not LoadResult.OK:
-                raise BenchError(f"the {self._tier.name} tier lost a block: {result.value}")
+            assert isinstance(place, BlockName)
+            (outcome,) = self._tier.get([place.key], _pieces(content), TIMEOUT_S)
+            if outcome is not Outcome.THERE:
+                raise BenchError(f"the {self._name} tier lost a block: {outcome.value}")
             return content
-        assert isinstance(self._tier, MemoryTier)
-        batch = stage(self._tier, [slot], _Scratch(content, self.layout), [Slot(0)])
+        assert not isinstance(place, BlockName)
+        batch = stage(self._tier, [place], _Scratch(content, self.layout), [Slot(0)])
         self._cache._device.copy(batch, Direction.STORE)
         return content
 
-    def write(self, slot: Slot, content: Bytes) -> None:
+    def write(self, place: Place, content: Bytes) -> None:
         """Overwrite the block's bytes."""
         if isinstance(self._tier, StorageTier):
-            if not all(self._tier.store([self._names[slot]], [slot], _address(content))):
-                raise BenchError(f"the {self._tier.name} tier refused a block")
+            assert isinstance(place, BlockName)
+            self._tier.drop([place.key], for_good=True)  # what is there is not written again
+            if self._tier.put([place], _pieces(content), TIMEOUT_S) != [Outcome.THERE]:
+                raise BenchError(f"the {self._name} tier refused a block")
             return
-        assert isinstance(self._tier, MemoryTier)
-        batch = stage(_Scratch(content, self.layout), [Slot(0)], self._tier, [slot])
+        assert not isinstance(place, BlockName)
+        batch = stage(_Scratch(content, self.layout), [Slot(0)], self._tier, [place])
         self._cache._device.copy(batch, Direction.LOAD)
 
 
-def _address(content: Bytes) -> Addresses:
-    return np.array([content.ctypes.data], np.uint64)
+def _pieces(content: Bytes) -> Pieces:
+    return Pieces.whole([content.ctypes.data], content.nbytes)
 
 
 class _Scratch(MemoryTier):

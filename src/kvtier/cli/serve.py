@@ -151,7 +151,19 @@ def serve(
             help="Which KV read from disk has its checksum compared.", rich_help_panel=_CACHE
         ),
     ] = Verify.ALWAYS,
-    disk_writes_per_day: Annotated[
+    storage: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='More storage for KV, by a plug-in: "plug-in:location", or '
+            '"name=plug-in:location". May be given several times.',
+            rich_help_panel=_CACHE,
+            show_default="none",
+        ),
+    ] = None,
+    storage_capacity: Annotated[
+        str, typer.Option(help="Room for KV in each of --storage.", rich_help_panel=_CACHE)
+    ] = "10GiB",
+    disk_bytes_per_day: Annotated[
         str,
         typer.Option(
             help='What may be written in a day, for disks that wear: "500GiB"; 0 for no limit.',
@@ -227,7 +239,9 @@ def serve(
                 disk_capacity=disk_capacity,
                 disk_durability=disk_durability,
                 disk_verify=disk_verify,
-                disk_writes_per_day=disk_writes_per_day,
+                disk_bytes_per_day=disk_bytes_per_day,
+                storage=tuple(storage or ()),
+                storage_capacity=storage_capacity,
                 prefetch_policy=prefetch,
                 prefetch_timeout_s=prefetch_timeout,
             ),

@@ -80,6 +80,11 @@ class BlockIndex(ABC):
         return slots
 
     @abstractmethod
+    def find(self, namespace: bytes, label: Label) -> tuple[BlockId, tuple[State, ...]] | None:
+        """The block ``label`` right below the root, and where it stands in each of ``tiers``; None
+        where it is not known. For engines whose labels name whole prefixes."""
+
+    @abstractmethod
     def state(self, block: BlockId, tier: str) -> State:
         """Where ``block`` stands in ``tier``; ABSENT also for a block that is not known."""
 
@@ -107,6 +112,14 @@ class BlockIndex(ABC):
     @abstractmethod
     def num_uses(self, block: BlockId) -> int:
         """How often the block was touched."""
+
+    @abstractmethod
+    def num_leases(self, block: BlockId, tier: str) -> int:
+        """How often the block is held in ``tier``."""
+
+    @abstractmethod
+    def labels(self, blocks: Iterable[BlockId]) -> list[bytes]:
+        """What each block is called under its parent."""
 
     @abstractmethod
     def num_evictable(self, tier: str) -> int:

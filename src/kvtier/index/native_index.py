@@ -38,6 +38,9 @@ class NativeIndex(BlockIndex):
     ) -> npt.NDArray[np.int64]:
         return _array_over(self._trie.match_slots(namespace, labels, tier), _INT64)
 
+    def find(self, namespace: bytes, label: Label) -> tuple[BlockId, tuple[State, ...]] | None:
+        return self._trie.find(namespace, label)  # type: ignore[return-value]
+
     def state(self, block: BlockId, tier: str) -> State:
         return cast("State", self._trie.state(block, tier))
 
@@ -57,6 +60,12 @@ class NativeIndex(BlockIndex):
 
     def num_uses(self, block: BlockId) -> int:
         return self._trie.num_uses(block)
+
+    def num_leases(self, block: BlockId, tier: str) -> int:
+        return self._trie.num_leases(block, tier)
+
+    def labels(self, blocks: Iterable[BlockId]) -> list[bytes]:
+        return self._trie.labels(blocks)
 
     def num_evictable(self, tier: str) -> int:
         return self._trie.num_evictable(tier)

@@ -48,6 +48,11 @@ class PythonIndex(BlockIndex):
                 break
         return Match(tuple(blocks), tuple(tiers), tuple(in_flight), len(labels))
 
+    def find(self, namespace: bytes, label: Label) -> tuple[BlockId, tuple[State, ...]] | None:
+        for node in self._trie.walk(namespace, [label]):
+            return node.block, tuple(residency.state for residency in node.residencies)
+        return None
+
     def state(self, block: BlockId, tier: str) -> State:
         node = self._trie.nodes.get(block)
         return node.residencies[self._position[tier]].state if node else State.ABSENT
@@ -76,6 +81,12 @@ class PythonIndex(BlockIndex):
 
     def num_uses(self, block: BlockId) -> int:
         return self._trie.nodes[block].num_uses
+
+    def num_leases(self, block: BlockId, tier: str) -> int:
+        return self._trie.nodes[block].residencies[self._position[tier]].leases
+
+    def labels(self, blocks: Iterable[BlockId]) -> list[bytes]:
+        return [self._trie.nodes[block].label for block in blocks]
 
     def num_evictable(self, tier: str) -> int:
         return self._num_idle[self._position[tier]]

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from kvtier.plan.cost import CostModel, Costs
+from kvtier.plan.budget import WriteBudget
+from kvtier.plan.cost import CostModel, Costs, Route, Ways, ways_of
 from kvtier.plan.operations import Copy, Plan
 from kvtier.plan.planner import plan_load
 from kvtier.plan.prefill import PrefillCost
+from kvtier.plan.steps import StepClock
+from kvtier.plan.worth import is_worth_loading, num_worth_loading, patience_s
 
-__all__ = ["Copy", "CostModel", "Costs", "Plan", "PrefillCost", "plan_load"]
+__all__ = [
+    "Copy",
+    "CostModel",
+    "Costs",
+    "Plan",
+    "PrefillCost",
+    "Route",
+    "StepClock",
+    "Ways",
+    "WriteBudget",
+    "is_worth_loading",
+    "num_worth_loading",
+    "patience_s",
+    "plan_load",
+    "ways_of",
+]

@@ -7,7 +7,7 @@ seen yet borrows from the nearest one that was. For prefill see ``prefill.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -16,6 +16,25 @@ from kvtier.plan.prefill import PrefillCost, PrefillModel
 from kvtier.types import DEVICE, HOST
 
 Route = tuple[str, str]
+Ways = Mapping[str, tuple[Route, ...]]
+"""Per tier the copies that bring a block from there to the device, in their order."""
+
+TWO_TIERS: Ways = {HOST: ((HOST, DEVICE),)}
+
+
+def ways_of(memories: Sequence[str], storages: Sequence[str], direct: Container[str]) -> Ways:
+    """The ways of a row of tiers.
+
+    memories: fastest first; blocks go from one to the next. storages: blocks come into the slowest
+    of these memories; straight into the fastest where that is the only one. direct: storages that
+    can do that.
+    """
+    steps = [(slow, fast) for fast, slow in pairwise(memories)]
+    ways = {slow: tuple(reversed(steps[: at + 1])) for at, (slow, _) in enumerate(steps)}
+    for storage in storages:
+        if steps or storage in direct:
+            ways[storage] = ((storage, memories[-1]), *reversed(steps))
+    return ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +42,14 @@ class Costs:
     """A snapshot that a plan is made from.
 
     seconds_per_byte: per route and size class. prefill: None while unknown.
-    queued_s: per route, work that stands in line already. tiers: fastest first; a block goes from
-    tier to tier.
+    queued_s: per route, work that stands in line already; infinite where nothing moves. ways: from
+    each tier to the device.
     """
 
     seconds_per_byte: Mapping[Route, Mapping[int, float]] = field(default_factory=dict)
     prefill: PrefillCost | None = None
     queued_s: Mapping[Route, float] = field(default_factory=dict)
-    tiers: tuple[str, ...] = (DEVICE, HOST)
+    ways: Ways = field(default_factory=lambda: TWO_TIERS)
 
     def copy_s(self, route: Route, num_bytes: int) -> float:
         """Estimated seconds to copy ``num_bytes`` along ``route``, without waiting in line.
@@ -50,13 +69,14 @@ class Costs:
         num_bytes: per tier that blocks come from. Its line counts for a tier that is named, even
         with 0 bytes: blocks on their way arrive when their turn comes.
         """
-        seconds, total, is_used = 0.0, 0, False
-        for slow, fast in pairwise(reversed(self.tiers)):
-            total += num_bytes.get(slow, 0)
-            is_used = is_used or slow in num_bytes
-            if is_used:
-                seconds += self.copy_s((slow, fast), total) + self.queued_s.get((slow, fast), 0.0)
-        return seconds
+        totals: dict[Route, int] = {}
+        for tier, total in num_bytes.items():
+            for route in self.ways[tier]:
+                totals[route] = totals.get(route, 0) + total
+        return sum(
+            self.copy_s(route, total) + self.queued_s.get(route, 0.0)
+            for route, total in totals.items()
+        )
 
     def prefill_s(self, first: int, end: int) -> float:
         """Estimated seconds to compute the tokens of a prompt from ``first`` up to ``end``;
@@ -90,11 +110,11 @@ class CostModel:
     def snapshot(
         self,
         queued_s: Mapping[Route, float] | None = None,
-        tiers: tuple[str, ...] = (DEVICE, HOST),
+        ways: Ways = TWO_TIERS,
     ) -> Costs:
         """The estimates as they are now; later observations don't change it."""
         copies = {
             route: {key: average.value for key, average in classes.items()}
             for route, classes in self._copies.items()
         }
-        return Costs(copies, self._prefill.cost, dict(queued_s or {}), tiers)
+        return Costs(copies, self._prefill.cost, dict(queued_s or {}), ways)

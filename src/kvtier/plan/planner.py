@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from kvtier.plan.cost import Costs
 from kvtier.plan.operations import Copy, Plan
 from kvtier.types import DEVICE, BlockId, Match
@@ -44,7 +46,7 @@ def plan_load(
         if tier != DEVICE:
             pending[tier] = pending.get(tier, 0) + (0 if arriving else bytes_per_block)
             num_slots += not arriving
-            num_staged += not arriving and tier not in costs.tiers[:2]
+            num_staged += not arriving and len(costs.ways[tier]) > 1
         if cut % grain_blocks:
             continue
         load_s = costs.load_s(pending)
@@ -52,6 +54,8 @@ def plan_load(
             break
         if num_staging_slots is not None and num_staged > num_staging_slots:
             break
+        if load_s == inf:
+            break  # nothing moves on some way
         if deadline_s is not None and load_s > deadline_s:
             continue  # a longer copy may be faster: large copies have a better rate
         recompute_s = costs.prefill_s(cut * block_size, num_tokens)

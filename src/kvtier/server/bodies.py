@@ -41,6 +41,7 @@ class Body:
     content: bytes
     _turn: asyncio.Semaphore | None = None
     is_large: bool = field(init=False)
+    is_released: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.is_large = self._turn is not None
@@ -48,6 +49,7 @@ class Body:
     def release(self) -> None:
         """Nothing of the body is needed any more. Safe to call twice."""
         self.content = b""
+        self.is_released = True
         turn, self._turn = self._turn, None
         if turn is not None:
             turn.release()
@@ -86,7 +88,7 @@ class Bodies:
                     if num_bytes > self._max_bytes:
                         raise body_too_long(self._max_bytes)
                     # First the scan: what can be refused at once takes nobody's turn.
-                    await self._scan(scan, part, is_large=num_bytes > SMALL_BYTES)
+                    await self._scan(scan, part, num_bytes)
                     parts.append(part)
                     if turn is None and num_bytes > SMALL_BYTES:
                         timer.reschedule(None)
@@ -122,11 +124,13 @@ class Bodies:
             self._num_waiting -= 1
         return self._turns
 
-    async def _scan(self, scan: Scan, part: bytes, is_large: bool) -> None:
-        if not is_large:
-            scan.add(part)
-            return
+    async def _scan(self, scan: Scan, part: bytes, num_bytes: int) -> None:
+        """num_bytes: that have come so far. Of what is long only the beginning does not wait."""
         for at in range(0, len(part), PIECE_BYTES):
+            end = num_bytes - len(part) + min(at + PIECE_BYTES, len(part))
+            if end <= SMALL_BYTES:
+                scan.add(part[at : at + PIECE_BYTES])
+                continue
             await asyncio.sleep(self._pace.wait_s)
             piece = part[at : at + PIECE_BYTES]
             began = time.perf_counter()

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Event
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from kvtier.engine import Engine, SamplingParams
 from kvtier.server.bodies import Bodies, Body
 from kvtier.server.config import ServerConfig
 from kvtier.server.doorman import Doorman, possible_connections
-from kvtier.server.errors import ApiError, bad_request, show, shutting_down
+from kvtier.server.errors import ApiError, ClientGone, bad_request, show, shutting_down
 from kvtier.server.generation import Generation, Order
 from kvtier.server.metrics import ServerMetrics
 from kvtier.server.pace import Pace
@@ -23,6 +24,7 @@ from kvtier.server.parsing import parse
 from kvtier.server.refused import refuse_unsupported
 from kvtier.server.scan import Bounds
 from kvtier.server.schemas import GenerationRequest
+from kvtier.server.streaming import unless_gone
 
 R = TypeVar("R", bound=GenerationRequest)
 T = TypeVar("T")
@@ -81,15 +83,19 @@ class Service:
         body: Body = request.state.body
         content_type = request.headers.get("content-type", "")
 
+        encode = partial(self._encode_slowly, body) if body.is_large else self.encode
+
         def prepared() -> tuple[R, T]:
             asked = parse(body.content, content_type, schema)
             return asked, work(asked, encode)
 
-        executor, encode = self._short, self.encode
-        if body.is_large:
-            executor, encode = self._long, self._encode_slowly
-        try:
+        async def in_thread(executor: ThreadPoolExecutor) -> tuple[R, T]:
             return await asyncio.get_running_loop().run_in_executor(executor, prepared)
+
+        try:
+            if body.is_large:
+                return await unless_gone(in_thread(self._long), request.receive)
+            return await in_thread(self._short)
         finally:
             body.release()
 
@@ -138,11 +144,13 @@ class Service:
         self._room(prompt)
         return prompt
 
-    def _encode_slowly(self, text: str) -> list[int]:
+    def _encode_slowly(self, body: Body, text: str) -> list[int]:
         """The same, after a while in which the processor was left to others."""
         while (wait_s := self._pace.wait_s) and not self._cut_short.wait(wait_s):
             pass  # others have worked meanwhile: those that are still read keep to the same pace
         self._check_not_cut_short()
+        if body.is_released:
+            raise ClientGone
         began = time.perf_counter()
         try:
             return self.encode(text)

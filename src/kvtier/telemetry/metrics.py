@@ -29,11 +29,23 @@ METRICS = (
     MetricSpec("kvtier_copied_bytes_total", "counter", "Bytes copied.", ("src", "dst")),
     MetricSpec("kvtier_copy_seconds", "histogram", "Duration of one copy job.", ("src", "dst")),
     MetricSpec("kvtier_failed_copies_total", "counter", "Copy jobs that failed.", ("src", "dst")),
+    MetricSpec(
+        "kvtier_failed_blocks_total",
+        "counter",
+        "Blocks that did not arrive, or not as they were.",
+        ("src", "dst"),
+    ),
     MetricSpec("kvtier_late_loads_total", "counter", "Loads given up at their deadline."),
     MetricSpec("kvtier_load_seconds", "histogram", "Time a request waited for its load."),
     MetricSpec("kvtier_evicted_blocks_total", "counter", "Blocks that left a tier.", ("tier",)),
     MetricSpec(
         "kvtier_refused_blocks_total", "counter", "Blocks a full tier had no room for.", ("tier",)
+    ),
+    MetricSpec(
+        "kvtier_unwritten_blocks_total",
+        "counter",
+        "Blocks worth a write that left memory before storage took them, or were over its budget.",
+        ("tier",),
     ),
     MetricSpec(
         "kvtier_scrubbed_bytes_total", "counter", "Bytes verified in the background.", ("tier",)
@@ -48,6 +60,9 @@ METRICS = (
     MetricSpec("kvtier_slots", "gauge", "Slots in all.", ("tier",)),
 )
 
+Counts = dict[tuple[str, tuple[str, ...]], float]
+"""Numbers by metric and the values of its labels."""
+
 _SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
@@ -59,6 +74,7 @@ class Metrics:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
+        self._recent: Counts = {}
         for spec in METRICS:
             if spec.kind == "counter":
                 made = Counter(spec.name, spec.meaning, spec.labels, registry=self.registry)
@@ -74,6 +90,7 @@ class Metrics:
     def count(self, name: str, amount: float = 1, **labels: str) -> None:
         counter = self._counters[name]
         (counter.labels(**labels) if labels else counter).inc(amount)
+        self._add(name, amount, labels)
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
         gauge = self._gauges[name]
@@ -82,6 +99,17 @@ class Metrics:
     def observe(self, name: str, value: float, **labels: str) -> None:
         histogram = self._histograms[name]
         (histogram.labels(**labels) if labels else histogram).observe(value)
+        self._add(name, value, labels)
+
+    def _add(self, name: str, value: float, labels: Mapping[str, str]) -> None:
+        at = (name, tuple(labels.values()))
+        self._recent[at] = self._recent.get(at, 0.0) + value
+
+    def take_recent(self) -> Counts:
+        """Sums of what was counted and observed since the last call, by name and labels: for an
+        engine with metrics of its own."""
+        recent, self._recent = self._recent, {}
+        return recent
 
     def record(self, record: RequestRecord) -> None:
         """Count one request."""

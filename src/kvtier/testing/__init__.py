@@ -14,10 +14,12 @@ from __future__ import annotations
 from kvtier.testing.device_suite import DeviceSuite
 from kvtier.testing.faulty import FaultyDevice
 from kvtier.testing.faulty_disk import Crash, CrashingDisk, FaultyDisk, LossyDisk
+from kvtier.testing.faulty_storage import FaultyStorage
 from kvtier.testing.memory import BlockBytes, host_memory, memory_bytes
 from kvtier.testing.policy_suite import PolicySuite
 from kvtier.testing.storage import MemoryStorage, Shelf
-from kvtier.testing.tier_suite import MemoryTierSuite, TierSuite
+from kvtier.testing.storage_suite import StorageSuite
+from kvtier.testing.tier_suite import MemoryTierSuite, RoomSuite
 
 __all__ = [
     "BlockBytes",
@@ -26,12 +28,14 @@ __all__ = [
     "DeviceSuite",
     "FaultyDevice",
     "FaultyDisk",
+    "FaultyStorage",
     "LossyDisk",
     "MemoryStorage",
     "MemoryTierSuite",
     "PolicySuite",
+    "RoomSuite",
     "Shelf",
-    "TierSuite",
+    "StorageSuite",
     "host_memory",
     "memory_bytes",
 ]

@@ -2,122 +2,166 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from threading import Event
+from threading import Event, Lock
 
 from kvtier.devices import Finding
 from kvtier.layout import KVGroup
-from kvtier.tiers import Addresses, LoadResult, ScrubReport, StorageTier
-from kvtier.tiers.slots import SlotPool
-from kvtier.types import DISK, BlockKey, BlockName, Slot
+from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.storage import Outcome, ScrubReport, StorageFacts, StorageTier
+from kvtier.types import BlockKey, BlockName
 
 
 class Shelf:
-    """What outlives the tier: the bytes of blocks by key, oldest first."""
+    """What outlives the tier: the bytes of blocks by key, oldest first. spoiled: keys of those that
+    are damaged."""
 
     def __init__(self) -> None:
         self.blocks: dict[BlockKey, bytes] = {}
+        self.spoiled: set[BlockKey] = set()
+
+    def copy(self) -> Shelf:
+        """As a crash would leave it now."""
+        copied = Shelf()
+        copied.blocks.update(self.blocks)
+        return copied
 
 
 class MemoryStorage(StorageTier):
-    """``num_slots`` blocks on a shelf; another tier over the same shelf finds them unclaimed.
+    """``num_blocks`` blocks on a shelf; another tier over the same shelf finds them.
 
-    open_reads, open_writes: gates, open at first; ``clear`` holds the next call. spoiled: keys that
-    come back ``CORRUPT``. refused: keys that can't be stored. num_written: blocks, in all.
-    reads: the keys of each load that has begun; is_reading: there was one. scrubs: how many bytes
-    each scrub was to look at.
+    open_reads, open_writes: gates, open at first; ``clear`` holds the next call, until it has taken
+    too long. spoiled: keys that come back ``DAMAGED``, until they are put again. refused: keys that
+    can't be put. unreachable: every get and put fails. num_written: blocks, in all. reads: the keys
+    of each get that has begun; is_reading, is_writing: there was a get, a put; was_asked: there was
+    a look-up. scrubs: how many bytes each scrub was to look at.
     """
 
-    def __init__(self, group: KVGroup, num_slots: int, shelf: Shelf) -> None:
-        self.name = DISK
-        self.num_slots = num_slots
+    def __init__(
+        self,
+        group: KVGroup,
+        num_blocks: int,
+        shelf: Shelf,
+        name: str = "disk",
+        facts: StorageFacts | None = None,
+    ) -> None:
+        self.name = name
         self.bytes_per_block = group.bytes_per_block
-        self.open_reads, self.open_writes, self.is_reading = Event(), Event(), Event()
+        self.facts = facts or StorageFacts(finds_at_once=True, wants_scrubbing=True)
+        self.open_reads, self.open_writes = Event(), Event()
+        self.is_reading, self.is_writing, self.was_asked = Event(), Event(), Event()
         self.open_reads.set()
         self.open_writes.set()
-        self.spoiled: set[BlockKey] = set()
+        self.spoiled = shelf.spoiled
         self.refused: set[BlockKey] = set()
+        self.unreachable = False
         self.num_written = 0
         self.reads: list[list[BlockKey]] = []
         self.scrubs: list[int] = []
         self.closed = False
         self._shelf = shelf
-        self._slots = SlotPool(num_slots)
-        self._keys: dict[Slot, BlockKey] = {}
-        self._unclaimed: dict[BlockKey, Slot] = {}
-        for key in list(shelf.blocks)[num_slots:]:
+        self._room = num_blocks
+        self._lock = Lock()
+        for key in list(shelf.blocks)[num_blocks:]:
             del shelf.blocks[key]
-        for key in shelf.blocks:
-            (slot,) = self._slots.allocate(1) or []
-            self._unclaimed[key] = slot
-            self._keys[slot] = key
+        self._unfound = dict.fromkeys(shelf.blocks)
+        self._known: set[BlockKey] = set()
 
     @property
-    def num_free(self) -> int:
-        return self._slots.num_free + len(self._unclaimed)
+    def num_blocks(self) -> int:
+        return self._room
 
     @property
-    def num_unclaimed(self) -> int:
-        return len(self._unclaimed)
+    def num_used(self) -> int:
+        """Blocks that were put or found, and not dropped."""
+        return len(self._known)
 
-    def allocate(self, num_slots: int) -> list[Slot] | None:
-        if num_slots > self.num_free:
-            return None
-        while num_slots > self._slots.num_free:
-            key = next(iter(self._unclaimed))
-            self._slots.free([self._unclaimed.pop(key)])
-        return self._slots.allocate(num_slots)
+    @property
+    def num_unfound(self) -> int:
+        """Blocks of an earlier tier that nobody has found yet."""
+        return len(self._unfound)
 
-    def free(self, slots: list[Slot]) -> None:
-        self._slots.free(slots)
+    @property
+    def has_unfound(self) -> bool:
+        return bool(self._unfound)
 
-    def claim(self, keys: Sequence[BlockKey]) -> list[Slot]:
-        slots: list[Slot] = []
-        for key in keys:
-            if key not in self._unclaimed:
-                break
-            slots.append(self._unclaimed.pop(key))
-        return slots
+    def unfound_keys(self) -> list[BlockKey]:
+        return list(self._unfound)
 
-    def store(
-        self, names: Sequence[BlockName], slots: Sequence[Slot], addresses: Addresses
-    ) -> list[bool]:
-        self.open_writes.wait()
-        for name, slot, address in zip(names, slots, addresses, strict=True):
-            old = self._keys.pop(slot, None)
-            if old is not None and old not in self._keys.values():
-                self._shelf.blocks.pop(old, None)
-            if name.key not in self.refused:
-                content = ctypes.string_at(int(address), self.bytes_per_block)
-                self._shelf.blocks[name.key] = content
-                self._keys[slot] = name.key
-                self.num_written += 1
-        return [name.key not in self.refused for name in names]
+    def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
+        outcomes = []
+        self.was_asked.set()
+        with self._lock:
+            for key in keys:
+                if key in self._unfound:
+                    del self._unfound[key]
+                    self._known.add(key)
+                outcomes.append(Outcome.THERE if key in self._known else Outcome.ABSENT)
+        return outcomes
 
-    def load(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], addresses: Addresses
-    ) -> list[LoadResult]:
+    def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
+        self.is_writing.set()
+        if not self.open_writes.wait(timeout_s):
+            return [Outcome.FAILED] * len(names)
+        return [self._put(name.key, blocks.read(at)) for at, name in enumerate(names)]
+
+    def _put(self, key: BlockKey, content: bytes) -> Outcome:
+        if key in self.refused or self.unreachable:
+            return Outcome.FAILED
+        with self._lock:
+            self._unfound.pop(key, None)
+            if key not in self._known and len(self._known) >= self._room:
+                return Outcome.FAILED
+            if key not in self._shelf.blocks and len(self._shelf.blocks) >= self._room:
+                oldest = next(each for each in self._shelf.blocks if each not in self._known)
+                self._unfound.pop(oldest, None)
+                del self._shelf.blocks[oldest]
+            self._known.add(key)
+            self._shelf.blocks[key] = content
+            self.spoiled.discard(key)
+            self.num_written += 1
+        return Outcome.THERE
+
+    def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         self.reads.append(list(keys))
         self.is_reading.set()
-        self.open_reads.wait()
-        results = []
-        for key, slot, address in zip(keys, slots, addresses, strict=True):
-            is_right = self._keys.get(slot) == key and key not in self.spoiled
-            if is_right:
-                ctypes.memmove(int(address), self._shelf.blocks[key], self.bytes_per_block)
-            results.append(LoadResult.OK if is_right else LoadResult.CORRUPT)
-        return results
+        if not self.open_reads.wait(timeout_s):
+            return [Outcome.FAILED] * len(keys)
+        return [self._get(key, blocks, at) for at, key in enumerate(keys)]
+
+    def _get(self, key: BlockKey, blocks: Pieces, at: int) -> Outcome:
+        if self.unreachable:
+            return Outcome.FAILED
+        content = self._shelf.blocks.get(key)
+        if content is None or key not in self._known:
+            return Outcome.ABSENT
+        if key in self.spoiled:
+            with self._lock:
+                self._known.discard(key)
+            return Outcome.DAMAGED
+        blocks.write(at, content)
+        return Outcome.THERE
+
+    def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
+        with self._lock:
+            self._known.difference_update(keys)
+            for key in keys if for_good else ():
+                self._unfound.pop(key, None)
+                self._shelf.blocks.pop(key, None)
 
     def scrub(self, max_bytes: int) -> ScrubReport:
         """Looks at everything."""
         self.scrubs.append(max_bytes)
-        keys = dict(self._keys)
-        spoiled = tuple(slot for slot, key in keys.items() if key in self.spoiled)
-        return ScrubReport(len(keys), len(keys) * self.bytes_per_block, spoiled, ())
+        num = len(self._shelf.blocks)
+        damaged = [key for key in self._shelf.blocks if key in self.spoiled]
+        with self._lock:
+            self._known.difference_update(damaged)
+            for key in damaged:
+                self._unfound.pop(key, None)
+        return ScrubReport(num, num * self.bytes_per_block, len(damaged))
 
     def findings(self) -> list[Finding]:
-        return [Finding("disk tier", f"{self.num_slots} blocks in a dictionary")]
+        return [Finding(f"{self.name} tier", f"{self._room} blocks in a dictionary")]
 
     def close(self) -> None:
         """The shelf stays."""

@@ -1,4 +1,4 @@
-"""What every tier must do."""
+"""What every tier in memory must do."""
 
 from __future__ import annotations
 
@@ -10,28 +10,20 @@ import pytest
 
 from kvtier.devices.base import CopyBatch, Device, Direction, Finding
 from kvtier.testing.memory import host_memory, memory_bytes
-from kvtier.tiers.base import MemoryTier, Tier
+from kvtier.tiers.base import MemoryTier, Room
 from kvtier.types import Slot
 
 
-class TierSuite(ABC):
-    """Subclass it, and say how to make a tier."""
+class RoomSuite(ABC):
+    """Slots are given out and taken back. Subclass it, and say how to make what has them."""
 
     @abstractmethod
-    def make_tier(self, num_slots: int) -> Tier:
-        """A tier with exactly ``num_slots`` free slots."""
+    def make_tier(self, num_slots: int) -> Room:
+        """One with exactly ``num_slots`` free slots."""
 
     def test_new_tier_is_empty(self) -> None:
         tier = self.make_tier(5)
         assert tier.num_slots == tier.num_free == 5
-        tier.close()
-
-    def test_tier_has_a_name_and_findings(self) -> None:
-        tier = self.make_tier(2)
-        assert tier.name
-        findings = tier.findings()
-        assert findings
-        assert all(isinstance(line, Finding) for line in findings)
         tier.close()
 
     def test_capacity_is_a_hard_bound(self) -> None:
@@ -136,7 +128,7 @@ class TierSuite(ABC):
         tier.close()
 
 
-class MemoryTierSuite(TierSuite):
+class MemoryTierSuite(RoomSuite):
     """A tier in memory, and the device that copies to and from it."""
 
     @abstractmethod
@@ -146,6 +138,14 @@ class MemoryTierSuite(TierSuite):
     @abstractmethod
     def make_device(self) -> Device:
         """The device that the tier's memory belongs to, or that reads it."""
+
+    def test_tier_has_a_name_and_findings(self) -> None:
+        tier = self.make_tier(2)
+        assert tier.name
+        findings = tier.findings()
+        assert findings
+        assert all(isinstance(line, Finding) for line in findings)
+        tier.close()
 
     def test_layout_fits_the_memory(self) -> None:
         tier = self.make_tier(6)
@@ -158,7 +158,7 @@ class MemoryTierSuite(TierSuite):
     def test_memory_that_the_tier_does_not_have_has_no_address(self, slot: int) -> None:
         tier = self.make_tier(6)
         with pytest.raises(ValueError, match=str(slot)):
-            tier.addresses([Slot(0), Slot(slot)])
+            tier.pieces([Slot(0), Slot(slot)])
         tier.close()
 
     def test_memory_holds_what_was_copied_into_it(self) -> None:

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from kvtier.tiers.arena import ArenaOptions, HugePages
-from kvtier.tiers.base import (
-    Addresses,
-    LoadResult,
-    MemoryTier,
-    ScrubReport,
-    StorageTier,
-    Tier,
-)
+from kvtier.tiers.base import DistantRoom, MemoryTier, Quota, Room
 from kvtier.tiers.device import DeviceTier
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.lent import LentMemory
+from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.storage import (
+    Outcome,
+    ScrubReport,
+    StorageFacts,
+    StorageSite,
+    StorageTier,
+)
 
 __all__ = [
-    "Addresses",
     "ArenaOptions",
     "DeviceTier",
+    "DistantRoom",
     "HostTier",
     "HugePages",
-    "LoadResult",
+    "LentMemory",
     "MemoryTier",
+    "Outcome",
+    "Pieces",
+    "Quota",
+    "Room",
     "ScrubReport",
+    "StorageFacts",
+    "StorageSite",
     "StorageTier",
-    "Tier",
 ]

@@ -1,38 +1,32 @@
-"""The seam of tiers: places with a fixed number of slots for blocks."""
+"""The seam of memory tiers: places with a fixed number of slots for blocks."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.devices.base import Finding, Memory
-from kvtier.layout import Layout
+from kvtier.layout import Layout, fragments, named_layout
+from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.slots import SlotPool, check_slots
-from kvtier.types import BlockKey, BlockName, Slot
-
-Addresses = npt.NDArray[np.uint64]
-"""Where blocks begin in the memory of this process: one per block."""
+from kvtier.types import Slot
 
 
-class Tier(ABC):
-    """Room for ``num_slots`` blocks. What is in a slot is the index's business.
+class Room(ABC):
+    """Slots for ``num_slots`` blocks. What is in a slot is the index's business.
 
     The caller guarantees
         one thread allocates and frees; a slot is freed once, when nothing copies from or to it.
     The implementer provides
         ``allocate`` and ``free`` in O(slots asked for); capacity is a hard bound.
     Outcomes and errors
-        no room is None, not an error. A capacity that can't be had is a ``ConfigError`` at
-        construction. Slots that the tier does not have, and fewer than none, are a ``ValueError``.
-        After ``close`` the tier is not used again.
+        no room is None, not an error. Slots that the tier does not have, and fewer than none, are a
+        ``ValueError``.
     """
 
-    name: str
     num_slots: int
 
     @property
@@ -58,17 +52,47 @@ class Tier(ABC):
     def free(self, slots: list[Slot]) -> None:
         """Give slots back."""
 
-    @abstractmethod
-    def findings(self) -> list[Finding]:
-        """For ``kvtier doctor``."""
+    def longest_run(self) -> int:
+        """Length of the longest run of neighbours that are free."""
+        return self.num_free
 
-    @abstractmethod
     def close(self) -> None:
-        """Give the tier's memory or files back."""
+        """Give memory or files back, where there are any."""
+        return
 
 
-class MemoryTier(Tier):
+class DistantRoom(Room):
+    """Slots of memory that other processes have: all of them closed until these say so."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._slots = SlotPool(num_slots, num_open=0)
+
+    @property
+    def num_free(self) -> int:
+        return self._slots.num_free
+
+    @property
+    def num_open(self) -> int:
+        return self._slots.num_open
+
+    def open(self, num_open: int) -> None:
+        """The first ``num_open`` slots can be used from now on; never fewer than before."""
+        if num_open > self.num_open:
+            self._slots.open(num_open - self.num_open)
+
+    def allocate(self, num_slots: int) -> list[Slot] | None:
+        return self._slots.allocate(num_slots)
+
+    def free(self, slots: list[Slot]) -> None:
+        self._slots.free(slots)
+
+
+class MemoryTier(Room):
     """A tier whose slots lie in memory, in a layout: a device copies to and from it directly.
+
+    A capacity that can't be had is a ``ConfigError`` at construction. After ``close`` the tier is
+    not used again.
 
     seams: int64, offsets into the memory that no copy may run across, ascending: there one
     registration with the driver ends and another begins. No slot lies across one.
@@ -97,112 +121,52 @@ class MemoryTier(Tier):
         """Length of the longest run of neighbours that are free."""
         return self._slots.longest_run()
 
-    def addresses(self, slots: Sequence[Slot]) -> Addresses:
-        """Where the blocks in ``slots`` begin, for a layout that keeps each block in one piece.
-
-        Raises ``ValueError`` where a slot is none of the tier's.
-        """
+    def pieces(self, slots: Sequence[Slot]) -> Pieces:
+        """Where the blocks in ``slots`` lie. ``ValueError`` where a slot is none of the tier's."""
         check_slots(slots, self.num_slots)
-        return self.memory.address + np.asarray(slots, np.uint64) * np.uint64(
-            self.layout.group.bytes_per_block
-        )
+        lies = fragments(self.layout, named_layout("block_first", self.layout.group, 1))
+        begins = lies.src(np.asarray(slots, np.int64)).astype(np.uint64)
+        return Pieces(begins + np.uint64(self.memory.address), lies.size, self.memory.kind)
 
     def findings(self) -> list[Finding]:
+        """For ``kvtier doctor``."""
         size_gib = self.layout.block_bytes / 2**30
         return [Finding(f"{self.name} tier", f"{self.num_slots} blocks, {size_gib:.2f} GiB")]
 
-
-class LoadResult(Enum):
-    """What became of one block that was read."""
-
-    OK = "ok"
-    """Its bytes are in place, and are the right ones."""
-    CORRUPT = "corrupt"
-    """Something else was found there: the block is lost."""
-    FAILED = "failed"
-    """It could not be read."""
+    @abstractmethod
+    def close(self) -> None:
+        """Give the tier's memory back."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScrubReport:
-    """What a scrub saw. corrupt: slots with wrong bytes. failed: slots that can't be read."""
+class Quota(Room):
+    """Room where blocks are kept by key: a number of them, and no places; slots are only counted.
 
-    num_checked: int
-    num_bytes: int
-    corrupt: tuple[Slot, ...]
-    failed: tuple[Slot, ...]
-
-    @classmethod
-    def sum(cls, reports: Sequence[ScrubReport]) -> ScrubReport:
-        """What several scrubs saw."""
-        return cls(
-            sum(report.num_checked for report in reports),
-            sum(report.num_bytes for report in reports),
-            tuple(slot for report in reports for slot in report.corrupt),
-            tuple(slot for report in reports for slot in report.failed),
-        )
-
-
-class StorageTier(Tier):
-    """A tier that is reached by reading and writing whole blocks, and outlives the process.
-
-    The caller guarantees
-        one thread at a time calls ``store``, one ``load``, one everything else; the memory at each
-        address is ``bytes_per_block`` long, stays alive and is touched by nobody else meanwhile.
-        A slot that is being read or written is not freed.
-    The implementer provides
-        ``store`` and ``load`` return when nothing of them is under way any more. A block that was
-        loaded with ``OK`` is the block that was stored under that key, bit for bit.
-        Blocks found at the start are nobody's until they are claimed; unclaimed ones count as free,
-        and ``allocate`` drops them when it needs the room.
-    Outcomes and errors
-        a block that could not be stored or loaded is an outcome per block, not an error. A tier
-        that fails again and again stops itself for a while: then nothing is stored, or nothing is
-        loaded, and serving goes on.
+    limit: of blocks, as it is now; what a tier lost of its room since it was made is not used.
     """
 
-    bytes_per_block: int
+    def __init__(self, limit: Callable[[], int]) -> None:
+        self.num_slots = limit()
+        self._limit = limit
+        self._num_given = 0
+        self._back: list[Slot] = []
 
     @property
-    def can_load(self) -> bool:
-        """Whether it makes sense to load now; otherwise all of it would fail, at once."""
-        return True
+    def num_free(self) -> int:
+        return max(0, self._limit() - self.num_used)
 
     @property
-    def can_store(self) -> bool:
-        """The same for storing."""
-        return True
+    def num_used(self) -> int:
+        return self._num_given - len(self._back)
 
-    @property
-    @abstractmethod
-    def num_unclaimed(self) -> int:
-        """Blocks that were found at the start and not claimed or dropped since."""
+    def allocate(self, num_slots: int) -> list[Slot] | None:
+        if num_slots > self.num_free:
+            return None
+        rest = max(0, len(self._back) - num_slots)
+        slots = self._back[rest:]
+        del self._back[rest:]
+        first, self._num_given = self._num_given, self._num_given + num_slots - len(slots)
+        return slots + [Slot(slot) for slot in range(first, self._num_given)]
 
-    @abstractmethod
-    def claim(self, keys: Sequence[BlockKey]) -> list[Slot]:
-        """Slots of the longest leading run of ``keys`` that are unclaimed; in use from now on."""
-
-    @abstractmethod
-    def store(
-        self, names: Sequence[BlockName], slots: Sequence[Slot], addresses: Addresses
-    ) -> list[bool]:
-        """Write blocks into ``slots``. True where the block is there for good."""
-
-    @abstractmethod
-    def load(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], addresses: Addresses
-    ) -> list[LoadResult]:
-        """Read the blocks in ``slots`` to ``addresses``, and see that they are right."""
-
-    def scrub(self, max_bytes: int) -> ScrubReport:
-        """Verify some blocks, about ``max_bytes`` of them, that nobody asked for; each call goes on
-        where the last one ended. Called like ``load``, by one thread at a time."""
-        del max_bytes
-        return ScrubReport(0, 0, (), ())
-
-    def num_welcome(self, num_blocks: int) -> int:
-        """How many of ``num_blocks`` new blocks may be written now; the answer uses them up.
-
-        For tiers that writing wears out, or that can't be written to now.
-        """
-        return num_blocks
+    def free(self, slots: list[Slot]) -> None:
+        assert len(slots) <= self.num_used, "more room given back than was taken"
+        self._back += slots

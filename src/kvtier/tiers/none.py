@@ -6,44 +6,37 @@ from collections.abc import Sequence
 
 from kvtier.devices.base import Finding
 from kvtier.layout import KVGroup
-from kvtier.tiers.base import Addresses, LoadResult, StorageTier
-from kvtier.types import DISK, BlockKey, BlockName, Slot
+from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.storage import Outcome, StorageFacts, StorageTier
+from kvtier.types import BlockKey, BlockName
 
 
 class NoStorage(StorageTier):
     """Has no room and finds nothing: stands in for a tier that can't be opened."""
 
-    name = DISK
-    num_slots = 0
-    num_free = 0
-    num_unclaimed = 0
-    can_load = False
-    can_store = False
+    facts = StorageFacts(finds_at_once=True)
+    num_blocks = 0
+    num_unfound = 0
+    has_unfound = False
 
-    def __init__(self, group: KVGroup) -> None:
+    def __init__(self, name: str, group: KVGroup) -> None:
+        self.name = name
         self.bytes_per_block = group.bytes_per_block
 
-    def allocate(self, num_slots: int) -> list[Slot] | None:
-        return None if num_slots else []
+    def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
+        return [Outcome.ABSENT] * len(keys)
 
-    def free(self, slots: list[Slot]) -> None:
-        assert not slots, "slots that this tier never gave out"
+    def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
+        return [Outcome.FAILED] * len(names)
 
-    def claim(self, keys: Sequence[BlockKey]) -> list[Slot]:
-        return []
+    def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
+        return [Outcome.ABSENT] * len(keys)
 
-    def store(
-        self, names: Sequence[BlockName], slots: Sequence[Slot], addresses: Addresses
-    ) -> list[bool]:
-        return [False] * len(names)
-
-    def load(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], addresses: Addresses
-    ) -> list[LoadResult]:
-        return [LoadResult.FAILED] * len(keys)
+    def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
+        pass
 
     def findings(self) -> list[Finding]:
-        return [Finding("disk tier", "none")]
+        return [Finding(f"{self.name} tier", "none")]
 
     def close(self) -> None:
         pass

@@ -7,6 +7,22 @@ from kvtier.transfer.engine import TransferEngine
 from kvtier.transfer.job import Job
 from kvtier.transfer.lane import Lane
 from kvtier.transfer.layer_gate import LayerGate
+from kvtier.transfer.local import LocalMover
+from kvtier.transfer.mover import FindJob, Move, Mover, Scrubbed
 from kvtier.transfer.staging import Steps, stage, stage_steps
 
-__all__ = ["CopyJob", "Job", "Lane", "LayerGate", "Steps", "TransferEngine", "stage", "stage_steps"]
+__all__ = [
+    "CopyJob",
+    "FindJob",
+    "Job",
+    "Lane",
+    "LayerGate",
+    "LocalMover",
+    "Move",
+    "Mover",
+    "Scrubbed",
+    "Steps",
+    "TransferEngine",
+    "stage",
+    "stage_steps",
+]

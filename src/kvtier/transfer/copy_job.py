@@ -14,14 +14,16 @@ class CopyJob(Job):
     """A job whose bytes arrive in ``num_steps`` steps, in order: a layer each, for instance.
 
     A worker says how far it has come; the engine's thread has its compute wait, step by step.
+    Layer l arrives with step ``l // layers_per_step``.
     """
 
     _changed = Condition()
     """One for all jobs: few wait at a time, and to make one for each costs more."""
 
-    def __init__(self, num_bytes: int, num_steps: int) -> None:
+    def __init__(self, num_bytes: int, num_steps: int, layers_per_step: int = 0) -> None:
         super().__init__(num_bytes)
         self.num_steps = num_steps
+        self.layers_per_step = layers_per_step
         self._fences: list[Fence] = []
 
     def submitted(self, fence: Fence) -> None:

@@ -38,7 +38,7 @@ class TransferEngine:
         """
         lane = self._lanes[direction]
         if isinstance(steps, Steps):  # they are cut when their turn comes
-            job = CopyJob(steps.num_bytes, len(steps))
+            job = CopyJob(steps.num_bytes, len(steps), steps.layers_per_step)
         else:
             job = CopyJob(sum(step.num_bytes for step in steps), len(steps))
         try:

@@ -14,7 +14,9 @@ class Job:
 
     num_bytes: what is to be moved. started: when its turn came, or when it was made
     (``perf_counter``). seconds: what it took, without the time in line. lost: positions of blocks
-    that did not arrive though the job as a whole went well. withdrawn: it never began.
+    that did not arrive though the job as a whole went well. gone: those of them that their source
+    does not have, or not as they were; num_damaged: how many of these it had. withdrawn: it never
+    began.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -23,6 +25,8 @@ class Job:
         self.seconds = 0.0
         self.error: CacheError | None = None
         self.lost: frozenset[int] = frozenset()
+        self.gone: frozenset[int] = frozenset()
+        self.num_damaged = 0
         self.withdrawn = False
         self._is_done = False
         self._running = Lock()  # held until it is done; cheaper than an Event

@@ -1,4 +1,4 @@
-"""One worker thread, and the jobs that stand in line for it."""
+"""Worker threads, and the jobs that stand in line for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from threading import Lock, Thread
-from time import perf_counter
+from time import monotonic, perf_counter
 from traceback import clear_frames
 
 from kvtier.errors import CacheError, Closed
@@ -24,27 +24,32 @@ Work = Callable[[Job], Iterable[int]]
 class Lane:
     """Runs jobs one after another: urgent ones first, and each line in its order.
 
-    Its thread starts with the first job, if ``start`` was not called before. name: of the thread,
-    and in the log. fails_as: makes the error of a job out of what went wrong.
+    Its threads start with the first job, if ``start`` was not called before. name: of the threads,
+    and in the log. fails_as: makes the error of a job out of what went wrong. num_workers: jobs
+    that may run at a time.
     """
 
-    def __init__(self, name: str, fails_as: Callable[[str], CacheError]) -> None:
+    def __init__(
+        self, name: str, fails_as: Callable[[str], CacheError], num_workers: int = 1
+    ) -> None:
         self.name = name
         self._process = OwnerProcess()
         self._fails_as = fails_as
         self._lock = Lock()
-        self._tickets: SimpleQueue[None] = SimpleQueue()  # one per job, and one for the end
+        self._tickets: SimpleQueue[None] = SimpleQueue()  # one per job; one per worker at the end
         self._urgent: deque[tuple[Job, Work]] = deque()
         self._patient: deque[tuple[Job, Work]] = deque()
-        self._running: Job | None = None
-        self._worker: Thread | None = None
+        self._num_workers = num_workers
+        self._running: dict[Job, None] = {}  # the oldest first
+        self._workers: list[Thread] = []
         self._closed = False
 
     def start(self) -> None:
-        """Start the thread now: it runs on the cores of the thread that starts it."""
-        if self._worker is None:
-            self._worker = Thread(target=self._run, name=f"kvtier-{self.name}", daemon=True)
-            self._worker.start()
+        """Start the threads now: they run on the cores of the thread that starts them."""
+        while len(self._workers) < self._num_workers:
+            worker = Thread(target=self._run, name=f"kvtier-{self.name}", daemon=True)
+            self._workers.append(worker)
+            worker.start()
 
     def submit(
         self, work: Work, num_bytes: int, urgent: bool = True, job: Job | None = None
@@ -82,47 +87,59 @@ class Lane:
         with self._lock:
             task = _take(self._patient, job)
         if task is not None:
-            job.withdrawn = True
-            job.finish(self._fails_as("not wanted any more"))
+            self._end_unbegun(job)
         return task is not None
+
+    def _end_unbegun(self, job: Job) -> None:
+        job.withdrawn = True
+        job.finish(self._fails_as("not wanted any more"))
 
     @property
     def queued_bytes(self) -> int:
         """Bytes that are being moved, or have to be before a new urgent job's."""
         with self._lock:
             waiting = sum(job.num_bytes for job, _ in self._urgent)
-            return waiting + (self._running.num_bytes if self._running else 0)
+            return waiting + sum(job.num_bytes for job in self._running)
 
     @property
     def is_idle(self) -> bool:
         """Nothing is running or standing in line."""
         with self._lock:
-            return self._running is None and not self._urgent and not self._patient
+            return not self._running and not self._urgent and not self._patient
 
     @property
     def running_s(self) -> float:
-        """How long the job whose turn it is has been running, or waiting for the worker to take it
+        """How long the job whose turn it is has been running, or waiting for a worker to take it
         up; 0 for an idle lane."""
         with self._lock:
-            job = self._running or next((job for job, _ in self._urgent), None)
+            waiting = next((job for job, _ in self._urgent), None)
+            is_full = len(self._running) == self._num_workers
+            job = next(iter(self._running)) if is_full else waiting
             return 0.0 if job is None else perf_counter() - job.started
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Finish what is urgent, withdraw the rest, then stop. False where that took longer than
-        ``timeout_s``: the thread is left to itself then, for nothing can end a call that hangs.
-        Nothing happens in a forked child."""
+        """Finish what is urgent, withdraw the rest, then stop; what stands in line still after
+        ``timeout_s`` is withdrawn as well. False where something runs even then: a thread is left
+        to itself, for nothing can end a call that hangs. Nothing
+        happens in a forked child."""
         if not self._process.is_here:
             return True
+        self._closed = True
+        self._withdraw_all(self._patient)
+        for _ in self._workers:
+            self._tickets.put(None)
+        ends_at = None if timeout_s is None else monotonic() + timeout_s
+        for worker in self._workers:
+            worker.join(None if ends_at is None else max(0.0, ends_at - monotonic()))
+        self._withdraw_all(self._urgent)
+        return not any(worker.is_alive() for worker in self._workers)
+
+    def _withdraw_all(self, line: deque[tuple[Job, Work]]) -> None:
         with self._lock:
-            self._closed = True
-            unwanted = [job for job, _ in self._patient]
+            unwanted = [job for job, _ in line]
+            line.clear()
         for job in unwanted:
-            self.withdraw(job)
-        self._tickets.put(None)
-        if self._worker is None:
-            return True
-        self._worker.join(timeout_s)
-        return not self._worker.is_alive()
+            self._end_unbegun(job)
 
     def _run(self) -> None:
         while (task := self._next()) is not None:
@@ -136,7 +153,7 @@ class Lane:
                 error = self._reported(caught)
                 clear_frames(caught.__traceback__)  # or the error would keep what they work with
             with self._lock:
-                self._running = None
+                del self._running[job]
             job.finish(error, lost)
 
     def _next(self) -> tuple[Job, Work] | None:
@@ -146,7 +163,7 @@ class Lane:
             with self._lock:
                 if line := self._urgent or self._patient:
                     task = line.popleft()
-                    self._running = task[0]
+                    self._running[task[0]] = None
                     return task
                 if self._closed:
                     return None

@@ -16,13 +16,11 @@ class LayerGate:
     """What a forward passes on its way through the layers while its prefix is being loaded.
 
     What was computed behind it counts only once its lease is ready, and not broken. loads: each
-    with the layers that one of its steps brings. patience_s: how long its methods may block, all
+    in steps. patience_s: how long its methods may block, all
     calls together; after that they raise ``DeviceError``, and the loads go on.
     """
 
-    def __init__(
-        self, loads: Sequence[tuple[CopyJob, int]], patience_s: float | None = None
-    ) -> None:
+    def __init__(self, loads: Sequence[CopyJob], patience_s: float | None = None) -> None:
         self._loads = loads
         self._left_s = PATIENCE_S if patience_s is None else min(PATIENCE_S, patience_s)
 
@@ -31,15 +29,15 @@ class LayerGate:
 
         Waits until the layer's copies are queued at most. ``DeviceError`` where they won't come.
         """
-        for job, layers_per_step in self._loads:
+        for job in self._loads:
             began = perf_counter()
-            job.hold_compute(layer // layers_per_step, max(0.0, self._left_s))
+            job.hold_compute(layer // job.layers_per_step, max(0.0, self._left_s))
             self._left_s -= perf_counter() - began
 
     def wait(self) -> None:
         """Return when the loads have ended, well or not. ``DeviceError`` where that takes too
         long."""
-        for job, _ in self._loads:
+        for job in self._loads:
             began = perf_counter()
             if not job.wait(max(0.0, self._left_s)):
                 raise DeviceError("a load took longer than a forward may wait for it")

@@ -1,14 +1,14 @@
 """Under vLLM: host and disk tiers behind its OffloadingConnector, on any device that kvtier serves.
 
-    scheduler's process                        one process per rank
-    manager.py    what vLLM asks               worker.py      copies, device <-> host slots
-    placement.py  what is where, what moves    rank_disk.py   moves, host slots <-> slab
-    judge.py      load or compute, how long    pages.py       vLLM's tensors as pages
-                  to wait
+    scheduler's process                          one process per rank
+    manager.py   what vLLM asks, to the ladder   worker.py   copies, device <-> host slots
+                 below it (KeyedCache)                       orders, to a RankExecutor
+                                                 pages.py    vLLM's tensors as pages
 
 connector.py carries orders one way and reports the other; spec.py makes the two halves. A chunk is
-``blocks_per_chunk`` of vLLM's blocks of one KV group, named by vLLM's own hash. The scheduler
-decides; every rank keeps its shard of a chunk in the same host slot and does what it is told.
+``blocks_per_chunk`` of vLLM's blocks of one KV group, named by vLLM's own hash: a block to the
+ladder. The ladder decides, in the scheduler's process, for all ranks (RankMover); every rank keeps
+its shard of a chunk in the same host slot and does what it is told.
 Only ascend, connector, manager, spec and worker know vLLM. contract.py says what they rely on, and
 that is compared before anything else (entry.py); registry.py puts the connector in the place of
 vLLM's. pieces/ is for those who keep vLLM's own tiers.

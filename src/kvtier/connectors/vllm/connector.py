@@ -2,7 +2,7 @@
 
     scheduler process                                   each rank
     advise, num_worth_loading  (manager.py)
-    orders  ---- TierMetadata, once a step --->  carry_out   (worker.py, rank_disk.py)
+    orders  ---- TierMetadata, once a step --->  carry_out   (worker.py)
     hear    <--- TierWorkerMetadata -----------  take_report
 
 Everything else is vLLM's: which blocks, which groups, when to store, when a request waits.
@@ -35,10 +35,10 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from kvtier.connectors.vllm.ascend import split_caches
 from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.manager import Advice, TierManager
-from kvtier.connectors.vllm.orders import Order, Report
 from kvtier.connectors.vllm.spec import KvtierSpec
 from kvtier.connectors.vllm.weights import Source
 from kvtier.connectors.vllm.worker import TierWorker
+from kvtier.transfer.ranks import Order, Report
 
 if TYPE_CHECKING:
     import torch
@@ -95,10 +95,9 @@ class KvtierConnector(OffloadingConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._loading: dict[int, str] = {}
         self._steps: list[int] = []
-        if self.connector_scheduler and self._manager.placement.has_disk:
+        if self.connector_scheduler and self._manager.has_disk:
             with off_compute_cores():
                 self._manager.names.settle(_sources(vllm_config), _traits(vllm_config))
-            self._manager.attend()
 
     # -- in the scheduler's process ----------------------------------------------------------------
 
@@ -139,12 +138,11 @@ class KvtierConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         theirs = super().build_connector_meta(scheduler_output)
         assert isinstance(theirs, OffloadingConnectorMetadata)
-        self._manager.attend()
         return _with(
             TierMetadata,
             theirs,
-            orders=self._manager.placement.take_orders(),
-            step=self._manager.judge.begin_step(time.monotonic(), _pieces(scheduler_output)),
+            orders=self._manager.take_orders(),
+            step=self._manager.steps.begin(time.monotonic(), _pieces(scheduler_output)),
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -152,7 +150,7 @@ class KvtierConnector(OffloadingConnector):
         if isinstance(meta, TierWorkerMetadata):
             self._manager.hear(meta.report)
             loads = meta.transfer_stats.load
-            self._manager.judge.observe_loads(loads.sizes, loads.time)
+            self._manager.observe_loads(loads.sizes, loads.time)
         super().update_connector_output(connector_output)
 
     # -- in a rank ---------------------------------------------------------------------------------

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-
-from kvtier.types import DISK, HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,9 @@ IMPATIENT = Metric(
     "Requests that waited as long as computing takes, and no longer.",
 )
 NOT_DEMOTED = Metric(
-    "vllm:kvtier_not_demoted_chunks", "Chunks that left host memory before the disk had taken them."
+    "vllm:kvtier_not_demoted_chunks",
+    "Chunks that left host memory before storage had taken them, or were over its budget.",
+    ("tier",),
 )
 USED = Metric("vllm:kvtier_used_chunks", "Chunks in a tier.", ("tier",), is_gauge=True)
 ROOM = Metric("vllm:kvtier_chunks", "Room for chunks in a tier.", ("tier",), is_gauge=True)
@@ -56,8 +57,14 @@ METRICS = (
     USED,
     ROOM,
 )
-ROUTES = {"demote": (HOST, DISK), "promote": (DISK, HOST)}
-"""Labels of a move."""
+OURS = {
+    "kvtier_evicted_blocks_total": EVICTED,
+    "kvtier_copied_bytes_total": MOVED_BYTES,
+    "kvtier_copy_seconds": MOVED_SECONDS,
+    "kvtier_failed_blocks_total": FAILED,
+    "kvtier_unwritten_blocks_total": NOT_DEMOTED,
+}
+"""What the core counts, and what it is called under vLLM."""
 
 Labels = tuple[str, ...]
 
@@ -75,6 +82,12 @@ class Counts:
         if number:
             at = (metric, labels)
             self._numbers[at] = self._numbers.get(at, 0) + number
+
+    def add_all(self, recent: Mapping[tuple[str, Labels], float]) -> None:
+        """What the core has counted."""
+        for (name, labels), number in recent.items():
+            if name in OURS:
+                self.add(OURS[name], number, *labels)
 
     def take(self) -> dict[tuple[Metric, Labels], float]:
         """What was counted since the last call."""

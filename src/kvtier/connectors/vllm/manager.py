@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
@@ -23,51 +24,44 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.connectors.vllm.counts import (
-    EVICTED,
-    FAILED,
-    IMPATIENT,
-    LOADED,
-    MOVED_BYTES,
-    MOVED_SECONDS,
-    NOT_DEMOTED,
-    RECOMPUTED,
-    ROOM,
-    ROUTES,
-    USED,
-    Counts,
-)
+from kvtier.connectors.vllm.counts import IMPATIENT, LOADED, RECOMPUTED, ROOM, USED, Counts
 from kvtier.connectors.vllm.host_slots import HostSlots
-from kvtier.connectors.vllm.judge import TO_HOST, Judge
 from kvtier.connectors.vllm.names import Names
-from kvtier.connectors.vllm.orders import Done, Move, Order, Report
-from kvtier.connectors.vllm.placement import Place, Placement
-from kvtier.connectors.vllm.prompt import chunks_of
-from kvtier.types import DEVICE, DISK, HOST
+from kvtier.connectors.vllm.prompt import chunks_of, depth
+from kvtier.index.policies.lru import LruPolicy
+from kvtier.keyed_cache import KeyedCache, Place, rising
+from kvtier.ladder import Ladder, LadderOptions
+from kvtier.plan import Costs, StepClock, is_worth_loading, num_worth_loading, patience_s
+from kvtier.tiers import DistantRoom, Quota, Room
+from kvtier.transfer.ranks import Order, RankMover, Report
+from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 
 FOUND = {
     Place.NOWHERE: LookupResult.MISS,
     Place.ARRIVING: LookupResult.HIT_PENDING,
-    Place.HOST: LookupResult.HIT,
-    Place.DISK: LookupResult.RETRY,
+    Place.MEMORY: LookupResult.HIT,
+    Place.STORAGE: LookupResult.RETRY,
     Place.UNKNOWN: LookupResult.RETRY,
 }
 MEDIUM = {HOST: Medium.CPU, DISK: Medium.STORAGE}
 SOURCE = {HOST: CacheHitSource.HOST, DISK: CacheHitSource.DISK}
+PIECE_BYTES = 16 << 20
+"""Of a rank, what is read from its disk, or written to it, at a time."""
 
 
 @dataclass(slots=True)
 class Visit:
     """What is known of one request.
 
-    places: of the chunks that its last look-up met, in that look-up's order. limit: no chunk that
-    ends beyond this token is loaded. waits_since: when it began to wait. is_impatient: it takes
-    what is ready, and waits for nothing more. is_off_disk: its chunks stay in memory. used: those
-    that were loaded or stored for it.
+    places: of the chunks that its last look-up met, in that look-up's order. promoted: chunks that
+    were brought from storage for it. limit: no chunk that ends beyond this token is loaded.
+    waits_since: when it began to wait. is_impatient: it takes what is ready, and waits for nothing
+    more. is_off_disk: its chunks stay in memory. used: those that were loaded or stored for it.
     """
 
     context: ReqContext
     places: dict[OffloadKey, Place] = field(default_factory=dict)
+    promoted: set[OffloadKey] = field(default_factory=set)
     limit: int | None = None
     waits_since: float | None = None
     is_impatient: bool = False
@@ -102,25 +96,52 @@ class Advice(Enum):
 
 
 class TierManager(OffloadingManager):
-    """Thin: what is where is in ``placement``, what is worth it in ``judge``. In the scheduler's
-    process, on its thread."""
+    """Translates: what vLLM asks to what ``KeyedCache`` answers. In the scheduler's process, on its
+    thread.
+
+    room: chunks, per tier; of each rank. bytes_per_day: of a rank's disk.
+    """
 
     def __init__(
         self,
-        placement: Placement,
-        judge: Judge,
+        mover: RankMover,
+        room: Mapping[str, int],
         names: Names,
         shape: Shape,
+        policy: LoadPolicy,
+        bytes_per_day: int,
         publishes_events: bool,
     ) -> None:
-        self.placement = placement
-        self.judge = judge
         self.names = names
         self.counts = Counts()
+        self._mover = mover
+        self._host = DistantRoom(room[HOST])
+        rooms: dict[str, Room] = {HOST: self._host}
+        rooms |= {name: Quota(partial(room.__getitem__, name)) for name in mover.storages}
+        clock = rising(time.monotonic)
+        self.ladder = Ladder(
+            rooms,
+            mover,
+            make_policy=LruPolicy,
+            options=LadderOptions(
+                shape.chunk_bytes,
+                bytes_per_day={DISK: bytes_per_day},
+                piece_blocks=max(1, PIECE_BYTES // max(1, shape.chunk_bytes)),
+            ),
+            clock=clock,
+            device=DEVICE,
+        )
+        self.cache = KeyedCache(self.ladder, lambda: names.digest, clock, lambda: mover.is_complete)
+        self.steps = StepClock(self.ladder.traffic.costs)
+        self._always_loads = policy is LoadPolicy.ALWAYS
         self._shape = shape
         self._publishes_events = publishes_events
         self._visits: dict[str, Visit] = {}
         self._events: list[OffloadingEvent] = []
+
+    @property
+    def has_disk(self) -> bool:
+        return bool(self.ladder.storages)
 
     # -- what vLLM asks ----------------------------------------------------------------------------
 
@@ -133,60 +154,59 @@ class TierManager(OffloadingManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         visit = self._visits.pop(req_context.req_id, None)
         if visit is not None:  # vLLM tells of no use but this
-            self.placement.touch(visit.in_prompt_order())
+            self.cache.touch(visit.in_prompt_order())
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         visit = self._visits[req_context.req_id]
         end = req_context.get_offload_key_position(key)
         if visit.limit is not None and end is not None and end > visit.limit:
             return LookupResult.MISS
-        place = self.placement.find(key)
+        place = self.cache.find(key)
         if not _is_allowed(place, req_context):
             return LookupResult.MISS
-        if visit.is_off_disk and place in (Place.DISK, Place.UNKNOWN):
+        if visit.is_off_disk and place in (Place.STORAGE, Place.UNKNOWN):
             return LookupResult.MISS
-        if visit.is_impatient and place is not Place.HOST:
+        if visit.is_impatient and place is not Place.MEMORY:
             return LookupResult.MISS
         visit.places[key] = place
         return FOUND[place]
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        return SOURCE[self.placement.origin(key)]
+        return SOURCE[self.cache.origin(key)]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.placement.touch(keys)
+        self.cache.touch(keys)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> HostSlots:
         for tier in (HOST, DISK):
-            num = sum(self.placement.origin(key) == tier for key in keys)
+            num = sum(self.cache.origin(key) == tier for key in keys)
             self.counts.add(LOADED, num, tier)
         self._use(keys, req_context)
-        return HostSlots(self.placement.hold(keys))
+        return HostSlots(self.cache.hold(keys))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.placement.release(keys)
+        self.cache.release(keys)
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        room = self.placement.reserve(keys)
+        room = self.cache.reserve(keys)
         if room is None:
             return None
         self._use(keys, req_context)
-        slots = HostSlots(self.placement.host.slots(room.keys))
-        return PrepareStoreOutput(room.keys, slots, room.evicted)
+        return PrepareStoreOutput(room.keys, HostSlots(room.slots), room.evicted)
 
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
         if not success:
-            self.placement.abort(keys)
+            self.cache.abort(keys)
             return
         ends = {key: req_context.get_offload_key_position(key) or 0 for key in keys}
         in_order = sorted(ends, key=ends.__getitem__)
         visit = req_context.get_state(Visit)
         depths = [self._depth(ends[key]) for key in in_order]
-        self.placement.commit(in_order, depths, to_disk=not (visit and visit.is_off_disk))
+        self.cache.commit(in_order, depths, to_storage=not (visit and visit.is_off_disk))
 
     def _use(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         visit = self._visits.get(req_context.req_id)
@@ -200,50 +220,46 @@ class TierManager(OffloadingManager):
 
     def _note_changes(self) -> None:
         """Called often enough that nothing piles up where nobody wants events."""
-        for each in self.placement.take_changes():
-            if each.is_removed:
-                self.counts.add(EVICTED, len(each.keys), each.tier)
+        for each in self.cache.take_changes():
             if self._publishes_events:
                 medium = MEDIUM[each.tier]
                 event = OffloadingEvent(each.keys, medium, each.is_removed, Locality.LOCAL)
                 self._events.append(event)
 
     def has_pending_work(self) -> bool:
-        return self.placement.is_moving or not self.placement.is_complete
+        return self.ladder.is_busy or self._mover.is_busy or not self._mover.is_complete
 
     def reset_cache(self) -> None:
-        self.placement.clear()
-        if self.placement.has_disk:
+        self.cache.clear()
+        if self.has_disk:
             self.names.disown()
-            self.attend()
         for visit in self._visits.values():
             visit.limit = None
+            visit.promoted.clear()
             visit.used.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        tiers = {HOST: self.placement.host, DISK: self.placement.disk}
         self._note_changes()
-        self.counts.add(NOT_DEMOTED, self.placement.take_num_not_demoted())
+        self.counts.add_all(self.ladder.metrics.take_recent())
         numbers = self.counts.take()
         if not numbers:
             return None
         stats = OffloadingConnectorStats()
         for (metric, labels), number in numbers.items():
             stats.increase_counter(metric.name, number, labels)
-        for tier, index in tiers.items():
-            stats.set_gauge(USED.name, len(index), (tier,))
-            stats.set_gauge(ROOM.name, index.capacity, (tier,))
+        for tier, room in self.ladder.rooms.items():
+            stats.set_gauge(USED.name, room.num_used, (tier,))
+            stats.set_gauge(ROOM.name, room.num_open, (tier,))
         return stats
 
     def shutdown(self) -> None:
-        if self.placement.has_disk:
+        if self.has_disk:
             self.names.close()
 
     # -- to wait or not ----------------------------------------------------------------------------
 
     def begin_look_up(self, request_id: str) -> None:
         """A request is about to ask for its chunks, from the first one on."""
-        self.attend()
         self._visits[request_id].places.clear()
 
     def advise(self, request_id: str, first: int, num_tokens: int) -> Advice:
@@ -259,16 +275,20 @@ class TierManager(OffloadingManager):
         visit.waits_since = visit.waits_since or now_s
         ends = {key: visit.context.get_offload_key_position(key) or 0 for key in visit.places}
         found = max(ends.values(), default=num_tokens)
-        if now_s - visit.waits_since >= self.judge.patience_s(first, found):
+        if now_s - visit.waits_since >= patience_s(self._costs(), first, found):
             self.counts.add(IMPATIENT, 1)
             visit.is_impatient = True
             return Advice.LOOK_AGAIN
-        on_disk = [key for key, place in visit.places.items() if place is Place.DISK]
+        on_disk = [key for key, place in visit.places.items() if place is Place.STORAGE]
         if not on_disk:
             return Advice.WAIT
+        if not visit.promoted.isdisjoint(on_disk):  # a read failed: it may do so again and again
+            visit.is_impatient = True
+            return Advice.LOOK_AGAIN
         limit = self._limit(visit, ends, first, num_tokens)
         wanted = [key for key in on_disk if ends[key] <= limit]
-        num = self.placement.promote(wanted, [self._depth(ends[key]) for key in wanted])
+        num = self.cache.promote(wanted)
+        visit.promoted.update(wanted[:num])
         if num < len(wanted):
             limit = ends[wanted[num]] - 1 if self._shape.has_one_group else first
         if limit < found:
@@ -291,61 +311,65 @@ class TierManager(OffloadingManager):
 
     def _limit(self, visit: Visit, ends: dict[OffloadKey, int], first: int, num_tokens: int) -> int:
         """The token up to which loading beats computing."""
-        queued = self.placement.num_promoting * self._shape.chunk_bytes
-        tiers = [DISK if place is Place.DISK else HOST for place in visit.places.values()]
         found = max(ends.values(), default=first)
+        if self._always_loads:
+            return found
+        tiers = [DISK if place is Place.STORAGE else HOST for place in visit.places.values()]
         if self._shape.has_one_group:
             (step,) = self._shape.tokens_per_chunk
-            num_before = first // step
-            num = self.judge.num_worth_loading(
-                [DEVICE] * num_before + tiers, num_tokens, self.placement.host.capacity, queued
+            num = num_worth_loading(
+                self._costs(),
+                [DEVICE] * (first // step) + tiers,
+                num_tokens=num_tokens,
+                block_size=step,
+                bytes_per_block=self._shape.chunk_bytes,
+                num_staging_slots=self._host.num_open,
             )
             return num * step
-        chunks = {tier: tiers.count(tier) for tier in (HOST, DISK) if tier in tiers}
-        return found if self.judge.is_worth_loading(chunks, first, found, queued) else first
+        num_bytes = {
+            tier: tiers.count(tier) * self._shape.chunk_bytes for tier in dict.fromkeys(tiers)
+        }
+        return found if is_worth_loading(self._costs(), num_bytes, first, found) else first
+
+    def _costs(self) -> Costs:
+        return self.ladder.traffic.cost_snapshot()
 
     def _depth(self, end: int) -> int:
         """Place of the chunk that ends at a token, in its prompt."""
-        return max(0, end // min(self._shape.tokens_per_chunk) - 1)
+        return depth(end, min(self._shape.tokens_per_chunk))
 
     # -- what the connector tells ------------------------------------------------------------------
-
-    def attend(self) -> None:
-        """See whether it is known by now what chunks are called."""
-        if self.placement.has_disk:
-            self.placement.namespace = self.names.digest or None
 
     def keep_off_disk(self, request_id: str) -> None:
         """A request's chunks are named by what another process may call something else: an adapter,
         by its name alone."""
         self._visits[request_id].is_off_disk = True
 
+    def take_orders(self) -> list[Order]:
+        """What the ranks are to do next."""
+        return self._mover.take_orders()
+
+    def observe_loads(self, sizes: Sequence[float], seconds: float) -> None:
+        """Copies to the device, of so many bytes each, took so long together."""
+        total = sum(sizes)
+        for size in sizes if total else ():
+            self.ladder.traffic.costs.observe_copy(
+                (HOST, DEVICE), int(size), seconds * size / total
+            )
+
     def hear(self, report: Report) -> None:
         """What the ranks say, before vLLM hears which of its jobs are done."""
-        for rank, hello in report.hellos.items():
-            self.placement.meet(rank, hello)
-            self.judge.costs.observe_copy(TO_HOST, hello.probe_bytes, hello.probe_s)
-        self.placement.distrust(report.failed)
-        for order_id, done in report.done.items():
-            ended = self.placement.finish(order_id, done)
-            if ended is not None:
-                self._count(*ended)
+        self._mover.hear(report)
+        self._host.open(self._mover.num_open)
+        self.cache.distrust(report.failed)
+        self.cache.poll()
         now_s = time.monotonic()
         for step in report.steps:
-            self.judge.end_step(step, now_s)
+            self.steps.end(step, now_s)
         self._note_changes()
-
-    def _count(self, order: Order, done: Done) -> None:
-        route = ROUTES[order.move.value]
-        num_failed = len(done.failed)
-        self.counts.add(FAILED, num_failed, *route)
-        self.counts.add(MOVED_BYTES, done.num_bytes, *route)
-        self.counts.add(MOVED_SECONDS, done.seconds, *route)
-        if order.move is Move.PROMOTE and not num_failed:
-            self.judge.costs.observe_copy(TO_HOST, done.num_bytes, done.seconds)
 
 
 def _is_allowed(place: Place, context: ReqContext) -> bool:
     """Whether a request may load from there; its ``kv_load_tiers`` say."""
-    medium = Medium.STORAGE if place is Place.DISK else Medium.CPU
+    medium = Medium.STORAGE if place is Place.STORAGE else Medium.CPU
     return bool(context.load_tier_filter.allows(medium, Locality.LOCAL))

@@ -19,16 +19,15 @@ from vllm.v1.kv_offload.base import (
 
 from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.counts import METRICS
-from kvtier.connectors.vllm.judge import Judge
 from kvtier.connectors.vllm.manager import Shape, TierManager
 from kvtier.connectors.vllm.names import Names
-from kvtier.connectors.vllm.placement import Placement
 from kvtier.connectors.vllm.settings import Settings
 from kvtier.connectors.vllm.worker import Room, TierWorker
 from kvtier.devices import find_device
 from kvtier.errors import ConfigError
-from kvtier.tiers.disk import DiskOptions
-from kvtier.types import Durability, LoadPolicy
+from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.transfer.ranks import RankMover
+from kvtier.types import DISK, HOST, Durability, LoadPolicy
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 SLOT_ALIGNMENT = 4096
 """Slots begin on pages, so that each can be read from a disk in place."""
 SHARED_MEMORY = Path("/dev/shm")
-MAX_MOVING_BYTES = 256 << 20
-"""Of a rank's host memory, what may be on its way to the disk; a quarter of it at most."""
 
 
 class KvtierSpec(OffloadingSpec):
@@ -83,22 +80,15 @@ class KvtierSpec(OffloadingSpec):
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
-            moving = min(MAX_MOVING_BYTES // max(1, self.slot_bytes), self.num_slots // 4)
-            placement = Placement(
-                self.num_slots,
-                self.num_disk_chunks,
-                self.names,
-                self._num_ranks,
-                self._num_shards,
-                max(1, moving),
-            )
             tokens = tuple(each * self.blocks_per_chunk for each in self.tokens_per_block)
-            policy = LoadPolicy(self.settings.load)
+            facts = {DISK: DiskTier.facts} if self.num_disk_chunks else {}
             self._manager = TierManager(
-                placement,
-                Judge(policy, max(tokens), self.slot_bytes),
+                RankMover(facts, self.slot_bytes, self._num_ranks, self._num_shards),
+                {HOST: self.num_slots, DISK: self.num_disk_chunks},
                 self.names,
                 Shape(tokens, self.slot_bytes),
+                LoadPolicy(self.settings.load),
+                self.settings.bytes_per_day // self._num_shards,
                 self.kv_events_config.enable_kv_cache_events,
             )
         return self._manager
@@ -133,7 +123,6 @@ class KvtierSpec(OffloadingSpec):
             path=self.settings.disk_path / self._folder(rank),
             capacity_bytes=self.num_disk_chunks * self.slot_bytes,
             durability=Durability(self.settings.disk_durability),
-            bytes_per_day=self.settings.bytes_per_day // self._num_shards,
             rank=rank,
             num_ranks=self._num_shards,
         )

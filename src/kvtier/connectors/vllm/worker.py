@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from vllm.v1.kv_offload.base import (
@@ -16,16 +16,16 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.connectors.vllm.host_slots import HostSlots
-from kvtier.connectors.vllm.orders import Hello, Order, Report
 from kvtier.connectors.vllm.pages import ChunkPart, Page, PagedPool
-from kvtier.connectors.vllm.rank_disk import RankDisk
 from kvtier.devices import Device, Direction, Finding
 from kvtier.layout import opaque
 from kvtier.tiers import HostTier
 from kvtier.tiers.arena import ArenaOptions
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.slots import check_slots
-from kvtier.transfer import Job, TransferEngine
+from kvtier.tiers.wrappers import ThrottledTier
+from kvtier.transfer import Job, LocalMover, TransferEngine
+from kvtier.transfer.ranks import Hello, Order, RankExecutor, Report
 from kvtier.types import Slot
 
 logger = logging.getLogger(__name__)
@@ -72,21 +72,23 @@ class TierWorker(OffloadingWorker):
         group = opaque(room.slot_bytes)
         arena = ArenaOptions(file=room.shared)
         self._host = HostTier(group, room.num_slots * room.slot_bytes, device, arena)
-        self._disk: RankDisk | None = None
+        self._executor: RankExecutor | None = None
+        self._disk: DiskTier | None = None
         if room.disk is not None:
             try:
-                tier = DiskTier(room.disk, group, self._host.ready_memory)
+                self._disk = disk = DiskTier(room.disk, group, self._host.ready_memory)
             except BaseException:
                 self._host.close()  # shared memory would stay when the process has gone
                 raise
-            self._disk = RankDisk(tier, self._host, room.bytes_per_s)
-            _log(tier.findings())
+            self._executor = _executor(self._host, disk, room.bytes_per_s)
+            _log(disk.findings())
         self._engine = TransferEngine(device)
         self._engine.start()
         self._jobs: dict[int, tuple[Job, Direction, frozenset[Slot]]] = {}
         self._failed_loads: list[int] = []
         self._failed_slots: set[Slot] = set()
-        self._hello = Hello(self._host.num_open, None if self._disk is None else self._disk.found)
+        found = None if self._executor is None else self._executor.found
+        self._hello = Hello(self._host.num_open, found)
         self._is_told = False
         _log((*device.findings(), *self._host.findings()))
 
@@ -115,8 +117,11 @@ class TierWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         is_over = self._engine.close(CLOSE_WAIT_S)
-        if self._disk is not None:
-            is_over = self._disk.close(CLOSE_WAIT_S) and is_over
+        if self._executor is not None and self._disk is not None:
+            is_idle = self._executor.close(CLOSE_WAIT_S)
+            is_over = is_over and is_idle
+            if is_idle:
+                self._disk.close()
         if is_over:
             self._host.close()
             self._device.close()
@@ -130,8 +135,8 @@ class TierWorker(OffloadingWorker):
 
     def carry_out(self, order: Order) -> None:
         """Begin what the scheduler ordered, on the ranks that have a disk."""
-        if self._disk is not None:
-            self._disk.carry_out(order)
+        if self._executor is not None:
+            self._executor.carry_out(order)
 
     def take_failed_loads(self) -> list[int]:
         """Loads that failed, of those that vLLM has heard of as done."""
@@ -143,21 +148,19 @@ class TierWorker(OffloadingWorker):
         if not self._is_told:
             self._host.arena.forget_file()  # every rank was made before the first step
         failed, self._failed_slots = frozenset(self._failed_slots), set()
-        done = {} if self._disk is None else self._disk.take_done()
-        return Report(done, self._hellos(), failed, steps)
+        if self._executor is None:
+            return Report({}, self._hellos(), failed, (), steps)
+        scrubbed = self._executor.take_scrubbed()
+        return Report(self._executor.take_done(), self._hellos(), failed, scrubbed, steps)
 
     def _hellos(self) -> dict[int, Hello]:
         """What this rank has to say about itself, where that is new."""
-        probe = None if self._disk is None else self._disk.take_probe()
         num_open = self._host.num_open
-        if self._is_told and probe is None and num_open == self._hello.num_open:
+        if self._is_told and num_open == self._hello.num_open:
             return {}
-        found = None if self._is_told else self._hello.found
-        hello = Hello(num_open, found)
-        if probe is not None:
-            hello = replace(hello, probe_bytes=probe.num_bytes, probe_s=probe.seconds)
-        self._hello, self._is_told = hello, True
-        return {self._rank: hello}
+        self._hello = Hello(num_open, None if self._is_told else self._hello.found)
+        self._is_told = True
+        return {self._rank: self._hello}
 
     # -- copies ------------------------------------------------------------------------------------
 
@@ -199,6 +202,14 @@ class TierWorker(OffloadingWorker):
                 self._failed_loads.append(job_id)
             return TransferResult(job_id, True)  # nobody learns from it
         return TransferResult(job_id, True, job.num_bytes, job.seconds)
+
+
+def _executor(host: HostTier, disk: DiskTier, bytes_per_s: int) -> RankExecutor:
+    """Carries out orders for ``disk``, in the background."""
+    tier = ThrottledTier(disk, bytes_per_s) if bytes_per_s else disk
+    mover = LocalMover({host.name: host, tier.name: tier}, None)
+    mover.start()
+    return RankExecutor(host, mover, {tier.name: tuple(disk.unfound_keys())})
 
 
 def _log(findings: Sequence[Finding]) -> None:

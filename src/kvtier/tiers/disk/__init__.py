@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from kvtier.tiers.base import LoadResult, ScrubReport
-from kvtier.tiers.disk.budget import WriteBudget
+from kvtier.tiers.disk.blocks import DiskBlocks
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.system import DiskSystem
-from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.disk.tier import DiskTier, make_disk
 from kvtier.types import Durability, IoKind, Verify
 
 __all__ = [
+    "DiskBlocks",
     "DiskOptions",
     "DiskSystem",
     "DiskTier",
     "Durability",
     "IoKind",
-    "LoadResult",
-    "ScrubReport",
     "Verify",
-    "WriteBudget",
+    "make_disk",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import time
@@ -13,9 +12,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import crc32c_many
+from kvtier._hot import copy_batch, crc32c_many
 from kvtier.devices.base import Memory
 from kvtier.tiers.disk.io import IoEngine
+from kvtier.tiers.pieces import Pieces
 
 ALIGNMENT: Final = 4096
 """Of slots, and of what O_DIRECT reads and writes."""
@@ -45,15 +45,22 @@ class Bounce:
             np.uint64
         )
 
-    def copy_in(self, addresses: Uint64s, block_bytes: int) -> None:
-        """The block at ``addresses[i]`` to place i."""
-        for at, to in zip(addresses.tolist(), self.addresses.tolist(), strict=False):
-            ctypes.memmove(to, at, block_bytes)
+    def copy_in(self, blocks: Pieces) -> None:
+        """The i-th of ``blocks`` to place i."""
+        copy_batch(self._places(blocks), blocks.addresses.ravel(), _sizes(blocks))
 
-    def copy_out(self, addresses: Uint64s, block_bytes: int) -> None:
-        """The block at place i to ``addresses[i]``."""
-        for to, at in zip(addresses.tolist(), self.addresses.tolist(), strict=False):
-            ctypes.memmove(to, at, block_bytes)
+    def copy_out(self, blocks: Pieces) -> None:
+        """The block at place i to where the i-th of ``blocks`` lies."""
+        copy_batch(blocks.addresses.ravel(), self._places(blocks), _sizes(blocks))
+
+    def _places(self, blocks: Pieces) -> Uint64s:
+        """Where the pieces of the first places begin."""
+        begins = (np.cumsum(blocks.sizes) - blocks.sizes).astype(np.uint64)
+        return np.add.outer(self.addresses[: len(blocks)], begins).ravel()
+
+
+def _sizes(blocks: Pieces) -> Uint64s:
+    return np.tile(blocks.sizes.astype(np.uint64), len(blocks))
 
 
 class BlockPort:
@@ -62,27 +69,39 @@ class BlockPort:
     Results: int64 [n], ``slot_bytes`` where a block was moved, fewer or -errno elsewhere.
     """
 
-    def __init__(self, engine: IoEngine, bounce: Bounce, block_bytes: int, slot_bytes: int) -> None:
+    def __init__(
+        self,
+        engine: IoEngine,
+        bounce: Bounce,
+        block_bytes: int,
+        slot_bytes: int,
+        num_threads: int = 1,
+    ) -> None:
         assert 0 < block_bytes <= slot_bytes == bounce.slot_bytes, "a block larger than its slot"
         self.engine = engine
         self._bounce = bounce
         self._block_bytes = block_bytes
         self._slot_bytes = slot_bytes
+        self._num_threads = num_threads
 
-    def write(self, slots: Int64s, addresses: Uint64s, deadline_s: float) -> Int64s:
-        """Blocks from memory to slots, all of them within ``deadline_s`` or not at all."""
+    def write(self, slots: Int64s, blocks: Pieces, deadline_s: float) -> tuple[Int64s, Uint32s]:
+        """Blocks from memory to slots, all of them within ``deadline_s`` or not at all; and their
+        checksums."""
         ends_at = time.monotonic() + deadline_s
         done = np.zeros(len(slots), np.int64)
-        for part, is_aligned in self._parts(addresses):
-            at = addresses[part]
-            if not is_aligned:
-                self._bounce.copy_in(at, self._block_bytes)
+        crcs = np.zeros(len(slots), np.uint32)
+        for part, is_aligned in self._parts(blocks):
+            if is_aligned:
+                at = blocks.addresses[part, 0]
+            else:
+                self._bounce.copy_in(blocks.pick(part))
                 at = self._bounce.addresses[: len(part)]
+            crcs[part] = crc32c_many(at, self._sizes(len(part)), self._num_threads)
             done[part] = self._move(self.engine.write, slots[part], at, ends_at)
-        return done
+        return done, crcs
 
     def read(
-        self, slots: Int64s, addresses: Uint64s, checked: Bools, deadline_s: float
+        self, slots: Int64s, blocks: Pieces, checked: Bools, deadline_s: float
     ) -> tuple[Int64s, Uint32s]:
         """Blocks from slots to memory, all of them within ``deadline_s`` or not at all.
 
@@ -91,19 +110,21 @@ class BlockPort:
         ends_at = time.monotonic() + deadline_s
         done = np.zeros(len(slots), np.int64)
         crcs = np.zeros(len(slots), np.uint32)
-        for part, is_aligned in self._parts(addresses):
-            at = addresses[part] if is_aligned else self._bounce.addresses[: len(part)]
+        for part, is_aligned in self._parts(blocks):
+            at = blocks.addresses[part, 0] if is_aligned else self._bounce.addresses[: len(part)]
             wanted = np.flatnonzero(checked[part])
             if len(wanted) == len(part):  # while others are on their way
                 read: Transfer = partial(self._read_checked, part, crcs)
                 done[part] = self._move(read, slots[part], at, ends_at)
             else:
                 done[part] = self._move(self.engine.read, slots[part], at, ends_at)
-                sizes = np.full(len(wanted), self._block_bytes, np.uint64)
-                crcs[part[wanted]] = crc32c_many(at[wanted], sizes)
+                crcs[part[wanted]] = crc32c_many(at[wanted], self._sizes(len(wanted)))
             if not is_aligned:
-                self._bounce.copy_out(addresses[part], self._block_bytes)
+                self._bounce.copy_out(blocks.pick(part))
         return done, crcs
+
+    def _sizes(self, num_blocks: int) -> Uint64s:
+        return np.full(num_blocks, self._block_bytes, np.uint64)
 
     def _read_checked(
         self,
@@ -119,10 +140,10 @@ class BlockPort:
         )
         return done
 
-    def _parts(self, addresses: Uint64s) -> Iterator[tuple[Int64s, bool]]:
+    def _parts(self, blocks: Pieces) -> Iterator[tuple[Int64s, bool]]:
         """Positions that need no buffer, then the others, a bufferful each."""
-        aligned = addresses % ALIGNMENT == 0
-        if self._block_bytes != self._slot_bytes:
+        aligned = blocks.addresses[:, 0] % ALIGNMENT == 0
+        if self._block_bytes != self._slot_bytes or len(blocks.sizes) > 1:
             aligned[:] = False
         if aligned.any():
             yield np.flatnonzero(aligned), True

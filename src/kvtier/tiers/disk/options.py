@@ -29,8 +29,6 @@ class DiskOptions:
     """Who talks to the disk: ``auto``, ``uring`` or ``preadv``."""
     queue_depth: int = 32
     """Reads or writes in flight at a time, per direction."""
-    bytes_per_day: int = 0
-    """What may be written in a day, for disks that wear; 0 for no limit."""
     rank: int = 0
     """Which part of every block this slab holds, where others hold the rest."""
     num_ranks: int = 1
@@ -67,7 +65,6 @@ class DiskOptions:
         for name in ("errors_until_off", "checksum_threads"):
             self._at_least(name, 1)
         self._at_least("bounce_bytes", 0)
-        self._at_least("bytes_per_day", 0)
         if not 0 <= self.rank < self.num_ranks:
             raise ConfigError(f"rank: {self.rank} is not in 0 .. {self.num_ranks - 1}")
         for name in ("read_deadline_s", "write_deadline_s"):

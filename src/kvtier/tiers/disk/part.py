@@ -10,17 +10,16 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import crc32c_many
 from kvtier.devices.base import Finding, Memory
-from kvtier.tiers.base import Addresses, ScrubReport
 from kvtier.tiers.disk.bounce import BlockPort, Bounce
 from kvtier.tiers.disk.health import MEDIUM_ERRORS, Breaker
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.records import Kind, Records, as_keys, same_keys
-from kvtier.tiers.disk.scrub import RoundRobin, check_blocks
+from kvtier.tiers.disk.scrub import RoundRobin, Scrubbed, check_blocks
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.system import DiskSystem
+from kvtier.tiers.pieces import Pieces
 from kvtier.types import BlockKey, BlockName, Durability, IoKind, Slot, Verify
 
 logger = logging.getLogger(__name__)
@@ -64,7 +63,7 @@ class DiskPart:
         self,
         options: DiskOptions,
         slab: Slab,
-        arena: Memory,
+        arena: Memory | None,
         system: DiskSystem,
         clock: Callable[[], float],
         owner: SlotOwner,
@@ -88,15 +87,20 @@ class DiskPart:
             self.close()
             raise
 
-    def _open_ports(self, arena: Memory) -> list[BlockPort]:
+    def _open_ports(self, arena: Memory | None) -> list[BlockPort]:
         """One engine, which a writer and a reader may use at once, and a buffer for each."""
         num_slots = self.options.bounce_bytes // self.slot_bytes
         bounces = [Bounce(num_slots, self.slot_bytes) for _ in range(2)]
         # Registered memory stays resident: not for buffers that are hardly needed.
         are_needed = self.num_bytes != self.slot_bytes
-        buffers = [arena, *(each.memory for each in bounces if are_needed)]
+        buffers = [each.memory for each in bounces if are_needed]
+        if arena is not None:
+            buffers.insert(0, arena)
         engine = self._open_engine(self.options.io, buffers)
-        return [BlockPort(engine, each, self.num_bytes, self.slot_bytes) for each in bounces]
+        threads = self.options.checksum_threads
+        return [
+            BlockPort(engine, each, self.num_bytes, self.slot_bytes, threads) for each in bounces
+        ]
 
     def _open_engine(self, kind: IoKind, buffers: Sequence[Memory]) -> IoEngine:
         engine = self._system.open_engine(
@@ -132,10 +136,10 @@ class DiskPart:
         self,
         names: Sequence[BlockName],
         slots: Sequence[Slot],
-        addresses: Addresses,
+        blocks: Pieces,
         numbers: Uint64s,
     ) -> Bools:
-        """Write the parts at ``addresses`` into slots that are empty.
+        """Write the parts in ``blocks`` into slots that are empty.
 
         numbers: uint64 [n], of each block's records in all parts; from the slab's ``numbers``.
 
@@ -154,7 +158,7 @@ class DiskPart:
                 namespace,
                 names[piece],
                 slots[piece],
-                addresses[piece],
+                blocks.pick(piece),
                 numbers[piece],
             )
         return stored
@@ -165,7 +169,7 @@ class DiskPart:
         namespace: bytes,
         names: Sequence[BlockName],
         slots: Sequence[Slot],
-        addresses: Addresses,
+        blocks: Pieces,
         numbers: Uint64s,
     ) -> None:
         try:
@@ -175,7 +179,7 @@ class DiskPart:
                 as_keys([name.key for name in names]),
                 np.array([name.depth for name in names], np.int64),
                 np.array(slots, np.int64),
-                np.asarray(addresses, np.uint64),
+                blocks,
                 numbers,
             )
         except OSError as error:
@@ -189,15 +193,13 @@ class DiskPart:
         keys: Records,
         depths: Int64s,
         slots: Int64s,
-        addresses: Uint64s,
+        blocks: Pieces,
         numbers: Uint64s,
     ) -> None:
         """The order matters: a record never names a slot whose bytes are not yet those of its
         block, and ``empty`` comes before."""
         power = self.options.durability is Durability.POWER
-        sizes = np.full(len(slots), self.num_bytes, np.uint64)
-        crcs = crc32c_many(addresses, sizes, self.options.checksum_threads)
-        done = self._writer.write(slots, addresses, self.options.write_deadline_s)
+        done, crcs = self._writer.write(slots, blocks, self.options.write_deadline_s)
         self.writes.note("write", done)
         self._quarantine(slots, done, self.writes)
         written = done == self.slot_bytes
@@ -219,18 +221,21 @@ class DiskPart:
         self.slab.compact_if_due()
 
     def load(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], addresses: Addresses
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], blocks: Pieces
     ) -> tuple[Bools, Bools]:
-        """Read parts to ``addresses``, ``num_bytes`` bytes each. Returns which are right, verified
+        """Read parts to where ``blocks`` lie. Returns which are right, verified
         as ``options.verify`` says, and which could not be read."""
-        at, to = np.array(slots, np.int64), np.asarray(addresses, np.uint64)
+        at = np.array(slots, np.int64)
         records, trusted = self.slab.look_up(at)
         known = (records["kind"] == Kind.PUT) & same_keys(records["key"], as_keys(list(keys)))
         done = np.full(len(at), self.slot_bytes, np.int64)
         crcs = np.zeros(len(at), np.uint32)
         verified = self._to_verify(trusted)
         done[known], crcs[known] = self._reader.read(
-            at[known], to[known], verified[known], self.options.read_deadline_s
+            at[known],
+            blocks.pick(np.flatnonzero(known)),
+            verified[known],
+            self.options.read_deadline_s,
         )
         self.reads.note("read", done[known])
         self._quarantine(at, done, self.reads)
@@ -283,7 +288,7 @@ class DiskPart:
 
     # -- upkeep ------------------------------------------------------------------------------------
 
-    def scrub(self, max_bytes: int) -> ScrubReport:
+    def scrub(self, max_bytes: int) -> Scrubbed:
         """Verify the next blocks, about ``max_bytes`` of them, whether anybody uses them or not.
 
         A damaged block is forgotten; one that was rewritten meanwhile is not judged.
@@ -310,9 +315,8 @@ class DiskPart:
             unreadable = part["slot"].astype(np.int64)[checked.done < 0]
             failed += [Slot(slot) for slot in unreadable.tolist()]
             self._quarantine(part["slot"].astype(np.int64), checked.done, self.reads)
-        return ScrubReport(
-            len(records), len(records) * self.slot_bytes, tuple(corrupt), tuple(failed)
-        )
+        num_bytes = len(records) * self.slot_bytes
+        return Scrubbed(len(records), num_bytes, tuple(corrupt), tuple(failed))
 
     def findings(self) -> list[Finding]:
         direct = "" if self.slab.is_direct else "the file system has no O_DIRECT"

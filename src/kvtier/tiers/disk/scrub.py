@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,7 @@ from kvtier._hot import crc32c_many
 from kvtier.tiers.disk.bounce import Bounce
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.records import Kind, Records
+from kvtier.types import Slot
 
 Int64s = npt.NDArray[np.int64]
 
@@ -21,6 +23,26 @@ class Checked:
 
     done: npt.NDArray[np.int64]
     right: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Scrubbed:
+    """What a scrub saw. corrupt: slots with wrong bytes. failed: slots that can't be read."""
+
+    num_checked: int = 0
+    num_bytes: int = 0
+    corrupt: tuple[Slot, ...] = ()
+    failed: tuple[Slot, ...] = ()
+
+    @classmethod
+    def sum(cls, scrubs: Sequence[Scrubbed]) -> Scrubbed:
+        """What several scrubs saw."""
+        return cls(
+            sum(each.num_checked for each in scrubs),
+            sum(each.num_bytes for each in scrubs),
+            tuple(slot for each in scrubs for slot in each.corrupt),
+            tuple(slot for each in scrubs for slot in each.failed),
+        )
 
 
 def check_blocks(

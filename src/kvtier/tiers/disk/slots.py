@@ -111,6 +111,23 @@ class DiskSlots:
             self.num_used += len(claimed)
             return claimed
 
+    def hold(self, slots: Int64s) -> npt.NDArray[np.bool_]:
+        """bool [n]: which slots are in use; those that are unclaimed are from now on. -1 stands for
+        no slot; a slot at most once."""
+        with self._lock:
+            there = slots >= 0
+            state = self._state[slots]
+            unclaimed = slots[there & (state == SlotState.UNCLAIMED)]
+            self._state[unclaimed] = SlotState.USED
+            self.num_unclaimed -= len(unclaimed)
+            self.num_used += len(unclaimed)
+            is_used = (state == SlotState.USED) | (state == SlotState.UNCLAIMED)
+            return np.asarray(there & is_used)
+
+    def is_bad(self, slot: Slot) -> bool:
+        """Whether the slot can't be read or written."""
+        return bool(self._is_bad[slot])
+
     def unclaimed(self) -> Int64s:
         """Slots of the blocks that nobody has claimed, in the order in which they would leave."""
         with self._lock:

@@ -1,300 +1,225 @@
-"""The disk tier: blocks in slabs, verified when they are read."""
+"""The disk tier: blocks by key, in the slots of a slab."""
 
 from __future__ import annotations
 
-import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._hot import KeyTable
 from kvtier.devices.base import Finding, Memory
+from kvtier.errors import ConfigError
 from kvtier.layout import KVGroup
-from kvtier.tiers.base import Addresses, LoadResult, ScrubReport, StorageTier
-from kvtier.tiers.disk.budget import WriteBudget
-from kvtier.tiers.disk.health import Breaker
-from kvtier.tiers.disk.membership import leave
-from kvtier.tiers.disk.opening import open_slabs, wanted
+from kvtier.tiers.disk.blocks import DiskBlocks
 from kvtier.tiers.disk.options import DiskOptions
-from kvtier.tiers.disk.part import DiskPart, SlotOwner
-from kvtier.tiers.disk.parts import complete, on_all
-from kvtier.tiers.disk.records import Kind, Records, as_keys
-from kvtier.tiers.disk.replay import recovered
-from kvtier.tiers.disk.slots import DiskSlots
+from kvtier.tiers.disk.records import as_keys
 from kvtier.tiers.disk.system import DiskSystem
-from kvtier.tiers.slots import check_slots
+from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.storage import Outcome, ScrubReport, StorageFacts, StorageSite, StorageTier
 from kvtier.types import DISK, BlockKey, BlockName, Slot
-
-logger = logging.getLogger(__name__)
 
 Int64s = npt.NDArray[np.int64]
 
 
-class DiskTier(StorageTier, SlotOwner):
-    """Room for blocks on local disks; they are found again after a restart or a crash.
+def make_disk(site: StorageSite) -> DiskTier:
+    """One more disk tier, for ``storage="name=disk:/path"``; with the settings that it has by
+    default."""
+    if not site.location:
+        raise ConfigError(f'{site.name}: no folder; write it as "{site.name}=disk:/path"')
+    options = DiskOptions(Path(site.location), site.capacity_bytes)
+    return DiskTier(options, site.group, site.arena, name=site.name)
 
-    options: with ``more_paths`` a block is cut into equal parts, one for each slab. It is there
-    when all of its parts are.
-    arena: memory that blocks mostly come from and go to; it is registered with the I/O engine.
-    Any other address works as well. system, clock, monotonic: for tests; unix time, and seconds
-    that ever grow.
 
-    The caller guarantees
-        one thread stores, one loads, one scrubs, at the same time if they like; allocate, free,
-        claim and forget belong to one thread. A slot that is stored to or loaded from is allocated
-        or claimed, and is not freed meanwhile; a slot is never stored to and loaded from at once.
-    Outcomes and errors
-        no method raises for what the disk does after the tier was opened: a store answers False,
-        a load ``CORRUPT`` or ``FAILED``. After too many errors in a row the disk is not asked for a
-        while: reads and writes apart, so what can't be written any more can still be read.
-        Opening raises ``ConfigError`` (see ``opening.open_slabs``) or ``TierError``.
+class DiskTier(StorageTier):
+    """Blocks on local disks; they are found again after a restart or a crash.
+
+    Which slot a block is in is known here only, in a table that is used with the lock held; it
+    names free slots that have a block still, too. A slot is read and written without the lock; one
+    whose block is dropped meanwhile is free when the last reader has gone. For the arguments see
+    ``DiskBlocks``.
     """
+
+    facts = StorageFacts(
+        reaches=frozenset({"host", "cpu"}), finds_at_once=True, wants_scrubbing=True
+    )
 
     def __init__(
         self,
         options: DiskOptions,
         group: KVGroup,
-        arena: Memory,
+        arena: Memory | None = None,
         system: DiskSystem | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        name: str = DISK,
     ) -> None:
-        self.name = DISK
-        self.options = options
+        self.name = name
         self.bytes_per_block = group.bytes_per_block
-        self._budget = WriteBudget(options.bytes_per_day)
-        self._is_closed = False
-        began = time.monotonic()
-        self.parts: list[DiskPart] = []
-        with ExitStack() as undo:
-            system, each_part = system or DiskSystem(), options.each_part()
-            slabs = open_slabs(
-                [(each.path, wanted(each, group, options.num_paths)) for each in each_part],
-                system,
-                clock,
-            )
-            for slab in slabs:
-                undo.callback(slab.close, clean=False)
-            for each, slab in zip(each_part, slabs, strict=True):
-                part = DiskPart(each, slab, arena, system, monotonic, self)
-                undo.callback(part.close)
-                self.parts.append(part)
-            found = self._forget_incomplete()
-            self._table = self.parts[0].slab.table
-            self._found = recovered(found)
-            self._slots = DiskSlots(found, self._found)
-            undo.pop_all()
-        self.num_slots = len(self._table)
-        self._slot_bytes = sum(part.slot_bytes for part in self.parts)
-        for part in self.parts[1:]:
-            self.quarantine(np.flatnonzero(part.slab.table["kind"] == Kind.BAD))
-        logger.info(
-            "disk tier opened paths=%s slots=%d recovered=%d seconds=%.3f",
-            [str(part.options.path) for part in self.parts],
-            self.num_slots,
-            self.num_unclaimed,
-            time.monotonic() - began,
-        )
-
-    # -- room --------------------------------------------------------------------------------------
+        self.blocks = DiskBlocks(options, group, arena, system, clock, monotonic)
+        self._lock = Lock()
+        self._slots = KeyTable(*self.blocks.found())
+        self._is_kept = np.zeros(self.blocks.num_slots, bool)
+        self._num_readers: Counter[int] = Counter()
+        self._leaving: set[int] = set()
 
     @property
-    def num_free(self) -> int:
-        return self._slots.num_free
+    def num_blocks(self) -> int:
+        return self.blocks.num_slots - self.blocks.num_quarantined
 
     @property
-    def num_used(self) -> int:
-        """Slots that were given out or claimed, and not given back."""
-        return self._slots.num_used
+    def has_unfound(self) -> bool:
+        return self.num_unfound > 0
 
     @property
-    def num_unclaimed(self) -> int:
-        """Blocks that a restart found and nobody has claimed yet; they count as free."""
-        return self._slots.num_unclaimed
+    def num_unfound(self) -> int:
+        """Blocks that a restart found and nobody has asked for, of whatever namespace."""
+        return self.blocks.num_unclaimed
 
-    @property
-    def num_quarantined(self) -> int:
-        """Slots that had an I/O error; they are not given out again."""
-        return self._slots.num_quarantined
+    def unfound_keys(self) -> list[BlockKey]:
+        return self.blocks.unclaimed_keys()
 
-    @property
-    def can_load(self) -> bool:
-        return all(part.reads.is_passable for part in self.parts)
+    # -- by key ------------------------------------------------------------------------------------
 
-    @property
-    def can_store(self) -> bool:
-        return all(part.writes.is_passable for part in self.parts)
+    def find(self, keys: Sequence[BlockKey], timeout_s: float = 0.0) -> list[Outcome]:
+        with self._lock:
+            return self._find(keys)
 
-    def allocate(self, num_slots: int) -> list[Slot] | None:
-        """That many slots: free ones, then those of unclaimed blocks, the oldest first."""
-        return self._slots.allocate(num_slots)
+    def _find(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        slots = self._hold(keys)
+        return [Outcome.THERE if slot >= 0 else Outcome.ABSENT for slot in slots.tolist()]
 
-    def free(self, slots: list[Slot]) -> None:
-        """Give slots back. Until a slot is used again, a restart finds its block."""
-        self._slots.free(slots)
+    def _hold(self, keys: Sequence[BlockKey]) -> Int64s:
+        """int64 [n]: the slot of each block, in use from now on; -1 where it is not there.
 
-    def unclaimed_keys(self) -> list[BlockKey]:
-        """Blocks that a restart found and nobody claimed; those that would leave first in front.
-
-        For an owner that keeps an index of its own, and claims them all.
+        A scrub empties the slots of damaged blocks whose keys are here still, and a slot that was
+        not in use may be another block's by now.
         """
-        if not self.can_load:
-            return []
-        return [BlockKey(self._table[slot]["key"].tobytes()) for slot in self._slots.unclaimed()]
+        wanted = as_keys(list(keys))
+        slots = self._slots.find(wanted)
+        is_right, is_other = self.blocks.fit(wanted, slots)
+        if (lost := np.flatnonzero((slots >= 0) & ~is_right)).size:
+            gone = lost[self._is_kept[slots[lost]] & ~is_other[lost]]
+            self._leave(slots[gone])
+            self._slots.remove(wanted[lost], slots[lost])
+        slots[~is_right | ~self.blocks.hold(np.where(is_right, slots, -1))] = -1
+        self._is_kept[slots[slots >= 0]] = True
+        return slots
 
-    def claim(self, keys: Sequence[BlockKey]) -> list[Slot]:
-        """Slots of the longest leading run of ``keys`` that a restart found and nobody claimed.
+    def put(
+        self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float = 0.0
+    ) -> list[Outcome]:
+        if not self.blocks.can_store:
+            return [Outcome.FAILED] * len(names)
+        with self._lock:
+            outcomes = self._find([name.key for name in names])
+            new = [at for at, outcome in enumerate(outcomes) if outcome is not Outcome.THERE]
+            slots = self._allocate(len(new))
+            fit = new[: len(slots)]
+            before = self._slots_with([names[at].key for at in fit])
+        # One slot has a block at most, or one that is dropped for good would come back.
+        self.blocks.forget([Slot(slot) for slot in before[before >= 0].tolist()])
+        stored = self.blocks.store([names[at] for at in fit], slots, blocks.pick(fit))
+        with self._lock:
+            for at, slot, is_stored in zip(fit, slots, stored, strict=True):
+                if is_stored:
+                    self._slots.put(as_keys([names[at].key]), np.array([slot], np.int64))
+                    self._is_kept[slot] = True
+                    outcomes[at] = Outcome.THERE
+                else:
+                    self.blocks.free([slot])
+        return [each if each is Outcome.THERE else Outcome.FAILED for each in outcomes]
 
-        They are in use from now on, as if they had been allocated.
-        """
-        if not keys or not self.num_unclaimed or not self.can_load:
-            return []
-        return self._slots.claim(self._found.find(as_keys(list(keys)), self._table))
+    def _allocate(self, num_blocks: int) -> list[Slot]:
+        """Slots, as many as there are. Blocks that nobody asked for go for them."""
+        slots = self.blocks.allocate(min(num_blocks, self.blocks.num_free)) or []
+        self._slots.remove(*self.blocks.contents(slots))
+        return slots
 
-    def forget(self, slots: Sequence[Slot]) -> None:
-        """No restart finds the blocks of these slots. The slots stay as they are."""
-        check_slots(slots, self.num_slots)
-        for part in self.parts:
-            part.empty(np.array(slots, np.int64))
+    def get(
+        self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float = 0.0
+    ) -> list[Outcome]:
+        outcomes = [Outcome.ABSENT] * len(keys)
+        with self._lock:
+            at = np.flatnonzero((slots := self._hold(keys)) >= 0).tolist()
+            self._num_readers.update(slots[at].tolist())
+        held = [Slot(slot) for slot in slots[at].tolist()]
+        results = self.blocks.load([keys[each] for each in at], held, blocks.pick(at))
+        with self._lock:
+            self._end_read(held)
+            for each, slot, result in zip(at, held, results, strict=True):
+                outcomes[each] = result
+                if result is Outcome.DAMAGED or self.blocks.is_quarantined(slot):
+                    outcomes[each] = Outcome.DAMAGED
+                    self._forget([keys[each]], np.array([slot], np.int64))
+        return outcomes
 
-    def num_welcome(self, num_blocks: int) -> int:
-        """All of them, or none: when the day's writes are used up, or the disk refuses them."""
-        is_welcome = self.can_store and self._budget.take(num_blocks * self._slot_bytes)
-        return num_blocks if is_welcome else 0
+    def _end_read(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            self._num_readers[slot] -= 1
+            if not self._num_readers[slot]:
+                del self._num_readers[slot]
+                if slot in self._leaving:
+                    self._leaving.discard(slot)
+                    self.blocks.free([slot])
 
-    def quarantine(self, slots: Int64s) -> None:
-        self._slots.quarantine(slots)
+    def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
+        with self._lock:
+            slots = self._hold(keys)
+            if for_good:
+                there = self._slots_with(keys)
+                self.blocks.forget([Slot(slot) for slot in there[there >= 0].tolist()])
+                self._slots.remove(as_keys(list(keys))[there >= 0], there[there >= 0])
+            self._leave(slots[slots >= 0])
 
-    def drop(self, slots: Int64s) -> None:
-        self._slots.drop_unclaimed(slots)
+    def _slots_with(self, keys: Sequence[BlockKey]) -> Int64s:
+        """int64 [n]: the slot that has each block, in use or not; -1 where none has."""
+        wanted = as_keys(list(keys))
+        slots = self._slots.find(wanted)
+        slots[~self.blocks.fit(wanted, slots)[0]] = -1
+        return slots
 
-    def _forget_incomplete(self) -> Records:
-        """A crash may leave some parts of a block: then it is not there. Returns the records of
-        the others, ``RECORD`` [num_slots]."""
-        tables = [part.slab.table for part in self.parts]
-        if len(tables) == 1:
-            return tables[0]
-        is_complete = complete(tables)
-        for part, table in zip(self.parts, tables, strict=True):
-            alone = np.flatnonzero((table["kind"] == Kind.PUT) & ~is_complete)
-            if len(alone):
-                part.empty(alone)  # where that can't be written, the next owner does it
-                logger.warning(
-                    "blocks dropped that are not in all parts path=%s num=%d",
-                    part.options.path,
-                    len(alone),
-                )
-        left = tables[0].copy()
-        left["kind"][(left["kind"] == Kind.PUT) & ~is_complete] = Kind.DEL
-        return left
+    def _forget(self, keys: Sequence[BlockKey], slots: Int64s) -> None:
+        """The blocks are not there any more; those that went meanwhile are passed over."""
+        wanted = as_keys(list(keys))
+        still = self._slots.find(wanted) == slots
+        self._slots.remove(wanted, slots)
+        self._leave(slots[still])
 
-    # -- blocks ------------------------------------------------------------------------------------
-
-    def store(
-        self, names: Sequence[BlockName], slots: Sequence[Slot], addresses: Addresses
-    ) -> list[bool]:
-        """Write blocks. True: the block survives what ``options.durability`` says.
-
-        A block that was not stored leaves its slot empty.
-        """
-        check_slots(slots, self.num_slots)
-        at = np.array(slots, np.int64)
-        is_ready = _enter([part.writes for part in self.parts])
-        # All parts first: halves of two blocks must never look like one, wherever a crash comes.
-        if not is_ready or not all(part.mend() and part.empty(at) for part in self.parts):
-            return [False] * len(names)
-        # And one number for all parts of a block: halves of two writes don't look like one, either.
-        numbers = self.parts[0].slab.numbers.take(len(names))
-        stored = on_all(
-            self.parts,
-            lambda rank, part: part.store(names, slots, self._at(addresses, rank), numbers),
-        )
-        everywhere = np.logical_and.reduce(stored)
-        for part, here in zip(self.parts, stored, strict=True):
-            part.empty(at[here & ~everywhere])
-        return [bool(each) for each in everywhere]
-
-    def load(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], addresses: Addresses
-    ) -> list[LoadResult]:
-        """Read blocks to ``addresses``, ``bytes_per_block`` bytes each, and verify them."""
-        if not keys:
-            return []
-        check_slots(slots, self.num_slots)
-        if not _enter([part.reads for part in self.parts]):
-            return [LoadResult.FAILED] * len(keys)
-        loaded = on_all(
-            self.parts, lambda rank, part: part.load(keys, slots, self._at(addresses, rank))
-        )
-        right = np.logical_and.reduce([each for each, _ in loaded])
-        failed = np.logical_or.reduce([each for _, each in loaded])
-        return [
-            LoadResult.OK if ok else LoadResult.FAILED if bad else LoadResult.CORRUPT
-            for ok, bad in zip(right.tolist(), failed.tolist(), strict=True)
-        ]
-
-    def _at(self, addresses: Addresses, rank: int) -> Addresses:
-        """Where the parts of ``rank`` begin in blocks at ``addresses``."""
-        return addresses + np.uint64(rank * self.parts[rank].num_bytes)
+    def _leave(self, slots: Int64s) -> None:
+        """The slots are free, or will be when nobody reads them any more."""
+        self._is_kept[slots] = False
+        leaving = [Slot(slot) for slot in slots.tolist()]
+        busy = {slot for slot in leaving if self._num_readers[slot]}
+        self._leaving.update(busy)
+        self.blocks.free([slot for slot in leaving if slot not in busy])
 
     # -- upkeep ------------------------------------------------------------------------------------
 
     def scrub(self, max_bytes: int) -> ScrubReport:
-        """Verify the next blocks, about ``max_bytes`` of them, whether anybody uses them or not.
-
-        A damaged block is forgotten; one that was rewritten meanwhile is not judged.
-        """
-        if not _enter([part.reads for part in self.parts]):
-            return ScrubReport(0, 0, (), ())
-        share = max_bytes // len(self.parts)
-        return ScrubReport.sum([part.scrub(share) for part in self.parts])
+        seen = self.blocks.scrub(max_bytes)
+        num_lost = len(seen.corrupt), len(seen.failed)
+        return ScrubReport(seen.num_checked, seen.num_bytes, *num_lost)
 
     def findings(self) -> list[Finding]:
-        room = f"{self.num_slots} blocks, {self.num_slots * self._slot_bytes / 2**30:.2f} GiB"
-        not_now = [
-            (f"not {done}", f"{part.options.path} is not {done}: {state}")
-            for part in self.parts
-            for done, breaker in (("read", part.reads), ("written", part.writes))
-            if (state := breaker.state())
-        ]
-        words = dict.fromkeys(word for word, _ in not_now)
-        return [
-            Finding("disk tier", ", ".join([room, *words]), "; ".join(why for _, why in not_now)),
-            *(line for part in self.parts for line in part.findings()),
-            Finding("disk durability", self.options.durability.value),
-            Finding("disk verify", self.options.verify.value),
-            Finding("disk quarantined", str(self.num_quarantined)),
-        ]
+        return self.blocks.findings()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where counts disagree. O(num_slots); nothing else may run."""
-        self._slots.check_invariants()
+        """Raise AssertionError where slots, keys and counts disagree. O(num_slots); nothing else
+        may run."""
+        self.blocks.check_invariants()
+        num_kept = self.blocks.num_used + self.blocks.num_unclaimed
+        assert len(self._slots) >= num_kept, "a block without a key"
+        assert self._is_kept.sum() == self.blocks.num_used, "a slot in use without a block"
+        assert not self._leaving, "a slot waits for a reader that is not there"
 
     def close(self) -> None:
-        """Everything on the medium, and the slabs free for their next owner."""
-        # What does not answer is not waited for.
-        breakers = [breaker for part in self.parts for breaker in (part.reads, part.writes)]
-        self._close(is_clean=not any(breaker.is_open for breaker in breakers))
+        self.blocks.close()
 
     def abandon(self) -> None:
         """Give the files back as they are, as the end of the process would."""
-        self._close(is_clean=False)
-
-    def _close(self, is_clean: bool) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        with ExitStack() as last:
-            for part in self.parts:
-                last.callback(part.slab.close, clean=False)
-            for part in self.parts:
-                part.close()
-            if is_clean:
-                leave([part.slab for part in self.parts])
-
-
-def _enter(breakers: Sequence[Breaker]) -> bool:
-    """Whether all of them let a call through; where one does not, none is tried for nothing."""
-    return all(each.is_passable for each in breakers) and all(each.enter() for each in breakers)
+        self.blocks.abandon()

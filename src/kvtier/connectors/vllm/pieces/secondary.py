@@ -3,7 +3,8 @@
 Bounded, verified, and found again after a restart.
 
     {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 17179869184,
-     "secondary_tiers": [{"type": "kvtier", "path": "/nvme/kvtier", "capacity": "200GiB"}]}
+     "secondary_tiers": [
+       {"type": "kvtier", "disk_path": "/nvme/kvtier", "disk_capacity": "200GiB"}]}
 """
 
 from __future__ import annotations
@@ -29,29 +30,30 @@ from vllm.v1.kv_offload.base import (
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvtier.connectors.vllm.chunks import ChunkState
 from kvtier.connectors.vllm.names import Names
-from kvtier.connectors.vllm.pieces.chunk_slab import ChunkSlab, Counts
+from kvtier.connectors.vllm.pieces.chunk_slab import ChunkSlab
 from kvtier.connectors.vllm.pieces.settings import TierSettings
-from kvtier.connectors.vllm.prompt import chunks_of
+from kvtier.connectors.vllm.prompt import chunks_of, depth
 from kvtier.connectors.vllm.weights import Source
 from kvtier.devices.base import Memory
 from kvtier.errors import TierError
+from kvtier.keyed_cache import Place
 from kvtier.layout import opaque
-from kvtier.tiers import Addresses, StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.none import NoStorage
+from kvtier.types import DISK, Slot
 
 logger = logging.getLogger(__name__)
 
 FOUND = {
-    ChunkState.ABSENT: LookupResult.MISS,
-    ChunkState.WRITING: LookupResult.RETRY,
-    ChunkState.READY: LookupResult.HIT,
+    Place.NOWHERE: LookupResult.MISS,
+    Place.ARRIVING: LookupResult.RETRY,
+    Place.STORAGE: LookupResult.HIT,
 }
 QUEUED_SHARE = 2
 """At most one chunk in this many of the host tier waits for the disk: it can't leave meanwhile."""
@@ -82,10 +84,12 @@ class KvtierTier(SecondaryTierManager):
         settings = TierSettings.read(config)
         self.locality = settings.locality and Locality(settings.locality)
         # An address, no array: vLLM can't release its view while there are arrays over it.
-        rows = np.asarray(primary_kv_view)
-        self._address, num_bytes = rows.ctypes.data, rows.nbytes
-        num_rows = len(rows)
-        del rows
+        array = np.asarray(primary_kv_view)
+        rows, num_rows = Memory(array.ctypes.data, array.nbytes, "host", None), len(array)
+        del array
+        self._tokens_per_chunk = [
+            each * offloading_spec.blocks_per_chunk for each in offloading_spec.tokens_per_block
+        ]
         parallel = offloading_spec.config.parallel
         subfolder = f"dp{parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else ""
         self._names = Names(
@@ -100,23 +104,23 @@ class KvtierTier(SecondaryTierManager):
         if settings.enable_kv_events and not publishes:
             logger.warning("kvtier: enable_kv_events has no effect, vLLM publishes no KV events")
         publishes = publishes and settings.enable_kv_events
+        self._disk = self._open(settings.disk_options(subfolder), rows)
         self.slab = ChunkSlab(
-            self._open(
-                settings.disk_options(subfolder),
-                Memory(self._address, num_bytes, "host", None),
-            ),
+            self._disk,
+            rows,
             self._names.digest,
-            num_rows // QUEUED_SHARE,
-            publishes,
+            most_queued=num_rows // QUEUED_SHARE,
+            bytes_per_day=settings.bytes_per_day,
+            tells_changes=publishes,
         )
 
-    def _open(self, options: DiskOptions, rows: Memory) -> StorageTier:
+    def _open(self, options: DiskOptions, rows: Memory) -> DiskTier | NoStorage:
         group = opaque(self.block_size_bytes)
         try:
             tier = DiskTier(options, group, rows)
         except TierError as error:
             logger.error("kvtier: vLLM serves without the disk: %s", error)
-            return NoStorage(group)
+            return NoStorage(DISK, group)
         for finding in tier.findings():
             logger.info("kvtier %s: %s %s", finding.topic, finding.found, finding.note)
         return tier
@@ -134,17 +138,16 @@ class KvtierTier(SecondaryTierManager):
         self.slab.digest = self._names.digest
         context = job_metadata.req_context
         keys = list(job_metadata.keys)
-        depths = [context.get_offload_key_position(key) or 0 for key in keys]
-        self.slab.store(job_metadata.job_id, keys, depths, self._addresses(job_metadata))
+        depths = [self._depth(key, context) for key in keys]
+        self.slab.store(job_metadata.job_id, keys, depths, _rows_of(job_metadata))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
-        self.slab.load(job_metadata.job_id, keys, self._addresses(job_metadata))
+        self.slab.load(job_metadata.job_id, keys, _rows_of(job_metadata))
 
-    def _addresses(self, job: TransferJob) -> Addresses:
-        """Where the chunks of a job begin in the host tier."""
-        rows = np.asarray(job.chunk_ids, np.uint64)
-        return np.uint64(self._address) + rows * np.uint64(self.block_size_bytes)
+    def _depth(self, key: OffloadKey, context: ReqContext) -> int:
+        tokens_per_chunk = self._tokens_per_chunk[get_offload_group_idx(key)]
+        return depth(context.get_offload_key_position(key) or 0, tokens_per_chunk)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         return [
@@ -153,7 +156,7 @@ class KvtierTier(SecondaryTierManager):
                 job.is_whole,
                 tuple(job.keys) if job.is_load and not job.is_whole else None,
                 job.seconds,
-                job.num_chunks * self.block_size_bytes,
+                len(job.keys) * self.block_size_bytes,
             )
             for job in self.slab.take_finished()
         ]
@@ -174,7 +177,7 @@ class KvtierTier(SecondaryTierManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return [
-            OffloadingEvent(change.keys, self.medium, change.is_gone, self.locality)
+            OffloadingEvent(change.keys, self.medium, change.is_removed, self.locality)
             for change in self.slab.take_changes()
         ]
 
@@ -212,10 +215,10 @@ class KvtierTier(SecondaryTierManager):
         }
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        counts: Counts = self.slab.take_counts()
+        counts = self.slab.take_counts()
         stats = OffloadingConnectorStats()
         stats.set_gauge(CHUNKS, self.slab.num_chunks, ("used",))
-        stats.set_gauge(CHUNKS, self.slab.num_unclaimed, ("unclaimed",))
+        stats.set_gauge(CHUNKS, self._disk.num_unfound, ("unclaimed",))
         for name, reason, value in (
             (GONE, "evicted", counts.evicted),
             (GONE, "lost", counts.lost),
@@ -226,3 +229,8 @@ class KvtierTier(SecondaryTierManager):
             if value:
                 stats.increase_counter(name, value, (reason,))
         return stats
+
+
+def _rows_of(job: TransferJob) -> list[Slot]:
+    """Rows of the host tier that a job's chunks are in, or are to come to."""
+    return [Slot(row) for row in np.asarray(job.chunk_ids).tolist()]

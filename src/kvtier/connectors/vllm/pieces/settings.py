@@ -14,22 +14,22 @@ from kvtier.types import Durability, Verify
 
 VLLMS_OWN = frozenset({"type", "module_path", "backpressure"})
 """Settings of every tier, that vLLM reads."""
-EXAMPLE = '{"type": "kvtier", "path": "/nvme/kvtier", "capacity": "200GiB"}'
+EXAMPLE = '{"type": "kvtier", "disk_path": "/nvme/kvtier", "disk_capacity": "200GiB"}'
 
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """Ours. Sizes may be written "200GiB"."""
+    """Ours, by the names that ``CacheConfig`` has for them. Sizes may be written "200GiB"."""
 
-    path: str | list[str]
+    disk_path: str | list[str]
     """Folder of the slab; a list of folders on several disks cuts each chunk over all of them."""
-    capacity: str | int
+    disk_capacity: str | int
     """Room for KV on disk, reserved at the start and never exceeded."""
-    durability: str = "process"
+    disk_durability: str = "process"
     """What a stored chunk survives: the end of the "process", or a loss of "power"."""
-    verify: str = "always"
+    disk_verify: str = "always"
     """Which loads compare the checksum: "always", "sampled" or "off"."""
-    bytes_per_day: str | int = 0
+    disk_bytes_per_day: str | int = 0
     """What may be written in a day, for disks that wear; 0 for no limit."""
     namespace: str = ""
     """Chunks are shared only under the same name: for what kvtier can't know of, such as weights
@@ -49,7 +49,8 @@ class TierSettings:
                 near = get_close_matches(key, known, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
                 raise ConfigError(f"secondary tier kvtier: no setting is called {key!r}; {hint}")
-        missing = next((name for name in ("path", "capacity") if name not in config), None)
+        wanted = ("disk_path", "disk_capacity")
+        missing = next((name for name in wanted if name not in config), None)
         if missing is not None:
             raise ConfigError(f"secondary tier kvtier: {missing} is missing; write {EXAMPLE}")
         given = {key: value for key, value in config.items() if key in known}
@@ -58,28 +59,35 @@ class TierSettings:
                 raise ConfigError(f"secondary tier kvtier: {key} can't be {value!r}; {HINTS[key]}")
         settings = cls(**given)  # type: ignore[arg-type]
         settings.disk_options()
+        if settings.bytes_per_day < 0:
+            raise ConfigError(
+                f"secondary tier kvtier: disk_bytes_per_day: {settings.bytes_per_day} is below 0"
+            )
         return settings
+
+    @property
+    def bytes_per_day(self) -> int:
+        return parse_size(self.disk_bytes_per_day, "secondary tier kvtier: disk_bytes_per_day")
 
     def disk_options(self, subfolder: str = "") -> DiskOptions:
         """The same, as the disk tier wants it. subfolder: below each path."""
-        paths = [self.path] if isinstance(self.path, str) else self.path
+        paths = [self.disk_path] if isinstance(self.disk_path, str) else self.disk_path
         first, *more = (Path(each).expanduser() / subfolder for each in paths)
         return DiskOptions(
             first,
-            parse_size(self.capacity, "secondary tier kvtier: capacity"),
+            parse_size(self.disk_capacity, "secondary tier kvtier: disk_capacity"),
             tuple(more),
-            durability=Durability(self.durability),
-            verify=Verify(self.verify),
-            bytes_per_day=parse_size(self.bytes_per_day, "secondary tier kvtier: bytes_per_day"),
+            durability=Durability(self.disk_durability),
+            verify=Verify(self.disk_verify),
         )
 
 
 HINTS = {
-    "path": "name a folder, or a list of folders",
-    "capacity": 'write for instance "200GiB", or bytes',
-    "durability": f"use one of {', '.join(Durability)}",
-    "verify": f"use one of {', '.join(Verify)}",
-    "bytes_per_day": 'write for instance "2TiB", bytes, or 0 for no limit',
+    "disk_path": "name a folder, or a list of folders",
+    "disk_capacity": 'write for instance "200GiB", or bytes',
+    "disk_durability": f"use one of {', '.join(Durability)}",
+    "disk_verify": f"use one of {', '.join(Verify)}",
+    "disk_bytes_per_day": 'write for instance "2TiB", bytes, or 0 for no limit',
     "namespace": "write any text",
     "enable_kv_events": "use true or false",
     "locality": "use LOCAL or REMOTE",
@@ -88,14 +96,14 @@ HINTS = {
 
 def _fits(key: str, value: object) -> bool:
     match key:
-        case "path":
+        case "disk_path":
             paths = [value] if isinstance(value, str) else value
             return isinstance(paths, list) and bool(paths) and all(map(_is_path, paths))
-        case "capacity" | "bytes_per_day":
+        case "disk_capacity" | "disk_bytes_per_day":
             return isinstance(value, str) or type(value) is int
-        case "durability":
+        case "disk_durability":
             return value in list(Durability)
-        case "verify":
+        case "disk_verify":
             return value in list(Verify)
         case "locality":
             return value in (None, "LOCAL", "REMOTE")

@@ -43,7 +43,7 @@ class WriteBudget:
         if not self.bytes_per_day:
             return True
         self._fill()
-        if self._level <= 0:
+        if self._level < 1:
             return False
         self._level -= num_bytes
         return True

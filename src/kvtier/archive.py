@@ -1,0 +1,109 @@
+"""What a storage tier is to get: blocks worth a write, and no faster than it takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvtier.index import BlockIndex, State
+from kvtier.plan import WriteBudget
+from kvtier.telemetry import Metrics
+from kvtier.tiers import Room
+from kvtier.types import BlockId
+
+MOVING_SHARE = 4
+"""Of the slots that blocks are written from, one in so many may be on its way to storage: they
+can't leave meanwhile. The rest is for those who wait for something."""
+
+
+class Archive:
+    """The line in front of one storage tier. Blocks that wait in it hold nothing: one that leaves
+    memory before its turn is not written, and counted.
+
+    storage: the tier. source: the one in memory that blocks are written from; room: its slots.
+    block_bytes: what a write of one costs of ``budget``.
+    """
+
+    def __init__(
+        self,
+        storage: str,
+        source: str,
+        room: Room,
+        index: BlockIndex,
+        metrics: Metrics,
+        block_bytes: int,
+        budget: WriteBudget,
+    ) -> None:
+        self.storage = storage
+        self._source = source
+        self._room = room
+        self._index = index
+        self._metrics = metrics
+        self._block_bytes = block_bytes
+        self._budget = budget
+        self._waiting: dict[BlockId, None] = {}  # in the order in which they came
+        self._num_moving = 0
+
+    def __len__(self) -> int:
+        """Blocks that wait for their turn."""
+        return len(self._waiting)
+
+    def __contains__(self, block: BlockId) -> bool:
+        """Whether it waits for its turn."""
+        return block in self._waiting
+
+    def add(self, blocks: Iterable[BlockId]) -> None:
+        """These are worth a write."""
+        self._waiting.update(dict.fromkeys(blocks))
+        too_many = len(self._waiting) - self._room.num_open
+        if too_many > 0:  # as many have left the memory already
+            self._skip(list(self._waiting)[:too_many])
+
+    def take(self, most: int) -> list[BlockId]:
+        """The next blocks to be written, up to ``most``, in the order in which they came. They are
+        on their way until ``ended``."""
+        room = min(most, max(1, self._room.num_open // MOVING_SHARE) - self._num_moving)
+        taken: list[BlockId] = []
+        while self._waiting and len(taken) < room:
+            some = self._first(room - len(taken))
+            taken += self._storable(some)
+        if taken and not self._budget.take(len(taken) * self._block_bytes):
+            self._count(len(taken))
+            return []
+        self._num_moving += len(taken)
+        return taken
+
+    def ended(self, num_blocks: int) -> None:
+        """So many are not on their way any more, written or not."""
+        self._num_moving -= num_blocks
+        assert self._num_moving >= 0, "more writes have ended than were begun"
+
+    def clear(self) -> None:
+        """Nothing is to be written any more."""
+        self._waiting.clear()
+
+    def _first(self, num: int) -> list[BlockId]:
+        some = [block for block, _ in zip(self._waiting, range(num), strict=False)]
+        for block in some:
+            del self._waiting[block]
+        return some
+
+    def _storable(self, blocks: Sequence[BlockId]) -> list[BlockId]:
+        """Those of ``blocks`` that are in memory still, and not in storage yet."""
+        here = self._index.states_of(blocks, self._source)
+        there = self._index.states_of(blocks, self.storage)
+        lost = sum(state is not State.READY for state in here)
+        self._count(lost)
+        return [
+            block
+            for block, above, below in zip(blocks, here, there, strict=True)
+            if above is State.READY and below is State.ABSENT
+        ]
+
+    def _skip(self, blocks: Sequence[BlockId]) -> None:
+        for block in blocks:
+            del self._waiting[block]
+        self._count(len(blocks))
+
+    def _count(self, num_blocks: int) -> None:
+        if num_blocks:
+            self._metrics.count("kvtier_unwritten_blocks_total", num_blocks, tier=self.storage)

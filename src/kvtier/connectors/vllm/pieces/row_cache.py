@@ -1,0 +1,104 @@
+"""The keyed cache over memory that the engine keeps itself, and lends for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from kvtier.index import State
+from kvtier.keyed_cache import ROOT, KeyedCache
+from kvtier.ladder import Ladder
+from kvtier.plan import Copy
+from kvtier.tiers import LentMemory
+from kvtier.types import BlockId, Slot
+
+
+class RowCache(KeyedCache):
+    """Blocks are in memory, or come there, in slots that the engine names; until it takes them back
+    with ``displace``. So ``reserve`` finds no room here, and ``promote`` brings nothing.
+
+    What is in memory stays in storage, too: a job's end can't push out its beginning.
+    """
+
+    def __init__(
+        self,
+        rows: LentMemory,
+        ladder: Ladder,
+        namespace: Callable[[], bytes],
+        clock: Callable[[], float],
+    ) -> None:
+        super().__init__(ladder, namespace, clock)
+        self._rows = rows
+        self._kept: set[tuple[BlockId, str]] = set()  # leased in storage
+
+    def place(self, keys: Sequence[bytes], slots: Sequence[Slot], depths: Sequence[int]) -> None:
+        """The engine has blocks in ``slots``, and storage gets those that it has not.
+
+        keys: in prompt order, none of them in memory already. depths: see ``commit``.
+        """
+        self._rows.lend(list(slots))
+        blocks = self._make(keys)
+        self._index.begin_write_all(blocks, self.memory, slots)
+        self._index.commit_all(blocks, self.memory, self._clock())
+        self._depths.update(blocks, depths)
+        self._use(blocks)
+        for storage in self.ladder.storages:
+            states = self._index.states_of(blocks, storage)
+            there = zip(blocks, states, strict=True)
+            self._keep([block for block, state in there if state is State.READY], storage)
+        self._archive(blocks)
+
+    def fetch(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
+        """Bring blocks from storage into ``slots``; none of them is in memory already."""
+        self._rows.lend(list(slots))
+        found = [(self._find(ROOT, key), slot) for key, slot in zip(keys, slots, strict=True)]
+        for storage in self.ladder.storages:
+            there = [
+                (each[0], slot)
+                for each, slot in found
+                if each is not None and self._storage_of(*each) == storage
+            ]
+            blocks = tuple(block for block, _ in there)
+            self.ladder.load(Copy(storage, self.memory, blocks), [slot for _, slot in there])
+
+    def displace(self, keys: Collection[bytes]) -> None:
+        """The engine takes the slots of these blocks back; nothing moves from or to them. What did
+        not arrive has none."""
+        for block in self._make(key for key in keys if self.is_in_memory(key)):
+            for storage in self.ladder.storages:
+                if (block, storage) in self._kept:
+                    self._kept.discard((block, storage))
+                    self._index.release([block], storage)
+            slot = self._index.lose(block, self.memory)
+            assert slot is not None, "a block whose slot is taken back is being copied"
+            self._rows.free([slot])
+
+    def is_moving(self, key: bytes) -> bool:
+        """Whether a block is on its way between memory and storage, or waits for that."""
+        found = self._find(ROOT, key)
+        if found is None:
+            return False
+        block, states = found
+        return states[0] is State.WRITING or self.ladder.is_archiving(block)
+
+    def is_in_memory(self, key: bytes) -> bool:
+        """Whether a block was placed, or has arrived, and was not displaced since."""
+        found = self._find(ROOT, key)
+        return found is not None and found[1][0] is State.READY and not self._is_doubted(found[0])
+
+    def is_stored(self, key: bytes) -> bool:
+        """Whether storage has a block."""
+        found = self._find(ROOT, key)
+        return found is not None and self._storage_of(*found) is not None
+
+    def _keep(self, blocks: Sequence[BlockId], storage: str) -> None:
+        self._index.lease(blocks, storage)
+        self._kept.update((block, storage) for block in blocks)
+
+    def _note(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
+        super()._note(tier, blocks, is_removed)
+        if not is_removed:
+            self._use(blocks)
+        if not is_removed and tier != self.memory:
+            states = self._index.states_of(blocks, self.memory)
+            placed = zip(blocks, states, strict=True)
+            self._keep([block for block, state in placed if state is State.READY], tier)

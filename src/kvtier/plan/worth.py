@@ -1,0 +1,61 @@
+"""Load or recompute, for engines that ask before they have a place on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvtier.plan.cost import Costs
+from kvtier.plan.planner import plan_load
+from kvtier.types import BlockId, Match
+
+MAX_CUTS = 64
+"""Places at which a prompt may be cut: with thousands of blocks, several of them go together."""
+MAX_PATIENCE_S = 10.0
+"""While nothing is known about prefill yet."""
+
+
+def num_worth_loading(
+    costs: Costs,
+    tiers: Sequence[str],
+    *,
+    num_tokens: int,
+    block_size: int,
+    bytes_per_block: int,
+    num_staging_slots: int,
+) -> int:
+    """How many of the first blocks of a prompt to load rather than compute.
+
+    tiers: of each block, from the prompt's start; those on the device cost nothing. num_tokens: of
+    the prompt. num_staging_slots: blocks that could be brought from storage.
+    """
+    order = list(costs.ways)
+    width = -(-len(tiers) // MAX_CUTS) or 1
+    wide = [_slowest(tiers[at : at + width], order) for at in range(0, len(tiers), width)]
+    plan = plan_load(
+        Match(tuple(map(BlockId, range(len(wide)))), tuple(wide), (False,) * len(wide), 0),
+        costs,
+        # A hit of the whole prompt counts as one: the engine computes its last token again.
+        num_tokens=max(num_tokens, len(wide) * width * block_size) + 1,
+        block_size=block_size * width,
+        bytes_per_block=bytes_per_block * width,
+        num_free_slots=len(wide),
+        num_staging_slots=num_staging_slots // width,
+    )
+    return min(len(tiers), plan.num_reused_blocks * width)
+
+
+def _slowest(tiers: Sequence[str], order: Sequence[str]) -> str:
+    """Of several neighbours; those on the device are in no way's order."""
+    return max(tiers, key=lambda tier: order.index(tier) if tier in order else -1)
+
+
+def is_worth_loading(costs: Costs, num_bytes: Mapping[str, int], first: int, end: int) -> bool:
+    """Whether to load bytes, by the tier that has them, rather than compute the tokens from
+    ``first`` up to ``end``."""
+    return costs.load_s(num_bytes) <= costs.prefill_s(first, end)
+
+
+def patience_s(costs: Costs, first: int, end: int) -> float:
+    """How long a prompt may wait for the KV of its tokens from ``first`` up to ``end``: no longer
+    than computing them would take."""
+    return min(MAX_PATIENCE_S, costs.prefill_s(first, end))

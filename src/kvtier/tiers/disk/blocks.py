@@ -1,0 +1,333 @@
+"""Blocks in the slots of slabs: room, what a restart found, verified reads."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.devices.base import Finding, Memory
+from kvtier.layout import KVGroup
+from kvtier.tiers.base import Room
+from kvtier.tiers.disk.health import Breaker
+from kvtier.tiers.disk.membership import leave
+from kvtier.tiers.disk.opening import open_slabs, wanted
+from kvtier.tiers.disk.options import DiskOptions
+from kvtier.tiers.disk.part import DiskPart, SlotOwner
+from kvtier.tiers.disk.parts import complete, on_all
+from kvtier.tiers.disk.records import Kind, Records, as_keys, same_keys
+from kvtier.tiers.disk.replay import recovered
+from kvtier.tiers.disk.scrub import Scrubbed
+from kvtier.tiers.disk.slots import DiskSlots
+from kvtier.tiers.disk.system import DiskSystem
+from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.slots import check_slots
+from kvtier.tiers.storage import Outcome
+from kvtier.types import BlockKey, BlockName, Slot
+
+logger = logging.getLogger(__name__)
+
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class DiskBlocks(Room, SlotOwner):
+    """Slots for blocks on local disks; they are found again after a restart or a crash.
+
+    options: with ``more_paths`` a block is cut into equal parts, one for each slab. It is there
+    when all of its parts are.
+    arena: memory that blocks mostly come from and go to; it is registered with the I/O engine.
+    Any other address works as well. system, clock, monotonic: for tests; unix time, and seconds
+    that ever grow.
+
+    The caller guarantees
+        one thread stores, one loads, one scrubs, at the same time if they like; allocate, free,
+        claim and forget belong to one thread. A slot that is stored to or loaded from is allocated
+        or claimed, and is not freed meanwhile; a slot is never stored to and loaded from at once.
+    Outcomes and errors
+        no method raises for what the disk does after the tier was opened: a store answers False,
+        a load ``DAMAGED`` or ``FAILED``. After too many errors in a row the disk is not asked for a
+        while: reads and writes apart, so what can't be written any more can still be read.
+        Opening raises ``ConfigError`` (see ``opening.open_slabs``) or ``TierError``.
+    """
+
+    def __init__(
+        self,
+        options: DiskOptions,
+        group: KVGroup,
+        arena: Memory | None,
+        system: DiskSystem | None = None,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.options = options
+        self.bytes_per_block = group.bytes_per_block
+        self._is_closed = False
+        began = time.monotonic()
+        self.parts: list[DiskPart] = []
+        with ExitStack() as undo:
+            system, each_part = system or DiskSystem(), options.each_part()
+            slabs = open_slabs(
+                [(each.path, wanted(each, group, options.num_paths)) for each in each_part],
+                system,
+                clock,
+            )
+            for slab in slabs:
+                undo.callback(slab.close, clean=False)
+            for each, slab in zip(each_part, slabs, strict=True):
+                part = DiskPart(each, slab, arena, system, monotonic, self)
+                undo.callback(part.close)
+                self.parts.append(part)
+            found = self._forget_incomplete()
+            self._table = self.parts[0].slab.table
+            self._found = recovered(found)
+            self._slots = DiskSlots(found, self._found)
+            undo.pop_all()
+        self.num_slots = len(self._table)
+        self._slot_bytes = sum(part.slot_bytes for part in self.parts)
+        for part in self.parts[1:]:
+            self.quarantine(np.flatnonzero(part.slab.table["kind"] == Kind.BAD))
+        logger.info(
+            "disk tier opened paths=%s slots=%d recovered=%d seconds=%.3f",
+            [str(part.options.path) for part in self.parts],
+            self.num_slots,
+            self.num_unclaimed,
+            time.monotonic() - began,
+        )
+
+    # -- room --------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        return self._slots.num_free
+
+    @property
+    def num_used(self) -> int:
+        """Slots that were given out or claimed, and not given back."""
+        return self._slots.num_used
+
+    @property
+    def num_unclaimed(self) -> int:
+        """Blocks that a restart found and nobody has claimed yet; they count as free."""
+        return self._slots.num_unclaimed
+
+    @property
+    def num_quarantined(self) -> int:
+        """Slots that had an I/O error; they are not given out again."""
+        return self._slots.num_quarantined
+
+    @property
+    def can_load(self) -> bool:
+        """Whether it makes sense to load now; otherwise all of it would fail, at once."""
+        return all(part.reads.is_passable for part in self.parts)
+
+    @property
+    def can_store(self) -> bool:
+        """The same for storing."""
+        return all(part.writes.is_passable for part in self.parts)
+
+    def allocate(self, num_slots: int) -> list[Slot] | None:
+        """That many slots: free ones, then those of unclaimed blocks, the oldest first."""
+        return self._slots.allocate(num_slots)
+
+    def free(self, slots: list[Slot]) -> None:
+        """Give slots back. Until a slot is used again, a restart finds its block."""
+        self._slots.free(slots)
+
+    def unclaimed_keys(self) -> list[BlockKey]:
+        """Blocks that a restart found and nobody claimed; those that would leave first in front.
+
+        For an owner that keeps an index of its own, and claims them all.
+        """
+        if not self.can_load:
+            return []
+        return [BlockKey(self._table[slot]["key"].tobytes()) for slot in self._slots.unclaimed()]
+
+    def found(self) -> tuple[Records, Int64s]:
+        """Blocks that the slabs hold: their keys, V32 [n], and slots. Of two with one key the last
+        one counts."""
+        return np.ascontiguousarray(self._table["key"][self._found.slots]), self._found.slots
+
+    def contents(self, slots: Sequence[Slot]) -> tuple[Records, Int64s]:
+        """Keys of the blocks that lie in slots, whoever wants them; and these slots."""
+        at = np.array(slots, np.int64)
+        at = at[self._table["kind"][at] == Kind.PUT]
+        return np.ascontiguousarray(self._table["key"][at]), at
+
+    def fit(self, keys: Records, slots: Int64s) -> tuple[Bools, Bools]:
+        """bool [n] each: which slots hold the block of that key, all of it, and which hold one of
+        another key. -1 stands for no slot."""
+        is_slot = slots >= 0
+        is_right, is_other = is_slot.copy(), np.zeros(len(slots), bool)
+        for part in self.parts:
+            rows = part.slab.table[slots]
+            is_put, is_same = rows["kind"] == Kind.PUT, same_keys(rows["key"], keys)
+            is_right &= is_put & is_same
+            is_other |= is_slot & is_put & ~is_same
+        return is_right, is_other
+
+    def hold(self, slots: Int64s) -> Bools:
+        """bool [n]: which slots hold a block that is in use, by now: blocks that a restart found
+        are claimed by that. -1 stands for no slot."""
+        return self._slots.hold(slots)
+
+    def is_quarantined(self, slot: Slot) -> bool:
+        """Whether the slot had an I/O error."""
+        return self._slots.is_bad(slot)
+
+    def claim(self, keys: Sequence[BlockKey]) -> list[Slot]:
+        """Slots of the longest leading run of ``keys`` that a restart found and nobody claimed.
+
+        They are in use from now on, as if they had been allocated.
+        """
+        if not keys or not self.num_unclaimed or not self.can_load:
+            return []
+        return self._slots.claim(self._found.find(as_keys(list(keys)), self._table))
+
+    def forget(self, slots: Sequence[Slot]) -> None:
+        """No restart finds the blocks of these slots. The slots stay as they are."""
+        check_slots(slots, self.num_slots)
+        for part in self.parts:
+            part.empty(np.array(slots, np.int64))
+
+    def quarantine(self, slots: Int64s) -> None:
+        self._slots.quarantine(slots)
+
+    def drop(self, slots: Int64s) -> None:
+        self._slots.drop_unclaimed(slots)
+
+    def _forget_incomplete(self) -> Records:
+        """A crash may leave some parts of a block: then it is not there. Returns the records of
+        the others, ``RECORD`` [num_slots]."""
+        tables = [part.slab.table for part in self.parts]
+        if len(tables) == 1:
+            return tables[0]
+        is_complete = complete(tables)
+        for part, table in zip(self.parts, tables, strict=True):
+            alone = np.flatnonzero((table["kind"] == Kind.PUT) & ~is_complete)
+            if len(alone):
+                part.empty(alone)  # where that can't be written, the next owner does it
+                logger.warning(
+                    "blocks dropped that are not in all parts path=%s num=%d",
+                    part.options.path,
+                    len(alone),
+                )
+        left = tables[0].copy()
+        left["kind"][(left["kind"] == Kind.PUT) & ~is_complete] = Kind.DEL
+        return left
+
+    # -- blocks ------------------------------------------------------------------------------------
+
+    def store(
+        self, names: Sequence[BlockName], slots: Sequence[Slot], blocks: Pieces
+    ) -> list[bool]:
+        """Write blocks. True: the block survives what ``options.durability`` says.
+
+        A block that was not stored leaves its slot empty.
+        """
+        check_slots(slots, self.num_slots)
+        at = np.array(slots, np.int64)
+        is_ready = _enter([part.writes for part in self.parts])
+        # All parts first: halves of two blocks must never look like one, wherever a crash comes.
+        if not is_ready or not all(part.mend() and part.empty(at) for part in self.parts):
+            return [False] * len(names)
+        # And one number for all parts of a block: halves of two writes don't look like one, either.
+        numbers = self.parts[0].slab.numbers.take(len(names))
+        stored = on_all(
+            self.parts,
+            lambda rank, part: part.store(names, slots, self._of(rank, blocks), numbers),
+        )
+        everywhere = np.logical_and.reduce(stored)
+        for part, here in zip(self.parts, stored, strict=True):
+            part.empty(at[here & ~everywhere])
+        return [bool(each) for each in everywhere]
+
+    def load(
+        self, keys: Sequence[BlockKey], slots: Sequence[Slot], blocks: Pieces
+    ) -> list[Outcome]:
+        """Read blocks to where ``blocks`` lie, and verify them."""
+        if not keys:
+            return []
+        check_slots(slots, self.num_slots)
+        if not _enter([part.reads for part in self.parts]):
+            return [Outcome.FAILED] * len(keys)
+        loaded = on_all(
+            self.parts, lambda rank, part: part.load(keys, slots, self._of(rank, blocks))
+        )
+        right = np.logical_and.reduce([each for each, _ in loaded])
+        failed = np.logical_or.reduce([each for _, each in loaded])
+        return [
+            Outcome.THERE if ok else Outcome.FAILED if bad else Outcome.DAMAGED
+            for ok, bad in zip(right.tolist(), failed.tolist(), strict=True)
+        ]
+
+    def _of(self, rank: int, blocks: Pieces) -> Pieces:
+        """The parts that ``rank`` has of blocks."""
+        if len(self.parts) == 1:
+            return blocks
+        num_bytes = self.parts[rank].num_bytes
+        return blocks.part(rank * num_bytes, num_bytes)
+
+    # -- upkeep ------------------------------------------------------------------------------------
+
+    def scrub(self, max_bytes: int) -> Scrubbed:
+        """Verify the next blocks, about ``max_bytes`` of them, whether anybody uses them or not.
+
+        A damaged block is forgotten; one that was rewritten meanwhile is not judged.
+        """
+        if not _enter([part.reads for part in self.parts]):
+            return Scrubbed()
+        share = max_bytes // len(self.parts)
+        return Scrubbed.sum([part.scrub(share) for part in self.parts])
+
+    def findings(self) -> list[Finding]:
+        room = f"{self.num_slots} blocks, {self.num_slots * self._slot_bytes / 2**30:.2f} GiB"
+        not_now = [
+            (f"not {done}", f"{part.options.path} is not {done}: {state}")
+            for part in self.parts
+            for done, breaker in (("read", part.reads), ("written", part.writes))
+            if (state := breaker.state())
+        ]
+        words = dict.fromkeys(word for word, _ in not_now)
+        return [
+            Finding("disk tier", ", ".join([room, *words]), "; ".join(why for _, why in not_now)),
+            *(line for part in self.parts for line in part.findings()),
+            Finding("disk durability", self.options.durability.value),
+            Finding("disk verify", self.options.verify.value),
+            Finding("disk quarantined", str(self.num_quarantined)),
+        ]
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where counts disagree. O(num_slots); nothing else may run."""
+        self._slots.check_invariants()
+
+    def close(self) -> None:
+        """Everything on the medium, and the slabs free for their next owner."""
+        # What does not answer is not waited for.
+        breakers = [breaker for part in self.parts for breaker in (part.reads, part.writes)]
+        self._close(is_clean=not any(breaker.is_open for breaker in breakers))
+
+    def abandon(self) -> None:
+        """Give the files back as they are, as the end of the process would."""
+        self._close(is_clean=False)
+
+    def _close(self, is_clean: bool) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with ExitStack() as last:
+            for part in self.parts:
+                last.callback(part.slab.close, clean=False)
+            for part in self.parts:
+                part.close()
+            if is_clean:
+                leave([part.slab for part in self.parts])
+
+
+def _enter(breakers: Sequence[Breaker]) -> bool:
+    """Whether all of them let a call through; where one does not, none is tried for nothing."""
+    return all(each.is_passable for each in breakers) and all(each.enter() for each in breakers)

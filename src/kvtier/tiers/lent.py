@@ -1,0 +1,46 @@
+"""Memory that somebody else owns, and lends slot by slot."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvtier.devices.base import Memory
+from kvtier.layout import Layout
+from kvtier.tiers.base import MemoryTier
+from kvtier.types import Slot
+
+
+class LentMemory(MemoryTier):
+    """Slots that are ours from ``lend`` until ``free``; its owner chooses them, so that nobody is
+    given one here. The memory outlives the tier."""
+
+    def __init__(self, name: str, memory: Memory, layout: Layout) -> None:
+        super().__init__(name, memory, layout)
+        self._is_lent = np.zeros(self.num_slots, bool)
+
+    def lend(self, slots: list[Slot]) -> None:
+        """The owner leaves these slots alone until they are freed."""
+        assert min(slots, default=0) >= 0, "a slot that is not there"
+        assert not self._is_lent[slots].any(), "a slot was lent twice"
+        self._is_lent[slots] = True
+
+    @property
+    def num_free(self) -> int:
+        return 0
+
+    @property
+    def num_used(self) -> int:
+        return int(self._is_lent.sum())
+
+    def allocate(self, num_slots: int) -> list[Slot] | None:
+        return None if num_slots else []
+
+    def free(self, slots: list[Slot]) -> None:
+        assert self._is_lent[slots].all(), "a slot was given back that was not lent"
+        self._is_lent[slots] = False
+
+    def longest_run(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        """It stays with its owner."""

@@ -1,0 +1,163 @@
+"""The seam of storage: blocks by key, in a place that outlives the process."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvtier.devices.base import Finding, Memory
+from kvtier.layout import KVGroup
+from kvtier.tiers.pieces import Pieces
+from kvtier.types import BlockKey, BlockName
+
+
+class Outcome(Enum):
+    """What became of one block of a call."""
+
+    THERE = "there"
+    """Found; or its bytes are where they were to go, and are the right ones."""
+    ABSENT = "absent"
+    """The tier has no such block."""
+    DAMAGED = "damaged"
+    """Something else was found under its key. The tier has forgotten it."""
+    FAILED = "failed"
+    """Not now: it could not be reached, or came too late. Another time it may be there."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageFacts:
+    """What others have to know about a tier to use it well.
+
+    reaches: kinds of memory that it reads into and writes from itself.
+    evicts: it makes room by itself, so that blocks may go unasked; else whoever puts drops.
+    finds_at_once: ``find`` answers from memory and never waits.
+    request_s: what a call costs, beside what its bytes cost.
+    wants_scrubbing: ``scrub`` finds damage before somebody needs the block.
+    num_readers, num_writers: calls of ``get``, and of ``put``, that may run at a time.
+    """
+
+    reaches: frozenset[str] = frozenset({"host"})
+    evicts: bool = False
+    finds_at_once: bool = False
+    request_s: float = 0.0
+    wants_scrubbing: bool = False
+    num_readers: int = 1
+    num_writers: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubReport:
+    """What a scrub saw. damaged: blocks with wrong bytes. failed: blocks that can't be read."""
+
+    num_checked: int = 0
+    num_bytes: int = 0
+    num_damaged: int = 0
+    num_failed: int = 0
+
+    @classmethod
+    def sum(cls, reports: Sequence[ScrubReport]) -> ScrubReport:
+        """What several scrubs saw."""
+        return cls(
+            sum(report.num_checked for report in reports),
+            sum(report.num_bytes for report in reports),
+            sum(report.num_damaged for report in reports),
+            sum(report.num_failed for report in reports),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSite:
+    """What a plug-in of ``kvtier.tiers`` is told to make a storage tier.
+
+    name: of the tier, for metrics and plans. location: what stands behind the colon of
+    ``storage="scheme:location"``, as the user wrote it. group: the shape of the blocks.
+    capacity_bytes: room for blocks. arena: host memory that most blocks come from and go to, for
+    tiers that register memory; None where there is none.
+    """
+
+    name: str
+    location: str
+    group: KVGroup
+    capacity_bytes: int
+    arena: Memory | None = None
+
+
+class StorageTier(ABC):
+    """Blocks by key: found, put, got and dropped, many at a time.
+
+    The caller guarantees
+        ``get`` is called by ``facts.num_readers`` threads at most, ``put`` by ``num_writers``, all
+        else by one, at the same time if they like. The memory of a call's blocks is alive, of a
+        kind in ``facts.reaches``, and touched by nobody else until the call returns. No key twice
+        in a call; no block is dropped while it is got or put.
+    The implementer provides
+        an outcome per block, in the order asked for. A call has returned when nothing of it is
+        under way any more, after ``timeout_s`` or soon after. A block that is ``THERE`` after a
+        ``get`` is the block that was put under that key, bit for bit: verified, or never doubtful.
+        One that is ``THERE`` after a ``put`` is found by the next process, too. Room for
+        ``num_blocks`` blocks is a hard bound.
+        A block that was ``THERE`` in any call stays until it is dropped, unless the tier
+        ``evicts``; blocks that an earlier process has left, and nobody found yet, go when their
+        room is needed.
+    Outcomes and errors
+        nothing raises for what the medium or the network does; what does raise counts as ``FAILED``
+        for all blocks of the call. A location that can't be used is a ``ConfigError`` at
+        construction.
+    """
+
+    name: str
+    bytes_per_block: int
+    facts: StorageFacts = StorageFacts()
+
+    @property
+    @abstractmethod
+    def num_blocks(self) -> int:
+        """Blocks that there is room for now."""
+
+    @property
+    def has_unfound(self) -> bool:
+        """Whether it may have blocks that this process has neither put nor found."""
+        return True
+
+    def unfound_keys(self) -> list[BlockKey]:
+        """Those of them that it can name, the ones to leave first in front; for an owner that takes
+        them all, or wants none of them."""
+        return []
+
+    @abstractmethod
+    def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
+        """Which blocks there are: ``THERE``, ``ABSENT``, or ``FAILED`` where that is not known.
+
+        Those behind the first that is not there may be called ``ABSENT`` without a look.
+        """
+
+    @abstractmethod
+    def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
+        """Write blocks: ``THERE`` or ``FAILED``. One that is there already need not be written."""
+
+    @abstractmethod
+    def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
+        """Read blocks into ``blocks``, and see that they are the right ones."""
+
+    @abstractmethod
+    def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
+        """The blocks are not needed any more: their room is free.
+
+        for_good: no later process finds them, either. Keys that are not there are passed over.
+        """
+
+    def scrub(self, max_bytes: int) -> ScrubReport:
+        """Verify some blocks, about ``max_bytes`` of them, that nobody asked for; each call goes on
+        where the last one ended. Called like ``get``."""
+        del max_bytes
+        return ScrubReport()
+
+    @abstractmethod
+    def findings(self) -> list[Finding]:
+        """For ``kvtier doctor``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give files and connections back. Not used again."""

@@ -1,0 +1,265 @@
+"""Moves blocks in this process: by the device between memories, by threads to and from storage."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from math import inf
+
+from kvtier.devices import Device, Direction
+from kvtier.errors import TierError
+from kvtier.plan import Route
+from kvtier.tiers import MemoryTier, Outcome, Pieces, StorageFacts, StorageTier
+from kvtier.transfer.breaker import Breaker
+from kvtier.transfer.engine import TransferEngine
+from kvtier.transfer.job import Job
+from kvtier.transfer.lane import Lane
+from kvtier.transfer.mover import FindJob, Move, Mover, Scrubbed
+from kvtier.transfer.staging import stage, stage_steps
+from kvtier.types import BlockKey, Slot
+
+logger = logging.getLogger(__name__)
+
+SCRUB_BYTES = 4 << 20
+SCRUB_PAUSE_S = 1.0
+"""So much is verified in the background at a time, where storage is idle, and so seldom: a disk of
+a terabyte in three days."""
+
+TIMEOUT_S = {"find": 1.0, "read": 10.0, "write": 60.0}
+"""What takes longer has failed: the blocks are computed again, or not stored."""
+
+Call = Callable[[float], list[Outcome]]
+
+
+class LocalMover(Mover):
+    """tiers: fastest first; the device copies between those in memory, and to the first one.
+    device: None where no tier is its memory, and nothing is to be copied between memories.
+
+    clock: seconds, for scrubs and breakers.
+    """
+
+    def __init__(
+        self,
+        tiers: Mapping[str, MemoryTier | StorageTier],
+        device: Device | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._memories = {k: tier for k, tier in tiers.items() if isinstance(tier, MemoryTier)}
+        self._storages = {k: tier for k, tier in tiers.items() if isinstance(tier, StorageTier)}
+        self.storages = {name: tier.facts for name, tier in self._storages.items()}
+        self._fastest = next(iter(tiers))
+        self._device = device
+        self._engine = None if device is None else TransferEngine(device)
+        self._clock = clock
+        self._gates = {
+            (name, way): _Gate(name, way, num_workers, clock)
+            for name, facts in self.storages.items()
+            for way, num_workers in _num_workers(facts).items()
+        }
+        self._scrubs: dict[str, Job] = {}
+        self._next_scrub_s = -inf
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Start the threads now: they run on the cores of the thread that starts them."""
+        if self._engine is not None:
+            self._engine.start()
+        for gate in self._gates.values():
+            gate.lane.start()
+
+    # -- moves -------------------------------------------------------------------------------------
+
+    def begin(self, move: Move, urgent: bool = True) -> Job:
+        src, dst = self._memories.get(move.src), self._memories.get(move.dst)
+        if src is not None and dst is not None:
+            assert self._engine is not None, "nobody copies between memories here"
+            if move.dst == self._fastest:
+                steps = stage_steps(src, move.src_slots, dst, move.dst_slots)
+                return self._engine.submit(steps, Direction.LOAD)
+            batch = stage(src, move.src_slots, dst, move.dst_slots)
+            return self._engine.submit([batch], Direction.STORE)
+        if dst is not None:
+            storage, blocks = self._storages[move.src], self._blocks(dst, move.dst_slots)
+            keys = [name.key for name in move.names]
+            return self._gates[move.src, "read"].submit(
+                lambda timeout_s: storage.get(keys, blocks(), timeout_s),
+                len(keys),
+                storage.bytes_per_block,
+                urgent,
+            )
+        assert src is not None, f"no way from {move.src} to {move.dst}"
+        storage, blocks = self._storages[move.dst], self._blocks(src, move.src_slots)
+        return self._gates[move.dst, "write"].submit(
+            lambda timeout_s: storage.put(move.names, blocks(), timeout_s),
+            len(move.names),
+            storage.bytes_per_block,
+            urgent,
+        )
+
+    def _blocks(self, memory: MemoryTier, slots: Sequence[Slot]) -> Callable[[], Pieces]:
+        """Where blocks lie, for a worker's thread: it waits until what the device computes now, and
+        may still use or make these blocks, is done."""
+        if self._device is None or memory is not self._memories.get(self._fastest):
+            return partial(memory.pieces, slots)
+        fence = self._device.fence()
+
+        def after_compute() -> Pieces:
+            fence.wait()
+            return memory.pieces(slots)
+
+        return after_compute
+
+    def accepts(self, route: Route) -> bool:
+        src, dst = route
+        gate = self._gates.get((src, "read")) or self._gates.get((dst, "write"))
+        return not self._is_closed and (gate is None or not gate.breaker.is_open)
+
+    def hurry(self, route: Route, job: Job) -> None:
+        gate = self._gates.get((route[0], "read"))
+        if gate is not None:
+            gate.lane.hurry(job)
+
+    def withdraw(self, route: Route, job: Job) -> bool:
+        gate = self._gates.get((route[0], "read"))
+        return gate is not None and gate.lane.withdraw(job)
+
+    def queued_s(self, route: Route, copy_s: Callable[[int], float]) -> float:
+        gate = self._gates.get((route[0], "read"))
+        if gate is None:
+            if self._engine is None or route[1] != self._fastest:
+                return 0.0
+            return copy_s(self._engine.queued_bytes(Direction.LOAD))
+        if gate.breaker.is_open:
+            return inf
+        # A disk that hangs looks as slow as it is.
+        return max(copy_s(gate.lane.queued_bytes), gate.lane.running_s)
+
+    # -- storage -----------------------------------------------------------------------------------
+
+    def find(self, tier: str, keys: Sequence[BlockKey]) -> FindJob:
+        storage, gate, job = self._storages[tier], self._gates[tier, "find"], FindJob()
+
+        def look(timeout_s: float) -> list[Outcome]:
+            job.outcomes = storage.find(keys, timeout_s)
+            return list(job.outcomes)
+
+        if not storage.facts.finds_at_once:
+            gate.submit(look, len(keys), 0, urgent=True, job=job)
+            return job
+        try:
+            look(TIMEOUT_S["find"])
+            job.finish()
+        except Exception as caught:  # whatever it is, nothing was found
+            gate.lane.fail(job, caught)
+        return job
+
+    def has_unfound(self, tier: str) -> bool:
+        storage = self._storages[tier]
+        return storage.has_unfound and not self._gates[tier, "find"].breaker.is_open
+
+    def drop(self, tier: str, keys: Sequence[BlockKey], for_good: bool = False) -> None:
+        storage = self._storages[tier]
+        if storage.facts.finds_at_once:
+            try:
+                storage.drop(keys, for_good)
+            except Exception as error:  # whatever it is, others go on
+                logger.warning("blocks were not dropped tier=%s error=%r", tier, error)
+            return
+        if self._is_closed:  # nobody is there to do it
+            return
+
+        def drop(timeout_s: float) -> list[Outcome]:
+            del timeout_s
+            storage.drop(keys, for_good)
+            return [Outcome.THERE]
+
+        self._gates[tier, "find"].submit(drop, 1, 0, urgent=True)
+
+    def drop_unfound(self, tier: str) -> None:
+        if unfound := self._storages[tier].unfound_keys():
+            self.drop(tier, unfound, for_good=True)
+
+    def is_idle(self, tier: str) -> bool:
+        return self._gates[tier, "read"].lane.is_idle
+
+    def scrub(self) -> list[Scrubbed]:
+        ended = [(name, job) for name, job in self._scrubs.items() if job.done]
+        for name, _ in ended:
+            del self._scrubs[name]
+        if not self._is_closed and self._clock() >= self._next_scrub_s:
+            self._begin_scrubs()
+        return [
+            Scrubbed(name, job.num_bytes, job.seconds, job.num_damaged)
+            for name, job in ended
+            if job.error is None and job.num_bytes
+        ]
+
+    def _begin_scrubs(self) -> None:
+        for name, storage in self._storages.items():
+            read, write = self._gates[name, "read"], self._gates[name, "write"]
+            is_idle = read.lane.is_idle and write.lane.is_idle
+            if storage.facts.wants_scrubbing and name not in self._scrubs and is_idle:
+                self._next_scrub_s = self._clock() + SCRUB_PAUSE_S
+                work = partial(_scrub, storage)
+                self._scrubs[name] = read.lane.submit(work, SCRUB_BYTES, urgent=False)
+
+    # -- end ---------------------------------------------------------------------------------------
+
+    def close(self, timeout_s: float) -> set[str]:
+        self._is_closed = True
+        is_over = self._engine is None or self._engine.close(timeout_s)
+        hanging = set() if is_over else set(self._memories)
+        for (name, _), gate in self._gates.items():
+            if not gate.lane.close(timeout_s):
+                hanging.add(name)
+        if hanging & self._storages.keys():  # they may be reading into memory, or out of it
+            hanging.update(self._memories)
+        return hanging
+
+
+class _Gate:
+    """One kind of call of a storage tier: its line, and when to leave it alone."""
+
+    def __init__(self, tier: str, way: str, num_workers: int, clock: Callable[[], float]) -> None:
+        self.lane = Lane(f"{tier} {way}", partial(TierError, tier, way), num_workers)
+        self.breaker = Breaker(clock)
+        self._timeout_s = TIMEOUT_S[way]
+
+    def submit(
+        self, call: Call, num_blocks: int, block_bytes: int, urgent: bool, job: Job | None = None
+    ) -> Job:
+        """Queue ``call``, which is given the seconds that it may take."""
+        return self.lane.submit(
+            partial(self._run, call, num_blocks), num_blocks * block_bytes, urgent, job
+        )
+
+    def _run(self, call: Call, num_blocks: int, job: Job) -> Iterable[int]:
+        if not self.breaker.admit():
+            return range(num_blocks)
+        outcomes: list[Outcome] = []
+        try:
+            outcomes = call(self._timeout_s)
+        finally:
+            answered = any(each is not Outcome.FAILED for each in outcomes)
+            if self.breaker.note(answered):
+                state = "answers again" if answered else "is left alone for a while"
+                logger.warning("storage %s lane=%s", state, self.lane.name)
+        damaged = _where(outcomes, Outcome.DAMAGED)
+        job.gone, job.num_damaged = damaged | _where(outcomes, Outcome.ABSENT), len(damaged)
+        return job.gone | _where(outcomes, Outcome.FAILED)
+
+
+def _where(outcomes: Sequence[Outcome], wanted: Outcome) -> frozenset[int]:
+    return frozenset(at for at, outcome in enumerate(outcomes) if outcome is wanted)
+
+
+def _num_workers(facts: StorageFacts) -> dict[str, int]:
+    return {"read": facts.num_readers, "write": facts.num_writers, "find": 1}
+
+
+def _scrub(storage: StorageTier, job: Job) -> Iterable[int]:
+    report = storage.scrub(SCRUB_BYTES)
+    job.num_bytes, job.num_damaged = report.num_bytes, report.num_damaged
+    return ()

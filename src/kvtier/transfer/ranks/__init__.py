@@ -1,0 +1,14 @@
+"""Moves that the ranks of an engine carry out: ordered by one process, reported by all.
+
+deciding process                               each rank
+RankMover  ---- orders, with the engine's ---> RankExecutor
+           <--- own messages; reports --------
+"""
+
+from __future__ import annotations
+
+from kvtier.transfer.ranks.executor import RankExecutor
+from kvtier.transfer.ranks.messages import Done, Hello, Order, Report, Verb
+from kvtier.transfer.ranks.mover import RankMover
+
+__all__ = ["Done", "Hello", "Order", "RankExecutor", "RankMover", "Report", "Verb"]

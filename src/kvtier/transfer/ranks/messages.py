@@ -1,0 +1,120 @@
+"""What the deciding process tells the ranks to do with their storage, and what they answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvtier.transfer.mover import Scrubbed
+from kvtier.types import BlockKey, BlockName, Slot
+
+
+class Verb(Enum):
+    """What becomes of blocks."""
+
+    WRITE = "write"
+    """From slots in memory to storage."""
+    READ = "read"
+    """From storage to slots in memory."""
+    DROP = "drop"
+    """Storage need not keep them."""
+    ERASE = "erase"
+    """Not in storage any more, not even after a restart."""
+    HURRY = "hurry"
+    """Somebody waits now for what an earlier order reads."""
+    WITHDRAW = "withdraw"
+    """Nobody wants any more what an earlier order reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Every rank does the same with its shard of the same blocks.
+
+    tier: the storage. names: the blocks. slots: theirs in memory, one per name, for ``WRITE`` and
+    ``READ``. urgent: somebody waits for it. about: the order that is hurried or withdrawn.
+    """
+
+    order_id: int
+    verb: Verb
+    tier: str
+    names: tuple[BlockName, ...] = ()
+    slots: tuple[Slot, ...] = ()
+    urgent: bool = True
+    about: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An order to read or write that was carried out.
+
+    failed: positions of blocks that were not moved. gone: those of them that storage does not have;
+    num_damaged: how many of these it had, but not as they were. num_bytes, seconds: what was moved,
+    and how long it took without the time in line. withdrawn: it never began.
+    """
+
+    failed: frozenset[int] = frozenset()
+    gone: frozenset[int] = frozenset()
+    num_damaged: int = 0
+    num_ranks: int = 1
+    num_bytes: int = 0
+    seconds: float = 0.0
+    withdrawn: bool = False
+
+    def and_also(self, other: Done) -> Done:
+        """What two groups of ranks did: only what both have done is done."""
+        return Done(
+            self.failed | other.failed,
+            self.gone | other.gone,
+            max(self.num_damaged, other.num_damaged),
+            self.num_ranks + other.num_ranks,
+            max(self.num_bytes, other.num_bytes),
+            max(self.seconds, other.seconds),
+            self.withdrawn or other.withdrawn,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a rank has to say about itself; the last one counts.
+
+    num_open: slots in memory that can be used by now. found: by storage tier, what a restart found
+    there, the blocks to leave first in front; only in a rank's first hello, and only where it has
+    that storage.
+    """
+
+    num_open: int
+    found: Mapping[str, tuple[BlockKey, ...]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """From ranks, since their last report.
+
+    done: by order id. hellos: by rank. failed: slots in memory from or to which a copy of the
+    engine's went wrong. scrubbed: what was verified while storage was idle. steps: of the engine,
+    that were computed, of those asked for.
+    """
+
+    done: Mapping[int, Done] = field(default_factory=dict)
+    hellos: Mapping[int, Hello] = field(default_factory=dict)
+    failed: frozenset[Slot] = frozenset()
+    scrubbed: tuple[Scrubbed, ...] = ()
+    steps: frozenset[int] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.done or self.hellos or self.failed or self.scrubbed or self.steps)
+
+    def and_also(self, other: Report) -> Report:
+        """One report of several ranks."""
+        done = dict(self.done)
+        for order_id, theirs in other.done.items():
+            ours = done.get(order_id)
+            done[order_id] = theirs if ours is None else ours.and_also(theirs)
+        return Report(
+            done,
+            {**self.hellos, **other.hellos},
+            self.failed | other.failed,
+            self.scrubbed + other.scrubbed,
+            self.steps | other.steps,
+        )

@@ -1,0 +1,190 @@
+"""In the deciding process: moves become orders to the ranks, and reports become ended jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtier.plan import Route
+from kvtier.tiers import Outcome, StorageFacts
+from kvtier.transfer.job import Job
+from kvtier.transfer.mover import FindJob, Move, Mover, Scrubbed
+from kvtier.transfer.ranks.messages import Done, Hello, Order, Report, Verb
+from kvtier.types import BlockKey, BlockName, Slot
+
+
+@dataclass(slots=True)
+class _Moving:
+    job: Job
+    tier: str
+    is_read: bool
+    num_ranks_left: int
+    done: Done | None = None
+
+
+class RankMover(Mover):
+    """A move is done when every rank has said so; what one rank could not move has not moved.
+
+    storages: what each rank has of storage. block_bytes: of one rank. num_ranks: that say hello.
+    num_storage_ranks: those of them that have the storage.
+    """
+
+    def __init__(
+        self,
+        storages: Mapping[str, StorageFacts],
+        block_bytes: int,
+        num_ranks: int,
+        num_storage_ranks: int,
+    ) -> None:
+        self.storages = dict(storages)
+        self._block_bytes = block_bytes
+        self._num_ranks = num_ranks
+        self._num_storage_ranks = num_storage_ranks if storages else 0
+        self._hellos: dict[int, Hello] = {}
+        self._found: dict[int, Mapping[str, tuple[BlockKey, ...]]] = {}
+        self._unfound: dict[str, dict[BlockKey, None]] = {name: {} for name in storages}
+        self._orders: list[Order] = []
+        self._moving: dict[int, _Moving] = {}
+        self._ids: dict[Job, int] = {}
+        self._num_orders = 0
+        self._scrubbed: list[Scrubbed] = []
+        self._wants_unfound = True
+
+    # -- what the ladder wants ---------------------------------------------------------------------
+
+    def begin(self, move: Move, urgent: bool = True) -> Job:
+        is_read = move.src in self.storages
+        tier, slots = (move.src, move.dst_slots) if is_read else (move.dst, move.src_slots)
+        job = Job(move.num_blocks * self._block_bytes)
+        verb = Verb.READ if is_read else Verb.WRITE
+        order = self._order(verb, tier, move.names, tuple(slots), urgent)
+        self._moving[order.order_id] = _Moving(job, tier, is_read, self._num_storage_ranks)
+        self._ids[job] = order.order_id
+        return job
+
+    def drop(self, tier: str, keys: Sequence[BlockKey], for_good: bool = False) -> None:
+        if keys:
+            names = [BlockName(b"", 0, key) for key in keys]
+            self._order(Verb.ERASE if for_good else Verb.DROP, tier, names)
+
+    def hurry(self, route: Route, job: Job) -> None:
+        if job in self._ids:
+            self._order(Verb.HURRY, route[0], about=self._ids[job])
+
+    def withdraw(self, route: Route, job: Job) -> bool:
+        """The ranks are told; whether it was in time, their reports say."""
+        if job in self._ids:
+            self._order(Verb.WITHDRAW, route[0], about=self._ids[job])
+        return False
+
+    def find(self, tier: str, keys: Sequence[BlockKey]) -> FindJob:
+        """What all ranks have said that they have, and nobody has asked for yet."""
+        job, unfound = FindJob(), self._unfound[tier]
+        job.outcomes = [Outcome.THERE if key in unfound else Outcome.ABSENT for key in keys]
+        for key in keys:
+            unfound.pop(key, None)
+        job.finish()
+        return job
+
+    def has_unfound(self, tier: str) -> bool:
+        return bool(self._unfound[tier])
+
+    def drop_unfound(self, tier: str) -> None:
+        """Nothing of an earlier life is wanted: not what ranks have yet to tell of, either."""
+        self.drop(tier, list(self._unfound[tier]), for_good=True)
+        self._unfound[tier].clear()
+        self._wants_unfound = self.is_complete
+
+    def queued_s(self, route: Route, copy_s: Callable[[int], float]) -> float:
+        reads = (each for each in self._moving.values() if each.is_read and each.tier == route[0])
+        return copy_s(sum(each.job.num_bytes for each in reads))
+
+    def is_idle(self, tier: str) -> bool:
+        return not any(each.is_read and each.tier == tier for each in self._moving.values())
+
+    def scrub(self) -> list[Scrubbed]:
+        scrubbed, self._scrubbed = self._scrubbed, []
+        return scrubbed
+
+    def close(self, timeout_s: float) -> set[str]:
+        """The ranks close what they have."""
+        return set()
+
+    def _order(
+        self,
+        verb: Verb,
+        tier: str,
+        names: Sequence[BlockName] = (),
+        slots: tuple[Slot, ...] = (),
+        urgent: bool = True,
+        about: int = 0,
+    ) -> Order:
+        self._num_orders += 1
+        order = Order(self._num_orders, verb, tier, tuple(names), slots, urgent, about)
+        self._orders.append(order)
+        return order
+
+    # -- what the engine carries -------------------------------------------------------------------
+
+    def take_orders(self) -> list[Order]:
+        """What the ranks are to do next, in this order; nothing before all have said hello."""
+        if not self.is_complete:
+            return []
+        orders, self._orders = self._orders, []
+        return orders
+
+    @property
+    def is_complete(self) -> bool:
+        """Every rank has said what it has."""
+        return len(self._hellos) >= self._num_ranks and len(self._found) >= self._num_storage_ranks
+
+    @property
+    def is_busy(self) -> bool:
+        """Orders are to be sent, or to be carried out."""
+        return bool(self._orders or self._moving)
+
+    @property
+    def num_open(self) -> int:
+        """Slots in memory that every rank has open."""
+        if len(self._hellos) < self._num_ranks:
+            return 0
+        return min(each.num_open for each in self._hellos.values())
+
+    def hear(self, report: Report) -> None:
+        """Reports of some ranks, for each order once from each of them."""
+        for rank, hello in report.hellos.items():
+            self._hellos[rank] = hello
+            if hello.found is not None and rank not in self._found:
+                self._found[rank] = hello.found
+                if len(self._found) == self._num_storage_ranks:
+                    self._join()
+        self._scrubbed += report.scrubbed
+        for order_id, done in report.done.items():
+            self._note(order_id, done)
+
+    def _note(self, order_id: int, done: Done) -> None:
+        moving = self._moving.get(order_id)
+        if moving is None:
+            return
+        moving.done = done if moving.done is None else moving.done.and_also(done)
+        moving.num_ranks_left -= done.num_ranks
+        if moving.num_ranks_left > 0:
+            return
+        del self._moving[order_id]
+        del self._ids[moving.job]
+        all_done, job = moving.done, moving.job
+        job.gone, job.num_damaged = all_done.gone, all_done.num_damaged
+        job.withdrawn = all_done.withdrawn
+        job.num_bytes = all_done.num_bytes
+        job.finish(lost=all_done.failed)
+        job.seconds = all_done.seconds
+
+    def _join(self) -> None:
+        """All ranks have said what a restart found: it counts where all have found it."""
+        for tier in self.storages:
+            found = [ranks.get(tier, ()) for ranks in self._found.values()]
+            everywhere = set(found[0]).intersection(*found[1:]) if self._wants_unfound else set()
+            self._unfound[tier] = dict.fromkeys(key for key in found[0] if key in everywhere)
+            somewhere = dict.fromkeys(key for keys in found for key in keys)
+            self.drop(tier, [key for key in somewhere if key not in everywhere], for_good=True)
+        self._found = {rank: {} for rank in self._found}

@@ -1,0 +1,95 @@
+"""A cache for engines that bring keys, and what its ranks are told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from kvtier.index import State
+from kvtier.index.policies import LruPolicy
+from kvtier.keyed_cache import KeyedCache, Place, rising
+from kvtier.keys import next_key
+from kvtier.ladder import Ladder, LadderOptions
+from kvtier.tiers import DistantRoom, Quota, StorageFacts
+from kvtier.transfer.ranks import Done, Hello, Order, RankMover, Report
+from kvtier.types import DISK, HOST, BlockKey
+
+KEYS = [bytes([number]) * 3 for number in range(10)]
+NS = b"n" * 32
+BLOCK_BYTES = 64
+
+
+def name(key: bytes) -> BlockKey:
+    """What the block is called in storage."""
+    return next_key(NS, key)
+
+
+def names(order: Order) -> tuple[BlockKey, ...]:
+    return tuple(each.key for each in order.names)
+
+
+class Engine:
+    """A cache, and what its ranks are told."""
+
+    def __init__(
+        self,
+        num_host: int = 4,
+        num_disk: int = 8,
+        num_ranks: int = 1,
+        says_hello: bool = True,
+        bytes_per_day: int = 0,
+    ) -> None:
+        facts = StorageFacts(finds_at_once=True)
+        self.num_ranks = num_ranks
+        self.mover = RankMover({DISK: facts}, BLOCK_BYTES, num_ranks, num_ranks)
+        self.host = DistantRoom(num_host)
+        ticks = count()
+        clock = rising(lambda: float(next(ticks)))
+        self.ladder = Ladder(
+            {HOST: self.host, DISK: Quota(lambda: num_disk)},
+            self.mover,
+            make_policy=LruPolicy,
+            options=LadderOptions(BLOCK_BYTES, bytes_per_day={DISK: bytes_per_day}),
+            clock=clock,
+        )
+        self.cache = KeyedCache(self.ladder, lambda: NS, clock, lambda: self.mover.is_complete)
+        for rank in range(num_ranks if says_hello else 0):
+            self.hello(rank)
+
+    def hello(self, rank: int, *found: BlockKey, num_open: int | None = None) -> None:
+        num_open = self.host.num_slots if num_open is None else num_open
+        self.hear(Report(hellos={rank: Hello(num_open, {DISK: found})}))
+
+    def hear(self, report: Report) -> None:
+        self.mover.hear(report)
+        self.host.open(self.mover.num_open)
+        self.cache.poll()
+
+    def finish(self, order: Order, done: Done) -> None:
+        self.hear(Report(done={order.order_id: done}))
+
+    def store(self, keys: Sequence[bytes]) -> None:
+        room = self.cache.reserve(keys)
+        assert room is not None
+        self.cache.commit(room.keys, range(len(room.keys)))
+
+    def carry_out(self, failed: Sequence[int] = (), gone: Sequence[int] = ()) -> list[Order]:
+        """Everything that is ordered, and what follows from it; every rank does the same."""
+        carried = []
+        while orders := self.mover.take_orders():
+            for order in orders:
+                done = Done(frozenset([*failed, *gone]), frozenset(gone), num_ranks=self.num_ranks)
+                self.finish(order, done)
+            carried += orders
+        return carried
+
+    def places(self, keys: Sequence[bytes]) -> list[Place]:
+        return [self.cache.find(key) for key in keys]
+
+    def in_tier(self, tier: str) -> set[bytes]:
+        position = self.ladder.index.tiers.index(tier)
+        nodes = self.ladder.index.nodes()
+        return {each.label for each in nodes if each.residencies[position].state is State.READY}
+
+    def check(self) -> None:
+        self.ladder.check_invariants(0)
