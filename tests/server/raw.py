@@ -8,7 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from .conftest import Running
+import httpx
+
+from .conftest import MODEL, Running
+
+COMPLETIONS = "/v1/completions"
+ASKED = json.dumps({"model": MODEL, "prompt": "import", "max_tokens": 2, "temperature": 0}).encode()
 
 
 @dataclass(frozen=True)
@@ -82,3 +87,14 @@ def answered(served: Running, sent: bytes) -> RawAnswer:
     found = exchange(served, sent)
     assert found is not None, "closed without an answer"
     return found
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the server closes it without an answer."""
+    return read(connection) is None
+
+
+def metrics_of(served: Running) -> str:
+    answer = httpx.get(f"{served.url}/metrics", timeout=60)
+    assert answer.status_code == 200
+    return answer.text
