@@ -275,6 +275,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _settle(self) -> None:
         """Copies run at once unless they are held; none is noticed before the next poll."""
+        self.world.wait_for_scrubs()
         if not self.is_held:
             self.world.wait()
 
