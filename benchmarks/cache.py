@@ -105,6 +105,12 @@ def request(cache: Cache, tokens: np.ndarray) -> int:
     return num_new
 
 
+def _put_in_place(cache: Cache, index: object) -> None:
+    ladder = cache._ladder
+    for part in (cache, ladder, ladder._space, ladder._traffic, ladder._recall):
+        part._index = index  # type: ignore[assignment, attr-defined]
+
+
 def run(write_policy: str, num_requests: int, device_blocks: int, host_blocks: int) -> Row:
     rng = np.random.default_rng(0)
     cache = make_cache(write_policy, device_blocks, host_blocks)
@@ -115,13 +121,13 @@ def run(write_policy: str, num_requests: int, device_blocks: int, host_blocks: i
         request(cache, prompt)
     assert cache.drain()
     clocked = Clocked(cache._index)
-    cache._index = cache._ladder.index = clocked  # type: ignore[assignment]
+    _put_in_place(cache, clocked)
     num_blocks = 0
     began = time.thread_time()
     for prompt in prompts[num_warm:]:
         num_blocks += request(cache, prompt)
     spent_s = time.thread_time() - began
-    cache._index = cache._ladder.index = clocked._index  # type: ignore[assignment]
+    _put_in_place(cache, clocked._index)
     assert cache.drain()
     cache.check_invariants()
     cache.close()

@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from kvtier.config import CacheConfig, parse_size
 from kvtier.devices import Device, Finding
 from kvtier.errors import Closed, ConfigError
+from kvtier.index import make_index
 from kvtier.index.policies import EvictionPolicy
-from kvtier.ladder import Ladder, LadderOptions
+from kvtier.ladder import Ladder, LadderOptions, Prefetch
 from kvtier.lease import Lease
 from kvtier.plan import Plan, plan_load
 from kvtier.plugins import load_plugin
-from kvtier.prefetch import Prefetch
 from kvtier.process import OwnerProcess
 from kvtier.telemetry import Metrics
 from kvtier.tiers import ArenaOptions, DeviceTier, StorageTier
@@ -60,14 +60,14 @@ class Cache:
         self._closed = False
         make_policy = _policy_factory(config.eviction_policy)
         self._tiers = make_tiers(config, device, pool, storage, arena)
+        self._index = make_index({name: make_policy() for name in self._tiers})
         self._ladder = Ladder(
+            self._index,
             rooms_of(self._tiers),
             LocalMover(self._tiers, device, clock),
-            make_policy=make_policy,
             options=_ladder_options(config, self.group.bytes_per_block),
             clock=clock,
         )
-        self._index = self._ladder.index
 
     # -- the life of a request --------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Cache:
         """Load or recompute: how much of the match to reuse, by what both would cost now."""
         return plan_load(
             match if load else match.on_device(),
-            self._ladder.traffic.cost_snapshot(is_free=not self._weighs_costs),
+            self._ladder.cost_snapshot(is_free=not self._weighs_costs),
             num_tokens=num_tokens,
             block_size=self.group.block_size,
             bytes_per_block=self.group.bytes_per_block,
@@ -166,8 +166,7 @@ class Cache:
             slots, new_slots = new_slots[: len(copy.blocks)], new_slots[len(copy.blocks) :]
             self._ladder.load(copy, slots)
         lease.slots = [*self._index.slots(lease.blocks, DEVICE), *new_slots]
-        for transfer in self._ladder.traffic.bringing(lease.blocks, DEVICE):
-            lease.wait_for(transfer)
+        self._ladder.wait_for(lease, lease.blocks)
         lease.deadline = self._clock() + self.config.load_deadline_s
         self._use(lease, first=0)
         return True
@@ -202,7 +201,7 @@ class Cache:
             return  # on their way from elsewhere: ours stay private
         lease.slots[first : first + len(made.slots)] = made.slots
         twins = [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
-        self._ladder.rooms[DEVICE].free(twins)
+        self._ladder.give_back(twins)
         lease.record.num_committed_blocks += made.num_new
         lease.adopt(made.blocks, DEVICE)
         self._use(lease, first)
@@ -221,10 +220,10 @@ class Cache:
         if was_used and not self._closed:
             self._store(lease)
             self._ladder.archive(lease.blocks)
-        self._ladder.rooms[DEVICE].free(lease.room)
+        self._ladder.give_back(lease.room)
         lease.slots = []
         lease.cut(0)
-        self._ladder.traffic.drop_lost()
+        self._ladder.drop_lost()
         if was_used and record:
             self.metrics.record(lease.record)
         self._check()
@@ -275,17 +274,12 @@ class Cache:
 
     def drain(self, timeout_s: float = 60.0) -> bool:
         """Wait for all copies on their way, and ``poll``. False if ``timeout_s`` was too short."""
-        end = time.monotonic() + timeout_s
-        while self._ladder.traffic.transfers:
-            if not self._ladder.traffic.wait(max(0.0, end - time.monotonic())):
-                return False
-            self.poll()
-        return True
+        return self._ladder.drain(timeout_s, self.poll)
 
     def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
         """The engine computed ``num_tokens`` of a prompt, after ``num_before`` others, in
         ``seconds``: for the planner."""
-        self._ladder.traffic.costs.observe_prefill(num_before, num_tokens, seconds)
+        self._ladder.costs.observe_prefill(num_before, num_tokens, seconds)
 
     # -- upkeep -----------------------------------------------------------------------------------
 

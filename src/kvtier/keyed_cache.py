@@ -18,7 +18,7 @@ from math import inf, nextafter
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.index import State
+from kvtier.index import BlockIndex, State
 from kvtier.keys import next_key
 from kvtier.ladder import Ladder
 from kvtier.types import BlockId, BlockName, Slot
@@ -85,6 +85,7 @@ class KeyedCache:
 
     def __init__(
         self,
+        index: BlockIndex,
         ladder: Ladder,
         namespace: Callable[[], bytes],
         clock: Callable[[], float],
@@ -92,14 +93,14 @@ class KeyedCache:
     ) -> None:
         self.ladder = ladder
         self.memory = ladder.fastest
-        self._index = ladder.index
-        self._find = ladder.index.find
-        self._lost = ladder.traffic.lost
+        self._index = index
+        self._find = index.find
+        self._lost = ladder.lost
         self._namespace = namespace
         self._clock = clock
         self._knows_storage = knows_storage
         self._tiers = self._index.tiers  # memory, then storage
-        num_slots = ladder.rooms[self.memory].num_slots
+        num_slots = ladder.num_slots()[self.memory]
         self._block_in = np.full(num_slots, NOBODY, np.int64)
         self._came_from = np.zeros(num_slots, np.int8)  # by slot: which of the tiers
         self._depths = _Depths()
@@ -277,7 +278,7 @@ class KeyedCache:
         """The copies from them have ended. Blocks that were cleared meanwhile are passed over."""
         found = (self._find(ROOT, key) for key in keys)
         self._let_go([each[0] for each in found if each is not None and self._held[each[0]]])
-        self.ladder.traffic.drop_lost()
+        self.ladder.drop_lost()
 
     def _let_go(self, blocks: Sequence[BlockId]) -> None:
         self._came_from[self._index.slots(blocks, self.memory)] = 0

@@ -7,8 +7,8 @@ from itertools import groupby
 
 from kvtier.index import BlockIndex
 from kvtier.telemetry import RequestRecord
+from kvtier.transfer import Transfer, Waiter
 from kvtier.types import DEVICE, BlockId, Label, Match, Slot
-from kvtier.waiter import Transfer, Waiter
 
 
 class Lease(Waiter):

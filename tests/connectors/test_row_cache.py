@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier.connectors.vllm.pieces.row_cache import RowCache
+from kvtier.index import make_index
 from kvtier.index.policies.lru import LruPolicy
 from kvtier.keyed_cache import rising
 from kvtier.ladder import Ladder, LadderOptions
@@ -31,21 +32,22 @@ class World:
         self.storage = MemoryStorage(GROUP, 3, Shelf())
         clock = rising(lambda: 0.0)
         tiers = {HOST: self.rows, DISK: self.storage}
+        index = make_index({name: LruPolicy() for name in tiers})
         self.ladder = Ladder(
+            index,
             rooms_of(tiers),
             LocalMover(tiers, None, clock=lambda: 0.0),
-            make_policy=LruPolicy,
             options=LadderOptions(ROW_BYTES),
             clock=clock,
         )
-        self.cache = RowCache(self.rows, self.ladder, lambda: b"n" * 32, clock)
+        self.cache = RowCache(self.rows, index, self.ladder, lambda: b"n" * 32, clock)
 
     def place(self, *keys: bytes) -> None:
         self.cache.place(keys, [Slot(row) for row in range(len(keys))], range(len(keys)))
 
     def settle(self) -> None:
         while self.ladder.is_busy:
-            self.ladder.traffic.wait(60)
+            self.ladder.wait(60)
             self.cache.poll()
 
 

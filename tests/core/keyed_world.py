@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from kvtier.index import State
+from kvtier.index import State, make_index
 from kvtier.index.policies import LruPolicy
 from kvtier.keyed_cache import KeyedCache, Place, rising
 from kvtier.keys import next_key
@@ -45,14 +45,18 @@ class Engine:
         self.host = DistantRoom(num_host)
         ticks = count()
         clock = rising(lambda: float(next(ticks)))
+        rooms = {HOST: self.host, DISK: Quota(lambda: num_disk)}
+        self.index = make_index({name: LruPolicy() for name in rooms})
         self.ladder = Ladder(
-            {HOST: self.host, DISK: Quota(lambda: num_disk)},
+            self.index,
+            rooms,
             self.mover,
-            make_policy=LruPolicy,
             options=LadderOptions(BLOCK_BYTES, bytes_per_day={DISK: bytes_per_day}),
             clock=clock,
         )
-        self.cache = KeyedCache(self.ladder, lambda: NS, clock, lambda: self.mover.is_complete)
+        self.cache = KeyedCache(
+            self.index, self.ladder, lambda: NS, clock, lambda: self.mover.is_complete
+        )
         for rank in range(num_ranks if says_hello else 0):
             self.hello(rank)
 
@@ -87,8 +91,8 @@ class Engine:
         return [self.cache.find(key) for key in keys]
 
     def in_tier(self, tier: str) -> set[bytes]:
-        position = self.ladder.index.tiers.index(tier)
-        nodes = self.ladder.index.nodes()
+        position = self.index.tiers.index(tier)
+        nodes = self.index.nodes()
         return {each.label for each in nodes if each.residencies[position].state is State.READY}
 
     def check(self) -> None:

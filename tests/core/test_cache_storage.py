@@ -115,11 +115,11 @@ def test_pieces_are_copied_on_while_the_next_is_read(restarted: World) -> None:
     """Two blocks a piece: two reads, and each is followed by its own copy to the device."""
     restarted.device.hold(Direction.LOAD)
     request = restarted.ask(LONG)
-    reads = [each for each in restarted.cache._ladder.traffic.transfers if each.src == DISK]
+    reads = [each for each in restarted.cache._ladder._traffic.transfers if each.src == DISK]
     assert [len(each.blocks) for each in reads] == [2, 2]
     assert reads[0].job.wait(60)
     restarted.cache.poll()
-    copies = [each for each in restarted.cache._ladder.traffic.transfers if each.src == HOST]
+    copies = [each for each in restarted.cache._ladder._traffic.transfers if each.src == HOST]
     assert copies[0].job is not None
     assert not request.lease.ready
     restarted.device.let_go()
@@ -157,7 +157,7 @@ def test_a_disk_that_hangs_is_not_waited_for(restarted: World) -> None:
 def test_what_was_not_worth_waiting_for_is_read_meanwhile(restarted: World) -> None:
     """Recomputing is cheaper: nobody waits, but a piece is in host memory for the next one."""
     restarted.cache.observe_prefill(0, 1000, 1e-9)
-    restarted.cache._ladder.traffic.costs.observe_copy((DISK, HOST), 1, 1.0)
+    restarted.cache._ladder.costs.observe_copy((DISK, HOST), 1, 1.0)
     request = restarted.ask(LONG)
     assert request.lease.num_shared == 0
     assert request.lease.ready
@@ -252,7 +252,7 @@ def test_storage_that_hangs_is_left_open_at_the_end(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever is inside still uses its files and memory."""
-    monkeypatch.setattr("kvtier.traffic.CLOSE_WAIT_S", 0.01)
+    monkeypatch.setattr("kvtier.ladder.traffic.CLOSE_WAIT_S", 0.01)
     world = World(disk_blocks=30)
     world.storage.open_writes.clear()
     request = world.start(LONG)
@@ -271,7 +271,7 @@ def test_storage_that_hangs_is_left_open_at_the_end(
 
 def scrubbed(world: World) -> None:
     """Notice the scrub that ``poll`` has begun, if it has."""
-    for job in world.cache._ladder.mover._scrubs.values():
+    for job in world.cache._ladder._mover._scrubs.values():
         assert job.wait(60)
     world.cache.poll()
 
@@ -302,7 +302,7 @@ def test_storage_in_use_is_not_scrubbed(restarted: World) -> None:
 
 
 def test_the_first_scrub_tells_the_planner_what_a_read_costs(restarted: World) -> None:
-    costs = restarted.cache._ladder.traffic.costs
+    costs = restarted.cache._ladder.costs
     assert not costs.has_seen((DISK, HOST))
     restarted.cache.poll()
     scrubbed(restarted)
@@ -392,7 +392,7 @@ def serve_while_writes_hang(world: World, tokens: list[int]) -> Request:
     world.compute(request, len(request.labels))
     world.cache.commit(request.lease, len(request.labels))
     world.release(request)
-    transfers = world.cache._ladder.traffic.transfers
+    transfers = world.cache._ladder._traffic.transfers
     until(world, lambda: all(each.dst == DISK for each in transfers))
     return request
 

@@ -88,7 +88,7 @@ def test_copies_that_failed_say_nothing_about_how_long_they_take() -> None:
     engine.cache.promote(KEYS[:1])
     (read,) = engine.mover.take_orders()
     engine.finish(read, Done(frozenset({0}), num_bytes=BLOCK_BYTES, seconds=1e-9))
-    assert not engine.ladder.traffic.costs.has_seen((DISK, HOST))
+    assert not engine.ladder.costs.has_seen((DISK, HOST))
 
 
 def test_only_what_all_ranks_found_is_there_after_a_restart() -> None:
@@ -125,7 +125,7 @@ def test_looking_for_what_is_nowhere_leaves_nothing_behind() -> None:
     engine.cache.abort(KEYS[:1])
     engine.cache.release(KEYS[:1])
     assert engine.cache.promote(KEYS[:1]) == 1
-    assert len(engine.ladder.index) == 0
+    assert len(engine.index) == 0
 
 
 def test_full_storage_drops_what_was_used_least_recently_before_the_next_write() -> None:
@@ -151,10 +151,10 @@ def test_end_of_a_prompt_leaves_before_its_beginning() -> None:
     engine = Engine(num_host=16)
     engine.store(KEYS[:4])
     engine.carry_out()
-    assert engine.ladder.index.labels(engine.ladder.index.evict(HOST, 1)) == [KEYS[3]]
-    assert engine.ladder.index.labels(engine.ladder.index.evict(DISK, 1)) == [KEYS[3]]
+    assert engine.index.labels(engine.index.evict(HOST, 1)) == [KEYS[3]]
+    assert engine.index.labels(engine.index.evict(DISK, 1)) == [KEYS[3]]
     engine.cache.touch([KEYS[2], KEYS[1], KEYS[0]])
-    assert engine.ladder.index.labels(engine.ladder.index.evict(HOST, 1)) == [KEYS[0]]
+    assert engine.index.labels(engine.index.evict(HOST, 1)) == [KEYS[0]]
     other = Engine(num_host=4)
     other.store(KEYS[:4])
     other.carry_out()
@@ -162,7 +162,7 @@ def test_end_of_a_prompt_leaves_before_its_beginning() -> None:
     other.carry_out()
     other.cache.promote(KEYS[:3])
     other.carry_out()
-    order = other.ladder.index.labels(other.ladder.index.evict(HOST, 4))
+    order = other.index.labels(other.index.evict(HOST, 4))
     assert order == [KEYS[4], KEYS[2], KEYS[1], KEYS[0]]
 
 

@@ -115,8 +115,8 @@ class KeyedMachine(RuleBasedStateMachine):
 
     def is_lost(self, key: bytes) -> bool:
         """Held in memory, and not to be used."""
-        found = self.engine.ladder.index.find(ROOT, key)
-        return found is not None and (found[0], HOST) in self.engine.ladder.traffic.lost
+        found = self.engine.index.find(ROOT, key)
+        return found is not None and (found[0], HOST) in self.engine.ladder.lost
 
     @rule(key=st.sampled_from(KEYS))
     def load(self, key: bytes) -> None:
@@ -130,9 +130,9 @@ class KeyedMachine(RuleBasedStateMachine):
     def loaded(self, is_doubted: bool) -> None:
         key = self.holding.pop(0)
         if is_doubted:
-            found = self.engine.ladder.index.find(ROOT, key)
+            found = self.engine.index.find(ROOT, key)
             assert found is not None
-            self.cache.distrust(self.engine.ladder.index.slots([found[0]], HOST))
+            self.cache.distrust(self.engine.index.slots([found[0]], HOST))
             assert self.cache.find(key) is not Place.MEMORY
         self.cache.release([key])
 

@@ -19,9 +19,9 @@ from kvtier.devices import Device, Direction, Memory
 from kvtier.index import State
 from kvtier.index.trie import Node
 from kvtier.keys import token_labels
+from kvtier.ladder import Prefetch
 from kvtier.layout import DType, full_attention, named_layout
 from kvtier.lease import Lease
-from kvtier.prefetch import Prefetch
 from kvtier.telemetry import Metrics
 from kvtier.testing import BlockBytes, FaultyDevice, MemoryStorage, Shelf, host_memory
 from kvtier.tiers import (
@@ -303,12 +303,12 @@ class World:
 
     def wait(self) -> None:
         """Until every copy is done; none is noticed yet."""
-        for transfer in self.cache._ladder.traffic.transfers:
+        for transfer in self.cache._ladder._traffic.transfers:
             assert transfer.job is None or transfer.job.wait(60), "a copy hangs"
 
     def wait_for_scrubs(self) -> None:
         """Until storage is idle again: whether it is decides what is read ahead."""
-        mover = self.cache._ladder.mover
+        mover = self.cache._ladder._mover
         assert isinstance(mover, LocalMover)
         for job in mover._scrubs.values():
             assert job.wait(60), "a scrub hangs"

@@ -53,7 +53,7 @@ class Scheduler:
             bytes_per_day=0,
             publishes_events=True,
         )
-        self.costs = self.manager.ladder.traffic.costs
+        self.costs = self.manager.ladder.costs
         self.manager.hear(Report(hellos={0: Hello(num_host, {DISK: ()})}))
 
     def request(self, name: str, keys: list[OffloadKey], **changes: object) -> ReqContext:

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from kvtier.engine.sampling import Sampler, SamplingParams
 from kvtier.errors import CacheError
+from kvtier.ladder import Prefetch
 from kvtier.lease import Lease
-from kvtier.prefetch import Prefetch
 from kvtier.types import Label
 
 

@@ -10,6 +10,7 @@ from kvtier.transfer.layer_gate import LayerGate
 from kvtier.transfer.local import LocalMover
 from kvtier.transfer.mover import FindJob, Move, Mover, Scrubbed
 from kvtier.transfer.staging import Steps, stage, stage_steps
+from kvtier.transfer.transfer import Transfer, Waiter
 
 __all__ = [
     "CopyJob",
@@ -22,7 +23,9 @@ __all__ = [
     "Mover",
     "Scrubbed",
     "Steps",
+    "Transfer",
     "TransferEngine",
+    "Waiter",
     "stage",
     "stage_steps",
 ]

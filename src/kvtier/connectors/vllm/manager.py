@@ -28,6 +28,7 @@ from kvtier.connectors.vllm.counts import IMPATIENT, LOADED, RECOMPUTED, ROOM, U
 from kvtier.connectors.vllm.host_slots import HostSlots
 from kvtier.connectors.vllm.names import Names
 from kvtier.connectors.vllm.prompt import chunks_of, depth
+from kvtier.index import make_index
 from kvtier.index.policies.lru import LruPolicy
 from kvtier.keyed_cache import KeyedCache, Place, rising
 from kvtier.ladder import Ladder, LadderOptions
@@ -119,10 +120,11 @@ class TierManager(OffloadingManager):
         rooms: dict[str, Room] = {HOST: self._host}
         rooms |= {name: Quota(partial(room.__getitem__, name)) for name in mover.storages}
         clock = rising(time.monotonic)
+        index = make_index({name: LruPolicy() for name in rooms})
         self.ladder = Ladder(
+            index,
             rooms,
             mover,
-            make_policy=LruPolicy,
             options=LadderOptions(
                 shape.chunk_bytes,
                 bytes_per_day={DISK: bytes_per_day},
@@ -131,8 +133,10 @@ class TierManager(OffloadingManager):
             clock=clock,
             device=DEVICE,
         )
-        self.cache = KeyedCache(self.ladder, lambda: names.digest, clock, lambda: mover.is_complete)
-        self.steps = StepClock(self.ladder.traffic.costs)
+        self.cache = KeyedCache(
+            index, self.ladder, lambda: names.digest, clock, lambda: mover.is_complete
+        )
+        self.steps = StepClock(self.ladder.costs)
         self._always_loads = policy is LoadPolicy.ALWAYS
         self._shape = shape
         self._publishes_events = publishes_events
@@ -247,9 +251,9 @@ class TierManager(OffloadingManager):
         stats = OffloadingConnectorStats()
         for (metric, labels), number in numbers.items():
             stats.increase_counter(metric.name, number, labels)
-        for tier, room in self.ladder.rooms.items():
-            stats.set_gauge(USED.name, room.num_used, (tier,))
-            stats.set_gauge(ROOM.name, room.num_open, (tier,))
+        for gauge, slots in (USED, self.ladder.used_slots()), (ROOM, self.ladder.open_slots()):
+            for tier, num in slots.items():
+                stats.set_gauge(gauge.name, num, (tier,))
         return stats
 
     def shutdown(self) -> None:
@@ -332,7 +336,7 @@ class TierManager(OffloadingManager):
         return found if is_worth_loading(self._costs(), num_bytes, first, found) else first
 
     def _costs(self) -> Costs:
-        return self.ladder.traffic.cost_snapshot()
+        return self.ladder.cost_snapshot()
 
     def _depth(self, end: int) -> int:
         """Place of the chunk that ends at a token, in its prompt."""
@@ -353,9 +357,7 @@ class TierManager(OffloadingManager):
         """Copies to the device, of so many bytes each, took so long together."""
         total = sum(sizes)
         for size in sizes if total else ():
-            self.ladder.traffic.costs.observe_copy(
-                (HOST, DEVICE), int(size), seconds * size / total
-            )
+            self.ladder.costs.observe_copy((HOST, DEVICE), int(size), seconds * size / total)
 
     def hear(self, report: Report) -> None:
         """What the ranks say, before vLLM hears which of its jobs are done."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from kvtier.connectors.vllm.pieces.row_cache import RowCache
 from kvtier.devices.base import Memory
 from kvtier.errors import TierError
+from kvtier.index import make_index
 from kvtier.index.policies.lru import LruPolicy
 from kvtier.keyed_cache import Change, Place, rising
 from kvtier.ladder import Ladder, LadderOptions
@@ -110,10 +111,11 @@ class ChunkSlab:
         self.digest = digest
         self._clock = clock = rising(clock)
         self._mover = LocalMover(tiers, None, clock)
+        self._index = make_index({name: LruPolicy() for name in tiers})
         self._ladder = Ladder(
+            self._index,
             rooms_of(tiers),
             self._mover,
-            make_policy=LruPolicy,
             options=LadderOptions(
                 chunk_bytes,
                 bytes_per_day={tier.name: bytes_per_day},
@@ -121,7 +123,7 @@ class ChunkSlab:
             ),
             clock=clock,
         )
-        self._cache = RowCache(rows, self._ladder, lambda: self.digest, clock)
+        self._cache = RowCache(rows, self._index, self._ladder, lambda: self.digest, clock)
         self._most_queued = max(1, most_queued)
         self._num_queued = 0
         self._tells_changes = tells_changes
@@ -133,7 +135,7 @@ class ChunkSlab:
     def num_chunks(self) -> int:
         """Chunks that are in the slab or on their way to it, without those that a restart found
         and nobody has asked for."""
-        return self._ladder.index.num_held(self._tier.name)
+        return self._index.num_held(self._tier.name)
 
     @property
     def num_jobs(self) -> int:
@@ -270,7 +272,7 @@ class ChunkSlab:
     def drain(self) -> None:
         """Wait until nothing is read or written any more. ``take_finished`` tells what became."""
         while self._poll():
-            self._ladder.traffic.wait(END_WAIT_S)
+            self._ladder.wait(END_WAIT_S)
 
     def close(self) -> None:
         """Finish what is under way, and give the slab to its next owner.
@@ -280,7 +282,7 @@ class ChunkSlab:
         """
         ends_s = time.monotonic() + CLOSE_WAIT_S
         while self._poll() and (left_s := ends_s - time.monotonic()) > 0:
-            self._ladder.traffic.wait(left_s)
+            self._ladder.wait(left_s)
         self._mover.close(0)
         if self._mover.close(END_WAIT_S):
             reason = f"a read or write takes over {END_WAIT_S:.0f} s"

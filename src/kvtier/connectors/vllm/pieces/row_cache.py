@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from kvtier.index import State
+from kvtier.index import BlockIndex, State
 from kvtier.keyed_cache import ROOT, KeyedCache
 from kvtier.ladder import Ladder
 from kvtier.plan import Copy
@@ -22,11 +22,12 @@ class RowCache(KeyedCache):
     def __init__(
         self,
         rows: LentMemory,
+        index: BlockIndex,
         ladder: Ladder,
         namespace: Callable[[], bytes],
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(ladder, namespace, clock)
+        super().__init__(index, ladder, namespace, clock)
         self._rows = rows
         self._kept: set[tuple[BlockId, str]] = set()  # leased in storage
 

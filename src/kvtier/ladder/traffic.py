@@ -9,12 +9,11 @@ from itertools import compress
 
 from kvtier.errors import TierError
 from kvtier.index import BlockIndex, State
-from kvtier.plan import Copy, CostModel, Costs, Ways
+from kvtier.ladder.row import Row
+from kvtier.plan import Copy, CostModel, Costs
 from kvtier.telemetry import Metrics
-from kvtier.tiers import Room
-from kvtier.transfer import Job, Move, Mover
+from kvtier.transfer import Job, Move, Mover, Transfer, Waiter
 from kvtier.types import BlockId, BlockKey, BlockName, Slot
-from kvtier.waiter import Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -31,22 +30,21 @@ class Traffic:
     A transfer may have to wait for the one that brings its sources: a load from disk is a copy to
     host memory and, after it, one to the device.
 
-    rooms: by tier. ways: from each tier to the fastest one. lost: what tiers have of blocks and is
-    not to be used; it goes when nobody holds it any more.
+    device: memory above the fastest tier, where there is one. lost: what tiers have of blocks and
+    is not to be used; it goes when nobody holds it any more.
     """
 
     def __init__(
         self,
-        rooms: dict[str, Room],
-        ways: Ways,
+        row: Row,
+        device: str | None,
         index: BlockIndex,
         mover: Mover,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
-        self._rooms = rooms
-        self._fastest = next(iter(rooms))
-        self._ways = ways
+        self._row = row
+        self._ways = row.ways(device)
         self._index = index
         self._mover = mover
         self._metrics = metrics
@@ -141,7 +139,7 @@ class Traffic:
         if transfer.holds_source:
             self._index.release(blocks, src)
         absent = [block for block, is_there in zip(blocks, arrived, strict=True) if not is_there]
-        self._rooms[dst].free(self._index.abort_all(absent, dst))
+        self._row.rooms[dst].free(self._index.abort_all(absent, dst))
         if dst in self._mover.storages:  # some of it may be there all the same, after a time-out
             keys = [name.key for name, is_there in zip(names, arrived, strict=True) if not is_there]
             if keys:
@@ -171,7 +169,7 @@ class Traffic:
         blocks, src = transfer.blocks, transfer.src
         for at in job.gone:
             self.lose(blocks[at], src)
-        if src in self._mover.storages or transfer.dst != self._fastest or job.withdrawn:
+        if src in self._mover.storages or transfer.dst != self._row.fastest or job.withdrawn:
             return
         if job.error is None:
             self._failed_once.difference_update(blocks)
@@ -229,7 +227,7 @@ class Traffic:
             self.on_change(tier, [block], True)
         slot = self._index.lose(block, tier)
         assert slot is not None, "nobody held it a moment ago"
-        self._rooms[tier].free([slot])
+        self._row.rooms[tier].free([slot])
         return True
 
     def void(self) -> None:
@@ -241,6 +239,13 @@ class Traffic:
                 self.lose(block, transfer.src)
                 self.lose(block, transfer.dst)
 
+    def found(self, blocks: Sequence[BlockId], tier: str, slots: Sequence[Slot]) -> None:
+        """Blocks turned out to be in ``tier``, though nobody brought them there."""
+        self._index.begin_write_all(blocks, tier, slots)
+        self._index.commit_all(blocks, tier, self._clock())
+        if blocks and self.on_change is not None:
+            self.on_change(tier, blocks, False)
+
     # -- look -------------------------------------------------------------------------------------
 
     def bringing(self, blocks: Iterable[BlockId], dst: str) -> list[Transfer]:
@@ -251,6 +256,11 @@ class Traffic:
             for each in self.transfers
             if each.dst == dst and not wanted.isdisjoint(each.blocks)
         ]
+
+    def wait_for(self, waiter: Waiter, blocks: Iterable[BlockId], dst: str) -> None:
+        """``waiter`` is not ready before those of ``blocks`` on their way to ``dst`` are there."""
+        for transfer in self.bringing(blocks, dst):
+            waiter.wait_for(transfer)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the oldest transfer is done, or there is none. False on time-out."""

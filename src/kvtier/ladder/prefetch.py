@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvtier.index import BlockIndex, State
+from kvtier.ladder.row import Row
+from kvtier.transfer import Transfer, Waiter
 from kvtier.types import BlockId
-from kvtier.waiter import Transfer, Waiter
+
+PREFETCH_SHARE = 0.5
+"""Of the open slots that storage is read into, what requests that wait for their turn may hold. The
+rest is for those whose turn it is."""
 
 
 class Prefetch(Waiter):
@@ -51,3 +56,29 @@ class Prefetch(Waiter):
         self._index.release(list(self._held), self.tier)
         self._held.clear()
         return self.forget_transfers()
+
+
+class Prefetches:
+    """Those of all requests that wait for their turn; together they hold a part of the memory that
+    storage is read into."""
+
+    def __init__(self, row: Row, index: BlockIndex) -> None:
+        self._row = row
+        self._index = index
+        self._going: set[Prefetch] = set()
+
+    def begin(self, wanted: Sequence[BlockId], deadline: float) -> Prefetch | None:
+        """Hold those of ``wanted`` that are there; the first ones, where they are too many.
+        None while others hold too much."""
+        limit = int(self._row.rooms[self._row.staging].num_open * PREFETCH_SHARE)
+        num_held = sum(len(each.blocks) for each in self._going)
+        if num_held and num_held + len(wanted) > limit:
+            return None
+        prefetch = Prefetch(self._index, self._row.staging, wanted[:limit], deadline)
+        self._going.add(prefetch)
+        return prefetch
+
+    def end(self, prefetch: Prefetch) -> list[Transfer]:
+        """Hold its blocks no longer. Returns the transfers that are still on their way."""
+        self._going.discard(prefetch)
+        return prefetch.end()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from kvtier.index import BlockIndex, State
+from kvtier.ladder.row import Row
 from kvtier.plan import WriteBudget
 from kvtier.telemetry import Metrics
-from kvtier.tiers import Room
 from kvtier.types import BlockId
 
 MOVING_SHARE = 4
@@ -19,26 +19,28 @@ class Archive:
     """The line in front of one storage tier. Blocks that wait in it hold nothing: one that leaves
     memory before its turn is not written, and counted.
 
-    storage: the tier. source: the one in memory that blocks are written from; room: its slots.
-    block_bytes: what a write of one costs of ``budget``.
+    storage: the tier; blocks are written to it from the staging memory of ``row``.
+    block_bytes: what a write of one costs of ``budget``. after_uses: when a block is worth a write.
     """
 
     def __init__(
         self,
         storage: str,
-        source: str,
-        room: Room,
+        row: Row,
         index: BlockIndex,
         metrics: Metrics,
+        *,
         block_bytes: int,
+        after_uses: int,
         budget: WriteBudget,
     ) -> None:
         self.storage = storage
-        self._source = source
-        self._room = room
+        self._source = row.staging
+        self._room = row.rooms[row.staging]
         self._index = index
         self._metrics = metrics
         self._block_bytes = block_bytes
+        self._after_uses = after_uses
         self._budget = budget
         self._waiting: dict[BlockId, None] = {}  # in the order in which they came
         self._num_moving = 0
@@ -51,9 +53,17 @@ class Archive:
         """Whether it waits for its turn."""
         return block in self._waiting
 
-    def add(self, blocks: Iterable[BlockId]) -> None:
-        """These are worth a write."""
-        self._waiting.update(dict.fromkeys(blocks))
+    def offer(self, blocks: Sequence[BlockId]) -> None:
+        """Blocks that are in memory, perhaps: those of them that are worth a write wait for it."""
+        there = self._index.states_of(blocks, self.storage)
+        here = self._index.states_of(blocks, self._source)
+        self._waiting.update(
+            (block, None)
+            for block, below, above in zip(blocks, there, here, strict=True)
+            if below is State.ABSENT
+            and above is State.READY
+            and self._index.num_uses(block) >= self._after_uses
+        )
         too_many = len(self._waiting) - self._room.num_open
         if too_many > 0:  # as many have left the memory already
             self._skip(list(self._waiting)[:too_many])

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvtier.transfer import Job
+from kvtier.transfer.job import Job
 from kvtier.types import BlockId, BlockName
 
 

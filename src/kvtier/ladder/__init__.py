@@ -1,0 +1,9 @@
+"""What is decided once, for every engine: what is where, what moves, what leaves."""
+
+from __future__ import annotations
+
+from kvtier.ladder.ladder import Ladder
+from kvtier.ladder.options import LadderOptions
+from kvtier.ladder.prefetch import Prefetch
+
+__all__ = ["Ladder", "LadderOptions", "Prefetch"]

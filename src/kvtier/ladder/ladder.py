@@ -1,0 +1,406 @@
+"""The tiers as one ladder: room in each, copies between them, what leaves when one is full."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import groupby, takewhile
+
+from kvtier.index import BlockIndex, State
+from kvtier.ladder.archive import Archive
+from kvtier.ladder.options import LadderOptions
+from kvtier.ladder.prefetch import Prefetch, Prefetches
+from kvtier.ladder.recall import Recall
+from kvtier.ladder.row import Row
+from kvtier.ladder.space import Space
+from kvtier.ladder.traffic import OnChange, Traffic
+from kvtier.plan import Copy, CostModel, Costs, WriteBudget
+from kvtier.telemetry import Metrics
+from kvtier.tiers import Room
+from kvtier.transfer import Mover, Transfer, Waiter
+from kvtier.types import BlockId, BlockKey, BlockName, Label, Match, Slot
+
+STORABLE = (State.READY, State.EVICTING)
+"""States in which a block's bytes can be copied to the tier below."""
+
+
+class Ladder:
+    """Slots, residencies and copies, kept in step.
+
+    index: of the tiers in memory and then of those in storage, fastest first; shared with whoever
+    looks blocks up. rooms: of these tiers. Storage is read into the slowest memory tier and written
+    from there; several storage tiers stand beside each other. mover: does what is decided here.
+    device: memory above the fastest tier, where an engine copies to it and from it by itself.
+    """
+
+    def __init__(
+        self,
+        index: BlockIndex,
+        rooms: Mapping[str, Room],
+        mover: Mover,
+        *,
+        options: LadderOptions,
+        clock: Callable[[], float],
+        device: str | None = None,
+    ) -> None:
+        self.metrics = Metrics()
+        self.archives = True
+        """Whether anything is written to storage; what would be waits, as long as it stays."""
+        self._index = index
+        self._mover = mover
+        self._options = options
+        self._row = row = Row(rooms, mover.storages)
+        self._traffic = Traffic(row, device, index, mover, self.metrics, clock)
+        demotes = options.demotes and row.below(row.fastest) is not None
+        demote = self._demote if demotes else None
+        self._space = Space(row, index, mover, self._traffic, self.metrics, demote)
+        self._recall = Recall(row, index, mover, self._traffic, self._space)
+        self._prefetches = Prefetches(row, index)
+        self._archives = {
+            name: Archive(
+                name,
+                row,
+                index,
+                self.metrics,
+                block_bytes=options.block_bytes,
+                after_uses=options.archive_after_uses,
+                budget=WriteBudget(options.bytes_per_day.get(name, 0), clock=clock),
+            )
+            for name in row.storages
+        }
+
+    def listen(self, name_of: Callable[[BlockId], BlockName], on_change: OnChange) -> None:
+        """Somebody knows better what blocks are called in storage, and wants to know what comes and
+        goes."""
+        self._traffic.name_of, self._traffic.on_change = name_of, on_change
+
+    @property
+    def fastest(self) -> str:
+        """The tier that an engine computes in, or copies from and to."""
+        return self._row.fastest
+
+    @property
+    def storages(self) -> list[str]:
+        """The storage tiers, fastest first."""
+        return self._row.storages
+
+    # -- room -------------------------------------------------------------------------------------
+
+    def num_available(self, tier: str) -> int:
+        """Slots of ``tier`` that are free or could be had by eviction. An upper bound."""
+        return self._space.num_available(tier)
+
+    @property
+    def num_staging_slots(self) -> int | None:
+        """Blocks that could be brought from storage at a time: room for them on their way. None
+        where they come straight to where they are needed."""
+        return self._space.num_available(self._row.staging) if self._row.is_staged else None
+
+    def allocate(self, num_slots: int) -> list[Slot] | None:
+        """Slots of the fastest tier, neighbours if possible, after evicting what has to go; None
+        when that is not enough."""
+        return self._space.allocate(num_slots)
+
+    def reserve(self, num_slots: int, but_not: Sequence[BlockId]) -> list[Slot] | None:
+        """Slots of the fastest tier for an engine that fills them itself, after evicting others
+        than ``but_not``; None where there are too few, and nothing left then."""
+        return self._space.reserve(num_slots, but_not)
+
+    def give_back(self, slots: list[Slot]) -> None:
+        """Slots of the fastest tier that were handed out, and no block came to be in."""
+        self._row.rooms[self.fastest].free(slots)
+
+    def make_room(self, tier: str, num_blocks: int) -> int:
+        """Evict up to ``num_blocks`` blocks from ``tier``, leaves first. Returns how many left."""
+        return self._space.make(tier, num_blocks)
+
+    def lose(self, block: BlockId, tier: str) -> None:
+        """What ``tier`` has of a block is wrong: it goes as soon as nobody holds it."""
+        self._traffic.lose(block, tier)
+
+    @property
+    def lost(self) -> Collection[tuple[BlockId, str]]:
+        """Blocks, each with its tier, that are to go and that somebody holds still."""
+        return self._traffic.lost
+
+    def drop_lost(self) -> None:
+        """Somebody has let go of blocks: those that were lost go now."""
+        self._traffic.drop_lost()
+
+    def clear(self) -> None:
+        """Forget every block that nobody holds, in storage as well and for good. What is on its way
+        arrives nowhere."""
+        self._traffic.void()
+        for archive in self._archives.values():
+            archive.clear()
+        self._space.clear()
+
+    # -- copies -----------------------------------------------------------------------------------
+
+    def load(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
+        """Begin a plan's copy to the fastest tier, from tier to tier and in pieces, so that one is
+        read while another is copied on."""
+        between = self._row.above(copy.src)
+        if between == self.fastest:
+            # A storage tier is given seconds per call: it should not get all at once.
+            step = self._options.piece_blocks if copy.src in self._archives else len(copy.blocks)
+            for at in range(0, len(copy.blocks), step):
+                piece = Copy(copy.src, copy.dst, copy.blocks[at : at + step])
+                self._traffic.begin(piece, dst_slots[at : at + step])
+            return
+        at = 0
+        for leg, part in self.promote(copy.blocks, copy.src):
+            slots, at = dst_slots[at : at + len(part)], at + len(part)
+            self._traffic.begin(Copy(between, copy.dst, part), slots, after=leg)
+
+    def promote(
+        self, blocks: Sequence[BlockId], src: str, urgent: bool = True
+    ) -> list[tuple[Transfer, tuple[BlockId, ...]]]:
+        """Begin to copy blocks one tier up, where they are not on their way there already.
+
+        urgent: somebody waits for them. Returns the transfers with the blocks that each brings, in
+        the order given.
+        """
+        dst = self._row.above(src)
+        legs: list[tuple[Transfer, tuple[BlockId, ...]]] = []
+        for is_new, run in groupby(blocks, lambda block: self._is_absent(block, dst)):
+            waiting = tuple(run)
+            while waiting:
+                if is_new:
+                    part = waiting[: self._options.piece_blocks]
+                    leg = self._begin_promotion(Copy(src, dst, part), urgent)
+                else:
+                    (leg,) = self._traffic.bringing(waiting[:1], dst)
+                    if urgent:
+                        self._traffic.hurry(leg)
+                    part = tuple(takewhile(set(leg.blocks).__contains__, waiting))
+                legs.append((leg, part))
+                waiting = waiting[len(part) :]
+        return legs
+
+    def _begin_promotion(self, copy: Copy, urgent: bool) -> Transfer:
+        room = self._row.rooms[copy.dst]
+        self._space.make(copy.dst, len(copy.blocks) - room.num_free)
+        slots = room.allocate(len(copy.blocks))
+        if slots is None:
+            return self._traffic.refuse(copy, "no room, everything there is in use")
+        return self._traffic.begin(copy, slots, urgent=urgent)
+
+    def _is_absent(self, block: BlockId, tier: str) -> bool:
+        return self._index.state(block, tier) is State.ABSENT
+
+    def fetch_ahead(self, match: Match, num_reused_blocks: int) -> None:
+        """Read a piece of what was not worth waiting for, where storage has nothing else to do: the
+        next request finds it in memory, and the planner learns how long a read takes now."""
+        if not self._row.is_staged:
+            return
+        left = match.blocks[num_reused_blocks:], match.tiers[num_reused_blocks:]
+        for name in self._row.storages:
+            if self._mover.is_idle(name):
+                there = [block for block, tier in zip(*left, strict=True) if tier == name]
+                room = min(self._options.piece_blocks, self._space.num_available(self._row.staging))
+                self.promote(there[:room], name, urgent=False)
+
+    def prefetch(self, match: Match, deadline: float) -> Prefetch | None:
+        """Begin to read what only storage has of a match, and hold it in memory together with what
+        is there already. None while others hold too much of that memory."""
+        tier = self._row.staging
+        if tier == self.fastest or not self._row.storages:
+            return Prefetch(self._index, tier, (), deadline)
+        there = list(zip(match.blocks, match.tiers, strict=True))
+        wanted = [block for block, at in there if at == tier or at in self._archives]
+        prefetch = self._prefetches.begin(wanted, deadline)
+        if prefetch is None:
+            return None
+        room = self._space.num_available(tier)
+        for name in self._row.storages:
+            missing = [block for block, at in there if at == name and block in prefetch.blocks]
+            for leg, part in self.promote(missing[:room], name, urgent=False):
+                prefetch.wait_for(leg)
+                room -= len(part)
+        return prefetch
+
+    def end_prefetch(self, prefetch: Prefetch) -> None:
+        """Hold its blocks no longer; what was not begun and nobody else wants is not read."""
+        for transfer in self._prefetches.end(prefetch):
+            self._traffic.withdraw(transfer)
+
+    def store(self, blocks: Sequence[BlockId], src: str, num_there: int = 0) -> int:
+        """Copy blocks one memory tier down where they are not there yet, as far as there is room.
+
+        blocks: consecutive, in prompt order. num_there: how many of the first ones were there after
+        the last call, to spare looking at them again.
+        Returns how many of the first ones are there now, or on their way.
+        """
+        dst = self._row.below(src)
+        if dst is None:
+            return 0
+        if num_there and self._index.state(blocks[num_there - 1], dst) is State.ABSENT:
+            num_there = 0  # evicted meanwhile
+        there = self._index.states_of(blocks[num_there:], dst)
+        here = self._index.states_of(blocks[num_there:], src)
+        missing = [
+            at
+            for at, (below, above) in enumerate(zip(there, here, strict=True), num_there)
+            if below is State.ABSENT and above in STORABLE
+        ]
+        num_begun = self._copy_down([blocks[at] for at in missing], src, dst)
+        return missing[num_begun] if num_begun < len(missing) else len(blocks)
+
+    def _copy_down(self, blocks: Sequence[BlockId], src: str, dst: str) -> int:
+        """Begin to copy the first of ``blocks``, as many as there is room for. Returns how many."""
+        if not blocks:
+            return 0
+        self._space.make_for(blocks, dst)
+        room = self._row.rooms[dst]
+        slots = room.allocate(min(len(blocks), room.num_free)) or []
+        if slots:
+            self._traffic.begin(Copy(src, dst, tuple(blocks[: len(slots)])), slots)
+        self._count_refused(len(blocks) - len(slots), dst)
+        return len(slots)
+
+    def _count_refused(self, num_blocks: int, tier: str) -> None:
+        if num_blocks:
+            self.metrics.count("kvtier_refused_blocks_total", num_blocks, tier=tier)
+
+    # -- storage ----------------------------------------------------------------------------------
+
+    def archive(self, blocks: Sequence[BlockId]) -> None:
+        """Have blocks written to storage: those in memory that are worth a write by now."""
+        for archive in self._archives.values():
+            archive.offer(blocks)
+            self._write(archive)
+
+    def _write(self, archive: Archive) -> None:
+        """Begin the writes whose turn has come."""
+        while self.archives and (wanted := archive.take(self._options.piece_blocks)):
+            new = [block for block in wanted if not self._recall.was_there(block, archive.storage)]
+            num_begun = 0
+            if self._mover.accepts((self._row.staging, archive.storage)):
+                num_begun = self._copy_down(new, self._row.staging, archive.storage)
+            else:  # nothing leaves for what would not arrive
+                self._count_refused(len(new), archive.storage)
+            archive.ended(len(wanted) - num_begun)
+
+    @property
+    def has_unfound(self) -> bool:
+        """Whether storage may have blocks that nobody has found yet."""
+        return self._recall.has_unfound
+
+    def recall(self, namespace: bytes, labels: Sequence[Label]) -> None:
+        """Take into the index what storage has kept of this prompt since an earlier life, or has
+        from another process. Where it has to be asked first, that is for the next time."""
+        self._recall.ask(namespace, labels)
+
+    def recall_each(
+        self, namespace: bytes, labels: Sequence[Label], keys: Sequence[BlockKey]
+    ) -> int:
+        """``recall`` of blocks that hang under no other, from storage that answers at once. Returns
+        how many are known now. keys: what the blocks are called there."""
+        return self._recall.ask_each(namespace, labels, keys)
+
+    def is_archiving(self, block: BlockId) -> bool:
+        """Whether a block waits for its write to storage, or is being written."""
+        return any(
+            block in archive or self._index.state(block, name) is State.WRITING
+            for name, archive in self._archives.items()
+        )
+
+    def poll(self) -> bool:
+        """Finish the transfers whose copy is done. True if there was one. Never waits."""
+        finished = self._traffic.poll()
+        for transfer in finished:
+            if transfer.dst in self._archives:
+                self._archives[transfer.dst].ended(len(transfer.blocks))
+            elif transfer.dst == self._row.staging and transfer.src not in self._archives:
+                self.archive(transfer.blocks)
+        for archive in self._archives.values():
+            self._write(archive)
+        self._recall.hear()
+        self._traffic.drop_lost()
+        self._traffic.scrub()
+        return bool(finished)
+
+    @property
+    def is_busy(self) -> bool:
+        """Something is on its way, or should be."""
+        waits = self.archives and any(map(len, self._archives.values()))
+        return waits or bool(self._traffic.transfers)
+
+    def _demote(self, leaving: list[BlockId]) -> list[BlockId]:
+        """Copy blocks that are being evicted one tier down, and wait. Returns those that may go.
+
+        Blocks nearest to the root are worth most, and go first where there is not room for all.
+        """
+        src = self.fastest
+        before = len(self._traffic.transfers)
+        self.store(leaving[::-1], src)
+        for transfer in self._traffic.transfers[before:]:
+            assert transfer.job is not None
+            if transfer.job.wait(self._options.patience_s):
+                self._traffic.finish(transfer)
+                self.archive(transfer.blocks)
+                continue
+            for block in transfer.blocks:  # still being read: it has to stay
+                self._index.keep(block, src)
+            self._index.lease(transfer.blocks, src)
+            transfer.holds_source = True
+            staying = set(transfer.blocks)
+            leaving = [block for block in leaving if block not in staying]
+        return leaving
+
+    def wait_for(self, waiter: Waiter, blocks: Sequence[BlockId]) -> None:
+        """``waiter`` is not ready before those of ``blocks`` that are on their way to the fastest
+        tier have arrived there."""
+        self._traffic.wait_for(waiter, blocks, self.fastest)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the oldest transfer is done, or there is none. False on time-out."""
+        return self._traffic.wait(timeout_s)
+
+    def drain(self, timeout_s: float, poll: Callable[[], object]) -> bool:
+        """``poll`` until nothing is on its way. False if ``timeout_s`` was too short."""
+        ends_s = time.monotonic() + timeout_s
+        while self._traffic.transfers:
+            if not self._traffic.wait(max(0.0, ends_s - time.monotonic())):
+                return False
+            poll()
+        return True
+
+    # -- costs ------------------------------------------------------------------------------------
+
+    @property
+    def costs(self) -> CostModel:
+        """What copies and prefill took: to be told of more."""
+        return self._traffic.costs
+
+    def cost_snapshot(self, is_free: bool = False) -> Costs:
+        """What copies and prefill cost now, with the work that stands in line. is_free: for those
+        who want whatever there is."""
+        return self._traffic.cost_snapshot(is_free)
+
+    # -- upkeep -----------------------------------------------------------------------------------
+
+    def used_slots(self) -> dict[str, int]:
+        """Slots in use per tier."""
+        return {name: room.num_used for name, room in self._row.rooms.items()}
+
+    def open_slots(self) -> dict[str, int]:
+        """Slots per tier that can be used by now."""
+        return {name: room.num_open for name, room in self._row.rooms.items()}
+
+    def num_slots(self) -> dict[str, int]:
+        """Slots in all per tier."""
+        return {name: room.num_slots for name, room in self._row.rooms.items()}
+
+    def close(self) -> set[str]:
+        """Finish what is on its way. Returns the tiers that are in use all the same."""
+        return self._traffic.close()
+
+    def check_invariants(self, num_private: int) -> None:
+        """Raise AssertionError where slots and blocks don't add up. num_private: slots of the
+        fastest tier that requests use and the index does not know."""
+        self._index.check_invariants()
+        for name, in_use in self.used_slots().items():
+            expected = self._index.num_held(name) + (num_private if name == self.fastest else 0)
+            assert in_use == expected, f"{name}: {in_use} slots in use, {expected} accounted for"

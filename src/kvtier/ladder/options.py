@@ -1,0 +1,22 @@
+"""How the ladder behaves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class LadderOptions:
+    """block_bytes: of one block. demotes: what leaves the fastest tier goes one down (write_back).
+    patience_s: how long that may hold up an eviction. archive_after_uses: when a block in memory is
+    worth a write to storage. bytes_per_day: what may be written to a storage tier, 0 or none for no
+    limit. piece_blocks: what is read from storage, or written, at a time.
+    """
+
+    block_bytes: int
+    demotes: bool = False
+    patience_s: float = 1.0
+    archive_after_uses: int = 1
+    bytes_per_day: Mapping[str, int] = field(default_factory=dict)
+    piece_blocks: int = 64
