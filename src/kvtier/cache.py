@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from kvtier.config import CacheConfig, parse_size
+from kvtier.config import CacheConfig
 from kvtier.devices import Device, Finding
 from kvtier.errors import Closed, ConfigError
 from kvtier.index import make_index
@@ -26,9 +26,9 @@ from kvtier.plugins import load_plugin
 from kvtier.process import OwnerProcess
 from kvtier.telemetry import Metrics
 from kvtier.tiers import ArenaOptions, DeviceTier, StorageTier
-from kvtier.tiers.row import make_tiers, rooms_of
+from kvtier.tiers.row import make_tiers, rooms_of, write_limits
 from kvtier.transfer import CopyJob, LayerGate, LocalMover
-from kvtier.types import DEVICE, DISK, Label, LoadPolicy, Match, PrefetchPolicy, WritePolicy
+from kvtier.types import DEVICE, Label, LoadPolicy, Match, PrefetchPolicy, WritePolicy
 
 logger = logging.getLogger(__name__)
 
@@ -343,7 +343,7 @@ def _ladder_options(config: CacheConfig, block_bytes: int) -> LadderOptions:
         demotes=config.write_policy is WritePolicy.WRITE_BACK,
         patience_s=config.demote_deadline_s,
         archive_after_uses=config.archive_after_uses,
-        bytes_per_day={DISK: parse_size(config.disk_bytes_per_day, "disk_bytes_per_day")},
+        bytes_per_day=write_limits(config),
         piece_blocks=max(1, config.load_batch_bytes // block_bytes),
     )
 

@@ -351,6 +351,21 @@ def test_a_look_up_that_takes_its_time_is_for_the_next_request(make_world: MakeW
     world.finish(request)
 
 
+@pytest.mark.parametrize(("request_s", "num_loaded"), [(0.1, 4), (100.0, 0)])
+def test_a_request_that_costs_more_than_computing_is_never_made(
+    make_world: MakeWorld, request_s: float, num_loaded: int
+) -> None:
+    """Nothing was read before: what storage says of itself has to do."""
+    shelf = Shelf()
+    make_world(disk_blocks=30, shelf=shelf).serve(LONG)
+    facts = StorageFacts(finds_at_once=True, request_s=request_s)
+    world = make_world(disk_blocks=30, shelf=shelf, storage_facts=facts)
+    world.cache.observe_prefill(0, 1, 1.0)
+    request = world.start(LONG)
+    assert hits(request) == ({DISK: num_loaded} if num_loaded else {})
+    world.finish(request)
+
+
 def test_storage_tiers_stand_beside_each_other(make_world: MakeWorld) -> None:
     """What goes to one goes to the other; a hit in one never crosses the other."""
     far = MemoryStorage(GROUP, 30, Shelf(), "far")

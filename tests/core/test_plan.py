@@ -271,6 +271,14 @@ def test_unseen_class_borrows_from_the_nearest() -> None:
 
 def test_what_is_not_known_costs_nothing_to_copy_and_everything_to_compute() -> None:
     assert Costs().copy_s(HOST_TO_DEVICE, 1 << 30) == 0
+
+
+def test_a_copy_takes_what_its_tier_says_at_least() -> None:
+    costs = Costs({HOST_TO_DEVICE: {5: 0.5}}, least_s={HOST_TO_DEVICE: 100.0})
+    assert costs.copy_s(HOST_TO_DEVICE, 10) == 100.0
+    assert costs.copy_s(HOST_TO_DEVICE, 1000) == 500.0
+    assert costs.copy_s(HOST_TO_DEVICE, 0) == 0.0
+    assert Costs(least_s={HOST_TO_DEVICE: 100.0}).copy_s(HOST_TO_DEVICE, 10) == 100.0
     assert Costs().prefill_s(0, 1) == inf
     assert Costs().prefill_s(7, 7) == 0
     assert _costs(1.0, 1.0).copy_s(HOST_TO_DEVICE, 0) == 0

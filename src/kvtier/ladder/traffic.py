@@ -45,6 +45,11 @@ class Traffic:
     ) -> None:
         self._row = row
         self._ways = row.ways(device)
+        self._least_s = {
+            self._ways[name][0]: facts.request_s
+            for name, facts in mover.storages.items()
+            if name in self._ways
+        }
         self._index = index
         self._mover = mover
         self._metrics = metrics
@@ -281,7 +286,7 @@ class Traffic:
         queued_s = {
             route: self._mover.queued_s(route, partial(costs.copy_s, route)) for route in routes
         }
-        return self.costs.snapshot(queued_s, self._ways)
+        return self.costs.snapshot(queued_s, self._ways, self._least_s)
 
     def close(self) -> set[str]:
         """Finish what is on its way, as far as it ends in time. Returns the tiers that are in use

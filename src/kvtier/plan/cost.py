@@ -43,25 +43,30 @@ class Costs:
 
     seconds_per_byte: per route and size class. prefill: None while unknown.
     queued_s: per route, work that stands in line already; infinite where nothing moves. ways: from
-    each tier to the device.
+    each tier to the device. least_s: per route, what a copy takes at least, also before one was
+    measured.
     """
 
     seconds_per_byte: Mapping[Route, Mapping[int, float]] = field(default_factory=dict)
     prefill: PrefillCost | None = None
     queued_s: Mapping[Route, float] = field(default_factory=dict)
     ways: Ways = field(default_factory=lambda: TWO_TIERS)
+    least_s: Mapping[Route, float] = field(default_factory=dict)
 
     def copy_s(self, route: Route, num_bytes: int) -> float:
         """Estimated seconds to copy ``num_bytes`` along ``route``, without waiting in line.
 
-        0 for a route never measured: the first copy is allowed, and measured.
+        ``least_s`` for a route never measured: the first copy is allowed, and measured.
         """
-        classes = self.seconds_per_byte.get(route)
-        if not num_bytes or not classes:
+        if not num_bytes:
             return 0.0
+        least_s = self.least_s.get(route, 0.0)
+        classes = self.seconds_per_byte.get(route)
+        if not classes:
+            return least_s
         wanted = size_class(num_bytes)
         nearest = min(classes, key=lambda known: (abs(known - wanted), -known))
-        return classes[nearest] * num_bytes
+        return max(least_s, classes[nearest] * num_bytes)
 
     def load_s(self, num_bytes: Mapping[str, int]) -> float:
         """Estimated seconds to bring bytes from where they are to the device.
@@ -111,10 +116,11 @@ class CostModel:
         self,
         queued_s: Mapping[Route, float] | None = None,
         ways: Ways = TWO_TIERS,
+        least_s: Mapping[Route, float] | None = None,
     ) -> Costs:
         """The estimates as they are now; later observations don't change it."""
         copies = {
             route: {key: average.value for key, average in classes.items()}
             for route, classes in self._copies.items()
         }
-        return Costs(copies, self._prefill.cost, dict(queued_s or {}), ways)
+        return Costs(copies, self._prefill.cost, dict(queued_s or {}), ways, dict(least_s or {}))

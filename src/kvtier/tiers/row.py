@@ -105,6 +105,12 @@ def _check_names(names: Sequence[str]) -> None:
             )
 
 
+def write_limits(config: CacheConfig) -> dict[str, int]:
+    """Bytes a day that may be written to a storage tier; those without a limit are not named."""
+    bytes_per_day = parse_size(config.disk_bytes_per_day, "disk_bytes_per_day")
+    return {DISK: bytes_per_day} if bytes_per_day else {}
+
+
 def _throttled(tier: StorageTier, config: CacheConfig) -> StorageTier:
     """The disk is no faster than it may be."""
     bytes_per_s = parse_size(config.disk_bytes_per_s, "disk_bytes_per_s")
