@@ -1,4 +1,4 @@
-"""Which tiers stand in the row: without a host tier, several storages beside each other, far ones."""
+"""Which tiers stand in the row: with no host tier, several storages beside each other, far ones."""
 
 from __future__ import annotations
 
