@@ -262,6 +262,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--batches", type=int, default=4, help="per round, engine and direction")
     options = parser.parse_args()
+    least = BATCH * max(SIZES.values())
+    if options.file_gib * (1 << 30) < least:
+        parser.error(
+            f"--file-gib {options.file_gib}: one batch has {BATCH} blocks; give at least "
+            f"{least / (1 << 30):.3f}"
+        )
     machine = machine_facts()
     with tempfile.TemporaryDirectory(prefix="kvtier-disk-", dir=options.folder) as folder:
         file_bytes = int(options.file_gib * (1 << 30))
