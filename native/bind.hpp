@@ -8,6 +8,7 @@ namespace kvtier {
 void bind_copy(nanobind::module_& module);
 void bind_crc(nanobind::module_& module);
 void bind_keys(nanobind::module_& module);
+void bind_slots(nanobind::module_& module);
 void bind_tokens(nanobind::module_& module);
 void bind_trie(nanobind::module_& module);
 void bind_uring(nanobind::module_& module);

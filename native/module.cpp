@@ -13,6 +13,7 @@ NB_MODULE(_native, module) {
   kvtier::bind_copy(module);
   kvtier::bind_crc(module);
   kvtier::bind_keys(module);
+  kvtier::bind_slots(module);
   kvtier::bind_tokens(module);
   kvtier::bind_trie(module);
   kvtier::bind_uring(module);

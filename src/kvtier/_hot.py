@@ -19,6 +19,7 @@ else:
     try:
         from kvtier._native import (
             BlockTrie,
+            FreeSlots,
             KeyTable,
             UringRing,
             copy_batch,
@@ -37,6 +38,7 @@ else:
 if _reason:
     from kvtier._reference.copy import copy_batch
     from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows
+    from kvtier._reference.free_slots import FreeSlots  # type: ignore[assignment]
     from kvtier._reference.key_table import KeyTable  # type: ignore[assignment]
     from kvtier._reference.tokens import pack_tokens
 
@@ -55,6 +57,7 @@ __all__ = [
     "NATIVE",
     "NATIVE_REASON",
     "BlockTrie",
+    "FreeSlots",
     "KeyTable",
     "UringRing",
     "copy_batch",

@@ -12,6 +12,7 @@ import pytest
 from kvtier import _hot
 from kvtier._reference import crc
 from kvtier._reference.copy import copy_batch as reference_copy_batch
+from kvtier._reference.free_slots import FreeSlots
 from kvtier._reference.key_table import KeyTable
 from kvtier._reference.tokens import pack_tokens as reference_pack_tokens
 
@@ -58,7 +59,7 @@ def methods() -> dict[str, dict[str, object]]:
 def test_every_method_of_the_stub_agrees_with_the_native_core() -> None:
     native = pytest.importorskip("kvtier._native", reason="the native core is not built")
     built = {}
-    for kind in (native.BlockTrie, native.KeyTable, native.UringRing):
+    for kind in (native.BlockTrie, native.FreeSlots, native.KeyTable, native.UringRing):
         for name, method in vars(kind).items():
             if type(method).__name__ == "nb_method" and not name.startswith("__"):
                 [(text, *_)] = method.__nb_signature__
@@ -80,13 +81,15 @@ def test_every_stub_has_a_twin_with_its_signature() -> None:
     assert stubs() == {name: signature_of(twin) for name, twin in TWINS.items()}
 
 
-def test_twin_of_the_key_table_has_its_methods() -> None:
+@pytest.mark.parametrize("twin", [FreeSlots, KeyTable])
+def test_twin_of_a_class_has_its_methods(twin: type) -> None:
+    prefix = f"{twin.__name__}."
     twins = {
-        f"KeyTable.{name}": signature_of(method)
-        for name, method in vars(KeyTable).items()
+        prefix + name: signature_of(method)
+        for name, method in vars(twin).items()
         if not name.startswith("_")
     }
-    assert twins == {name: each for name, each in methods().items() if name.startswith("KeyTable.")}
+    assert twins == {name: each for name, each in methods().items() if name.startswith(prefix)}
 
 
 def test_every_stub_agrees_with_the_native_core() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
-import numpy as np
-
+from kvtier._hot import FreeSlots
 from kvtier.types import Slot
 
 
@@ -28,24 +28,26 @@ def check_count(num_slots: int) -> None:
 class SlotPool:
     """Hands out neighbouring slots where it can: a run of slots is one copy and one view of KV.
 
-    A bit per slot; allocation looks for the first run that is long enough, else takes the lowest
-    free slots. Slots from ``num_open`` on are closed: nobody gets them until ``open`` is called.
+    Allocation takes the first run that is long enough, else the lowest free slots. Slots from
+    ``num_open`` on are closed: nobody gets them until ``open`` is called.
     """
 
     def __init__(self, num_slots: int, num_open: int | None = None) -> None:
-        # A slot that is never free stands on either side, so that every run has two ends.
-        self._bounded = np.zeros(num_slots + 2, bool)
-        self._is_free = self._bounded[1:-1]
-        self.num_open = self.num_free = 0
+        self._num_slots = num_slots
+        self._free = FreeSlots(num_slots)
+        self.num_open = 0
         self.open(num_slots if num_open is None else num_open)
 
     def open(self, num_slots: int) -> None:
         """The next ``num_slots`` slots may be given out from now on."""
         after = self.num_open + num_slots
-        assert self.num_open <= after <= len(self._is_free), "more slots than the pool has"
-        self._is_free[self.num_open : after] = True
+        assert self.num_open <= after <= self._num_slots, "more slots than the pool has"
+        self._free.open(self.num_open, after)
         self.num_open = after
-        self.num_free += num_slots
+
+    @property
+    def num_free(self) -> int:
+        return self._free.num_free()
 
     @property
     def num_used(self) -> int:
@@ -57,26 +59,13 @@ class SlotPool:
         check_count(num_slots)
         if num_slots > self.num_free:
             return None
-        if num_slots == 0:
-            return []
-        free = np.flatnonzero(self._is_free)
-        last = num_slots - 1
-        runs = np.flatnonzero(free[last:] - free[: len(free) - last] == last)
-        start = int(runs[0]) if len(runs) else 0
-        chosen = free[start : start + num_slots]
-        self._is_free[chosen] = False
-        self.num_free -= num_slots
-        return [Slot(slot) for slot in chosen.tolist()]
+        return cast("list[Slot]", self._free.take(num_slots))
 
     def longest_run(self) -> int:
         """Length of the longest run of free neighbours."""
-        edges = np.flatnonzero(self._bounded[1:] != self._bounded[:-1])
-        return int((edges[1::2] - edges[::2]).max(initial=0))
+        return self._free.longest_run()
 
     def free(self, slots: list[Slot]) -> None:
         """Give slots back; each must be in use."""
         check_slots(slots, self.num_open)
-        assert not self._is_free[slots].any(), "a slot was freed twice"
-        assert len(set(slots)) == len(slots), "a slot was freed twice in one call"
-        self._is_free[slots] = True
-        self.num_free += len(slots)
+        self._free.free(slots)
