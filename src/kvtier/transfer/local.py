@@ -12,7 +12,7 @@ from kvtier.devices import Device, Direction
 from kvtier.errors import TierError
 from kvtier.plan import Route
 from kvtier.tiers import MemoryTier, Outcome, Pieces, StorageFacts, StorageTier
-from kvtier.transfer.breaker import Breaker
+from kvtier.tiers.breaker import Breaker
 from kvtier.transfer.engine import TransferEngine
 from kvtier.transfer.job import Job
 from kvtier.transfer.lane import Lane
@@ -29,6 +29,9 @@ a terabyte in three days."""
 
 TIMEOUT_S = {"find": 1.0, "read": 10.0, "write": 60.0}
 """What takes longer has failed: the blocks are computed again, or not stored."""
+
+FAILURES_UNTIL_OPEN = 3
+"""Calls in a row: one may be chance."""
 
 Call = Callable[[float], list[Outcome]]
 
@@ -114,7 +117,7 @@ class LocalMover(Mover):
     def accepts(self, route: Route) -> bool:
         src, dst = route
         gate = self._gates.get((src, "read")) or self._gates.get((dst, "write"))
-        return not self._is_closed and (gate is None or not gate.breaker.is_open)
+        return not self._is_closed and (gate is None or gate.breaker.is_passable)
 
     def hurry(self, route: Route, job: Job) -> None:
         gate = self._gates.get((route[0], "read"))
@@ -131,7 +134,7 @@ class LocalMover(Mover):
             if self._engine is None or route[1] != self._fastest:
                 return 0.0
             return copy_s(self._engine.queued_bytes(Direction.LOAD))
-        if gate.breaker.is_open:
+        if not gate.breaker.is_passable:
             return inf
         # A disk that hangs looks as slow as it is.
         return max(copy_s(gate.lane.queued_bytes), gate.lane.running_s)
@@ -157,7 +160,7 @@ class LocalMover(Mover):
 
     def has_unfound(self, tier: str) -> bool:
         storage = self._storages[tier]
-        return storage.has_unfound and not self._gates[tier, "find"].breaker.is_open
+        return storage.has_unfound and self._gates[tier, "find"].breaker.is_passable
 
     def drop(self, tier: str, keys: Sequence[BlockKey], for_good: bool = False) -> None:
         storage = self._storages[tier]
@@ -224,8 +227,8 @@ class _Gate:
 
     def __init__(self, tier: str, way: str, num_workers: int, clock: Callable[[], float]) -> None:
         self.lane = Lane(f"{tier} {way}", partial(TierError, tier, way), num_workers)
-        self.breaker = Breaker(clock)
         self._timeout_s = TIMEOUT_S[way]
+        self.breaker = Breaker(clock, FAILURES_UNTIL_OPEN, trial_s=2 * self._timeout_s)
 
     def submit(
         self, call: Call, num_blocks: int, block_bytes: int, urgent: bool, job: Job | None = None
@@ -236,7 +239,7 @@ class _Gate:
         )
 
     def _run(self, call: Call, num_blocks: int, job: Job) -> Iterable[int]:
-        if not self.breaker.admit():
+        if not self.breaker.enter():
             return range(num_blocks)
         outcomes: list[Outcome] = []
         try:

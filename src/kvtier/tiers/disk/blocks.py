@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
 from kvtier.tiers.base import Room
-from kvtier.tiers.disk.health import Breaker
+from kvtier.tiers.disk.health import Health
 from kvtier.tiers.disk.membership import leave
 from kvtier.tiers.disk.opening import open_slabs, wanted
 from kvtier.tiers.disk.options import DiskOptions
@@ -289,8 +289,8 @@ class DiskBlocks(Room, SlotOwner):
         not_now = [
             (f"not {done}", f"{part.options.path} is not {done}: {state}")
             for part in self.parts
-            for done, breaker in (("read", part.reads), ("written", part.writes))
-            if (state := breaker.state())
+            for done, health in (("read", part.reads), ("written", part.writes))
+            if (state := health.state())
         ]
         words = dict.fromkeys(word for word, _ in not_now)
         return [
@@ -308,8 +308,8 @@ class DiskBlocks(Room, SlotOwner):
     def close(self) -> None:
         """Everything on the medium, and the slabs free for their next owner."""
         # What does not answer is not waited for.
-        breakers = [breaker for part in self.parts for breaker in (part.reads, part.writes)]
-        self._close(is_clean=not any(breaker.is_open for breaker in breakers))
+        healths = [health for part in self.parts for health in (part.reads, part.writes)]
+        self._close(is_clean=not any(health.is_open for health in healths))
 
     def abandon(self) -> None:
         """Give the files back as they are, as the end of the process would."""
@@ -328,6 +328,6 @@ class DiskBlocks(Room, SlotOwner):
                 leave([part.slab for part in self.parts])
 
 
-def _enter(breakers: Sequence[Breaker]) -> bool:
+def _enter(healths: Sequence[Health]) -> bool:
     """Whether all of them let a call through; where one does not, none is tried for nothing."""
-    return all(each.is_passable for each in breakers) and all(each.enter() for each in breakers)
+    return all(each.is_passable for each in healths) and all(each.enter() for each in healths)

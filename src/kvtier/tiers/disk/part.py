@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvtier.devices.base import Finding, Memory
 from kvtier.tiers.disk.bounce import BlockPort, Bounce
-from kvtier.tiers.disk.health import MEDIUM_ERRORS, Breaker
+from kvtier.tiers.disk.health import MEDIUM_ERRORS, Health
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.records import Kind, Records, as_keys, same_keys
@@ -73,8 +73,8 @@ class DiskPart:
         self.num_bytes = self.slab.superblock.block_bytes
         self.slot_bytes = self.slab.superblock.slot_bytes
         limit = options.errors_until_off
-        self.reads = Breaker(str(options.path), ["read"], limit, clock)
-        self.writes = Breaker(str(options.path), ["write", "journal"], limit, clock)
+        self.reads = Health(str(options.path), ["read"], limit, clock)
+        self.writes = Health(str(options.path), ["write", "journal"], limit, clock)
         self._owner = owner
         self._num_loads = 0
         self._round = RoundRobin()
@@ -258,11 +258,11 @@ class DiskPart:
             return np.asarray(~trusted | (count % self.options.sample_every == 0))
         return ~trusted
 
-    def _quarantine(self, slots: Int64s, done: Int64s, breaker: Breaker) -> None:
+    def _quarantine(self, slots: Int64s, done: Int64s, health: Health) -> None:
         if not (done < 0).any():
             return
         bad = slots[np.isin(-done, MEDIUM_ERRORS)]
-        if len(bad) and not breaker.is_open:  # that many errors are not about single slots
+        if len(bad) and not health.is_open:  # that many errors are not about single slots
             self._owner.quarantine(bad)
             logger.warning("slots quarantined path=%s slots=%s", self.options.path, bad.tolist())
             try:
