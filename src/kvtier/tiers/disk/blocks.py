@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -223,13 +224,20 @@ class DiskBlocks(Room, SlotOwner):
     # -- blocks ------------------------------------------------------------------------------------
 
     def store(
-        self, names: Sequence[BlockName], slots: Sequence[Slot], blocks: Pieces
+        self,
+        names: Sequence[BlockName],
+        slots: Sequence[Slot],
+        blocks: Pieces,
+        ends_at: float = inf,
     ) -> list[bool]:
         """Write blocks. True: the block survives what ``options.durability`` says.
 
-        A block that was not stored leaves its slot empty.
+        ends_at: when the caller wants no more of it (``monotonic``); the options' deadline may be
+        earlier. A block that was not stored leaves its slot empty.
         """
         check_slots(slots, self.num_slots)
+        if not names:
+            return [False] * len(names)
         at = np.array(slots, np.int64)
         is_ready = _enter([part.writes for part in self.parts])
         # All parts first: halves of two blocks must never look like one, wherever a crash comes.
@@ -239,7 +247,7 @@ class DiskBlocks(Room, SlotOwner):
         numbers = self.parts[0].slab.numbers.take(len(names))
         stored = on_all(
             self.parts,
-            lambda rank, part: part.store(names, slots, self._of(rank, blocks), numbers),
+            lambda rank, part: part.store(names, slots, self._of(rank, blocks), numbers, ends_at),
         )
         everywhere = np.logical_and.reduce(stored)
         for part, here in zip(self.parts, stored, strict=True):
@@ -247,16 +255,21 @@ class DiskBlocks(Room, SlotOwner):
         return [bool(each) for each in everywhere]
 
     def load(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], blocks: Pieces
+        self,
+        keys: Sequence[BlockKey],
+        slots: Sequence[Slot],
+        blocks: Pieces,
+        ends_at: float = inf,
     ) -> list[Outcome]:
-        """Read blocks to where ``blocks`` lie, and verify them."""
+        """Read blocks to where ``blocks`` lie, and verify them. ends_at: see ``store``."""
         if not keys:
             return []
         check_slots(slots, self.num_slots)
-        if not _enter([part.reads for part in self.parts]):
+        is_over = time.monotonic() >= ends_at
+        if is_over or not _enter([part.reads for part in self.parts]):
             return [Outcome.FAILED] * len(keys)
         loaded = on_all(
-            self.parts, lambda rank, part: part.load(keys, slots, self._of(rank, blocks))
+            self.parts, lambda rank, part: part.load(keys, slots, self._of(rank, blocks), ends_at)
         )
         right = np.logical_and.reduce([each for each, _ in loaded])
         failed = np.logical_or.reduce([each for _, each in loaded])

@@ -75,8 +75,11 @@ class Health:
             then = "being tried again" if is_tried else f"tried again in {left_s:.0f} s"
             return f"{self.reason}; {then if left_s > 0 else 'tried again with the next one'}"
 
-    def note(self, kind: str, done: npt.NDArray[np.int64]) -> None:
-        """What became of a batch: bytes or -errno per operation, in order."""
+    def note(self, kind: str, done: npt.NDArray[np.int64], is_patient: bool = True) -> None:
+        """What became of a batch: bytes or -errno per operation, in order. is_patient: the disk had
+        time for it, so that coming too late tells something."""
+        if not is_patient:
+            done = done[~np.isin(-done, LATE)]
         if not len(done):
             return
         if done.min() >= 0:
