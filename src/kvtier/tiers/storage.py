@@ -104,9 +104,9 @@ class StorageTier(ABC):
         ``evicts``; blocks that an earlier process has left, and nobody found yet, go when their
         room is needed.
     Outcomes and errors
-        nothing raises for what the medium or the network does; what does raise counts as ``FAILED``
-        for all blocks of the call. A location that can't be used is a ``ConfigError`` at
-        construction.
+        nothing raises for what the medium or the network does, but ``drop``; what does raise counts
+        as ``FAILED`` for all blocks of the call. A location that can't be used is a ``ConfigError``
+        at construction.
     """
 
     name: str
@@ -148,6 +148,8 @@ class StorageTier(ABC):
         """The blocks are not needed any more: their room is free.
 
         for_good: no later process finds them, either. Keys that are not there are passed over.
+        Raises where some of that could not be done, in time or at all: it is asked for again, of
+        all keys.
         """
 
     def scrub(self, max_bytes: int) -> ScrubReport:

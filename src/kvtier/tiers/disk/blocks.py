@@ -189,11 +189,12 @@ class DiskBlocks(Room, SlotOwner):
             return []
         return self._slots.claim(self._found.find(as_keys(list(keys)), self._table))
 
-    def forget(self, slots: Sequence[Slot]) -> None:
-        """No restart finds the blocks of these slots. The slots stay as they are."""
+    def forget(self, slots: Sequence[Slot]) -> bool:
+        """No restart finds the blocks of these slots. The slots stay as they are. False where that
+        can't be written down: it may find some of them."""
         check_slots(slots, self.num_slots)
-        for part in self.parts:
-            part.empty(np.array(slots, np.int64))
+        at = np.array(slots, np.int64)
+        return all(part.empty(at) for part in self.parts)
 
     def quarantine(self, slots: Int64s) -> None:
         self._slots.quarantine(slots)
@@ -229,19 +230,22 @@ class DiskBlocks(Room, SlotOwner):
         slots: Sequence[Slot],
         blocks: Pieces,
         ends_at: float = inf,
+        others: Sequence[Slot] = (),
     ) -> list[bool]:
         """Write blocks. True: the block survives what ``options.durability`` says.
 
-        ends_at: when the caller wants no more of it (``monotonic``); the options' deadline may be
-        earlier. A block that was not stored leaves its slot empty.
+        others: slots that hold nothing either before the blocks are written. ends_at: when the
+        caller wants no more of it (``monotonic``); the options' deadline may be earlier. A block
+        that was not stored leaves its slot empty.
         """
         check_slots(slots, self.num_slots)
         if not names:
             return [False] * len(names)
         at = np.array(slots, np.int64)
+        empty = np.array([*slots, *others], np.int64)
         is_ready = _enter([part.writes for part in self.parts])
         # All parts first: halves of two blocks must never look like one, wherever a crash comes.
-        if not is_ready or not all(part.mend() and part.empty(at) for part in self.parts):
+        if not is_ready or not all(part.mend() and part.empty(empty) for part in self.parts):
             return [False] * len(names)
         # And one number for all parts of a block: halves of two writes don't look like one, either.
         numbers = self.parts[0].slab.numbers.take(len(names))

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvtier._hot import KeyTable
 from kvtier.devices.base import Finding, Memory
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierError
 from kvtier.layout import KVGroup
 from kvtier.tiers.disk.blocks import DiskBlocks
 from kvtier.tiers.disk.options import DiskOptions
@@ -137,8 +137,9 @@ class DiskTier(StorageTier):
         finally:
             self._lock.release()
         # One slot has a block at most, or one that is dropped for good would come back.
-        self.blocks.forget([Slot(slot) for slot in before[before >= 0].tolist()])
-        stored = self.blocks.store([names[at] for at in fit], slots, blocks.pick(fit), ends_at)
+        others = [Slot(slot) for slot in before[before >= 0].tolist()]
+        new_names = [names[at] for at in fit]
+        stored = self.blocks.store(new_names, slots, blocks.pick(fit), ends_at, others)
         with self._lock:
             for at, slot, is_stored in zip(fit, slots, stored, strict=True):
                 if is_stored:
@@ -192,7 +193,8 @@ class DiskTier(StorageTier):
             slots = self._hold(keys)
             if for_good:
                 there = self._slots_with(keys)
-                self.blocks.forget([Slot(slot) for slot in there[there >= 0].tolist()])
+                if not self.blocks.forget([Slot(slot) for slot in there[there >= 0].tolist()]):
+                    raise TierError(self.name, "drop", "the journal can't be written")
                 self._slots.remove(as_keys(list(keys))[there >= 0], there[there >= 0])
             self._leave(slots[slots >= 0])
 
