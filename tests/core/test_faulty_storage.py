@@ -97,7 +97,7 @@ def test_write_that_goes_wrong_is_tried_again_with_the_next_use(
 
 
 @pytest.mark.parametrize("facts", [None, SLOW], ids=["at once", "takes its time"])
-@pytest.mark.parametrize("fault", ["fail", "refuse"])
+@pytest.mark.parametrize("fault", ["fail", "refuse", "lose"])
 def test_look_up_that_goes_wrong_finds_nothing(
     make_faulty: Callable[..., tuple[World, FaultyStorage]],
     facts: StorageFacts | None,
@@ -134,6 +134,49 @@ def test_drop_that_goes_wrong_is_storages_own_affair(
     until(world, lambda: storage.num_calls["drop"] == 1)
     world.serve([*C, 9])
     assert world.held(DISK) == 4
+
+
+def test_look_ups_that_got_no_answer_are_asked_again(
+    make_faulty: Callable[..., tuple[World, FaultyStorage]],
+) -> None:
+    """Also one that was refused, for storage is left alone."""
+    world, storage = make_faulty(SLOW)
+
+    def ask() -> None:
+        world.release(world.ask(LONG, load=False))
+        until(world, lambda: not world.cache._ladder._recall._questions)
+
+    for nth in range(1, 5):
+        storage.lose("find", 1)
+        ask()
+        assert storage.num_calls["find"] == min(nth, 3)
+    storage.forget_faults()
+    world.clock.now += 1
+    ask()
+    assert storage.num_calls["find"] == 4
+    assert world.matched(LONG) == [DISK] * 4
+
+
+@pytest.mark.parametrize("facts", [None, SLOW], ids=["at once", "takes its time"])
+def test_what_was_cleared_while_storage_did_not_answer_does_not_come_back(
+    make_faulty: Callable[..., tuple[World, FaultyStorage]],
+    shelf: Shelf,
+    facts: StorageFacts | None,
+) -> None:
+    world, storage = make_faulty(facts)
+
+    def is_found() -> bool:
+        world.release(world.ask(LONG, load=False))
+        return world.held(DISK) == 4
+
+    until(world, is_found)
+    storage.fail("drop")
+    world.cache._ladder.clear()
+    for _ in range(3):
+        assert not is_found()
+    until(world, lambda: not shelf.blocks)
+    assert storage.num_calls["drop"] == 2
+    assert not is_found()
 
 
 def test_request_whose_read_hangs_computes_in_the_end(

@@ -330,3 +330,44 @@ def test_ranks_without_storage_of_their_own_are_not_waited_for() -> None:
     (order,) = mover.take_orders()
     mover.hear(Report({order.order_id: Done()}))
     assert job.succeeded
+
+
+def test_what_was_dropped_before_all_ranks_said_hello_is_not_found() -> None:
+    mover = RankMover({DISK: DiskTier.facts}, SIZE, 2, 2)
+    mover.hear(Report(hellos={0: Hello(8, {DISK: tuple(KEYS[:4])})}))
+    mover.drop(DISK, KEYS[:1], for_good=True)
+    mover.drop(DISK, KEYS[1:2])
+    assert mover.take_orders() == []
+    mover.hear(Report(hellos={1: Hello(8, {DISK: tuple(KEYS[:3])})}))
+    assert mover.find(DISK, KEYS[:3]).places_there == [2]
+    told = {each.verb: [name.key for name in each.names] for each in mover.take_orders()[:2]}
+    assert told == {Verb.ERASE: KEYS[:1], Verb.DROP: KEYS[1:2]}
+
+
+@pytest.mark.parametrize("for_good", [True, False])
+def test_what_was_dropped_before_anybody_asked_is_not_found(for_good: bool) -> None:
+    mover = RankMover({DISK: DiskTier.facts}, SIZE, 1, 1)
+    mover.hear(Report(hellos={0: Hello(8, {DISK: tuple(KEYS[:2])})}))
+    mover.drop(DISK, KEYS[:1], for_good=for_good)
+    assert mover.find(DISK, KEYS[:2]).places_there == [1]
+
+
+def test_order_to_erase_that_the_disk_could_not_carry_out_is_carried_out_later(
+    tmp_path: Path,
+) -> None:
+    system = FaultyDisk()
+    before = on_disk(tmp_path, system=system)
+    before.do(Verb.WRITE, KEYS[:2], [0, 1])
+    system.fail("journal")
+    before.order(Verb.ERASE, KEYS[:1])
+    assert before.do(Verb.READ, KEYS[:2], [3, 4]).gone == {0}
+    assert before.do(Verb.WRITE, KEYS[:1], [0]).failed == {0}, "or the drop would meet it"
+    before.executor.take_scrubbed()
+    assert before.do(Verb.WRITE, KEYS[:1], [0]).failed == frozenset()
+    before.order(Verb.ERASE, KEYS[:1])
+    before.storage.abandon()
+    before.mover.close(10)
+    before.host.close()
+    after = on_disk(tmp_path)
+    assert set(after.executor.found[DISK]) == {KEYS[1]}
+    after.close()

@@ -33,6 +33,8 @@ class TestMemoryStorage(StorageSuite):
         inner.open_reads.clear()
         inner.open_writes.clear()
         yield
+        inner.open_reads.set()
+        inner.open_writes.set()
 
     def abandon(self, storage: StorageTier) -> bool:
         return True

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvtier.plugins import load_plugin
-from kvtier.testing import StorageSuite
+from kvtier.testing import FaultyDisk, StorageSuite
 from kvtier.tiers import StorageSite, StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.types import BlockKey
@@ -30,7 +32,15 @@ class TestDiskTier(StorageSuite):
             self.folder / f"slab {self.num_made}.{part}" for part in range(self.num_parts)
         )
         capacity_bytes = num_blocks * SLOT_BYTES * self.num_parts
-        return DiskTier(DiskOptions(first, capacity_bytes, tuple(others)), self.group)
+        options = DiskOptions(first, capacity_bytes, tuple(others))
+        self.system = FaultyDisk()
+        return DiskTier(options, self.group, system=self.system)
+
+    @contextmanager
+    def stall(self, storage: StorageTier, num_blocks: int) -> Iterator[None]:
+        self.system.stall("read", "write", after=num_blocks)
+        yield
+        self.system.let_go("read", "write")
 
     def reopen(self, storage: StorageTier) -> StorageTier:
         assert isinstance(storage, DiskTier)

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.testing import FaultyDisk
 from kvtier.tiers import Outcome
-from kvtier.tiers.disk.health import Breaker
+from kvtier.tiers.disk.health import Health
 from tests.disk.test_faults import all_slots_accounted_for
 from tests.disk.world import Clock, World, key, world
 
@@ -102,43 +102,29 @@ def test_a_disk_that_hangs_is_waited_for_a_few_times(tmp_path: Path, operation: 
         assert here.tier.num_quarantined == 0
 
 
-def test_of_an_open_breaker_one_call_tries_and_the_pause_doubles() -> None:
+def test_call_has_succeeded_when_the_last_of_its_kinds_has() -> None:
     clock = Clock()
-    breaker = Breaker("here", ["write", "journal"], 2, clock)
+    health = Health("here", ["write", "journal"], 2, clock)
     full = OSError(errno.ENOSPC, "No space left")
-    pauses = []
-    for _ in range(9):
-        while not breaker.is_open or not breaker.enter():
-            if not breaker.is_open:
-                breaker.failed("journal", full)
-            clock.now += 0.25
-        assert not breaker.enter(), "another one came through"
-        assert "being tried again" in breaker.state()
-        breaker.succeeded("write")  # the data can be written, its record can't
-        began = clock.now
-        breaker.failed("journal", full)
-        while not breaker.is_passable:
-            clock.now += 0.25
-        pauses.append(clock.now - began)
-    assert pauses == [2, 4, 8, 16, 32, 60, 60, 60, 60]
-    assert breaker.enter()
-    breaker.succeeded("journal")
-    assert breaker.state() == ""
-    breaker.failed("journal", full)
-    assert breaker.enter()
-    breaker.failed("journal", full)
-    assert "tried again in 1 s" in breaker.state()
-
-
-def test_a_try_of_which_nothing_is_heard_is_not_the_last_one() -> None:
-    clock = Clock()
-    breaker = Breaker("here", ["read"], 1, clock)
-    breaker.failed("read", OSError(errno.EIO, ""))
-    clock.now += 1
-    assert breaker.enter()
-    assert not breaker.enter()
-    clock.now += 1
-    assert breaker.enter()
+    for _ in range(2):
+        assert health.state() == ""
+        health.failed("journal", full)
+    assert "2 journal errors in a row, the last: ENOSPC; tried again in 1 s" in health.state()
+    for pause_s in (1, 2):
+        clock.now += pause_s
+        assert "tried again with the next one" in health.state()
+        assert health.enter()
+        assert "being tried again" in health.state()
+        health.succeeded("write")  # the data can be written, its record can't
+        assert health.is_open
+        health.failed("journal", full)
+        assert f"tried again in {2 * pause_s} s" in health.state()
+    clock.now += 4
+    assert health.enter()
+    health.succeeded("journal")
+    assert health.state() == ""
+    health.failed("journal", full)
+    assert health.is_passable, "one error may be chance"
 
 
 def test_errors_that_are_not_in_a_row_do_not_stop_reads(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
+from threading import Event, Lock
 from typing import BinaryIO
 
 import numpy as np
@@ -54,7 +54,8 @@ class FaultyDisk(DiskSystem):
     """Faults by operation: "read" and "write" are those of one block each, "journal" is a write to
     the journal or a superblock, "sync" any sync. Counted over everything this system opened.
 
-    Reads and writes wait while they are held: tests say when, instead of sleeping.
+    Reads and writes wait while they are held or stalled: tests say when, instead of sleeping.
+    deadlines: of each batch that was read or written, as it was given to the engine.
     """
 
     OPERATIONS = ("read", "write", "journal", "sync")
@@ -62,7 +63,9 @@ class FaultyDisk(DiskSystem):
     def __init__(self) -> None:
         self.num_done = dict.fromkeys(self.OPERATIONS, 0)
         self._faults: dict[tuple[str, int], Callable[[int], int]] = {}
+        self.deadlines: list[tuple[str, float | None]] = []
         self._gates = {operation: Event() for operation in self.OPERATIONS}
+        self._stalls = {operation: _Stall() for operation in self.OPERATIONS}
         self.let_go(*self.OPERATIONS)
 
     # what tests say
@@ -89,6 +92,13 @@ class FaultyDisk(DiskSystem):
         """These operations run again."""
         for operation in operations:
             self._gates[operation].set()
+            self._stalls[operation].end()
+
+    def stall(self, *operations: str, after: int = 0) -> None:
+        """``after`` more reads or writes are done, and nothing then until ``let_go``; what has a
+        deadline is cancelled when it comes."""
+        for operation in operations:
+            self._stalls[operation].begin(after)
 
     def forget_faults(self) -> None:
         """Faults that have not happened yet won't."""
@@ -107,6 +117,11 @@ class FaultyDisk(DiskSystem):
     def wait(self, operation: str) -> None:
         """Return when the operation is not held."""
         self._gates[operation].wait()
+
+    def num_moved(self, operation: str, num: int, deadline_s: float | None) -> int:
+        """How many of ``num`` reads or writes are done before ``deadline_s``."""
+        self.deadlines.append((operation, deadline_s))
+        return self._stalls[operation].pass_through(num, deadline_s)
 
     def open_engine(
         self, fd: int, kind: IoKind, buffers: Sequence[Memory], queue_depth: int
@@ -130,6 +145,33 @@ class FaultyDisk(DiskSystem):
         super().sync(fd)
 
 
+class _Stall:
+    """Lets a number of operations through, and no more until it ends."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._over = Event()
+        self._num_left = 0
+        self._over.set()
+
+    def begin(self, num: int) -> None:
+        with self._lock:
+            self._num_left = num
+            self._over.clear()
+
+    def end(self) -> None:
+        self._over.set()
+
+    def pass_through(self, num: int, timeout_s: float | None) -> int:
+        """Wait until ``num`` have come through, or for ``timeout_s``; how many have."""
+        with self._lock:
+            if self._over.is_set():
+                return num
+            num_now = min(num, self._num_left)
+            self._num_left -= num_now
+        return num if num_now == num or self._over.wait(timeout_s) else num_now
+
+
 _FLIP = 1 << 20
 """Stands for a flipped byte where a fault gives -errno."""
 
@@ -143,8 +185,10 @@ class _FaultyEngine(WrappedEngine):
         self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
         self._system.wait("read")
-        done = self.inner.read(offsets, addresses, sizes, deadline_s)
-        for i, address in enumerate(addresses.tolist()):
+        num = self._system.num_moved("read", len(offsets), deadline_s)
+        done = np.full(len(offsets), -errno.ECANCELED, np.int64)
+        done[:num] = self.inner.read(offsets[:num], addresses[:num], sizes[:num], deadline_s)
+        for i, address in enumerate(addresses[:num].tolist()):
             fault = self._system.next_fault("read")
             if fault is None:
                 continue
@@ -162,8 +206,10 @@ class _FaultyEngine(WrappedEngine):
         self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
     ) -> Int64s:
         self._system.wait("write")
-        done = self.inner.write(offsets, addresses, sizes, deadline_s)
-        for i in range(len(done)):
+        num = self._system.num_moved("write", len(offsets), deadline_s)
+        done = np.full(len(offsets), -errno.ECANCELED, np.int64)
+        done[:num] = self.inner.write(offsets[:num], addresses[:num], sizes[:num], deadline_s)
+        for i in range(num):
             fault = self._system.next_fault("write")
             if fault is None:
                 continue

@@ -92,8 +92,14 @@ class Scattered:
 class User:
     """Somebody who puts blocks into a storage tier and gets them back, and looks at every byte."""
 
-    def __init__(self, storage: StorageTier, sizes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        storage: StorageTier,
+        sizes: Sequence[int] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
         self.storage = storage
+        self.timeout_s = timeout_s
         self.sizes = sizes or cuts(storage.bytes_per_block)["unequal pieces"]
 
     def put(self, *numbers: int, namespace: bytes = NAMESPACE, depth: int = 0) -> list[Outcome]:
@@ -103,7 +109,7 @@ class User:
         for at, key in enumerate(keys):
             memory.write(at, self._bytes(key))
         names = [BlockName(namespace, depth + at, key) for at, key in enumerate(keys)]
-        outcomes = self.storage.put(names, memory.pieces, TIMEOUT_S)
+        outcomes = self.storage.put(names, memory.pieces, self.timeout_s)
         assert len(outcomes) == len(keys)
         assert set(outcomes) <= {Outcome.THERE, Outcome.FAILED}, (
             "a put says that a block is there, or that it failed"
@@ -117,7 +123,7 @@ class User:
         """Get blocks; whatever is called there has the right bytes, and nothing around changed."""
         keys = [stored_key(number) for number in numbers]
         memory = Scattered(len(keys), self.sizes)
-        outcomes = self.storage.get(keys, memory.pieces, TIMEOUT_S)
+        outcomes = self.storage.get(keys, memory.pieces, self.timeout_s)
         assert len(outcomes) == len(keys)
         for at, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
             if outcome is Outcome.THERE:
@@ -128,7 +134,7 @@ class User:
         return outcomes
 
     def find(self, *numbers: int) -> list[Outcome]:
-        outcomes = self.storage.find([stored_key(number) for number in numbers], TIMEOUT_S)
+        outcomes = self.storage.find([stored_key(number) for number in numbers], self.timeout_s)
         assert len(outcomes) == len(numbers)
         return outcomes
 

@@ -93,8 +93,10 @@ class StorageTier(ABC):
         kind in ``facts.reaches``, and touched by nobody else until the call returns. No key twice
         in a call; no block is dropped while it is got or put.
     The implementer provides
-        an outcome per block, in the order asked for. A call has returned when nothing of it is
-        under way any more, after ``timeout_s`` or soon after. A block that is ``THERE`` after a
+        an outcome per block, in the order asked for. When ``timeout_s`` is over nothing of a call
+        is begun any more, and what is not done has ``FAILED``: never half there, it may be asked
+        for again. A call has returned when nothing of it is under way any more, after ``timeout_s``
+        or soon after; its memory belongs to others then. A block that is ``THERE`` after a
         ``get`` is the block that was put under that key, bit for bit: verified, or never doubtful.
         One that is ``THERE`` after a ``put`` is found by the next process, too. Room for
         ``num_blocks`` blocks is a hard bound.
@@ -102,9 +104,9 @@ class StorageTier(ABC):
         ``evicts``; blocks that an earlier process has left, and nobody found yet, go when their
         room is needed.
     Outcomes and errors
-        nothing raises for what the medium or the network does; what does raise counts as ``FAILED``
-        for all blocks of the call. A location that can't be used is a ``ConfigError`` at
-        construction.
+        nothing raises for what the medium or the network does, but ``drop``; what does raise counts
+        as ``FAILED`` for all blocks of the call. A location that can't be used is a ``ConfigError``
+        at construction.
     """
 
     name: str
@@ -146,6 +148,8 @@ class StorageTier(ABC):
         """The blocks are not needed any more: their room is free.
 
         for_good: no later process finds them, either. Keys that are not there are passed over.
+        Raises where some of that could not be done, in time or at all: it is asked for again, of
+        all keys.
         """
 
     def scrub(self, max_bytes: int) -> ScrubReport:

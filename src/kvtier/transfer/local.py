@@ -12,12 +12,14 @@ from kvtier.devices import Device, Direction
 from kvtier.errors import TierError
 from kvtier.plan import Route
 from kvtier.tiers import MemoryTier, Outcome, Pieces, StorageFacts, StorageTier
-from kvtier.transfer.breaker import Breaker
+from kvtier.tiers.breaker import Breaker
+from kvtier.transfer.drops import OwedDrops
 from kvtier.transfer.engine import TransferEngine
 from kvtier.transfer.job import Job
 from kvtier.transfer.lane import Lane
 from kvtier.transfer.mover import FindJob, Move, Mover, Scrubbed
 from kvtier.transfer.staging import stage, stage_steps
+from kvtier.transfer.unanswered import Unanswered
 from kvtier.types import BlockKey, Slot
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,11 @@ a terabyte in three days."""
 TIMEOUT_S = {"find": 1.0, "read": 10.0, "write": 60.0}
 """What takes longer has failed: the blocks are computed again, or not stored."""
 
-Call = Callable[[float], list[Outcome]]
+FAILURES_UNTIL_OPEN = 3
+"""Calls in a row: one may be chance."""
+
+Call = Callable[[list[int] | None, float], list[Outcome]]
+"""Given which blocks, None for all of them, and the seconds that it may take."""
 
 
 class LocalMover(Mover):
@@ -53,8 +59,11 @@ class LocalMover(Mover):
         self._device = device
         self._engine = None if device is None else TransferEngine(device)
         self._clock = clock
+        self._drops = {name: OwedDrops(storage) for name, storage in self._storages.items()}
+        self._unanswered = {name: Unanswered() for name in self._storages}
+        self._drop_breakers = {name: Breaker(clock, FAILURES_UNTIL_OPEN) for name in self._storages}
         self._gates = {
-            (name, way): _Gate(name, way, num_workers, clock)
+            (name, way): _Gate(name, way, num_workers, clock, self._drops[name])
             for name, facts in self.storages.items()
             for way, num_workers in _num_workers(facts).items()
         }
@@ -83,20 +92,25 @@ class LocalMover(Mover):
         if dst is not None:
             storage, blocks = self._storages[move.src], self._blocks(dst, move.dst_slots)
             keys = [name.key for name in move.names]
-            return self._gates[move.src, "read"].submit(
-                lambda timeout_s: storage.get(keys, blocks(), timeout_s),
-                len(keys),
-                storage.bytes_per_block,
-                urgent,
-            )
+
+            def get(at: list[int] | None, timeout_s: float) -> list[Outcome]:
+                if at is None:
+                    return storage.get(keys, blocks(), timeout_s)
+                return storage.get([keys[each] for each in at], blocks().pick(at), timeout_s)
+
+            gate = self._gates[move.src, "read"]
+            return gate.submit(get, keys, storage.bytes_per_block, urgent)
         assert src is not None, f"no way from {move.src} to {move.dst}"
         storage, blocks = self._storages[move.dst], self._blocks(src, move.src_slots)
-        return self._gates[move.dst, "write"].submit(
-            lambda timeout_s: storage.put(move.names, blocks(), timeout_s),
-            len(move.names),
-            storage.bytes_per_block,
-            urgent,
-        )
+        names = move.names
+
+        def put(at: list[int] | None, timeout_s: float) -> list[Outcome]:
+            if at is None:
+                return storage.put(names, blocks(), timeout_s)
+            return storage.put([names[each] for each in at], blocks().pick(at), timeout_s)
+
+        gate = self._gates[move.dst, "write"]
+        return gate.submit(put, [name.key for name in names], storage.bytes_per_block, urgent)
 
     def _blocks(self, memory: MemoryTier, slots: Sequence[Slot]) -> Callable[[], Pieces]:
         """Where blocks lie, for a worker's thread: it waits until what the device computes now, and
@@ -113,8 +127,10 @@ class LocalMover(Mover):
 
     def accepts(self, route: Route) -> bool:
         src, dst = route
+        if self._is_closed or (dst in self._drops and self._drops[dst].is_full):
+            return False
         gate = self._gates.get((src, "read")) or self._gates.get((dst, "write"))
-        return not self._is_closed and (gate is None or not gate.breaker.is_open)
+        return gate is None or gate.breaker.is_passable
 
     def hurry(self, route: Route, job: Job) -> None:
         gate = self._gates.get((route[0], "read"))
@@ -131,7 +147,7 @@ class LocalMover(Mover):
             if self._engine is None or route[1] != self._fastest:
                 return 0.0
             return copy_s(self._engine.queued_bytes(Direction.LOAD))
-        if gate.breaker.is_open:
+        if not gate.breaker.is_passable:
             return inf
         # A disk that hangs looks as slow as it is.
         return max(copy_s(gate.lane.queued_bytes), gate.lane.running_s)
@@ -140,42 +156,54 @@ class LocalMover(Mover):
 
     def find(self, tier: str, keys: Sequence[BlockKey]) -> FindJob:
         storage, gate, job = self._storages[tier], self._gates[tier, "find"], FindJob()
-
-        def look(timeout_s: float) -> list[Outcome]:
-            job.outcomes = storage.find(keys, timeout_s)
-            return list(job.outcomes)
-
+        drops = self._drops[tier]
         if not storage.facts.finds_at_once:
-            gate.submit(look, len(keys), 0, urgent=True, job=job)
+            look = partial(gate.find, storage, keys, self._unanswered[tier])
+            gate.lane.submit(look, 0, job=job)
             return job
+        self._send_drops(tier)
+        outcomes: list[Outcome] = []
         try:
-            look(TIMEOUT_S["find"])
+            outcomes = storage.find(keys, TIMEOUT_S["find"])
+            job.outcomes = drops.left_out(keys, outcomes)
             job.finish()
         except Exception as caught:  # whatever it is, nothing was found
             gate.lane.fail(job, caught)
+        self._unanswered[tier].note(keys, outcomes)
         return job
 
     def has_unfound(self, tier: str) -> bool:
-        storage = self._storages[tier]
-        return storage.has_unfound and not self._gates[tier, "find"].breaker.is_open
+        may_have = self._storages[tier].has_unfound or len(self._unanswered[tier]) > 0
+        return may_have and self._gates[tier, "find"].breaker.is_passable
 
     def drop(self, tier: str, keys: Sequence[BlockKey], for_good: bool = False) -> None:
-        storage = self._storages[tier]
-        if storage.facts.finds_at_once:
-            try:
-                storage.drop(keys, for_good)
-            except Exception as error:  # whatever it is, others go on
-                logger.warning("blocks were not dropped tier=%s error=%r", tier, error)
-            return
-        if self._is_closed:  # nobody is there to do it
-            return
+        if not self._is_closed:  # else nobody is there to do it
+            self._drops[tier].add(keys, for_good)
+            self._unanswered[tier].forget(keys)
+            self._send_drops(tier)
 
-        def drop(timeout_s: float) -> list[Outcome]:
-            del timeout_s
-            storage.drop(keys, for_good)
-            return [Outcome.THERE]
+    def _send_drops(self, tier: str) -> None:
+        """Have storage drop what it was told to; where it takes its time, in its line."""
+        drops, gate = self._drops[tier], self._gates[tier, "find"]
+        if not self.storages[tier].finds_at_once:
+            gate.lane.submit(gate.send_drops, 0)
+            return
+        breaker = self._drop_breakers[tier]
+        if not len(drops) or not breaker.enter():
+            return
+        try:
+            drops.send()
+            breaker.note(True)
+        except Exception as error:  # whatever it is, others go on, and it is tried again
+            breaker.note(False)
+            logger.warning("blocks were not dropped tier=%s error=%r", tier, error)
 
-        self._gates[tier, "find"].submit(drop, 1, 0, urgent=True)
+    def _send_drops_again(self) -> None:
+        """What was owed when storage did not answer is not to wait for the next look-up."""
+        for tier, drops in self._drops.items():
+            gate = self._gates[tier, "find"]
+            if len(drops) and gate.lane.is_idle and gate.breaker.is_passable:
+                self._send_drops(tier)
 
     def drop_unfound(self, tier: str) -> None:
         if unfound := self._storages[tier].unfound_keys():
@@ -185,6 +213,8 @@ class LocalMover(Mover):
         return self._gates[tier, "read"].lane.is_idle
 
     def scrub(self) -> list[Scrubbed]:
+        if not self._is_closed:
+            self._send_drops_again()
         ended = [(name, job) for name, job in self._scrubs.items() if job.done]
         for name, _ in ended:
             del self._scrubs[name]
@@ -214,6 +244,13 @@ class LocalMover(Mover):
         for (name, _), gate in self._gates.items():
             if not gate.lane.close(timeout_s):
                 hanging.add(name)
+        for name, drops in self._drops.items():
+            if len(drops):
+                logger.warning(
+                    "blocks were not dropped, and may be found by the next process tier=%s num=%d",
+                    name,
+                    len(drops),
+                )
         if hanging & self._storages.keys():  # they may be reading into memory, or out of it
             hanging.update(self._memories)
         return hanging
@@ -222,33 +259,78 @@ class LocalMover(Mover):
 class _Gate:
     """One kind of call of a storage tier: its line, and when to leave it alone."""
 
-    def __init__(self, tier: str, way: str, num_workers: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tier: str, way: str, num_workers: int, clock: Callable[[], float], drops: OwedDrops
+    ) -> None:
+        self._drops = drops
+        self._is_write = way == "write"
         self.lane = Lane(f"{tier} {way}", partial(TierError, tier, way), num_workers)
-        self.breaker = Breaker(clock)
         self._timeout_s = TIMEOUT_S[way]
+        self.breaker = Breaker(clock, FAILURES_UNTIL_OPEN, trial_s=2 * self._timeout_s)
 
-    def submit(
-        self, call: Call, num_blocks: int, block_bytes: int, urgent: bool, job: Job | None = None
-    ) -> Job:
-        """Queue ``call``, which is given the seconds that it may take."""
-        return self.lane.submit(
-            partial(self._run, call, num_blocks), num_blocks * block_bytes, urgent, job
-        )
+    def submit(self, call: Call, keys: Sequence[BlockKey], block_bytes: int, urgent: bool) -> Job:
+        """Queue ``call``, a get or put of ``keys``."""
+        return self.lane.submit(partial(self._move, call, keys), len(keys) * block_bytes, urgent)
 
-    def _run(self, call: Call, num_blocks: int, job: Job) -> Iterable[int]:
-        if not self.breaker.admit():
-            return range(num_blocks)
+    def _move(self, call: Call, keys: Sequence[BlockKey], job: Job) -> Iterable[int]:
+        everything = frozenset(range(len(keys)))
+        owed = self._drops.places(keys)
+        if self._is_write and self._drops.is_full:
+            owed = everything
+        if not self._is_write:
+            job.gone = owed
+        at = sorted(everything - owed)
+        if not at or not self.breaker.enter():
+            return everything
+        outcomes = self._ask(lambda: call(at if owed else None, self._timeout_s))
+        damaged = _where(outcomes, Outcome.DAMAGED)
+        gone = damaged | _where(outcomes, Outcome.ABSENT)
+        job.gone, job.num_damaged = job.gone | {at[each] for each in gone}, len(damaged)
+        return job.gone | owed | {at[each] for each in _where(outcomes, Outcome.FAILED)}
+
+    def find(
+        self, storage: StorageTier, keys: Sequence[BlockKey], unanswered: Unanswered, job: Job
+    ) -> Iterable[int]:
+        """What storage was told to drop goes first: it is not to be found any more."""
+        assert isinstance(job, FindJob)
+
+        def look() -> list[Outcome]:
+            self._drops.send()
+            return storage.find(keys, self._timeout_s)
+
+        if not self.breaker.enter():
+            return range(len(keys))
         outcomes: list[Outcome] = []
         try:
-            outcomes = call(self._timeout_s)
+            outcomes = self._ask(look)
+        finally:
+            unanswered.note(keys, outcomes)
+        job.outcomes = self._drops.left_out(keys, outcomes)
+        return _where(job.outcomes, Outcome.FAILED)
+
+    def send_drops(self, job: Job) -> Iterable[int]:
+        """Have storage drop what is owed; what it does not drop now is owed still."""
+        del job
+
+        def send() -> list[Outcome]:
+            self._drops.send()
+            return [Outcome.THERE]
+
+        if len(self._drops) and self.breaker.enter():
+            self._ask(send)
+        return ()
+
+    def _ask(self, call: Callable[[], list[Outcome]]) -> list[Outcome]:
+        """Make a call that was let through, and note how it ended."""
+        outcomes: list[Outcome] = []
+        try:
+            outcomes = call()
         finally:
             answered = any(each is not Outcome.FAILED for each in outcomes)
             if self.breaker.note(answered):
                 state = "answers again" if answered else "is left alone for a while"
                 logger.warning("storage %s lane=%s", state, self.lane.name)
-        damaged = _where(outcomes, Outcome.DAMAGED)
-        job.gone, job.num_damaged = damaged | _where(outcomes, Outcome.ABSENT), len(damaged)
-        return job.gone | _where(outcomes, Outcome.FAILED)
+        return outcomes
 
 
 def _where(outcomes: Sequence[Outcome], wanted: Outcome) -> frozenset[int]:

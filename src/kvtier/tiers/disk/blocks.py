@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
 from kvtier.tiers.base import Room
-from kvtier.tiers.disk.health import Breaker
+from kvtier.tiers.disk.health import Health
 from kvtier.tiers.disk.membership import leave
 from kvtier.tiers.disk.opening import open_slabs, wanted
 from kvtier.tiers.disk.options import DiskOptions
@@ -188,11 +189,12 @@ class DiskBlocks(Room, SlotOwner):
             return []
         return self._slots.claim(self._found.find(as_keys(list(keys)), self._table))
 
-    def forget(self, slots: Sequence[Slot]) -> None:
-        """No restart finds the blocks of these slots. The slots stay as they are."""
+    def forget(self, slots: Sequence[Slot]) -> bool:
+        """No restart finds the blocks of these slots. The slots stay as they are. False where that
+        can't be written down: it may find some of them."""
         check_slots(slots, self.num_slots)
-        for part in self.parts:
-            part.empty(np.array(slots, np.int64))
+        at = np.array(slots, np.int64)
+        return all(part.empty(at) for part in self.parts)
 
     def quarantine(self, slots: Int64s) -> None:
         self._slots.quarantine(slots)
@@ -223,23 +225,33 @@ class DiskBlocks(Room, SlotOwner):
     # -- blocks ------------------------------------------------------------------------------------
 
     def store(
-        self, names: Sequence[BlockName], slots: Sequence[Slot], blocks: Pieces
+        self,
+        names: Sequence[BlockName],
+        slots: Sequence[Slot],
+        blocks: Pieces,
+        ends_at: float = inf,
+        others: Sequence[Slot] = (),
     ) -> list[bool]:
         """Write blocks. True: the block survives what ``options.durability`` says.
 
-        A block that was not stored leaves its slot empty.
+        others: slots that hold nothing either before the blocks are written. ends_at: when the
+        caller wants no more of it (``monotonic``); the options' deadline may be earlier. A block
+        that was not stored leaves its slot empty.
         """
         check_slots(slots, self.num_slots)
+        if not names:
+            return [False] * len(names)
         at = np.array(slots, np.int64)
+        empty = np.array([*slots, *others], np.int64)
         is_ready = _enter([part.writes for part in self.parts])
         # All parts first: halves of two blocks must never look like one, wherever a crash comes.
-        if not is_ready or not all(part.mend() and part.empty(at) for part in self.parts):
+        if not is_ready or not all(part.mend() and part.empty(empty) for part in self.parts):
             return [False] * len(names)
         # And one number for all parts of a block: halves of two writes don't look like one, either.
         numbers = self.parts[0].slab.numbers.take(len(names))
         stored = on_all(
             self.parts,
-            lambda rank, part: part.store(names, slots, self._of(rank, blocks), numbers),
+            lambda rank, part: part.store(names, slots, self._of(rank, blocks), numbers, ends_at),
         )
         everywhere = np.logical_and.reduce(stored)
         for part, here in zip(self.parts, stored, strict=True):
@@ -247,16 +259,21 @@ class DiskBlocks(Room, SlotOwner):
         return [bool(each) for each in everywhere]
 
     def load(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], blocks: Pieces
+        self,
+        keys: Sequence[BlockKey],
+        slots: Sequence[Slot],
+        blocks: Pieces,
+        ends_at: float = inf,
     ) -> list[Outcome]:
-        """Read blocks to where ``blocks`` lie, and verify them."""
+        """Read blocks to where ``blocks`` lie, and verify them. ends_at: see ``store``."""
         if not keys:
             return []
         check_slots(slots, self.num_slots)
-        if not _enter([part.reads for part in self.parts]):
+        is_over = time.monotonic() >= ends_at
+        if is_over or not _enter([part.reads for part in self.parts]):
             return [Outcome.FAILED] * len(keys)
         loaded = on_all(
-            self.parts, lambda rank, part: part.load(keys, slots, self._of(rank, blocks))
+            self.parts, lambda rank, part: part.load(keys, slots, self._of(rank, blocks), ends_at)
         )
         right = np.logical_and.reduce([each for each, _ in loaded])
         failed = np.logical_or.reduce([each for _, each in loaded])
@@ -289,8 +306,8 @@ class DiskBlocks(Room, SlotOwner):
         not_now = [
             (f"not {done}", f"{part.options.path} is not {done}: {state}")
             for part in self.parts
-            for done, breaker in (("read", part.reads), ("written", part.writes))
-            if (state := breaker.state())
+            for done, health in (("read", part.reads), ("written", part.writes))
+            if (state := health.state())
         ]
         words = dict.fromkeys(word for word, _ in not_now)
         return [
@@ -308,8 +325,8 @@ class DiskBlocks(Room, SlotOwner):
     def close(self) -> None:
         """Everything on the medium, and the slabs free for their next owner."""
         # What does not answer is not waited for.
-        breakers = [breaker for part in self.parts for breaker in (part.reads, part.writes)]
-        self._close(is_clean=not any(breaker.is_open for breaker in breakers))
+        healths = [health for part in self.parts for health in (part.reads, part.writes)]
+        self._close(is_clean=not any(health.is_open for health in healths))
 
     def abandon(self) -> None:
         """Give the files back as they are, as the end of the process would."""
@@ -328,6 +345,6 @@ class DiskBlocks(Room, SlotOwner):
                 leave([part.slab for part in self.parts])
 
 
-def _enter(breakers: Sequence[Breaker]) -> bool:
+def _enter(healths: Sequence[Health]) -> bool:
     """Whether all of them let a call through; where one does not, none is tried for nothing."""
-    return all(each.is_passable for each in breakers) and all(each.enter() for each in breakers)
+    return all(each.is_passable for each in healths) and all(each.enter() for each in healths)

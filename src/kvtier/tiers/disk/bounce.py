@@ -47,16 +47,17 @@ class Bounce:
 
     def copy_in(self, blocks: Pieces) -> None:
         """The i-th of ``blocks`` to place i."""
-        copy_batch(self._places(blocks), blocks.addresses.ravel(), _sizes(blocks))
+        places = np.arange(len(blocks))
+        copy_batch(self._pieces(blocks, places), blocks.addresses.ravel(), _sizes(blocks))
 
-    def copy_out(self, blocks: Pieces) -> None:
-        """The block at place i to where the i-th of ``blocks`` lies."""
-        copy_batch(blocks.addresses.ravel(), self._places(blocks), _sizes(blocks))
+    def copy_out(self, blocks: Pieces, places: Int64s) -> None:
+        """The block at the i-th of ``places`` to where the i-th of ``blocks`` lies."""
+        copy_batch(blocks.addresses.ravel(), self._pieces(blocks, places), _sizes(blocks))
 
-    def _places(self, blocks: Pieces) -> Uint64s:
-        """Where the pieces of the first places begin."""
+    def _pieces(self, blocks: Pieces, places: Int64s) -> Uint64s:
+        """Where the pieces of the blocks at ``places`` begin."""
         begins = (np.cumsum(blocks.sizes) - blocks.sizes).astype(np.uint64)
-        return np.add.outer(self.addresses[: len(blocks)], begins).ravel()
+        return np.add.outer(self.addresses[places], begins).ravel()
 
 
 def _sizes(blocks: Pieces) -> Uint64s:
@@ -66,6 +67,7 @@ def _sizes(blocks: Pieces) -> Uint64s:
 class BlockPort:
     """One direction between slots and memory: an engine, and a buffer of its own.
 
+    ends_at: when nothing is begun any more, and what is under way is cancelled (``monotonic``).
     Results: int64 [n], ``slot_bytes`` where a block was moved, fewer or -errno elsewhere.
     """
 
@@ -84,13 +86,14 @@ class BlockPort:
         self._slot_bytes = slot_bytes
         self._num_threads = num_threads
 
-    def write(self, slots: Int64s, blocks: Pieces, deadline_s: float) -> tuple[Int64s, Uint32s]:
-        """Blocks from memory to slots, all of them within ``deadline_s`` or not at all; and their
-        checksums."""
-        ends_at = time.monotonic() + deadline_s
-        done = np.zeros(len(slots), np.int64)
+    def write(self, slots: Int64s, blocks: Pieces, ends_at: float) -> tuple[Int64s, Uint32s]:
+        """Blocks from memory to slots, and their checksums; those of blocks that were not moved
+        mean nothing."""
+        done = np.full(len(slots), -errno.ETIMEDOUT, np.int64)
         crcs = np.zeros(len(slots), np.uint32)
         for part, is_aligned in self._parts(blocks):
+            if time.monotonic() >= ends_at:
+                break
             if is_aligned:
                 at = blocks.addresses[part, 0]
             else:
@@ -101,16 +104,18 @@ class BlockPort:
         return done, crcs
 
     def read(
-        self, slots: Int64s, blocks: Pieces, checked: Bools, deadline_s: float
+        self, slots: Int64s, blocks: Pieces, checked: Bools, ends_at: float
     ) -> tuple[Int64s, Uint32s]:
-        """Blocks from slots to memory, all of them within ``deadline_s`` or not at all.
+        """Blocks from slots to memory. That of a block which was not moved may hold a part of it,
+        or is as it was.
 
         checked: which of them a checksum is wanted of; the other ones' mean nothing.
         """
-        ends_at = time.monotonic() + deadline_s
-        done = np.zeros(len(slots), np.int64)
+        done = np.full(len(slots), -errno.ETIMEDOUT, np.int64)
         crcs = np.zeros(len(slots), np.uint32)
         for part, is_aligned in self._parts(blocks):
+            if time.monotonic() >= ends_at:
+                break
             at = blocks.addresses[part, 0] if is_aligned else self._bounce.addresses[: len(part)]
             wanted = np.flatnonzero(checked[part])
             if len(wanted) == len(part):  # while others are on their way
@@ -119,8 +124,9 @@ class BlockPort:
             else:
                 done[part] = self._move(self.engine.read, slots[part], at, ends_at)
                 crcs[part[wanted]] = crc32c_many(at[wanted], self._sizes(len(wanted)))
-            if not is_aligned:
-                self._bounce.copy_out(blocks.pick(part))
+            if not is_aligned:  # what has not arrived would be of another block
+                arrived = np.flatnonzero(done[part] == self._slot_bytes)
+                self._bounce.copy_out(blocks.pick(part[arrived]), arrived)
         return done, crcs
 
     def _sizes(self, num_blocks: int) -> Uint64s:

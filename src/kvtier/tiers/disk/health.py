@@ -1,4 +1,4 @@
-"""When to stop asking a disk, and when to ask again."""
+"""What a disk's errors say about it: when to stop asking."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tiers.breaker import Breaker
+
 logger = logging.getLogger(__name__)
 
 MEDIUM_ERRORS: Final = (errno.EIO, errno.EBADMSG, errno.ENODATA, errno.EILSEQ, errno.EREMOTEIO)
@@ -22,16 +24,11 @@ NOTHING: Final = (errno.EINTR, errno.EAGAIN)
 """Nothing is wrong with the disk."""
 LATE_UNTIL_OPEN: Final = 3
 """Batches in a row: each of them was waited for."""
-FIRST_PAUSE_S: Final = 1.0
-LONGEST_PAUSE_S: Final = 60.0
 
 
-class Breaker:
-    """Stops what fails again and again, and tries again after a pause that doubles.
-
-    It is *closed* while all is well: everything may go through. After ``errors_until_open`` errors
-    in a row it is *open*: nothing may. When the pause is over it is *half-open*: one call may try,
-    the others wait for what becomes of it, or for another pause. Safe to use from several threads.
+class Health:
+    """Counts what fails, and opens a breaker after ``errors_until_open`` errors in a row, or after
+    a few batches that came too late. Safe to use from several threads.
 
     what: for the log. kinds: what is counted apart, in the order in which one call does it: only
     when the last of them succeeds has the whole call. clock: seconds, ever growing.
@@ -49,48 +46,40 @@ class Breaker:
         self._what = what
         self._last_kind = kinds[-1]
         self._limit = errors_until_open
-        self._clock = clock
+        self._breaker = Breaker(clock)
         self._in_row = dict.fromkeys(kinds, 0)
         self._late_in_row = dict.fromkeys(kinds, 0)
-        self._is_open = False
-        self._is_tried = False
-        self._pause_s = FIRST_PAUSE_S
-        self._next_try = 0.0
         self._lock = Lock()
 
     @property
     def is_open(self) -> bool:
-        """It has opened, and nothing has succeeded since."""
-        return self._is_open
+        """Calls are refused, or tried; nothing has succeeded since."""
+        return self._breaker.is_open
 
     @property
     def is_passable(self) -> bool:
         """Whether ``enter`` would say yes now."""
-        return not self._is_open or self._clock() >= self._next_try
+        return self._breaker.is_passable
 
     def enter(self) -> bool:
-        """Whether a call may go through. Of an open one only the first after each pause may."""
-        with self._lock:
-            if not self._is_open:
-                return True
-            now = self._clock()
-            if now < self._next_try:
-                return False
-            self._is_tried = True
-            self._next_try = now + self._pause_s
-            return True
+        """Whether a call may go through."""
+        return self._breaker.enter()
 
     def state(self) -> str:
-        """For people; empty while it is closed."""
+        """For people; empty while everything goes through."""
         with self._lock:
-            if not self._is_open:
+            if not self._breaker.is_open:
                 return ""
-            left_s = self._next_try - self._clock()
-            then = "being tried again" if self._is_tried else f"tried again in {left_s:.0f} s"
+            left_s = self._breaker.left_s
+            is_tried = self._breaker.is_tried
+            then = "being tried again" if is_tried else f"tried again in {left_s:.0f} s"
             return f"{self.reason}; {then if left_s > 0 else 'tried again with the next one'}"
 
-    def note(self, kind: str, done: npt.NDArray[np.int64]) -> None:
-        """What became of a batch: bytes or -errno per operation, in order."""
+    def note(self, kind: str, done: npt.NDArray[np.int64], is_patient: bool = True) -> None:
+        """What became of a batch: bytes or -errno per operation, in order. is_patient: the disk had
+        time for it, so that coming too late tells something."""
+        if not is_patient:
+            done = done[~np.isin(-done, LATE)]
         if not len(done):
             return
         if done.min() >= 0:
@@ -110,9 +99,9 @@ class Breaker:
                 in_row = len(failed) if not len(good) else len(failed) - 1 - int(good[-1])
                 self._in_row[kind] = in_row + (0 if len(good) else self._in_row[kind])
             num_late = self._late_in_row[kind] = self._late_in_row[kind] + 1 if is_late else 0
-            if num_late and (num_late >= LATE_UNTIL_OPEN or self._is_open):
+            if num_late and (num_late >= LATE_UNTIL_OPEN or self._breaker.is_open):
                 self._open(f"{num_late} {kind}s in a row took longer than their deadline")
-            elif failed.any() and (self._in_row[kind] >= self._limit or self._is_open):
+            elif failed.any() and (self._in_row[kind] >= self._limit or self._breaker.is_open):
                 code = int(-counted[failed][-1])
                 last = errno.errorcode.get(code, str(code))
                 self._open(f"{self._in_row[kind]} {kind} errors in a row, the last: {last}")
@@ -126,25 +115,18 @@ class Breaker:
         with self._lock:
             self._in_row[kind] = 0
             self._late_in_row[kind] = 0
-            if not self._is_open or kind != self._last_kind:
+            if kind != self._last_kind or not self._breaker.note(True):
                 return
-            self._is_open = False
-            self._pause_s = FIRST_PAUSE_S
             self.reason = ""
         logger.info("disk tier asks again path=%s for=%s", self._what, kind)
 
     def trip(self, reason: str) -> None:
-        """Open it, however few errors there were."""
+        """Stop asking, however few errors there were."""
         with self._lock:
             self._open(reason)
 
     def _open(self, reason: str) -> None:
-        was_open, self._is_open = self._is_open, True
         self.num_opened += 1
         self.reason = reason
-        if was_open and self._is_tried:
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        self._is_tried = False
-        self._next_try = self._clock() + self._pause_s
-        if not was_open:
+        if self._breaker.note(False):
             logger.error("disk tier stopped asking path=%s reason=%s", self._what, reason)

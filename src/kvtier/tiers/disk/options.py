@@ -34,7 +34,8 @@ class DiskOptions:
     num_ranks: int = 1
     """Parts that a block is in."""
     read_deadline_s: float = 10.0
-    """Reads that take longer fail; the blocks are recomputed."""
+    """Reads that take longer fail, and earlier where the caller has less time; the blocks are
+    recomputed."""
     write_deadline_s: float = 60.0
     """Writes that take longer fail; the blocks are not stored."""
     errors_until_off: int = 8

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.devices.base import Finding, Memory
 from kvtier.tiers.disk.bounce import BlockPort, Bounce
-from kvtier.tiers.disk.health import MEDIUM_ERRORS, Breaker
+from kvtier.tiers.disk.health import MEDIUM_ERRORS, Health
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.records import Kind, Records, as_keys, same_keys
@@ -25,6 +27,8 @@ from kvtier.types import BlockKey, BlockName, Durability, IoKind, Slot, Verify
 logger = logging.getLogger(__name__)
 
 SCRUB_BUFFER_BYTES = 4 << 20
+PATIENT_SHARE = 0.5
+"""Of the disk's own deadline: whoever gives it less than that, and gets nothing, was in a hurry."""
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
@@ -73,8 +77,8 @@ class DiskPart:
         self.num_bytes = self.slab.superblock.block_bytes
         self.slot_bytes = self.slab.superblock.slot_bytes
         limit = options.errors_until_off
-        self.reads = Breaker(str(options.path), ["read"], limit, clock)
-        self.writes = Breaker(str(options.path), ["write", "journal"], limit, clock)
+        self.reads = Health(str(options.path), ["read"], limit, clock)
+        self.writes = Health(str(options.path), ["write", "journal"], limit, clock)
         self._owner = owner
         self._num_loads = 0
         self._round = RoundRobin()
@@ -138,20 +142,24 @@ class DiskPart:
         slots: Sequence[Slot],
         blocks: Pieces,
         numbers: Uint64s,
+        ends_at: float = inf,
     ) -> Bools:
         """Write the parts in ``blocks`` into slots that are empty.
 
         numbers: uint64 [n], of each block's records in all parts; from the slab's ``numbers``.
+        ends_at: when the caller wants no more of it (``monotonic``); the options' deadline may be
+        earlier.
 
         True: it survives what ``options.durability`` says. What was not stored leaves its slot
         empty.
         """
         stored = np.zeros(len(names), bool)
         num_opened = self.writes.num_opened
+        limit = _Limit(self.options.write_deadline_s, ends_at)
         at = 0
         for namespace, run in groupby(names, lambda name: name.namespace):
             piece = slice(at, at := at + len(list(run)))
-            if self.writes.num_opened > num_opened:
+            if self.writes.num_opened > num_opened or time.monotonic() >= limit.ends_at:
                 break  # the rest would be waited for, too
             self._store_run(
                 stored[piece],
@@ -160,6 +168,7 @@ class DiskPart:
                 slots[piece],
                 blocks.pick(piece),
                 numbers[piece],
+                limit,
             )
         return stored
 
@@ -171,6 +180,7 @@ class DiskPart:
         slots: Sequence[Slot],
         blocks: Pieces,
         numbers: Uint64s,
+        limit: _Limit,
     ) -> None:
         try:
             self._store(
@@ -181,6 +191,7 @@ class DiskPart:
                 np.array(slots, np.int64),
                 blocks,
                 numbers,
+                limit,
             )
         except OSError as error:
             stored[:] = False
@@ -195,12 +206,13 @@ class DiskPart:
         slots: Int64s,
         blocks: Pieces,
         numbers: Uint64s,
+        limit: _Limit,
     ) -> None:
         """The order matters: a record never names a slot whose bytes are not yet those of its
         block, and ``empty`` comes before."""
         power = self.options.durability is Durability.POWER
-        done, crcs = self._writer.write(slots, blocks, self.options.write_deadline_s)
-        self.writes.note("write", done)
+        done, crcs = self._writer.write(slots, blocks, limit.ends_at)
+        self.writes.note("write", done, limit.is_patient)
         self._quarantine(slots, done, self.writes)
         written = done == self.slot_bytes
         if power:
@@ -221,10 +233,15 @@ class DiskPart:
         self.slab.compact_if_due()
 
     def load(
-        self, keys: Sequence[BlockKey], slots: Sequence[Slot], blocks: Pieces
+        self,
+        keys: Sequence[BlockKey],
+        slots: Sequence[Slot],
+        blocks: Pieces,
+        ends_at: float = inf,
     ) -> tuple[Bools, Bools]:
         """Read parts to where ``blocks`` lie. Returns which are right, verified
-        as ``options.verify`` says, and which could not be read."""
+        as ``options.verify`` says, and which could not be read. ends_at: see ``store``."""
+        limit = _Limit(self.options.read_deadline_s, ends_at)
         at = np.array(slots, np.int64)
         records, trusted = self.slab.look_up(at)
         known = (records["kind"] == Kind.PUT) & same_keys(records["key"], as_keys(list(keys)))
@@ -235,9 +252,9 @@ class DiskPart:
             at[known],
             blocks.pick(np.flatnonzero(known)),
             verified[known],
-            self.options.read_deadline_s,
+            limit.ends_at,
         )
-        self.reads.note("read", done[known])
+        self.reads.note("read", done[known], limit.is_patient)
         self._quarantine(at, done, self.reads)
         failed = done < 0
         right = known & (done == self.slot_bytes)
@@ -258,11 +275,11 @@ class DiskPart:
             return np.asarray(~trusted | (count % self.options.sample_every == 0))
         return ~trusted
 
-    def _quarantine(self, slots: Int64s, done: Int64s, breaker: Breaker) -> None:
+    def _quarantine(self, slots: Int64s, done: Int64s, health: Health) -> None:
         if not (done < 0).any():
             return
         bad = slots[np.isin(-done, MEDIUM_ERRORS)]
-        if len(bad) and not breaker.is_open:  # that many errors are not about single slots
+        if len(bad) and not health.is_open:  # that many errors are not about single slots
             self._owner.quarantine(bad)
             logger.warning("slots quarantined path=%s slots=%s", self.options.path, bad.tolist())
             try:
@@ -327,3 +344,13 @@ class DiskPart:
         """Nothing is read or written any more; the slab stays open."""
         for engine in self._engines:
             engine.close()
+
+
+class _Limit:
+    """How long a call may take: until the disk's own deadline or the caller's, whichever comes
+    first. is_patient: that is long enough to tell something about the disk."""
+
+    def __init__(self, deadline_s: float, ends_at: float) -> None:
+        now = time.monotonic()
+        self.ends_at = min(ends_at, now + deadline_s)
+        self.is_patient = self.ends_at - now >= PATIENT_SHARE * deadline_s

@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
-from threading import Lock
+from threading import TIMEOUT_MAX, Lock
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier._hot import KeyTable
 from kvtier.devices.base import Finding, Memory
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierError
 from kvtier.layout import KVGroup
 from kvtier.tiers.disk.blocks import DiskBlocks
 from kvtier.tiers.disk.options import DiskOptions
@@ -85,9 +86,19 @@ class DiskTier(StorageTier):
 
     # -- by key ------------------------------------------------------------------------------------
 
-    def find(self, keys: Sequence[BlockKey], timeout_s: float = 0.0) -> list[Outcome]:
-        with self._lock:
+    def find(self, keys: Sequence[BlockKey], timeout_s: float = inf) -> list[Outcome]:
+        if not self._lock_until(time.monotonic() + timeout_s):
+            return [Outcome.FAILED] * len(keys)
+        try:
             return self._find(keys)
+        finally:
+            self._lock.release()
+
+    def _lock_until(self, ends_at: float) -> bool:
+        """Take the lock; False where somebody had it until ``ends_at``. A drop for good has it
+        while it writes."""
+        left_s = max(0.0, ends_at - time.monotonic())
+        return self._lock.acquire(timeout=min(left_s, TIMEOUT_MAX))
 
     def _find(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         slots = self._hold(keys)
@@ -111,19 +122,24 @@ class DiskTier(StorageTier):
         return slots
 
     def put(
-        self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float = 0.0
+        self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float = inf
     ) -> list[Outcome]:
-        if not self.blocks.can_store:
+        ends_at = time.monotonic() + timeout_s
+        if not self.blocks.can_store or not self._lock_until(ends_at):
             return [Outcome.FAILED] * len(names)
-        with self._lock:
+        try:
             outcomes = self._find([name.key for name in names])
             new = [at for at, outcome in enumerate(outcomes) if outcome is not Outcome.THERE]
-            slots = self._allocate(len(new))
+            # Nothing makes room for what would come too late.
+            slots = self._allocate(len(new)) if time.monotonic() < ends_at else []
             fit = new[: len(slots)]
             before = self._slots_with([names[at].key for at in fit])
+        finally:
+            self._lock.release()
         # One slot has a block at most, or one that is dropped for good would come back.
-        self.blocks.forget([Slot(slot) for slot in before[before >= 0].tolist()])
-        stored = self.blocks.store([names[at] for at in fit], slots, blocks.pick(fit))
+        others = [Slot(slot) for slot in before[before >= 0].tolist()]
+        new_names = [names[at] for at in fit]
+        stored = self.blocks.store(new_names, slots, blocks.pick(fit), ends_at, others)
         with self._lock:
             for at, slot, is_stored in zip(fit, slots, stored, strict=True):
                 if is_stored:
@@ -141,14 +157,19 @@ class DiskTier(StorageTier):
         return slots
 
     def get(
-        self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float = 0.0
+        self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float = inf
     ) -> list[Outcome]:
+        ends_at = time.monotonic() + timeout_s
+        if not self._lock_until(ends_at):
+            return [Outcome.FAILED] * len(keys)
         outcomes = [Outcome.ABSENT] * len(keys)
-        with self._lock:
+        try:
             at = np.flatnonzero((slots := self._hold(keys)) >= 0).tolist()
             self._num_readers.update(slots[at].tolist())
+        finally:
+            self._lock.release()
         held = [Slot(slot) for slot in slots[at].tolist()]
-        results = self.blocks.load([keys[each] for each in at], held, blocks.pick(at))
+        results = self.blocks.load([keys[each] for each in at], held, blocks.pick(at), ends_at)
         with self._lock:
             self._end_read(held)
             for each, slot, result in zip(at, held, results, strict=True):
@@ -172,7 +193,8 @@ class DiskTier(StorageTier):
             slots = self._hold(keys)
             if for_good:
                 there = self._slots_with(keys)
-                self.blocks.forget([Slot(slot) for slot in there[there >= 0].tolist()])
+                if not self.blocks.forget([Slot(slot) for slot in there[there >= 0].tolist()]):
+                    raise TierError(self.name, "drop", "the journal can't be written")
                 self._slots.remove(as_keys(list(keys))[there >= 0], there[there >= 0])
             self._leave(slots[slots >= 0])
 

@@ -49,6 +49,7 @@ class RankMover(Mover):
         self._num_orders = 0
         self._scrubbed: list[Scrubbed] = []
         self._wants_unfound = True
+        self._dropped: dict[str, set[BlockKey]] = {name: set() for name in storages}  # early
 
     # -- what the ladder wants ---------------------------------------------------------------------
 
@@ -63,6 +64,10 @@ class RankMover(Mover):
         return job
 
     def drop(self, tier: str, keys: Sequence[BlockKey], for_good: bool = False) -> None:
+        for key in keys:
+            self._unfound[tier].pop(key, None)
+        if len(self._found) < self._num_storage_ranks:
+            self._dropped[tier].update(keys)
         if keys:
             names = [BlockName(b"", 0, key) for key in keys]
             self._order(Verb.ERASE if for_good else Verb.DROP, tier, names)
@@ -184,6 +189,7 @@ class RankMover(Mover):
         for tier in self.storages:
             found = [ranks.get(tier, ()) for ranks in self._found.values()]
             everywhere = set(found[0]).intersection(*found[1:]) if self._wants_unfound else set()
+            everywhere -= self._dropped[tier]
             self._unfound[tier] = dict.fromkeys(key for key in found[0] if key in everywhere)
             somewhere = dict.fromkeys(key for keys in found for key in keys)
             self.drop(tier, [key for key in somewhere if key not in everywhere], for_good=True)

@@ -1,0 +1,83 @@
+"""When to leave something alone that fails again and again, and when to try it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from typing import Final
+
+FIRST_PAUSE_S: Final = 1.0
+LONGEST_PAUSE_S: Final = 60.0
+
+
+class Breaker:
+    """*Closed* while all is well: every call passes. After ``failures_until_open`` failures in a
+    row it is *open*: none does, for a pause. Then it is *half-open*: one call passes, and how it
+    ends decides. Each of these that fails doubles the pause.
+
+    A call of which nothing is heard is not the last one: after another pause, or after ``trial_s``
+    where that is longer, the next one may try. clock: seconds, ever growing. Any thread may use it.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], failures_until_open: int = 1, trial_s: float = 0.0
+    ) -> None:
+        self._clock = clock
+        self._limit = failures_until_open
+        self._trial_s = trial_s
+        self._lock = Lock()
+        self._in_row = 0
+        self._is_open = False
+        self._is_tried = False
+        self._pause_s = FIRST_PAUSE_S
+        self._next_try = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """It has opened, and nothing has succeeded since."""
+        return self._is_open
+
+    @property
+    def is_tried(self) -> bool:
+        """A call may be under way that decides."""
+        return self._is_tried
+
+    @property
+    def is_passable(self) -> bool:
+        """Whether ``enter`` would say yes now. Changes nothing."""
+        return self.left_s <= 0
+
+    @property
+    def left_s(self) -> float:
+        """Until the next call may pass; 0 where one may now."""
+        with self._lock:
+            return max(0.0, self._next_try - self._clock()) if self._is_open else 0.0
+
+    def enter(self) -> bool:
+        """Whether a call may be made now; ``note`` has to follow then."""
+        with self._lock:
+            if not self._is_open:
+                return True
+            now = self._clock()
+            if now < self._next_try:
+                return False
+            self._is_tried = True
+            self._next_try = now + max(self._pause_s, self._trial_s)
+            return True
+
+    def note(self, succeeded: bool) -> bool:
+        """How a call ended. Returns whether that opened or closed the breaker."""
+        with self._lock:
+            was_open = self._is_open
+            if succeeded:
+                self._in_row, self._pause_s = 0, FIRST_PAUSE_S
+                self._is_open = self._is_tried = False
+                return was_open
+            self._in_row += 1
+            if not was_open and self._in_row < self._limit:
+                return False
+            if self._is_tried:  # one that began before it opened says nothing new
+                self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._is_open, self._is_tried = True, False
+            self._next_try = self._clock() + self._pause_s
+            return not was_open

@@ -1,0 +1,94 @@
+"""Drops that storage has yet to carry out."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from threading import Lock
+from typing import Final
+
+from kvtier.tiers import Outcome, StorageTier
+from kvtier.types import BlockKey
+
+MOST_OWED: Final = 1 << 16
+"""Keys; beyond that nothing new is written to the tier: 10 MiB of them at most, and of what was
+there already."""
+PIECE_KEYS: Final = 1 << 16
+"""Dropped in one call; a call that fails is repeated."""
+
+
+class OwedDrops:
+    """What ``storage`` was told to drop, until it has. Only keys are kept. Any thread may use it.
+
+    A block whose drop is owed is nobody's: it is not found and not read, and no new one is written
+    under its key, or the drop would meet that one.
+
+    The number of keys is bounded, and none is ever forgotten: a tier that owes ``MOST_OWED`` drops
+    is full, and nobody writes to it. So to these come at most the keys of blocks that it has.
+    """
+
+    def __init__(self, storage: StorageTier) -> None:
+        self._storage = storage
+        self._lock = Lock()
+        self._owed: OrderedDict[BlockKey, bool] = OrderedDict()  # by key, whether it is for good
+        self._sending: dict[BlockKey, bool] = {}
+
+    def __len__(self) -> int:
+        return len(self._owed) + len(self._sending)
+
+    @property
+    def is_full(self) -> bool:
+        """Nothing is to be written to the tier."""
+        return len(self) >= MOST_OWED
+
+    def add(self, keys: Sequence[BlockKey], for_good: bool) -> None:
+        """Storage is to drop these, and has not."""
+        with self._lock:
+            for key in keys:
+                self._owed[key] = for_good or self._owed.get(key, False)
+
+    def places(self, keys: Sequence[BlockKey]) -> frozenset[int]:
+        """Positions of the keys whose drop is owed."""
+        if not len(self):
+            return frozenset()
+        with self._lock:
+            return frozenset(
+                at for at, key in enumerate(keys) if key in self._owed or key in self._sending
+            )
+
+    def left_out(self, keys: Sequence[BlockKey], outcomes: list[Outcome]) -> list[Outcome]:
+        """What a look-up found, without what is to be dropped."""
+        owed = self.places(keys)
+        if not owed:
+            return outcomes
+        return [Outcome.ABSENT if at in owed else each for at, each in enumerate(outcomes)]
+
+    def send(self) -> None:
+        """Have storage drop all of it; what it raises leaves the rest owed. One thread calls."""
+        while self._take():
+            try:
+                keys, for_good = list(self._sending), next(iter(self._sending.values()))
+                self._storage.drop(keys, for_good)
+            except BaseException:
+                self._put_back()
+                raise
+            with self._lock:
+                self._sending.clear()
+
+    def _take(self) -> bool:
+        """The next ones, in order, that go in one call. False where there are none."""
+        with self._lock:
+            while self._owed and len(self._sending) < PIECE_KEYS:
+                key, for_good = self._owed.popitem(last=False)
+                if self._sending and for_good != next(iter(self._sending.values())):
+                    self._owed[key] = for_good
+                    self._owed.move_to_end(key, last=False)
+                    break
+                self._sending[key] = for_good
+            return bool(self._sending)
+
+    def _put_back(self) -> None:
+        with self._lock:
+            for key, for_good in self._sending.items():
+                self._owed[key] = for_good or self._owed.get(key, False)
+            self._sending.clear()
