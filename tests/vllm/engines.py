@@ -52,7 +52,7 @@ def connector(**settings: object) -> dict[str, Any]:
 
 
 def with_disk(slab: Path, **settings: object) -> dict[str, Any]:
-    """Host memory for 341 chunks of the built-in model, and a disk for as many."""
+    """Host memory for 341 blocks of the built-in model, and a disk for as many."""
     sizes = {"host": "256MiB", "disk": str(slab), "disk_capacity": "256MiB"}
     return connector(**{**sizes, **settings})
 

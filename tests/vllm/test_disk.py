@@ -134,7 +134,7 @@ def _small_disk(path: Path, megabytes: int) -> Iterator[Path]:
 def test_full_disk_is_no_reason_to_stop(
     alone: dict[str, list[tuple[int, Answer]]], tmp_path: Path
 ) -> None:
-    """Chunks and journal have their room already."""
+    """Blocks and journal have their room already."""
     config = with_disk(tmp_path, disk_capacity="16MiB")
     with _small_disk(tmp_path, 20) as folder, engine(config) as llm:
         with (folder / "filler").open("ab", 0) as filler, suppress(OSError):

@@ -19,7 +19,7 @@ def vllm_args(
         str, typer.Option(help="How much of that disk to use, of all ranks together.")
     ] = "",
     blocks_per_chunk: Annotated[
-        int, typer.Option(min=1, help="Blocks of vLLM's that are stored and found together.")
+        int, typer.Option(min=1, help="Blocks of vLLM's that make one of kvtier's.")
     ] = 1,
 ) -> None:
     """Print the option that puts kvtier under vLLM, to be pasted behind ``vllm serve MODEL``."""

@@ -35,7 +35,7 @@ class Settings:
     disk_capacity: str | int = 0
     """Room on the disk, reserved at the start. Wanted where ``disk`` is given."""
     disk_durability: str = "process"
-    """What a chunk on the disk survives: ``process`` or ``power``."""
+    """What a block on the disk survives: ``process`` or ``power``."""
     disk_bytes_per_day: str | int = 0
     """What may be written in a day, for disks that wear; 0 for no limit."""
     disk_bytes_per_s: str | int = 0

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.connectors.vllm.identity import chunk_key
+from kvtier.connectors.vllm.identity import block_key
 from kvtier.errors import TierError
 from kvtier.keyed_cache import Change, Place
 from kvtier.testing.storage import Shelf
@@ -14,7 +14,7 @@ from kvtier.tiers import StorageTier
 from kvtier.tiers.none import NoStorage
 from kvtier.transfer import LocalMover
 from tests.connectors.slab_world import (
-    CHUNK_BYTES,
+    BLOCK_BYTES,
     DIGEST,
     GROUP,
     World,
@@ -40,7 +40,7 @@ def _world(worlds: list[World], tier: StorageTier, most_queued: int = 100) -> Wo
 # -- what is there ---------------------------------------------------------------------------------
 
 
-def test_stored_chunk_is_found_when_it_is_on_disk_and_not_before(worlds: list[World]) -> None:
+def test_stored_block_is_found_when_it_is_on_disk_and_not_before(worlds: list[World]) -> None:
     tier = memory(4)
     world = _world(worlds, tier)
     tier.open_writes.clear()
@@ -54,7 +54,7 @@ def test_stored_chunk_is_found_when_it_is_on_disk_and_not_before(worlds: list[Wo
     assert world.load(1) == [1]
 
 
-def test_chunk_is_written_once(worlds: list[World]) -> None:
+def test_block_is_written_once(worlds: list[World]) -> None:
     tier = memory(4)
     world = _world(worlds, tier)
     world.store(1, 2)
@@ -62,7 +62,7 @@ def test_chunk_is_written_once(worlds: list[World]) -> None:
     assert tier.num_written == 3
 
 
-def test_chunk_twice_in_a_job_takes_one_slot(worlds: list[World]) -> None:
+def test_block_twice_in_a_job_takes_one_slot(worlds: list[World]) -> None:
     tier = memory(4)
     world = _world(worlds, tier)
     assert world.store(1, 1).keys == [key_of(1)]
@@ -92,7 +92,7 @@ def test_jobs_with_nothing_to_do_are_finished_at_once(worlds: list[World]) -> No
 # -- what leaves -----------------------------------------------------------------------------------
 
 
-def test_least_recently_used_chunk_leaves_and_the_start_of_a_prompt_last(
+def test_least_recently_used_block_leaves_and_the_start_of_a_prompt_last(
     worlds: list[World],
 ) -> None:
     world = _world(worlds, memory(4))
@@ -108,7 +108,7 @@ def test_least_recently_used_chunk_leaves_and_the_start_of_a_prompt_last(
     ]
 
 
-def test_chunk_that_is_read_stays_and_what_has_no_room_is_refused(worlds: list[World]) -> None:
+def test_block_that_is_read_stays_and_what_has_no_room_is_refused(worlds: list[World]) -> None:
     tier = memory(3)
     world = _world(worlds, tier)
     world.store(1, 2)
@@ -122,7 +122,7 @@ def test_chunk_that_is_read_stays_and_what_has_no_room_is_refused(worlds: list[W
     assert world.load(1, 2) == [1, 2]
 
 
-def test_job_never_evicts_its_own_chunks(worlds: list[World]) -> None:
+def test_job_never_evicts_its_own_blocks(worlds: list[World]) -> None:
     world = _world(worlds, memory(3))
     world.store(1, 2)
     world.store(1, 2, 3, 4)
@@ -157,7 +157,7 @@ def test_changes_are_told_in_order(worlds: list[World]) -> None:
 # -- restart ---------------------------------------------------------------------------------------
 
 
-def test_restart_finds_chunks_and_does_not_write_them_again(worlds: list[World]) -> None:
+def test_restart_finds_blocks_and_does_not_write_them_again(worlds: list[World]) -> None:
     shelf = Shelf()
     before = World(memory(4, shelf))
     before.store(1, 2)
@@ -180,9 +180,9 @@ def test_what_is_asked_for_next_is_claimed_along(worlds: list[World]) -> None:
     world = _world(worlds, tier)
     following = [key_of(number) for number in (2, 3, 4, 5)]
     assert world.slab.find(key_of(9), lambda: following) is Place.NOWHERE
-    assert world.slab.num_chunks == 0, "the first is not there, so the rest are of no use"
+    assert world.slab.num_blocks == 0, "the first is not there, so the rest are of no use"
     assert world.slab.find(key_of(1), lambda: following) is Place.STORAGE
-    assert (world.slab.num_chunks, tier.num_unfound) == (4, 0)
+    assert (world.slab.num_blocks, tier.num_unfound) == (4, 0)
     assert world.load(1, 2, 3, 5) == [1, 2, 3, 5]
 
 
@@ -214,7 +214,7 @@ def test_what_was_found_without_room_for_it_is_a_miss_and_leaves_nothing(
     assert world.slab.find(key_of(1)) is Place.NOWHERE
     tier.open_writes.set()
     world.settle()
-    assert tier.num_used == world.slab.num_chunks == 2
+    assert tier.num_used == world.slab.num_blocks == 2
 
 
 def test_other_namespace_finds_nothing(worlds: list[World]) -> None:
@@ -227,7 +227,7 @@ def test_other_namespace_finds_nothing(worlds: list[World]) -> None:
     other.slab.close()
 
 
-def test_slab_is_left_alone_until_chunks_have_names(worlds: list[World]) -> None:
+def test_slab_is_left_alone_until_blocks_have_names(worlds: list[World]) -> None:
     shelf = Shelf()
     before = World(memory(4, shelf))
     before.store(1)
@@ -247,11 +247,11 @@ def test_slab_is_left_alone_until_chunks_have_names(worlds: list[World]) -> None
 # -- whatever goes wrong ---------------------------------------------------------------------------
 
 
-def test_damaged_chunk_is_lost_and_can_be_stored_again(worlds: list[World]) -> None:
+def test_damaged_block_is_lost_and_can_be_stored_again(worlds: list[World]) -> None:
     tier = memory(4)
     world = _world(worlds, tier)
     world.store(1, 2, 3)
-    tier.spoiled.add(chunk_key(DIGEST, key_of(2)))
+    tier.spoiled.add(block_key(DIGEST, key_of(2)))
     assert world.load(1, 2, 3) == [1, 3]
     assert world.slab.find(key_of(2)) is Place.NOWHERE
     assert world.slab.take_changes()[-1] == Change([key_of(2)], "disk", is_removed=True)
@@ -260,11 +260,11 @@ def test_damaged_chunk_is_lost_and_can_be_stored_again(worlds: list[World]) -> N
     assert world.load(2) == [2]
 
 
-def test_chunk_that_two_read_is_given_back_once_when_it_is_lost(worlds: list[World]) -> None:
+def test_block_that_two_read_is_given_back_once_when_it_is_lost(worlds: list[World]) -> None:
     tier = memory(4)
     world = _world(worlds, tier)
     world.store(1)
-    tier.spoiled.add(chunk_key(DIGEST, key_of(1)))
+    tier.spoiled.add(block_key(DIGEST, key_of(1)))
     tier.open_reads.clear()
     world.submit(True, [1])
     world.submit(True, [1])
@@ -277,7 +277,7 @@ def test_chunk_that_two_read_is_given_back_once_when_it_is_lost(worlds: list[Wor
 def test_store_that_fails_leaves_nothing(worlds: list[World]) -> None:
     tier = memory(4)
     world = _world(worlds, tier)
-    tier.refused.add(chunk_key(DIGEST, key_of(2)))
+    tier.refused.add(block_key(DIGEST, key_of(2)))
     finished = world.store(1, 2)
     assert (finished.keys, finished.is_whole) == ([key_of(1)], False)
     assert world.slab.find(key_of(2)) is Place.NOWHERE
@@ -297,7 +297,7 @@ def test_tier_that_raises_costs_the_job_only(
         assert world.load(1) == []
         assert world.store(2).keys == []
     assert "transfer failed" in caplog.text
-    assert world.store(1, 2).keys == [key_of(2)], "a read that failed says nothing about the chunk"
+    assert world.store(1, 2).keys == [key_of(2)], "a read that failed says nothing about the block"
     assert world.load(1, 2) == [1, 2]
 
 
@@ -342,7 +342,7 @@ def test_what_a_disk_that_is_left_alone_has_is_a_miss_until_it_is_tried_again(
 
 def test_day_s_writes_are_a_bound(worlds: list[World]) -> None:
     tier = memory(8)
-    worlds.append(world := World(tier, bytes_per_day=24 * CHUNK_BYTES))
+    worlds.append(world := World(tier, bytes_per_day=24 * BLOCK_BYTES))
     assert world.store(1).keys == [key_of(1)]
     assert world.store(2).keys == []
     assert world.slab.take_counts().over_budget == 1
@@ -350,7 +350,7 @@ def test_day_s_writes_are_a_bound(worlds: list[World]) -> None:
     assert world.store(2).keys == [key_of(2)]
 
 
-def test_chunks_of_a_job_that_come_one_by_one_do_not_push_out_its_start(
+def test_blocks_of_a_job_that_come_one_by_one_do_not_push_out_its_start(
     worlds: list[World],
 ) -> None:
     tier = memory(3)
@@ -362,7 +362,7 @@ def test_chunks_of_a_job_that_come_one_by_one_do_not_push_out_its_start(
     assert (left.keys, left.is_removed) == ([key_of(3)], True), "the end leaves before the start"
 
 
-def test_rows_of_a_finished_job_can_be_used_for_other_chunks(worlds: list[World]) -> None:
+def test_rows_of_a_finished_job_can_be_used_for_other_blocks(worlds: list[World]) -> None:
     worlds.append(world := World(memory(8), num_rows=2))
     for first in range(0, 8, 2):
         world.store(first, first + 1)
@@ -387,7 +387,7 @@ def test_queued_stores_are_finished_before_the_end() -> None:
 
 
 def test_stores_that_take_too_long_are_dropped_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.connectors.vllm.pieces.chunk_slab.CLOSE_WAIT_S", 0.01)
+    monkeypatch.setattr("kvtier.connectors.vllm.pieces.block_slab.CLOSE_WAIT_S", 0.01)
     shelf = Shelf()
     tier = memory(8, shelf)
     world = World(tier)
@@ -409,8 +409,8 @@ def test_stores_that_take_too_long_are_dropped_at_the_end(monkeypatch: pytest.Mo
 
 
 def test_write_that_does_not_end_keeps_the_memory_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.connectors.vllm.pieces.chunk_slab.CLOSE_WAIT_S", 0.01)
-    monkeypatch.setattr("kvtier.connectors.vllm.pieces.chunk_slab.END_WAIT_S", 0.01)
+    monkeypatch.setattr("kvtier.connectors.vllm.pieces.block_slab.CLOSE_WAIT_S", 0.01)
+    monkeypatch.setattr("kvtier.connectors.vllm.pieces.block_slab.END_WAIT_S", 0.01)
     tier = memory(8)
     world = World(tier)
     tier.open_writes.clear()

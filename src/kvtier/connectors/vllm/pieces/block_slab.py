@@ -1,4 +1,4 @@
-"""Chunks in a slab, by the engine's own keys, as jobs over the rows of its host memory.
+"""Blocks in a slab, by the engine's own keys, as jobs over the rows of its host memory.
 
 vLLM's scheduler asks and must never wait. What is there, what leaves and what is on its way is the
 ladder's business: vLLM's host memory is its memory tier, for as long as a job lasts.
@@ -32,11 +32,10 @@ END_WAIT_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
-    """Chunks since the last ``take_counts``. lost: were not there any more, or not as they were.
-    refused: had no room, or came
-    faster than the disk writes, or while it was left alone. over_budget: beyond the day's writes.
-    failed: could not be written."""
+class SlabCounts:
+    """Blocks since the last ``take_counts``. lost: were not there any more, or not as they were.
+    refused: had no room, or came faster than the disk writes, or while it was left alone.
+    over_budget: beyond the day's writes. failed: could not be written."""
 
     evicted: int = 0
     lost: int = 0
@@ -59,7 +58,7 @@ class FinishedJob:
 
 @dataclass(slots=True)
 class _Job:
-    """A job of vLLM's. asked: its chunks. placed: those of them whose rows are lent. moving: those
+    """A job of vLLM's. asked: its blocks. placed: those of them whose rows are lent. moving: those
     that are on their way, or wait for it. waiting: ``moving``, from the first that has not
     ended."""
 
@@ -75,17 +74,17 @@ class _Job:
         self.waiting = deque(self.moving)
 
 
-class ChunkSlab:
-    """A storage tier as a cache of jobs: the chunk that was used least recently leaves first.
+class BlockSlab:
+    """A storage tier as a cache of jobs: the block that was used least recently leaves first.
 
-    memory: the engine's host memory, in rows of a chunk each. digest: of the namespace that the
-    chunks belong to; while it is empty nobody knows what they are called: none is found, and none
-    is stored. most_queued: chunks that may wait for the disk; more are refused, since each
+    memory: the engine's host memory, in rows of a block each. digest: of the namespace that the
+    blocks belong to; while it is empty nobody knows what they are called: none is found, and none
+    is stored. most_queued: blocks that may wait for the disk; more are refused, since each
     of them holds a row. bytes_per_day: see ``LadderOptions``. tells_changes: whether
     ``take_changes`` is called. clock: seconds.
 
     The caller guarantees
-        one thread calls; the rows of a job stay as they are until the job is finished; no chunk is
+        one thread calls; the rows of a job stay as they are until the job is finished; no block is
         loaded into two rows at a time.
     Outcomes and errors
         nothing raises but ``close``. What can't be stored or loaded is told by ``FinishedJob``.
@@ -102,9 +101,11 @@ class ChunkSlab:
         tells_changes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        chunk_bytes = tier.bytes_per_block
-        num_rows = memory.nbytes // chunk_bytes
-        rows = LentMemory(HOST, memory, named_layout("block_first", opaque(chunk_bytes), num_rows))
+        bytes_per_block = tier.bytes_per_block
+        num_rows = memory.nbytes // bytes_per_block
+        rows = LentMemory(
+            HOST, memory, named_layout("block_first", opaque(bytes_per_block), num_rows)
+        )
         tiers: dict[str, MemoryTier | StorageTier] = {HOST: rows, tier.name: tier}
         self._tier = tier
         self.digest = digest
@@ -115,9 +116,9 @@ class ChunkSlab:
             self._mover,
             make_policy=LruPolicy,
             options=LadderOptions(
-                chunk_bytes,
+                bytes_per_block,
                 bytes_per_day={tier.name: bytes_per_day},
-                piece_blocks=max(1, PIECE_BYTES // chunk_bytes),
+                piece_blocks=max(1, PIECE_BYTES // bytes_per_block),
             ),
             clock=clock,
         )
@@ -130,8 +131,8 @@ class ChunkSlab:
         self._jobs: list[_Job] = []
 
     @property
-    def num_chunks(self) -> int:
-        """Chunks that are in the slab or on their way to it, without those that a restart found
+    def num_blocks(self) -> int:
+        """Blocks that are in the slab or on their way to it, without those that a restart found
         and nobody has asked for."""
         return self._ladder.index.num_held(self._tier.name)
 
@@ -144,7 +145,7 @@ class ChunkSlab:
 
     def find(self, key: bytes, following: Callable[[], Sequence[bytes]] | None = None) -> Place:
         """``STORAGE`` where ``key`` can be loaded, ``ARRIVING`` where it is on its way to the slab.
-        A chunk that a restart found is claimed by that; see ``KeyedCache.find``."""
+        A block that a restart found is claimed by that; see ``KeyedCache.find``."""
         if not self._mover.accepts((self._tier.name, HOST)):
             return Place.NOWHERE
         place = self._cache.find(key, following)
@@ -172,7 +173,7 @@ class ChunkSlab:
         if self._tells_changes:
             self._changes += changes
 
-    def take_counts(self) -> Counts:
+    def take_counts(self) -> SlabCounts:
         """What happened since the last call."""
         self._note_changes()
         recent, disk = self._ladder.metrics.take_recent(), self._tier.name
@@ -182,7 +183,7 @@ class ChunkSlab:
             return int(recent.get((name, labels), 0))
 
         evicted = count("kvtier_evicted_blocks_total", disk)
-        return Counts(
+        return SlabCounts(
             evicted=evicted,
             lost=num_gone - evicted,
             refused=count("kvtier_refused_blocks_total", disk),
@@ -195,9 +196,9 @@ class ChunkSlab:
     def store(
         self, job_id: int, keys: Sequence[bytes], depths: Sequence[int], rows: Sequence[Slot]
     ) -> None:
-        """Write chunks that are not there yet; the others count as used.
+        """Write blocks that are not there yet; the others count as used.
 
-        depths: of each chunk, its position in the prompt, in chunks. rows: where it is.
+        depths: of each block, its position in the prompt, in blocks. rows: where it is.
         """
         at = {key: position for position, key in enumerate(keys)}
         self._cache.recall(at)
@@ -218,7 +219,7 @@ class ChunkSlab:
         self.touch(at)
 
     def load(self, job_id: int, keys: Sequence[bytes], rows: Sequence[Slot]) -> None:
-        """Read chunks into ``rows``. Those that are not there fail, and no others with them."""
+        """Read blocks into ``rows``. Those that are not there fail, and no others with them."""
         at = {key: position for position, key in enumerate(keys)}
         self._cache.recall(at)
         self.touch(at)
@@ -242,7 +243,7 @@ class ChunkSlab:
         return self._cache.is_moving(key) or self._cache.is_in_memory(key)
 
     def take_finished(self) -> list[FinishedJob]:
-        """Jobs that were finished since the last call. Their chunks can be found, or not, now."""
+        """Jobs that were finished since the last call. Their blocks can be found, or not, now."""
         self._poll()
         self._note_changes()
         ended = [job for job in self._jobs if not job.waiting]
@@ -289,7 +290,7 @@ class ChunkSlab:
         self._tier.close()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where rows, chunks and leases don't add up."""
+        """Raise AssertionError where rows, blocks and leases don't add up."""
         self._ladder.check_invariants(0)
         num_queued = sum(len(job.moving) for job in self._jobs if not job.is_load)
-        assert self._num_queued == num_queued, "chunks wait for nobody"
+        assert self._num_queued == num_queued, "blocks wait for nobody"

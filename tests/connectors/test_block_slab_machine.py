@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.connectors.vllm.identity import chunk_key
+from kvtier.connectors.vllm.identity import block_key
 from kvtier.keyed_cache import Place
 from kvtier.testing.storage import Shelf
 from tests.connectors.slab_world import DIGEST, World, key_of, memory
@@ -31,7 +31,7 @@ class Model(RuleBasedStateMachine):
     def load(self, numbers: list[int]) -> None:
         self.world.settle()
         ready = {n for n in numbers if self.world.slab.find(key_of(n)) is Place.STORAGE}
-        good = {n for n in ready if chunk_key(DIGEST, key_of(n)) not in self.tier.spoiled}
+        good = {n for n in ready if block_key(DIGEST, key_of(n)) not in self.tier.spoiled}
         assert set(self.world.load(*numbers)) == good
 
     @rule(numbers=numbers)
@@ -44,7 +44,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 11))
     def spoil(self, number: int) -> None:
-        self.tier.spoiled ^= {chunk_key(DIGEST, key_of(number))}
+        self.tier.spoiled ^= {block_key(DIGEST, key_of(number))}
 
     @rule()
     def collect(self) -> None:
@@ -61,13 +61,13 @@ class Model(RuleBasedStateMachine):
     @invariant()
     def bounded(self) -> None:
         if hasattr(self, "world"):
-            assert self.world.slab.num_chunks <= 5
+            assert self.world.slab.num_blocks <= 5
 
     def teardown(self) -> None:
         if hasattr(self, "world"):
             self.world.settle()
             # What a scrub found damaged is gone there, and known to be gone when somebody asks.
-            assert self.tier.num_used <= self.world.slab.num_chunks, "a slot is lost"
+            assert self.tier.num_used <= self.world.slab.num_blocks, "a slot is lost"
             self.world.slab.close()
 
 
