@@ -56,13 +56,13 @@ def test_a_small_run_keeps_its_promises(model: str, target: str) -> None:
 
 
 def test_a_disk_slower_than_computing_is_measured_when_it_is_asked_for() -> None:
-    options = replace(TINY, experiments=(Experiment.SLOW_DISK,), disk_throttle="100KB")
+    options = replace(TINY, experiments=(Experiment.SLOW_DISK,), disk_bytes_per_s="100KB")
     found = json.loads(json.dumps(run_serve(options).as_json(), allow_nan=False))
     assert found["slow_disk"]["bytes_per_s"] == 100_000
     assert found["slow_disk"]["prompt_bytes"] > 0
     assert len(found["rows"]) == 6
     assert [row["id"] for row in found["targets"]] == ["T3", "T3"]
-    automatic = run_serve(replace(options, disk_throttle="auto")).slow_disk
+    automatic = run_serve(replace(options, disk_bytes_per_s="auto")).slow_disk
     assert automatic is not None
     usual_s = automatic.cold.p50 / 1000
     assert 0.2 < automatic.load_s / (2 * usual_s) < 5, "about twice what computing takes"
@@ -95,7 +95,7 @@ def test_command_prints_one_json_object_and_writes_the_report(tmp_path: Path) ->
         "--model": "random-gqa",
         "--experiments": "accuracy,ttft",
         "--accuracy-prompts": "2",
-        "--prompts": "4",
+        "--ttft-prompts": "4",
         "--prompt-tokens": "150",
         "--block-size": "16",
         "--chunk-tokens": "32",
@@ -119,8 +119,8 @@ def test_command_prints_one_json_object_and_writes_the_report(tmp_path: Path) ->
     ("words", "message"),
     [
         (["--experiments", "speed"], "'speed' is not a list of accuracy, ttft, overhead"),
-        (["--disk-throttle", "0"], "'0' is no rate"),
-        (["--disk-throttle", "fast"], "can't read 'fast' as a size"),
+        (["--disk-bytes-per-s", "0"], "'0' is no rate"),
+        (["--disk-bytes-per-s", "fast"], "can't read 'fast' as a size"),
         (["--text", "/nowhere"], "/nowhere is neither a file nor a directory"),
         (["--prompt-tokens", "100"], "prompts of 100 tokens have nothing worth reusing"),
         (["--model", "unheard-of"], "'unheard-of' is neither built in"),

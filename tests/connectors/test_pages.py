@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.connectors.vllm.pages import GroupPages, PagedPool, Share
-from kvtier.connectors.vllm.settings import Settings
 from kvtier.devices import Direction
 from kvtier.devices.cpu import CpuDevice
-from kvtier.errors import ConfigError
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.types import Slot
 
@@ -105,25 +102,3 @@ def test_neighbouring_pages_are_one_copy_per_tensor() -> None:
     group = GroupPages([2, 3, 4, 5], [Slot(1)], 0)
     host = host_memory(NUM_SLOTS * tensors.slot_bytes)
     assert len(tensors.pool.stage([group], host, Direction.STORE).size) == 2
-
-
-def test_settings_are_read_and_refused_by_name() -> None:
-    assert Settings.read({"spec_name": "kvtier", "host": "2GiB"}).host_bytes == 2 << 30
-    assert Settings.read({"blocks_per_chunk": 4}).host == "4GiB"
-    for extra, told in (
-        ({"hosts": "2GiB"}, "no setting is called 'hosts'; did you mean 'host'"),
-        ({"host": "lots"}, "host: can't read 'lots' as a size"),
-        ({"host": 2.5}, "host: 2.5 is no size"),
-        ({"host": 0}, "host: 0 is no room"),
-        (
-            {"zzz": 1},
-            "known: disk, disk_bytes_per_day, disk_bytes_per_s, disk_capacity, disk_durability",
-        ),
-        ({"disk": "/nvme"}, "disk: '/nvme' with disk_capacity: 0; give both"),
-        ({"disk_capacity": "1GiB"}, "disk: '' with disk_capacity: '1GiB'; give both"),
-        ({"disk": 7, "disk_capacity": "1GiB"}, "disk: 7 is no text"),
-        ({"load": "never"}, "load: 'never' is unknown; use one of auto, always"),
-        ({"disk_durability": "some"}, "disk_durability: 'some' is unknown"),
-    ):
-        with pytest.raises(ConfigError, match=told):
-            Settings.read(extra)

@@ -104,7 +104,7 @@ def test_engine_killed_while_it_stores_starts_again_and_is_right(tmp_path: Path)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     prompts = [prompt(10 * seed + each, 6 * BLOCK + 50) for seed in range(4) for each in range(4)]
-    with engine(with_disk(tmp_path, host="64MiB", disk_capacity="64MiB")) as llm:
+    with engine(with_disk(tmp_path, host_capacity="64MiB", disk_capacity="64MiB")) as llm:
         found = one_by_one(llm, prompts)
         assert any(cached for cached, _ in found), "nothing survived"
         assert llm.reset_prefix_cache(reset_connector=True)
@@ -196,7 +196,9 @@ def _same_tokens(found: list[tuple[int, Answer]], expected: list[tuple[int, Answ
 
 @pytest.mark.timeout(600)
 def test_copies_that_fail_are_computed(alone: dict[str, list[tuple[int, Answer]]]) -> None:
-    faulty = connector(host="256MiB", spec_name="FaultySpec", spec_module_path="tests.vllm.faulty")
+    faulty = connector(
+        host_capacity="256MiB", spec_name="FaultySpec", spec_module_path="tests.vllm.faulty"
+    )
     with engine(faulty) as llm:
         assert one_by_one(llm, PROMPTS) == alone["cold"]  # every second store fails
         assert llm.reset_prefix_cache()

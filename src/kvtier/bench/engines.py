@@ -72,7 +72,7 @@ def open_engine(
 @contextmanager
 def scratch_disk(options: ServeOptions) -> Iterator[Path]:
     """An empty directory for a disk tier, gone afterwards."""
-    with TemporaryDirectory(prefix="kvtier-bench-", dir=options.disk) as folder:
+    with TemporaryDirectory(prefix="kvtier-bench-", dir=options.disk_path) as folder:
         yield Path(folder) / "slab"
 
 

@@ -49,13 +49,13 @@ class ServeOptions:
     chunk_tokens: int = CHUNK_TOKENS
     text: tuple[Path, ...] = ()
     """Files and directories to take prompts from; none for the interpreter's own library."""
-    disk: Path | None = None
+    disk_path: Path | None = None
     """Directory on the disk to measure; a slab is made in it and removed. None for the system's
     place for temporary files."""
     seed: int = 0
     """Order of the text, and where the negative control does its damage."""
     experiments: tuple[Experiment, ...] = USUAL
-    disk_throttle: str = "auto"
+    disk_bytes_per_s: str = "auto"
     """Bytes per second of the slow disk; "auto": reading takes twice as long as computing."""
     accuracy_prompts: int = FULL_ACCURACY_PROMPTS
     accuracy_tokens: int = FULL_PROMPT_TOKENS
@@ -100,12 +100,17 @@ class ServeOptions:
                 )
         if not 0 < self.device_share < 1:
             raise ConfigError(f"device_share: {self.device_share} is not between 0 and 1")
-        if self.disk is not None and not self.disk.is_dir():
-            raise ConfigError(f"disk: {self.disk} is no directory; make it, or choose another")
-        if self.disk_throttle != "auto" and parse_size(self.disk_throttle, "disk_throttle") < 1:
+        if self.disk_path is not None and not self.disk_path.is_dir():
             raise ConfigError(
-                f'disk_throttle: {self.disk_throttle!r} is no rate; write for instance "50MB", '
-                'bytes per second, or "auto"'
+                f"disk_path: {self.disk_path} is no directory; make it, or choose another"
+            )
+        if (
+            self.disk_bytes_per_s != "auto"
+            and parse_size(self.disk_bytes_per_s, "disk_bytes_per_s") < 1
+        ):
+            raise ConfigError(
+                f"disk_bytes_per_s: {self.disk_bytes_per_s!r} is no rate; write for instance "
+                '"50MB", bytes per second, or "auto"'
             )
         if not self.experiments:
             raise ConfigError(f"experiments: none chosen; name some of {', '.join(Experiment)}")
@@ -121,15 +126,15 @@ class ServeOptions:
         block_size: int = BLOCK_SIZE,
         chunk_tokens: int = CHUNK_TOKENS,
         text: tuple[Path, ...] = (),
-        disk: Path | None = None,
+        disk_path: Path | None = None,
         experiments: tuple[Experiment, ...] = USUAL,
-        disk_throttle: str = "auto",
-        prompts: int | None = None,
+        disk_bytes_per_s: str = "auto",
+        ttft_prompts: int | None = None,
         prompt_tokens: int | None = None,
         accuracy_prompts: int | None = None,
         steps: int | None = None,
     ) -> ServeOptions:
-        """The full sizes, or the demo's, except what is given. prompts: of the TTFT experiment."""
+        """The full sizes, or the demo's, except what is given."""
         return cls(
             model=model,
             device=device,
@@ -137,13 +142,13 @@ class ServeOptions:
             block_size=block_size,
             chunk_tokens=chunk_tokens,
             text=text,
-            disk=disk,
+            disk_path=disk_path,
             experiments=experiments,
-            disk_throttle=disk_throttle,
+            disk_bytes_per_s=disk_bytes_per_s,
             accuracy_prompts=_first(accuracy_prompts, 6 if quick else FULL_ACCURACY_PROMPTS),
             accuracy_tokens=_first(prompt_tokens, 1200 if quick else FULL_PROMPT_TOKENS),
             steps=_first(steps, 16 if quick else 32),
-            ttft_prompts=_first(prompts, 12 if quick else FULL_TTFT_PROMPTS),
+            ttft_prompts=_first(ttft_prompts, 12 if quick else FULL_TTFT_PROMPTS),
             ttft_tokens=_first(prompt_tokens, FULL_PROMPT_TOKENS),
             overhead_pairs=10 if quick else 40,
             overhead_tokens=_first(prompt_tokens, 1200 if quick else FULL_PROMPT_TOKENS),

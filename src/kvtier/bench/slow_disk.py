@@ -115,7 +115,7 @@ def measure_slow_disk(setting: Setting, progress: Progress) -> SlowDiskResult:
             bench.ask(engine, warm_up)
             cold_ms = [bench.ask(engine, prompt)[0] for prompt in prompts]
             settle(engine)
-        rate = _rate(options.disk_throttle, prompt_bytes, cold_ms)
+        rate = _rate(options.disk_bytes_per_s, prompt_bytes, cold_ms)
         with (
             open_engine(options, info, *sizes, disk_bytes_per_s=rate) as slow,
             open_engine(options, info, device_blocks, 0) as cold,
@@ -131,7 +131,7 @@ def measure_slow_disk(setting: Setting, progress: Progress) -> SlowDiskResult:
 def _rate(wanted: str, prompt_bytes: int, cold_ms: Sequence[float]) -> int:
     """Bytes per second: those asked for, or too few for any load to be worth it."""
     if wanted != AUTO:
-        return parse_size(wanted, "disk_throttle")
+        return parse_size(wanted, "disk_bytes_per_s")
     usual = summarize(cold_ms)
     assert usual is not None
     return max(1, int(prompt_bytes / (SLOWER_THAN_COMPUTING * usual.p50 / 1000)))

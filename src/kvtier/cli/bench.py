@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtier.cli.failure import fail
+from kvtier.cli.renamed import telling
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def bench() -> None:
     """Measure what the cache saves, and what it costs, on this machine."""
 
 
-@app.command()
+@app.command(cls=telling("bench serve"))
 def serve(
     model: Annotated[
         str, typer.Option(help="A built-in model, or a local directory in Hugging Face format.")
@@ -42,7 +43,7 @@ def serve(
             help="What to run: accuracy, ttft, overhead, slow-disk, overlap, separated by commas."
         ),
     ] = "accuracy,ttft,overhead",
-    prompts: Annotated[
+    ttft_prompts: Annotated[
         int | None, typer.Option(help="Prompts of the TTFT experiment.", show_default="100")
     ] = None,
     prompt_tokens: Annotated[
@@ -63,14 +64,14 @@ def serve(
             show_default="the interpreter's own library",
         ),
     ] = None,
-    disk: Annotated[
+    disk_path: Annotated[
         Path | None,
         typer.Option(
             help="Directory on the disk to measure; what is made there is removed.",
             show_default="the system's place for temporary files",
         ),
     ] = None,
-    disk_throttle: Annotated[
+    disk_bytes_per_s: Annotated[
         str | None,
         typer.Option(
             help='Runs slow-disk, too, over a disk of so many bytes per second: "50MB", or '
@@ -110,7 +111,7 @@ def serve(
         from kvtier.bench.options import Experiment, ServeOptions
         from kvtier.bench.serve import run_serve
 
-        if disk_throttle is not None and Experiment.SLOW_DISK not in chosen:
+        if disk_bytes_per_s is not None and Experiment.SLOW_DISK not in chosen:
             chosen = (*chosen, Experiment.SLOW_DISK)
         options = ServeOptions.sized(
             quick=quick,
@@ -120,10 +121,10 @@ def serve(
             block_size=block_size,
             chunk_tokens=chunk_tokens,
             text=tuple(text or ()),
-            disk=disk,
+            disk_path=disk_path,
             experiments=chosen,
-            disk_throttle=disk_throttle or "auto",
-            prompts=prompts,
+            disk_bytes_per_s=disk_bytes_per_s or "auto",
+            ttft_prompts=ttft_prompts,
             prompt_tokens=prompt_tokens,
             accuracy_prompts=accuracy_prompts,
             steps=steps,

@@ -63,7 +63,7 @@ class KvtierSpec(OffloadingSpec):
         # Every rank would keep the same bytes: the first one stores them, for all.
         self.replicated_layout = config.replicated_layout
         self._num_shards = 1 if self.replicated_layout else self._num_ranks
-        self.num_slots = self._num_slots_in("host", self.settings.host_bytes)
+        self.num_slots = self._num_slots_in("host_capacity", self.settings.host_bytes)
         self.num_disk_slots = self._num_slots_in("disk_capacity", self.settings.disk_bytes)
         self._manager: TierManager | None = None
         self._worker: TierWorker | None = None
@@ -87,7 +87,7 @@ class KvtierSpec(OffloadingSpec):
                 {HOST: self.num_slots, DISK: self.num_disk_slots},
                 self.names,
                 Shape(tokens, self.slot_bytes),
-                LoadPolicy(self.settings.load),
+                LoadPolicy(self.settings.load_policy),
                 self.settings.bytes_per_day // self._num_shards,
                 self.kv_events_config.enable_kv_cache_events,
             )
@@ -120,7 +120,7 @@ class KvtierSpec(OffloadingSpec):
         if not self.num_disk_slots or rank >= self._num_shards:
             return None
         return DiskOptions(
-            path=self.settings.disk_path / self._folder(rank),
+            path=Path(self.settings.disk_path) / self._folder(rank),
             capacity_bytes=self.num_disk_slots * self.slot_bytes,
             durability=Durability(self.settings.disk_durability),
             rank=rank,
