@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.machine import machine_facts
 from benchmarks.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier import _hot
-from kvtier.bench.stats import Estimate, exactly
+from kvtier.serve_bench.stats import Estimate, exactly
 
 ROOT = Path(__file__).parents[1]
 PEER = ROOT / ".peers" / "sglang" / "bin" / "python"

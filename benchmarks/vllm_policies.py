@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.machine import machine_facts
 from benchmarks.targets import judged
-from kvtier.bench.stats import exactly
+from kvtier.serve_bench.stats import exactly
 
 OURS = "kvtier"
 POLICIES = {"lru": None, "arc": None, "KvtierPolicy": "kvtier.connectors.vllm.pieces.policy"}

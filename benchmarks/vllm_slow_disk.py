@@ -14,9 +14,9 @@ from pathlib import Path
 
 from benchmarks.vllm_requests import BEYOND, in_turn, tokens
 from benchmarks.vllm_servers import BLOCK, Server, with_kvtier
-from kvtier.bench.stats import LEAST_VALUES, P99_VALUES, percentile_ratio, rounded, summarize
-from kvtier.bench.target import is_met
 from kvtier.connectors.vllm.settings import Settings
+from kvtier.serve_bench.stats import LEAST_VALUES, P99_VALUES, percentile_ratio, rounded, summarize
+from kvtier.serve_bench.target import is_met
 
 NEEDED = ("disk_path", "disk_capacity", "disk_bytes_per_s")
 SLOWER_THAN_COMPUTING = 2.0

@@ -16,7 +16,7 @@ from kvtier.cli.renamed import telling
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS
 
 if TYPE_CHECKING:
-    from kvtier.bench.options import Experiment
+    from kvtier.serve_bench.options import Experiment
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -107,9 +107,9 @@ def serve(
         _check_packages(needs_report=not no_report)
         chosen = _experiments(experiments)
 
-        from kvtier.bench.console import ProgressBar, show_result
-        from kvtier.bench.options import Experiment, ServeOptions
-        from kvtier.bench.serve import run_serve
+        from kvtier.serve_bench.console import ProgressBar, show_result
+        from kvtier.serve_bench.options import Experiment, ServeOptions
+        from kvtier.serve_bench.serve import run_serve
 
         if disk_bytes_per_s is not None and Experiment.SLOW_DISK not in chosen:
             chosen = (*chosen, Experiment.SLOW_DISK)
@@ -136,7 +136,7 @@ def serve(
         if json_file is not None:
             _write_json(json.dumps(result.as_json(), indent=2), json_file)
         if not no_report:
-            from kvtier.bench.report import write_report
+            from kvtier.serve_bench.report import write_report
 
             write_report(result, report)
             console.print(f"Report: {report}", highlight=False, soft_wrap=True)
@@ -164,11 +164,11 @@ def copy(
     """
     from rich.console import Console
 
-    from kvtier.bench.copies import measure_copies, show_copies
     from kvtier.cli.detect import devices_found
     from kvtier.config import parse_size
     from kvtier.devices import find_device
     from kvtier.errors import CacheError
+    from kvtier.serve_bench.copies import measure_copies, show_copies
 
     console = Console(stderr=json_file == STDOUT)
     try:
@@ -182,8 +182,8 @@ def copy(
 
 
 def _experiments(names: str) -> tuple[Experiment, ...]:
-    from kvtier.bench.options import Experiment
     from kvtier.errors import ConfigError
+    from kvtier.serve_bench.options import Experiment
 
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     unknown = [name for name in wanted if name not in list(Experiment)]

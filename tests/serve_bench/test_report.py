@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.bench.report import render_report, write_report
-from tests.bench import samples
+from kvtier.serve_bench.report import render_report, write_report
+from tests.serve_bench import samples
 
 pytestmark = pytest.mark.engine
 

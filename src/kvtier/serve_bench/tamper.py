@@ -13,13 +13,13 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.bench.options import BenchError
 from kvtier.cache import Cache
 from kvtier.devices import Direction, Memory
 from kvtier.engine import Engine
 from kvtier.index import State
 from kvtier.keys import grid_labels
 from kvtier.layout import Layout, named_layout, part_view
+from kvtier.serve_bench.options import BenchError
 from kvtier.tiers import MemoryTier, Outcome, Pieces, StorageTier
 from kvtier.transfer import stage
 from kvtier.types import BlockName, Slot

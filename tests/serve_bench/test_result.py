@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 
-from kvtier.bench.accuracy import bits_equal
-from kvtier.bench.figures import percent
-from kvtier.bench.target import target_words
-from kvtier.bench.ttft import served_from
-from kvtier.bench.words import headline, verdicts
-from tests.bench import samples
+from kvtier.serve_bench.accuracy import bits_equal
+from kvtier.serve_bench.figures import percent
+from kvtier.serve_bench.target import target_words
+from kvtier.serve_bench.ttft import served_from
+from kvtier.serve_bench.words import headline, verdicts
+from tests.serve_bench import samples
 
 pytestmark = pytest.mark.engine
 

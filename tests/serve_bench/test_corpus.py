@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.bench.corpus import Corpus, _library_files, with_other_ending
 from kvtier.errors import ConfigError
+from kvtier.serve_bench.corpus import Corpus, _library_files, with_other_ending
 
 pytestmark = pytest.mark.engine
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from datetime import datetime
 
-from kvtier.bench.accuracy import measure_accuracy
-from kvtier.bench.engines import probe
-from kvtier.bench.machine import load_average, machine_facts
-from kvtier.bench.options import Experiment, ServeOptions
-from kvtier.bench.overhead import measure_overhead
-from kvtier.bench.overlap import measure_overlap
-from kvtier.bench.progress import Progress, Silence
-from kvtier.bench.result import ServeResult
-from kvtier.bench.slow_disk import measure_slow_disk
-from kvtier.bench.ttft import measure_ttft
+from kvtier.serve_bench.accuracy import measure_accuracy
+from kvtier.serve_bench.engines import probe
+from kvtier.serve_bench.machine import load_average, machine_facts
+from kvtier.serve_bench.options import Experiment, ServeOptions
+from kvtier.serve_bench.overhead import measure_overhead
+from kvtier.serve_bench.overlap import measure_overlap
+from kvtier.serve_bench.progress import Progress, Silence
+from kvtier.serve_bench.result import ServeResult
+from kvtier.serve_bench.slow_disk import measure_slow_disk
+from kvtier.serve_bench.ttft import measure_ttft
 
 
 def run_serve(

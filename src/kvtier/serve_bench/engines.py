@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvtier.bench.corpus import Corpus, Prompt
-from kvtier.bench.options import BenchError, ServeOptions
-from kvtier.bench.sample import Sample, take_sample
 from kvtier.config import CacheConfig
 from kvtier.engine import Completion, Engine, EngineConfig, EngineInfo, SamplingParams
+from kvtier.serve_bench.corpus import Corpus, Prompt
+from kvtier.serve_bench.options import BenchError, ServeOptions
+from kvtier.serve_bench.sample import Sample, take_sample
 from kvtier.types import LoadPolicy
 
 DISK_PAGE_BYTES = 4096

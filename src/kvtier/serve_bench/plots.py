@@ -19,11 +19,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from kvtier.bench.figures import between, milliseconds, percent
-from kvtier.bench.overhead import OverheadResult
-from kvtier.bench.stats import Estimate
-from kvtier.bench.ttft import COLD, TtftResult
-from kvtier.bench.words import PLACES
+from kvtier.serve_bench.figures import between, milliseconds, percent
+from kvtier.serve_bench.overhead import OverheadResult
+from kvtier.serve_bench.stats import Estimate
+from kvtier.serve_bench.ttft import COLD, TtftResult
+from kvtier.serve_bench.words import PLACES
 from kvtier.types import DEVICE, DISK, HOST
 
 INK, MUTED, LINE, PAPER = "#101001", "#101002", "#101003", "#101004"

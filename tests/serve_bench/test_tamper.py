@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvtier.bench.engines import clear_tiers, run_one, settle
-from kvtier.bench.options import BenchError
-from kvtier.bench.tamper import Damage, _Blocks, damaged
 from kvtier.config import CacheConfig
 from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.serve_bench.engines import clear_tiers, run_one, settle
+from kvtier.serve_bench.options import BenchError
+from kvtier.serve_bench.tamper import Damage, _Blocks, damaged
 from kvtier.types import DEVICE, HOST
 
 pytestmark = pytest.mark.engine

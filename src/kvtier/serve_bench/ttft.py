@@ -17,12 +17,19 @@ from hashlib import blake2b
 
 import numpy as np
 
-from kvtier.bench.corpus import Prompt
-from kvtier.bench.engines import Setting, clear_tiers, open_engine, run_one, scratch_disk, settle
-from kvtier.bench.options import FULL_PROMPT_TOKENS, FULL_TTFT_PROMPTS
-from kvtier.bench.progress import Progress
-from kvtier.bench.stats import Estimate, Floats, Summary, estimate, summarize
 from kvtier.engine import Completion, Engine, SamplingParams
+from kvtier.serve_bench.corpus import Prompt
+from kvtier.serve_bench.engines import (
+    Setting,
+    clear_tiers,
+    open_engine,
+    run_one,
+    scratch_disk,
+    settle,
+)
+from kvtier.serve_bench.options import FULL_PROMPT_TOKENS, FULL_TTFT_PROMPTS
+from kvtier.serve_bench.progress import Progress
+from kvtier.serve_bench.stats import Estimate, Floats, Summary, estimate, summarize
 from kvtier.types import DEVICE, DISK, HOST
 
 WARM = (DEVICE, HOST, DISK)

@@ -17,13 +17,13 @@ from statistics import median
 
 import numpy as np
 
-from kvtier.bench.corpus import Prompt
-from kvtier.bench.engines import Setting, clear_tiers, open_engine, run_one, settle
-from kvtier.bench.options import BenchError
-from kvtier.bench.progress import Progress
-from kvtier.bench.stats import Estimate, Floats, estimate, rounded
 from kvtier.config import CHUNK_TOKENS
 from kvtier.engine import Engine, EngineInfo, SamplingParams
+from kvtier.serve_bench.corpus import Prompt
+from kvtier.serve_bench.engines import Setting, clear_tiers, open_engine, run_one, settle
+from kvtier.serve_bench.options import BenchError
+from kvtier.serve_bench.progress import Progress
+from kvtier.serve_bench.stats import Estimate, Floats, estimate, rounded
 from kvtier.types import DEVICE, HOST, LoadPolicy
 
 FULL_TOKENS = 16384

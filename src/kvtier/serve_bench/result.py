@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvtier.bench.accuracy import TIERS, AccuracyResult
-from kvtier.bench.machine import Fact
-from kvtier.bench.options import ServeOptions
-from kvtier.bench.overhead import OverheadResult
-from kvtier.bench.overlap import Case, OverlapResult
-from kvtier.bench.sample import Sample
-from kvtier.bench.slow_disk import SlowDiskResult
-from kvtier.bench.stats import Estimate, Summary, exactly, rounded
-from kvtier.bench.tamper import Damage
-from kvtier.bench.target import Target
-from kvtier.bench.ttft import COLD, WARM, TtftResult
 from kvtier.engine import EngineInfo
+from kvtier.serve_bench.accuracy import TIERS, AccuracyResult
+from kvtier.serve_bench.machine import Fact
+from kvtier.serve_bench.options import ServeOptions
+from kvtier.serve_bench.overhead import OverheadResult
+from kvtier.serve_bench.overlap import Case, OverlapResult
+from kvtier.serve_bench.sample import Sample
+from kvtier.serve_bench.slow_disk import SlowDiskResult
+from kvtier.serve_bench.stats import Estimate, Summary, exactly, rounded
+from kvtier.serve_bench.tamper import Damage
+from kvtier.serve_bench.target import Target
+from kvtier.serve_bench.ttft import COLD, WARM, TtftResult
 from kvtier.types import DEVICE, DISK, HOST
 
 Json = Mapping[str, object]

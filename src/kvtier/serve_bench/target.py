@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvtier.bench.figures import SURE, TOO_FEW, percent
-from kvtier.bench.stats import Estimate, rounded
+from kvtier.serve_bench.figures import SURE, TOO_FEW, percent
+from kvtier.serve_bench.stats import Estimate, rounded
 
 DIGITS = 4
 """Figures are compared as they are printed."""

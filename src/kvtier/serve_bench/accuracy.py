@@ -21,12 +21,19 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.bench.corpus import Prompt, with_other_ending
-from kvtier.bench.engines import Setting, clear_tiers, open_engine, run_one, scratch_disk, settle
-from kvtier.bench.options import FULL_ACCURACY_PROMPTS, FULL_PROMPT_TOKENS, BenchError
-from kvtier.bench.progress import Progress
-from kvtier.bench.tamper import Damage, damaged
 from kvtier.engine import Engine, SamplingParams
+from kvtier.serve_bench.corpus import Prompt, with_other_ending
+from kvtier.serve_bench.engines import (
+    Setting,
+    clear_tiers,
+    open_engine,
+    run_one,
+    scratch_disk,
+    settle,
+)
+from kvtier.serve_bench.options import FULL_ACCURACY_PROMPTS, FULL_PROMPT_TOKENS, BenchError
+from kvtier.serve_bench.progress import Progress
+from kvtier.serve_bench.tamper import Damage, damaged
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 
 TIERS = (DEVICE, HOST, DISK)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from kvtier.bench.accuracy import TIERS, AccuracyResult, AccuracyRow
-from kvtier.bench.options import ServeOptions
-from kvtier.bench.overhead import OverheadResult, OverheadRow, Turn
-from kvtier.bench.overlap import Case, OverlapResult, OverlapRow
-from kvtier.bench.result import ServeResult
-from kvtier.bench.slow_disk import SlowDiskResult, SlowDiskRow
-from kvtier.bench.tamper import Damage
-from kvtier.bench.ttft import TtftResult, TtftRow, served_from
 from kvtier.engine import EngineInfo
+from kvtier.serve_bench.accuracy import TIERS, AccuracyResult, AccuracyRow
+from kvtier.serve_bench.options import ServeOptions
+from kvtier.serve_bench.overhead import OverheadResult, OverheadRow, Turn
+from kvtier.serve_bench.overlap import Case, OverlapResult, OverlapRow
+from kvtier.serve_bench.result import ServeResult
+from kvtier.serve_bench.slow_disk import SlowDiskResult, SlowDiskRow
+from kvtier.serve_bench.tamper import Damage
+from kvtier.serve_bench.ttft import TtftResult, TtftRow, served_from
 from kvtier.types import DEVICE, DISK, HOST
 
 

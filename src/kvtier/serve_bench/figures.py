@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.bench.stats import Estimate
+from kvtier.serve_bench.stats import Estimate
 
 TOO_FEW = "too few runs to tell"
 SURE = "95\N{NO-BREAK SPACE}% sure"

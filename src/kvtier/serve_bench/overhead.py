@@ -13,8 +13,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.bench.corpus import Prompt
-from kvtier.bench.engines import (
+from kvtier.engine import Completion, Engine, SamplingParams
+from kvtier.serve_bench.corpus import Prompt
+from kvtier.serve_bench.engines import (
     REQUEST_TIMEOUT_S,
     Setting,
     check_complete,
@@ -22,10 +23,9 @@ from kvtier.bench.engines import (
     run_one,
     settle,
 )
-from kvtier.bench.options import FULL_PROMPT_TOKENS, BenchError
-from kvtier.bench.progress import Progress
-from kvtier.bench.stats import Estimate, median_with_interval
-from kvtier.engine import Completion, Engine, SamplingParams
+from kvtier.serve_bench.options import FULL_PROMPT_TOKENS, BenchError
+from kvtier.serve_bench.progress import Progress
+from kvtier.serve_bench.stats import Estimate, median_with_interval
 
 TTFT_OUTPUT_TOKENS = 4
 FULL_PAIRS = 30

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtier.bench.accuracy import TIERS, AccuracyResult
-from kvtier.bench.figures import SURE, TOO_FEW, between, change, counted, milliseconds, percent
-from kvtier.bench.overhead import OverheadResult
-from kvtier.bench.overlap import Case, OverlapResult
-from kvtier.bench.result import ServeResult
-from kvtier.bench.slow_disk import SlowDiskResult
-from kvtier.bench.stats import Estimate, Summary
-from kvtier.bench.ttft import COLD, WARM, TtftResult
+from kvtier.serve_bench.accuracy import TIERS, AccuracyResult
+from kvtier.serve_bench.figures import (
+    SURE,
+    TOO_FEW,
+    between,
+    change,
+    counted,
+    milliseconds,
+    percent,
+)
+from kvtier.serve_bench.overhead import OverheadResult
+from kvtier.serve_bench.overlap import Case, OverlapResult
+from kvtier.serve_bench.result import ServeResult
+from kvtier.serve_bench.slow_disk import SlowDiskResult
+from kvtier.serve_bench.stats import Estimate, Summary
+from kvtier.serve_bench.ttft import COLD, WARM, TtftResult
 from kvtier.types import DEVICE, DISK, HOST
 
 PLACES = {

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.bench.stats import (
+from kvtier.serve_bench.stats import (
     LEAST_VALUES,
     Estimate,
     Floats,
@@ -19,7 +19,7 @@ from kvtier.bench.stats import (
     percentile_ratio,
     summarize,
 )
-from kvtier.bench.target import is_met
+from kvtier.serve_bench.target import is_met
 
 pytestmark = pytest.mark.engine
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from kvtier.bench import plots
-from kvtier.bench.accuracy import TIERS, AccuracyResult
-from kvtier.bench.figures import counted, milliseconds, number, percent
-from kvtier.bench.machine import Fact
-from kvtier.bench.result import ServeResult
-from kvtier.bench.tamper import Damage
-from kvtier.bench.target import target_figure, target_interval, wanted
-from kvtier.bench.ttft import COLD, WARM, TtftResult
-from kvtier.bench.words import PLACES, Verdict, headline, subtitle, verdicts
+from kvtier.serve_bench import plots
+from kvtier.serve_bench.accuracy import TIERS, AccuracyResult
+from kvtier.serve_bench.figures import counted, milliseconds, number, percent
+from kvtier.serve_bench.machine import Fact
+from kvtier.serve_bench.result import ServeResult
+from kvtier.serve_bench.tamper import Damage
+from kvtier.serve_bench.target import target_figure, target_interval, wanted
+from kvtier.serve_bench.ttft import COLD, WARM, TtftResult
+from kvtier.serve_bench.words import PLACES, Verdict, headline, subtitle, verdicts
 
 DAMAGES = {
     Damage.SWAPPED: "two blocks swapped",
@@ -66,7 +66,9 @@ def write_report(result: ServeResult, path: Path) -> None:
 
 def render_report(result: ServeResult) -> str:
     """The report as one HTML document."""
-    source = resources.files("kvtier.bench").joinpath("serve.html.j2").read_text(encoding="utf-8")
+    source = (
+        resources.files("kvtier.serve_bench").joinpath("serve.html.j2").read_text(encoding="utf-8")
+    )
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

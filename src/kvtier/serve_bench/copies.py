@@ -14,13 +14,13 @@ from time import perf_counter
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.bench.machine import Fact, machine_facts
-from kvtier.bench.options import BenchError
-from kvtier.bench.stats import Estimate, median_with_interval, rounded
-from kvtier.bench.target import Target, target_words
 from kvtier.devices import CopyBatch, Device, Direction
 from kvtier.devices.rig import Rig, open_rig
 from kvtier.errors import ConfigError, DeviceError
+from kvtier.serve_bench.machine import Fact, machine_facts
+from kvtier.serve_bench.options import BenchError
+from kvtier.serve_bench.stats import Estimate, median_with_interval, rounded
+from kvtier.serve_bench.target import Target, target_words
 
 COPY_BYTES = (2 << 10, 4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10, 1 << 20)
 NUM_COPIES = (64, 4096)

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtier.bench.corpus import Prompt
-from kvtier.bench.engines import Setting, open_engine, run_one, scratch_disk, settle
-from kvtier.bench.options import FULL_PROMPT_TOKENS, FULL_TTFT_PROMPTS
-from kvtier.bench.progress import Progress
-from kvtier.bench.stats import (
+from kvtier.config import parse_size
+from kvtier.engine import Engine, SamplingParams
+from kvtier.serve_bench.corpus import Prompt
+from kvtier.serve_bench.engines import Setting, open_engine, run_one, scratch_disk, settle
+from kvtier.serve_bench.options import FULL_PROMPT_TOKENS, FULL_TTFT_PROMPTS
+from kvtier.serve_bench.progress import Progress
+from kvtier.serve_bench.stats import (
     LEAST_VALUES,
     P99_VALUES,
     Estimate,
@@ -23,8 +25,6 @@ from kvtier.bench.stats import (
     percentile_ratio,
     summarize,
 )
-from kvtier.config import parse_size
-from kvtier.engine import Engine, SamplingParams
 
 AUTO = "auto"
 SLOWER_THAN_COMPUTING = 2.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtier.bench.corpus import Prompt
 from kvtier.engine import Engine, SamplingParams
+from kvtier.serve_bench.corpus import Prompt
 
 SHOWN_TOKENS = 40
 TIMEOUT_S = 600.0

@@ -18,10 +18,10 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.bench.progress import Progress
-from kvtier.bench.result import ServeResult
-from kvtier.bench.target import target_words
-from kvtier.bench.words import headline, verdicts
+from kvtier.serve_bench.progress import Progress
+from kvtier.serve_bench.result import ServeResult
+from kvtier.serve_bench.target import target_words
+from kvtier.serve_bench.words import headline, verdicts
 
 
 class ProgressBar(Progress):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.bench.machine import machine_facts
+from kvtier.serve_bench.machine import machine_facts
 
 pytestmark = pytest.mark.engine
 

@@ -8,7 +8,11 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvtier.bench.copies import (
+from kvtier.cli import app
+from kvtier.devices.driver import Copies
+from kvtier.devices.driver_device import DriverDevice
+from kvtier.errors import ConfigError
+from kvtier.serve_bench.copies import (
     CONTIGUOUS,
     MANY_BYTES,
     USUAL,
@@ -17,11 +21,7 @@ from kvtier.bench.copies import (
     measure_copies,
     show_copies,
 )
-from kvtier.bench.options import BenchError
-from kvtier.cli import app
-from kvtier.devices.driver import Copies
-from kvtier.devices.driver_device import DriverDevice
-from kvtier.errors import ConfigError
+from kvtier.serve_bench.options import BenchError
 from tests.devices.drivers import make_device
 from tests.fakes.fake import Fake
 
