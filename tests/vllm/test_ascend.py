@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec  # noqa:
 
 from kvtier.connectors.vllm.ascend import split_caches  # noqa: E402
 from kvtier.connectors.vllm.host_slots import HostSlots  # noqa: E402
-from kvtier.connectors.vllm.worker import Room, TierWorker  # noqa: E402
+from kvtier.connectors.vllm.worker import RankRoom, TierWorker  # noqa: E402
 from kvtier.errors import LayoutError  # noqa: E402
 from tests.devices.drivers import make_device  # noqa: E402
 from tests.fakes.fake import Fake  # noqa: E402
@@ -231,7 +231,7 @@ def test_keys_and_values_come_back_through_cann(variant: str, pages_per_block: i
     caches = split_caches(layers, _config((list(layers), _spec())), [0])
     assert caches is not None
     slot_bytes = 4096
-    worker = TierWorker(caches, make_device(fake), Room(slot_bytes, 8), pages_per_block, rank=0)
+    worker = TierWorker(caches, make_device(fake), RankRoom(slot_bytes, 8), pages_per_block, rank=0)
     before = [part.view(torch.uint8).clone() for part in tensors]
     slots = HostSlots([5, 2] if pages_per_block == 2 else [5, 2, 7])
     try:

@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from kvtier.connectors.vllm.host_slots import HostSlots
 from kvtier.connectors.vllm.manager import Shape, TierManager
 from kvtier.connectors.vllm.names import Names
-from kvtier.connectors.vllm.worker import Room, TierWorker
+from kvtier.connectors.vllm.worker import RankRoom, TierWorker
 from kvtier.devices import find_device
 from kvtier.transfer.ranks import Hello, RankMover, Report
 from kvtier.types import HOST, LoadPolicy
@@ -205,7 +205,7 @@ class Copies:
         ]
         self._pages_per_block = pages_per_block
         self._slot_bytes = slot_bytes
-        room = Room(slot_bytes, NUM_SLOTS)
+        room = RankRoom(slot_bytes, NUM_SLOTS)
         self._worker = TierWorker(caches, find_device("cpu"), room, pages_per_block, rank=0)
         _open.append(self._worker)
         memory = self._worker._host.memory

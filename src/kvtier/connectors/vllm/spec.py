@@ -22,7 +22,7 @@ from kvtier.connectors.vllm.counts import METRICS
 from kvtier.connectors.vllm.manager import Shape, TierManager
 from kvtier.connectors.vllm.names import Names
 from kvtier.connectors.vllm.settings import Settings
-from kvtier.connectors.vllm.worker import Room, TierWorker
+from kvtier.connectors.vllm.worker import RankRoom, TierWorker
 from kvtier.devices import find_device
 from kvtier.errors import ConfigError
 from kvtier.tiers.disk import DiskOptions, DiskTier
@@ -97,7 +97,7 @@ class KvtierSpec(OffloadingSpec):
         if self._worker is None:
             first = kv_caches.tensors[0].tensor.device
             name = first.type if first.index is None else f"{first.type}:{first.index}"
-            room = Room(
+            room = RankRoom(
                 self.slot_bytes,
                 self.num_slots,
                 self._disk_options(),

@@ -34,7 +34,7 @@ CLOSE_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class RankRoom:
     """What a rank keeps blocks in. num_slots: of host memory. disk: None for none, or where another
     rank has it. bytes_per_s: of it, at most; 0 for no limit. shared: file of host memory that all
     ranks map, where they keep the same."""
@@ -60,7 +60,7 @@ class TierWorker(OffloadingWorker):
         self,
         caches: CanonicalKVCaches,
         device: Device,
-        room: Room,
+        room: RankRoom,
         pages_per_block: int,
         rank: int,
     ) -> None:
