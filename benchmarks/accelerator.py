@@ -44,7 +44,7 @@ class Outcome:
 def parts(device: str) -> list[Part]:
     """What is run, the shortest first."""
     test = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "tests")
-    accuracy = ("accuracy,ttft", "--prompts", "40", "--accuracy-prompts", "8")
+    accuracy = ("accuracy,ttft", "--ttft-prompts", "40", "--accuracy-prompts", "8")
     return [
         Part("doctor", (*KVTIER, "doctor"), 40),
         Part("tests", test, 120),

@@ -33,9 +33,9 @@ from rich.table import Table
 from benchmarks.machine import machine_facts
 from benchmarks.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier._hot import crc32c_many
-from kvtier.bench.stats import Estimate
 from kvtier.devices import Memory
 from kvtier.errors import TierError
+from kvtier.serve_bench.stats import Estimate
 from kvtier.tiers.disk.io import IoEngine, open_engine
 from kvtier.types import IoKind
 

@@ -32,7 +32,7 @@ from benchmarks.machine import machine_facts
 from benchmarks.peers import CONTESTANTS, OURS, ROOT, Contestant
 from benchmarks.peers.store import BATCH
 from benchmarks.targets import Bounds, bounds, estimate, judged, ratio
-from kvtier.bench.stats import Estimate
+from kvtier.serve_bench.stats import Estimate
 
 MIB = 1 << 20
 SIZES = {"1 MiB": MIB, "2.5 MiB": 5 * MIB // 2}

@@ -23,13 +23,13 @@ from rich.table import Table
 from benchmarks.machine import machine_facts
 from benchmarks.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier import _hot
-from kvtier.bench.stats import Estimate, exactly
+from kvtier.serve_bench.stats import Estimate, exactly
 
 ROOT = Path(__file__).parents[1]
 PEER = ROOT / ".peers" / "sglang" / "bin" / "python"
 PHASES = ("insert", "hit", "hit+slots", "half", "miss", "evict")
 OURS, RUST = "native", "sglang rust"
-CHUNK = 250  # calls of one contestant before the next one's turn
+TURN = 250  # calls of one contestant before the next one's turn
 EVICTED_TOKENS = 8192
 TARGETS = {
     "I1": ("hit+slots", 4.0),
@@ -143,16 +143,16 @@ def start(names: list[str], num: int, length: int, page: int) -> list[Contestant
 def run(
     contestants: list[Contestant], num: int, length: int, page: int
 ) -> tuple[list[Row], dict[str, dict[str, object]]]:
-    """Phase by phase, the contestants in turn, a chunk of calls each."""
+    """Phase by phase, the contestants in turn, some calls each."""
     facts: dict[str, dict[str, object]] = {}
     half = length // 2 // page * page
     num_tokens = num // min(100, num) * half + num * (length // page * page - half)
     num_calls = {"half": min(2000, num), "miss": 5000, "evict": num_tokens // EVICTED_TOKENS}
     for phase in PHASES:
         total = num_calls.get(phase, num)
-        for first in range(0, total, CHUNK):
+        for first in range(0, total, TURN):
             for contestant in contestants:
-                contestant.turn(phase, first, min(first + CHUNK, total))
+                contestant.turn(phase, first, min(first + TURN, total))
         if phase == "insert":
             facts = {each.name: each.ask("facts") for each in contestants}
     return [each.row(phase) for phase in PHASES for each in contestants], facts

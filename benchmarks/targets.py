@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.bench.stats import Estimate, median_with_interval, rounded
-from kvtier.bench.target import is_met
+from kvtier.serve_bench.stats import Estimate, median_with_interval, rounded
+from kvtier.serve_bench.target import is_met
 
 Bounds = tuple[float | None, float | None]
 """Between which a figure lies with 95 % confidence; None where the rounds are too few to say so."""

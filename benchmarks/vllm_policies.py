@@ -5,7 +5,7 @@
 
 Every request of a trace goes through vLLM's own CPUOffloadingManager as vLLM's scheduler would call
 it: look-ups until the first miss, the load, stores a step at a time, the end of the request. A hit
-is a chunk of the longest cached prefix at arrival. Needs vLLM and zstd. README.md says the method.
+is a block of the longest cached prefix at arrival. Needs vLLM and zstd. README.md says the method.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from rich.table import Table
 
 from benchmarks.machine import machine_facts
 from benchmarks.targets import judged
-from kvtier.bench.stats import exactly
+from kvtier.serve_bench.stats import exactly
 
 OURS = "kvtier"
 POLICIES = {"lru": None, "arc": None, "KvtierPolicy": "kvtier.connectors.vllm.pieces.policy"}
 """As in vLLM's settings: eviction_policy, and cache_policy_module_path where it is not vLLM's."""
 CALLED = {"KvtierPolicy": OURS}
-CHUNK_TOKENS = 512
-STEP_CHUNKS = 16
+BLOCK_TOKENS = 512
+STEP_BLOCKS = 16
 """Stored at a time: 8,192 tokens, vLLM's usual step of a long prefill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """chains: the chunk ids of each request, in order of arrival."""
+    """chains: the block ids of each request, in order of arrival."""
 
     name: str
     chains: list[list[int]]
@@ -55,7 +55,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy at one capacity. share: of the trace's unique chunks."""
+    """One policy at one capacity. share: of the trace's unique blocks."""
 
     trace: str
     policy: str
@@ -91,24 +91,24 @@ def agentic(folder: Path, num_sessions: int, hours: float, seed: int) -> Trace:
     requests: list[tuple[float, list[tuple[object, ...]]]] = []
     for session in sessions[:num_sessions]:
         start = rng.random() * hours * 3600
-        stride = CHUNK_TOKENS // session["block_size"]
+        stride = BLOCK_TOKENS // session["block_size"]
         prefix = (session["tool_tokens"], session["system_tokens"])
-        num_shared = sum(prefix) // CHUNK_TOKENS
+        num_shared = sum(prefix) // BLOCK_TOKENS
         last: dict[object, list[int]] = {}
         for at, _, _, agent, keep, runs, *_ in session["requests"]:
             blocks = last.get(agent, [])[:keep]
             for first, length in zip(runs[::2], runs[1::2], strict=True):
                 blocks.extend(range(first, first + length))
             last[agent] = blocks
-            chunks: list[tuple[object, ...]] = [
+            blocks: list[tuple[object, ...]] = [
                 (*prefix, place) if place < num_shared and agent == 0 else (session["id"], block)
                 for place, block in enumerate(blocks[stride - 1 :: stride])
             ]
-            if chunks:
-                requests.append((start + at, chunks))
+            if blocks:
+                requests.append((start + at, blocks))
     requests.sort(key=lambda request: request[0])
     names: dict[tuple[object, ...], int] = {}
-    chains = [[names.setdefault(each, len(names)) for each in chunks] for _, chunks in requests]
+    chains = [[names.setdefault(each, len(names)) for each in blocks] for _, blocks in requests]
     return Trace(f"agentic, {num_sessions} sessions", chains)
 
 
@@ -116,7 +116,7 @@ def agentic(folder: Path, num_sessions: int, hours: float, seed: int) -> Trace:
 
 
 def replay(chains: Sequence[Sequence[int]], policy: str, capacity: int) -> tuple[int, int]:
-    """Chunks that were hits, and stores that vLLM could not place."""
+    """Blocks that were hits, and stores that vLLM could not place."""
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
@@ -131,7 +131,7 @@ def replay(chains: Sequence[Sequence[int]], policy: str, capacity: int) -> tuple
         ]
         context = ReqContext(str(number))
         for place, key in enumerate(keys):
-            context.set_offload_key_position(key, CHUNK_TOKENS * (place + 1))
+            context.set_offload_key_position(key, BLOCK_TOKENS * (place + 1))
         manager.on_new_request(context)
         hits = 0
         while hits < len(keys) and manager.lookup(keys[hits], context) is LookupResult.HIT:
@@ -139,8 +139,8 @@ def replay(chains: Sequence[Sequence[int]], policy: str, capacity: int) -> tuple
         num_hits += hits
         manager.prepare_load(keys[:hits], context)
         manager.complete_load(keys[:hits], context)
-        for first in range(hits, len(keys), STEP_CHUNKS):
-            output = manager.prepare_store(keys[first : first + STEP_CHUNKS], context)
+        for first in range(hits, len(keys), STEP_BLOCKS):
+            output = manager.prepare_store(keys[first : first + STEP_BLOCKS], context)
             if output is None:
                 num_refused += 1
             else:
@@ -183,7 +183,7 @@ def targets(rows: list[Row]) -> list[dict[str, object]]:
 def table(rows: list[Row]) -> Table:
     """A line per trace and capacity, a column per policy."""
     policies = list(dict.fromkeys(row.policy for row in rows))
-    result = Table(title="Hit ratio, % of chunks; capacity as a share of the trace's unique chunks")
+    result = Table(title="Hit ratio, % of blocks; capacity as a share of the trace's unique blocks")
     for heading in ("trace", "capacity", *policies):
         result.add_column(heading, justify="left" if heading == "trace" else "right")
     found = {(row.trace, row.share, row.policy): row for row in rows}
@@ -209,7 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
         nargs="+",
         type=float,
         default=[0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4],
-        help="capacities, as shares of the unique chunks",
+        help="capacities, as shares of the unique blocks",
     )
     parser.add_argument("--sessions", type=int, default=200, help="of the agentic trace (200)")
     parser.add_argument("--hours", type=float, default=2.3, help="that they begin in (2.3)")

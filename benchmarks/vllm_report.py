@@ -13,8 +13,8 @@ from benchmarks.vllm_requests import Asked, Burst, Check, NewPrompts
 from benchmarks.vllm_script import Run, in_both
 from benchmarks.vllm_servers import OURS, VLLM
 from benchmarks.vllm_slow_disk import SlowDisk
-from kvtier.bench.stats import Estimate, median_with_interval, rounded, summarize
-from kvtier.bench.target import is_met
+from kvtier.serve_bench.stats import Estimate, median_with_interval, rounded, summarize
+from kvtier.serve_bench.target import is_met
 
 TTFT_SAVED = -0.5
 LOSS = 0.01

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.vllm_fetch import FOLDER
 from benchmarks.vllm_servers import QUIET, SERVED_AS, Server, vllm_alone
-from kvtier.bench.stats import summarize
+from kvtier.serve_bench.stats import summarize
 
 SCRIPT = FOLDER / "benchmark_serving_multi_turn.py"
 TEXT = "words.txt"

@@ -88,7 +88,7 @@ def vllm_alone() -> Contestant:
 
 def with_kvtier(host: str, **settings: object) -> Contestant:
     """As ``kvtier vllm-args`` says it. settings: more of ``kv_connector_extra_config``."""
-    extra = {"spec_name": "kvtier", "host": host, **settings}
+    extra = {"spec_name": "kvtier", "host_capacity": host, **settings}
     return Contestant(
         OURS,
         connector={

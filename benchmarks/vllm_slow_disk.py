@@ -14,11 +14,11 @@ from pathlib import Path
 
 from benchmarks.vllm_requests import BEYOND, in_turn, tokens
 from benchmarks.vllm_servers import BLOCK, Server, with_kvtier
-from kvtier.bench.stats import LEAST_VALUES, P99_VALUES, percentile_ratio, rounded, summarize
-from kvtier.bench.target import is_met
 from kvtier.connectors.vllm.settings import Settings
+from kvtier.serve_bench.stats import LEAST_VALUES, P99_VALUES, percentile_ratio, rounded, summarize
+from kvtier.serve_bench.target import is_met
 
-NEEDED = ("disk", "disk_capacity", "disk_bytes_per_s")
+NEEDED = ("disk_path", "disk_capacity", "disk_bytes_per_s")
 SLOWER_THAN_COMPUTING = 2.0
 """A prompt takes so many times as long to read as to compute."""
 OUTPUT_TOKENS = 4
@@ -110,7 +110,7 @@ def measure_slow_disk(
     rate = int(prompt_bytes / (SLOWER_THAN_COMPUTING * usual / 1000))
     contestant = with_kvtier(
         str(HOST_PROMPTS * prompt_bytes),
-        disk=str(folder / "slab"),
+        disk_path=str(folder / "slab"),
         disk_capacity=2 * num_prompts * prompt_bytes,
         disk_bytes_per_s=rate,
     )

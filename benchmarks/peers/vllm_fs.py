@@ -1,4 +1,4 @@
-"""vLLM's `fs` tier behind its CPU tier: a file per chunk, O_DIRECT, 16 + 16 threads of its own.
+"""vLLM's `fs` tier behind its CPU tier: a file per block, O_DIRECT, 16 + 16 threads of its own.
 
 A job is what one request loads or stores in one step, and one thread does it. One job per batch
 is what a single request gets; 16 are what its threads can do for 16 requests at a time.

@@ -118,7 +118,6 @@ class Cache:
         assert num_blocks * self.group.block_size >= num_tokens, "room for less than the prompt"
         match = self.match(namespace, labels)
         lease = self.lease(namespace, labels, match)
-        lease.record.num_tokens = num_tokens
         plan = self.plan(match, num_tokens, grain_blocks, load)
         if not self.transfer(lease, plan, num_blocks):
             self.release(lease)
@@ -202,7 +201,6 @@ class Cache:
         lease.slots[first : first + len(made.slots)] = made.slots
         twins = [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
         self._ladder.give_back(twins)
-        lease.record.num_committed_blocks += made.num_new
         lease.adopt(made.blocks, DEVICE)
         self._use(lease, first)
 
@@ -252,7 +250,6 @@ class Cache:
 
     def _note(self, lease: Lease, plan: Plan) -> None:
         record = lease.record
-        record.planned_load_s, record.planned_recompute_s = plan.load_s, plan.recompute_s
         record.load_bytes = plan.num_copied_blocks * self.group.bytes_per_block
         for tier in lease.held_in:
             record.hit_blocks[tier] = record.hit_blocks.get(tier, 0) + 1

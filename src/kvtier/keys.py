@@ -212,24 +212,3 @@ def _packed(tokens: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
 def next_key(previous: bytes, label: Label) -> BlockKey:
     """Key of the block with ``label`` after the prefix that ``previous`` names."""
     return BlockKey(blake3(previous + label).digest())
-
-
-class KeyChain:
-    """Keys of a prompt's blocks, computed when first asked for."""
-
-    def __init__(self, namespace: Namespace, labels: Sequence[Label]) -> None:
-        self._namespace = namespace
-        self._labels = labels
-        self._keys: list[BlockKey] = []
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def __getitem__(self, position: int) -> BlockKey:
-        """Key of the block at ``position`` (0 <= position < len(self))."""
-        if not 0 <= position < len(self._labels):
-            raise IndexError(f"block {position} of a prompt with {len(self._labels)} full blocks")
-        while len(self._keys) <= position:
-            previous = self._keys[-1] if self._keys else self._namespace.digest
-            self._keys.append(next_key(previous, self._labels[len(self._keys)]))
-        return self._keys[position]

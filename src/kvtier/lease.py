@@ -87,7 +87,7 @@ class Lease(Waiter):
         self.give_up()
 
     def give_up(self, late: bool = False) -> None:
-        self.broken = self.record.load_failed = True
+        self.broken = True
         self.late = late
         self.forget_transfers()
 

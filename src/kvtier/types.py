@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import NamedTuple, NewType
 
 BlockId = NewType("BlockId", int)
@@ -33,15 +33,6 @@ Label = bytes
 DEVICE = "device"
 HOST = "host"
 DISK = "disk"
-
-
-class Outcome(Enum):
-    """What became of a look-up or a request for room."""
-
-    HIT = "hit"
-    MISS = "miss"
-    IN_FLIGHT = "in flight"
-    REFUSED = "refused"
 
 
 class WritePolicy(StrEnum):
@@ -121,12 +112,6 @@ class Match:
     def num_blocks(self) -> int:
         """Blocks that are ready, counted from the start of the prompt."""
         return len(self.blocks)
-
-    @property
-    def outcome(self) -> Outcome:
-        if any(self.in_flight):
-            return Outcome.IN_FLIGHT
-        return Outcome.HIT if self.blocks else Outcome.MISS
 
     def first(self, num_blocks: int) -> Match:
         """The same match, cut to its first ``num_blocks`` blocks."""

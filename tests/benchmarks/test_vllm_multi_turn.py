@@ -87,12 +87,12 @@ def test_family_is_a_process_and_all_below_it() -> None:
 
 
 def test_settings_reach_the_connector() -> None:
-    connector = with_kvtier("1GiB", disk="/d").connector
+    connector = with_kvtier("1GiB", disk_path="/d").connector
     assert connector is not None
     assert connector["kv_connector_extra_config"] == {
         "spec_name": "kvtier",
-        "host": "1GiB",
-        "disk": "/d",
+        "host_capacity": "1GiB",
+        "disk_path": "/d",
     }
 
 

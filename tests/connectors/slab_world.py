@@ -10,15 +10,15 @@ from hashlib import shake_128
 
 import numpy as np
 
-from kvtier.connectors.vllm.pieces.chunk_slab import ChunkSlab, FinishedJob
+from kvtier.connectors.vllm.pieces.block_slab import BlockSlab, FinishedJob
 from kvtier.layout import opaque
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.testing.storage import MemoryStorage, Shelf
 from kvtier.tiers import StorageTier
 from kvtier.types import Slot
 
-CHUNK_BYTES = 4096
-GROUP = opaque(CHUNK_BYTES)
+BLOCK_BYTES = 4096
+GROUP = opaque(BLOCK_BYTES)
 DIGEST = b"d" * 32
 
 
@@ -27,7 +27,7 @@ def key_of(number: int) -> bytes:
 
 
 def bytes_of(key: bytes) -> np.ndarray:
-    return np.frombuffer(shake_128(key).digest(CHUNK_BYTES), np.uint8)
+    return np.frombuffer(shake_128(key).digest(BLOCK_BYTES), np.uint8)
 
 
 class World:
@@ -45,8 +45,8 @@ class World:
         digest: bytes = DIGEST,
     ) -> None:
         self.now_s = 0.0
-        self._memory = host_memory(num_rows * CHUNK_BYTES)
-        self.slab = ChunkSlab(
+        self._memory = host_memory(num_rows * BLOCK_BYTES)
+        self.slab = BlockSlab(
             tier,
             self._memory,
             digest,
@@ -54,7 +54,7 @@ class World:
             bytes_per_day=bytes_per_day,
             clock=lambda: self.now_s,
         )
-        self.rows = memory_bytes(self._memory).reshape(num_rows, CHUNK_BYTES)
+        self.rows = memory_bytes(self._memory).reshape(num_rows, BLOCK_BYTES)
         self._next_job = self._next_row = 0
         self.finished: dict[int, FinishedJob] = {}
 

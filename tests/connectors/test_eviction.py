@@ -26,7 +26,7 @@ class Cache:
         self.resident: set[bytes] = set()
 
     def ask(self, *numbers: int) -> int:
-        """A request for a prompt of these chunks; its hits."""
+        """A request for a prompt of these blocks; its hits."""
         keys = _keys(*numbers)
         hits = 0
         while hits < len(keys) and keys[hits] in self.resident:
@@ -77,7 +77,7 @@ def test_chains_that_grow_side_by_side_leave_side_by_side() -> None:
     assert order.evict(4, lambda _: True) == _keys(13, 3, 12, 2)
 
 
-def test_chunk_in_use_stays_and_nothing_changes_where_room_can_not_be_had() -> None:
+def test_block_in_use_stays_and_nothing_changes_where_room_can_not_be_had() -> None:
     cache = Cache(4)
     cache.ask(1, 2, 3, 4)
     held = set(_keys(4, 2))
@@ -96,7 +96,7 @@ def test_what_a_running_request_uses_is_refreshed() -> None:
     cache.order.refresh(b"9")  # gone, or never there
 
 
-def test_chunk_that_was_never_written_leaves_no_trace() -> None:
+def test_block_that_was_never_written_leaves_no_trace() -> None:
     cache = Cache(3)
     cache.order.insert(b"1")
     cache.order.remove(b"1")
@@ -146,7 +146,7 @@ def test_emptied_order_is_as_new() -> None:
 # -- what is learned -------------------------------------------------------------------------------
 
 
-def test_chunks_that_are_used_again_soon_are_worth_more_than_those_that_are_not() -> None:
+def test_blocks_that_are_used_again_soon_are_worth_more_than_those_that_are_not() -> None:
     model = ReuseModel()
     once, often = model.kind(1, 0), model.kind(3, 0)
     for number in range(200):
@@ -169,7 +169,7 @@ def test_value_falls_with_age_and_never_with_uses() -> None:
         assert all(a >= b for a, b in zip(model.values[kind], fewer, strict=True))
 
 
-def test_chunks_that_still_wait_count_against_their_kind() -> None:
+def test_blocks_that_still_wait_count_against_their_kind() -> None:
     values = []
     for waiting in ([], [Batch(0, 0, 1000)]):
         model = ReuseModel()

@@ -1,4 +1,4 @@
-"""What separates the chunks of one vLLM from those of another."""
+"""What separates the blocks of one vLLM from those of another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.vllm.identity import chunk_key, namespace
+from kvtier.connectors.vllm.identity import block_key, namespace
 
 
 def _config(model: str = "org/model") -> Any:
@@ -63,7 +63,7 @@ def _digest(
         ("groups", ()),
     ],
 )
-def test_whatever_changes_the_bytes_of_a_chunk_changes_its_key(path: str, value: object) -> None:
+def test_whatever_changes_the_bytes_of_a_block_changes_its_key(path: str, value: object) -> None:
     changed = deepcopy(_config())
     *where, name = path.split(".")
     part = changed
@@ -100,8 +100,8 @@ def test_who_asks_and_where_does_not_count() -> None:
     assert _digest(other) == _digest(_config())
 
 
-def test_key_of_a_chunk_depends_on_both_parts() -> None:
+def test_key_of_a_block_depends_on_both_parts() -> None:
     digest, other = _digest(_config()), _digest(_config(), salt="x")
-    keys = {chunk_key(d, k) for d in (digest, other) for k in (b"a" * 36, b"a" * 35 + b"b")}
+    keys = {block_key(d, k) for d in (digest, other) for k in (b"a" * 36, b"a" * 35 + b"b")}
     assert len(keys) == 4
     assert {len(each) for each in keys} == {32}

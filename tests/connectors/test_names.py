@@ -1,4 +1,4 @@
-"""What chunks of one vLLM are called: by its weights' bytes, wherever vLLM has these from."""
+"""What blocks of one vLLM are called: by its weights' bytes, wherever vLLM has these from."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ class LockingDevice(CpuDevice):
         with self._changed:
             self._num_granted += 1
             self._changed.notify_all()
-            is_last = self._num_granted >= len(arena.chunks)
-            # The arena asks for a chunk when the one before is open.
+            is_last = self._num_granted >= len(arena.segments)
+            # The arena asks for a segment when the one before is open.
             assert is_last or self._changed.wait_for(
                 lambda: len(self.asked) > self._num_granted, PATIENCE_S
             )

@@ -20,8 +20,8 @@ from kvtier.errors import ConfigError
 from kvtier.layout import DType, full_attention, named_layout
 from kvtier.testing import MemoryTierSuite, host_memory, memory_bytes
 from kvtier.tiers import ArenaOptions, DeviceTier, HostTier, HugePages, MemoryTier, pages
-from kvtier.tiers.arena import MAX_CHUNK_BYTES
-from kvtier.tiers.chunks import Chunk, cut_chunks
+from kvtier.tiers.arena import MAX_SEGMENT_BYTES
+from kvtier.tiers.segments import Segment, cut_segments
 from kvtier.tiers.slots import SlotPool
 from kvtier.transfer.staging import stage
 from kvtier.types import Slot
@@ -30,11 +30,11 @@ from tests.core.locking import PATIENCE_S, LockingDevice
 PAGE = mmap.PAGESIZE
 GROUP = full_attention(1, 1, 96, DType.FLOAT16, 8)
 """Blocks of 3 KiB: four of them end where a page does."""
-STEPPED = ArenaOptions(at_once_bytes=0, first_bytes=1, chunk_bytes=24 << 10, threads=2)
-"""The first chunk has four blocks, the others eight."""
+STEPPED = ArenaOptions(at_once_bytes=0, first_bytes=1, segment_bytes=24 << 10, threads=2)
+"""The first segment has four blocks, the others eight."""
 SMALL_PAGES = replace(STEPPED, huge_pages=HugePages.OFF)
 NUM_BLOCKS = 30
-CHUNKS = [4, 8, 8, 8, 2]
+SEGMENTS = [4, 8, 8, 8, 2]
 
 
 def make_tier(
@@ -55,42 +55,46 @@ class TestHostTierThatOpenedInSteps(MemoryTierSuite):
         return CpuDevice()
 
 
-# -- chunks ----------------------------------------------------------------------------------------
+# -- segments --------------------------------------------------------------------------------------
 
 
 @given(
     num_blocks=st.integers(1, 5000),
     bytes_per_block=st.one_of(st.integers(1, 10_000), st.integers(1, 500).map(lambda n: n * 512)),
     first_bytes=st.integers(1, 1 << 22),
-    chunk_bytes=st.integers(1, 1 << 24),
+    segment_bytes=st.integers(1, 1 << 24),
     page_bytes=st.sampled_from([4096, 16384, 65536]),
 )
-def test_every_slot_is_in_one_chunk_and_chunks_end_on_pages(
-    num_blocks: int, bytes_per_block: int, first_bytes: int, chunk_bytes: int, page_bytes: int
+def test_every_slot_is_in_one_segment_and_segments_end_on_pages(
+    num_blocks: int, bytes_per_block: int, first_bytes: int, segment_bytes: int, page_bytes: int
 ) -> None:
-    chunks = cut_chunks(num_blocks, bytes_per_block, first_bytes, chunk_bytes, page_bytes)
+    segments = cut_segments(num_blocks, bytes_per_block, first_bytes, segment_bytes, page_bytes)
     smallest = int(np.lcm(page_bytes, bytes_per_block))
     block = 0
-    for position, chunk in enumerate(chunks):
-        assert chunk.num_blocks > 0
-        assert chunk.offset == block * bytes_per_block, "a gap, or a slot in two chunks"
-        assert chunk.offset % page_bytes == chunk.num_bytes % page_bytes == 0
-        assert chunk.num_bytes >= chunk.num_blocks * bytes_per_block
-        limit = chunk_bytes if position else min(first_bytes, chunk_bytes)
-        assert chunk.num_blocks * bytes_per_block <= max(limit, smallest)
-        block += chunk.num_blocks
-        if chunk is not chunks[-1]:
-            assert chunk.num_bytes == chunk.num_blocks * bytes_per_block
+    for position, segment in enumerate(segments):
+        assert segment.num_blocks > 0
+        assert segment.offset == block * bytes_per_block, "a gap, or a slot in two segments"
+        assert segment.offset % page_bytes == segment.num_bytes % page_bytes == 0
+        assert segment.num_bytes >= segment.num_blocks * bytes_per_block
+        limit = segment_bytes if position else min(first_bytes, segment_bytes)
+        assert segment.num_blocks * bytes_per_block <= max(limit, smallest)
+        block += segment.num_blocks
+        if segment is not segments[-1]:
+            assert segment.num_bytes == segment.num_blocks * bytes_per_block
     assert block == num_blocks
-    assert 0 <= chunks[-1].offset + chunks[-1].num_bytes - num_blocks * bytes_per_block < page_bytes
+    assert (
+        0
+        <= segments[-1].offset + segments[-1].num_bytes - num_blocks * bytes_per_block
+        < page_bytes
+    )
 
 
 def test_a_terabyte_is_locked_in_pieces_that_drivers_take() -> None:
     bytes_per_block = 61 * 576 * 2 * 16
-    chunks = cut_chunks((1 << 40) // bytes_per_block, bytes_per_block, 1 << 30, 64 << 30, 4096)
-    assert len(chunks) == 17
-    assert chunks[0].num_bytes <= 1 << 30
-    assert max(chunk.num_bytes for chunk in chunks) <= MAX_CHUNK_BYTES
+    segments = cut_segments((1 << 40) // bytes_per_block, bytes_per_block, 1 << 30, 64 << 30, 4096)
+    assert len(segments) == 17
+    assert segments[0].num_bytes <= 1 << 30
+    assert max(segment.num_bytes for segment in segments) <= MAX_SEGMENT_BYTES
 
 
 def test_copies_are_not_merged_across_two_registrations() -> None:
@@ -102,7 +106,7 @@ def test_copies_are_not_merged_across_two_registrations() -> None:
     memory_bytes(pool.memory)[:] = np.random.default_rng(0).integers(
         0, 256, layout.nbytes, np.uint8
     )
-    sizes = [num * GROUP.bytes_per_block for num in CHUNKS]
+    sizes = [num * GROUP.bytes_per_block for num in SEGMENTS]
     batch = stage(pool, slots, tier, slots)
     assert batch.size.tolist() == sizes
     CpuDevice().copy(batch, Direction.STORE)
@@ -116,20 +120,20 @@ def test_copies_are_not_merged_across_two_registrations() -> None:
 # -- locking ---------------------------------------------------------------------------------------
 
 
-def placed(tier: HostTier, chunks: Sequence[int]) -> list[tuple[int, int]]:
-    """Address and size of these chunks."""
-    cut = [tier.arena.chunks[number] for number in chunks]
-    return [(tier.memory.address + chunk.offset, chunk.num_bytes) for chunk in cut]
+def placed(tier: HostTier, segments: Sequence[int]) -> list[tuple[int, int]]:
+    """Address and size of these segments."""
+    cut = [tier.arena.segments[number] for number in segments]
+    return [(tier.memory.address + segment.offset, segment.num_bytes) for segment in cut]
 
 
 @given(st.sets(st.integers(0, 4)), st.sets(st.integers(0, 4)))
-def test_chunks_are_locked_in_order_and_unlocked_once_whatever_is_refused(
+def test_segments_are_locked_in_order_and_unlocked_once_whatever_is_refused(
     refused: set[int], broken: set[int]
 ) -> None:
     device = LockingDevice(refused=refused, broken=broken)
     tier = make_tier(device)
     assert tier.arena.wait(PATIENCE_S)
-    assert [chunk.num_blocks for chunk in tier.arena.chunks] == CHUNKS
+    assert [segment.num_blocks for segment in tier.arena.segments] == SEGMENTS
     assert tier.num_open == tier.num_free == NUM_BLOCKS, "refused pages are used all the same"
     assert [(each.address, each.nbytes) for each in device.asked] == placed(tier, range(5))
     granted = sorted({0, 1, 2, 3, 4} - refused - broken)
@@ -157,7 +161,7 @@ def test_small_arena_is_locked_as_one_when_the_tier_is_made() -> None:
 # -- opening ---------------------------------------------------------------------------------------
 
 
-def test_slots_open_as_their_chunk_becomes_ready() -> None:
+def test_slots_open_as_their_segment_becomes_ready() -> None:
     device = LockingDevice(num_granted=1)
     tier = make_tier(device)
     assert (tier.num_slots, tier.num_open, tier.num_free, tier.num_used) == (NUM_BLOCKS, 4, 4, 0)
@@ -220,12 +224,12 @@ def resident(address: int, num_bytes: int) -> list[int]:
     return [byte & 1 for byte in found]
 
 
-def num_resident(chunk: Chunk, tier: HostTier) -> int:
-    return sum(resident(tier.memory.address + chunk.offset, chunk.num_bytes))
+def num_resident(segment: Segment, tier: HostTier) -> int:
+    return sum(resident(tier.memory.address + segment.offset, segment.num_bytes))
 
 
 class ShortOf:
-    """Touches, until the chunk with this number: half way through there is no more memory."""
+    """Touches, until the segment with this number: half way through there is no more memory."""
 
     def __init__(self, number: int) -> None:
         self._left = number
@@ -245,7 +249,7 @@ def test_slots_without_memory_stay_closed(number: int, caplog: pytest.LogCapture
     device = LockingDevice()
     tier = make_tier(device, SMALL_PAGES, ShortOf(number))
     assert tier.arena.wait(PATIENCE_S)
-    there = sum(CHUNKS[:number])
+    there = sum(SEGMENTS[:number])
     assert (tier.num_slots, tier.num_open, tier.num_free) == (NUM_BLOCKS, there, there)
     assert tier.allocate(there + 1) is None
     slots = tier.allocate(there)
@@ -253,8 +257,8 @@ def test_slots_without_memory_stay_closed(number: int, caplog: pytest.LogCapture
     (line,) = (each for each in tier.findings() if each.topic == "host memory")
     assert line.note == "no more could be had: Cannot allocate memory"
     assert caplog.text.count("host memory is short") == 1
-    assert num_resident(tier.arena.chunks[number], tier) == 0, "kept from a system that is short"
-    assert num_resident(tier.arena.chunks[number - 1], tier) > 0
+    assert num_resident(tier.arena.segments[number], tier) == 0, "kept from a system that is short"
+    assert num_resident(tier.arena.segments[number - 1], tier) > 0
     tier.close()
     assert len(device.unlocked) == len(device.locked) == number
 
@@ -329,7 +333,7 @@ def test_memory_is_asked_for_near_the_device(monkeypatch: pytest.MonkeyPatch) ->
     asked: list[tuple[int, int, int]] = []
     monkeypatch.setattr(pages, "prefer_node", lambda *args: asked.append(args))
     tier = make_tier(LockingDevice(node=1))
-    last = tier.arena.chunks[-1]
+    last = tier.arena.segments[-1]
     assert asked == [(tier.memory.address, last.offset + last.num_bytes, 1)]
     tier.close()
 
@@ -354,7 +358,12 @@ def test_touching_stops_when_it_is_not_wanted() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"first_bytes": 0}, {"chunk_bytes": MAX_CHUNK_BYTES + 1}, {"threads": -1}, {"page_bytes": 0}],
+    [
+        {"first_bytes": 0},
+        {"segment_bytes": MAX_SEGMENT_BYTES + 1},
+        {"threads": -1},
+        {"page_bytes": 0},
+    ],
 )
 def test_options_that_can_not_be_used_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):

@@ -11,7 +11,7 @@ import pytest
 
 from kvtier.index import BlockIndex, State
 from kvtier.keys import grid_labels, token_labels, view_labels
-from kvtier.types import DEVICE, DISK, HOST, BlockId, Outcome, Slot
+from kvtier.types import DEVICE, DISK, HOST, BlockId, Slot
 from tests.core.indexes import INDEXES, Both, make
 
 NS = b"namespace"
@@ -69,17 +69,15 @@ def test_longest_prefix_is_matched(filled: Filled) -> None:
     assert filled.matched("") == 0
 
 
-def test_outcomes_are_told_apart(filled: Filled) -> None:
+def test_match_tells_ready_from_in_flight(filled: Filled) -> None:
     blocks = filled.put("ab", HOST)
     match = filled.index.match(NS, filled.labels("ab"))
-    assert match.outcome is Outcome.HIT
+    assert match.in_flight == (False, False)
     assert match.tiers == (HOST, HOST)
-    assert filled.index.match(NS, filled.labels("x")).outcome is Outcome.MISS
     filled.begin(blocks[1], DEVICE)
     match = filled.index.match(NS, filled.labels("ab"))
-    assert match.outcome is Outcome.IN_FLIGHT
     assert match.in_flight == (False, True)
-    assert match.first(1).outcome is Outcome.HIT
+    assert match.first(1).in_flight == (False,)
     assert match.on_device().num_blocks == 0
 
 

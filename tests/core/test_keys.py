@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from itertools import pairwise
+from itertools import accumulate, islice, pairwise
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from kvtier import _hot
 from kvtier._reference.tokens import pack_tokens as reference_pack_tokens
 from kvtier.errors import ConfigError
-from kvtier.keys import KeyChain, Namespace, grid_labels, next_key, token_labels, view_labels
+from kvtier.keys import Namespace, grid_labels, next_key, token_labels, view_labels
+from kvtier.types import BlockKey, Label
 
 NAMESPACE = Namespace("model", "main", "float32", "abc", 4)
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -144,13 +146,16 @@ def test_chunk_is_a_whole_number_of_blocks() -> None:
 # -- keys ------------------------------------------------------------------------------------------
 
 
+def keys_of(namespace: Namespace, labels: Sequence[Label]) -> list[BlockKey]:
+    """The keys of a prompt's blocks, each from the one before."""
+    keys = accumulate(labels, next_key, initial=namespace.digest)
+    return [BlockKey(key) for key in islice(keys, 1, None)]
+
+
 @given(tokens, tokens)
 def test_keys_of_a_prefix_are_the_same(ids: list[int], more: list[int]) -> None:
     short, long = token_labels(ids, 4), token_labels(ids + more, 4)
-    chain = KeyChain(NAMESPACE, long)
-    assert [KeyChain(NAMESPACE, short)[i] for i in range(len(short))] == [
-        chain[i] for i in range(len(short))
-    ]
+    assert keys_of(NAMESPACE, short) == keys_of(NAMESPACE, long)[: len(short)]
 
 
 @given(st.lists(st.integers(0, 3), min_size=4, max_size=24), st.data())
@@ -158,34 +163,18 @@ def test_key_names_the_whole_prefix(ids: list[int], data: st.DataObject) -> None
     changed = list(ids)
     at = data.draw(st.integers(0, len(ids) // 4 * 4 - 1))
     changed[at] += 1
-    before, after = (KeyChain(NAMESPACE, token_labels(seq, 4)) for seq in (ids, changed))
+    before, after = (keys_of(NAMESPACE, token_labels(each, 4)) for each in (ids, changed))
+    assert all(len(key) == 32 for key in before)
     for position in range(len(before)):
         same = before[position] == after[position]
         assert same == (position < at // 4)
 
 
-def test_chain_computes_keys_in_any_order() -> None:
-    labels = token_labels(list(range(20)), 4)
-    forwards, backwards = KeyChain(NAMESPACE, labels), KeyChain(NAMESPACE, labels)
-    expected = [forwards[i] for i in range(5)]
-    assert [backwards[i] for i in reversed(range(5))] == expected[::-1]
-    assert expected[0] == next_key(NAMESPACE.digest, labels[0])
-    assert all(len(key) == 32 for key in expected)
-
-
-def test_chain_refuses_positions_outside() -> None:
-    chain = KeyChain(NAMESPACE, token_labels(list(range(8)), 4))
-    for position in (-1, 2):
-        with pytest.raises(IndexError, match="2 full blocks"):
-            chain[position]
-
-
 def test_keys_are_the_same_in_every_process() -> None:
     """A fixed value: what is on disk today has to be found tomorrow."""
-    chain = KeyChain(
-        Namespace("m", "r", "float16", "f", 2, "a", "s"), token_labels([1, 2, 3, 4], 2)
-    )
-    assert chain[1].hex() == ("49279caa9366ddcd25c3390c5c6b8a8ef9d098674c2ef76e9c7bde12e1df2c47")
+    namespace = Namespace("m", "r", "float16", "f", 2, "a", "s")
+    last = keys_of(namespace, token_labels([1, 2, 3, 4], 2))[1]
+    assert last.hex() == "49279caa9366ddcd25c3390c5c6b8a8ef9d098674c2ef76e9c7bde12e1df2c47"
 
 
 # -- namespaces ------------------------------------------------------------------------------------
@@ -197,7 +186,7 @@ def test_every_field_separates_namespaces(field: str) -> None:
     other = replace(NAMESPACE, **{field: value + (1 if field == "block_size" else "x")})
     assert other.digest != NAMESPACE.digest
     labels = token_labels(range(4), 4)
-    assert KeyChain(other, labels)[0] != KeyChain(NAMESPACE, labels)[0]
+    assert keys_of(other, labels) != keys_of(NAMESPACE, labels)
 
 
 names = st.text(max_size=6)

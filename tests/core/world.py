@@ -43,7 +43,7 @@ DEADLINE_S = 60.0
 IN_STEPS = ArenaOptions(
     at_once_bytes=0,
     first_bytes=2 * GROUP.bytes_per_block,
-    chunk_bytes=3 * GROUP.bytes_per_block,
+    segment_bytes=3 * GROUP.bytes_per_block,
     page_bytes=GROUP.bytes_per_block,
 )
 """A host tier that begins with two slots, and gets three more when a test says so."""

@@ -122,8 +122,8 @@ def test_cuda_calls_and_structures_are_those_of_the_header(tmp_path: Path) -> No
     for call in cuda.CALLS:
         assert found[call.name] == _sizes(call), call.name
     assert found["batch"] == _sizes(cuda.BATCH)
-    assert found["location"] == _offsets(cuda.Location)
-    assert found["attributes"] == _offsets(cuda.Attributes)
+    assert found["location"] == _offsets(cuda.CudaLocation)
+    assert found["attributes"] == _offsets(cuda.CudaAttributes)
     assert found["area"] == _offsets(cuda.Copy2D)
     for ours in names:
         assert found[ours] == [getattr(cuda, ours)], ours
@@ -163,7 +163,7 @@ def test_ascend_calls_and_structures_are_those_of_the_header(tmp_path: Path) -> 
     found = _printed(tmp_path, include, f'{HEAD}#include "acl/acl.h"\nint main() {{\n{shown}}}\n')
     for call in ascend.CALLS:
         assert found[call.name] == _sizes(call), call.name
-    assert found["location"] == _offsets(ascend.Location)
-    assert found["attributes"] == _offsets(ascend.Attributes)
+    assert found["location"] == _offsets(ascend.AscendLocation)
+    assert found["attributes"] == _offsets(ascend.AscendAttributes)
     for ours in names:
         assert found[ours] == [getattr(ascend, ours)], ours

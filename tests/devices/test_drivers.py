@@ -12,11 +12,10 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier.devices import Device, Memory
-from kvtier.devices.compute import host_compute
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.testing import DeviceSuite
 from kvtier.testing.memory import Bytes
-from tests.devices.drivers import make_device, page_locked
+from tests.devices.drivers import host_compute, make_device, page_locked
 from tests.fakes.fake import VARIANTS, Fake
 
 _seeds = itertools.count()

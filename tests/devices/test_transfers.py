@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.devices import Device, Direction, Memory
-from kvtier.devices.compute import host_compute
 from kvtier.devices.cpu import CpuDevice
 from kvtier.devices.paths import BATCH_VARIABLE
 from kvtier.layout import (
@@ -30,7 +29,7 @@ from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers import DeviceTier, HostTier
 from kvtier.transfer import CopyJob, TransferEngine, stage, stage_steps
 from kvtier.types import Slot
-from tests.devices.drivers import make_device
+from tests.devices.drivers import host_compute, make_device
 from tests.fakes.fake import VARIANTS, Fake
 
 Bytes = npt.NDArray[np.uint8]

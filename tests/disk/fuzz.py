@@ -191,12 +191,12 @@ class Fuzzer:
         if rng.random() < 0.2:
             report = report_slab(folder, self.clock.now)
             json.dumps(dataclasses.asdict(report))
-            inspect.show(console, report, self.clock.now)
+            inspect.show_slab(console, report, self.clock.now)
             self.seen["inspected"] += 1
         if rng.random() < 0.2:
             checked = check_slab(folder, rng.random() < 0.5, system=self.system)
             json.dumps(dataclasses.asdict(checked))
-            verify.show(console, checked)
+            verify.show_check(console, checked)
             self.seen["checked"] += 1
 
     def _use(self, rng: random.Random) -> None:

@@ -71,7 +71,9 @@ class Cuda:
             np.ascontiguousarray(table[:, 1] + np.uint64(self.host)),
             np.ascontiguousarray(table[:, 2]),
         ]
-        attributes = (cuda.Attributes * 2)(cuda.Attributes(order), cuda.Attributes(order))
+        attributes = (cuda.CudaAttributes * 2)(
+            cuda.CudaAttributes(order), cuda.CudaAttributes(order)
+        )
         code: int = self.calls.cuMemcpyBatchAsync(
             *(c_void_p(array.ctypes.data) for array in self.arrays), c_size_t(len(copies)),
             attributes, (c_size_t * 2)(*indices, *([0] * (2 - len(indices)))),
@@ -169,7 +171,7 @@ def _store_out_of_order(gpu: Cuda) -> None:
     to = (c_uint64 * 1)(gpu.host)
     at = (c_uint64 * 1)(gpu.device)
     gpu.calls.cuMemcpyBatchAsync(
-        to, at, (c_size_t * 1)(8), c_size_t(1), byref(cuda.Attributes(3)), byref(c_size_t(0)),
+        to, at, (c_size_t * 1)(8), c_size_t(1), byref(cuda.CudaAttributes(3)), byref(c_size_t(0)),
         c_size_t(1), byref(c_size_t()), gpu.stream,
     )  # fmt: skip
 
@@ -284,12 +286,12 @@ def npu() -> Iterator[Fake]:
     fake.reset()
 
 
-AT_HOST, AT_DEVICE = ascend.Location(0, 0), ascend.Location(0, 1)
+AT_HOST, AT_DEVICE = ascend.AscendLocation(0, 0), ascend.AscendLocation(0, 1)
 
 
 def _acl_batch(
     fake: Fake,
-    attributes: ascend.Attributes,
+    attributes: ascend.AscendAttributes,
     room: int = 8,
     size: int = 8,
     second_size: int = 8,
@@ -311,8 +313,8 @@ def _acl_batch(
     return code, failed.value
 
 
-def _reserved() -> ascend.Attributes:
-    attributes = ascend.Attributes(AT_DEVICE, AT_HOST)
+def _reserved() -> ascend.AscendAttributes:
+    attributes = ascend.AscendAttributes(AT_DEVICE, AT_HOST)
     attributes.reserved[3] = 1
     return attributes
 
@@ -320,20 +322,28 @@ def _reserved() -> ascend.Attributes:
 @pytest.mark.parametrize(
     ("attributes", "changes", "code"),
     [
-        (ascend.Attributes(AT_DEVICE, AT_HOST), {}, 0),
-        (ascend.Attributes(AT_HOST, AT_DEVICE), {}, 107000),  # source and destination swapped
-        (ascend.Attributes(ascend.Location(1, 0), AT_HOST), {}, 107000),  # id and type swapped
-        (ascend.Attributes(ascend.Location(1, 1), AT_HOST), {}, 107000),  # another device
-        (ascend.Attributes(AT_DEVICE, ascend.Location(0, 4)), {}, 107000),  # HOST_NUMA
-        (ascend.Attributes(AT_DEVICE, AT_DEVICE), {"at_device": True}, 107000),
-        (ascend.Attributes(AT_DEVICE, AT_HOST), {"room": 4}, 100000),
-        (ascend.Attributes(AT_DEVICE, AT_HOST), {"has_failed": False}, 100000),
-        (ascend.Attributes(AT_DEVICE, AT_HOST), {"second_size": 0}, 107000),
+        (ascend.AscendAttributes(AT_DEVICE, AT_HOST), {}, 0),
+        (ascend.AscendAttributes(AT_HOST, AT_DEVICE), {}, 107000),  # source and destination swapped
+        (
+            ascend.AscendAttributes(ascend.AscendLocation(1, 0), AT_HOST),
+            {},
+            107000,
+        ),  # id and type swapped
+        (
+            ascend.AscendAttributes(ascend.AscendLocation(1, 1), AT_HOST),
+            {},
+            107000,
+        ),  # another device
+        (ascend.AscendAttributes(AT_DEVICE, ascend.AscendLocation(0, 4)), {}, 107000),  # HOST_NUMA
+        (ascend.AscendAttributes(AT_DEVICE, AT_DEVICE), {"at_device": True}, 107000),
+        (ascend.AscendAttributes(AT_DEVICE, AT_HOST), {"room": 4}, 100000),
+        (ascend.AscendAttributes(AT_DEVICE, AT_HOST), {"has_failed": False}, 100000),
+        (ascend.AscendAttributes(AT_DEVICE, AT_HOST), {"second_size": 0}, 107000),
         (_reserved(), {}, 100000),
     ],
 )
 def test_cann_judges_a_batch(
-    npu: Fake, attributes: ascend.Attributes, changes: dict[str, int], code: int
+    npu: Fake, attributes: ascend.AscendAttributes, changes: dict[str, int], code: int
 ) -> None:
     answered, failed = _acl_batch(npu, attributes, **changes)
     assert answered == code
@@ -372,7 +382,7 @@ def test_each_version_has_the_calls_that_it_should(variant: str) -> None:
         "hip72": {"hipMemcpyBatchAsync"},
         "hip713": {"hipMemcpyBatchAsync"},
     }[variant]
-    assert ctypes.sizeof(cuda.Attributes) == 24
+    assert ctypes.sizeof(cuda.CudaAttributes) == 24
 
 
 @pytest.mark.parametrize(
@@ -388,7 +398,7 @@ def test_hip_wants_attributes_from_7_13_on_and_refuses_them_before(
     for count in (num_attributes, 1 - num_attributes):
         answered = fake.library.hipMemcpyBatchAsync(
             (c_void_p * 1)(device), (c_void_p * 1)(host.ctypes.data), (c_size_t * 1)(8),
-            c_size_t(1), byref(cuda.Attributes(1)), byref(c_size_t(0)), c_size_t(count),
+            c_size_t(1), byref(cuda.CudaAttributes(1)), byref(c_size_t(0)), c_size_t(count),
             byref(c_size_t()), stream,
         )  # fmt: skip
         assert answered == (code if count == num_attributes else 0)

@@ -13,7 +13,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvtier.cli import app
+from kvtier.cli.renamed import RENAMED
 from kvtier.cli.serve import serve
+from kvtier.config import CacheConfig, parse_size
 
 
 def kvtier(*arguments: str, **variables: str) -> Result:
@@ -43,7 +45,7 @@ def test_the_version_is_told() -> None:
         (["no-such-model"], "model: 'no-such-model' is neither built in"),
         (["--port", "70000"], "port: 70000 is no TCP port"),
         (["--api-key", ""], "api_key: the key is empty"),
-        (["--max-body", "many"], "max_body: can't read 'many' as a size"),
+        (["--max-body-bytes", "many"], "max_body_bytes: can't read 'many' as a size"),
         (["--host-capacity", "4 apples"], "host_capacity: can't read"),
         (["--host-capacity", "900TiB"], "host tier: a capacity of"),
         (["--device-capacity", "1KiB"], "device_capacity:"),
@@ -60,12 +62,12 @@ def test_the_version_is_told() -> None:
         (["--max-running", "0"], "max_running: 0 is below 1"),
         (["--dtype", "int3"], "dtype: 'int3' is unknown"),
         (["--device", "toaster"], "device: 'toaster' is unknown"),
-        (["--shutdown-grace", "-1"], "shutdown_grace_s: -1.0 is no number of seconds"),
-        (["--shutdown-grace", "nan"], "shutdown_grace_s: nan is no number of seconds"),
+        (["--shutdown-grace-s", "-1"], "shutdown_grace_s: -1.0 is no number of seconds"),
+        (["--shutdown-grace-s", "nan"], "shutdown_grace_s: nan is no number of seconds"),
         (["--max-connections", "0"], "max_connections: 0 is below 1"),
-        (["--header-timeout", "0"], "header_timeout_s: 0.0 is no time to wait"),
-        (["--body-timeout", "nan"], "body_timeout_s: nan is no time to wait"),
-        (["--write-timeout", "inf"], "write_timeout_s: inf is no time to wait"),
+        (["--header-timeout-s", "0"], "header_timeout_s: 0.0 is no time to wait"),
+        (["--body-timeout-s", "nan"], "body_timeout_s: nan is no time to wait"),
+        (["--write-timeout-s", "inf"], "write_timeout_s: inf is no time to wait"),
         (["--host", "no.such.host.invalid"], "host: can't listen on 'no.such.host.invalid'"),
     ],
 )
@@ -147,8 +149,21 @@ def test_an_open_door_without_key_is_warned_of(
     assert len(result.stdout.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "old", "new"),
+    [(command, *names) for command, renamed in RENAMED.items() for names in renamed.items()],
+)
+def test_old_name_of_an_option_is_refused_with_the_new_one(
+    command: str, old: str, new: str
+) -> None:
+    result = kvtier(*command.split(), old, "1")
+    assert result.exit_code == 2
+    assert result.stderr == f"kvtier {command}: {old} is called {new}\n"
+    assert new in kvtier(*command.split(), "--help", COLUMNS="200").output
+
+
 @pytest.mark.engine
-def test_the_options_defaults_are_those_of_the_code() -> None:
+def test_options_are_called_as_the_settings_are_and_have_their_defaults() -> None:
     from kvtier.engine import EngineConfig
     from kvtier.server import ServerConfig
 
@@ -158,6 +173,9 @@ def test_the_options_defaults_are_those_of_the_code() -> None:
         for config in (EngineConfig(), ServerConfig())
         for field in fields(config)
     }
+    cache = {field.name for field in fields(CacheConfig)}
+    assert options.keys() - defaults.keys() - cache == {"log_level"}
+    options["max_body_bytes"] = parse_size(options["max_body_bytes"], "max_body_bytes")
     shared = options.keys() & defaults.keys()
     assert {"model", "host", "port", "block_size", "device_capacity", "max_queue"} <= shared
     assert {name: options[name] for name in shared} == {name: defaults[name] for name in shared}

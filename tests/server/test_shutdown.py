@@ -141,7 +141,7 @@ def test_after_the_grace_or_a_second_signal_answers_are_cut_short_properly(
     grace: str, signals: list[signal.Signals]
 ) -> None:
     name = ("--served-model-name", "mine")
-    with program(*name, "--shutdown-grace", grace, KVTIER_API_KEY="secret") as (process, url):
+    with program(*name, "--shutdown-grace-s", grace, KVTIER_API_KEY="secret") as (process, url):
         headers = {"Authorization": "Bearer secret"}
         whole: list[httpx.Response] = []
         waiting = Thread(

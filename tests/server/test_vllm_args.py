@@ -11,25 +11,31 @@ from kvtier.cli import app
 
 
 def test_option_is_what_vllm_reads() -> None:
-    done = CliRunner().invoke(app, ["vllm-args", "--host", "2GiB", "--blocks-per-chunk", "4"])
+    done = CliRunner().invoke(
+        app, ["vllm-args", "--host-capacity", "2GiB", "--blocks-per-chunk", "4"]
+    )
     assert done.exit_code == 0
     option, value = shlex.split(done.stdout)
     assert option == "--kv-transfer-config"
     assert json.loads(value) == {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"spec_name": "kvtier", "host": "2GiB", "blocks_per_chunk": 4},
+        "kv_connector_extra_config": {
+            "spec_name": "kvtier",
+            "host_capacity": "2GiB",
+            "blocks_per_chunk": 4,
+        },
     }
 
 
 def test_disk_comes_with_its_capacity() -> None:
-    both = ["--disk", "/nvme/kv", "--disk-capacity", "200GiB"]
+    both = ["--disk-path", "/nvme/kv", "--disk-capacity", "200GiB"]
     done = CliRunner().invoke(app, ["vllm-args", *both])
     _, value = shlex.split(done.stdout)
     assert json.loads(value)["kv_connector_extra_config"] == {
         "spec_name": "kvtier",
-        "host": "8GiB",
-        "disk": "/nvme/kv",
+        "host_capacity": "8GiB",
+        "disk_path": "/nvme/kv",
         "disk_capacity": "200GiB",
     }
     done = CliRunner().invoke(app, ["vllm-args", *both[:2]])
@@ -38,6 +44,6 @@ def test_disk_comes_with_its_capacity() -> None:
 
 
 def test_size_that_cant_be_read_is_refused() -> None:
-    done = CliRunner().invoke(app, ["vllm-args", "--host", "plenty"])
+    done = CliRunner().invoke(app, ["vllm-args", "--host-capacity", "plenty"])
     assert done.exit_code == 2
     assert "can't read 'plenty' as a size" in done.stderr

@@ -47,13 +47,13 @@ def connector(**settings: object) -> dict[str, Any]:
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"spec_name": "kvtier", "load": "always", **settings},
+        "kv_connector_extra_config": {"spec_name": "kvtier", "load_policy": "always", **settings},
     }
 
 
 def with_disk(slab: Path, **settings: object) -> dict[str, Any]:
-    """Host memory for 341 chunks of the built-in model, and a disk for as many."""
-    sizes = {"host": "256MiB", "disk": str(slab), "disk_capacity": "256MiB"}
+    """Host memory for 341 blocks of the built-in model, and a disk for as many."""
+    sizes = {"host_capacity": "256MiB", "disk_path": str(slab), "disk_capacity": "256MiB"}
     return connector(**{**sizes, **settings})
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.vllm.engines import BLOCK, engine, prompt, run, with_disk
 
 if __name__ == "__main__":
-    with engine(with_disk(Path(sys.argv[1]), host="64MiB", disk_capacity="64MiB")) as llm:
+    with engine(with_disk(Path(sys.argv[1]), host_capacity="64MiB", disk_capacity="64MiB")) as llm:
         for seed in itertools.cycle(range(6)):
             run(llm, *(prompt(10 * seed + each, 6 * BLOCK + 50) for each in range(4)))
             sys.stdout.write(f"answered {seed}\n")

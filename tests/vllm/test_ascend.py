@@ -26,13 +26,13 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec  # noqa:
 
 from kvtier.connectors.vllm.ascend import split_caches  # noqa: E402
 from kvtier.connectors.vllm.host_slots import HostSlots  # noqa: E402
-from kvtier.connectors.vllm.worker import Room, TierWorker  # noqa: E402
+from kvtier.connectors.vllm.worker import RankRoom, TierWorker  # noqa: E402
 from kvtier.errors import LayoutError  # noqa: E402
 from tests.devices.drivers import make_device  # noqa: E402
 from tests.fakes.fake import Fake  # noqa: E402
 
-NUM_BLOCKS, BLOCK, HEADS, DIM = 6, 4, 2, 8
-PART_BYTES = BLOCK * HEADS * DIM * 2
+NUM_PAGES, PAGE, HEADS, DIM = 6, 4, 2, 8
+PART_BYTES = PAGE * HEADS * DIM * 2
 NATIVE = "vllm_ascend.distributed.kv_transfer.kv_pool.kv_offload.native.offloading_connector"
 CONFIG = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.config"
 
@@ -43,11 +43,11 @@ class PlatformsConnector(OffloadingConnector):  # type: ignore[misc]
 
 def _spec() -> Any:
     return FullAttentionSpec(
-        block_size=BLOCK, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16
+        block_size=PAGE, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16
     )
 
 
-def _config(*groups: tuple[list[str], Any], num_blocks: int = NUM_BLOCKS) -> Any:
+def _config(*groups: tuple[list[str], Any], num_blocks: int = NUM_PAGES) -> Any:
     """What of vLLM's KVCacheConfig is read."""
     return SimpleNamespace(
         num_blocks=num_blocks,
@@ -63,9 +63,9 @@ def _random(*shape: int) -> torch.Tensor:
     return content.view(torch.bfloat16)
 
 
-def _pair(num_rows: int = NUM_BLOCKS) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(num_rows: int = NUM_PAGES) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a layer, each in memory of its own."""
-    return _random(num_rows, BLOCK, HEADS, DIM * 2), _random(num_rows, BLOCK, HEADS, DIM * 2)
+    return _random(num_rows, PAGE, HEADS, DIM * 2), _random(num_rows, PAGE, HEADS, DIM * 2)
 
 
 def _their_way(config: Any, caches: Any, monkeypatch: pytest.MonkeyPatch) -> CanonicalKVCaches:
@@ -85,8 +85,8 @@ def _their_way(config: Any, caches: Any, monkeypatch: pytest.MonkeyPatch) -> Can
     return handed[0]
 
 
-def _pages(caches: CanonicalKVCaches) -> list[list[tuple[int, int, int]]]:
-    """By group, address of block 0, bytes to the next, and bytes of a page."""
+def _shares(caches: CanonicalKVCaches) -> list[list[tuple[int, int, int]]]:
+    """By group, address of page 0, bytes to the next, and bytes of a share."""
     return [
         [
             (
@@ -100,18 +100,18 @@ def _pages(caches: CanonicalKVCaches) -> list[list[tuple[int, int, int]]]:
     ]
 
 
-def test_keys_and_values_are_pages_of_their_own() -> None:
+def test_keys_and_values_are_shares_of_their_own() -> None:
     caches = {"a": _pair(), "b": list(_pair())}
     found = split_caches(caches, _config((["a", "b"], _spec())), [0])
     assert found is not None
-    assert [tuple(each.tensor.shape) for each in found.tensors] == [(NUM_BLOCKS, PART_BYTES)] * 4
-    assert _pages(found) == [
+    assert [tuple(each.tensor.shape) for each in found.tensors] == [(NUM_PAGES, PART_BYTES)] * 4
+    assert _shares(found) == [
         [(each.data_ptr(), PART_BYTES, PART_BYTES) for name in "ab" for each in caches[name]]
     ]
 
 
 def test_one_tensor_per_layer_is_left_to_vllm() -> None:
-    whole = _random(NUM_BLOCKS, 2, BLOCK, HEADS, DIM * 2)
+    whole = _random(NUM_PAGES, 2, PAGE, HEADS, DIM * 2)
     assert split_caches({"a": whole}, _config((["a"], _spec())), [0]) is None
 
 
@@ -121,39 +121,39 @@ def test_only_offloaded_groups_count_and_shared_memory_counts_once() -> None:
     found = split_caches({"a": pair, "b": pair}, config, [1, 2])
     assert found is not None
     assert len(found.tensors) == 2
-    assert _pages(found)[0] == _pages(found)[1]
+    assert _shares(found)[0] == _shares(found)[1]
 
 
-def test_several_rows_of_the_kernel_make_one_block() -> None:
-    pair = _pair(2 * NUM_BLOCKS)
+def test_several_rows_of_the_kernel_make_one_page() -> None:
+    pair = _pair(2 * NUM_PAGES)
     spec = FullAttentionSpec(
-        block_size=2 * BLOCK, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16
+        block_size=2 * PAGE, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16
     )
     found = split_caches({"a": pair}, _config((["a"], spec)), [0])
     assert found is not None
-    assert _pages(found) == [[(each.data_ptr(), 2 * PART_BYTES, 2 * PART_BYTES) for each in pair]]
+    assert _shares(found) == [[(each.data_ptr(), 2 * PART_BYTES, 2 * PART_BYTES) for each in pair]]
 
 
-def test_rows_beyond_vllms_blocks_hide_no_values() -> None:
-    pair = _pair(2 * NUM_BLOCKS)
+def test_rows_beyond_vllms_pages_hide_no_values() -> None:
+    pair = _pair(2 * NUM_PAGES)
     found = split_caches({"a": pair}, _config((["a"], _spec())), [0])
     assert found is not None
     assert [ref.page_size_bytes for ref in found.group_data_refs[0]] == [PART_BYTES] * 2
 
 
 def test_view_of_all_parts_stands_for_them() -> None:
-    full = torch.zeros((NUM_BLOCKS, 2 * PART_BYTES), dtype=torch.int8)
+    full = torch.zeros((NUM_PAGES, 2 * PART_BYTES), dtype=torch.int8)
     keys, values = full[:, :PART_BYTES], full[:, PART_BYTES:]
     found = split_caches({"a": (keys, values, full)}, _config((["a"], _spec())), [0])
     assert found is not None
-    assert _pages(found) == [[(full.data_ptr(), 2 * PART_BYTES, 2 * PART_BYTES)]]
+    assert _shares(found) == [[(full.data_ptr(), 2 * PART_BYTES, 2 * PART_BYTES)]]
 
 
-def test_states_of_recurrent_layers_are_pages() -> None:
-    memory = torch.zeros(1 + NUM_BLOCKS * 5, dtype=torch.int8)
+def test_states_of_recurrent_layers_are_shares() -> None:
+    memory = torch.zeros(1 + NUM_PAGES * 5, dtype=torch.int8)
     states = [
-        memory[1 : 1 + NUM_BLOCKS * 2].view(NUM_BLOCKS, 2),
-        memory[1 + NUM_BLOCKS * 2 :].view(NUM_BLOCKS, 3),
+        memory[1 : 1 + NUM_PAGES * 2].view(NUM_PAGES, 2),
+        memory[1 + NUM_PAGES * 2 :].view(NUM_PAGES, 3),
     ]
     spec = MambaSpec(
         block_size=1, shapes=((2,), (3,)), dtypes=(torch.int8, torch.int8), page_size_padded=8
@@ -161,31 +161,31 @@ def test_states_of_recurrent_layers_are_pages() -> None:
     found = split_caches({"a": states}, _config((["a"], spec)), [0])
     assert found is not None
     first, second = (each.data_ptr() for each in states)
-    assert _pages(found) == [[(first, 2, 2), (second, 3, 3)]]
+    assert _shares(found) == [[(first, 2, 2), (second, 3, 3)]]
 
 
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [
-        ([(NUM_BLOCKS, BLOCK, HEADS, DIM)], "don't add up to a block of 256 bytes"),
-        ([(NUM_BLOCKS - 1, BLOCK, HEADS, DIM * 2)] * 2, "6 blocks of 1 rows"),
+        ([(NUM_PAGES, PAGE, HEADS, DIM)], "don't add up to a page of 256 bytes"),
+        ([(NUM_PAGES - 1, PAGE, HEADS, DIM * 2)] * 2, "6 pages of 1 rows"),
     ],
 )
-def test_parts_that_are_not_whole_blocks_are_refused(
+def test_parts_that_are_not_whole_pages_are_refused(
     parts: list[tuple[int, ...]], reason: str
 ) -> None:
     caches = {"a": [torch.zeros(shape, dtype=torch.int8).expand(shape) for shape in parts]}
     if reason.startswith("6"):
         caches = {"a": [_random(*shape) for shape in parts]}
     else:
-        caches = {"a": [*caches["a"], torch.zeros((NUM_BLOCKS, 1), dtype=torch.int8)]}
+        caches = {"a": [*caches["a"], torch.zeros((NUM_PAGES, 1), dtype=torch.int8)]}
     with pytest.raises(LayoutError, match=reason):
         split_caches(caches, _config((["a"], _spec())), [0])
 
 
-def test_scattered_bytes_of_a_block_are_refused() -> None:
+def test_scattered_bytes_of_a_page_are_refused() -> None:
     keys, values = _pair()
-    with pytest.raises(LayoutError, match="a: a block is not one run of bytes"):
+    with pytest.raises(LayoutError, match="a: a page is not one run of bytes"):
         split_caches({"a": (keys.transpose(1, 2), values)}, _config((["a"], _spec())), [0])
 
 
@@ -197,32 +197,32 @@ def test_vllm_ascends_own_connector_says_the_same(
     config = _config((["a", "b"], _spec()))
     if layout == "rows":
         spec = FullAttentionSpec(
-            block_size=2 * BLOCK, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16
+            block_size=2 * PAGE, num_kv_heads=HEADS, head_size=DIM, dtype=torch.bfloat16
         )
-        caches = {"a": _pair(2 * NUM_BLOCKS)}
+        caches = {"a": _pair(2 * NUM_PAGES)}
         config = _config((["a"], spec))
     elif layout == "states":
         spec = MambaSpec(
             block_size=1, shapes=((2,), (3,)), dtypes=(torch.int8,) * 2, page_size_padded=8
         )
-        states = [torch.zeros((NUM_BLOCKS, size), dtype=torch.int8) for size in (2, 3)]
+        states = [torch.zeros((NUM_PAGES, size), dtype=torch.int8) for size in (2, 3)]
         config = _config((["a", "b"], _spec()), (["c"], spec))
         caches |= {"c": states}
     elif layout == "unlike layers":
         unlike = UniformTypeKVCacheSpecs(
-            block_size=BLOCK, kv_cache_specs={"a": _spec(), "b": _spec()}
+            block_size=PAGE, kv_cache_specs={"a": _spec(), "b": _spec()}
         )
         config = _config((["a", "b"], unlike))
     theirs = _their_way(config, caches, monkeypatch)
     ours = split_caches(caches, config, range(len(config.kv_cache_groups)))
     assert ours is not None
-    assert _pages(ours) == _pages(theirs)
+    assert _shares(ours) == _shares(theirs)
 
 
 @pytest.mark.parametrize("variant", ["cann83", "cann85", "cann91"])
-@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
-def test_keys_and_values_come_back_through_cann(variant: str, blocks_per_chunk: int) -> None:
-    """Blocks 1, 2, 3 go to host memory, and come back into 4, 5, 0; nothing else changes."""
+@pytest.mark.parametrize("pages_per_block", [1, 2])
+def test_keys_and_values_come_back_through_cann(variant: str, pages_per_block: int) -> None:
+    """Pages 1, 2, 3 go to host memory, and come back into 4, 5, 0; nothing else changes."""
     fake = Fake(variant)
     layers = {name: _pair() for name in "abc"}
     tensors = [part for pair in layers.values() for part in pair]
@@ -231,9 +231,9 @@ def test_keys_and_values_come_back_through_cann(variant: str, blocks_per_chunk: 
     caches = split_caches(layers, _config((list(layers), _spec())), [0])
     assert caches is not None
     slot_bytes = 4096
-    worker = TierWorker(caches, make_device(fake), Room(slot_bytes, 8), blocks_per_chunk, rank=0)
+    worker = TierWorker(caches, make_device(fake), RankRoom(slot_bytes, 8), pages_per_block, rank=0)
     before = [part.view(torch.uint8).clone() for part in tensors]
-    slots = HostSlots([5, 2] if blocks_per_chunk == 2 else [5, 2, 7])
+    slots = HostSlots([5, 2] if pages_per_block == 2 else [5, 2, 7])
     try:
         _run(worker, 1, worker.submit_store(1, GPULoadStoreSpec([1, 2, 3], [3], [0]), slots))
         if fake.version >= 805:
@@ -248,7 +248,7 @@ def test_keys_and_values_come_back_through_cann(variant: str, blocks_per_chunk: 
         fake.disown(part.data_ptr())
     assert fake.violations == []
     different = [part.view(torch.uint8)[4].numpy().tobytes() for part in tensors]
-    assert len(set(different)) == len(tensors), "no page is another's"
+    assert len(set(different)) == len(tensors), "no share is another's"
 
 
 def _run(worker: TierWorker, job_id: int, is_accepted: bool) -> None:

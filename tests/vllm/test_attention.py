@@ -94,7 +94,7 @@ def _save(config: PreTrainedConfig, folder: Path) -> None:
 def test_kv_comes_from_host_and_after_a_restart_from_disk(kind: str, tmp_path: Path) -> None:
     _save(KINDS[kind], tmp_path / "model")
     prompts = [prompt(seed, 7 * BLOCK + 50) for seed in range(3)]
-    config = with_disk(tmp_path / "slab", host="64MiB", disk_capacity="64MiB")
+    config = with_disk(tmp_path / "slab", host_capacity="64MiB", disk_capacity="64MiB")
     options = {**OPTIONS, **(BLOCK_BY_BLOCK if kind == "state space" else {})}
     with engine(config, tmp_path / "model", **options) as llm:
         cold = one_by_one(llm, prompts)
@@ -118,7 +118,7 @@ def test_latents_of_two_ranks_are_stored_once(
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
     _save(KINDS["latent"], tmp_path / "model")
     prompts = [prompt(seed, 7 * BLOCK + 50) for seed in range(3)]
-    config = with_disk(tmp_path / "slab", host="64MiB", disk_capacity="64MiB")
+    config = with_disk(tmp_path / "slab", host_capacity="64MiB", disk_capacity="64MiB")
     options = {**OPTIONS, "tensor_parallel_size": 2}
     before = count("vllm:kv_offload_store_bytes_total")
     with engine(config, tmp_path / "model", **options) as llm:

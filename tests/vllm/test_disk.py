@@ -104,7 +104,7 @@ def test_engine_killed_while_it_stores_starts_again_and_is_right(tmp_path: Path)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     prompts = [prompt(10 * seed + each, 6 * BLOCK + 50) for seed in range(4) for each in range(4)]
-    with engine(with_disk(tmp_path, host="64MiB", disk_capacity="64MiB")) as llm:
+    with engine(with_disk(tmp_path, host_capacity="64MiB", disk_capacity="64MiB")) as llm:
         found = one_by_one(llm, prompts)
         assert any(cached for cached, _ in found), "nothing survived"
         assert llm.reset_prefix_cache(reset_connector=True)
@@ -134,7 +134,7 @@ def _small_disk(path: Path, megabytes: int) -> Iterator[Path]:
 def test_full_disk_is_no_reason_to_stop(
     alone: dict[str, list[tuple[int, Answer]]], tmp_path: Path
 ) -> None:
-    """Chunks and journal have their room already."""
+    """Blocks and journal have their room already."""
     config = with_disk(tmp_path, disk_capacity="16MiB")
     with _small_disk(tmp_path, 20) as folder, engine(config) as llm:
         with (folder / "filler").open("ab", 0) as filler, suppress(OSError):
@@ -196,7 +196,9 @@ def _same_tokens(found: list[tuple[int, Answer]], expected: list[tuple[int, Answ
 
 @pytest.mark.timeout(600)
 def test_copies_that_fail_are_computed(alone: dict[str, list[tuple[int, Answer]]]) -> None:
-    faulty = connector(host="256MiB", spec_name="FaultySpec", spec_module_path="tests.vllm.faulty")
+    faulty = connector(
+        host_capacity="256MiB", spec_name="FaultySpec", spec_module_path="tests.vllm.faulty"
+    )
     with engine(faulty) as llm:
         assert one_by_one(llm, PROMPTS) == alone["cold"]  # every second store fails
         assert llm.reset_prefix_cache()

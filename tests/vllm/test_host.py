@@ -19,7 +19,7 @@ from tests.vllm.engines import BLOCK, connector, engine, one_by_one, prompt, run
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Any]:
-    with engine(connector(host="256MiB")) as made:
+    with engine(connector(host_capacity="256MiB")) as made:
         yield made
 
 

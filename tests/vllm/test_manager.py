@@ -27,12 +27,12 @@ from kvtier.transfer.ranks import Done, Hello, Order, RankMover, Report, Verb
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 
 STEP = 128
-CHUNK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20
 KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(8)]
 
 
 class Known(Names):
-    """Chunks of weights that were read."""
+    """Blocks of weights that were read."""
 
     digest = b"n" * 32  # type: ignore[assignment]
 
@@ -43,12 +43,12 @@ class Scheduler:
     def __init__(
         self, num_host: int = 4, policy: LoadPolicy = LoadPolicy.ALWAYS, num_disk: int = 8
     ) -> None:
-        names = Known(None, CHUNK_BYTES, "vllm")  # type: ignore[arg-type]
+        names = Known(None, BLOCK_BYTES, "vllm")  # type: ignore[arg-type]
         self.manager = TierManager(
-            RankMover({DISK: DiskTier.facts}, CHUNK_BYTES, 1, 1),
+            RankMover({DISK: DiskTier.facts}, BLOCK_BYTES, 1, 1),
             {HOST: num_host, DISK: num_disk},
             names,
-            Shape((STEP,), CHUNK_BYTES),
+            Shape((STEP,), BLOCK_BYTES),
             policy,
             bytes_per_day=0,
             publishes_events=True,
@@ -73,7 +73,7 @@ class Scheduler:
             for order in orders:
                 num = len(order.names)
                 lost = frozenset([*gone, *failed])
-                done = Done(lost, frozenset(gone), 0, 1, num * CHUNK_BYTES, seconds * num)
+                done = Done(lost, frozenset(gone), 0, 1, num * BLOCK_BYTES, seconds * num)
                 self.manager.hear(Report(done={order.order_id: done}))
 
     def reads(self) -> list[Order]:
@@ -91,7 +91,7 @@ class Scheduler:
         return [self.manager.lookup(key, context) for key in keys]
 
     def to_disk(self, keys: list[OffloadKey], num_others: int = 4) -> None:
-        """Store chunks, and have them leave host memory for others."""
+        """Store blocks, and have them leave host memory for others."""
         for key in keys:
             self.store(self.request("first", keys), [key])
             self.carry_out()
@@ -106,7 +106,7 @@ def scheduler() -> Scheduler:
     return Scheduler()
 
 
-def test_chunk_on_disk_is_asked_for_once_and_then_in_host_memory(scheduler: Scheduler) -> None:
+def test_block_on_disk_is_asked_for_once_and_then_in_host_memory(scheduler: Scheduler) -> None:
     scheduler.to_disk(KEYS[:2])
     request = scheduler.request("again", KEYS[:3])
     retry = [LookupResult.RETRY] * 2 + [LookupResult.MISS]
@@ -144,13 +144,13 @@ def test_request_waits_no_longer_than_computing_takes(scheduler: Scheduler) -> N
     assert scheduler.manager.advise("hasty", 0, 3 * STEP) is Advice.COMPUTE
 
 
-def test_chunks_that_take_longer_than_computing_are_left_on_disk() -> None:
+def test_blocks_that_take_longer_than_computing_are_left_on_disk() -> None:
     scheduler = Scheduler(policy=LoadPolicy.AUTO)
     scheduler.to_disk(KEYS[:2])
     step = scheduler.manager.steps.begin(0.0, [(0, 1000)])
     assert step is not None
     scheduler.manager.steps.end(step, 0.1)
-    scheduler.costs.observe_copy((DISK, HOST), 4 * CHUNK_BYTES, 10.0)
+    scheduler.costs.observe_copy((DISK, HOST), 4 * BLOCK_BYTES, 10.0)
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
     assert scheduler.manager.advise("again", 0, 3 * STEP) is Advice.LOOK_AGAIN
@@ -158,7 +158,7 @@ def test_chunks_that_take_longer_than_computing_are_left_on_disk() -> None:
     assert not scheduler.reads(), "nothing was begun"
 
 
-def test_damaged_chunk_is_a_miss(scheduler: Scheduler) -> None:
+def test_damaged_block_is_a_miss(scheduler: Scheduler) -> None:
     scheduler.to_disk(KEYS[:2])
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
@@ -167,7 +167,7 @@ def test_damaged_chunk_is_a_miss(scheduler: Scheduler) -> None:
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT, LookupResult.MISS]
 
 
-def test_chunk_whose_read_failed_is_computed_and_stays_on_disk(scheduler: Scheduler) -> None:
+def test_block_whose_read_failed_is_computed_and_stays_on_disk(scheduler: Scheduler) -> None:
     """Whoever waited for it does not wait for another read; another request may."""
     scheduler.to_disk(KEYS[:2])
     request = scheduler.request("again", KEYS[:2])
@@ -185,14 +185,14 @@ def test_chunk_whose_read_failed_is_computed_and_stays_on_disk(scheduler: Schedu
 
 
 def test_copies_to_the_device_are_learnt_together(scheduler: Scheduler) -> None:
-    scheduler.manager.observe_loads([2 * CHUNK_BYTES, 8 * CHUNK_BYTES], 10.0)
+    scheduler.manager.observe_loads([2 * BLOCK_BYTES, 8 * BLOCK_BYTES], 10.0)
     costs = scheduler.costs.snapshot()
-    assert costs.copy_s((HOST, DEVICE), CHUNK_BYTES) == pytest.approx(1.0)
+    assert costs.copy_s((HOST, DEVICE), BLOCK_BYTES) == pytest.approx(1.0)
     for nothing in ([], [0]):
         scheduler.manager.observe_loads(nothing, 1.0)
 
 
-def test_chunks_are_counted_by_where_they_came_from(scheduler: Scheduler) -> None:
+def test_blocks_are_counted_by_where_they_came_from(scheduler: Scheduler) -> None:
     scheduler.to_disk(KEYS[:2])
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
@@ -261,7 +261,7 @@ def test_end_of_a_request_keeps_its_beginning(scheduler: Scheduler) -> None:
     ]
 
 
-def test_chunks_of_an_adapter_stay_in_memory(scheduler: Scheduler) -> None:
+def test_blocks_of_an_adapter_stay_in_memory(scheduler: Scheduler) -> None:
     """Another process may call another adapter by the same name."""
     scheduler.to_disk(KEYS[:1])
     request = scheduler.request("adapted", KEYS[:2])

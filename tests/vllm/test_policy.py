@@ -23,9 +23,9 @@ from benchmarks import vllm_policies as benchmark
 MODULE = "kvtier.connectors.vllm.pieces.policy"
 
 
-def _manager(num_chunks: int, policy: str = "KvtierPolicy") -> CPUOffloadingManager:
+def _manager(num_blocks: int, policy: str = "KvtierPolicy") -> CPUOffloadingManager:
     module = MODULE if policy == "KvtierPolicy" else None
-    return CPUOffloadingManager(num_chunks, policy, module, enable_events=True)
+    return CPUOffloadingManager(num_blocks, policy, module, enable_events=True)
 
 
 def _keys(*numbers: int, group: int = 0) -> list[OffloadKey]:
@@ -54,7 +54,7 @@ def _ask(manager: CPUOffloadingManager, keys: Sequence[OffloadKey], step: int = 
 def _check(manager: CPUOffloadingManager) -> None:
     policy = manager._policy
     policy.order.check_invariants()
-    assert set(policy._chunks) == set(policy.order._homes)
+    assert set(policy._blocks) == set(policy.order._homes)
 
 
 def test_vllm_finds_the_policy_by_its_name_and_module() -> None:
@@ -72,7 +72,7 @@ def test_what_was_stored_is_found_and_the_oldest_leaves() -> None:
     _check(manager)
 
 
-def test_chunk_that_is_copied_stays() -> None:
+def test_block_that_is_copied_stays() -> None:
     manager = _manager(4)
     keys = _keys(1, 2, 3, 4)
     _ask(manager, keys)
@@ -90,7 +90,7 @@ def test_chunk_that_is_copied_stays() -> None:
     _check(manager)
 
 
-def test_chunks_that_are_asked_for_together_do_not_drive_each_other_out() -> None:
+def test_blocks_that_are_asked_for_together_do_not_drive_each_other_out() -> None:
     manager = _manager(4)
     _ask(manager, _keys(1, 2, 3))
     output = manager.prepare_store(_keys(1, 2, 3, 4, 5), ReqContext("more than fits"))
@@ -117,9 +117,9 @@ def test_groups_are_chains_of_their_own() -> None:
 def test_evicting_changes_nothing_where_it_can_not() -> None:
     policy = KvtierPolicy(4)
     for key in _keys(1, 2, 3):
-        chunk = ChunkStatus(0)
-        chunk.ref_cnt = 0
-        policy.insert(key, chunk)
+        block = ChunkStatus(0)
+        block.ref_cnt = 0
+        policy.insert(key, block)
     assert policy.evict(3, set(_keys(2))) is None
     assert policy.evict(2, set(_keys(2))) is not None
     assert policy.get(_keys(2)[0]) is not None

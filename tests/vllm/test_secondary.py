@@ -61,10 +61,10 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> FaultyDisk:
 # -- what a tier is for ----------------------------------------------------------------------------
 
 
-def test_chunks_that_left_the_host_tier_come_back_from_the_slab(tmp_path: Path) -> None:
+def test_blocks_that_left_the_host_tier_come_back_from_the_slab(tmp_path: Path) -> None:
     with running(tmp_path, num_rows=8) as world:
         prompts = [keys_of(number, number + 1, number + 2) for number in (0, 10, 20, 30)]
-        for keys in prompts:  # 12 chunks in 8 rows
+        for keys in prompts:  # 12 blocks in 8 rows
             world.store(keys)
         for keys in prompts:
             assert world.load(keys) == [True] * 3
@@ -90,14 +90,14 @@ def test_emptied_host_tier_leaves_the_slab_as_it_is(tmp_path: Path) -> None:
         assert world.load(keys_of(99)) == [False]
 
 
-def test_depth_of_a_chunk_is_its_place_in_the_prompt(tmp_path: Path) -> None:
+def test_depth_of_a_block_is_its_place_in_the_prompt(tmp_path: Path) -> None:
     with running(tmp_path) as world:
         world.store(keys_of(*range(5)))
     (report,) = report_slab(tmp_path, 0.0).namespaces
     assert (report.num_blocks, report.longest_blocks) == (5, 5)
 
 
-def test_groups_of_one_prompt_are_chunks_of_their_own(tmp_path: Path) -> None:
+def test_groups_of_one_prompt_are_blocks_of_their_own(tmp_path: Path) -> None:
     with running(tmp_path) as world:
         world.store(keys_of(1, group=0))
         world.forget_host()
@@ -134,7 +134,7 @@ def test_crash_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
         {"kv_cache_layout": "LBNHC"},
     ],
 )
-def test_other_model_or_layout_never_sees_the_chunks(
+def test_other_model_or_layout_never_sees_the_blocks(
     tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     keys = keys_of(1, 2)
@@ -162,7 +162,7 @@ def test_slab_never_grows_and_the_oldest_leave(tmp_path: Path) -> None:
         size = _disk_bytes(tmp_path)
         for number in range(10, 40, 2):
             world.store(keys_of(number, number + 1))
-            assert world.tier.slab.num_chunks <= 8
+            assert world.tier.slab.num_blocks <= 8
             assert world.load(keys_of(0, 1)) == [True, True], "what is used stays"
         assert _disk_bytes(tmp_path) - size < ROW_BYTES, "only the journal grows"
         world.forget_host()
@@ -189,7 +189,7 @@ def test_prefix_that_vllm_keeps_itself_stays_on_disk_too(tmp_path: Path) -> None
         assert world.load(system) == [True, True]
 
 
-def test_chunk_that_is_read_does_not_leave(tmp_path: Path, disk: FaultyDisk) -> None:
+def test_block_that_is_read_does_not_leave(tmp_path: Path, disk: FaultyDisk) -> None:
     with running(tmp_path, num_slots=4) as world:
         keys = keys_of(1, 2, 3)
         world.store(keys)
@@ -223,7 +223,7 @@ def test_disk_that_is_too_slow_does_not_hold_the_host_tier(
             keys = keys_of(number, number + 1)
             contexts.append(context := world.request(keys))
             output = world.manager.prepare_store(keys, context)
-            assert output is not None, "the host tier is full of chunks that wait for the disk"
+            assert output is not None, "the host tier is full of blocks that wait for the disk"
             for key, row in zip(keys, output.store_spec.chunk_ids, strict=True):
                 world.rows[row] = bytes_of(key)
             world.manager.complete_store(keys, context)
@@ -342,7 +342,7 @@ def test_metrics_are_declared_before_they_are_sent(tmp_path: Path) -> None:
         )
         data = world.manager.get_stats().data["data"]
         assert data.keys() <= declared.keys()
-        assert data[secondary.CHUNKS] == {("used",): 2, ("unclaimed",): 0}
+        assert data[secondary.BLOCKS] == {("used",): 2, ("unclaimed",): 0}
         assert data[secondary.GONE] == {("evicted",): 1}
         read = "vllm:kv_offload_tiering_write_bytes"
         assert sum(data[read].values()) == 3 * ROW_BYTES
@@ -370,7 +370,7 @@ def test_settings_that_can_not_be_used_are_refused(
         World(config_of(tmp_path, 16, 16, **settings))
 
 
-def test_slab_of_another_size_of_chunks_is_refused(tmp_path: Path) -> None:
+def test_slab_of_another_size_of_blocks_is_refused(tmp_path: Path) -> None:
     with running(tmp_path):
         pass
     config = config_of(tmp_path, 16, 16)

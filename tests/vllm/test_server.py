@@ -27,8 +27,8 @@ START_S = 400
 @contextmanager
 def _server(tmp_path: Path) -> Iterator[httpx.Client]:
     """As a user starts it."""
-    command = [sys.executable, "-m", "kvtier.cli", "vllm-args", "--host", "64MiB"]
-    command += ["--disk", str(tmp_path), "--disk-capacity", "64MiB"]
+    command = [sys.executable, "-m", "kvtier.cli", "vllm-args", "--host-capacity", "64MiB"]
+    command += ["--disk-path", str(tmp_path), "--disk-capacity", "64MiB"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

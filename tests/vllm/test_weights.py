@@ -19,7 +19,7 @@ PROMPTS = [prompt(700 + seed, 6 * BLOCK + 50) for seed in range(2)]
 
 
 def _cached(slab: Path, model: Path, **changes: Any) -> list[int]:
-    """Per prompt, what a start of vLLM finds. Chunks are stored where they are not there."""
+    """Per prompt, what a start of vLLM finds. Blocks are stored where they are not there."""
     with engine(with_disk(slab), model, **changes) as llm:
         return [cached for cached, _ in one_by_one(llm, PROMPTS)]
 

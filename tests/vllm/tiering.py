@@ -99,7 +99,7 @@ class World:
             self.tier.drain_jobs()
 
     def store(self, keys: Sequence[OffloadKey]) -> None:
-        """A request computes chunks; they are cascaded."""
+        """A request computes blocks; they are cascaded."""
         context = self.request(keys)
         output = self.manager.prepare_store(keys, context)
         assert output is not None, "no room in the host tier"
@@ -109,7 +109,7 @@ class World:
         self.finish(context)
 
     def load(self, keys: Sequence[OffloadKey]) -> list[bool]:
-        """A request asks for chunks, and waits until they are in the host tier or not to be had.
+        """A request asks for blocks, and waits until they are in the host tier or not to be had.
         What is there is compared."""
         context = self.request(keys)
         found: list[bool] = []

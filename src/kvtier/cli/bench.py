@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtier.cli.failure import fail
+from kvtier.cli.renamed import telling
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS
 
 if TYPE_CHECKING:
-    from kvtier.bench.options import Experiment
+    from kvtier.serve_bench.options import Experiment
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -27,7 +28,7 @@ def bench() -> None:
     """Measure what the cache saves, and what it costs, on this machine."""
 
 
-@app.command()
+@app.command(cls=telling("bench serve"))
 def serve(
     model: Annotated[
         str, typer.Option(help="A built-in model, or a local directory in Hugging Face format.")
@@ -42,7 +43,7 @@ def serve(
             help="What to run: accuracy, ttft, overhead, slow-disk, overlap, separated by commas."
         ),
     ] = "accuracy,ttft,overhead",
-    prompts: Annotated[
+    ttft_prompts: Annotated[
         int | None, typer.Option(help="Prompts of the TTFT experiment.", show_default="100")
     ] = None,
     prompt_tokens: Annotated[
@@ -63,14 +64,14 @@ def serve(
             show_default="the interpreter's own library",
         ),
     ] = None,
-    disk: Annotated[
+    disk_path: Annotated[
         Path | None,
         typer.Option(
             help="Directory on the disk to measure; what is made there is removed.",
             show_default="the system's place for temporary files",
         ),
     ] = None,
-    disk_throttle: Annotated[
+    disk_bytes_per_s: Annotated[
         str | None,
         typer.Option(
             help='Runs slow-disk, too, over a disk of so many bytes per second: "50MB", or '
@@ -106,11 +107,11 @@ def serve(
         _check_packages(needs_report=not no_report)
         chosen = _experiments(experiments)
 
-        from kvtier.bench.console import ProgressBar, show_result
-        from kvtier.bench.options import Experiment, ServeOptions
-        from kvtier.bench.serve import run_serve
+        from kvtier.serve_bench.console import ProgressBar, show_result
+        from kvtier.serve_bench.options import Experiment, ServeOptions
+        from kvtier.serve_bench.serve import run_serve
 
-        if disk_throttle is not None and Experiment.SLOW_DISK not in chosen:
+        if disk_bytes_per_s is not None and Experiment.SLOW_DISK not in chosen:
             chosen = (*chosen, Experiment.SLOW_DISK)
         options = ServeOptions.sized(
             quick=quick,
@@ -120,10 +121,10 @@ def serve(
             block_size=block_size,
             chunk_tokens=chunk_tokens,
             text=tuple(text or ()),
-            disk=disk,
+            disk_path=disk_path,
             experiments=chosen,
-            disk_throttle=disk_throttle or "auto",
-            prompts=prompts,
+            disk_bytes_per_s=disk_bytes_per_s or "auto",
+            ttft_prompts=ttft_prompts,
             prompt_tokens=prompt_tokens,
             accuracy_prompts=accuracy_prompts,
             steps=steps,
@@ -135,7 +136,7 @@ def serve(
         if json_file is not None:
             _write_json(json.dumps(result.as_json(), indent=2), json_file)
         if not no_report:
-            from kvtier.bench.report import write_report
+            from kvtier.serve_bench.report import write_report
 
             write_report(result, report)
             console.print(f"Report: {report}", highlight=False, soft_wrap=True)
@@ -163,11 +164,11 @@ def copy(
     """
     from rich.console import Console
 
-    from kvtier.bench.copies import measure_copies, show_copies
     from kvtier.cli.detect import devices_found
     from kvtier.config import parse_size
     from kvtier.devices import find_device
     from kvtier.errors import CacheError
+    from kvtier.serve_bench.copies import measure_copies, show_copies
 
     console = Console(stderr=json_file == STDOUT)
     try:
@@ -181,8 +182,8 @@ def copy(
 
 
 def _experiments(names: str) -> tuple[Experiment, ...]:
-    from kvtier.bench.options import Experiment
     from kvtier.errors import ConfigError
+    from kvtier.serve_bench.options import Experiment
 
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     unknown = [name for name in wanted if name not in list(Experiment)]

@@ -40,10 +40,10 @@ def inspect(
         return
     from rich.console import Console
 
-    show(Console(), report, now)
+    show_slab(Console(), report, now)
 
 
-def show(console: Console, report: SlabReport, now: float) -> None:
+def show_slab(console: Console, report: SlabReport, now: float) -> None:
     """Print the report as tables. now: unix time, for ages."""
     console.print(_summary(report, now))
     if report.num_blocks:

@@ -10,6 +10,7 @@ from kvtier import __version__
 from kvtier.cli.bench import app as bench
 from kvtier.cli.doctor import doctor
 from kvtier.cli.inspect import inspect
+from kvtier.cli.renamed import telling
 from kvtier.cli.serve import serve
 from kvtier.cli.verify import verify
 from kvtier.cli.vllm_args import vllm_args
@@ -20,11 +21,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(serve)
+app.command(cls=telling("serve"))(serve)
 app.command()(doctor)
 app.command()(inspect)
 app.command()(verify)
-app.command("vllm-args")(vllm_args)
+app.command("vllm-args", cls=telling("vllm-args"))(vllm_args)
 app.add_typer(bench, name="bench")
 
 

@@ -46,8 +46,8 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(help="The model's name in the API.", rich_help_panel=_SERVER)
     ] = None,
-    max_body: Annotated[
-        str, typer.Option(help="Longest request body.", rich_help_panel=_SERVER)
+    max_body_bytes: Annotated[
+        str, typer.Option(help='Longest request body: "8MiB", or bytes.', rich_help_panel=_SERVER)
     ] = "8MiB",
     max_connections: Annotated[
         int,
@@ -56,24 +56,24 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = 1024,
-    header_timeout: Annotated[
+    header_timeout_s: Annotated[
         float,
         typer.Option(
             help="Seconds that a connection may stay without a whole request header.",
             rich_help_panel=_SERVER,
         ),
     ] = 10.0,
-    body_timeout: Annotated[
+    body_timeout_s: Annotated[
         float,
         typer.Option(help="Seconds that a request's body may take.", rich_help_panel=_SERVER),
     ] = 30.0,
-    write_timeout: Annotated[
+    write_timeout_s: Annotated[
         float,
         typer.Option(
             help="Seconds that a client may leave its answer unread.", rich_help_panel=_SERVER
         ),
     ] = 60.0,
-    shutdown_grace: Annotated[
+    shutdown_grace_s: Annotated[
         float,
         typer.Option(
             help="Seconds that requests in flight may go on after SIGTERM.",
@@ -170,17 +170,18 @@ def serve(
             rich_help_panel=_CACHE,
         ),
     ] = "0",
-    prefetch: Annotated[
+    prefetch_policy: Annotated[
         PrefetchPolicy,
         typer.Option(
             help="Whether a request waits for what the disk has of it before its turn comes.",
             rich_help_panel=_CACHE,
         ),
     ] = PrefetchPolicy.BEST_EFFORT,
-    prefetch_timeout: Annotated[
+    prefetch_timeout_s: Annotated[
         float,
         typer.Option(
-            help="Seconds that it waits at most, with --prefetch timeout.", rich_help_panel=_CACHE
+            help="Seconds that it waits at most, with --prefetch-policy timeout.",
+            rich_help_panel=_CACHE,
         ),
     ] = 1.0,
     block_size: Annotated[
@@ -212,13 +213,13 @@ def serve(
             port=port,
             api_key=api_key if api_key is not None else os.environ.get(_KEY_VARIABLE),
             served_model_name=served_model_name,
-            max_body_bytes=parse_size(max_body, "max_body"),
+            max_body_bytes=parse_size(max_body_bytes, "max_body_bytes"),
             max_connections=max_connections,
-            header_timeout_s=header_timeout,
-            body_timeout_s=body_timeout,
-            write_timeout_s=write_timeout,
+            header_timeout_s=header_timeout_s,
+            body_timeout_s=body_timeout_s,
+            write_timeout_s=write_timeout_s,
             max_choices=max(1, min(64, max_queue)),
-            shutdown_grace_s=shutdown_grace,
+            shutdown_grace_s=shutdown_grace_s,
         )
         engine_config = EngineConfig(
             model=model,
@@ -242,8 +243,8 @@ def serve(
                 disk_bytes_per_day=disk_bytes_per_day,
                 storage=tuple(storage or ()),
                 storage_capacity=storage_capacity,
-                prefetch_policy=prefetch,
-                prefetch_timeout_s=prefetch_timeout,
+                prefetch_policy=prefetch_policy,
+                prefetch_timeout_s=prefetch_timeout_s,
             ),
         )
         listener = bind(host, port)  # before the model is loaded: a taken port is told at once

@@ -62,7 +62,7 @@ def verify(
     if as_json:
         typer.echo(json.dumps({**asdict(report), "is_right": report.is_right}, indent=2))
     else:
-        show(Console(), report)
+        show_check(Console(), report)
     if not report.is_right and not report.is_repaired:
         raise typer.Exit(1)
 
@@ -71,7 +71,7 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
-def show(console: Console, report: CheckReport) -> None:
+def show_check(console: Console, report: CheckReport) -> None:
     """Print the report, and what to do about it."""
     from rich.table import Table
 

@@ -13,22 +13,26 @@ from kvtier.errors import CacheError
 
 
 def vllm_args(
-    host: Annotated[str, typer.Option(help="Host DRAM for KV, of all ranks together.")] = "8GiB",
-    disk: Annotated[str, typer.Option(help="Directory for KV on a local disk; none without.")] = "",
+    host_capacity: Annotated[
+        str, typer.Option(help="Host DRAM for KV, of all ranks together.")
+    ] = "8GiB",
+    disk_path: Annotated[
+        str, typer.Option(help="Directory for KV on a local disk; none without.")
+    ] = "",
     disk_capacity: Annotated[
         str, typer.Option(help="How much of that disk to use, of all ranks together.")
     ] = "",
     blocks_per_chunk: Annotated[
-        int, typer.Option(min=1, help="Blocks of vLLM's that are stored and found together.")
+        int, typer.Option(min=1, help="Blocks of vLLM's that make one of kvtier's.")
     ] = 1,
 ) -> None:
     """Print the option that puts kvtier under vLLM, to be pasted behind ``vllm serve MODEL``."""
     from kvtier.connectors.vllm import SPEC_NAME
     from kvtier.connectors.vllm.settings import Settings
 
-    extra: dict[str, object] = {"spec_name": SPEC_NAME, "host": host}
-    if disk or disk_capacity:
-        extra |= {"disk": disk, "disk_capacity": disk_capacity}
+    extra: dict[str, object] = {"spec_name": SPEC_NAME, "host_capacity": host_capacity}
+    if disk_path or disk_capacity:
+        extra |= {"disk_path": disk_path, "disk_capacity": disk_capacity}
     if blocks_per_chunk > 1:
         extra["blocks_per_chunk"] = blocks_per_chunk
     try:

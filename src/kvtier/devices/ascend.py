@@ -93,18 +93,18 @@ HUGE_PAGES_FIRST = 0
 REGISTER_MAPPED, REGISTER_V2_PINNED = 0, 0x10000000
 
 
-class Location(Structure):
+class AscendLocation(Structure):
     """aclrtMemLocation: the id comes first."""
 
     _fields_ = (("id", c_uint32), ("type", c_int))
 
 
-class Attributes(Structure):
+class AscendAttributes(Structure):
     """aclrtMemcpyBatchAttr: the destination comes first; the rest has to be 0."""
 
     _fields_ = (
-        ("dst_location", Location),
-        ("src_location", Location),
+        ("dst_location", AscendLocation),
+        ("src_location", AscendLocation),
         ("reserved", c_uint8 * 16),
     )
 
@@ -120,10 +120,10 @@ class AscendDriver(Driver):
             self._acl.check("aclInit", code)
         self._thread = threading.local()
         self.use()
-        host, device = Location(0, AT_HOST), Location(index, AT_DEVICE)
+        host, device = AscendLocation(0, AT_HOST), AscendLocation(index, AT_DEVICE)
         self._attributes = {
-            Direction.LOAD: Attributes(device, host),
-            Direction.STORE: Attributes(host, device),
+            Direction.LOAD: AscendAttributes(device, host),
+            Direction.STORE: AscendAttributes(host, device),
         }
         self._all = c_size_t(0)  # the one set of attributes holds from the first copy on
 

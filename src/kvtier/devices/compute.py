@@ -14,10 +14,6 @@ ComputeStream = Callable[[], Handle | None]
 handed to the driver; None where compute is done when its call returns."""
 
 
-def host_compute() -> None:
-    """For compute on the CPU: nothing of it is ever under way when a copy is asked for."""
-
-
 def torch_compute(name: str, handle: str) -> ComputeStream:
     """The current stream of torch. handle: the attribute of its streams that a driver understands.
 

@@ -83,19 +83,19 @@ ORDER_STREAM, ORDER_ANY = 1, 3
 likes, for what lies in a host slot is finished; what a store reads was computed just now."""
 
 
-class Location(Structure):
+class CudaLocation(Structure):
     """CUmemLocation: the type comes first."""
 
     _fields_ = (("type", c_int), ("id", c_int))
 
 
-class Attributes(Structure):
+class CudaAttributes(Structure):
     """CUmemcpyAttributes: the source comes first."""
 
     _fields_ = (
         ("src_access_order", c_int),
-        ("src_location", Location),
-        ("dst_location", Location),
+        ("src_location", CudaLocation),
+        ("dst_location", CudaLocation),
         ("flags", c_uint),
     )
 
@@ -134,8 +134,8 @@ class CudaDriver(Driver):
         self._context = self._cuda.handle("cuDevicePrimaryCtxRetain", self._device)  # torch's, too
         self._why_no_batch = self._find_batch()
         self._orders = {
-            Direction.LOAD: Attributes(ORDER_ANY),
-            Direction.STORE: Attributes(ORDER_STREAM),
+            Direction.LOAD: CudaAttributes(ORDER_ANY),
+            Direction.STORE: CudaAttributes(ORDER_STREAM),
         }
         self._all = c_size_t(0)  # the one set of attributes holds from the first copy on
 

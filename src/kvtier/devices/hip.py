@@ -14,7 +14,7 @@ from functools import cached_property
 
 from kvtier.devices.base import Direction, Finding
 from kvtier.devices.compute import ComputeStream, Handle, torch_compute
-from kvtier.devices.cuda import ORDER_ANY, ORDER_STREAM, Attributes
+from kvtier.devices.cuda import ORDER_ANY, ORDER_STREAM, CudaAttributes
 from kvtier.devices.driver import Copies, Driver, Rows
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.devices.library import Call, DriverError, Library
@@ -85,8 +85,8 @@ class HipDriver(Driver):
             raise DriverError("hipGetDeviceCount", NO_DEVICE, f"{count} devices, none is {index}")
         self._version = self._hip.number("hipRuntimeGetVersion")
         self._orders = {
-            Direction.LOAD: Attributes(ORDER_ANY),
-            Direction.STORE: Attributes(ORDER_STREAM),
+            Direction.LOAD: CudaAttributes(ORDER_ANY),
+            Direction.STORE: CudaAttributes(ORDER_STREAM),
         }
         self._all = c_size_t(0)  # the one set of attributes holds from the first copy on
 

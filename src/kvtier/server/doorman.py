@@ -62,10 +62,6 @@ class Doorman:
         self._unread: dict[Client, tuple[int, float]] = {}  # so many bytes unsent, since when
 
     @property
-    def num_connections(self) -> int:
-        return len(self._all)
-
-    @property
     def tick_s(self) -> float:
         """How often to call ``sweep``."""
         return min(1.0, self._header_timeout_s / 4, self._write_timeout_s / 4)

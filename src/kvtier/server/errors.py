@@ -80,7 +80,7 @@ def body_too_long(limit_bytes: int) -> ApiError:
     return ApiError(
         413,
         f"The request body is longer than {limit_bytes} bytes, the limit of this server; "
-        "shorten the prompt or raise --max-body.",
+        "shorten the prompt or raise --max-body-bytes.",
         code="request_too_large",
         headers={"Connection": "close"},  # else the rest of the body would be read
     )
@@ -98,7 +98,7 @@ def body_late(limit_s: float) -> ApiError:
     return ApiError(
         408,
         f"The request body did not arrive within {limit_s:g} s; send it faster or raise "
-        "--body-timeout.",
+        "--body-timeout-s.",
         code="request_timeout",
         headers={"Connection": "close"},
     )

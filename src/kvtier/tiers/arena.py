@@ -1,6 +1,6 @@
-"""One piece of host memory for blocks, touched and page-locked chunk by chunk.
+"""One piece of host memory for blocks, touched and page-locked segment by segment.
 
-The first chunk is ready when the arena is made; a thread does the others while the cache serves.
+The first segment is ready when the arena is made; a thread does the others while the cache serves.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvtier.errors import ConfigError
 from kvtier.layout import Layout
 from kvtier.process import OwnerProcess
 from kvtier.tiers import pages
-from kvtier.tiers.chunks import Chunk, cut_chunks
+from kvtier.tiers.segments import Segment, cut_segments
 
 logger = logging.getLogger(__name__)
 
-MAX_CHUNK_BYTES = 64 << 30
+MAX_SEGMENT_BYTES = 64 << 30
 """Of one registration; CUDA refuses those of 512 GiB and more."""
 
 MAX_THREADS = 8
@@ -56,11 +56,11 @@ class ArenaOptions:
     at_once_bytes: int = 256 << 20
     """Up to this size nothing is left for the background."""
     first_bytes: int = 1 << 30
-    """Of the chunk that the start waits for."""
-    chunk_bytes: int = 8 << 30
+    """Of the segment that the start waits for."""
+    segment_bytes: int = 8 << 30
     """Of the others at most. A driver that locks one holds up copies meanwhile."""
     page_bytes: int = mmap.PAGESIZE
-    """Chunks end at multiples of this: for drivers whose pages are not the system's."""
+    """Segments end at multiples of this: for drivers whose pages are not the system's."""
     threads: int = 0
     """That touch pages; 0 for half of the cores, at most eight: the other half computes."""
     file: Path | None = None
@@ -69,10 +69,10 @@ class ArenaOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "huge_pages", HugePages(self.huge_pages))
-        for name in ("first_bytes", "chunk_bytes"):
-            if not 1 <= getattr(self, name) <= MAX_CHUNK_BYTES:
+        for name in ("first_bytes", "segment_bytes"):
+            if not 1 <= getattr(self, name) <= MAX_SEGMENT_BYTES:
                 raise ConfigError(
-                    f"{name}: {getattr(self, name)} is not between 1 and {MAX_CHUNK_BYTES}, the "
+                    f"{name}: {getattr(self, name)} is not between 1 and {MAX_SEGMENT_BYTES}, the "
                     "most that drivers lock in one call"
                 )
         if self.page_bytes < 1:
@@ -90,11 +90,11 @@ class Arena:
     """Memory for the blocks of a layout, near the device and page-locked by it.
 
     num_ready_blocks: so many of the first ones may be used. It grows, on another thread, and never
-    beyond what could be touched; blocks of chunks that the device did not lock are ready as well.
+    beyond what could be touched; blocks of segments that the device did not lock are ready as well.
     memory: all of it. seams: int64, offsets at which one registration ends and another begins.
 
     touch: see ``pages.touch``; for tests. The device locks on one thread at a time, not always the
-    one that made it. Raises ``ConfigError`` where not even the first chunk can be had.
+    one that made it. Raises ``ConfigError`` where not even the first segment can be had.
     """
 
     def __init__(
@@ -106,15 +106,15 @@ class Arena:
         self._device = device
         self._touch = touch
         is_small = layout.nbytes <= options.at_once_bytes
-        self.chunks = cut_chunks(
+        self.segments = cut_segments(
             layout.num_blocks,
             self._bytes_per_block,
-            options.chunk_bytes if is_small else options.first_bytes,
-            options.chunk_bytes,
+            options.segment_bytes if is_small else options.first_bytes,
+            options.segment_bytes,
             options.page_bytes,
         )
-        self.seams = np.array([chunk.offset for chunk in self.chunks[1:]], np.int64)
-        self._mapped_bytes = self.chunks[-1].offset + self.chunks[-1].num_bytes
+        self.seams = np.array([segment.offset for segment in self.segments[1:]], np.int64)
+        self._mapped_bytes = self.segments[-1].offset + self.segments[-1].num_bytes
         self._map = _map(self._mapped_bytes, options.file)
         address = np.frombuffer(self._map, np.uint8).ctypes.data
         self.memory = Memory(address, layout.nbytes, "host", self._map)
@@ -128,13 +128,13 @@ class Arena:
         self._node = self._bind()
         self._begin(is_small)
 
-    # -- chunk by chunk ----------------------------------------------------------------------------
+    # -- segment by segment ------------------------------------------------------------------------
 
     def _begin(self, is_small: bool) -> None:
-        now, later = (self.chunks, []) if is_small else (self.chunks[:1], self.chunks[1:])
+        now, later = (self.segments, []) if is_small else (self.segments[:1], self.segments[1:])
         try:
-            for chunk in now:
-                self._open(chunk)
+            for segment in now:
+                self._open(segment)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -151,12 +151,12 @@ class Arena:
         )
         self._thread.start()
 
-    def _open_all(self, chunks: list[Chunk]) -> None:
+    def _open_all(self, segments: list[Segment]) -> None:
         try:
-            for chunk in chunks:
+            for segment in segments:
                 if not self._is_wanted:
                     return
-                self._open(chunk)
+                self._open(segment)
         except Exception as error:
             self._failure = str(getattr(error, "strerror", None) or error)
             logger.warning(
@@ -176,21 +176,21 @@ class Arena:
         finally:
             self._done.set()
 
-    def _open(self, chunk: Chunk) -> None:
-        address = self.memory.address + chunk.offset
+    def _open(self, segment: Segment) -> None:
+        address = self.memory.address + segment.offset
         threads = self.options.num_threads
         try:
-            if not self._touch(address, chunk.num_bytes, threads, lambda: self._is_wanted):
+            if not self._touch(address, segment.num_bytes, threads, lambda: self._is_wanted):
                 return
         except OSError:
             with suppress(OSError):  # what was got of it: the system is short
-                pages.advise(address, chunk.num_bytes, pages.MADV_DONTNEED)
+                pages.advise(address, segment.num_bytes, pages.MADV_DONTNEED)
             raise
-        piece = Memory(address, chunk.num_bytes, "host", self._map)
+        piece = Memory(address, segment.num_bytes, "host", self._map)
         if self._lock(piece):
             self._locked.append(piece)
         if self._is_wanted:
-            self.num_ready_blocks += chunk.num_blocks  # last: the owner's thread looks at it
+            self.num_ready_blocks += segment.num_blocks  # last: the owner's thread looks at it
 
     def _lock(self, piece: Memory) -> bool:
         try:

@@ -4,7 +4,7 @@
   free slot is taken first is our own choice; that a load comes from where the store went is not.
 - Where a test runs vLLM's scheduler with a mock worker, the mock goes on answering, and every copy
   is also done by kvtier's worker, between the test's tensors and kvtier's slots. The bytes are
-  compared: what a load brings is what was stored under that key, block by block.
+  compared: what a load brings is what was stored under that key, page by page.
 
 Loaded by ``-p substitute``. What can't apply to kvtier is skipped, with the reason.
 """
@@ -31,13 +31,12 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvtier.connectors.vllm.host_slots import HostSlots
-from kvtier.connectors.vllm.judge import Judge
 from kvtier.connectors.vllm.manager import Shape, TierManager
-from kvtier.connectors.vllm.orders import Hello
-from kvtier.connectors.vllm.placement import Placement
-from kvtier.connectors.vllm.worker import Room, TierWorker
+from kvtier.connectors.vllm.names import Names
+from kvtier.connectors.vllm.worker import RankRoom, TierWorker
 from kvtier.devices import find_device
-from kvtier.types import LoadPolicy
+from kvtier.transfer.ranks import Hello, RankMover, Report
+from kvtier.types import HOST, LoadPolicy
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -92,8 +91,8 @@ def pytest_runtest_teardown() -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.write_line(
-        f"kvtier: {_seen['copies']} copies, {_seen['blocks']} loaded blocks compared, "
-        f"{_seen['chunks']} chunks at most"
+        f"kvtier: {_seen['copies']} copies, {_seen['pages']} loaded pages compared, "
+        f"{_seen['blocks']} blocks at most"
     )
 
 
@@ -115,11 +114,16 @@ class Manager(TierManager):
             pytest.skip(POLICY)
         if store_threshold >= 2:
             pytest.skip(REUSE)
-        names: Any = bytes
-        placement = Placement(num_chunks, 0, names)
-        placement.meet(0, Hello(num_chunks))
-        judge = Judge(LoadPolicy.ALWAYS, 16, ALIGNMENT)
-        super().__init__(placement, judge, names, Shape((16,), ALIGNMENT), enable_events)
+        super().__init__(
+            RankMover({}, ALIGNMENT, 1, 1),
+            {HOST: num_chunks},
+            Names(None, ALIGNMENT, "vllm"),  # type: ignore[arg-type]
+            Shape((16,), ALIGNMENT),
+            LoadPolicy.ALWAYS,
+            bytes_per_day=0,
+            publishes_events=enable_events,
+        )
+        self.hear(Report(hellos={0: Hello(num_chunks)}))
         _named.clear()
 
     def _begin(self, req_context: ReqContext) -> None:
@@ -147,14 +151,14 @@ class Manager(TierManager):
 
 
 _open: list[TierWorker] = []
-_seen = {"copies": 0, "blocks": 0, "chunks": 0}
+_seen = {"copies": 0, "pages": 0, "blocks": 0}
 _named: dict[int, int] = {}
 """Our slot for the one that a test speaks of."""
 
 
 def _verify_store(output: Any, expected: Any) -> None:
     """As the tests' own, with slots that are free instead of those that vLLM would take, and the
-    same chunks leaving in whatever order they are told."""
+    same blocks leaving in whatever order they are told."""
     from tests.v1.kv_offload.cpu.test_manager import to_keys
 
     assert output is not None
@@ -179,8 +183,8 @@ def _substitute_worker() -> None:
         pass
 
     def get_worker(spec: Any, caches: CanonicalKVCaches) -> Worker:
-        chunk = spec.config.worker_kv_bytes_per_block * spec.blocks_per_chunk
-        spec.handler.attach(caches, -(-chunk // ALIGNMENT) * ALIGNMENT, spec.blocks_per_chunk)
+        num_bytes = spec.config.worker_kv_bytes_per_block * spec.blocks_per_chunk
+        spec.handler.attach(caches, -(-num_bytes // ALIGNMENT) * ALIGNMENT, spec.blocks_per_chunk)
         handler: Worker = spec.handler
         return handler
 
@@ -191,7 +195,7 @@ def _substitute_worker() -> None:
 class Copies:
     """Does the mock's copies with kvtier's worker, and compares the bytes with ``_stored``."""
 
-    def attach(self, caches: CanonicalKVCaches, slot_bytes: int, blocks_per_chunk: int) -> None:
+    def attach(self, caches: CanonicalKVCaches, slot_bytes: int, pages_per_block: int) -> None:
         self._groups = [
             [
                 (_bytes_of(caches.tensors[ref.tensor_idx].tensor), ref.page_size_bytes)
@@ -199,10 +203,10 @@ class Copies:
             ]
             for refs in caches.group_data_refs
         ]
-        self._blocks_per_chunk = blocks_per_chunk
+        self._pages_per_block = pages_per_block
         self._slot_bytes = slot_bytes
-        room = Room(slot_bytes, NUM_SLOTS)
-        self._worker = TierWorker(caches, find_device("cpu"), room, blocks_per_chunk, rank=0)
+        room = RankRoom(slot_bytes, NUM_SLOTS)
+        self._worker = TierWorker(caches, find_device("cpu"), room, pages_per_block, rank=0)
         _open.append(self._worker)
         memory = self._worker._host.memory
         self._slots = np.ctypeslib.as_array(
@@ -210,17 +214,17 @@ class Copies:
         ).reshape(NUM_SLOTS, slot_bytes)
         self._slot_of: dict[bytes, int] = {}
         self._stored: dict[tuple[bytes, int, int], Bytes] = {}
-        """By key, block of the chunk, and page."""
+        """By key, page of the block, and share."""
         self._random = np.random.default_rng(0)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
         if hasattr(self, "_worker"):
             keys = dst_spec.offload_keys
-            for key, place, group, block in self._walk(src_spec, keys):
-                for page, (tensor, nbytes) in enumerate(self._groups[group]):
+            for key, place, group, page in self._walk(src_spec, keys):
+                for share, (tensor, nbytes) in enumerate(self._groups[group]):
                     content = self._random.integers(0, 256, nbytes, np.uint8)
-                    tensor[block, :nbytes] = content
-                    self._stored[key, place, page] = content
+                    tensor[page, :nbytes] = content
+                    self._stored[key, place, share] = content
             self._run(self._worker.submit_store(job_id, src_spec, self._places(keys)), job_id)
         answer: bool = super().submit_store(job_id, src_spec, dst_spec)  # type: ignore[misc]
         return answer
@@ -229,15 +233,15 @@ class Copies:
         if hasattr(self, "_worker"):
             keys = src_spec.offload_keys
             places = self._places(keys)
-            blocks = list(self._walk(dst_spec, keys))
-            for key, place, group, _ in blocks:
+            pages = list(self._walk(dst_spec, keys))
+            for key, place, group, _ in pages:
                 self._invent(key, place, group)
             self._run(self._worker.submit_load(job_id, places, dst_spec), job_id)
-            for key, place, group, block in blocks:
-                for page, (tensor, nbytes) in enumerate(self._groups[group]):
-                    expected = self._stored[key, place, page]
-                    assert np.array_equal(tensor[block, :nbytes], expected), (key, place, page)
-            _seen["blocks"] += len(blocks)
+            for key, place, group, page in pages:
+                for share, (tensor, nbytes) in enumerate(self._groups[group]):
+                    expected = self._stored[key, place, share]
+                    assert np.array_equal(tensor[page, :nbytes], expected), (key, place, share)
+            _seen["pages"] += len(pages)
         answer: bool = super().submit_load(job_id, src_spec, dst_spec)  # type: ignore[misc]
         return answer
 
@@ -251,37 +255,37 @@ class Copies:
 
     def _places(self, keys: list[OffloadKey]) -> LoadStoreSpec:
         slots = [self._slot_of.setdefault(key, len(self._slot_of)) for key in keys]
-        assert len(self._slot_of) <= NUM_SLOTS, "more chunks than this plug-in has slots"
-        _seen["chunks"] = max(_seen["chunks"], len(self._slot_of))
+        assert len(self._slot_of) <= NUM_SLOTS, "more blocks than this plug-in has slots"
+        _seen["blocks"] = max(_seen["blocks"], len(self._slot_of))
         return HostSlots(slots)
 
-    def _walk(self, blocks: GPULoadStoreSpec, keys: list[OffloadKey]) -> Any:
-        """Per block its chunk's key, its place in the chunk, its group and its id: vLLM's rule, by
+    def _walk(self, pages: GPULoadStoreSpec, keys: list[OffloadKey]) -> Any:
+        """Per page its block's key, its place in the block, its group and its id: vLLM's rule, by
         the book and without kvtier's code."""
-        block_ids, left = iter(blocks.block_ids.tolist()), list(keys)
+        page_ids, left = iter(pages.block_ids.tolist()), list(keys)
         for group, (size, index) in enumerate(
-            zip(blocks.group_sizes, blocks.block_indices, strict=True)
+            zip(pages.group_sizes, pages.block_indices, strict=True)
         ):
-            skipped = index % self._blocks_per_chunk
+            skipped = index % self._pages_per_block
             for place in range(skipped, skipped + size):
-                chunk, within = divmod(place, self._blocks_per_chunk)
-                yield left[chunk], within, group, next(block_ids)
-            left = left[-(-(skipped + size) // self._blocks_per_chunk) if size else 0 :]
-        assert not left, "keys without blocks"
+                block, within = divmod(place, self._pages_per_block)
+                yield left[block], within, group, next(page_ids)
+            left = left[-(-(skipped + size) // self._pages_per_block) if size else 0 :]
+        assert not left, "keys without pages"
 
     def _invent(self, key: bytes, place: int, group: int) -> None:
         """Content for what a test says was stored, and never did."""
         before = 0
-        for page, (_, nbytes) in enumerate(self._groups[group]):
-            if (key, place, page) not in self._stored:
+        for share, (_, nbytes) in enumerate(self._groups[group]):
+            if (key, place, share) not in self._stored:
                 content = self._random.integers(0, 256, nbytes, np.uint8)
-                begin = before * self._blocks_per_chunk + place * nbytes
+                begin = before * self._pages_per_block + place * nbytes
                 self._slots[self._slot_of[key], begin : begin + nbytes] = content
-                self._stored[key, place, page] = content
+                self._stored[key, place, share] = content
             before += nbytes
 
 
 def _bytes_of(tensor: Any) -> Bytes:
-    """[num_blocks, page bytes], of the same memory."""
+    """[num_pages, share bytes], of the same memory."""
     view: Bytes = tensor.numpy().view(np.uint8)
     return view

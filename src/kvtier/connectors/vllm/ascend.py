@@ -1,11 +1,11 @@
 """K and V apart: what vLLM's offloading interface gets on Ascend.
 
-vLLM's own connector takes one tensor per layer, with K and V of a block side by side. vllm-ascend
+vLLM's own connector takes one tensor per layer, with K and V of a page side by side. vllm-ascend
 keeps them, and the scales of quantized KV, in tensors of their own:
 
     layer   (keys [num_blocks, block_size, heads, dim], values [the same], ...)
 
-    page    keys of block b, page values of block b, ...        each at its own address
+    share   keys of page b, share values of page b, ...        each at its own address
 
 It has a connector that says so, but not for every version of vLLM. ``split_caches`` says the same
 for whoever has none.
@@ -36,11 +36,11 @@ Cache = torch.Tensor | Sequence[torch.Tensor]
 def split_caches(
     kv_caches: Mapping[str, Cache], config: KVCacheConfig, group_ids: Sequence[int]
 ) -> CanonicalKVCaches | None:
-    """vLLM's canonical form of ``kv_caches``, a page per part of each layer; None where every layer
-    is one tensor, which vLLM's own connector can tell better.
+    """vLLM's canonical form of ``kv_caches``, a share per part of each layer; None where every
+    layer is one tensor, which vLLM's own connector can tell better.
 
     kv_caches: by layer. group_ids: places in ``config.kv_cache_groups`` of the groups to offload.
-    No memory is copied. Raises ``LayoutError`` where the parts are not whole blocks.
+    No memory is copied. Raises ``LayoutError`` where the parts are not whole pages.
     """
     groups = [config.kv_cache_groups[each] for each in group_ids]
     names = [name for group in groups for name in group.layer_names]
@@ -59,16 +59,16 @@ def split_caches(
             page_bytes: int | None = getattr(spec, "unpadded_page_size_bytes", None)
             for part in _parts(name, kv_caches[name], config.num_blocks, page_bytes):
                 view = part.view(config.num_blocks)
-                key = (view.data_ptr(), view.stride(0), part.page_bytes)
-                tensors.setdefault(key, CanonicalKVCacheTensor(view, part.page_bytes))
+                key = (view.data_ptr(), view.stride(0), part.share_bytes)
+                tensors.setdefault(key, CanonicalKVCacheTensor(view, part.share_bytes))
                 place = places.setdefault(key, len(places))
-                refs[-1].append(CanonicalKVCacheRef(place, part.page_bytes))
+                refs[-1].append(CanonicalKVCacheRef(place, part.share_bytes))
     return CanonicalKVCaches(list(tensors.values()), refs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A tensor whose first axis is blocks. num_rows: of that axis, that make one block."""
+    """A tensor whose first axis is pages. num_rows: of that axis, that make one page."""
 
     tensor: torch.Tensor
     num_rows: int = 1
@@ -83,12 +83,13 @@ class _Part:
         return self.tensor.stride(0) * self.tensor.element_size()
 
     @property
-    def page_bytes(self) -> int:
+    def share_bytes(self) -> int:
+        """Of a page."""
         return self.row_bytes * self.num_rows
 
     @property
     def is_whole(self) -> bool:
-        """A row is one run of bytes, and so are the rows of a block."""
+        """A row is one run of bytes, and so are the rows of a page."""
         is_one_run = self.tensor[0].is_contiguous()
         return is_one_run and (self.num_rows == 1 or self.stride_bytes == self.row_bytes)
 
@@ -102,20 +103,20 @@ class _Part:
             and their_begin + other.row_bytes <= begin + self.row_bytes
         )
 
-    def view(self, num_blocks: int) -> torch.Tensor:
-        """int8 [num_blocks, page_bytes], of the same memory."""
+    def view(self, num_pages: int) -> torch.Tensor:
+        """int8 [num_pages, share_bytes], of the same memory."""
         begin = self.tensor.storage_offset() * self.tensor.element_size()
         memory = torch.empty(0, dtype=torch.int8, device=self.tensor.device)
         return memory.set_(
             self.tensor.untyped_storage(),
             begin,
-            (num_blocks, self.page_bytes),
+            (num_pages, self.share_bytes),
             (self.stride_bytes * self.num_rows, 1),
         )
 
 
-def _parts(name: str, cache: Cache, num_blocks: int, page_bytes: int | None) -> list[_Part]:
-    """Of a layer, without those that only show bytes of another. page_bytes: of a block of all of
+def _parts(name: str, cache: Cache, num_pages: int, page_bytes: int | None) -> list[_Part]:
+    """Of a layer, without those that only show bytes of another. page_bytes: of a page of all of
     them; None if that is what a row of each has."""
     given = [cache] if isinstance(cache, torch.Tensor) else list(cache)
     found = [_Part(each) for each in given]
@@ -126,12 +127,12 @@ def _parts(name: str, cache: Cache, num_blocks: int, page_bytes: int | None) -> 
     shapes = ", ".join(f"{tuple(each.shape)} strides {each.stride()}" for each in given)
     if not num_rows or rest:
         raise LayoutError(
-            f"{name}: rows of {num_bytes} bytes in {shapes} don't add up to a block of "
+            f"{name}: rows of {num_bytes} bytes in {shapes} don't add up to a page of "
             f"{page_bytes} bytes"
         )
     for each in found:
-        if each.tensor.shape[0] < num_blocks * num_rows:
-            raise LayoutError(f"{name}: {num_blocks} blocks of {num_rows} rows, but {shapes}")
+        if each.tensor.shape[0] < num_pages * num_rows:
+            raise LayoutError(f"{name}: {num_pages} pages of {num_rows} rows, but {shapes}")
         if not each.is_whole:
-            raise LayoutError(f"{name}: a block is not one run of bytes in {shapes}")
+            raise LayoutError(f"{name}: a page is not one run of bytes in {shapes}")
     return found

@@ -18,9 +18,9 @@ class Metric:
 
 
 LOADED = Metric(
-    "vllm:kvtier_loaded_chunks", "Chunks given to requests, by the tier that had them.", ("tier",)
+    "vllm:kvtier_loaded_chunks", "Blocks given to requests, by the tier that had them.", ("tier",)
 )
-EVICTED = Metric("vllm:kvtier_evicted_chunks", "Chunks that left a tier for others.", ("tier",))
+EVICTED = Metric("vllm:kvtier_evicted_chunks", "Blocks that left a tier for others.", ("tier",))
 MOVED_BYTES = Metric(
     "vllm:kvtier_moved_bytes", "Bytes moved between host and disk, per rank.", ("src", "dst")
 )
@@ -28,10 +28,10 @@ MOVED_SECONDS = Metric(
     "vllm:kvtier_moved_seconds", "What that took, without the time in line.", ("src", "dst")
 )
 FAILED = Metric(
-    "vllm:kvtier_failed_chunks", "Chunks that could not be moved, or were damaged.", ("src", "dst")
+    "vllm:kvtier_failed_chunks", "Blocks that could not be moved, or were damaged.", ("src", "dst")
 )
 RECOMPUTED = Metric(
-    "vllm:kvtier_recomputed_chunks", "Chunks found, and not loaded: computing them takes less time."
+    "vllm:kvtier_recomputed_chunks", "Blocks found, and not loaded: computing them takes less time."
 )
 IMPATIENT = Metric(
     "vllm:kvtier_impatient_requests",
@@ -39,11 +39,11 @@ IMPATIENT = Metric(
 )
 NOT_DEMOTED = Metric(
     "vllm:kvtier_not_demoted_chunks",
-    "Chunks that left host memory before storage had taken them, or were over its budget.",
+    "Blocks that left host memory before storage had taken them, or were over its budget.",
     ("tier",),
 )
-USED = Metric("vllm:kvtier_used_chunks", "Chunks in a tier.", ("tier",), is_gauge=True)
-ROOM = Metric("vllm:kvtier_chunks", "Room for chunks in a tier.", ("tier",), is_gauge=True)
+USED = Metric("vllm:kvtier_used_chunks", "Blocks in a tier.", ("tier",), is_gauge=True)
+ROOM = Metric("vllm:kvtier_chunks", "Room for blocks in a tier.", ("tier",), is_gauge=True)
 
 METRICS = (
     LOADED,

@@ -1,4 +1,4 @@
-"""Where chunks are in host memory: what the scheduler's side tells a rank about a copy."""
+"""Where blocks are in host memory: what the scheduler's side tells a rank about a copy."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
 
 
 class HostSlots(BlockIDsLoadStoreSpec):
-    """Slots of the host tier, one per chunk, in the order of the keys that were asked for."""
+    """Slots of the host tier, one per block, in the order of the keys that were asked for."""

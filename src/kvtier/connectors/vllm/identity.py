@@ -1,7 +1,7 @@
-"""What must agree before two vLLM processes may share a chunk of KV.
+"""What must agree before two vLLM processes may share a block of KV.
 
 vLLM's keys name a prompt's tokens, its adapter, images and salt, and the KV group. What else there
-is that decides on the bytes of a chunk is named here: whatever differs is a miss, never wrong KV.
+is that decides on the bytes of a block is named here: whatever differs is a miss, never wrong KV.
 Of the weights that is all their bytes; weights.py says where these are.
 """
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 def namespace(
     config: OffloadingConfig,
-    row_bytes: int,
+    bytes_per_block: int,
     engine: str,
     weights: str,
     traits: str = "",
     salt: str = "",
 ) -> Namespace:
-    """The namespace of an engine's chunks.
+    """The namespace of an engine's blocks.
 
-    row_bytes: what is kept of a chunk, of all ranks that keep it together. engine: name and version
+    bytes_per_block: of all ranks that keep a block together. engine: name and version
     of what computes the KV. weights: digest of the model's files, which says all of its name.
     traits: what else the caller knows of how the model is computed. salt: separates tenants, or
     what nobody here knows of.
@@ -38,22 +38,23 @@ def namespace(
         model=weights,
         revision=f"{engine} {traits}",
         dtype=config.model.dtype,
-        layout=_layout(config, row_bytes),
+        layout=_layout(config, bytes_per_block),
         block_size=config.cache.tokens_per_hash,
         salt=salt,
     )
 
 
-def chunk_key(digest: bytes, key: bytes) -> BlockKey:
-    """What a chunk is called outside the process. digest: of its namespace. key: vLLM's."""
+def block_key(digest: bytes, key: bytes) -> BlockKey:
+    """What a block is called outside the process. digest: of its namespace. key: vLLM's."""
     return next_key(digest, key)
 
 
-def _layout(config: OffloadingConfig, row_bytes: int) -> str:
-    """Names how a chunk's bytes are arranged, over ranks, groups and layers."""
+def _layout(config: OffloadingConfig, bytes_per_block: int) -> str:
+    """Names how a block's bytes are arranged, over ranks, groups and layers. Slabs are found by
+    what the facts are called here, vLLM's words or not."""
     parallel = config.parallel
     facts = {
-        "row_bytes": row_bytes,
+        "row_bytes": bytes_per_block,
         "bytes_per_block": config.worker_kv_bytes_per_block,
         "blocks_per_chunk": config.cache.blocks_per_chunk,
         "kv_cache_layout": config.kv_cache_layout,

@@ -1,4 +1,4 @@
-"""The scheduler's side: answers vLLM's questions about chunks, and decides for all ranks."""
+"""The scheduler's side: answers vLLM's questions about blocks, and decides for all ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.connectors.vllm.counts import IMPATIENT, LOADED, RECOMPUTED, ROOM, USED, Counts
 from kvtier.connectors.vllm.host_slots import HostSlots
 from kvtier.connectors.vllm.names import Names
-from kvtier.connectors.vllm.prompt import chunks_of, depth
+from kvtier.connectors.vllm.prompt import blocks_of, depth
 from kvtier.index import make_index
 from kvtier.index.policies.lru import LruPolicy
 from kvtier.keyed_cache import KeyedCache, Place, rising
@@ -54,10 +54,10 @@ PIECE_BYTES = 16 << 20
 class Visit:
     """What is known of one request.
 
-    places: of the chunks that its last look-up met, in that look-up's order. promoted: chunks that
-    were brought from storage for it. limit: no chunk that ends beyond this token is loaded.
+    places: of the blocks that its last look-up met, in that look-up's order. promoted: blocks that
+    were brought from storage for it. limit: no block that ends beyond this token is loaded.
     waits_since: when it began to wait. is_impatient: it takes what is ready, and waits for nothing
-    more. is_off_disk: its chunks stay in memory. used: those that were loaded or stored for it.
+    more. is_off_disk: its blocks stay in memory. used: those that were loaded or stored for it.
     """
 
     context: ReqContext
@@ -70,22 +70,22 @@ class Visit:
     used: dict[OffloadKey, None] = field(default_factory=dict)
 
     def in_prompt_order(self) -> list[OffloadKey]:
-        """All chunks of the request, those as well that the device had itself."""
-        chunks = chunks_of(self.context)
-        return chunks if self.used.keys() <= set(chunks) else list(self.used)
+        """All blocks of the request, those as well that the device had itself."""
+        blocks = blocks_of(self.context)
+        return blocks if self.used.keys() <= set(blocks) else list(self.used)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How vLLM cuts prompts. tokens_per_chunk: of each KV group. chunk_bytes: of the largest one,
-    on one rank."""
+    """How prompts are cut. block_sizes: tokens in a block, of each KV group. bytes_per_block: of
+    the largest one, on one rank."""
 
-    tokens_per_chunk: tuple[int, ...]
-    chunk_bytes: int
+    block_sizes: tuple[int, ...]
+    bytes_per_block: int
 
     @property
     def has_one_group(self) -> bool:
-        return len(self.tokens_per_chunk) == 1
+        return len(self.block_sizes) == 1
 
 
 class Advice(Enum):
@@ -100,7 +100,7 @@ class TierManager(OffloadingManager):
     """Translates: what vLLM asks to what ``KeyedCache`` answers. In the scheduler's process, on its
     thread.
 
-    room: chunks, per tier; of each rank. bytes_per_day: of a rank's disk.
+    room: blocks, per tier; of each rank. bytes_per_day: of a rank's disk.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class TierManager(OffloadingManager):
             rooms,
             mover,
             options=LadderOptions(
-                shape.chunk_bytes,
+                shape.bytes_per_block,
                 bytes_per_day={DISK: bytes_per_day},
-                piece_blocks=max(1, PIECE_BYTES // max(1, shape.chunk_bytes)),
+                piece_blocks=max(1, PIECE_BYTES // max(1, shape.bytes_per_block)),
             ),
             clock=clock,
             device=DEVICE,
@@ -263,11 +263,11 @@ class TierManager(OffloadingManager):
     # -- to wait or not ----------------------------------------------------------------------------
 
     def begin_look_up(self, request_id: str) -> None:
-        """A request is about to ask for its chunks, from the first one on."""
+        """A request is about to ask for its blocks, from the first one on."""
         self._visits[request_id].places.clear()
 
     def advise(self, request_id: str, first: int, num_tokens: int) -> Advice:
-        """Some chunks that a request asked for are not in host memory: bring them there, and have
+        """Some blocks that a request asked for are not in host memory: bring them there, and have
         it wait, but for no longer than computing them would take.
 
         first: tokens that it has already. num_tokens: of its prompt.
@@ -320,18 +320,18 @@ class TierManager(OffloadingManager):
             return found
         tiers = [DISK if place is Place.STORAGE else HOST for place in visit.places.values()]
         if self._shape.has_one_group:
-            (step,) = self._shape.tokens_per_chunk
+            (step,) = self._shape.block_sizes
             num = num_worth_loading(
                 self._costs(),
                 [DEVICE] * (first // step) + tiers,
                 num_tokens=num_tokens,
                 block_size=step,
-                bytes_per_block=self._shape.chunk_bytes,
+                bytes_per_block=self._shape.bytes_per_block,
                 num_staging_slots=self._host.num_open,
             )
             return num * step
         num_bytes = {
-            tier: tiers.count(tier) * self._shape.chunk_bytes for tier in dict.fromkeys(tiers)
+            tier: tiers.count(tier) * self._shape.bytes_per_block for tier in dict.fromkeys(tiers)
         }
         return found if is_worth_loading(self._costs(), num_bytes, first, found) else first
 
@@ -339,13 +339,13 @@ class TierManager(OffloadingManager):
         return self.ladder.cost_snapshot()
 
     def _depth(self, end: int) -> int:
-        """Place of the chunk that ends at a token, in its prompt."""
-        return depth(end, min(self._shape.tokens_per_chunk))
+        """Place of the block that ends at a token, in its prompt."""
+        return depth(end, min(self._shape.block_sizes))
 
     # -- what the connector tells ------------------------------------------------------------------
 
     def keep_off_disk(self, request_id: str) -> None:
-        """A request's chunks are named by what another process may call something else: an adapter,
+        """A request's blocks are named by what another process may call something else: an adapter,
         by its name alone."""
         self._visits[request_id].is_off_disk = True
 

@@ -1,4 +1,4 @@
-"""What chunks are called outside the process: on disk, and by other processes."""
+"""What blocks are called outside the process: on disk, and by other processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvtier.connectors.vllm.identity import chunk_key, namespace
+from kvtier.connectors.vllm.identity import block_key, namespace
 from kvtier.connectors.vllm.weights import Source, identify
 from kvtier.identity import Identification, Identity, unknown
 from kvtier.types import BlockKey
@@ -18,18 +18,18 @@ logger = logging.getLogger(__name__)
 
 
 class Names:
-    """Of the chunks of one engine. The scheduler's process alone knows them, and tells the ranks.
+    """Of the blocks of one engine. The scheduler's process alone knows them, and tells the ranks.
 
-    chunk_bytes: of all ranks that keep a chunk together, or on one rank. salt: the user's
+    bytes_per_block: of all ranks that keep a block together, or on one rank. salt: the user's
     ``namespace``. Nothing has a name before ``settle`` was called and all bytes of the weights were
     read: what was stored under a wrong name could not be called back from vLLM's own memory.
     """
 
     def __init__(
-        self, config: OffloadingConfig, chunk_bytes: int, engine: str, salt: str = ""
+        self, config: OffloadingConfig, bytes_per_block: int, engine: str, salt: str = ""
     ) -> None:
         self._config = config
-        self._chunk_bytes = chunk_bytes
+        self._bytes_per_block = bytes_per_block
         self._engine = engine
         self._salt = salt
         self._traits = ""
@@ -59,7 +59,7 @@ class Names:
         if not self._digest and self._found is not None:
             self._digest = namespace(
                 self._config,
-                self._chunk_bytes,
+                self._bytes_per_block,
                 self._engine,
                 self._found.digest,
                 self._traits,
@@ -68,7 +68,7 @@ class Names:
         return self._digest
 
     def disown(self) -> None:
-        """From now on chunks have names that no other process knows: the weights in memory may be
+        """From now on blocks have names that no other process knows: the weights in memory may be
         others than those in the files."""
         self.close()
         self._found = unknown("its cache was reset, as it is when weights are replaced in memory")
@@ -81,8 +81,8 @@ class Names:
             self._weights = None
 
     def __call__(self, key: bytes) -> BlockKey:
-        assert self.digest, "nobody knows yet what the chunks belong to"
-        return chunk_key(self.digest, key)
+        assert self.digest, "nobody knows yet what the blocks belong to"
+        return block_key(self.digest, key)
 
     def _hear(self, found: Identity) -> None:
         self._found = found

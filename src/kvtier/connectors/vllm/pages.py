@@ -1,10 +1,10 @@
-"""From an engine's pages to bytes: chunks of blocks between many tensors and slots of host memory.
+"""From an engine's pages to bytes: blocks between many tensors and slots of host memory.
 
-A *page* is what one tensor keeps of a block. A chunk of n blocks lies in its slot page by page:
+A *share* is what one tensor keeps of a page. A block of n pages lies in its slot share by share:
 
-    slot(s) + n * (bytes of the pages before p) + j * bytes(p)        page p of block j of the chunk
+    slot(s) + n * (bytes of the shares before p) + j * bytes(p)      share p of page j of the block
 
-so that neighbouring blocks of one tensor are neighbours in the slot, and one copy.
+so that neighbouring pages of one tensor are neighbours in the slot, and one copy.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Int64s = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
-    """A tensor's share of every block. address: of block 0. stride: to the next. nbytes: of it."""
+class Share:
+    """What a tensor keeps of every page. address: of page 0. stride: to the next. nbytes: of it."""
 
     address: int
     stride: int
@@ -32,68 +32,68 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkPart:
-    """Blocks of one group, and the chunks that they belong to.
+class GroupPages:
+    """Pages of one group, and the blocks that they belong to.
 
-    blocks: ids on the device, in the order of the prompt. slots: one per chunk that they touch.
-    first: place of the first block within its chunk.
+    pages: ids on the device, in the order of the prompt. slots: one per block that they touch.
+    first: place of the first page within its block.
     """
 
-    blocks: Sequence[int]
+    pages: Sequence[int]
     slots: Sequence[Slot]
     first: int
 
 
 class PagedPool:
-    """An engine's tensors as pages, by group; and the slots of host memory for their chunks.
+    """An engine's tensors as shares, by group; and the slots of host memory for their blocks.
 
-    groups: the pages of each KV group. blocks_per_chunk: n above. slot_bytes: from one slot to the
-    next, at least a chunk of the largest group.
+    groups: the shares of each KV group. pages_per_block: n above. slot_bytes: from one slot to the
+    next, at least a block of the largest group.
     """
 
     def __init__(
         self,
-        groups: Sequence[Sequence[Page]],
-        num_blocks: int,
-        blocks_per_chunk: int,
+        groups: Sequence[Sequence[Share]],
+        num_pages: int,
+        pages_per_block: int,
         slot_bytes: int,
         kind: str,
         owner: object,
     ) -> None:
-        pages = [page for group in groups for page in group]
-        begin = min(page.address for page in pages)
-        end = max(page.address + (num_blocks - 1) * page.stride + page.nbytes for page in pages)
+        shares = [share for group in groups for share in group]
+        begin = min(share.address for share in shares)
+        end = max(each.address + (num_pages - 1) * each.stride + each.nbytes for each in shares)
         self.memory = Memory(begin, end - begin, kind, owner)
         self._groups = [_Columns.of(group, begin) for group in groups]
-        self._blocks_per_chunk = blocks_per_chunk
+        self._pages_per_block = pages_per_block
         self._slot_bytes = slot_bytes
-        largest = max(int(group.nbytes.sum()) for group in self._groups) * blocks_per_chunk
-        assert largest <= slot_bytes, f"a chunk of {largest} bytes in slots of {slot_bytes}"
+        largest = max(int(group.nbytes.sum()) for group in self._groups) * pages_per_block
+        assert largest <= slot_bytes, f"a block of {largest} bytes in slots of {slot_bytes}"
 
     def stage(
         self,
-        parts: Sequence[ChunkPart],
+        groups: Sequence[GroupPages],
         host: Memory,
         direction: Direction,
         seams: Int64s = NO_SEAMS,
     ) -> CopyBatch:
-        """All copies of some chunks; parts: one per group, empty where a group has none. seams:
+        """All copies of some blocks; groups: all of them, empty where one has no pages. seams:
         offsets of ``host`` that no copy may run across."""
         at_device: list[Int64s] = []
         at_host: list[Int64s] = []
         sizes: list[Int64s] = []
-        for group, part in zip(self._groups, parts, strict=True):
-            if not len(part.blocks):
+        for shares, group in zip(self._groups, groups, strict=True):
+            if not len(group.pages):
                 continue
-            place = part.first + np.arange(len(part.blocks))
-            chunk, within = np.divmod(place, self._blocks_per_chunk)
-            slots = np.asarray(part.slots, np.int64)[chunk] * self._slot_bytes
-            blocks = np.asarray(part.blocks, np.int64)
-            # Page after page, blocks within a page in order: neighbours follow each other.
-            at_device.append((group.offset[:, None] + np.outer(group.stride, blocks)).ravel())
-            base = group.before[:, None] * self._blocks_per_chunk
-            at_host.append((slots + base + np.outer(group.nbytes, within)).ravel())
-            sizes.append(np.repeat(group.nbytes, len(blocks)))
+            place = group.first + np.arange(len(group.pages))
+            block, within = np.divmod(place, self._pages_per_block)
+            slots = np.asarray(group.slots, np.int64)[block] * self._slot_bytes
+            pages = np.asarray(group.pages, np.int64)
+            # Share after share, pages within a share in order: neighbours follow each other.
+            at_device.append((shares.offset[:, None] + np.outer(shares.stride, pages)).ravel())
+            base = shares.before[:, None] * self._pages_per_block
+            at_host.append((slots + base + np.outer(shares.nbytes, within)).ravel())
+            sizes.append(np.repeat(shares.nbytes, len(pages)))
         device, inside, size = (
             np.concatenate([np.zeros(0, np.int64), *each]) for each in (at_device, at_host, sizes)
         )
@@ -106,7 +106,7 @@ class PagedPool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Columns:
-    """Pages as arrays: int64 [num_pages]. before: bytes of the pages before each, of one block."""
+    """Shares as arrays: int64 [num_shares]. before: bytes of a page in the shares before each."""
 
     offset: Int64s
     stride: Int64s
@@ -114,9 +114,9 @@ class _Columns:
     before: Int64s
 
     @classmethod
-    def of(cls, pages: Sequence[Page], begin: int) -> _Columns:
+    def of(cls, shares: Sequence[Share], begin: int) -> _Columns:
         table = np.array(
-            [(page.address - begin, page.stride, page.nbytes) for page in pages], np.int64
+            [(share.address - begin, share.stride, share.nbytes) for share in shares], np.int64
         )
         nbytes = table[:, 2].copy()
         return cls(table[:, 0].copy(), table[:, 1].copy(), nbytes, np.cumsum(nbytes) - nbytes)

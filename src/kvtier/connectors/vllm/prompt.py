@@ -1,4 +1,4 @@
-"""A request's chunks, as vLLM has them."""
+"""A request's blocks, as vLLM has them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 
-def depth(end: int, tokens_per_chunk: int) -> int:
-    """Position in its prompt, in chunks, of the chunk that ends at a token; 0 for the first one."""
-    return max(0, end // tokens_per_chunk - 1)
+def depth(end: int, block_size: int) -> int:
+    """Position in its prompt, in blocks, of the block that ends at a token; 0 for the first one."""
+    return max(0, end // block_size - 1)
 
 
-def chunks_of(context: ReqContext) -> list[OffloadKey]:
-    """All chunks of a request, its prompt's start first; those as well that vLLM's own pool had.
+def blocks_of(context: ReqContext) -> list[OffloadKey]:
+    """All blocks of a request, its prompt's start first; those as well that vLLM's own pool had.
     vLLM has no other way to ask for them."""
     ends: dict[OffloadKey, int] = context._offload_key_positions
     return sorted(ends, key=ends.__getitem__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from pathlib import Path
 
 from kvtier.config import parse_size
 from kvtier.errors import ConfigError
@@ -22,26 +21,29 @@ VLLMS_OWN = frozenset(
     }
 )
 """Settings of the OffloadingConnector itself."""
+RENAMED = {"host": "host_capacity", "disk": "disk_path", "load": "load_policy"}
+"""Settings that had a name of their own here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Ours. Sizes are of all ranks together, and may be written "8GiB"."""
+    """Ours, by the names that ``CacheConfig`` has for them. Sizes are of all ranks together,
+    and may be written "8GiB"."""
 
-    host: str | int = "4GiB"
+    host_capacity: str | int = "4GiB"
     """Host DRAM for KV."""
-    disk: str = ""
+    disk_path: str = ""
     """Directory for a slab per rank; "" for no disk tier."""
     disk_capacity: str | int = 0
-    """Room on the disk, reserved at the start. Wanted where ``disk`` is given."""
+    """Room on the disk, reserved at the start. Wanted where ``disk_path`` is given."""
     disk_durability: str = "process"
-    """What a chunk on the disk survives: ``process`` or ``power``."""
+    """What a block on the disk survives: ``process`` or ``power``."""
     disk_bytes_per_day: str | int = 0
     """What may be written in a day, for disks that wear; 0 for no limit."""
     disk_bytes_per_s: str | int = 0
     """What is read, and what is written, in a second, of all ranks together; 0 for no limit. For
     disks that others need, too."""
-    load: str = "auto"
+    load_policy: str = "auto"
     """When KV is loaded: ``auto``, where that is faster than computing it, or ``always``."""
     namespace: str = ""
     """KV on disk is shared only under the same name: for what kvtier can't know of, such as weights
@@ -49,13 +51,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.host_bytes < 1:
-            raise ConfigError(f'host: {self.host!r} is no room at all; write "8GiB"')
-        if bool(self.disk) != bool(self.disk_bytes):
             raise ConfigError(
-                f"disk: {self.disk!r} with disk_capacity: {self.disk_capacity!r}; give both, a "
-                'directory and how much of it to use, like "200GiB"'
+                f'host_capacity: {self.host_capacity!r} is no room at all; write "8GiB"'
             )
-        for name, kind in (("disk_durability", Durability), ("load", LoadPolicy)):
+        if bool(self.disk_path) != bool(self.disk_bytes):
+            raise ConfigError(
+                f"disk_path: {self.disk_path!r} with disk_capacity: {self.disk_capacity!r}; give "
+                'both, a directory and how much of it to use, like "200GiB"'
+            )
+        for name, kind in (("disk_durability", Durability), ("load_policy", LoadPolicy)):
             if getattr(self, name) not in list(kind):
                 raise ConfigError(
                     f"{name}: {getattr(self, name)!r} is unknown; use one of {', '.join(kind)}"
@@ -63,15 +67,11 @@ class Settings:
 
     @property
     def host_bytes(self) -> int:
-        return parse_size(self.host, "host")
+        return parse_size(self.host_capacity, "host_capacity")
 
     @property
     def disk_bytes(self) -> int:
         return parse_size(self.disk_capacity, "disk_capacity") if self.disk_capacity else 0
-
-    @property
-    def disk_path(self) -> Path:
-        return Path(self.disk)
 
     @property
     def bytes_per_day(self) -> int:
@@ -90,6 +90,8 @@ class Settings:
         """Raises ``ConfigError`` for a key that nobody knows, or a value that can't be read."""
         known = {field.name: field.type for field in fields(cls)}
         for key in extra_config:
+            if key in RENAMED:
+                raise ConfigError(f"kv_connector_extra_config: {key} is called {RENAMED[key]}")
             if key not in known and key not in VLLMS_OWN:
                 near = get_close_matches(key, sorted({*known, *VLLMS_OWN}), 1)
                 hint = (

@@ -22,7 +22,7 @@ from kvtier.connectors.vllm.counts import METRICS
 from kvtier.connectors.vllm.manager import Shape, TierManager
 from kvtier.connectors.vllm.names import Names
 from kvtier.connectors.vllm.settings import Settings
-from kvtier.connectors.vllm.worker import Room, TierWorker
+from kvtier.connectors.vllm.worker import RankRoom, TierWorker
 from kvtier.devices import find_device
 from kvtier.errors import ConfigError
 from kvtier.tiers.disk import DiskOptions, DiskTier
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 SLOT_ALIGNMENT = 4096
-"""Slots begin on pages, so that each can be read from a disk in place."""
+"""Slots begin on sectors, so that each can be read from a disk in place."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -54,8 +54,8 @@ class KvtierSpec(OffloadingSpec):
         super().__init__(config)
         _log_as_vllm_does()
         self.settings = Settings.read(config.extra_config)
-        chunk_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
-        self.slot_bytes = -(-chunk_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        num_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
+        self.slot_bytes = -(-num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         self.names = Names(
             config, self.slot_bytes, f"vllm {vllm.__version__}", self.settings.namespace
         )
@@ -63,31 +63,31 @@ class KvtierSpec(OffloadingSpec):
         # Every rank would keep the same bytes: the first one stores them, for all.
         self.replicated_layout = config.replicated_layout
         self._num_shards = 1 if self.replicated_layout else self._num_ranks
-        self.num_slots = self._num_chunks("host", self.settings.host_bytes)
-        self.num_disk_chunks = self._num_chunks("disk_capacity", self.settings.disk_bytes)
+        self.num_slots = self._num_slots_in("host_capacity", self.settings.host_bytes)
+        self.num_disk_slots = self._num_slots_in("disk_capacity", self.settings.disk_bytes)
         self._manager: TierManager | None = None
         self._worker: TierWorker | None = None
 
-    def _num_chunks(self, name: str, num_bytes: int) -> int:
-        """Chunks of each shard in ``num_bytes`` of all of them."""
-        num_chunks = num_bytes // self._num_shards // self.slot_bytes if self.slot_bytes else 0
-        if num_bytes and self.slot_bytes and num_chunks < 1:
+    def _num_slots_in(self, name: str, num_bytes: int) -> int:
+        """Slots of each shard in ``num_bytes`` of all of them."""
+        num_slots = num_bytes // self._num_shards // self.slot_bytes if self.slot_bytes else 0
+        if num_bytes and self.slot_bytes and num_slots < 1:
             raise ConfigError(
-                f"{name}: {num_bytes} bytes are below one chunk of {self.slot_bytes} bytes on each "
+                f"{name}: {num_bytes} bytes are below one block of {self.slot_bytes} bytes on each "
                 f"of {self._num_shards} ranks; raise it"
             )
-        return num_chunks
+        return num_slots
 
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             tokens = tuple(each * self.blocks_per_chunk for each in self.tokens_per_block)
-            facts = {DISK: DiskTier.facts} if self.num_disk_chunks else {}
+            facts = {DISK: DiskTier.facts} if self.num_disk_slots else {}
             self._manager = TierManager(
                 RankMover(facts, self.slot_bytes, self._num_ranks, self._num_shards),
-                {HOST: self.num_slots, DISK: self.num_disk_chunks},
+                {HOST: self.num_slots, DISK: self.num_disk_slots},
                 self.names,
                 Shape(tokens, self.slot_bytes),
-                LoadPolicy(self.settings.load),
+                LoadPolicy(self.settings.load_policy),
                 self.settings.bytes_per_day // self._num_shards,
                 self.kv_events_config.enable_kv_cache_events,
             )
@@ -97,7 +97,7 @@ class KvtierSpec(OffloadingSpec):
         if self._worker is None:
             first = kv_caches.tensors[0].tensor.device
             name = first.type if first.index is None else f"{first.type}:{first.index}"
-            room = Room(
+            room = RankRoom(
                 self.slot_bytes,
                 self.num_slots,
                 self._disk_options(),
@@ -117,11 +117,11 @@ class KvtierSpec(OffloadingSpec):
     def _disk_options(self) -> DiskOptions | None:
         """Of this rank's slab."""
         rank = self.config.parallel.rank
-        if not self.num_disk_chunks or rank >= self._num_shards:
+        if not self.num_disk_slots or rank >= self._num_shards:
             return None
         return DiskOptions(
-            path=self.settings.disk_path / self._folder(rank),
-            capacity_bytes=self.num_disk_chunks * self.slot_bytes,
+            path=Path(self.settings.disk_path) / self._folder(rank),
+            capacity_bytes=self.num_disk_slots * self.slot_bytes,
             durability=Durability(self.settings.disk_durability),
             rank=rank,
             num_ranks=self._num_shards,

@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.connectors.vllm.host_slots import HostSlots
-from kvtier.connectors.vllm.pages import ChunkPart, Page, PagedPool
+from kvtier.connectors.vllm.pages import GroupPages, PagedPool, Share
 from kvtier.devices import Device, Direction, Finding
 from kvtier.layout import opaque
 from kvtier.tiers import HostTier
@@ -34,8 +34,8 @@ CLOSE_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """What a rank keeps chunks in. num_slots: of host memory. disk: None for none, or where another
+class RankRoom:
+    """What a rank keeps blocks in. num_slots: of host memory. disk: None for none, or where another
     rank has it. bytes_per_s: of it, at most; 0 for no limit. shared: file of host memory that all
     ranks map, where they keep the same."""
 
@@ -50,7 +50,7 @@ class TierWorker(OffloadingWorker):
     """Copies what the scheduler asks for, each direction on a thread and a stream of its own.
 
     A store starts after the compute that was queued when it was submitted, a load after what may
-    still read the blocks that it overwrites.
+    still read the pages that it overwrites.
 
     vLLM hears of every copy as done; of those that failed, ``take_failed_loads`` and
     ``take_report`` tell.
@@ -60,14 +60,14 @@ class TierWorker(OffloadingWorker):
         self,
         caches: CanonicalKVCaches,
         device: Device,
-        room: Room,
-        blocks_per_chunk: int,
+        room: RankRoom,
+        pages_per_block: int,
         rank: int,
     ) -> None:
         self._device = device
-        self._blocks_per_chunk = blocks_per_chunk
+        self._pages_per_block = pages_per_block
         self._rank = rank
-        self._pool = _pool(caches, blocks_per_chunk, room.slot_bytes)
+        self._pool = _pool(caches, pages_per_block, room.slot_bytes)
         device.prepare()
         group = opaque(room.slot_bytes)
         arena = ArenaOptions(file=room.shared)
@@ -165,33 +165,33 @@ class TierWorker(OffloadingWorker):
     # -- copies ------------------------------------------------------------------------------------
 
     def _submit(
-        self, job_id: int, blocks: GPULoadStoreSpec, slots: LoadStoreSpec, direction: Direction
+        self, job_id: int, pages: GPULoadStoreSpec, slots: LoadStoreSpec, direction: Direction
     ) -> bool:
         assert isinstance(slots, HostSlots), f"slots of another manager: {type(slots)}"
         touched = frozenset(map(Slot, slots.block_ids.tolist()))
         check_slots(tuple(touched), self._host.num_slots)
         batch = self._pool.stage(
-            self._parts(blocks, slots), self._host.memory, direction, self._host.seams
+            self._groups(pages, slots), self._host.memory, direction, self._host.seams
         )
         self._jobs[job_id] = self._engine.submit([batch], direction), direction, touched
         return True
 
-    def _parts(self, blocks: GPULoadStoreSpec, slots: HostSlots) -> list[ChunkPart]:
-        """By group, which blocks belong to which of the slots."""
-        parts, block_at, slot_at = [], 0, 0
-        for count, index in zip(blocks.group_sizes, blocks.block_indices, strict=True):
-            first = index % self._blocks_per_chunk
-            num_chunks = -(-(first + count) // self._blocks_per_chunk) if count else 0
-            parts.append(
-                ChunkPart(
-                    blocks.block_ids[block_at : block_at + count].tolist(),
-                    slots.block_ids[slot_at : slot_at + num_chunks].tolist(),
+    def _groups(self, pages: GPULoadStoreSpec, slots: HostSlots) -> list[GroupPages]:
+        """By group, which pages belong to which of the slots."""
+        groups, page_at, slot_at = [], 0, 0
+        for count, index in zip(pages.group_sizes, pages.block_indices, strict=True):
+            first = index % self._pages_per_block
+            num_blocks = -(-(first + count) // self._pages_per_block) if count else 0
+            groups.append(
+                GroupPages(
+                    pages.block_ids[page_at : page_at + count].tolist(),
+                    slots.block_ids[slot_at : slot_at + num_blocks].tolist(),
                     first,
                 )
             )
-            block_at, slot_at = block_at + count, slot_at + num_chunks
-        assert slot_at == len(slots.block_ids), "slots that no block belongs to"
-        return parts
+            page_at, slot_at = page_at + count, slot_at + num_blocks
+        assert slot_at == len(slots.block_ids), "slots that no page belongs to"
+        return groups
 
     def _finish(self, job_id: int) -> TransferResult:
         job, direction, slots = self._jobs.pop(job_id)
@@ -217,14 +217,14 @@ def _log(findings: Sequence[Finding]) -> None:
         logger.info("%s: %s %s", finding.topic, finding.found, finding.note)
 
 
-def _pool(caches: CanonicalKVCaches, blocks_per_chunk: int, slot_bytes: int) -> PagedPool:
-    """vLLM's tensors as pages, by group."""
+def _pool(caches: CanonicalKVCaches, pages_per_block: int, slot_bytes: int) -> PagedPool:
+    """vLLM's tensors as shares, by group."""
     tensors = [each.tensor for each in caches.tensors]
     for tensor in tensors:
-        assert tensor.stride(-1) == 1, f"the bytes of a block are {tensor.stride(-1)} apart"
-    groups: list[Sequence[Page]] = [
+        assert tensor.stride(-1) == 1, f"the bytes of a page are {tensor.stride(-1)} apart"
+    groups: list[Sequence[Share]] = [
         [
-            Page(
+            Share(
                 tensors[ref.tensor_idx].data_ptr(),
                 tensors[ref.tensor_idx].stride(0) * tensors[ref.tensor_idx].element_size(),
                 ref.page_size_bytes,
@@ -235,5 +235,5 @@ def _pool(caches: CanonicalKVCaches, blocks_per_chunk: int, slot_bytes: int) -> 
     ]
     first = tensors[0]
     return PagedPool(
-        groups, first.shape[0], blocks_per_chunk, slot_bytes, first.device.type, tensors
+        groups, first.shape[0], pages_per_block, slot_bytes, first.device.type, tensors
     )

@@ -1,4 +1,4 @@
-"""Which chunk leaves next: by what its kind has taught so far, and no prefix before its end."""
+"""Which block leaves next: by what its kind has taught so far, and no prefix before its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtier.connectors.vllm.pieces.reuse import FADE, Batch, ReuseModel
 LEARN_EVERY = 100
 """Requests."""
 CLEARLY = 0.7
-"""The chunk that was used least recently leaves, unless another is worth less than this share."""
+"""The block that was used least recently leaves, unless another is worth less than this share."""
 UNKNOWN = -1
 
 WORTH_IT = 0.002
@@ -22,7 +22,7 @@ MayLeave = Callable[[bytes], bool]
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """What is remembered of a chunk, resident or not. born: the turn that it came with. turn: the
+    """What is remembered of a block, resident or not. born: the turn that it came with. turn: the
     latest that a prompt with it has grown to."""
 
     batch: Batch
@@ -37,13 +37,13 @@ class _Entry:
 
 
 Home = OrderedDict[bytes, _Entry]
-"""Chunks, the one that was used least recently first."""
+"""Blocks, the one that was used least recently first."""
 
 
 class EvictionOrder:
-    """``capacity`` chunks, and as many that left and are remembered. Owned by one thread.
+    """``capacity`` blocks, and as many that left and are remembered. Owned by one thread.
 
-    Chunks are *new* until their request is over: then it is known what comes after what. A new one
+    Blocks are *new* until their request is over: then it is known what comes after what. A new one
     that is worth less than whatever would have to leave for it is a *guest*: it leaves for the next
     one. So prompts that nobody repeats, or more of them than fit, leave the rest alone.
     """
@@ -70,7 +70,7 @@ class EvictionOrder:
     def __len__(self) -> int:
         return len(self._homes)
 
-    # -- what happens to chunks --------------------------------------------------------------------
+    # -- what happens to blocks --------------------------------------------------------------------
 
     def insert(self, key: bytes) -> None:
         """It is resident now, and its request goes on."""
@@ -108,7 +108,7 @@ class EvictionOrder:
         reused: Collection[bytes],
         order: Sequence[bytes] | None = None,
     ) -> None:
-        """A request is over that used these chunks: a chain per KV group, in the prompt's order.
+        """A request is over that used these blocks: a chain per KV group, in the prompt's order.
 
         order: of all of them, where the chains grow side by side; without, one after the other.
         """
@@ -152,9 +152,9 @@ class EvictionOrder:
     # -- what leaves -------------------------------------------------------------------------------
 
     def evict(self, num: int, may_leave: MayLeave) -> list[bytes] | None:
-        """``num`` chunks that leave now; None, and nothing changes, where there are not so many.
+        """``num`` blocks that leave now; None, and nothing changes, where there are not so many.
 
-        The chunks that come for them are inserted next.
+        The blocks that come for them are inserted next.
         """
         kinds = [_Queue(home, may_leave) for home in self._kinds if home]
         guests, new = (_Queue(home, may_leave) for home in (self._guests, self._new))
@@ -179,7 +179,7 @@ class EvictionOrder:
         return chosen
 
     def _cheapest(self, kinds: list[_Queue]) -> tuple[_Queue | None, bool]:
-        """Where the chunk is that leaves next, and whether a new one is worth less still."""
+        """Where the block is that leaves next, and whether a new one is worth less still."""
         there = []
         for queue in kinds:
             if queue.batch is not None:
@@ -205,17 +205,17 @@ class EvictionOrder:
     def check_invariants(self) -> None:
         """Raise AssertionError where homes, memory and batches don't add up."""
         homes = [*self._kinds, self._new, self._guests]
-        assert sum(map(len, homes)) == len(self._homes), "a chunk has two homes, or none"
-        assert all(key in home for key, home in self._homes.items()), "a chunk is not at home"
+        assert sum(map(len, homes)) == len(self._homes), "a block has two homes, or none"
+        assert all(key in home for key, home in self._homes.items()), "a block is not at home"
         assert len(self._gone) <= self.capacity, "more is remembered than allowed"
-        assert not self._gone.keys() & self._homes.keys(), "a chunk is resident and gone"
+        assert not self._gone.keys() & self._homes.keys(), "a block is resident and gone"
         entries = [entry for home in (*homes, self._gone) for entry in home.values()]
         held = sum(batch.count for batch in {id(e.batch): e.batch for e in entries}.values())
-        assert held == len(entries), "batches count other chunks than there are"
+        assert held == len(entries), "batches count other blocks than there are"
 
 
 class _Queue:
-    """The chunks of a home that may leave, one after the other. batch: of ``head``; None at the
+    """The blocks of a home that may leave, one after the other. batch: of ``head``; None at the
     end."""
 
     __slots__ = ("_items", "_may_leave", "batch", "head", "value")
@@ -249,7 +249,7 @@ def _value(queue: _Queue) -> float:
 
 
 def _count_turns(entries: Sequence[_Entry]) -> int:
-    """The turn that a prompt is in by its last chunk; chunks that came with it are told theirs."""
+    """The turn that a prompt is in by its last block; blocks that came with it are told theirs."""
     turn, is_growing = UNKNOWN, False
     for entry in entries:
         if entry.born == UNKNOWN:

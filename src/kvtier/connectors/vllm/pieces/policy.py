@@ -8,7 +8,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order_request_keys
 
 from kvtier.connectors.vllm.pieces.eviction import EvictionOrder
-from kvtier.connectors.vllm.prompt import chunks_of
+from kvtier.connectors.vllm.prompt import blocks_of
 
 
 class _Begun:
@@ -19,23 +19,23 @@ class KvtierPolicy(CachePolicy):
     """Keeps what is used again soonest, as far as what was used again before tells.
 
     As LRU while nothing is learned. Prompts that nobody repeats, and more than fit, do not drive
-    out those that are. Remembers as many chunks that left as there are.
+    out those that are. Remembers as many blocks that left as there are.
     """
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self.order = EvictionOrder(cache_capacity)
-        self._chunks: dict[OffloadKey, ChunkStatus] = {}
+        self._blocks: dict[OffloadKey, ChunkStatus] = {}
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:
-        return self._chunks.get(key)
+        return self._blocks.get(key)
 
     def insert(self, key: OffloadKey, chunk: ChunkStatus) -> None:
-        self._chunks[key] = chunk
+        self._blocks[key] = chunk
         self.order.insert(key)
 
     def remove(self, key: OffloadKey) -> None:
-        del self._chunks[key]
+        del self._blocks[key]
         self.order.remove(key)
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
@@ -43,11 +43,11 @@ class KvtierPolicy(CachePolicy):
             self.order.refresh(key)
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """A request begins to store: what it has loaded is in use until it is over. Chunks that
+        """A request begins to store: what it has loaded is in use until it is over. Blocks that
         left count when they are inserted, not here."""
         if req_context.get_state(_Begun) is None:
             req_context.set_state(_Begun())
-            self.touch(chunks_of(req_context), req_context)
+            self.touch(blocks_of(req_context), req_context)
 
     def on_request_finished(
         self,
@@ -61,14 +61,14 @@ class KvtierPolicy(CachePolicy):
     def evict(
         self, n: int, protected: set[OffloadKey]
     ) -> list[tuple[OffloadKey, ChunkStatus]] | None:
-        chunks = self._chunks
+        blocks = self._blocks
         leaving = self.order.evict(
-            n, lambda key: key not in protected and chunks[OffloadKey(key)].ref_cnt == 0
+            n, lambda key: key not in protected and blocks[OffloadKey(key)].ref_cnt == 0
         )
         if leaving is None:
             return None
-        return [(OffloadKey(key), chunks.pop(OffloadKey(key))) for key in leaving]
+        return [(OffloadKey(key), blocks.pop(OffloadKey(key))) for key in leaving]
 
     def clear(self) -> None:
-        self._chunks.clear()
+        self._blocks.clear()
         self.order.clear()

@@ -1,8 +1,8 @@
-"""How soon a chunk will be used again, learned from what was used again before.
+"""How soon a block will be used again, learned from what was used again before.
 
-Chunks are put into classes: by how often they were used, and by how many turns their prompt has
-grown over. Per class, ages are counted at which chunks were used again, or given up. The value of a
-chunk of age a is its Gittins index: the best rate, over all horizons h, of
+Blocks are put into classes: by how often they were used, and by how many turns their prompt has
+grown over. Per class, ages are counted at which blocks were used again, or given up. The value of a
+block of age a is its Gittins index: the best rate, over all horizons h, of
 
     P(used again before a + h) / E[time until then, h at most]                 time: in requests
 
@@ -30,7 +30,7 @@ FADE = 0.99
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Chunks of one class that were last used by one request. count: that still are."""
+    """Blocks of one class that were last used by one request. count: that still are."""
 
     kind: int
     last: int
@@ -57,7 +57,7 @@ class _Ages:
 
 @dataclass(slots=True)
 class ReuseModel:
-    """Values of chunks. uses: buckets of use counts, the last one open; turns: likewise.
+    """Values of blocks. uses: buckets of use counts, the last one open; turns: likewise.
 
     The kinds are numbered so that more uses of the same turn are never worth less.
     """
@@ -80,27 +80,27 @@ class ReuseModel:
         self.values = [[1 / (1 + first) for first in FIRST_AGES] for _ in range(self.num_kinds)]
 
     def kind(self, num_uses: int, turn: int) -> int:
-        """The class of a chunk."""
+        """The class of a block."""
         return _bucket(num_uses - 1, self.num_uses) * self.num_turns + _bucket(turn, self.num_turns)
 
     def value(self, batch: Batch, now: int) -> float:
-        """Of one of its chunks: uses to be expected per request, at best."""
+        """Of one of its blocks: uses to be expected per request, at best."""
         return self.values[batch.kind][_age(now - batch.last)]
 
     @property
     def value_of_new(self) -> float:
-        """Of a chunk that was just computed for the first time."""
+        """Of a block that was just computed for the first time."""
         return self.values[0][0]
 
     def used_again(self, batch: Batch, now: int) -> None:
-        """A chunk of the batch was."""
+        """A block of the batch was."""
         age = now - batch.last
         at = _age(age)
         self._ages.reused[batch.kind][at] += 1
         self._end(self._ages, batch.kind, age, at, 1)
 
     def given_up(self, batch: Batch, now: int) -> None:
-        """A chunk of the batch was not used again as long as it was remembered."""
+        """A block of the batch was not used again as long as it was remembered."""
         age = now - batch.last
         self._end(self._ages, batch.kind, age, _age(age), 1)
 
@@ -116,7 +116,7 @@ class ReuseModel:
         reused, ended, beyond = (
             np.array(table) for table in (open_.reused, open_.ended, open_.beyond)
         )
-        # Time that chunks spent in a bucket: all of it by those that ended later.
+        # Time that blocks spent in a bucket: all of it by those that ended later.
         later = np.cumsum(ended[:, ::-1], axis=1)[:, ::-1] - ended
         spent = later * WIDTHS + beyond
         reused = reused + SHARED * reused.sum(axis=0)

@@ -36,9 +36,9 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvtier.connectors.vllm.names import Names
-from kvtier.connectors.vllm.pieces.chunk_slab import ChunkSlab
+from kvtier.connectors.vllm.pieces.block_slab import BlockSlab
 from kvtier.connectors.vllm.pieces.settings import TierSettings
-from kvtier.connectors.vllm.prompt import chunks_of, depth
+from kvtier.connectors.vllm.prompt import blocks_of, depth
 from kvtier.connectors.vllm.weights import Source
 from kvtier.devices.base import Memory
 from kvtier.errors import TierError
@@ -56,8 +56,8 @@ FOUND = {
     Place.STORAGE: LookupResult.HIT,
 }
 QUEUED_SHARE = 2
-"""At most one chunk in this many of the host tier waits for the disk: it can't leave meanwhile."""
-CHUNKS = "vllm:kv_offload_kvtier_chunks"
+"""At most one block in this many of the host tier waits for the disk: it can't leave meanwhile."""
+BLOCKS = "vllm:kv_offload_kvtier_chunks"
 GONE = "vllm:kv_offload_kvtier_gone_chunks"
 REFUSED = "vllm:kv_offload_kvtier_refused_chunks"
 
@@ -87,7 +87,7 @@ class KvtierTier(SecondaryTierManager):
         array = np.asarray(primary_kv_view)
         rows, num_rows = Memory(array.ctypes.data, array.nbytes, "host", None), len(array)
         del array
-        self._tokens_per_chunk = [
+        self._block_sizes = [
             each * offloading_spec.blocks_per_chunk for each in offloading_spec.tokens_per_block
         ]
         parallel = offloading_spec.config.parallel
@@ -105,7 +105,7 @@ class KvtierTier(SecondaryTierManager):
             logger.warning("kvtier: enable_kv_events has no effect, vLLM publishes no KV events")
         publishes = publishes and settings.enable_kv_events
         self._disk = self._open(settings.disk_options(subfolder), rows)
-        self.slab = ChunkSlab(
+        self.slab = BlockSlab(
             self._disk,
             rows,
             self._names.digest,
@@ -129,7 +129,7 @@ class KvtierTier(SecondaryTierManager):
         self.slab.digest = self._names.digest
 
         def following() -> list[OffloadKey]:
-            keys = chunks_of(req_context)
+            keys = blocks_of(req_context)
             return keys[keys.index(key) + 1 :] if key in keys else []
 
         return FOUND[self.slab.find(key, following)]
@@ -146,8 +146,8 @@ class KvtierTier(SecondaryTierManager):
         self.slab.load(job_metadata.job_id, keys, _rows_of(job_metadata))
 
     def _depth(self, key: OffloadKey, context: ReqContext) -> int:
-        tokens_per_chunk = self._tokens_per_chunk[get_offload_group_idx(key)]
-        return depth(context.get_offload_key_position(key) or 0, tokens_per_chunk)
+        block_size = self._block_sizes[get_offload_group_idx(key)]
+        return depth(context.get_offload_key_position(key) or 0, block_size)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         return [
@@ -173,7 +173,7 @@ class KvtierTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         """All of the prompt was used, also what vLLM had in its own memory: its start leaves
         last."""
-        self.slab.touch(chunks_of(req_context))
+        self.slab.touch(blocks_of(req_context))
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return [
@@ -193,21 +193,21 @@ class KvtierTier(SecondaryTierManager):
         cls, extra_config: dict[str, object]
     ) -> dict[str, OffloadingMetricMetadata]:
         return {
-            CHUNKS: OffloadingGaugeMetadata(
+            BLOCKS: OffloadingGaugeMetadata(
                 documentation=(
-                    "Chunks in kvtier's slab: in use, or found by a restart and not asked for yet."
+                    "Blocks in kvtier's slab: in use, or found by a restart and not asked for yet."
                 ),
                 labelnames=("state",),
             ),
             GONE: OffloadingCounterMetadata(
                 documentation=(
-                    "Chunks that left kvtier's slab: evicted for others, or lost to a damaged disk."
+                    "Blocks that left kvtier's slab: evicted for others, or lost to a damaged disk."
                 ),
                 labelnames=("reason",),
             ),
             REFUSED: OffloadingCounterMetadata(
                 documentation=(
-                    "Chunks that kvtier's slab did not take: no room or too fast for the disk, "
+                    "Blocks that kvtier's slab did not take: no room or too fast for the disk, "
                     "beyond the day's budget, or the write failed."
                 ),
                 labelnames=("reason",),
@@ -217,8 +217,8 @@ class KvtierTier(SecondaryTierManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         counts = self.slab.take_counts()
         stats = OffloadingConnectorStats()
-        stats.set_gauge(CHUNKS, self.slab.num_chunks, ("used",))
-        stats.set_gauge(CHUNKS, self._disk.num_unfound, ("unclaimed",))
+        stats.set_gauge(BLOCKS, self.slab.num_blocks, ("used",))
+        stats.set_gauge(BLOCKS, self._disk.num_unfound, ("unclaimed",))
         for name, reason, value in (
             (GONE, "evicted", counts.evicted),
             (GONE, "lost", counts.lost),
@@ -232,5 +232,5 @@ class KvtierTier(SecondaryTierManager):
 
 
 def _rows_of(job: TransferJob) -> list[Slot]:
-    """Rows of the host tier that a job's chunks are in, or are to come to."""
+    """Rows of the host tier that a job's blocks are in, or are to come to."""
     return [Slot(row) for row in np.asarray(job.chunk_ids).tolist()]

@@ -22,17 +22,17 @@ class TierSettings:
     """Ours, by the names that ``CacheConfig`` has for them. Sizes may be written "200GiB"."""
 
     disk_path: str | list[str]
-    """Folder of the slab; a list of folders on several disks cuts each chunk over all of them."""
+    """Folder of the slab; a list of folders on several disks cuts each block over all of them."""
     disk_capacity: str | int
     """Room for KV on disk, reserved at the start and never exceeded."""
     disk_durability: str = "process"
-    """What a stored chunk survives: the end of the "process", or a loss of "power"."""
+    """What a stored block survives: the end of the "process", or a loss of "power"."""
     disk_verify: str = "always"
     """Which loads compare the checksum: "always", "sampled" or "off"."""
     disk_bytes_per_day: str | int = 0
     """What may be written in a day, for disks that wear; 0 for no limit."""
     namespace: str = ""
-    """Chunks are shared only under the same name: for what kvtier can't know of, such as weights
+    """Blocks are shared only under the same name: for what kvtier can't know of, such as weights
     that are made while loading."""
     enable_kv_events: bool = False
     """Publish what is stored here and what leaves, where vLLM publishes KV events at all."""

@@ -1,0 +1,298 @@
+"""Blocks in a slab, by the engine's own keys, as jobs over the rows of its host memory.
+
+vLLM's scheduler asks and must never wait. What is there, what leaves and what is on its way is the
+ladder's business: vLLM's host memory is its memory tier, for as long as a job lasts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.connectors.vllm.pieces.row_cache import RowCache
+from kvtier.devices.base import Memory
+from kvtier.errors import TierError
+from kvtier.index import make_index
+from kvtier.index.policies.lru import LruPolicy
+from kvtier.keyed_cache import Change, Place, rising
+from kvtier.ladder import Ladder, LadderOptions
+from kvtier.layout import named_layout, opaque
+from kvtier.tiers import LentMemory, MemoryTier, StorageTier
+from kvtier.tiers.row import rooms_of
+from kvtier.transfer import LocalMover
+from kvtier.types import HOST, Slot
+
+PIECE_BYTES = 16 << 20
+"""Read or written at a time, so that whoever closes does not wait for a long job."""
+CLOSE_WAIT_S = 10.0
+"""For stores that are queued when the slab is closed; the rest are dropped."""
+END_WAIT_S = 90.0
+"""For reads and writes under way; the disk tier's own deadlines come first."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlabCounts:
+    """Blocks since the last ``take_counts``. lost: were not there any more, or not as they were.
+    refused: had no room, or came faster than the disk writes, or while it was left alone.
+    over_budget: beyond the day's writes. failed: could not be written."""
+
+    evicted: int = 0
+    lost: int = 0
+    refused: int = 0
+    over_budget: int = 0
+    failed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedJob:
+    """keys: of a load that are in place, or of a store that were written for it. is_whole: all that
+    was asked for is in place, or in the slab. seconds: from the start, time in line included."""
+
+    job_id: int
+    is_load: bool
+    keys: list[bytes]
+    is_whole: bool
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Job:
+    """A job of vLLM's. asked: its blocks. placed: those of them whose rows are lent. moving: those
+    that are on their way, or wait for it. waiting: ``moving``, from the first that has not
+    ended."""
+
+    job_id: int
+    is_load: bool
+    asked: list[bytes]
+    placed: list[bytes]
+    moving: list[bytes]
+    began_s: float
+    waiting: deque[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.waiting = deque(self.moving)
+
+
+class BlockSlab:
+    """A storage tier as a cache of jobs: the block that was used least recently leaves first.
+
+    memory: the engine's host memory, in rows of a block each. digest: of the namespace that the
+    blocks belong to; while it is empty nobody knows what they are called: none is found, and none
+    is stored. most_queued: blocks that may wait for the disk; more are refused, since each
+    of them holds a row. bytes_per_day: see ``LadderOptions``. tells_changes: whether
+    ``take_changes`` is called. clock: seconds.
+
+    The caller guarantees
+        one thread calls; the rows of a job stay as they are until the job is finished; no block is
+        loaded into two rows at a time.
+    Outcomes and errors
+        nothing raises but ``close``. What can't be stored or loaded is told by ``FinishedJob``.
+    """
+
+    def __init__(
+        self,
+        tier: StorageTier,
+        memory: Memory,
+        digest: bytes,
+        *,
+        most_queued: int,
+        bytes_per_day: int = 0,
+        tells_changes: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        bytes_per_block = tier.bytes_per_block
+        num_rows = memory.nbytes // bytes_per_block
+        rows = LentMemory(
+            HOST, memory, named_layout("block_first", opaque(bytes_per_block), num_rows)
+        )
+        tiers: dict[str, MemoryTier | StorageTier] = {HOST: rows, tier.name: tier}
+        self._tier = tier
+        self.digest = digest
+        self._clock = clock = rising(clock)
+        self._mover = LocalMover(tiers, None, clock)
+        self._index = make_index({name: LruPolicy() for name in tiers})
+        self._ladder = Ladder(
+            self._index,
+            rooms_of(tiers),
+            self._mover,
+            options=LadderOptions(
+                bytes_per_block,
+                bytes_per_day={tier.name: bytes_per_day},
+                piece_blocks=max(1, PIECE_BYTES // bytes_per_block),
+            ),
+            clock=clock,
+        )
+        self._cache = RowCache(rows, self._index, self._ladder, lambda: self.digest, clock)
+        self._most_queued = max(1, most_queued)
+        self._num_queued = 0
+        self._tells_changes = tells_changes
+        self._changes: list[Change] = []
+        self._num_gone = 0
+        self._jobs: list[_Job] = []
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are in the slab or on their way to it, without those that a restart found
+        and nobody has asked for."""
+        return self._index.num_held(self._tier.name)
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that ``take_finished`` has not returned yet."""
+        return len(self._jobs)
+
+    # -- what is there -----------------------------------------------------------------------------
+
+    def find(self, key: bytes, following: Callable[[], Sequence[bytes]] | None = None) -> Place:
+        """``STORAGE`` where ``key`` can be loaded, ``ARRIVING`` where it is on its way to the slab.
+        A block that a restart found is claimed by that; see ``KeyedCache.find``."""
+        if not self._mover.accepts((self._tier.name, HOST)):
+            return Place.NOWHERE
+        place = self._cache.find(key, following)
+        if place not in (Place.MEMORY, Place.ARRIVING):
+            return place
+        # Some job has it.
+        if self._cache.is_stored(key):
+            return Place.STORAGE
+        return Place.ARRIVING if self._cache.is_moving(key) else Place.NOWHERE
+
+    def touch(self, keys: Collection[bytes]) -> None:
+        """They were used just now. The first ones, the beginning of a prompt, leave last."""
+        self._cache.touch(keys)
+
+    def take_changes(self) -> list[Change]:
+        """What came to the slab and left it since the last call, in order."""
+        self._note_changes()
+        changes, self._changes = self._changes, []
+        return changes
+
+    def _note_changes(self) -> None:
+        """Called often enough that nothing piles up where nobody wants to know."""
+        changes = [each for each in self._cache.take_changes() if each.tier == self._tier.name]
+        self._num_gone += sum(len(each.keys) for each in changes if each.is_removed)
+        if self._tells_changes:
+            self._changes += changes
+
+    def take_counts(self) -> SlabCounts:
+        """What happened since the last call."""
+        self._note_changes()
+        recent, disk = self._ladder.metrics.take_recent(), self._tier.name
+        num_gone, self._num_gone = self._num_gone, 0
+
+        def count(name: str, *labels: str) -> int:
+            return int(recent.get((name, labels), 0))
+
+        evicted = count("kvtier_evicted_blocks_total", disk)
+        return SlabCounts(
+            evicted=evicted,
+            lost=num_gone - evicted,
+            refused=count("kvtier_refused_blocks_total", disk),
+            over_budget=count("kvtier_unwritten_blocks_total", disk),
+            failed=count("kvtier_failed_blocks_total", HOST, disk),
+        )
+
+    # -- jobs --------------------------------------------------------------------------------------
+
+    def store(
+        self, job_id: int, keys: Sequence[bytes], depths: Sequence[int], rows: Sequence[Slot]
+    ) -> None:
+        """Write blocks that are not there yet; the others count as used.
+
+        depths: of each block, its position in the prompt, in blocks. rows: where it is.
+        """
+        at = {key: position for position, key in enumerate(keys)}
+        self._cache.recall(at)
+        mine = [key for key in at if not self._is_in_a_job(key)]
+        new = [key for key in mine if not self._cache.is_stored(key)]
+        num_new = min(len(new), self._most_queued - self._num_queued) if self.digest else 0
+        refused = set(new[num_new:])
+        if refused:
+            self._ladder.metrics.count(
+                "kvtier_refused_blocks_total", len(refused), tier=self._tier.name
+            )
+        placed = [key for key in mine if key not in refused]
+        self._begin(job_id, False, at, placed, new[:num_new])
+        self._num_queued += num_new
+        self._cache.place(
+            placed, [rows[at[key]] for key in placed], [depths[at[key]] for key in placed]
+        )
+        self.touch(at)
+
+    def load(self, job_id: int, keys: Sequence[bytes], rows: Sequence[Slot]) -> None:
+        """Read blocks into ``rows``. Those that are not there fail, and no others with them."""
+        at = {key: position for position, key in enumerate(keys)}
+        self._cache.recall(at)
+        self.touch(at)
+        there = [key for key in at if self._cache.is_stored(key) and not self._is_in_a_job(key)]
+        self._begin(job_id, True, at, there, there)
+        self._cache.fetch(there, [rows[at[key]] for key in there])
+
+    def _begin(
+        self,
+        job_id: int,
+        is_load: bool,
+        asked: Iterable[bytes],
+        placed: list[bytes],
+        moving: list[bytes],
+    ) -> None:
+        job = _Job(job_id, is_load, list(asked), placed, moving, self._clock())
+        self._jobs.append(job)
+
+    def _is_in_a_job(self, key: bytes) -> bool:
+        """Whether a row of some job's is lent for it."""
+        return self._cache.is_moving(key) or self._cache.is_in_memory(key)
+
+    def take_finished(self) -> list[FinishedJob]:
+        """Jobs that were finished since the last call. Their blocks can be found, or not, now."""
+        self._poll()
+        self._note_changes()
+        ended = [job for job in self._jobs if not job.waiting]
+        self._jobs = [job for job in self._jobs if job.waiting]
+        return [self._finish(job) for job in ended]
+
+    def _finish(self, job: _Job) -> FinishedJob:
+        is_there = self._cache.is_in_memory if job.is_load else self._cache.is_stored
+        moved = [key for key in job.moving if is_there(key)]
+        is_whole = all(map(is_there, job.asked))
+        self._cache.displace(job.placed)
+        if not job.is_load:
+            self._num_queued -= len(job.moving)
+            self.touch(job.asked)  # its pieces came one by one, the end of the prompt last
+        return FinishedJob(job.job_id, job.is_load, moved, is_whole, self._clock() - job.began_s)
+
+    def _poll(self) -> bool:
+        """Notice what has ended. True while something waits or moves."""
+        self._cache.poll()
+        for job in self._jobs:
+            while job.waiting and not self._cache.is_moving(job.waiting[0]):
+                job.waiting.popleft()
+        return any(job.waiting for job in self._jobs)
+
+    def drain(self) -> None:
+        """Wait until nothing is read or written any more. ``take_finished`` tells what became."""
+        while self._poll():
+            self._ladder.wait(END_WAIT_S)
+
+    def close(self) -> None:
+        """Finish what is under way, and give the slab to its next owner.
+
+        Stores that are still queued after ``CLOSE_WAIT_S`` are dropped. ``TierError`` where a read
+        or a write does not end: the memory of the jobs must stay then.
+        """
+        ends_s = time.monotonic() + CLOSE_WAIT_S
+        while self._poll() and (left_s := ends_s - time.monotonic()) > 0:
+            self._ladder.wait(left_s)
+        self._mover.close(0)
+        if self._mover.close(END_WAIT_S):
+            reason = f"a read or write takes over {END_WAIT_S:.0f} s"
+            raise TierError(self._tier.name, "close", reason)
+        self._ladder.close()
+        self._tier.close()
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where rows, blocks and leases don't add up."""
+        self._ladder.check_invariants(0)
+        num_queued = sum(len(job.moving) for job in self._jobs if not job.is_load)
+        assert self._num_queued == num_queued, "blocks wait for nobody"

@@ -1,0 +1,230 @@
+"""The HTML report: one file, no external resources, for a screen, a phone or a dark room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from kvtier.serve_bench import plots
+from kvtier.serve_bench.accuracy import TIERS, AccuracyResult
+from kvtier.serve_bench.figures import counted, milliseconds, number, percent
+from kvtier.serve_bench.machine import Fact
+from kvtier.serve_bench.result import ServeResult
+from kvtier.serve_bench.tamper import Damage
+from kvtier.serve_bench.target import target_figure, target_interval, wanted
+from kvtier.serve_bench.ttft import COLD, WARM, TtftResult
+from kvtier.serve_bench.words import PLACES, Verdict, headline, subtitle, verdicts
+
+DAMAGES = {
+    Damage.SWAPPED: "two blocks swapped",
+    Damage.VALUE: "one value changed",
+    Damage.OTHER: "another prompt's block",
+}
+
+MACHINE_WORDS = {
+    "cpu": "Processor",
+    "cores": "Cores",
+    "memory_gib": "Memory, GiB",
+    "kernel": "Kernel",
+    "python": "Python",
+    "native_core": "Native core",
+    "load_average": "Load average before",
+    "load_average_after": "Load average after",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A row of the picture at the top. width: per cent of the longest bar."""
+
+    place: str
+    name: str
+    time: str
+    change: str
+    width: float
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A figure in two widths, with the sentence under it and a description for screen readers."""
+
+    wide: Markup
+    narrow: Markup
+    caption: str
+    description: str
+
+
+def write_report(result: ServeResult, path: Path) -> None:
+    """Write the report to ``path``; its directory is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render_report(result), encoding="utf-8")
+
+
+def render_report(result: ServeResult) -> str:
+    """The report as one HTML document."""
+    source = (
+        resources.files("kvtier.serve_bench").joinpath("serve.html.j2").read_text(encoding="utf-8")
+    )
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    overhead, ttft = result.overhead, result.ttft
+    return environment.from_string(source).render(
+        result=result,
+        headline=headline(result),
+        subtitle=subtitle(result),
+        bars=_bars(ttft),
+        cards=_cards(result),
+        summaries=_summaries(ttft),
+        distribution=_distribution(ttft),
+        second_pass=_second_pass(ttft),
+        overhead_picture=None
+        if overhead is None
+        else _picture(
+            plots.overhead_pairs(overhead),
+            "Each dot compares both engines on the same new prompts. The diamond is the median, "
+            "the line through it its 95 % interval; triangles lie outside the picture. Grey: "
+            "within 1 %.",
+            "Ratio of every pair with the cache on and off, with the median.",
+        ),
+        accuracy=_accuracy_table(result.accuracy),
+        targets=[
+            {
+                "id": target.target_id,
+                "meaning": target.meaning,
+                "value": target_figure(target),
+                "interval": target_interval(target),
+                "wanted": wanted(target),
+                "outcome": target.outcome,
+                "deviation": target.deviation,
+            }
+            for target in result.targets
+        ],
+        machine=[
+            (MACHINE_WORDS.get(name, name), _fact(value)) for name, value in result.machine.items()
+        ],
+        model=_model(result),
+    )
+
+
+def _bars(result: TtftResult | None) -> list[Bar]:
+    """Mean times to scale, longest first."""
+    if result is None:
+        return []
+    found = [(place, result.summary(place)) for place in PLACES]
+    longest = max(summary.mean for _, summary in found if summary is not None)
+    bars = []
+    for place, summary in found:
+        if summary is None:
+            continue
+        saved = None if place == COLD else result.reduction_from(place)
+        change = ""
+        if saved is not None and saved.is_bounded:
+            change = percent(-saved.value, signed=True)
+        width = round(100 * summary.mean / longest, 2)
+        bars.append(Bar(place, PLACES[place], milliseconds(summary.mean), change, width))
+    return bars
+
+
+def _cards(result: ServeResult) -> list[Verdict]:
+    """The findings that the bars at the top don't show already."""
+    shown = {"Time to first token", *PLACES.values()} if result.ttft is not None else set()
+    cards = [verdict for verdict in verdicts(result) if verdict.title not in shown]
+    if result.ttft is not None:
+        tokens = sum(result.ttft.hit_tokens(tier) for tier in WARM)
+        asked = result.ttft.num_warm * result.ttft.prompt_tokens
+        cards.insert(
+            0,
+            Verdict(
+                "Prompt not computed again",
+                percent(tokens / asked),
+                f"{tokens:,} of {asked:,} prompt tokens of the later passes came from the cache.",
+            ),
+        )
+    return cards
+
+
+def _summaries(result: TtftResult | None) -> list[tuple[str, str, int, list[str]]]:
+    if result is None:
+        return []
+    rows = []
+    for place in PLACES:
+        summary = result.summary(place)
+        if summary is not None:
+            count = len(result.times_from(place))
+            values = (summary.mean, summary.p50, summary.p90, summary.p99, summary.max)
+            cells = ["–" if value is None else number(value) for value in values]
+            rows.append((place, PLACES[place], count, cells))
+    return rows
+
+
+def _distribution(result: TtftResult | None) -> Picture | None:
+    if result is None:
+        return None
+    return _picture(
+        plots.ttft_distribution(result),
+        "Each dot is one request, one at a time. The bar marks the median.",
+        "Time to first token of every request, by source of the prompt, on a logarithmic axis.",
+    )
+
+
+def _second_pass(result: TtftResult | None) -> Picture | None:
+    if result is None:
+        return None
+    return _picture(
+        plots.second_pass(result),
+        f"The device pool has room for {counted(result.device_prompts, 'prompt')}, the host tier "
+        "for all. The newest prompts are asked first, so they are found on the device; the older "
+        "ones come from the host. The end of each prompt is always computed.",
+        "Requests of the second pass in order: time to first token, and tokens by tier.",
+    )
+
+
+def _picture(drawn: tuple[str, str], caption: str, description: str) -> Picture:
+    return Picture(Markup(drawn[0]), Markup(drawn[1]), caption, description)
+
+
+def _accuracy_table(result: AccuracyResult | None) -> dict[str, object] | None:
+    if result is None:
+        return None
+    asked = result.num_prompts
+    return {
+        "prompts": asked,
+        "prompt_tokens": result.prompt_tokens,
+        "reused_tokens": result.reused_tokens,
+        "steps": result.steps,
+        "tiers": [f"from {tier}" for tier in TIERS],
+        "rows": [
+            ("same logits, bit for bit", [_cell(result.num_equal(tier), asked) for tier in TIERS]),
+            *(
+                (
+                    f"damage noticed: {words}",
+                    [_cell(result.num_noticed(tier, damage=kind), asked) for tier in TIERS],
+                )
+                for kind, words in DAMAGES.items()
+            ),
+        ],
+    }
+
+
+def _cell(count: int, asked: int) -> tuple[str, bool]:
+    return f"{count} of {asked}", count == asked
+
+
+def _model(result: ServeResult) -> str:
+    info = result.info
+    return (
+        f"{info.model_name}, {info.num_parameters / 1e6:,.1f} million parameters, {info.attention} "
+        f"attention, {info.dtype} on {info.device}; blocks of {info.block_size} tokens "
+        f"({info.bytes_per_block / 1024:,.0f} KiB), prefill in chunks of {info.chunk_tokens}"
+    )
+
+
+def _fact(value: Fact) -> str:
+    if isinstance(value, list):
+        return ", ".join(f"{number:g}" for number in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,229 @@
+"""Results in words: the same figures and sentences for the table and the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.serve_bench.accuracy import TIERS, AccuracyResult
+from kvtier.serve_bench.figures import (
+    SURE,
+    TOO_FEW,
+    between,
+    change,
+    counted,
+    milliseconds,
+    percent,
+)
+from kvtier.serve_bench.overhead import OverheadResult
+from kvtier.serve_bench.overlap import Case, OverlapResult
+from kvtier.serve_bench.result import ServeResult
+from kvtier.serve_bench.slow_disk import SlowDiskResult
+from kvtier.serve_bench.stats import Estimate, Summary
+from kvtier.serve_bench.ttft import COLD, WARM, TtftResult
+from kvtier.types import DEVICE, DISK, HOST
+
+PLACES = {
+    COLD: "Without the cache",
+    DISK: "From disk, after a restart",
+    HOST: "From host memory",
+    DEVICE: "From device memory",
+}
+"""Where a prompt's beginning came from, slowest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One finding: what was asked, the figure, what it means in a sentence, and whether it is as
+    promised (None where nothing was promised)."""
+
+    title: str
+    figure: str
+    meaning: str
+    good: bool | None = None
+
+
+def verdicts(result: ServeResult) -> list[Verdict]:
+    """The findings of a run, most telling first."""
+    found: list[Verdict] = []
+    if result.ttft is not None:
+        found += _ttft(result.ttft)
+    if result.accuracy is not None:
+        found += _accuracy(result.accuracy)
+    if result.overhead is not None:
+        found.append(_overhead(result.overhead))
+    if result.slow_disk is not None:
+        found.append(_slow_disk(result.slow_disk))
+    if result.overlap is not None:
+        found.append(_overlap(result.overlap))
+    return found
+
+
+def headline(result: ServeResult) -> str:
+    """What the run says, in one short sentence."""
+    if result.ttft is not None:
+        saved = result.ttft.reduction
+        if not saved.is_bounded or saved.contains(0):
+            prompts = counted(result.ttft.num_prompts, "prompt")
+            return f"After {prompts} it can't be told whether the first token came sooner."
+        if saved.value > 0:
+            return f"The first token came {percent(saved.value)} sooner."
+        return f"The first token came {percent(-saved.value)} later."
+    if result.accuracy is not None:
+        equal, asked = result.accuracy.num_equal(), result.accuracy.num_prompts
+        return f"{equal} of {asked} prompts gave the same logits, bit for bit."
+    if result.overhead is not None:
+        return _in_short("The cost of the cache with nothing to reuse", result.overhead.loss)
+    if result.slow_disk is not None:
+        return _in_short("The cost of a disk slower than computing", result.slow_disk.p50_loss)
+    assert result.overlap is not None
+    return _in_short("The hidden share of a load", result.overlap.hidden(Case.FOLLOWED))
+
+
+def subtitle(result: ServeResult) -> str:
+    """What was done, in two sentences."""
+    ttft, accuracy = result.ttft, result.accuracy
+    if ttft is not None:
+        end = "."
+        if ttft.times_ms(3):
+            end = f", and after {milliseconds(ttft.whole_pass(3).mean)} after a restart."
+        return (
+            f"{counted(ttft.num_prompts, 'prompt')} of {ttft.prompt_tokens:,} tokens of real text: "
+            f"the answer began after {milliseconds(ttft.whole_pass(1).mean)} on average the first "
+            f"time, after {milliseconds(ttft.whole_pass(2).mean)} the second time, when all but "
+            f"the end of the prompt came from the cache{end}"
+        )
+    if accuracy is not None:
+        return (
+            f"{counted(accuracy.num_prompts, 'prompt')} of {accuracy.prompt_tokens:,} tokens of "
+            "real text, once without and twice with reused KV."
+        )
+    if result.overhead is not None:
+        return "New prompts, served in turn by an engine with the cache and by one without."
+    if result.slow_disk is not None:
+        return "Prompts that lie on a throttled disk, in turn with an engine without the cache."
+    return "A long prompt from host memory, computed while it was loaded and after, in turn."
+
+
+def _in_short(what: str, found: Estimate) -> str:
+    """A sentence about a share."""
+    if not found.is_bounded:
+        return f"{what}: {TOO_FEW}."
+    return f"{what}: {change(found) if found.contains(0) else percent(found.value)}."
+
+
+def _ttft(result: TtftResult) -> list[Verdict]:
+    first, second = result.whole_pass(1), result.whole_pass(2)
+    shares = " and ".join(
+        f"{percent(len(result.times_ms(2, tier)) / result.num_prompts)} from {name}"
+        for tier, name in ((DEVICE, "device"), (HOST, "host"))
+    )
+    found = [
+        Verdict(
+            "Time to first token",
+            f"{milliseconds(first.mean)} \N{RIGHTWARDS ARROW} {milliseconds(second.mean)}"
+            f"{in_brackets(result.reduction)}",
+            f"Mean without the cache, and mean of a second pass served {shares}.",
+        )
+    ]
+    for tier in WARM:
+        summary, saved = result.summary(tier), result.reduction_from(tier)
+        if summary is not None and saved is not None:
+            found.append(
+                Verdict(
+                    PLACES[tier],
+                    f"{milliseconds(summary.mean)}{in_brackets(saved)}",
+                    f"{counted(len(result.times_from(tier)), 'request')}: half of them took at "
+                    f"most {milliseconds(summary.p50)}, {_slow_ones(summary)}.",
+                )
+            )
+    if again := len(result.times_ms(2, COLD)) + len(result.times_ms(3, COLD)):
+        found.append(
+            Verdict("Computed again", counted(again, "request"), "Nothing of them was reused.")
+        )
+    if result.num_same < result.num_warm:
+        wrong = counted(result.num_warm - result.num_same, "request")
+        found.append(
+            Verdict("Later passes", wrong, "Their logits differ from the first pass.", good=False)
+        )
+    return found
+
+
+def _accuracy(result: AccuracyResult) -> list[Verdict]:
+    asked = result.num_prompts
+    equal = ", ".join(f"{result.num_equal(tier)} of {asked} from {tier}" for tier in TIERS)
+    all_equal, all_noticed = result.num_equal() == asked, result.num_noticed() == asked
+    return [
+        Verdict(
+            "Same logits",
+            equal,
+            f"All logits of {counted(result.steps, 'step')} are, bit for bit, those of a run "
+            "without the cache."
+            if all_equal
+            else "Reused KV changed logits, or did not come from the tier that was asked.",
+            good=all_equal,
+        ),
+        Verdict(
+            "Damage noticed",
+            f"{result.num_noticed()} of {asked}",
+            "One wrong block, of each of three kinds, changes the logits: this comparison can fail."
+            if all_noticed
+            else "Some damaged blocks left the logits as they were: the comparison proves less.",
+            good=all_noticed,
+        ),
+    ]
+
+
+def in_brackets(saved: Estimate) -> str:
+    """ " (-95.3 %)" where enough was measured to say so."""
+    return f" ({percent(-saved.value, signed=True)})" if saved.is_bounded else ""
+
+
+def _slow_ones(summary: Summary) -> str:
+    """The end of the distribution, as far as there are requests enough to speak of one."""
+    if summary.p99 is not None:
+        return f"99 % at most {milliseconds(summary.p99)}"
+    if summary.p90 is not None:
+        return f"90 % at most {milliseconds(summary.p90)}, the slowest {milliseconds(summary.max)}"
+    return f"the slowest {milliseconds(summary.max)}"
+
+
+def _overhead(result: OverheadResult) -> Verdict:
+    """Medians where they were taken at the size that they are meant for, else only where they lie:
+    on short prompts, what does not grow with them weighs more."""
+    tell = change if result.full_length else between
+    ttft, throughput = (
+        tell(ratio.changed(lambda each: each - 1))
+        for ratio in (result.ttft_ratio, result.throughput_ratio)
+    )
+    pairs = f"{counted(len(result.rows), 'pair')} with the cache on and off"
+    if result.full_length:
+        meaning = f"Medians of {pairs}, and where they lie ({SURE})."
+    else:
+        length = f"{result.prompt_tokens:,} tokens"
+        meaning = f"A look at prompts of {length}: there the medians of {pairs} lie ({SURE})."
+    return Verdict("Cost without reuse", f"first token {ttft}; throughput {throughput}", meaning)
+
+
+def _slow_disk(result: SlowDiskResult) -> Verdict:
+    return Verdict(
+        "A disk slower than computing",
+        f"median {change(result.p50_loss)}; p99 {change(result.p99_loss)}",
+        f"Time to first token against an engine without the cache. Reading a prompt's KV would "
+        f"take {milliseconds(1000 * result.load_s)}, computing it takes "
+        f"{milliseconds(result.cold.p50)}.",
+    )
+
+
+def _overlap(result: OverlapResult) -> Verdict:
+    times = {case: milliseconds(result.ttft_ms(case)) for case in Case}
+    return Verdict(
+        "Loading while computing",
+        f"hidden: {change(result.hidden(Case.FOLLOWED))}"
+        if result.all_same
+        else "logits differ from a cold run",
+        f"First token of {result.prompt_tokens:,} tokens: {times[Case.COLD]} cold, "
+        f"{times[Case.DEVICE]} from the device, {times[Case.FOLLOWED]} from the host layer by "
+        f"layer, {times[Case.AWAITED]} after a whole load of {milliseconds(result.load_ms)}. "
+        f"Medians of {result.num_rounds}.",
+        good=None if result.all_same else False,
+    )

@@ -1,0 +1,75 @@
+"""A slab as a cache: stores, loads, damage and restarts in any order."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvtier.connectors.vllm.identity import block_key
+from kvtier.keyed_cache import Place
+from kvtier.testing.storage import Shelf
+from tests.connectors.slab_world import DIGEST, World, key_of, memory
+
+
+class Model(RuleBasedStateMachine):
+    """Loads are right or misses; capacity is a bound; nothing is lost but by eviction."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.shelf = Shelf()
+        self.tier = memory(5, self.shelf)
+        self.world = World(self.tier, most_queued=4)
+
+    numbers = st.lists(st.integers(0, 11), min_size=1, max_size=5)
+
+    @rule(numbers=numbers)
+    def store(self, numbers: list[int]) -> None:
+        self.world.submit(False, numbers)
+
+    @rule(numbers=numbers)
+    def load(self, numbers: list[int]) -> None:
+        self.world.settle()
+        ready = {n for n in numbers if self.world.slab.find(key_of(n)) is Place.STORAGE}
+        good = {n for n in ready if block_key(DIGEST, key_of(n)) not in self.tier.spoiled}
+        assert set(self.world.load(*numbers)) == good
+
+    @rule(numbers=numbers)
+    def load_and_go_on(self, numbers: list[int]) -> None:
+        self.world.submit(True, numbers)
+
+    @rule(numbers=numbers)
+    def touch(self, numbers: list[int]) -> None:
+        self.world.slab.touch([key_of(number) for number in numbers])
+
+    @rule(number=st.integers(0, 11))
+    def spoil(self, number: int) -> None:
+        self.tier.spoiled ^= {block_key(DIGEST, key_of(number))}
+
+    @rule()
+    def collect(self) -> None:
+        self.world.settle()
+
+    @rule()
+    def restart(self) -> None:
+        self.world.slab.close()
+        spoiled = self.tier.spoiled
+        self.tier = memory(5, self.shelf)
+        self.tier.spoiled = spoiled
+        self.world = World(self.tier, most_queued=4)
+
+    @invariant()
+    def bounded(self) -> None:
+        if hasattr(self, "world"):
+            assert self.world.slab.num_blocks <= 5
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.settle()
+            # What a scrub found damaged is gone there, and known to be gone when somebody asks.
+            assert self.tier.num_used <= self.world.slab.num_blocks, "a slot is lost"
+            self.world.slab.close()
+
+
+TestAnyOrder = Model.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

@@ -1,0 +1,36 @@
+"""What may be set in vLLM's ``kv_connector_extra_config``."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.connectors.vllm.settings import Settings
+from kvtier.errors import ConfigError
+
+
+def test_settings_are_read_and_refused_by_name() -> None:
+    assert Settings.read({"spec_name": "kvtier", "host_capacity": "2GiB"}).host_bytes == 2 << 30
+    assert Settings.read({"blocks_per_chunk": 4}).host_capacity == "4GiB"
+    for extra, told in (
+        (
+            {"hosts_capacity": "2GiB"},
+            "no setting is called 'hosts_capacity'; did you mean 'host_capacity'",
+        ),
+        ({"host_capacity": "lots"}, "host_capacity: can't read 'lots' as a size"),
+        ({"host_capacity": 2.5}, "host_capacity: 2.5 is no size"),
+        ({"host_capacity": 0}, "host_capacity: 0 is no room"),
+        (
+            {"zzz": 1},
+            "known: disk_bytes_per_day, disk_bytes_per_s, disk_capacity, disk_durability",
+        ),
+        ({"disk_path": "/nvme"}, "disk_path: '/nvme' with disk_capacity: 0; give both"),
+        ({"disk_capacity": "1GiB"}, "disk_path: '' with disk_capacity: '1GiB'; give both"),
+        ({"disk_path": 7, "disk_capacity": "1GiB"}, "disk_path: 7 is no text"),
+        ({"load_policy": "never"}, "load_policy: 'never' is unknown; use one of auto, always"),
+        ({"host": "2GiB"}, "kv_connector_extra_config: host is called host_capacity"),
+        ({"disk": "/nvme"}, "kv_connector_extra_config: disk is called disk_path"),
+        ({"load": "always"}, "kv_connector_extra_config: load is called load_policy"),
+        ({"disk_durability": "some"}, "disk_durability: 'some' is unknown"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            Settings.read(extra)

@@ -1,0 +1,109 @@
+"""The HTML report: complete, self-contained, readable without its pictures."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from kvtier.serve_bench.report import render_report, write_report
+from tests.serve_bench import samples
+
+pytestmark = pytest.mark.engine
+
+VOID = {"meta", "br", "link", "img"}
+
+
+class Outline(HTMLParser):
+    """Checks that elements are closed in order, and keeps what is asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "xlink:href"):
+                self.links.append(value or "")
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def outline(html: str) -> Outline:
+    parser = Outline()
+    parser.feed(html)
+    parser.close()
+    assert not parser.open
+    return parser
+
+
+@pytest.fixture(scope="module")
+def html() -> str:
+    return render_report(
+        samples.serve_result(samples.accuracy(unequal=1), samples.ttft(), samples.overhead())
+    )
+
+
+def test_report_is_well_formed_with_names_used_once(html: str) -> None:
+    found = outline(html)
+    assert len(found.ids) == len(set(found.ids))
+
+
+def test_report_needs_nothing_from_outside(html: str) -> None:
+    assert all(link.startswith("#") for link in outline(html).links)
+    assert "@import" not in html
+    assert "<script" not in html
+    assert not re.search(r"url\((?!#)", html)
+
+
+def test_report_says_the_figures_in_words(html: str) -> None:
+    text = " ".join(outline(html).text).replace("\u00a0", " ")
+    for figure in (
+        "The first token came 96.5 % sooner.",
+        "1,000 ms",
+        "\u221297.5 %",
+        "691,200 of 700,000 prompt tokens",
+        "20 of 20",
+        "19 of 20",
+        "first token +0.4 % (+0.1 % to +0.7 %)",
+        "kvtier bench serve",
+        "A processor <with brackets>",
+    ):
+        assert figure in text
+
+
+def test_pictures_take_their_colours_from_the_page(html: str) -> None:
+    assert html.count("<svg") == 6
+    assert "#10100" not in html
+    for variable in ("--ink", "--device", "--host", "--cold", "--line"):
+        assert f"var({variable})" in html
+        assert html.count(f"{variable}:") == 2  # once for light, once for dark
+
+
+@pytest.mark.parametrize("part", ["accuracy", "ttft", "overhead", "slow_disk", "overlap"])
+def test_one_experiment_alone_makes_a_report(part: str, tmp_path: Path) -> None:
+    made = getattr(samples, part)()
+    path = tmp_path / "new" / "report.html"
+    write_report(samples.serve_result(**{part: made}), path)
+    html = path.read_text(encoding="utf-8")
+    outline(html)
+    assert html.count("<svg") == {"ttft": 4, "overhead": 2}.get(part, 0)
