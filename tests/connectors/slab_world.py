@@ -97,3 +97,9 @@ class World:
 
 def memory(num_slots: int, shelf: Shelf | None = None) -> MemoryStorage:
     return MemoryStorage(GROUP, num_slots, shelf or Shelf())
+
+
+def open_world(worlds: list[World], tier: StorageTier, most_queued: int = 100) -> World:
+    """One more, which its fixture closes."""
+    worlds.append(World(tier, most_queued))
+    return worlds[-1]

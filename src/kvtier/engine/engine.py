@@ -21,7 +21,6 @@ from kvtier.config import parse_size
 from kvtier.devices import Finding, find_device
 from kvtier.engine.config import EngineConfig, EngineInfo
 from kvtier.engine.models import kv_group, load_model
-from kvtier.engine.paged import Span
 from kvtier.engine.pool import KVPool
 from kvtier.engine.request import (
     Completion,
@@ -35,11 +34,12 @@ from kvtier.engine.runner import ModelRunner
 from kvtier.engine.sampling import Sampler, SamplingParams
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.tokenizer import Tokenizer
+from kvtier.engine.warm_up import warm_up
 from kvtier.errors import Closed, ConfigError, DeviceError
 from kvtier.identity import Basis, Identity
 from kvtier.keys import Namespace, grid_labels
 from kvtier.process import OwnerProcess
-from kvtier.types import Label, Slot
+from kvtier.types import Label
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +47,6 @@ T = TypeVar("T")
 
 IDLE_WAIT_S = 0.05
 """How long an idle engine sleeps before it looks at copies on their way again."""
-WARM_UP_TOKENS = 4096
-"""Context of the longest piece that the engine computes before the first request."""
 
 
 class Engine:
@@ -120,7 +118,7 @@ class Engine:
         self._thread: Thread | None = None
         self._closing = False
         self._stop = False
-        self._warm_up()
+        warm_up(self._runner, self.info, self._cache.observe_prefill)
         # What is stored under a name that may be wrong outlives the moment when that is found out.
         self._cache.let_archive(model.identity.basis is Basis.READ)
         if self._weights is not None and model.identity.basis is Basis.REMEMBERED:
@@ -342,22 +340,6 @@ class Engine:
     def _wake(self) -> None:
         self._inbox.put(None)
 
-    def _warm_up(self) -> None:
-        """Run the model before the first request, and learn what prefill costs: of a chunk, of a
-        short one, and of one with much before it.
-
-        The pool is empty now, so the blocks that this writes to are nobody's.
-        """
-        chunk = min(self.info.chunk_tokens, self.info.max_model_tokens - 1)
-        far = min(WARM_UP_TOKENS, self.info.max_model_tokens - 1) - chunk
-        slots = [Slot(slot) for slot in range((far + chunk) // self.info.block_size + 1)]
-        self._runner.prefill([0] * chunk, Span(slots, 0, chunk))  # pays for what comes only once
-        for first, num_tokens in ((0, chunk), (0, max(1, chunk // 4)), (far, chunk)):
-            span = Span(slots, first, first + num_tokens)
-            seconds = _least_seconds(partial(self._runner.prefill, [0] * num_tokens, span))
-            self._cache.observe_prefill(first, num_tokens, seconds)
-        self._runner.decode([0], [Span(slots, chunk, chunk + 1)])
-
     def _refuse_bad(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise ``RequestError`` with one clear sentence for what can't be served."""
         if not prompt:
@@ -376,17 +358,6 @@ class Engine:
                 f"The prompt has token ids outside 0 .. {self.info.vocab_size - 1}, the vocabulary "
                 f"of {self.info.model_name}."
             )
-
-
-def _least_seconds(work: Callable[[], object]) -> float:
-    """What ``work`` takes when nothing else disturbs it: the least of a few times. The first one
-    counts only where it takes so long that nobody wants to wait for another."""
-    times: list[float] = []
-    while len(times) < 5 and (len(times) < 2 or sum(times) < 0.3) and sum(times) < 3:
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return min(times)
 
 
 def _device_name(wanted: str) -> str:
