@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvtier.connectors.vllm.pieces.row_cache import RowCache
 from kvtier.devices.base import Memory
-from kvtier.errors import TierError
+from kvtier.errors import ConfigError, TierError
 from kvtier.index.policies.lru import LruPolicy
 from kvtier.keyed_cache import Change, Place, rising
 from kvtier.ladder import Ladder, LadderOptions
@@ -25,6 +25,8 @@ from kvtier.types import HOST, Slot
 
 PIECE_BYTES = 16 << 20
 """Read or written at a time, so that whoever closes does not wait for a long job."""
+DIGEST_BYTES = 32
+"""Of a namespace, as storage keeps it beside each chunk."""
 CLOSE_WAIT_S = 10.0
 """For stores that are queued when the slab is closed; the rest are dropped."""
 END_WAIT_S = 90.0
@@ -79,8 +81,8 @@ class ChunkSlab:
     """A storage tier as a cache of jobs: the chunk that was used least recently leaves first.
 
     memory: the engine's host memory, in rows of a chunk each. digest: of the namespace that the
-    chunks belong to; while it is empty nobody knows what they are called: none is found, and none
-    is stored. most_queued: chunks that may wait for the disk; more are refused, since each
+    chunks belong to, 32 bytes; while it is empty nobody knows what they are called: none is found,
+    and none is stored. most_queued: chunks that may wait for the disk; more are refused, since each
     of them holds a row. bytes_per_day: see ``LadderOptions``. tells_changes: whether
     ``take_changes`` is called. clock: seconds.
 
@@ -88,7 +90,8 @@ class ChunkSlab:
         one thread calls; the rows of a job stay as they are until the job is finished; no chunk is
         loaded into two rows at a time.
     Outcomes and errors
-        nothing raises but ``close``. What can't be stored or loaded is told by ``FinishedJob``.
+        nothing raises but ``close``, and a digest of the wrong length: ``ConfigError``. What can't
+        be stored or loaded is told by ``FinishedJob``.
     """
 
     def __init__(
@@ -102,12 +105,12 @@ class ChunkSlab:
         tells_changes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.digest = digest  # first: where it is wrong nothing was begun
         chunk_bytes = tier.bytes_per_block
         num_rows = memory.nbytes // chunk_bytes
         rows = LentMemory(HOST, memory, named_layout("block_first", opaque(chunk_bytes), num_rows))
         tiers: dict[str, MemoryTier | StorageTier] = {HOST: rows, tier.name: tier}
         self._tier = tier
-        self.digest = digest
         self._clock = clock = rising(clock)
         self._mover = LocalMover(tiers, None, clock)
         self._ladder = Ladder(
@@ -128,6 +131,20 @@ class ChunkSlab:
         self._changes: list[Change] = []
         self._num_gone = 0
         self._jobs: list[_Job] = []
+
+    @property
+    def digest(self) -> bytes:
+        """Of the namespace; empty while it is not known."""
+        return self._digest
+
+    @digest.setter
+    def digest(self, digest: bytes) -> None:
+        if len(digest) not in (0, DIGEST_BYTES):
+            raise ConfigError(
+                f"digest: a namespace of {len(digest)} bytes can't be stored; give the "
+                f"{DIGEST_BYTES} bytes of Namespace.digest, or none while it is not known"
+            )
+        self._digest = digest
 
     @property
     def num_chunks(self) -> int:
