@@ -32,8 +32,7 @@ from kvtier.devices.base import Memory
 from kvtier.layout import DType, full_attention
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskSystem, DiskTier, IoKind
-from kvtier.tiers.disk.records import RECORD_BYTES, Kind, Records, blank, seal
-from kvtier.tiers.disk.slab import header
+from kvtier.tiers.disk.records import RECORD_BYTES, Kind, Records, blank, header, seal
 from kvtier.tiers.disk.superblock import HALF_BYTES, Superblock, decode_both
 from kvtier.types import BlockKey
 

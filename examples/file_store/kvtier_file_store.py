@@ -138,9 +138,9 @@ class FileStore(StorageTier):
         return key in self._kept
 
     def _remove(self, key: BlockKey) -> None:
+        self._path(key).unlink(missing_ok=True)  # first: where it fails, it is asked for again
         self._kept.discard(key)
         self._unfound.pop(key, None)
-        self._path(key).unlink(missing_ok=True)
 
     # -- the folder --------------------------------------------------------------------------------
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
+import pytest
+
+from kvtier.errors import ConfigError
 from kvtier.keyed_cache import Change, Place
 from kvtier.testing.storage import Shelf
 from tests.connectors.slab_world import (
@@ -200,6 +205,21 @@ def test_other_namespace_finds_nothing(worlds: list[World]) -> None:
     other = World(memory(4, shelf), digest=b"e" * 32)
     assert other.slab.find(key_of(1)) is Place.NOWHERE
     other.slab.close()
+
+
+@pytest.mark.parametrize("digest", [b"namespace", b"d" * 31, b"d" * 33])
+def test_namespace_that_can_not_be_stored_is_refused_at_once(
+    worlds: list[World], digest: bytes
+) -> None:
+    num_threads = threading.active_count()
+    with pytest.raises(ConfigError, match=f"namespace of {len(digest)} bytes .* 32 bytes of"):
+        World(memory(4), digest=digest)
+    assert threading.active_count() == num_threads
+    world = open_world(worlds, memory(4))
+    with pytest.raises(ConfigError, match=f"namespace of {len(digest)} bytes"):
+        world.slab.digest = digest
+    assert world.slab.digest == DIGEST, "the one that it had"
+    world.store(1)
 
 
 def test_slab_is_left_alone_until_blocks_have_names(worlds: list[World]) -> None:

@@ -94,9 +94,15 @@ def test_superblock_of_version_1_is_read() -> None:
 def test_trust_is_these_bytes() -> None:
     bits = np.zeros(77, bool)
     bits[[0, 9, 76]] = True
-    body = struct.pack("<16sQQ", b"i" * 16, 2**63 + 1, 77)
+    table = blank(77, Kind.PUT)
+    table["slot"] = np.arange(77)
+    table["kind"][9] = Kind.DEL
+    seal(table)
+    records = [0] * 77
+    records[0], records[76] = int(table["crc"][0]), int(table["crc"][76])
+    body = struct.pack("<16sQQI", b"i" * 16, 2**63 + 1, 77, crc32c(struct.pack("<77I", *records)))
     body += bytes([1, 2, 0, 0, 0, 0, 0, 0, 0, 0b00010000])
-    assert encode(bits, SUPERBLOCK) == b"kvttrust" + struct.pack("<I", crc32c(body)) + body
+    assert encode(bits, table, SUPERBLOCK) == b"kvttrst2" + struct.pack("<I", crc32c(body)) + body
 
 
 def test_newest_whole_superblock_counts() -> None:

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier._hot import crc32c
 from kvtier.testing import FaultyDisk
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk.check import check_slab
+from kvtier.tiers.disk.records import Kind, Records, blank, seal
 from kvtier.tiers.disk.superblock import Membership, Superblock
 from kvtier.tiers.disk.trust import decode, encode, num_bytes_of
 from tests.disk.world import SLOT_BYTES, World, key, world
@@ -153,6 +155,66 @@ def test_nothing_is_believed_once_somebody_else_has_changed_the_slab(
         assert here.get(*range(7)) == [OK] * 7
 
 
+@LAZY
+def test_journal_that_was_exchanged_for_another_of_the_same_size_is_not_believed(
+    tmp_path: Path, verify: str
+) -> None:
+    """Of two lives of a slab that began alike: the journal of one, the data of the other."""
+    with world(tmp_path, 8, verify=verify, sample_every=1000) as here:
+        folder, before = here.options.path, tmp_path / "before"
+        here.put(*range(4))
+        here.tier.close()
+        shutil.copytree(folder, before)
+        here.open()
+        here.put(5)
+        here.tier.close()
+        shutil.copy(folder / "journal", tmp_path / "journal")
+        shutil.rmtree(folder)
+        shutil.copytree(before, folder)
+        here.open()
+        here.put(6)
+        here.reopen()
+        assert num_trusted(here) >= 1
+        here.tier.close()
+        assert (folder / "journal").stat().st_size == (tmp_path / "journal").stat().st_size
+        shutil.copy(tmp_path / "journal", folder / "journal")
+        here.open()
+        assert num_trusted(here) == 0
+        assert here.get(*range(4)) == [OK] * 4
+        assert here.get(5) == [CORRUPT], "the bytes are those of block 6"
+
+
+def test_trust_without_a_checksum_of_records_is_not_used(tmp_path: Path) -> None:
+    """As versions before this one left it."""
+    with world(tmp_path, 8, verify="off") as here:
+        here.put(1)
+        here.tier.close()
+        trust = here.options.path / "trust"
+        content = trust.read_bytes()
+        body = content[12:44] + content[48:]
+        crc = crc32c(np.frombuffer(body, np.uint8).ctypes.data, len(body))
+        trust.write_bytes(b"kvttrust" + crc.to_bytes(4, "little") + body)
+        here.open()
+        assert num_trusted(here) == 0
+        assert here.get(1) == [OK]
+
+
+def test_trust_outlives_a_compaction(tmp_path: Path) -> None:
+    """Slots that hold nothing have a record before it, and none after."""
+    with world(tmp_path, 8, verify="off") as here:
+        slots = here.put(*range(6))
+        here.tier.forget(slots[:2])
+        here.tier.parts[0].slab.compact()
+        here.reopen()
+        assert num_trusted(here) >= 4
+        assert here.get(2) == [OK]
+        here.tier.forget(here.tier.claim([key(3)]))
+        here.reopen()
+        here.tier.parts[0].slab.compact()
+        here.reopen()
+        assert num_trusted(here) >= 3
+
+
 def test_a_link_in_place_of_the_trust_is_not_followed(tmp_path: Path) -> None:
     with world(tmp_path, 8, verify="off") as here:
         here.put(1)
@@ -219,33 +281,54 @@ def superblock(num_slots: int) -> Superblock:
     return Superblock(4096, 1, num_slots, 0, 1, "", "", b"i" * 16, 0, member=member)
 
 
+def table_of(num_slots: int) -> Records:
+    table = blank(num_slots, Kind.PUT)
+    table["slot"] = np.arange(num_slots)
+    seal(table)
+    return table
+
+
 @given(st.lists(st.booleans(), min_size=1, max_size=200))
 def test_trust_comes_back_as_it_was(bits: list[bool]) -> None:
-    of = superblock(len(bits))
-    content = encode(np.array(bits), of)
+    of, table = superblock(len(bits)), table_of(len(bits))
+    content = encode(np.array(bits), table, of)
     assert len(content) == num_bytes_of(len(bits))
-    found = decode(content + b"behind it", of)
+    found = decode(content + b"behind it", lambda: table, of)
     assert found is not None
     assert found.tolist() == bits
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=40), st.data())
 def test_any_byte_of_the_trust_may_be_wrong(bits: list[bool], data: st.DataObject) -> None:
-    of = superblock(len(bits))
-    content = bytearray(encode(np.array(bits), of))
+    of, table = superblock(len(bits)), table_of(len(bits))
+    content = bytearray(encode(np.array(bits), table, of))
     content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
-    assert decode(bytes(content), of) is None
-    assert decode(bytes(content[:-1]), of) is None
-    assert decode(b"", of) is None
+    assert decode(bytes(content), lambda: table, of) is None
+    assert decode(bytes(content[:-1]), lambda: table, of) is None
+    assert decode(b"", lambda: table, of) is None
 
 
 def test_trust_is_of_one_slab_one_session_and_one_size() -> None:
-    of = superblock(9)
-    content = encode(np.ones(9, bool), of)
+    of, table = superblock(9), table_of(9)
+    content = encode(np.ones(9, bool), table, of)
     others = (
         dataclasses.replace(of, slab_id=b"j" * 16),
         dataclasses.replace(of, member=dataclasses.replace(of.member, session=78)),
         dataclasses.replace(of, num_slots=10),
     )
-    assert decode(content, of) is not None
-    assert [decode(content, other) for other in others] == [None] * 3
+    assert decode(content, lambda: table, of) is not None
+    assert [decode(content, lambda: table, other) for other in others] == [None] * 3
+
+
+@given(st.lists(st.booleans(), min_size=2, max_size=40), st.data())
+def test_trust_is_of_the_records_of_the_blocks_that_it_is_about(
+    bits: list[bool], data: st.DataObject
+) -> None:
+    of, table = superblock(len(bits)), table_of(len(bits))
+    slot = data.draw(st.integers(0, len(bits) - 1))
+    content = encode(np.array(bits), table, of)
+    table["seq"][slot] = 7
+    seal(table)
+    assert (decode(content, lambda: table, of) is None) == bits[slot]
+    table["kind"][slot] = Kind.DEL
+    assert (decode(content, lambda: table, of) is None) == bits[slot]

@@ -21,8 +21,8 @@ from kvtier.tiers.disk.folder import (
     open_file,
 )
 from kvtier.tiers.disk.journal import make_spare, max_journal_bytes
-from kvtier.tiers.disk.records import RECORD_BYTES, seal
-from kvtier.tiers.disk.slab import header, write_superblock
+from kvtier.tiers.disk.records import RECORD_BYTES, header, seal
+from kvtier.tiers.disk.slab import write_superblock
 from kvtier.tiers.disk.superblock import Superblock
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.disk.trust import reserve_trust

@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -252,7 +253,11 @@ def _recover(
         check_sequence(folder, found.next_seq)
         is_in_order = num_whole == 2 and was_closed(current, found, journal_bytes)
         data_was = os.fstat(data_fd)
-        trusted = _trusted(folder, current, want, data_was) if is_in_order else None
+        trusted = None
+        if is_in_order:
+            is_cut = want.num_slots < current.num_slots
+            was = partial(replay, records, current.num_slots) if is_cut else lambda: found
+            trusted = _trusted(folder, current, want, data_was, was)
         try:
             _fit(data_fd, data_was.st_size, want, system)
         except OSError as error:
@@ -290,12 +295,19 @@ def _recover(
 
 
 def _trusted(
-    folder: Path, current: Superblock, want: Superblock, data: os.stat_result
+    folder: Path,
+    current: Superblock,
+    want: Superblock,
+    data: os.stat_result,
+    was: Callable[[], Replay],
 ) -> npt.NDArray[np.bool_] | None:
     """bool [wanted slots]: what the last owner believed, where the data is as it left it; None
-    where nothing is believed."""
-    left = read_trust(folder, current) if mark_of(data) == current.data else None
-    if left is None or data.st_size < current.slot_bytes * current.num_slots:
+    where nothing is believed. was: what the journal says of its slots, and of more, maybe; it may
+    take a table of any size, and is asked last."""
+    if mark_of(data) != current.data or data.st_size < current.slot_bytes * current.num_slots:
+        return None
+    left = read_trust(folder, lambda: was().table[: current.num_slots], current)
+    if left is None:
         return None
     trusted = np.zeros(want.num_slots, bool)
     trusted[: current.num_slots] = left[: want.num_slots]

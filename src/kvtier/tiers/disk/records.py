@@ -67,6 +67,14 @@ def blank(num_records: int, kind: Kind) -> Records:
     return records
 
 
+def header(slab_id: bytes, generation: int) -> Records:
+    """The first record of a journal, not yet sealed."""
+    record = blank(1, Kind.HEADER)
+    record["seq"] = generation
+    record["key"] = np.frombuffer(slab_id.ljust(32, b"\0"), "V32")
+    return record
+
+
 def seal(records: Records) -> None:
     """Compute the checksums, in place."""
     records["crc"] = crc32c_rows(_body(records))

@@ -21,7 +21,7 @@ from kvtier.tiers.disk.folder import (
     open_file,
 )
 from kvtier.tiers.disk.journal import COMPACT_FLOOR, Journal, make_spare, max_journal_bytes
-from kvtier.tiers.disk.records import Kind, Records, blank, seal
+from kvtier.tiers.disk.records import Kind, Records, blank, header, seal
 from kvtier.tiers.disk.replay import Replay
 from kvtier.tiers.disk.sequence import Sequence
 from kvtier.tiers.disk.superblock import (
@@ -354,7 +354,7 @@ class Slab:
             data = mark_of(self._system.stamp(self.data_fd))
             self._system.sync(self.data_fd)
             self._journal.sync()
-            write_trust(self.folder, self._trusted, self.superblock, self._system)
+            write_trust(self.folder, self._trusted, self._table, self.superblock, self._system)
             self._write_superblock(member=member, is_clean=True, data=data)
         except OSError as error:
             logger.warning("slab not closed in order path=%s error=%s", self.folder, error)
@@ -389,14 +389,6 @@ class SlabFiles:
     superblock_fd: int
     journal_fd: int
     journal_bytes: int
-
-
-def header(slab_id: bytes, generation: int) -> Records:
-    """The first record of a journal, not yet sealed."""
-    record = blank(1, Kind.HEADER)
-    record["seq"] = generation
-    record["key"] = np.frombuffer(slab_id.ljust(32, b"\0"), "V32")
-    return record
 
 
 def write_superblock(fd: int, superblock: Superblock, system: DiskSystem) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from kvtier.connectors.vllm.pieces.row_cache import RowCache
 from kvtier.devices.base import Memory
-from kvtier.errors import TierError
+from kvtier.errors import ConfigError, TierError
 from kvtier.index import make_index
 from kvtier.index.policies.lru import LruPolicy
 from kvtier.keyed_cache import Change, Place, rising
@@ -26,6 +26,8 @@ from kvtier.types import HOST, Slot
 
 PIECE_BYTES = 16 << 20
 """Read or written at a time, so that whoever closes does not wait for a long job."""
+DIGEST_BYTES = 32
+"""Of a namespace, as storage keeps it beside each block."""
 CLOSE_WAIT_S = 10.0
 """For stores that are queued when the slab is closed; the rest are dropped."""
 END_WAIT_S = 90.0
@@ -79,8 +81,8 @@ class BlockSlab:
     """A storage tier as a cache of jobs: the block that was used least recently leaves first.
 
     memory: the engine's host memory, in rows of a block each. digest: of the namespace that the
-    blocks belong to; while it is empty nobody knows what they are called: none is found, and none
-    is stored. most_queued: blocks that may wait for the disk; more are refused, since each
+    blocks belong to, 32 bytes; while it is empty nobody knows what they are called: none is found,
+    and none is stored. most_queued: blocks that may wait for the disk; more are refused, since each
     of them holds a row. bytes_per_day: see ``LadderOptions``. tells_changes: whether
     ``take_changes`` is called. clock: seconds.
 
@@ -88,7 +90,8 @@ class BlockSlab:
         one thread calls; the rows of a job stay as they are until the job is finished; no block is
         loaded into two rows at a time.
     Outcomes and errors
-        nothing raises but ``close``. What can't be stored or loaded is told by ``FinishedJob``.
+        nothing raises but ``close``, and a digest of the wrong length: ``ConfigError``. What can't
+        be stored or loaded is told by ``FinishedJob``.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class BlockSlab:
         tells_changes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.digest = digest  # first: where it is wrong nothing was begun
         bytes_per_block = tier.bytes_per_block
         num_rows = memory.nbytes // bytes_per_block
         rows = LentMemory(
@@ -109,7 +113,6 @@ class BlockSlab:
         )
         tiers: dict[str, MemoryTier | StorageTier] = {HOST: rows, tier.name: tier}
         self._tier = tier
-        self.digest = digest
         self._clock = clock = rising(clock)
         self._mover = LocalMover(tiers, None, clock)
         self._index = make_index({name: LruPolicy() for name in tiers})
@@ -131,6 +134,20 @@ class BlockSlab:
         self._changes: list[Change] = []
         self._num_gone = 0
         self._jobs: list[_Job] = []
+
+    @property
+    def digest(self) -> bytes:
+        """Of the namespace; empty while it is not known."""
+        return self._digest
+
+    @digest.setter
+    def digest(self, digest: bytes) -> None:
+        if len(digest) not in (0, DIGEST_BYTES):
+            raise ConfigError(
+                f"digest: a namespace of {len(digest)} bytes can't be stored; give the "
+                f"{DIGEST_BYTES} bytes of Namespace.digest, or none while it is not known"
+            )
+        self._digest = digest
 
     @property
     def num_blocks(self) -> int:
