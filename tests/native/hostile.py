@@ -116,7 +116,7 @@ class Hostile:
     # -- calls -------------------------------------------------------------------------------------
 
     def _new_trie(self) -> _native.BlockTrie:
-        return _native.BlockTrie(TIERS, ("lru",) * len(TIERS), tuple(State), Labels, Match)
+        return _native.BlockTrie(TIERS, (None,), ("lru",) * len(TIERS), tuple(State), Labels, Match)
 
     def constructor(self) -> Call:
         tuples = [TIERS, ("lru", "lru"), tuple(State)]

@@ -60,8 +60,9 @@ class Costs:
         if not num_bytes or not classes:
             return 0.0
         wanted = size_class(num_bytes)
-        nearest = min(classes, key=lambda known: (abs(known - wanted), -known))
-        return classes[nearest] * num_bytes
+        if wanted not in classes:
+            wanted = min(classes, key=lambda known: (abs(known - wanted), -known))
+        return classes[wanted] * num_bytes
 
     def load_s(self, num_bytes: Mapping[str, int]) -> float:
         """Estimated seconds to bring bytes from where they are to the device.
