@@ -47,6 +47,11 @@ AnyColumn = str | Column
 """The name of a tier alone is the column of its first group: a model of one group needs no more."""
 
 
+def column_of(tier: str, group: int) -> AnyColumn:
+    """The column of a group in a tier, in its shorter form where there is one."""
+    return Column(tier, group) if group else tier
+
+
 class Outcome(Enum):
     """What became of a look-up or a request for room."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvtier.errors import ConfigError, LayoutError
 from kvtier.layout import Attention, KVGroup
-from kvtier.types import AnyColumn, Column
+from kvtier.types import AnyColumn, column_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +71,10 @@ def columns_of(
     ConfigError where ``given`` has other columns than these, or where there is no group.
     """
     tiers = tuple(column for column in given if isinstance(column, str))
-    columns: list[AnyColumn] = [*tiers]
-    columns += [Column(tier, group) for group in range(1, num_groups) for tier in tiers]
+    columns = tuple(column_of(tier, group) for group in range(num_groups) for tier in tiers)
     if num_groups < 1 or set(columns) != set(given):
         raise ConfigError(
             f"{num_groups} groups in the tiers {tiers} need a policy for each of {columns}, and for"
             f" no other column; got {list(given)}"
         )
-    return tiers, tuple(columns)
+    return tiers, columns

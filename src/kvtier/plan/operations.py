@@ -9,7 +9,7 @@ from kvtier.types import BlockId
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy ``blocks`` of one group from tier ``src`` to tier ``dst``; their order is the prompt's."""
+    """Copy a group's part of ``blocks`` from tier ``src`` to tier ``dst``, in prompt order."""
 
     src: str
     dst: str
@@ -26,8 +26,9 @@ class Plan:
     """What to do for one request, and what it is expected to cost.
 
     copies: to be run in this order. num_reused_blocks: the cut, up to which every group will have
-    what it needs on the device when all copies succeed; prefill starts after it. load_s, recompute_s: estimated seconds for the
-    copies and for the prefill of the rest. all_recompute_s: the same with nothing reused.
+    what it needs on the device when all copies succeed; prefill starts after it. load_s,
+    recompute_s: estimated seconds for the copies and for the prefill of the rest. all_recompute_s:
+    the same with nothing reused.
     """
 
     copies: tuple[Copy, ...] = ()
