@@ -103,11 +103,14 @@ class LeaseMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self._elsewhere(each) for each in self.held))
     @rule(data=st.data())
     def arrive(self, data: st.DataObject) -> None:
-        """Blocks come to the device; whoever waits for them holds them there from then on."""
+        """Blocks come to the device; who waits for them holds there what it held elsewhere, and
+        nothing of those that it did not hold."""
         each = data.draw(st.sampled_from([each for each in self.held if self._elsewhere(each)]))
         group = data.draw(st.sampled_from(sorted({group for group, _ in self._elsewhere(each)})))
         column = column_of(DEVICE, group)
         blocks = [each.lease.blocks[at] for g, at in self._elsewhere(each) if g == group]
+        if data.draw(st.booleans(), label="with those that it does not hold"):
+            blocks = list(each.lease.blocks)
         for block in blocks:
             if self.index.state(block, column) is State.ABSENT:
                 self.index.begin_write(block, column, *self._slots(1))

@@ -60,7 +60,10 @@ class Case:
 def cases(draw: Any) -> Case:
     rules = draw(rules_of_models)
     num_blocks = draw(st.integers(0, 10))
-    letters = ["ddhhs" if rule.needs_all else "ddhhs-" for rule in rules]
+    some = [draw(st.sampled_from(["d", "dddh", "ddhhs"])) for _ in rules]
+    letters = [
+        each if rule.needs_all else each + "-" for each, rule in zip(some, rules, strict=True)
+    ]
     rows = [draw(st.text(each, min_size=num_blocks, max_size=num_blocks)) for each in letters]
     arriving = draw(st.text(" +", min_size=num_blocks, max_size=num_blocks))
     rooms = [
