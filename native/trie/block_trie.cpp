@@ -43,7 +43,8 @@ bool may_move(State from, State to) {
 BlockTrie::BlockTrie(std::span<const std::string_view> policies,
                      std::span<const std::size_t> num_needed)
     : seed_(std::random_device{}()),
-      num_tiers_(policies.size() / num_needed.size()),
+      num_groups_(num_needed.size()),
+      num_tiers_(policies.size() / num_groups_),
       nodes_(policies.size()),
       counts_(policies.size()) {
   seed_ = seed_ << 32 | std::random_device{}();

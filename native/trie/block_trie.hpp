@@ -56,7 +56,7 @@ class BlockTrie {
     std::vector<std::size_t> cuts;
   };
   void match_groups(std::string_view space, Labels& labels, GroupsFound& found);
-  std::size_t num_groups() const { return nodes_.num_columns() / num_tiers_; }
+  std::size_t num_groups() const { return num_groups_; }
 
   // Writes to `slots`, which has room for one of each label; returns how many there are.
   std::size_t match_slots(std::string_view space, Labels& labels, std::size_t column,
@@ -176,6 +176,7 @@ class BlockTrie {
   void check_column(std::size_t column) const;
 
   std::uint64_t seed_;
+  std::size_t num_groups_;
   std::size_t num_tiers_;
   std::vector<std::size_t> num_needed_;  // per column
   Nodes nodes_;
