@@ -19,7 +19,7 @@ class Columns {
   Columns(nb::tuple tiers, std::size_t num_groups)
       : tiers_(std::move(tiers)), num_groups_(num_groups) {}
 
-  nb::object tier(std::size_t at) const { return nb::borrow(tiers_[at]); }
+  const nb::tuple& tiers() const { return tiers_; }
 
   std::size_t position(nb::handle column) const {
     for (std::size_t at = 0; at < tiers_.size(); ++at)

@@ -62,7 +62,7 @@ class BlockTrie {
     });
     const nb::object fields[] = {
         tuple_of(found_, [](const auto& each) { return number(each.block); }),
-        tuple_of(found_, [&](const auto& each) { return columns_.tier(each.tier); }),
+        tuple_of(found_, [&](const auto& each) { return nb::borrow(columns_.tiers()[each.tier]); }),
         tuple_of(found_,
                  [](const auto& each) { return nb::borrow(each.in_flight ? Py_True : Py_False); }),
         owned(PyLong_FromSize_t(num_asked)),
@@ -91,7 +91,7 @@ class BlockTrie {
     };
     nb::object tiers = table_of(num_groups, num_blocks, [&](auto... at) -> nb::object {
       const std::uint8_t tier = place(at...).tier;
-      return tier == trie::BlockTrie::kNowhere ? nb::none() : columns_.tier(tier);
+      return tier == trie::BlockTrie::kNowhere ? nb::none() : nb::borrow(columns_.tiers()[tier]);
     });
     nb::object in_flight = table_of(num_groups, num_blocks, [&](auto... at) {
       return nb::borrow(place(at...).in_flight ? Py_True : Py_False);
