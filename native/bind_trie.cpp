@@ -1,435 +1,57 @@
-// Binding of the block trie. Arguments are checked here and trusted inside.
-#include <algorithm>
-#include <cstring>
-#include <iterator>
-#include <optional>
-#include <string>
-#include <string_view>
-#include <vector>
-
-#include "bind.hpp"
-#include "bound_labels.hpp"
-#include "bound_values.hpp"
-#include "trie/block_trie.hpp"
+// Binding of the block trie.
+#include "bound_trie.hpp"
 
 namespace nb = nanobind;
 
 namespace kvtier {
-namespace {
 
-using namespace bound;
-
-using trie::BlockId;
-using trie::Slot;
-using trie::State;
-
-std::vector<std::string_view> names_of(const nb::tuple& names) {
-  std::vector<std::string_view> result;
-  for (const nb::handle each : names) {
-    if (!PyUnicode_Check(each.ptr()))
-      fail(PyExc_TypeError, "a policy must be a str, not %s", Py_TYPE(each.ptr())->tp_name);
-    Py_ssize_t size = 0;
-    const char* const text = PyUnicode_AsUTF8AndSize(each.ptr(), &size);  // lives as long as `each`
-    if (text == nullptr) throw nb::python_error();
-    result.emplace_back(text, static_cast<std::size_t>(size));
-  }
-  return result;
-}
-
-class BlockTrie {
- public:
-  BlockTrie(nb::tuple tiers, nb::tuple policies, nb::tuple states, nb::handle labels_type,
-            nb::handle match_type)
-      : trie_(checked([&] {
-          if (tiers.size() < 1 || tiers.size() > trie::kMaxTiers || tiers.size() != policies.size())
-            fail(PyExc_ValueError,
-                 "1 to %zu tiers with a policy each, not %zu tiers and %zu policies",
-                 trie::kMaxTiers, tiers.size(), policies.size());
-          return trie::BlockTrie(names_of(policies));
-        })),
-        tiers_(std::move(tiers)),
-        states_(std::move(states)),
-        labels_(labels_type),
-        match_type_(nb::borrow(match_type)) {
-    for (const char* each : {"blocks", "tiers", "in_flight", "num_asked"})
-      match_fields_.push_back(owned(PyUnicode_InternFromString(each)));
-    if (states_.size() != 4) fail(PyExc_ValueError, "four states, not %zu", states_.size());
-    // `match` makes its result as object.__new__ does.
-    if (!PyType_Check(match_type_.ptr()) ||
-        reinterpret_cast<PyTypeObject*>(match_type_.ptr())->tp_new != PyBaseObject_Type.tp_new)
-      fail(PyExc_TypeError, "match_type must be a class that is made of plain objects, not %R",
-           match_type_.ptr());
-  }
-  BlockTrie(const BlockTrie&) = delete;
-  BlockTrie& operator=(const BlockTrie&) = delete;
-
-  nb::object match(nb::handle space, nb::handle labels) {
-    std::size_t num_asked = 0;
-    labels_.read(labels, [&](trie::Labels& path) {
-      found_.clear();
-      num_asked = path.size();
-      trie_.match(to_name(space.ptr(), "a namespace"), path, found_);
-    });
-    const nb::object fields[] = {
-        tuple_of(found_, [](const auto& each) { return number(each.block); }),
-        tuple_of(found_, [&](const auto& each) { return nb::borrow(tiers_[each.tier]); }),
-        tuple_of(found_,
-                 [](const auto& each) { return nb::borrow(each.in_flight ? Py_True : Py_False); }),
-        owned(PyLong_FromSize_t(num_asked)),
-    };
-    // As object.__setattr__ does it, which is how a frozen dataclass fills itself.
-    auto* const type = reinterpret_cast<PyTypeObject*>(match_type_.ptr());
-    nb::object result = owned(type->tp_alloc(type, 0));
-    for (std::size_t i = 0; i < std::size(fields); ++i)
-      if (PyObject_GenericSetAttr(result.ptr(), match_fields_[i].ptr(), fields[i].ptr()) != 0)
-        throw nb::python_error();
-    return result;
-  }
-
-  nb::object match_slots(nb::handle space, nb::handle labels, nb::handle tier) {
-    const std::size_t at = position(tier);
-    PyObject* found = nullptr;
-    labels_.read(labels, [&](trie::Labels& path) {
-      constexpr std::size_t kItem = sizeof(std::int64_t);
-      nb::object made = owned(
-          PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(path.size() * kItem)));
-      auto* const slots = reinterpret_cast<std::int64_t*>(PyBytes_AS_STRING(made.ptr()));
-      const std::size_t num =
-          trie_.match_slots(to_name(space.ptr(), "a namespace"), path, at, slots);
-      found = made.release().ptr();
-      if (num < path.size()) _PyBytes_Resize(&found, static_cast<Py_ssize_t>(num * kItem));
-    });
-    return owned(found);
-  }
-
-  nb::object state(nb::handle block, nb::handle tier) {
-    return state_object(trie_.state(to_number(block.ptr(), "a block"), position(tier)));
-  }
-
-  // (block, (state per tier)) or None.
-  nb::object find(nb::handle space, nb::handle label) {
-    const trie::Index index = checked(
-        [&] { return trie_.find(to_bytes(space.ptr(), "a namespace"), to_label(label.ptr())); });
-    if (index == trie::kNone) return nb::none();
-    const std::size_t num_tiers = tiers_.size();
-    nb::object states = owned(PyTuple_New(static_cast<Py_ssize_t>(num_tiers)));
-    for (std::size_t at = 0; at < num_tiers; ++at)
-      PyTuple_SET_ITEM(states.ptr(), static_cast<Py_ssize_t>(at),
-                       state_object(trie_.state_at(index, at)).release().ptr());
-    return nb::make_tuple(number(trie_.id(index)), states);
-  }
-
-  nb::object states(nb::handle space, nb::handle labels, nb::handle tier, nb::handle after) {
-    std::vector<State> found;
-    const std::size_t at = position(tier);
-    labels_.read(labels, [&](trie::Labels& path) {
-      trie_.states(to_name(space.ptr(), "a namespace"), path, at, optional_block(after), found);
-    });
-    return list_of(found, [&](State each) { return state_object(each); });
-  }
-
-  nb::object states_of(nb::handle blocks, nb::handle tier) {
-    const std::size_t at = position(tier);
-    return list_of(read_blocks(blocks),
-                   [&](BlockId block) { return state_object(trie_.state(block, at)); });
-  }
-
-  nb::object slots(nb::handle blocks, nb::handle tier) {
-    const std::size_t at = position(tier);
-    read_blocks(blocks);
-    return checked([&] {
-      return list_of(blocks_, [&](BlockId block) { return number(trie_.slot(block, at)); });
-    });
-  }
-
-  nb::object prefixes(nb::handle blocks, nb::handle tier) {
-    const std::size_t at = position(tier);
-    read_blocks(blocks);
-    return checked([&] { return list_of(trie_.prefixes(blocks_, at), number); });
-  }
-
-  std::uint32_t num_uses(nb::handle block) {
-    const BlockId id = to_number(block.ptr(), "a block");
-    return checked([&] { return trie_.num_uses(id); });
-  }
-  std::size_t num_evictable(nb::handle tier) { return trie_.num_evictable(position(tier)); }
-  std::size_t num_held(nb::handle tier) { return trie_.num_held(position(tier)); }
-  std::size_t num_namespaces() { return trie_.num_namespaces(); }
-  std::size_t num_bytes() { return trie_.num_bytes(); }
-  std::size_t size() { return trie_.size(); }
-
-  nb::object extend(nb::handle space, nb::handle labels, nb::handle after) {
-    labels_.read(labels, [&](trie::Labels& path) {
-      blocks_.clear();
-      trie_.extend(to_name(space.ptr(), "a namespace"), path, optional_block(after), blocks_);
-    });
-    return list_of(blocks_, number);
-  }
-
-  nb::object insert(nb::handle space, nb::handle labels, nb::handle tier, nb::handle slots,
-                    double now, nb::handle after, bool hold) {
-    const std::size_t at = position(tier);
-    const Items given(slots, "slots must be iterable");
-    to_time(now);
-    std::size_t num_new = 0;
-    labels_.read(labels, [&](trie::Labels& path) {
-      read_slots(given);
-      given_ = slots_;
-      blocks_.clear();
-      if (path.size() != slots_.size())
-        fail(PyExc_ValueError, "a slot for each block: %zu labels, %zu slots", path.size(),
-             slots_.size());
-      num_new = trie_.insert(to_name(space.ptr(), "a namespace"), path, optional_block(after), at,
-                             slots_, now, hold, blocks_);
-    });
-    // A slot that was taken as it was given is the object that was given.
-    nb::object used = owned(PyList_New(static_cast<Py_ssize_t>(blocks_.size())));
-    for (std::size_t i = 0; i < blocks_.size(); ++i) {
-      nb::object slot = slots_[i] == given_[i] ? nb::borrow(given[i]) : number(slots_[i]);
-      PyList_SET_ITEM(used.ptr(), static_cast<Py_ssize_t>(i), slot.release().ptr());
-    }
-    return nb::make_tuple(list_of(blocks_, number), used, num_new);
-  }
-
-  void begin_write(nb::handle blocks, nb::handle tier, nb::handle slots) {
-    const std::size_t at = position(tier);
-    const Items given(slots, "slots must be iterable");
-    read_blocks(blocks);
-    read_slots(given);
-    if (blocks_.size() != slots_.size())
-      fail(PyExc_ValueError, "a slot for each block: %zu blocks, %zu slots", blocks_.size(),
-           slots_.size());
-    checked([&] {
-      for (std::size_t i = 0; i < blocks_.size(); ++i) trie_.begin_write(blocks_[i], at, slots_[i]);
-    });
-  }
-
-  void commit(nb::handle blocks, nb::handle tier, double now) {
-    to_time(now);
-    each(blocks, tier, [&](BlockId block, std::size_t at) { trie_.commit(block, at, now); });
-  }
-  void lease(nb::handle blocks, nb::handle tier) {
-    each(blocks, tier, [&](BlockId block, std::size_t at) { trie_.lease(block, at); });
-  }
-  void release(nb::handle blocks, nb::handle tier) {
-    each(blocks, tier, [&](BlockId block, std::size_t at) { trie_.release(block, at); });
-  }
-  void keep(nb::handle blocks, nb::handle tier) {
-    each(blocks, tier, [&](BlockId block, std::size_t at) { trie_.keep(block, at); });
-  }
-  nb::object lose(nb::handle block, nb::handle tier) {
-    const BlockId id = to_number(block.ptr(), "a block");
-    const std::size_t at = position(tier);
-    const std::optional<Slot> slot = checked([&] { return trie_.lose(id, at); });
-    return slot ? number(*slot) : nb::none();
-  }
-  nb::object labels(nb::handle blocks) {
-    read_blocks(blocks);
-    return list_of(blocks_, [&](BlockId block) {
-      return bytes(checked([&] { return trie_.label_of(block); }));
-    });
-  }
-  std::uint32_t num_leases(nb::handle block, nb::handle tier) {
-    const BlockId id = to_number(block.ptr(), "a block");
-    const std::size_t at = position(tier);
-    return checked([&] { return trie_.num_leases(id, at); });
-  }
-  nb::object origin(nb::handle block) {
-    const BlockId id = to_number(block.ptr(), "a block");
-    const trie::BlockTrie::Origin from = checked([&] { return trie_.origin(id); });
-    return nb::make_tuple(bytes(from.space), from.depth);
-  }
-  nb::object abort(nb::handle blocks, nb::handle tier) {
-    const std::size_t at = position(tier);
-    read_blocks(blocks);
-    slots_.clear();
-    checked([&] {
-      for (const BlockId block : blocks_) slots_.push_back(trie_.abort(block, at));
-    });
-    return list_of(slots_, number);
-  }
-  nb::object forget(nb::handle blocks, nb::handle tier) {
-    const std::size_t at = position(tier);
-    read_blocks(blocks);
-    slots_.clear();
-    checked([&] { trie_.forget(blocks_, at, slots_); });
-    return list_of(slots_, number);
-  }
-  void touch(nb::handle blocks, double now) {
-    to_time(now);
-    read_blocks(blocks);
-    checked([&] { trie_.touch(blocks_, now); });
-  }
-
-  nb::object evict(nb::handle tier, nb::handle num_blocks) {
-    const std::size_t at = position(tier);
-    const std::size_t most = to_limit(num_blocks);
-    blocks_.clear();
-    checked([&] { trie_.evict(at, most, blocks_); });
-    return list_of(blocks_, number);
-  }
-
-  // Evicts and forgets; the slots that are free now.
-  nb::object drop(nb::handle tier, nb::handle num_blocks) {
-    const std::size_t at = position(tier);
-    const std::size_t most = to_limit(num_blocks);
-    blocks_.clear();
-    slots_.clear();
-    checked([&] {
-      trie_.evict(at, most, blocks_);
-      trie_.forget(blocks_, at, slots_);
-    });
-    return list_of(slots_, number);
-  }
-
-  nb::object missing_keys(nb::handle block) {
-    const BlockId id = to_number(block.ptr(), "a block");
-    std::vector<trie::BlockTrie::Unnamed> missing;
-    const std::string_view before = checked([&] { return trie_.missing_keys(id, missing); });
-    return nb::make_tuple(nb::bytes(before.data(), before.size()),
-                          list_of(missing, [](const auto& each) { return number(each.block); }),
-                          list_of(missing, [](const auto& each) { return bytes(each.label); }));
-  }
-
-  void set_keys(nb::handle blocks, nb::handle keys) {
-    const Items items(keys, "keys must be a sequence");
-    read_blocks(blocks);
-    if (items.size() != blocks_.size()) fail(PyExc_ValueError, "a key for each block");
-    for (std::size_t i = 0; i < items.size(); ++i) {
-      const std::string_view text = to_bytes(items[i], "a key");
-      trie::BlockTrie::Key key;
-      if (text.size() != key.size()) fail(PyExc_ValueError, "a key has %zu bytes", key.size());
-      std::memcpy(key.data(), text.data(), key.size());
-      checked([&] { trie_.set_key(blocks_[i], key); });
-    }
-  }
-
-  // (block, parent, label, num_uses, [(state, slot, leases, num_children) per tier]) of every node,
-  // parents first; the parent of a root is None.
-  nb::object dump() {
-    const trie::Nodes& nodes = trie_.nodes();
-    std::vector<trie::Index> order;
-    trie_.each([&](trie::Index index) { order.push_back(index); });
-    std::stable_sort(order.begin(), order.end(),
-                     [&](trie::Index a, trie::Index b) { return nodes[a].depth < nodes[b].depth; });
-    return list_of(order, [&](trie::Index index) -> nb::object {
-      const trie::Node& node = nodes[index];
-      nb::list places;
-      for (std::size_t tier = 0; tier < nodes.num_tiers(); ++tier) {
-        const trie::Residency& at = nodes.residency(index, tier);
-        const trie::Standing& standing = nodes.standing(index, tier);
-        const bool absent = at.state == State::absent;
-        places.append(nb::make_tuple(state_object(at.state),
-                                     absent ? -1 : static_cast<long long>(at.slot),
-                                     standing.leases, standing.num_children));
-      }
-      nb::object parent = nodes.is_block(index) ? number(nodes.id(node.parent)) : nb::none();
-      return nb::make_tuple(number(nodes.id(index)), parent, bytes(trie_.label(index)),
-                            nodes.num_uses(index), places);
-    });
-  }
-
-  void check_invariants() {
-    checked([&] { trie_.check_invariants(); });
-  }
-
- private:
-  static nb::object bytes(trie::Label label) { return nb::bytes(label.data, label.size); }
-
-  nb::object state_object(State state) const {
-    return nb::borrow(states_[static_cast<std::size_t>(state) - 1]);
-  }
-
-  std::size_t position(nb::handle tier) const {
-    const std::size_t num_tiers = tiers_.size();
-    for (std::size_t at = 0; at < num_tiers; ++at)
-      if (tiers_[at].ptr() == tier.ptr()) return at;
-    for (std::size_t at = 0; at < num_tiers; ++at)
-      if (tiers_[at].equal(tier)) return at;
-    fail(PyExc_KeyError, "no tier %R; known: %R", tier.ptr(), tiers_.ptr());
-  }
-
-  static std::optional<BlockId> optional_block(nb::handle block) {
-    if (block.is_none()) return std::nullopt;
-    return to_number(block.ptr(), "a block");
-  }
-
-  const std::vector<BlockId>& read_blocks(nb::handle blocks) {
-    const Items items(blocks, "blocks must be iterable");
-    blocks_.resize(items.size());
-    for (std::size_t i = 0; i < items.size(); ++i) blocks_[i] = to_number(items[i], "a block");
-    return blocks_;
-  }
-
-  void read_slots(const Items& items) {
-    slots_.resize(items.size());
-    for (std::size_t i = 0; i < items.size(); ++i) slots_[i] = to_slot(items[i]);
-  }
-
-  template <typename Change>
-  void each(nb::handle blocks, nb::handle tier, Change&& change) {
-    const std::size_t at = position(tier);
-    read_blocks(blocks);
-    checked([&] {
-      for (const BlockId block : blocks_) change(block, at);
-    });
-  }
-
-  trie::BlockTrie trie_;
-  nb::tuple tiers_;
-  nb::tuple states_;
-  LabelReader labels_;
-  nb::object match_type_;
-  std::vector<nb::object> match_fields_;
-  // Kept from call to call, to spare allocations.
-  std::vector<BlockId> blocks_;
-  std::vector<Slot> slots_;
-  std::vector<Slot> given_;
-  std::vector<trie::BlockTrie::Found> found_;
-};
-
-}  // namespace
+using bound::BlockTrie;
 
 void bind_trie(nb::module_& module) {
   nb::class_<BlockTrie>(module, "BlockTrie", "What is cached, where: see kvtier.index.")
-      .def(nb::init<nb::tuple, nb::tuple, nb::tuple, nb::handle, nb::handle>(), nb::arg("tiers"),
-           nb::arg("policies"), nb::arg("states"), nb::arg("labels_type"), nb::arg("match_type"))
+      .def(nb::init<nb::tuple, nb::tuple, nb::tuple, nb::tuple, nb::handle, nb::handle>(),
+           nb::arg("tiers"), nb::arg("num_needed"), nb::arg("policies"), nb::arg("states"),
+           nb::arg("labels_type"), nb::arg("match_type"))
       .def("__len__", &BlockTrie::size, nb::lock_self())
       .def("match", &BlockTrie::match, nb::arg("namespace"), nb::arg("labels"), nb::lock_self())
+      .def("match_groups", &BlockTrie::match_groups, nb::arg("namespace"), nb::arg("labels"),
+           nb::lock_self())
       .def("match_slots", &BlockTrie::match_slots, nb::arg("namespace"), nb::arg("labels"),
-           nb::arg("tier"), nb::lock_self())
-      .def("state", &BlockTrie::state, nb::arg("block"), nb::arg("tier"), nb::lock_self())
+           nb::arg("column"), nb::lock_self())
+      .def("state", &BlockTrie::state, nb::arg("block"), nb::arg("column"), nb::lock_self())
       .def("find", &BlockTrie::find, nb::arg("namespace"), nb::arg("label"), nb::lock_self())
-      .def("states", &BlockTrie::states, nb::arg("namespace"), nb::arg("labels"), nb::arg("tier"),
+      .def("states", &BlockTrie::states, nb::arg("namespace"), nb::arg("labels"), nb::arg("column"),
            nb::arg("after").none(), nb::lock_self())
-      .def("states_of", &BlockTrie::states_of, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
-      .def("slots", &BlockTrie::slots, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
-      .def("prefixes", &BlockTrie::prefixes, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
+      .def("states_of", &BlockTrie::states_of, nb::arg("blocks"), nb::arg("column"),
+           nb::lock_self())
+      .def("slots", &BlockTrie::slots, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
+      .def("prefixes", &BlockTrie::prefixes, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
       .def("num_uses", &BlockTrie::num_uses, nb::arg("block"), nb::lock_self())
-      .def("num_evictable", &BlockTrie::num_evictable, nb::arg("tier"), nb::lock_self())
-      .def("num_held", &BlockTrie::num_held, nb::arg("tier"), nb::lock_self())
+      .def("num_evictable", &BlockTrie::num_evictable, nb::arg("column"), nb::lock_self())
+      .def("num_held", &BlockTrie::num_held, nb::arg("column"), nb::lock_self())
       .def("num_namespaces", &BlockTrie::num_namespaces, nb::lock_self())
       .def("num_bytes", &BlockTrie::num_bytes, nb::lock_self())
       .def("extend", &BlockTrie::extend, nb::arg("namespace"), nb::arg("labels"),
            nb::arg("after").none(), nb::lock_self())
-      .def("insert", &BlockTrie::insert, nb::arg("namespace"), nb::arg("labels"), nb::arg("tier"),
+      .def("insert", &BlockTrie::insert, nb::arg("namespace"), nb::arg("labels"), nb::arg("column"),
            nb::arg("slots"), nb::arg("now"), nb::arg("after").none(), nb::arg("hold"),
            nb::lock_self())
-      .def("begin_write", &BlockTrie::begin_write, nb::arg("blocks"), nb::arg("tier"),
+      .def("begin_write", &BlockTrie::begin_write, nb::arg("blocks"), nb::arg("column"),
            nb::arg("slots"), nb::lock_self())
-      .def("commit", &BlockTrie::commit, nb::arg("blocks"), nb::arg("tier"), nb::arg("now"),
+      .def("commit", &BlockTrie::commit, nb::arg("blocks"), nb::arg("column"), nb::arg("now"),
            nb::lock_self())
-      .def("abort", &BlockTrie::abort, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
+      .def("abort", &BlockTrie::abort, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
       .def("touch", &BlockTrie::touch, nb::arg("blocks"), nb::arg("now"), nb::lock_self())
-      .def("lease", &BlockTrie::lease, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
-      .def("release", &BlockTrie::release, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
-      .def("evict", &BlockTrie::evict, nb::arg("tier"), nb::arg("num_blocks"), nb::lock_self())
-      .def("drop", &BlockTrie::drop, nb::arg("tier"), nb::arg("num_blocks"), nb::lock_self())
-      .def("forget", &BlockTrie::forget, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
-      .def("keep", &BlockTrie::keep, nb::arg("blocks"), nb::arg("tier"), nb::lock_self())
-      .def("lose", &BlockTrie::lose, nb::arg("block"), nb::arg("tier"), nb::lock_self())
+      .def("lease", &BlockTrie::lease, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
+      .def("release", &BlockTrie::release, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
+      .def("evict", &BlockTrie::evict, nb::arg("column"), nb::arg("num_blocks"), nb::lock_self())
+      .def("drop", &BlockTrie::drop, nb::arg("column"), nb::arg("num_blocks"), nb::lock_self())
+      .def("forget", &BlockTrie::forget, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
+      .def("keep", &BlockTrie::keep, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
+      .def("lose", &BlockTrie::lose, nb::arg("block"), nb::arg("column"), nb::lock_self())
       .def("labels", &BlockTrie::labels, nb::arg("blocks"), nb::lock_self())
-      .def("num_leases", &BlockTrie::num_leases, nb::arg("block"), nb::arg("tier"), nb::lock_self())
+      .def("num_leases", &BlockTrie::num_leases, nb::arg("block"), nb::arg("column"),
+           nb::lock_self())
       .def("origin", &BlockTrie::origin, nb::arg("block"), nb::lock_self())
       .def("missing_keys", &BlockTrie::missing_keys, nb::arg("block"), nb::lock_self())
       .def("set_keys", &BlockTrie::set_keys, nb::arg("blocks"), nb::arg("keys"), nb::lock_self())

@@ -40,12 +40,18 @@ bool may_move(State from, State to) {
 
 }  // namespace
 
-BlockTrie::BlockTrie(std::span<const std::string_view> policies)
-    : seed_(std::random_device{}()), nodes_(policies.size()), counts_(policies.size()) {
+BlockTrie::BlockTrie(std::span<const std::string_view> policies,
+                     std::span<const std::size_t> num_needed)
+    : seed_(std::random_device{}()),
+      num_groups_(num_needed.size()),
+      num_tiers_(policies.size() / num_groups_),
+      nodes_(policies.size()),
+      counts_(policies.size()) {
   seed_ = seed_ << 32 | std::random_device{}();
-  for (std::size_t tier = 0; tier < policies.size(); ++tier) {
-    policies_.push_back(make_policy(policies[tier], TierView(nodes_, tier)));
+  for (std::size_t column = 0; column < policies.size(); ++column) {
+    policies_.push_back(make_policy(policies[column], ColumnView(nodes_, column)));
     promise(policies_.back() != nullptr, "a policy that the core does not have");
+    num_needed_.push_back(num_needed[column / num_tiers_]);
   }
 }
 
@@ -56,18 +62,19 @@ Index BlockTrie::at(BlockId block) const {
   return index;
 }
 
-State BlockTrie::state(BlockId block, std::size_t tier) const {
+State BlockTrie::state(BlockId block, std::size_t column) const {
   const Index index = static_cast<Index>(block);
   if (index >= nodes_.end() || !nodes_.is_block(index) || nodes_.id(index) != block)
     return State::absent;
-  return nodes_.residency(index, tier).state;
+  return nodes_.residency(index, column).state;
 }
 
-Slot BlockTrie::slot(BlockId block, std::size_t tier) const {
-  return nodes_.residency(at(block), tier).slot;
+Slot BlockTrie::slot(BlockId block, std::size_t column) const {
+  return nodes_.residency(at(block), column).slot;
 }
 
-std::vector<BlockId> BlockTrie::prefixes(std::span<const BlockId> blocks, std::size_t tier) const {
+std::vector<BlockId> BlockTrie::prefixes(std::span<const BlockId> blocks,
+                                         std::size_t column) const {
   std::vector<Index> below;
   for (const BlockId block : blocks) below.push_back(at(block));
   std::sort(below.begin(), below.end());
@@ -75,7 +82,7 @@ std::vector<BlockId> BlockTrie::prefixes(std::span<const BlockId> blocks, std::s
   for (const Index block : below) {
     Index above = nodes_[block].parent;
     while (nodes_.is_block(above) && !std::binary_search(below.begin(), below.end(), above)) {
-      if (nodes_.residency(above, tier).state == State::ready) {
+      if (nodes_.residency(above, column).state == State::ready) {
         found.push_back(nodes_.id(above));
         break;
       }
@@ -93,43 +100,45 @@ std::size_t BlockTrie::num_bytes() const {
   return total + keys_.size() * (sizeof(Key) + 4 * sizeof(void*));
 }
 
-void BlockTrie::move(Index index, std::size_t tier, State to) {
-  Residency& residency = nodes_.residency(index, tier);
+void BlockTrie::move(Index index, std::size_t column, State to) {
+  Residency& residency = nodes_.residency(index, column);
   if (!may_move(residency.state, to))
     throw BrokenPromise(std::string("no move from ") + name(residency.state) + " to " + name(to));
-  promise(to == State::writing || to == State::ready || nodes_.standing(index, tier).leases == 0,
-          "a leased block may not leave a tier");
+  promise(to == State::writing || to == State::ready || nodes_.standing(index, column).leases == 0,
+          "a leased block may not leave a column");
   residency.state = to;
 }
 
-void BlockTrie::review(Index index, std::size_t tier) {
-  if (nodes_.is_evictable(index, tier) && !nodes_.residency(index, tier).queued)
-    policies_[tier]->offer(index);
+void BlockTrie::review(Index index, std::size_t column) {
+  if (nodes_.is_evictable(index, column) && !nodes_.residency(index, column).queued)
+    policies_[column]->offer(index);
 }
 
-void BlockTrie::count_in_parent(Index index, std::size_t tier, bool added) {
+// Children keep a block only where they are of no use without it.
+void BlockTrie::count_in_parent(Index index, std::size_t column, bool added) {
+  if (!needs_all(column)) return;
   const Index parent = nodes_[index].parent;
   if (!nodes_.is_block(parent)) return;
-  nodes_.standing(parent, tier).num_children += added ? 1 : std::uint32_t(-1);
-  review(parent, tier);
+  nodes_.standing(parent, column).num_children += added ? 1 : std::uint32_t(-1);
+  review(parent, column);
 }
 
-void BlockTrie::begin_write(BlockId block, std::size_t tier, Slot slot) {
+void BlockTrie::begin_write(BlockId block, std::size_t column, Slot slot) {
   const Index index = at(block);
-  move(index, tier, State::writing);
-  nodes_.residency(index, tier).slot = slot;
-  ++counts_[tier].held;
-  count_in_parent(index, tier, true);
+  move(index, column, State::writing);
+  nodes_.residency(index, column).slot = slot;
+  ++counts_[column].held;
+  count_in_parent(index, column, true);
 }
 
-void BlockTrie::commit(BlockId block, std::size_t tier, double now) {
+void BlockTrie::commit(BlockId block, std::size_t column, double now) {
   const Index index = at(block);
-  Standing& standing = nodes_.standing(index, tier);
-  move(index, tier, State::ready);
-  counts_[tier].idle += standing.leases == 0;
+  Standing& standing = nodes_.standing(index, column);
+  move(index, column, State::ready);
+  counts_[column].idle += standing.leases == 0;
   standing.last_use = now;
-  policies_[tier]->used(index, {now, kNever, false});
-  review(index, tier);
+  policies_[column]->used(index, {now, kNever, false});
+  review(index, column);
 }
 
 // -- use
@@ -139,32 +148,33 @@ void BlockTrie::touch(std::span<const BlockId> blocks, double now) {
   for (std::size_t i = 0; i < blocks.size(); ++i) {
     const Index index = at(blocks[i]);
     ++nodes_.num_uses(index);
-    for (std::size_t tier = 0; tier < nodes_.num_tiers(); ++tier) {
-      if (nodes_.residency(index, tier).state == State::absent) continue;
-      double& last_use = nodes_.standing(index, tier).last_use;
+    for (std::size_t column = 0; column < nodes_.num_columns(); ++column) {
+      if (blocks.size() - i > num_needed_[column]) continue;
+      if (nodes_.residency(index, column).state == State::absent) continue;
+      double& last_use = nodes_.standing(index, column).last_use;
       const Use use{now, last_use, i + 1 == blocks.size()};
       last_use = now;
-      policies_[tier]->used(index, use);
+      policies_[column]->used(index, use);
     }
   }
 }
 
-void BlockTrie::lease(BlockId block, std::size_t tier) {
+void BlockTrie::lease(BlockId block, std::size_t column) {
   const Index index = at(block);
-  const Residency& residency = nodes_.residency(index, tier);
+  const Residency& residency = nodes_.residency(index, column);
   if (residency.state != State::ready && residency.state != State::writing)
     throw BrokenPromise(std::string("lease on a block that is ") + name(residency.state));
-  if (nodes_.standing(index, tier).leases++ == 0)
-    counts_[tier].idle -= residency.state == State::ready;
+  if (nodes_.standing(index, column).leases++ == 0)
+    counts_[column].idle -= residency.state == State::ready;
 }
 
-void BlockTrie::release(BlockId block, std::size_t tier) {
+void BlockTrie::release(BlockId block, std::size_t column) {
   const Index index = at(block);
-  std::uint32_t& leases = nodes_.standing(index, tier).leases;
+  std::uint32_t& leases = nodes_.standing(index, column).leases;
   promise(leases > 0, "released more often than leased");
   if (--leases > 0) return;
-  counts_[tier].idle += nodes_.residency(index, tier).state == State::ready;
-  review(index, tier);
+  counts_[column].idle += nodes_.residency(index, column).state == State::ready;
+  review(index, column);
 }
 
 BlockTrie::Origin BlockTrie::origin(BlockId block) const {

@@ -20,15 +20,18 @@
 
 namespace kvtier::trie {
 
-// The meaning of each call is that of kvtier.index.BlockIndex; tiers are numbers here, the fastest
-// is 0. Owned by one thread at a time. Misuse throws UnknownBlock or BrokenPromise.
+// The meaning of each call is that of kvtier.index.BlockIndex; columns are numbers here: those of
+// the first group, the fastest tier first, then those of the second. Owned by one thread at a time.
+// Misuse throws UnknownBlock or BrokenPromise.
 class BlockTrie {
  public:
   using Path = std::vector<BlockId>;
   using Key = std::array<std::byte, 32>;
 
-  // One policy per tier, by name; every name must be known to `make_policy`.
-  explicit BlockTrie(std::span<const std::string_view> policies);
+  // One policy per column, by name; every name must be known to `make_policy`. `num_needed`: per
+  // group, how many of the blocks in front of a cut it needs, or kAll. Every group has a column in
+  // every tier.
+  BlockTrie(std::span<const std::string_view> policies, std::span<const std::size_t> num_needed);
   BlockTrie(const BlockTrie&) = delete;
   BlockTrie& operator=(const BlockTrie&) = delete;
 
@@ -39,28 +42,45 @@ class BlockTrie {
     std::uint8_t tier;
     bool in_flight;
   };
+  // Only where there is one group, and a cut needs all of it.
   void match(std::string_view space, Labels& labels, std::vector<Found>& found);
+
+  static constexpr std::uint8_t kNowhere = 0xFF;
+  struct Place {
+    std::uint8_t tier;  // kNowhere where no tier has it ready
+    bool in_flight;
+  };
+  struct GroupsFound {
+    Path blocks;
+    std::vector<Place> places;  // block by block, one of each group
+    std::vector<std::size_t> cuts;
+  };
+  void match_groups(std::string_view space, Labels& labels, GroupsFound& found);
+  std::size_t num_groups() const { return num_groups_; }
+
   // Writes to `slots`, which has room for one of each label; returns how many there are.
-  std::size_t match_slots(std::string_view space, Labels& labels, std::size_t tier,
+  std::size_t match_slots(std::string_view space, Labels& labels, std::size_t column,
                           std::int64_t* slots);
 
   // The block right below the root, kNone where it is not known; and where a known one stands.
   Index find(std::string_view space, Label label);
   BlockId id(Index index) const { return nodes_.id(index); }
-  State state_at(Index index, std::size_t tier) const { return nodes_.residency(index, tier).state; }
+  State state_at(Index index, std::size_t column) const {
+    return nodes_.residency(index, column).state;
+  }
 
-  State state(BlockId block, std::size_t tier) const;
-  void states(std::string_view space, Labels& labels, std::size_t tier,
+  State state(BlockId block, std::size_t column) const;
+  void states(std::string_view space, Labels& labels, std::size_t column,
               std::optional<BlockId> after, std::vector<State>& states);
-  Slot slot(BlockId block, std::size_t tier) const;
-  std::vector<BlockId> prefixes(std::span<const BlockId> blocks, std::size_t tier) const;
+  Slot slot(BlockId block, std::size_t column) const;
+  std::vector<BlockId> prefixes(std::span<const BlockId> blocks, std::size_t column) const;
   std::uint32_t num_uses(BlockId block) const { return nodes_.num_uses(at(block)); }
   Label label_of(BlockId block) const { return nodes_.label(at(block)); }
-  std::uint32_t num_leases(BlockId block, std::size_t tier) const {
-    return nodes_.standing(at(block), tier).leases;
+  std::uint32_t num_leases(BlockId block, std::size_t column) const {
+    return nodes_.standing(at(block), column).leases;
   }
-  std::size_t num_evictable(std::size_t tier) const { return counts_[tier].idle; }
-  std::size_t num_held(std::size_t tier) const { return counts_[tier].held; }
+  std::size_t num_evictable(std::size_t column) const { return counts_[column].idle; }
+  std::size_t num_held(std::size_t column) const { return counts_[column].held; }
   std::size_t size() const { return nodes_.num_live() - roots_.size(); }
   std::size_t num_namespaces() const { return roots_.size(); }
   std::size_t num_bytes() const;
@@ -68,31 +88,31 @@ class BlockTrie {
   // -- writing
 
   void extend(std::string_view space, Labels& labels, std::optional<BlockId> after, Path& path);
-  void begin_write(BlockId block, std::size_t tier, Slot slot);
-  void commit(BlockId block, std::size_t tier, double now);
-  Slot abort(BlockId block, std::size_t tier) { return leave(at(block), tier); }
+  void begin_write(BlockId block, std::size_t column, Slot slot);
+  void commit(BlockId block, std::size_t column, double now);
+  Slot abort(BlockId block, std::size_t column) { return leave(at(block), column); }
 
-  // Extends, and makes the blocks ready in `tier` where they are absent, block i in slots[i]. Stops
-  // before a block that is being written or evicted there. Where a block was ready, slots[i]
+  // Extends, and makes the blocks ready in `column` where they are absent, block i in slots[i].
+  // Stops before a block that is being written or evicted there. Where a block was ready, slots[i]
   // becomes the slot that it has. Leases all of `path` if `hold`. Returns how many were absent.
   std::size_t insert(std::string_view space, Labels& labels, std::optional<BlockId> after,
-                     std::size_t tier, std::span<Slot> slots, double now, bool hold, Path& path);
+                     std::size_t column, std::span<Slot> slots, double now, bool hold, Path& path);
 
   // -- use
 
   // The blocks of one request, in prompt order.
   void touch(std::span<const BlockId> blocks, double now);
-  void lease(BlockId block, std::size_t tier);
-  void release(BlockId block, std::size_t tier);
+  void lease(BlockId block, std::size_t column);
+  void release(BlockId block, std::size_t column);
 
   // -- eviction
 
-  void evict(std::size_t tier, std::size_t num_blocks, Path& chosen);
+  void evict(std::size_t column, std::size_t num_blocks, Path& chosen);
   // Appends the slots that are free now.
-  void forget(std::span<const BlockId> blocks, std::size_t tier, std::vector<Slot>& slots);
-  void keep(BlockId block, std::size_t tier);
+  void forget(std::span<const BlockId> blocks, std::size_t column, std::vector<Slot>& slots);
+  void keep(BlockId block, std::size_t column);
   // A ready block is gone, leaf or not; nothing while it is leased.
-  std::optional<Slot> lose(BlockId block, std::size_t tier);
+  std::optional<Slot> lose(BlockId block, std::size_t column);
 
   struct Origin {
     Label space;
@@ -130,6 +150,7 @@ class BlockTrie {
     std::size_t idle = 0;
   };
 
+  bool needs_all(std::size_t column) const { return num_needed_[column] == kAll; }
   Index at(BlockId block) const;
   Index root(std::string_view space) const;
   Index child(Index parent, Label label);
@@ -145,16 +166,19 @@ class BlockTrie {
                      Test&& is_open);
   bool is_child(Index index, Index parent, Label label) const;
   bool is_cached(Index index) const;
-  void move(Index index, std::size_t tier, State to);
-  void review(Index index, std::size_t tier);
-  void count_in_parent(Index index, std::size_t tier, bool added);
-  Slot leave(Index index, std::size_t tier);
+  void move(Index index, std::size_t column, State to);
+  void review(Index index, std::size_t column);
+  void count_in_parent(Index index, std::size_t column, bool added);
+  Slot leave(Index index, std::size_t column);
   void prune(Index index);
 
   void check_node(Index index) const;
-  void check_tier(std::size_t tier) const;
+  void check_column(std::size_t column) const;
 
   std::uint64_t seed_;
+  std::size_t num_groups_;
+  std::size_t num_tiers_;
+  std::vector<std::size_t> num_needed_;  // per column
   Nodes nodes_;
   Table table_;
   std::unordered_map<std::string, Index> roots_;
@@ -164,6 +188,7 @@ class BlockTrie {
   std::unordered_map<Index, Key> keys_;
   // Kept from call to call, to spare allocations.
   std::vector<Index> places_;         // of the path that is being extended
+  std::vector<std::size_t> runs_;     // per group, how many blocks up to here are ready
   std::vector<std::uint64_t> ahead_;  // hashes of the prefixes that are about to be made
 };
 

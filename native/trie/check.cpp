@@ -18,9 +18,9 @@ void BlockTrie::check_invariants() const {
   promise(num_live - num_roots == table_.size(),
           "the table knows more or fewer blocks than there are");
   for (const auto& [index, key] : keys_) promise(nodes_.is_block(index), "a key of no block");
-  for (std::size_t tier = 0; tier < nodes_.num_tiers(); ++tier) {
-    check_tier(tier);
-    policies_[tier]->check();
+  for (std::size_t column = 0; column < nodes_.num_columns(); ++column) {
+    check_column(column);
+    policies_[column]->check();
   }
 }
 
@@ -44,20 +44,21 @@ void BlockTrie::check_node(Index index) const {
   promise(found == index, "a block that the table does not know");
 }
 
-void BlockTrie::check_tier(std::size_t tier) const {
+void BlockTrie::check_column(std::size_t column) const {
   std::vector<std::uint32_t> known(nodes_.end(), 0);    // children of any state
-  std::vector<std::uint32_t> staying(nodes_.end(), 0);  // children writing or ready in the tier
+  std::vector<std::uint32_t> staying(nodes_.end(), 0);  // children that need it in the column
   std::unordered_set<Slot> slots;
   std::size_t held = 0;
   std::size_t idle = 0;
   std::size_t queued = 0;
   each([&](Index index) {
     if (!nodes_.is_block(index)) return;
-    const Residency& residency = nodes_.residency(index, tier);
-    const std::uint32_t leases = nodes_.standing(index, tier).leases;
+    const Residency& residency = nodes_.residency(index, column);
+    const std::uint32_t leases = nodes_.standing(index, column).leases;
     const Index parent = nodes_[index].parent;
     ++known[parent];
-    staying[parent] += residency.state == State::writing || residency.state == State::ready;
+    staying[parent] += needs_all(column) && (residency.state == State::writing ||
+                                             residency.state == State::ready);
     queued += residency.queued;
     if (residency.state == State::absent) {
       promise(leases == 0, "a block that is not there is leased");
@@ -66,19 +67,19 @@ void BlockTrie::check_tier(std::size_t tier) const {
     ++held;
     slots.insert(residency.slot);
     idle += residency.state == State::ready && leases == 0;
-    promise(!nodes_.is_evictable(index, tier) || residency.queued,
+    promise(!nodes_.is_evictable(index, column) || residency.queued,
             "a candidate that its policy does not know");
   });
   promise(held == slots.size(), "two blocks share a slot");
-  promise(held == counts_[tier].held, "blocks miscounted");
-  promise(idle == counts_[tier].idle, "idle blocks miscounted");
-  promise(queued == policies_[tier]->num_queued(),
+  promise(held == counts_[column].held, "blocks miscounted");
+  promise(idle == counts_[column].idle, "idle blocks miscounted");
+  promise(queued == policies_[column]->num_queued(),
           "a queue has more or fewer blocks than are marked");
   each([&](Index index) {
     promise(nodes_[index].num_children == known[index], "children miscounted");
     if (nodes_.is_block(index))
-      promise(nodes_.standing(index, tier).num_children == staying[index],
-              "children in a tier miscounted");
+      promise(nodes_.standing(index, column).num_children == staying[index],
+              "children in a column miscounted");
   });
 }
 

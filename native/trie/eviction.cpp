@@ -1,4 +1,4 @@
-// Blocks that leave a tier, and nodes that nothing needs any more.
+// Blocks that leave a column, and nodes that nothing needs any more.
 #include "trie/block_trie.hpp"
 
 namespace kvtier::trie {
@@ -9,65 +9,65 @@ constexpr Index kAhead = 12;  // blocks between what is used and what is fetched
 
 }  // namespace
 
-void BlockTrie::evict(std::size_t tier, std::size_t num_blocks, Path& chosen) {
-  Policy& policy = *policies_[tier];
+void BlockTrie::evict(std::size_t column, std::size_t num_blocks, Path& chosen) {
+  Policy& policy = *policies_[column];
   while (chosen.size() < num_blocks) {
     const Index index = policy.victim();
     if (index == kNone) return;
     // Its ancestors, which follow it, mostly lie before it.
     if (index >= kAhead) nodes_.prefetch_evicted(index - kAhead);
-    move(index, tier, State::evicting);
-    --counts_[tier].idle;
-    count_in_parent(index, tier, false);
+    move(index, column, State::evicting);
+    --counts_[column].idle;
+    count_in_parent(index, column, false);
     chosen.push_back(nodes_.id(index));
   }
 }
 
-void BlockTrie::forget(std::span<const BlockId> blocks, std::size_t tier,
+void BlockTrie::forget(std::span<const BlockId> blocks, std::size_t column,
                        std::vector<Slot>& slots) {
   for (std::size_t i = 0; i < blocks.size(); ++i) {
     if (i + kAhead < blocks.size()) {
       const Index ahead = static_cast<Index>(blocks[i + kAhead]);
       if (ahead < nodes_.end()) table_.prefetch(nodes_[ahead].hash);
     }
-    slots.push_back(leave(at(blocks[i]), tier));
+    slots.push_back(leave(at(blocks[i]), column));
   }
 }
 
-void BlockTrie::keep(BlockId block, std::size_t tier) {
+void BlockTrie::keep(BlockId block, std::size_t column) {
   const Index index = at(block);
-  move(index, tier, State::ready);
-  ++counts_[tier].idle;
-  count_in_parent(index, tier, true);
-  review(index, tier);
+  move(index, column, State::ready);
+  ++counts_[column].idle;
+  count_in_parent(index, column, true);
+  review(index, column);
 }
 
-std::optional<Slot> BlockTrie::lose(BlockId block, std::size_t tier) {
+std::optional<Slot> BlockTrie::lose(BlockId block, std::size_t column) {
   const Index index = at(block);
-  if (nodes_.standing(index, tier).leases > 0) return std::nullopt;
-  move(index, tier, State::evicting);
-  if (nodes_.residency(index, tier).queued) policies_[tier]->withdraw(index);
-  --counts_[tier].idle;
-  count_in_parent(index, tier, false);
-  return leave(index, tier);
+  if (nodes_.standing(index, column).leases > 0) return std::nullopt;
+  move(index, column, State::evicting);
+  if (nodes_.residency(index, column).queued) policies_[column]->withdraw(index);
+  --counts_[column].idle;
+  count_in_parent(index, column, false);
+  return leave(index, column);
 }
 
-Slot BlockTrie::leave(Index index, std::size_t tier) {
-  Residency& residency = nodes_.residency(index, tier);
+Slot BlockTrie::leave(Index index, std::size_t column) {
+  Residency& residency = nodes_.residency(index, column);
   const State before = residency.state;
-  move(index, tier, State::absent);
+  move(index, column, State::absent);
   const Slot slot = residency.slot;
   residency.slot = 0;
-  nodes_.standing(index, tier).last_use = 0.0;
-  --counts_[tier].held;
-  if (before != State::evicting) count_in_parent(index, tier, false);
+  nodes_.standing(index, column).last_use = 0.0;
+  --counts_[column].held;
+  if (before != State::evicting) count_in_parent(index, column, false);
   prune(index);
   return slot;
 }
 
 bool BlockTrie::is_cached(Index index) const {
-  for (std::size_t tier = 0; tier < nodes_.num_tiers(); ++tier)
-    if (nodes_.residency(index, tier).state != State::absent) return true;
+  for (std::size_t column = 0; column < nodes_.num_columns(); ++column)
+    if (nodes_.residency(index, column).state != State::absent) return true;
   return false;
 }
 

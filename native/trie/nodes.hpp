@@ -26,18 +26,18 @@ struct Node {
   std::uint32_t label_bytes;
 };
 
-// One block in one tier: what a walk asks for.
+// One block in one column: what a walk asks for.
 struct Residency {
   Slot slot;
   State state;
-  bool queued;  // the tier's policy has it in its queue, a candidate or not
+  bool queued;  // the column's policy has it in its queue, a candidate or not
 };
 
 // The same, as far as only use and eviction ask for it.
 struct Standing {
   double last_use;
   std::uint32_t leases;
-  std::uint32_t num_children;  // children writing or ready in this tier
+  std::uint32_t num_children;  // children writing or ready in this column, if they need it
 };
 
 inline constexpr Index kRoot = kNone - 1;
@@ -83,20 +83,22 @@ class Rows {
   std::vector<Pages<std::byte>> chunks_;
 };
 
-// Two rows per node. The first has the node, a residency per tier and the label, so that what a
+// Two rows per node. The first has the node, a residency per column and the label, so that what a
 // walk reads of a block lies in one piece, and where it lies follows from the number of its place
 // alone. (A label that is longer than the room in the row is kept elsewhere.) The second has how
-// often the block was used, and a standing per tier.
+// often the block was used, and a standing per column.
 //
 // Rows grow in chunks: nothing moves, and no growth copies what is there. Places are used again
 // last in, first out, so that a path that took the places of an evicted one lies as that did: in
 // order.
 class Nodes {
  public:
-  explicit Nodes(std::size_t num_tiers)
-      : num_tiers_(num_tiers), walked_(label_at() + room_), standings_(standing_at(num_tiers)) {}
+  explicit Nodes(std::size_t num_columns)
+      : num_columns_(num_columns),
+        walked_(label_at() + room_),
+        standings_(standing_at(num_columns)) {}
 
-  std::size_t num_tiers() const { return num_tiers_; }
+  std::size_t num_columns() const { return num_columns_; }
   Index end() const { return end_; }  // places used at any time are below
   std::size_t num_live() const { return num_live_; }
   std::size_t num_bytes() const {
@@ -105,18 +107,18 @@ class Nodes {
 
   Node& operator[](Index index) { return *walked_.at<Node>(index, 0); }
   const Node& operator[](Index index) const { return *walked_.at<Node>(index, 0); }
-  Residency& residency(Index index, std::size_t tier) {
-    return *walked_.at<Residency>(index, residency_at(tier));
+  Residency& residency(Index index, std::size_t column) {
+    return *walked_.at<Residency>(index, residency_at(column));
   }
-  const Residency& residency(Index index, std::size_t tier) const {
-    return *walked_.at<Residency>(index, residency_at(tier));
+  const Residency& residency(Index index, std::size_t column) const {
+    return *walked_.at<Residency>(index, residency_at(column));
   }
   const Residency* residencies(Index index) const { return &residency(index, 0); }
-  Standing& standing(Index index, std::size_t tier) {
-    return *standings_.at<Standing>(index, standing_at(tier));
+  Standing& standing(Index index, std::size_t column) {
+    return *standings_.at<Standing>(index, standing_at(column));
   }
-  const Standing& standing(Index index, std::size_t tier) const {
-    return *standings_.at<Standing>(index, standing_at(tier));
+  const Standing& standing(Index index, std::size_t column) const {
+    return *standings_.at<Standing>(index, standing_at(column));
   }
   std::uint32_t& num_uses(Index index) { return *standings_.at<std::uint32_t>(index, 0); }
   std::uint32_t num_uses(Index index) const { return *standings_.at<std::uint32_t>(index, 0); }
@@ -125,9 +127,9 @@ class Nodes {
     if (size <= room_) return {walked_.at<std::byte>(index, label_at()), size};
     return {labels_.data(*walked_.at<std::uint32_t>(index, label_at())), size};
   }
-  bool is_evictable(Index index, std::size_t tier) const {
-    const Standing& it = standing(index, tier);
-    return residency(index, tier).state == State::ready && it.leases == 0 && it.num_children == 0;
+  bool is_evictable(Index index, std::size_t column) const {
+    const Standing& it = standing(index, column);
+    return residency(index, column).state == State::ready && it.leases == 0 && it.num_children == 0;
   }
 
   BlockId id(Index index) const {
@@ -143,7 +145,7 @@ class Nodes {
   void prefetch_walked(Index index) const { walked_.prefetch(index, label_at() + room_); }
   void prefetch_evicted(Index index) const {
     walked_.prefetch(index, label_at());
-    standings_.prefetch(index, standing_at(num_tiers_));
+    standings_.prefetch(index, standing_at(num_columns_));
   }
 
   // How long most labels will be. Before the first node is made.
@@ -171,9 +173,9 @@ class Nodes {
       *walked_.at<std::uint32_t>(index, label_at()) = labels_.store(label);
     else if (label.size > 0)
       std::memcpy(walked_.at<std::byte>(index, label_at()), label.data, label.size);
-    for (std::size_t tier = 0; tier < num_tiers_; ++tier) {
-      residency(index, tier) = {0, State::absent, false};
-      standing(index, tier) = {0.0, 0, 0};
+    for (std::size_t column = 0; column < num_columns_; ++column) {
+      residency(index, column) = {0, State::absent, false};
+      standing(index, column) = {0.0, 0, 0};
     }
     num_uses(index) = 0;
     ++num_live_;
@@ -196,15 +198,15 @@ class Nodes {
   static constexpr std::uint32_t kLastGeneration = 0x7FFF'FFFF;
   static constexpr std::size_t kLeastRoom = 8;
 
-  static std::size_t residency_at(std::size_t tier) {
-    return sizeof(Node) + tier * sizeof(Residency);
+  static std::size_t residency_at(std::size_t column) {
+    return sizeof(Node) + column * sizeof(Residency);
   }
-  static std::size_t standing_at(std::size_t tier) {
-    return sizeof(std::uint64_t) + tier * sizeof(Standing);
+  static std::size_t standing_at(std::size_t column) {
+    return sizeof(std::uint64_t) + column * sizeof(Standing);
   }
-  std::size_t label_at() const { return residency_at(num_tiers_); }
+  std::size_t label_at() const { return residency_at(num_columns_); }
 
-  std::size_t num_tiers_;
+  std::size_t num_columns_;
   std::size_t room_ = kLeastRoom;  // for a label in its row; else there is where it is kept
   Rows walked_;
   Rows standings_;

@@ -73,22 +73,50 @@ Index BlockTrie::begin(std::string_view space, std::optional<BlockId> after) con
 }
 
 void BlockTrie::match(std::string_view space, Labels& labels, std::vector<Found>& found) {
+  promise(num_groups() == 1 && needs_all(0), "ask match_groups: what can be reused is no prefix");
   walk(root(space), labels, [&](Index index) {
     const Residency* const residencies = nodes_.residencies(index);
     const bool arriving = residencies[0].state == State::writing;
     std::size_t tier = 0;
-    while (tier < nodes_.num_tiers() && residencies[tier].state != State::ready) ++tier;
-    if (tier == nodes_.num_tiers()) return false;
+    while (tier < nodes_.num_columns() && residencies[tier].state != State::ready) ++tier;
+    if (tier == nodes_.num_columns()) return false;
     found.push_back({nodes_.id(index), static_cast<std::uint8_t>(tier), arriving});
     return true;
   });
 }
 
-std::size_t BlockTrie::match_slots(std::string_view space, Labels& labels, std::size_t tier,
+// A cut is possible where each group has a run of ready blocks in front of it that is long enough.
+void BlockTrie::match_groups(std::string_view space, Labels& labels, GroupsFound& found) {
+  runs_.assign(num_groups(), 0);
+  walk(root(space), labels, [&](Index index) {
+    const Residency* residencies = nodes_.residencies(index);
+    const std::size_t cut = found.blocks.size() + 1;
+    bool is_possible = true;
+    for (std::size_t group = 0; group < runs_.size(); ++group, residencies += num_tiers_) {
+      std::size_t tier = 0;
+      while (tier < num_tiers_ && residencies[tier].state != State::ready) ++tier;
+      const bool is_there = tier < num_tiers_;
+      const std::size_t num_needed = num_needed_[group * num_tiers_];
+      if (!is_there && num_needed == kAll) return false;
+      runs_[group] = is_there ? runs_[group] + 1 : 0;
+      is_possible &= runs_[group] >= std::min(cut, num_needed);
+      found.places.push_back({is_there ? static_cast<std::uint8_t>(tier) : kNowhere,
+                              is_there && residencies[0].state == State::writing});
+    }
+    found.blocks.push_back(nodes_.id(index));
+    if (is_possible) found.cuts.push_back(cut);
+    return true;
+  });
+  const std::size_t end = found.cuts.empty() ? 0 : found.cuts.back();
+  found.blocks.resize(end);
+  found.places.resize(end * runs_.size());
+}
+
+std::size_t BlockTrie::match_slots(std::string_view space, Labels& labels, std::size_t column,
                                    std::int64_t* slots) {
   std::int64_t* next = slots;
   walk(root(space), labels, [&](Index index) {
-    const Residency& residency = nodes_.residency(index, tier);
+    const Residency& residency = nodes_.residency(index, column);
     if (residency.state != State::ready) return false;
     *next++ = residency.slot;
     return true;
@@ -101,10 +129,10 @@ Index BlockTrie::find(std::string_view space, Label label) {
   return above == kNone ? kNone : child(above, label);
 }
 
-void BlockTrie::states(std::string_view space, Labels& labels, std::size_t tier,
+void BlockTrie::states(std::string_view space, Labels& labels, std::size_t column,
                        std::optional<BlockId> after, std::vector<State>& states) {
   walk(begin(space, after), labels, [&](Index index) {
-    states.push_back(nodes_.residency(index, tier).state);
+    states.push_back(nodes_.residency(index, column).state);
     return true;
   });
 }
@@ -176,38 +204,40 @@ void BlockTrie::extend(std::string_view space, Labels& labels, std::optional<Blo
 }
 
 std::size_t BlockTrie::insert(std::string_view space, Labels& labels, std::optional<BlockId> after,
-                              std::size_t tier, std::span<Slot> slots, double now, bool hold,
+                              std::size_t column, std::span<Slot> slots, double now, bool hold,
                               Path& path) {
   if (labels.size() == 0) return 0;
   Index above = find_or_make(space, labels, after, [&](Index index) {
-    const State state = nodes_.residency(index, tier).state;
+    const State state = nodes_.residency(index, column).state;
     return state == State::ready || state == State::absent;
   });
+  const bool leaves_first = needs_all(column);
   std::size_t num_new = 0;
   for (std::size_t i = 0; i < places_.size(); ++i) {
     const Index index = places_[i];
-    Residency& residency = nodes_.residency(index, tier);
-    Standing& standing = nodes_.standing(index, tier);
+    Residency& residency = nodes_.residency(index, column);
+    Standing& standing = nodes_.standing(index, column);
     if (residency.state == State::ready) {
       slots[i] = residency.slot;
     } else {
       residency.state = State::ready;
       residency.slot = slots[i];
       standing.last_use = now;
-      ++counts_[tier].held;
-      ++counts_[tier].idle;
-      if (nodes_.is_block(above)) ++nodes_.standing(above, tier).num_children;
-      policies_[tier]->used(index, {now, kNever, i + 1 == labels.size()});
+      ++counts_[column].held;
+      ++counts_[column].idle;
+      if (leaves_first && nodes_.is_block(above)) ++nodes_.standing(above, column).num_children;
+      policies_[column]->used(index, {now, kNever, i + 1 == labels.size()});
+      if (!leaves_first && !hold) review(index, column);
       ++num_new;
     }
-    if (hold && standing.leases++ == 0) --counts_[tier].idle;
+    if (hold && standing.leases++ == 0) --counts_[column].idle;
     path.push_back(nodes_.id(index));
     above = index;
   }
-  // Of a path of new blocks only the last can be a leaf; the parent of the first was one perhaps,
-  // and a queue notices by itself that it is none now. A block that was there before may have lost
-  // its children since, but then it is queued.
-  if (num_new > 0 && !hold) review(above, tier);
+  // Where leaves leave first, only the last of a path of new blocks can be one; the parent of the
+  // first was one perhaps, and a queue notices by itself that it is none now. A block that was
+  // there before may have lost its children since, but then it is queued.
+  if (num_new > 0 && !hold) review(above, column);
   return num_new;
 }
 

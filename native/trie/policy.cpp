@@ -8,7 +8,7 @@ constexpr std::size_t kArity = 4;  // flatter than a binary heap, and four entri
 
 }  // namespace
 
-std::unique_ptr<Policy> make_policy(std::string_view name, TierView view) {
+std::unique_ptr<Policy> make_policy(std::string_view name, ColumnView view) {
   if (name == "lru") return std::make_unique<Lru>(view);
   return nullptr;
 }

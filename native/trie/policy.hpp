@@ -1,4 +1,4 @@
-// The seam of eviction policies inside the core: which leaf leaves a tier first.
+// The seam of eviction policies inside the core: which block leaves a column first.
 #pragma once
 
 #include <cstddef>
@@ -13,40 +13,40 @@ namespace kvtier::trie {
 
 inline constexpr double kNever = -1.0;
 
-// One use of a block in a tier.
+// One use of a block in a column.
 struct Use {
   double now;         // seconds; it is the block's `last_use` by now
   double before;      // its `last_use` until then, kNever for one that enters; the rest is the age
   bool ends_request;  // the last block of the path that was inserted, or touched at once
 };
 
-// What a policy may read of the blocks of its tier, and its mark on them.
-class TierView {
+// What a policy may read of the blocks of its column, and its mark on them.
+class ColumnView {
  public:
-  TierView(Nodes& nodes, std::size_t tier) : nodes_(nodes), tier_(tier) {}
+  ColumnView(Nodes& nodes, std::size_t column) : nodes_(nodes), column_(column) {}
 
   const Node& node(Index index) const { return nodes_[index]; }
   BlockId id(Index index) const { return nodes_.id(index); }
   std::uint32_t num_uses(Index index) const { return nodes_.num_uses(index); }
-  double last_use(Index index) const { return nodes_.standing(index, tier_).last_use; }
-  bool is_evictable(Index index) const { return nodes_.is_evictable(index, tier_); }
-  State state(Index index) const { return nodes_.residency(index, tier_).state; }
-  bool& queued(Index index) const { return nodes_.residency(index, tier_).queued; }
+  double last_use(Index index) const { return nodes_.standing(index, column_).last_use; }
+  bool is_evictable(Index index) const { return nodes_.is_evictable(index, column_); }
+  State state(Index index) const { return nodes_.residency(index, column_).state; }
+  bool& queued(Index index) const { return nodes_.residency(index, column_).queued; }
 
  private:
   Nodes& nodes_;
-  std::size_t tier_;
+  std::size_t column_;
 };
 
-// One object per tier. Which blocks are candidates (ready, not leased, no child in the tier) is the
-// trie's business and read from the residency; the policy keeps a queue and is not told of every
-// change: a block that was offered and is no candidate any more stays queued until `victim` meets
-// it.
+// One object per column. Which blocks are candidates (ready, not leased, and no child in the column
+// that needs them) is the trie's business and read from the residency; the policy keeps a queue and
+// is not told of every change: a block that was offered and is no candidate any more stays queued
+// until `victim` meets it.
 //
 // The caller guarantees
 //   `offer` for every block that becomes a candidate and is not queued; `used` after `last_use` and
-//   `num_uses` of a block in the tier have changed. A queued block stays ready: it leaves the tier
-//   as a victim, or after `withdraw`. Time never runs backwards.
+//   `num_uses` of a block in the column have changed. A queued block stays ready: it leaves the
+//   column as a victim, or after `withdraw`. Time never runs backwards.
 // The implementer provides
 //   `victim`: takes the candidate to lose first from the queue and gives it, kNone where there is
 //   none. `queued` says whether a block is in the queue.
@@ -58,7 +58,7 @@ class TierView {
 // is not worth its place is the next victim.
 class Policy {
  public:
-  explicit Policy(TierView view) : view_(view) {}
+  explicit Policy(ColumnView view) : view_(view) {}
   virtual ~Policy() = default;
   Policy(const Policy&) = delete;
   Policy& operator=(const Policy&) = delete;
@@ -66,7 +66,7 @@ class Policy {
   virtual void used(Index, const Use&) {}
   virtual void offer(Index index) = 0;
   virtual Index victim() = 0;
-  // A queued block leaves the tier otherwise, which is rare: it may be searched for.
+  // A queued block leaves the column otherwise, which is rare: it may be searched for.
   virtual void withdraw(Index index) = 0;
   virtual std::size_t num_queued() const = 0;
   virtual std::size_t num_bytes() const = 0;
@@ -74,11 +74,11 @@ class Policy {
   virtual void check() const = 0;
 
  protected:
-  TierView view_;
+  ColumnView view_;
 };
 
 // By name; null where there is none of that name.
-std::unique_ptr<Policy> make_policy(std::string_view name, TierView view);
+std::unique_ptr<Policy> make_policy(std::string_view name, ColumnView view);
 
 // Least recently used leaf first; of two used at the same moment, the one with the lower number.
 //

@@ -8,7 +8,7 @@ from itertools import groupby
 from kvtier.index import BlockIndex
 from kvtier.telemetry import RequestRecord
 from kvtier.transfer import Transfer, Waiter
-from kvtier.types import DEVICE, BlockId, Label, Match, Slot
+from kvtier.types import DEVICE, BlockId, GroupMatch, Label, Match, Slot, column_of
 
 
 class Lease(Waiter):
@@ -16,21 +16,28 @@ class Lease(Waiter):
 
     Ready when nothing is on its way any more: the prefix is on the device, or the lease is broken.
 
-    blocks: the shared prefix; ``held_in[i]`` is the tier in which block i can't be evicted.
+    blocks: the shared prefix; ``held[group][i]`` is the tier in which a group's part of block i
+    can't be evicted, None where the lease does not hold it. Before ``cut`` that is all that was
+    matched, after it what the cut needs.
     slots: device slots, ``slots[i]`` for block i: first the prefix's, then the room.
     num_stored: blocks of the prefix in the tier below or on their way to it, at the last look.
     broken: some load failed; release the lease and ask again. late: it came too late.
     """
 
     def __init__(
-        self, index: BlockIndex, namespace: bytes, labels: Sequence[Label], match: Match, now: float
+        self,
+        index: BlockIndex,
+        namespace: bytes,
+        labels: Sequence[Label],
+        match: Match | GroupMatch,
+        now: float,
     ) -> None:
         super().__init__()
         self._index = index
         self.namespace = namespace
         self.labels = labels
-        self.blocks: list[BlockId] = []
-        self.held_in: list[str] = []
+        self.blocks: list[BlockId] = list(match.blocks)
+        self.held: list[list[str | None]] = []
         self.slots: list[Slot] = []
         self.num_stored = 0
         self.broken = self.late = False
@@ -38,8 +45,10 @@ class Lease(Waiter):
         self.started = now
         self.deadline = float("inf")
         self.record = RequestRecord(num_asked_blocks=match.num_asked)
-        for tier, positions in _runs(match.tiers):
-            self.hold(match.blocks[positions], tier)
+        for group, tiers in enumerate(match.over_groups().tiers):
+            for tier, positions in _runs(tiers):
+                index.lease(match.blocks[positions], column_of(tier, group))
+            self.held.append(list(tiers))
 
     @property
     def num_shared(self) -> int:
@@ -47,39 +56,69 @@ class Lease(Waiter):
         return len(self.blocks)
 
     @property
+    def held_in(self) -> list[str]:
+        """The tier of each block of the prefix whose first group it holds."""
+        return [tier for tier in self.held[0] if tier is not None]
+
+    @property
     def room(self) -> list[Slot]:
         """Slots that only this request uses."""
         return self.slots[len(self.blocks) :]
 
-    def hold(self, blocks: Sequence[BlockId], tier: str) -> None:
-        """Take the next blocks into the prefix, held in ``tier``."""
-        self._index.lease(blocks, tier)
-        self.adopt(blocks, tier)
+    def adopt(
+        self, blocks: Sequence[BlockId], tier: str, group: int = 0, first: int | None = None
+    ) -> None:
+        """Take blocks into the prefix of which ``tier`` holds the group's part for it already.
 
-    def adopt(self, blocks: Sequence[BlockId], tier: str) -> None:
-        """Take blocks into the prefix that are held in ``tier`` for it already."""
-        self.blocks += blocks
-        self.held_in += [tier] * len(blocks)
+        first: position of the first of them; None for behind those that it has of the group. The
+        first group to reach a position says which block is there.
+        """
+        held = self.held[group]
+        first = len(held) if first is None else first
+        assert len(held) <= first <= len(self.blocks), "adopted twice, or not in prompt order"
+        num_known = len(self.blocks) - first
+        assert self.blocks[first:] == list(blocks[:num_known]), "blocks of another prompt"
+        self.blocks += blocks[num_known:]
+        held += [None] * (first - len(held))
+        held += [tier] * len(blocks)
 
     def cut(self, num_blocks: int) -> None:
-        """Let go of all but the first ``num_blocks`` of the prefix."""
-        dropped = self.blocks[num_blocks:]
-        for tier, positions in _runs(self.held_in[num_blocks:]):
-            self._index.release(dropped[positions], tier)
-        del self.blocks[num_blocks:], self.held_in[num_blocks:]
+        """Hold what a cut after ``num_blocks`` blocks needs, and let go of the rest.
+
+        num_blocks: a possible cut of the match, or, when every group has been adopted up to there,
+        one behind it; or 0.
+        """
+        for group, rule in enumerate(self._index.rules):
+            held, needed = self.held[group], rule.needed(num_blocks)
+            is_there = len(held) >= num_blocks and None not in held[needed.start : num_blocks]
+            assert is_there, f"group {group}: no cut after {num_blocks} blocks"
+            if needed.start:
+                self._let_go(group, 0, needed.start)
+                held[: needed.start] = [None] * needed.start
+            self._let_go(group, num_blocks, len(held))
+            del held[num_blocks:]
+        del self.blocks[num_blocks:]
+
+    def _let_go(self, group: int, start: int, end: int) -> None:
+        """Of what it holds of a group from one position up to another."""
+        blocks = self.blocks[start:end]
+        for tier, positions in _runs(self.held[group][start:end]):
+            self._index.release(blocks[positions], column_of(tier, group))
 
     def take(self, transfer: Transfer, now: float) -> None:
-        arrived = set(transfer.blocks)
+        arrived, group = set(transfer.blocks), transfer.group
+        held = self.held[group]
         moved = [
             position
-            for position, block in enumerate(self.blocks)
-            if block in arrived and self.held_in[position] != DEVICE
+            for position, tier in enumerate(held)
+            if tier != DEVICE and tier is not None and self.blocks[position] in arrived
         ]
-        self._index.lease([self.blocks[position] for position in moved], DEVICE)
-        for tier, positions in _runs([self.held_in[position] for position in moved]):
-            self._index.release([self.blocks[position] for position in moved[positions]], tier)
+        self._index.lease([self.blocks[position] for position in moved], column_of(DEVICE, group))
+        for tier, positions in _runs([held[position] for position in moved]):
+            blocks = [self.blocks[position] for position in moved[positions]]
+            self._index.release(blocks, column_of(tier, group))
         for position in moved:
-            self.held_in[position] = DEVICE
+            held[position] = DEVICE
         if self.ready:
             self.record.load_s = now - self.started
 
@@ -92,10 +131,11 @@ class Lease(Waiter):
         self.forget_transfers()
 
 
-def _runs(tiers: Sequence[str]) -> Iterator[tuple[str, slice]]:
+def _runs(tiers: Sequence[str | None]) -> Iterator[tuple[str, slice]]:
     """Where neighbours are in one tier: a call of the index for each run, not for each block."""
     start = 0
     for tier, run in groupby(tiers):
         end = start + sum(1 for _ in run)
-        yield tier, slice(start, end)
+        if tier is not None:
+            yield tier, slice(start, end)
         start = end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, NewType
@@ -33,6 +34,22 @@ Label = bytes
 DEVICE = "device"
 HOST = "host"
 DISK = "disk"
+
+
+class Column(NamedTuple):
+    """What one tier has of one group of layers. group: its number, 0 for the first."""
+
+    tier: str
+    group: int
+
+
+AnyColumn = str | Column
+"""The name of a tier alone is the column of its first group: a model of one group needs no more."""
+
+
+def column_of(tier: str, group: int) -> AnyColumn:
+    """The column of a group in a tier, in its shorter form where there is one."""
+    return Column(tier, group) if group else tier
 
 
 class WritePolicy(StrEnum):
@@ -126,3 +143,41 @@ class Match:
         """The same match, cut before the first block that is not on the device."""
         elsewhere = (at for at, tier in enumerate(self.tiers) if tier != DEVICE)
         return self.first(next(elsewhere, self.num_blocks))
+
+    def over_groups(self) -> GroupMatch:
+        """The same match as one of a single group: every cut is possible."""
+        return GroupMatch(
+            self.blocks,
+            (self.tiers,),
+            (self.in_flight,),
+            range(1, self.num_blocks + 1),
+            self.num_asked,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMatch:
+    """What is cached of a prompt, group by group. May be outdated at once: lease before use.
+
+    blocks: the prompt's first ones, up to the last possible cut.
+    tiers: [group][block], the fastest tier that has it ready; None where none has.
+    in_flight: [group][block], whether it is on its way to the device, and ready elsewhere.
+    cuts: after how many blocks compute can go on, because every group has what it needs there;
+    ascending, without 0.
+    num_asked: how many blocks were asked for.
+    """
+
+    blocks: tuple[BlockId, ...]
+    tiers: tuple[tuple[str | None, ...], ...]
+    in_flight: tuple[tuple[bool, ...], ...]
+    cuts: Sequence[int]
+    num_asked: int
+
+    @property
+    def num_blocks(self) -> int:
+        """The longest possible cut."""
+        return len(self.blocks)
+
+    def over_groups(self) -> GroupMatch:
+        """Itself."""
+        return self

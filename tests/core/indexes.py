@@ -7,30 +7,44 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from kvtier import _hot
-from kvtier.index import BlockIndex
+from kvtier.index import ALL, BlockIndex, ReuseRule
 from kvtier.index.native_index import NativeIndex
 from kvtier.index.policies import LruPolicy
 from kvtier.index.python_index import PythonIndex
+from kvtier.types import column_of
 
 INDEXES = ("native", "python")
 
 
-def make(kind: str, tiers: Sequence[str]) -> BlockIndex:
+def make(kind: str, tiers: Sequence[str], rules: Sequence[ReuseRule] = (ALL,)) -> BlockIndex:
     """An empty index with least recently used first; the test is skipped where it can't be had."""
+    columns = [column_of(tier, group) for group in range(len(rules)) for tier in tiers]
     if kind == "python":
-        return PythonIndex({tier: LruPolicy() for tier in tiers})
+        return PythonIndex({column: LruPolicy() for column in columns}, rules)
     if not _hot.NATIVE:
         pytest.skip(f"no native core: {_hot.NATIVE_REASON}")
-    return NativeIndex(dict.fromkeys(tiers, "lru"))
+    return NativeIndex(dict.fromkeys(columns, "lru"), rules)
+
+
+def needed(rule: ReuseRule, cut: int) -> set[int]:
+    """Positions of the blocks that a cut needs, from the words of the rule alone."""
+    return {at for at in range(cut) if rule.num_last is None or cut - at <= rule.num_last}
+
+
+rules_of_models = st.lists(
+    st.builds(ReuseRule, st.sampled_from([None, None, 0, 1, 2, 3])), min_size=1, max_size=3
+).filter(lambda rules: any(rule.num_last != 0 for rule in rules))
+"""Of one to three groups. Some group needs something: a cut that needs nothing keeps nothing."""
 
 
 class Both:
     """Calls the native index and its twin alike, and notices where they differ."""
 
-    def __init__(self, tiers: Sequence[str]) -> None:
-        self.native, self.twin = make("native", tiers), make("python", tiers)
+    def __init__(self, tiers: Sequence[str], rules: Sequence[ReuseRule] = (ALL,)) -> None:
+        self.native, self.twin = make("native", tiers, rules), make("python", tiers, rules)
 
     def __len__(self) -> int:
         assert len(self.native) == len(self.twin)

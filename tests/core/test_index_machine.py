@@ -3,7 +3,8 @@ and fail, evictions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from hypothesis.stateful import (
 from kvtier import _hot
 from kvtier.index import State
 from kvtier.keys import next_key
-from kvtier.types import DEVICE, DISK, HOST, BlockId, Label, Match, Slot
+from kvtier.types import DEVICE, DISK, HOST, AnyColumn, BlockId, Label, Match, Slot
 from tests.core.indexes import Both, make
 
 TIERS = (DEVICE, HOST, DISK)
@@ -34,10 +35,12 @@ paths = st.tuples(
     st.sampled_from(NAMESPACES), st.lists(st.sampled_from(LABELS), min_size=1, max_size=5)
 ).map(lambda made: (made[0], *made[1]))
 
+columns_of_the_index = st.runner().flatmap(lambda machine: st.sampled_from(machine.columns))
+
 
 @dataclass
 class Place:
-    """What the model knows of one block in one tier."""
+    """What the model knows of one block in one column."""
 
     state: State = State.ABSENT
     slot: int = -1
@@ -50,8 +53,8 @@ class Known:
     """What the model knows of one block."""
 
     block: BlockId
+    tiers: dict[AnyColumn, Place]
     num_uses: int = 0
-    tiers: dict[str, Place] = field(default_factory=lambda: {tier: Place() for tier in TIERS})
 
     @property
     def is_cached(self) -> bool:
@@ -59,6 +62,8 @@ class Known:
 
 
 class IndexMachine(RuleBasedStateMachine):
+    columns: Sequence[AnyColumn] = TIERS
+
     def __init__(self) -> None:
         super().__init__()
         self.index = self.make_index()
@@ -72,7 +77,14 @@ class IndexMachine(RuleBasedStateMachine):
 
     # -- the model ---------------------------------------------------------------------------------
 
-    def _places(self, *states: State, leases: int | None = None) -> list[tuple[Path, str]]:
+    def _new(self, block: BlockId) -> Known:
+        return Known(block, {column: Place() for column in self.columns})
+
+    def _num_needed(self, tier: AnyColumn, num_blocks: int) -> int:
+        """How many of the blocks in front of a cut are needed of the column's group."""
+        return num_blocks
+
+    def _places(self, *states: State, leases: int | None = None) -> list[tuple[Path, AnyColumn]]:
         """Where the model has a block in one of ``states``, in a fixed order."""
         return sorted(
             (path, tier)
@@ -82,15 +94,15 @@ class IndexMachine(RuleBasedStateMachine):
         )
 
     def _draw(
-        self, data: st.DataObject, places: list[tuple[Path, str]]
-    ) -> tuple[Known, Place, str]:
+        self, data: st.DataObject, places: list[tuple[Path, AnyColumn]]
+    ) -> tuple[Known, Place, AnyColumn]:
         path, tier = data.draw(st.sampled_from(places))
         return self.model[path], self.model[path].tiers[tier], tier
 
-    def _candidates(self, tier: str) -> set[Path]:
-        """Ready, not leased, and no child that stays in the tier."""
+    def _candidates(self, tier: AnyColumn) -> set[Path]:
+        """Ready, not leased, and where all blocks are needed no child that stays in the tier."""
         stay = {path for path, _ in self._places(State.READY, State.WRITING) if _ == tier}
-        parents = {path[:-1] for path in stay}
+        parents = {path[:-1] for path in stay if self._num_needed(tier, 99) == 99}
         return {
             path
             for path, at in self._places(State.READY, leases=0)
@@ -106,12 +118,12 @@ class IndexMachine(RuleBasedStateMachine):
 
     # -- writing -----------------------------------------------------------------------------------
 
-    @rule(path=paths, tier=st.sampled_from(TIERS), data=st.data())
-    def begin_write(self, path: Path, tier: str, data: st.DataObject) -> None:
+    @rule(path=paths, tier=columns_of_the_index, data=st.data())
+    def begin_write(self, path: Path, tier: AnyColumn, data: st.DataObject) -> None:
         """Of a tail of the path, where it is not in the tier."""
         blocks = self._extend(path, data)
         for length, block in enumerate(blocks, start=2):
-            known = self.model.setdefault(path[:length], Known(block))
+            known = self.model.setdefault(path[:length], self._new(block))
             assert known.block == block, "a block changed its number"
         first = data.draw(st.integers(0, len(blocks) - 1))
         for length in range(first + 2, len(path) + 1):
@@ -136,13 +148,13 @@ class IndexMachine(RuleBasedStateMachine):
         known, _, tier = self._draw(data, self._places(State.WRITING))
         self._commit(known, tier)
 
-    def _commit(self, known: Known, tier: str) -> None:
+    def _commit(self, known: Known, tier: AnyColumn) -> None:
         self.now += 1
         self.index.commit(known.block, tier, float(self.now))
         known.tiers[tier].state, known.tiers[tier].last_use = State.READY, self.now
 
-    @rule(path=paths, tier=st.sampled_from(TIERS), data=st.data())
-    def write_and_commit(self, path: Path, tier: str, data: st.DataObject) -> None:
+    @rule(path=paths, tier=columns_of_the_index, data=st.data())
+    def write_and_commit(self, path: Path, tier: AnyColumn, data: st.DataObject) -> None:
         self.begin_write(path, tier, data)
         for length in range(2, len(path) + 1):
             if self.model[path[:length]].tiers[tier].state is State.WRITING:
@@ -150,12 +162,14 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(
         path=paths,
-        tier=st.sampled_from(TIERS),
+        tier=columns_of_the_index,
         hold=st.booleans(),
         tick=st.integers(0, 1),
         data=st.data(),
     )
-    def insert(self, path: Path, tier: str, hold: bool, tick: int, data: st.DataObject) -> None:
+    def insert(
+        self, path: Path, tier: AnyColumn, hold: bool, tick: int, data: st.DataObject
+    ) -> None:
         """The whole path at once, from the root or from a known block on. Without a tick it is as
         old as what was used last: then both indexes have to choose the same victim all the same."""
         known = [n for n in range(2, len(path)) if path[:n] in self.model]
@@ -175,7 +189,7 @@ class IndexMachine(RuleBasedStateMachine):
                 assert len(made.blocks) == at, "a block on its way was taken for a ready one"
                 break
             block = made.blocks[at]
-            place = self.model.setdefault(name, Known(block)).tiers[tier]
+            place = self.model.setdefault(name, self._new(block)).tiers[tier]
             assert self.model[name].block == block
             if place.state is State.ABSENT:
                 place.state, place.slot, place.last_use = State.READY, slot, self.now
@@ -223,7 +237,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.release([known.block], tier)
         place.leases -= 1
 
-    def _leased(self) -> list[tuple[Path, str]]:
+    def _leased(self) -> list[tuple[Path, AnyColumn]]:
         return [
             (path, tier)
             for path, tier in self._places(State.READY, State.WRITING)
@@ -233,18 +247,23 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
-        known = self.model[data.draw(st.sampled_from(sorted(self.model)))]
+        """The end of a known path."""
+        path = data.draw(st.sampled_from(sorted(self.model)))
+        first = data.draw(st.integers(2, len(path)))
+        used = [self.model[path[:length]] for length in range(first, len(path) + 1)]
         self.now += 1
-        self.index.touch([known.block], float(self.now))
-        known.num_uses += 1
-        for place in known.tiers.values():
-            place.last_use = self.now
-        assert self.index.num_uses(known.block) == known.num_uses
+        self.index.touch([known.block for known in used], float(self.now))
+        for known in used:
+            known.num_uses += 1
+            assert self.index.num_uses(known.block) == known.num_uses
+        for tier in self.columns:
+            for known in used[len(used) - self._num_needed(tier, len(used)) :]:
+                known.tiers[tier].last_use = self.now
 
     # -- eviction ----------------------------------------------------------------------------------
 
-    @rule(tier=st.sampled_from(TIERS), num_blocks=st.integers(-1, 6), data=st.data())
-    def evict(self, tier: str, num_blocks: int, data: st.DataObject) -> None:
+    @rule(tier=columns_of_the_index, num_blocks=st.integers(-1, 6), data=st.data())
+    def evict(self, tier: AnyColumn, num_blocks: int, data: st.DataObject) -> None:
         upper_bound = self.index.num_evictable(tier)
         chosen = self.index.evict(tier, num_blocks)
         assert len(chosen) <= min(max(num_blocks, 0), upper_bound)
@@ -273,7 +292,13 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(path=paths)
     def match(self, path: Path) -> None:
-        assert self.index.match(path[0], path[1:]) == self._expected(path)
+        self._check_match(path)
+
+    def _check_match(self, path: Path) -> None:
+        match = self.index.match(path[0], path[1:])
+        assert match == self._expected(path)
+        groups = self.index.match_groups(path[0], path[1:])
+        assert replace(groups, cuts=range(1, len(groups.cuts) + 1)) == match.over_groups()
 
     def _expected(self, path: Path) -> Match:
         rows: list[tuple[BlockId, str, bool]] = []
@@ -290,14 +315,14 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def every_known_prefix_is_matched_as_the_model_says(self) -> None:
         for path in self.model:
-            assert self.index.match(path[0], path[1:]) == self._expected(path)
+            self._check_match(path)
 
     @invariant()
     def counts_agree(self) -> None:
         self.index.check_invariants()
         assert len(self.index) == len(self.model)
         assert self.index.num_namespaces == len({path[0] for path in self.model})
-        for tier in TIERS:
+        for tier in self.columns:
             held = [p for p, t in self._places(State.WRITING, State.READY) if t == tier]
             assert self.index.num_held(tier) == len(held)
             slots = self.index.slots([self.model[path].block for path in held], tier)
@@ -306,7 +331,7 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def slots_are_those_of_the_prefix(self) -> None:
         for path in self.model:
-            places = [self.model[path[:n]].tiers[DEVICE] for n in range(2, len(path) + 1)]
+            places = [self.model[path[:n]].tiers[self.columns[0]] for n in range(2, len(path) + 1)]
             ready = [place.state is State.READY for place in places]
             num_ready = (*ready, False).index(False)
             expected = [place.slot for place in places[:num_ready]]
@@ -323,18 +348,19 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def states_follow_the_path(self) -> None:
+        column = self.columns[-1]
         for path in self.model:
             expected = [
-                self.model[path[:length]].tiers[HOST].state for length in range(2, len(path) + 1)
+                self.model[path[:length]].tiers[column].state for length in range(2, len(path) + 1)
             ]
-            assert self.index.states(path[0], path[1:], HOST) == expected
+            assert self.index.states(path[0], path[1:], column) == expected
             first = self.model[path[:2]].block
-            assert self.index.states(path[0], path[2:], HOST, first) == expected[1:]
-            states = tuple(self.model[path[:2]].tiers[tier].state for tier in TIERS)
+            assert self.index.states(path[0], path[2:], column, first) == expected[1:]
+            states = tuple(self.model[path[:2]].tiers[tier].state for tier in self.columns)
             assert self.index.find(path[0], path[1]) == (first, states)
 
-    @rule(path=paths, tier=st.sampled_from(TIERS), fewest=st.integers(2, 6))
-    def prefixes(self, path: Path, tier: str, fewest: int) -> None:
+    @rule(path=paths, tier=columns_of_the_index, fewest=st.integers(2, 6))
+    def prefixes(self, path: Path, tier: AnyColumn, fewest: int) -> None:
         """Of the known blocks along a path, from the one that is ``fewest`` long on."""
         known = [path[:n] for n in range(2, len(path) + 1) if path[:n] in self.model]
         above = [p for p in known[: fewest - 2] if (p, tier) in self._places(State.READY)]

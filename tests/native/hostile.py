@@ -116,15 +116,19 @@ class Hostile:
     # -- calls -------------------------------------------------------------------------------------
 
     def _new_trie(self) -> _native.BlockTrie:
-        return _native.BlockTrie(TIERS, ("lru",) * len(TIERS), tuple(State), Labels, Match)
+        needed = self.random.choice(((None,), (None, 2), (1, 0, None)))
+        policies = ("lru",) * (len(TIERS) * len(needed))
+        return _native.BlockTrie(TIERS, needed, policies, tuple(State), Labels, Match)
 
     def constructor(self) -> Call:
-        tuples = [TIERS, ("lru", "lru"), tuple(State)]
-        at = self.random.randrange(4)
-        wrong = self.random.choice(((), (None,) * 2, (5, "x"), ("lru",) * 99, 7, ("\ud800", "lru")))
-        if at < 3:
+        tuples = [TIERS, (None,), ("lru", "lru"), tuple(State)]
+        at = self.random.randrange(5)
+        wrong = self.random.choice(
+            ((), (None,) * 2, (5, "x"), (-1,), (2**63,), ("lru",) * 99, 7, ("\ud800", "lru"))
+        )
+        if at < 4:
             tuples[at] = wrong  # type: ignore[assignment]
-        match_type = self.random.choice((5, None, int, type, "x")) if at == 3 else Match
+        match_type = self.random.choice((5, None, int, type, "x")) if at == 4 else Match
 
         def make() -> None:
             trie = _native.BlockTrie(*tuples, Labels, match_type)  # type: ignore[arg-type]
@@ -137,12 +141,15 @@ class Hostile:
         trie, pick = self.trie, self.random.choice
         space = pick((b"n", b"n", b"m", b"", None, "n"))
         tier = pick((*TIERS, *TIERS, "tape", None, 3))
+        group = pick((0, 1, 2, 3, -1, None, 2**63, 2**64, "1"))
+        tier = pick((tier, tier, (tier, group), (tier,)))
         labels, now, after = self.labels(), pick(TIMES), pick((None, None, self.number()))
         slots = [self.random.randrange(2**32) for _ in range(2)]
         if self.random.random() < 0.3:
             slots = self.numbers()
         calls: dict[str, tuple[Any, ...]] = {
             "match": (space, labels),
+            "match_groups": (space, labels),
             "match_slots": (space, labels, tier),
             "state": (self.number(), tier),
             "states": (space, labels, tier, after),

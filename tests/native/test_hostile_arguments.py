@@ -15,7 +15,7 @@ from kvtier import _hot
 from kvtier._reference.copy import copy_batch as reference_copy_batch
 from kvtier.index import BlockIndex
 from kvtier.keys import Labels
-from kvtier.types import DEVICE, HOST, Slot
+from kvtier.types import DEVICE, HOST, Match, Slot
 from tests.core.indexes import INDEXES, make
 
 ROOT = Path(__file__).parents[2]
@@ -150,7 +150,16 @@ def test_index_is_not_made_of_what_it_is_not_made_of() -> None:
         (("lru",), type, "match_type must be a class"),
     ):
         with pytest.raises(TypeError, match=words):
-            _hot.BlockTrie((DEVICE,), policies, states, Labels, match_type)  # type: ignore[arg-type]
+            _hot.BlockTrie((DEVICE,), (None,), policies, states, Labels, match_type)  # type: ignore[arg-type]
+    for needed, words in (
+        ((None,) * 33, "1 to 32 columns with a policy each"),
+        ((), "1 to 32 columns with a policy each"),
+        ((-1,), "a group needs 0 blocks or more"),
+        ((2**64,), "cannot fit"),
+    ):
+        policies = ("lru",) * len(needed)
+        with pytest.raises(ValueError, match=words):
+            _hot.BlockTrie((DEVICE,), needed, policies, states, Labels, Match)
 
 
 @needs_core

@@ -15,9 +15,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.index.groups import ReuseRule
 from kvtier.index.residency import State
 from kvtier.index.trie import Node
-from kvtier.types import BlockId, BlockKey, BlockName, Label, Match, Slot
+from kvtier.types import (
+    AnyColumn,
+    BlockId,
+    BlockKey,
+    BlockName,
+    GroupMatch,
+    Label,
+    Match,
+    Slot,
+)
 
 
 class Inserted(NamedTuple):
@@ -33,7 +43,7 @@ class Inserted(NamedTuple):
 
 
 NUM_SLOTS = 1 << 32
-"""That a tier may have at most."""
+"""That a column may have at most."""
 
 
 def check_time(now: float) -> None:
@@ -49,86 +59,106 @@ def check_slot(slot: Slot) -> None:
 
 
 class BlockIndex(ABC):
-    """Which blocks are cached, in which tier and slot, who holds them.
+    """Which blocks are cached, in which column and slot, who holds them.
 
-    tiers: fastest tier first. Queries change nothing; the verbs that change something take whole
-    paths and keep the counts that make eviction a constant-time question. Labels: ``keys.Labels``,
-    or any sequence of bytes. Owned by one thread.
+    A column is what one tier has of one group of layers: it has slots, leases and an order of
+    leaving of its own. The name of a tier alone is the column of the first group, and with one
+    group there are no others.
 
-    Misuse raises: KeyError for a block that is not known any more, AssertionError for a move that
-    is not legal, ValueError for a slot outside of 0 .. 2**32 - 1, for a time that is not finite and
-    for labels outside of their tokens.
+    tiers: fastest tier first. rules: per group, what a cut needs of it. columns: (tier, group),
+    group by group. Queries change nothing; the verbs that change something take whole paths and
+    keep the counts that make eviction a constant-time question. Labels: ``keys.Labels``, or any
+    sequence of bytes. Owned by one thread.
+
+    Misuse raises: KeyError for a block that is not known any more and for a column that there is
+    not, AssertionError for a move that is not legal, ValueError for a slot outside of
+    0 .. 2**32 - 1, for a time that is not finite and for labels outside of their tokens.
     """
 
     tiers: tuple[str, ...]
+    rules: tuple[ReuseRule, ...]
+    columns: tuple[AnyColumn, ...]
 
     # -- queries ----------------------------------------------------------------------------------
 
     @abstractmethod
     def match(self, namespace: bytes, labels: Sequence[Label]) -> Match:
-        """Longest prefix of ``labels`` whose blocks are all ready in some tier."""
+        """Longest prefix of ``labels`` whose blocks are all ready in some tier. AssertionError
+        where that is not what can be reused: with several groups, or one that needs less."""
+
+    @abstractmethod
+    def match_groups(self, namespace: bytes, labels: Sequence[Label]) -> GroupMatch:
+        """What is ready along ``labels``, group by group, up to the last possible cut.
+
+        The walk goes on past blocks that a group lacks, as long as a later cut may do without.
+        Cost: O(blocks x groups).
+        """
 
     def match_slots(
-        self, namespace: bytes, labels: Sequence[Label], tier: str
+        self, namespace: bytes, labels: Sequence[Label], column: AnyColumn
     ) -> npt.NDArray[np.int64]:
-        """Slots of the longest prefix that is ready in ``tier``: int64 [num_blocks], read-only."""
-        states = self.states(namespace, labels, tier)
+        """Slots of the longest prefix that ``column`` has ready: int64 [num_blocks], read-only."""
+        states = self.states(namespace, labels, column)
         ready = next((at for at, state in enumerate(states) if state is not State.READY), None)
         blocks = self.extend(namespace, labels[: len(states) if ready is None else ready])
-        slots = np.array(self.slots(blocks, tier), np.int64)
+        slots = np.array(self.slots(blocks, column), np.int64)
         slots.setflags(write=False)
         return slots
 
     @abstractmethod
     def find(self, namespace: bytes, label: Label) -> tuple[BlockId, tuple[State, ...]] | None:
-        """The block ``label`` right below the root, and where it stands in each of ``tiers``; None
-        where it is not known. For engines whose labels name whole prefixes."""
+        """The block ``label`` right below the root, and where it stands in each of ``columns``;
+        None where it is not known. For engines whose labels name whole prefixes."""
 
     @abstractmethod
-    def state(self, block: BlockId, tier: str) -> State:
-        """Where ``block`` stands in ``tier``; ABSENT also for a block that is not known."""
+    def state(self, block: BlockId, column: AnyColumn) -> State:
+        """Where ``block`` stands in ``column``; ABSENT also for a block that is not known."""
 
-    def states_of(self, blocks: Iterable[BlockId], tier: str) -> list[State]:
+    def states_of(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[State]:
         """``state`` of each."""
-        return [self.state(block, tier) for block in blocks]
+        return [self.state(block, column) for block in blocks]
 
     @abstractmethod
     def states(
-        self, namespace: bytes, labels: Sequence[Label], tier: str, after: BlockId | None = None
+        self,
+        namespace: bytes,
+        labels: Sequence[Label],
+        column: AnyColumn,
+        after: BlockId | None = None,
     ) -> list[State]:
-        """Where each known block along ``labels`` stands in ``tier``, until one is not known.
+        """Where each known block along ``labels`` stands in ``column``, until one is not known.
 
         after: the block below which the labels begin; None for the start of a prompt.
         """
 
     @abstractmethod
-    def slots(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
-        """Slots of blocks that ``tier`` holds."""
+    def slots(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
+        """Slots of blocks that ``column`` holds."""
 
     @abstractmethod
-    def prefixes(self, blocks: Iterable[BlockId], tier: str) -> list[BlockId]:
-        """The blocks of ``tier`` that ``blocks`` continue: the nearest ready one above each."""
+    def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[BlockId]:
+        """The blocks of ``column`` that ``blocks`` continue: the nearest ready one above each."""
 
     @abstractmethod
     def num_uses(self, block: BlockId) -> int:
         """How often the block was touched."""
 
     @abstractmethod
-    def num_leases(self, block: BlockId, tier: str) -> int:
-        """How often the block is held in ``tier``."""
+    def num_leases(self, block: BlockId, column: AnyColumn) -> int:
+        """How often the block is held in ``column``."""
 
     @abstractmethod
     def labels(self, blocks: Iterable[BlockId]) -> list[bytes]:
         """What each block is called under its parent."""
 
     @abstractmethod
-    def num_evictable(self, tier: str) -> int:
-        """Blocks of ``tier`` that are ready and not leased: they could leave one after another,
-        leaves first. An upper bound, for a child that has to stay keeps its parent."""
+    def num_evictable(self, column: AnyColumn) -> int:
+        """Blocks of ``column`` that are ready and not leased: they could leave one after another.
+        An upper bound where leaves leave first, for a child that has to stay keeps its parent."""
 
     @abstractmethod
-    def num_held(self, tier: str) -> int:
-        """Blocks that occupy a slot of ``tier``."""
+    def num_held(self, column: AnyColumn) -> int:
+        """Blocks that occupy a slot of ``column``."""
 
     @abstractmethod
     def key(self, block: BlockId) -> BlockKey:
@@ -154,55 +184,57 @@ class BlockIndex(ABC):
         self, namespace: bytes, labels: Sequence[Label], after: BlockId | None = None
     ) -> list[BlockId]:
         """Numbers of the blocks along ``labels``, known or new. Begin a write before anything else:
-        a block that no tier holds is forgotten by the next change near it.
+        a block that no column holds is forgotten by the next change near it.
 
         after: the block below which the labels begin; None for the start of a prompt.
         """
 
     @abstractmethod
-    def begin_write(self, block: BlockId, tier: str, slot: Slot) -> None:
-        """``slot`` of ``tier`` is being filled with ``block``."""
+    def begin_write(self, block: BlockId, column: AnyColumn, slot: Slot) -> None:
+        """``slot`` of ``column`` is being filled with ``block``."""
 
-    def begin_write_all(self, blocks: Iterable[BlockId], tier: str, slots: Iterable[Slot]) -> None:
+    def begin_write_all(
+        self, blocks: Iterable[BlockId], column: AnyColumn, slots: Iterable[Slot]
+    ) -> None:
         """``begin_write`` of each."""
         for block, slot in zip(blocks, slots, strict=True):
-            self.begin_write(block, tier, slot)
+            self.begin_write(block, column, slot)
 
     @abstractmethod
-    def commit(self, block: BlockId, tier: str, now: float) -> None:
-        """The block's bytes are in its slot of ``tier``: it can be matched from now on."""
+    def commit(self, block: BlockId, column: AnyColumn, now: float) -> None:
+        """The block's bytes are in its slot of ``column``: it can be matched from now on."""
 
-    def commit_all(self, blocks: Iterable[BlockId], tier: str, now: float) -> None:
+    def commit_all(self, blocks: Iterable[BlockId], column: AnyColumn, now: float) -> None:
         """``commit`` of each."""
         for block in blocks:
-            self.commit(block, tier, now)
+            self.commit(block, column, now)
 
     @abstractmethod
-    def abort(self, block: BlockId, tier: str) -> Slot:
-        """The write failed: the block is absent from ``tier`` again. Returns the slot."""
+    def abort(self, block: BlockId, column: AnyColumn) -> Slot:
+        """The write failed: the block is absent from ``column`` again. Returns the slot."""
 
-    def abort_all(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
+    def abort_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
         """``abort`` of each."""
-        return [self.abort(block, tier) for block in blocks]
+        return [self.abort(block, column) for block in blocks]
 
     def insert(
         self,
         namespace: bytes,
         labels: Sequence[Label],
-        tier: str,
+        column: AnyColumn,
         slots: Sequence[Slot],
         now: float,
         after: BlockId | None = None,
         hold: bool = False,
     ) -> Inserted:
-        """Blocks whose bytes are in ``tier`` already: ``extend``, ``begin_write`` and ``commit``.
+        """Blocks whose bytes are in ``column`` already: ``extend``, ``begin_write`` and ``commit``.
 
-        slots: one per label. A block that is ready in ``tier`` keeps the slot that it has; the walk
-        ends before one that is being written or evicted there.
+        slots: one per label. A block that is ready in ``column`` keeps the slot that it has; the
+        walk ends before one that is being written or evicted there.
         hold: lease all blocks of the path.
         """
         check_time(now)
-        states = self.states(namespace, labels, tier, after)
+        states = self.states(namespace, labels, column, after)
         for position, state in enumerate(states):
             if state not in (State.READY, State.ABSENT):
                 labels = labels[:position]
@@ -211,60 +243,65 @@ class BlockIndex(ABC):
         placed: list[Slot] = []
         num_new = 0
         for block, slot in zip(path, slots, strict=False):
-            if self.state(block, tier) is State.READY:
-                [slot] = self.slots([block], tier)
+            if self.state(block, column) is State.READY:
+                [slot] = self.slots([block], column)
             else:
-                self.begin_write(block, tier, slot)
-                self.commit(block, tier, now)
+                self.begin_write(block, column, slot)
+                self.commit(block, column, now)
                 num_new += 1
             placed.append(slot)
         if hold:
-            self.lease(path, tier)
+            self.lease(path, column)
         return Inserted(path, placed, num_new)
 
     # -- use --------------------------------------------------------------------------------------
 
     @abstractmethod
     def touch(self, blocks: Iterable[BlockId], now: float) -> None:
-        """The blocks were used: every tier that holds them should know."""
+        """The blocks were used: every column that holds them should know.
+
+        blocks: of one request, in prompt order. Of a group that needs the last blocks only those
+        were used that a cut after all of ``blocks`` needs.
+        """
 
     @abstractmethod
-    def lease(self, blocks: Iterable[BlockId], tier: str) -> None:
-        """Hold blocks that are ready (or on their way) in ``tier``: they can't be evicted."""
+    def lease(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
+        """Hold blocks that are ready (or on their way) in ``column``: they can't be evicted."""
 
     @abstractmethod
-    def release(self, blocks: Iterable[BlockId], tier: str) -> None:
+    def release(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
         """Give one hold back per block."""
 
     # -- eviction: ready -> evicting -> absent ----------------------------------------------------
 
     @abstractmethod
-    def evict(self, tier: str, num_blocks: int) -> list[BlockId]:
-        """Choose up to ``num_blocks`` blocks to leave ``tier``; they are not matched there now.
+    def evict(self, column: AnyColumn, num_blocks: int) -> list[BlockId]:
+        """Choose up to ``num_blocks`` blocks to leave ``column``; they are not matched there now.
 
-        Leaves first, so a parent may follow its child in the same call. Finish each with
-        ``forget`` (it is gone) or ``keep`` (it stays after all).
+        In a group that needs all blocks leaves go first, so a parent may follow its child in the
+        same call; in others any block may. Finish each with ``forget`` (it is gone) or ``keep`` (it
+        stays after all).
         """
 
     @abstractmethod
-    def forget(self, block: BlockId, tier: str) -> Slot:
-        """The block has left ``tier``. Returns its slot, free from now on."""
+    def forget(self, block: BlockId, column: AnyColumn) -> Slot:
+        """The block has left ``column``. Returns its slot, free from now on."""
 
-    def forget_all(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
+    def forget_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
         """``forget`` of each."""
-        return [self.forget(block, tier) for block in blocks]
+        return [self.forget(block, column) for block in blocks]
 
-    def drop(self, tier: str, num_blocks: int) -> list[Slot]:
+    def drop(self, column: AnyColumn, num_blocks: int) -> list[Slot]:
         """``evict``, and ``forget`` at once. Returns the slots that are free now."""
-        return self.forget_all(self.evict(tier, num_blocks), tier)
+        return self.forget_all(self.evict(column, num_blocks), column)
 
     @abstractmethod
-    def keep(self, block: BlockId, tier: str) -> None:
-        """The block stays in ``tier``: it is ready again."""
+    def keep(self, block: BlockId, column: AnyColumn) -> None:
+        """The block stays in ``column``: it is ready again."""
 
     @abstractmethod
-    def lose(self, block: BlockId, tier: str) -> Slot | None:
-        """The tier has lost the block, which was ready there; its children stay, out of reach for
+    def lose(self, block: BlockId, column: AnyColumn) -> Slot | None:
+        """The column has lost the block, which was ready there; its children stay, out of reach for
         now. Returns the slot; None while somebody holds the block: ask again."""
 
     # -- for tests and doctors --------------------------------------------------------------------

@@ -10,68 +10,93 @@ import numpy.typing as npt
 
 from kvtier._hot import BlockTrie
 from kvtier.index.block_index import BlockIndex, Inserted
+from kvtier.index.groups import ALL, ReuseRule, columns_of
 from kvtier.index.residency import Residency, State
 from kvtier.index.trie import Node
 from kvtier.keys import Labels, next_key
-from kvtier.types import BlockId, BlockKey, BlockName, Label, Match, Slot
+from kvtier.types import (
+    AnyColumn,
+    BlockId,
+    BlockKey,
+    BlockName,
+    GroupMatch,
+    Label,
+    Match,
+    Slot,
+)
 
 _INT64 = np.dtype(np.int64)
 _array_over = np.frombuffer
 
 
 class NativeIndex(BlockIndex):
-    """Blocks in an arena of the native core. policies: per tier the name of a native policy."""
+    """Blocks in an arena of the native core.
 
-    def __init__(self, policies: Mapping[str, str]) -> None:
+    policies: per column the name of a native policy, the first group's tiers fastest first. rules:
+    per group.
+    """
+
+    def __init__(
+        self, policies: Mapping[AnyColumn, str], rules: Sequence[ReuseRule] = (ALL,)
+    ) -> None:
         assert BlockTrie is not None, "the native core is not there"
-        self.tiers = tuple(policies)
-        self._policies = tuple(policies.values())
-        self._trie = BlockTrie(self.tiers, self._policies, tuple(State), Labels, Match)
+        self.rules = tuple(rules)
+        self.tiers, self.columns = columns_of(policies, len(self.rules))
+        self._policies = tuple(policies[column] for column in self.columns)
+        needed = tuple(rule.num_last for rule in self.rules)
+        self._trie = BlockTrie(self.tiers, needed, self._policies, tuple(State), Labels, Match)
 
     # -- queries ----------------------------------------------------------------------------------
 
     def match(self, namespace: bytes, labels: Sequence[Label]) -> Match:
         return cast("Match", self._trie.match(namespace, labels))
 
+    def match_groups(self, namespace: bytes, labels: Sequence[Label]) -> GroupMatch:
+        return GroupMatch(*self._trie.match_groups(namespace, labels))  # type: ignore[arg-type]
+
     def match_slots(
-        self, namespace: bytes, labels: Sequence[Label], tier: str
+        self, namespace: bytes, labels: Sequence[Label], column: AnyColumn
     ) -> npt.NDArray[np.int64]:
-        return _array_over(self._trie.match_slots(namespace, labels, tier), _INT64)
+        return _array_over(self._trie.match_slots(namespace, labels, column), _INT64)
 
     def find(self, namespace: bytes, label: Label) -> tuple[BlockId, tuple[State, ...]] | None:
         return self._trie.find(namespace, label)  # type: ignore[return-value]
 
-    def state(self, block: BlockId, tier: str) -> State:
-        return cast("State", self._trie.state(block, tier))
+    def state(self, block: BlockId, column: AnyColumn) -> State:
+        return cast("State", self._trie.state(block, column))
 
-    def states_of(self, blocks: Iterable[BlockId], tier: str) -> list[State]:
-        return cast("list[State]", self._trie.states_of(blocks, tier))
+    def states_of(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[State]:
+        return cast("list[State]", self._trie.states_of(blocks, column))
 
     def states(
-        self, namespace: bytes, labels: Sequence[Label], tier: str, after: BlockId | None = None
+        self,
+        namespace: bytes,
+        labels: Sequence[Label],
+        column: AnyColumn,
+        after: BlockId | None = None,
     ) -> list[State]:
-        return cast("list[State]", self._trie.states(namespace, labels, tier, after))
+        return cast("list[State]", self._trie.states(namespace, labels, column, after))
 
-    def slots(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
-        return cast("list[Slot]", self._trie.slots(blocks, tier))
+    def slots(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
+        return cast("list[Slot]", self._trie.slots(blocks, column))
 
-    def prefixes(self, blocks: Iterable[BlockId], tier: str) -> list[BlockId]:
-        return cast("list[BlockId]", self._trie.prefixes(blocks, tier))
+    def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[BlockId]:
+        return cast("list[BlockId]", self._trie.prefixes(blocks, column))
 
     def num_uses(self, block: BlockId) -> int:
         return self._trie.num_uses(block)
 
-    def num_leases(self, block: BlockId, tier: str) -> int:
-        return self._trie.num_leases(block, tier)
+    def num_leases(self, block: BlockId, column: AnyColumn) -> int:
+        return self._trie.num_leases(block, column)
 
     def labels(self, blocks: Iterable[BlockId]) -> list[bytes]:
         return self._trie.labels(blocks)
 
-    def num_evictable(self, tier: str) -> int:
-        return self._trie.num_evictable(tier)
+    def num_evictable(self, column: AnyColumn) -> int:
+        return self._trie.num_evictable(column)
 
-    def num_held(self, tier: str) -> int:
-        return self._trie.num_held(tier)
+    def num_held(self, column: AnyColumn) -> int:
+        return self._trie.num_held(column)
 
     def key(self, block: BlockId) -> BlockKey:
         previous, blocks, labels = self._trie.missing_keys(block)
@@ -105,35 +130,37 @@ class NativeIndex(BlockIndex):
     ) -> list[BlockId]:
         return cast("list[BlockId]", self._trie.extend(namespace, labels, after))
 
-    def begin_write(self, block: BlockId, tier: str, slot: Slot) -> None:
-        self._trie.begin_write((block,), tier, (slot,))
+    def begin_write(self, block: BlockId, column: AnyColumn, slot: Slot) -> None:
+        self._trie.begin_write((block,), column, (slot,))
 
-    def begin_write_all(self, blocks: Iterable[BlockId], tier: str, slots: Iterable[Slot]) -> None:
-        self._trie.begin_write(blocks, tier, slots)
+    def begin_write_all(
+        self, blocks: Iterable[BlockId], column: AnyColumn, slots: Iterable[Slot]
+    ) -> None:
+        self._trie.begin_write(blocks, column, slots)
 
-    def commit(self, block: BlockId, tier: str, now: float) -> None:
-        self._trie.commit((block,), tier, now)
+    def commit(self, block: BlockId, column: AnyColumn, now: float) -> None:
+        self._trie.commit((block,), column, now)
 
-    def commit_all(self, blocks: Iterable[BlockId], tier: str, now: float) -> None:
-        self._trie.commit(blocks, tier, now)
+    def commit_all(self, blocks: Iterable[BlockId], column: AnyColumn, now: float) -> None:
+        self._trie.commit(blocks, column, now)
 
-    def abort(self, block: BlockId, tier: str) -> Slot:
-        return self.abort_all((block,), tier)[0]
+    def abort(self, block: BlockId, column: AnyColumn) -> Slot:
+        return self.abort_all((block,), column)[0]
 
-    def abort_all(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
-        return cast("list[Slot]", self._trie.abort(blocks, tier))
+    def abort_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
+        return cast("list[Slot]", self._trie.abort(blocks, column))
 
     def insert(
         self,
         namespace: bytes,
         labels: Sequence[Label],
-        tier: str,
+        column: AnyColumn,
         slots: Sequence[Slot],
         now: float,
         after: BlockId | None = None,
         hold: bool = False,
     ) -> Inserted:
-        made = self._trie.insert(namespace, labels, tier, slots, now, after, hold)
+        made = self._trie.insert(namespace, labels, column, slots, now, after, hold)
         return Inserted(*cast("tuple[list[BlockId], list[Slot], int]", made))
 
     # -- use --------------------------------------------------------------------------------------
@@ -141,31 +168,31 @@ class NativeIndex(BlockIndex):
     def touch(self, blocks: Iterable[BlockId], now: float) -> None:
         self._trie.touch(blocks, now)
 
-    def lease(self, blocks: Iterable[BlockId], tier: str) -> None:
-        self._trie.lease(blocks, tier)
+    def lease(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
+        self._trie.lease(blocks, column)
 
-    def release(self, blocks: Iterable[BlockId], tier: str) -> None:
-        self._trie.release(blocks, tier)
+    def release(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
+        self._trie.release(blocks, column)
 
     # -- eviction ---------------------------------------------------------------------------------
 
-    def evict(self, tier: str, num_blocks: int) -> list[BlockId]:
-        return cast("list[BlockId]", self._trie.evict(tier, num_blocks))
+    def evict(self, column: AnyColumn, num_blocks: int) -> list[BlockId]:
+        return cast("list[BlockId]", self._trie.evict(column, num_blocks))
 
-    def forget(self, block: BlockId, tier: str) -> Slot:
-        return self.forget_all((block,), tier)[0]
+    def forget(self, block: BlockId, column: AnyColumn) -> Slot:
+        return self.forget_all((block,), column)[0]
 
-    def forget_all(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
-        return cast("list[Slot]", self._trie.forget(blocks, tier))
+    def forget_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
+        return cast("list[Slot]", self._trie.forget(blocks, column))
 
-    def drop(self, tier: str, num_blocks: int) -> list[Slot]:
-        return cast("list[Slot]", self._trie.drop(tier, num_blocks))
+    def drop(self, column: AnyColumn, num_blocks: int) -> list[Slot]:
+        return cast("list[Slot]", self._trie.drop(column, num_blocks))
 
-    def keep(self, block: BlockId, tier: str) -> None:
-        self._trie.keep((block,), tier)
+    def keep(self, block: BlockId, column: AnyColumn) -> None:
+        self._trie.keep((block,), column)
 
-    def lose(self, block: BlockId, tier: str) -> Slot | None:
-        return cast("Slot | None", self._trie.lose(block, tier))
+    def lose(self, block: BlockId, column: AnyColumn) -> Slot | None:
+        return cast("Slot | None", self._trie.lose(block, column))
 
     # -- for tests and doctors --------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The index in pure Python: fall-back, oracle, and home of policies that are written in Python.
 
-A trie says which prefixes are known, a residency per tier says where each block stands, a policy
-per tier says which leaf leaves first.
+A trie says which prefixes are known, a residency per column says where each block stands, a policy
+per column says which block leaves first.
 """
 
 from __future__ import annotations
@@ -9,66 +9,128 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier.index.block_index import BlockIndex, check_slot, check_time
+from kvtier.index.groups import ALL, ReuseRule, columns_of
 from kvtier.index.policies.base import EvictionPolicy
 from kvtier.index.residency import Residency, State
 from kvtier.index.trie import Node, Trie
 from kvtier.keys import next_key
-from kvtier.types import BlockId, BlockKey, BlockName, Label, Match, Slot
+from kvtier.types import (
+    AnyColumn,
+    BlockId,
+    BlockKey,
+    BlockName,
+    Column,
+    GroupMatch,
+    Label,
+    Match,
+    Slot,
+)
 
 
 class PythonIndex(BlockIndex):
     """Blocks as Python objects.
 
-    policies: per tier, fastest tier first. because: why this index is used.
+    policies: per column, the first group's tiers fastest first. rules: per group. because: why
+    this index is used.
     """
 
-    def __init__(self, policies: Mapping[str, EvictionPolicy], because: str = "asked for") -> None:
-        self.tiers = tuple(policies)
+    def __init__(
+        self,
+        policies: Mapping[AnyColumn, EvictionPolicy],
+        rules: Sequence[ReuseRule] = (ALL,),
+        because: str = "asked for",
+    ) -> None:
+        self.rules = tuple(rules)
+        self.tiers, self.columns = columns_of(policies, len(self.rules))
         self._because = because
-        self._position = {tier: position for position, tier in enumerate(self.tiers)}
-        self._policies = tuple(policies.values())
-        self._trie = Trie(len(self.tiers))
-        self._num_held = [0] * len(self.tiers)
-        self._num_idle = [0] * len(self.tiers)
+        self._position: dict[AnyColumn, int] = {}
+        for position, column in enumerate(self.columns):
+            group, tier = divmod(position, len(self.tiers))
+            self._position[column] = self._position[Column(self.tiers[tier], group)] = position
+        self._rule_of = [rule for rule in self.rules for _ in self.tiers]
+        self._policies = tuple(policies[column] for column in self.columns)
+        self._trie = Trie(len(self.columns))
+        self._num_held = [0] * len(self.columns)
+        self._num_idle = [0] * len(self.columns)
 
     # -- queries ----------------------------------------------------------------------------------
 
     def match(self, namespace: bytes, labels: Sequence[Label]) -> Match:
+        assert self.rules == (ALL,), "ask match_groups: what can be reused is no prefix"
         blocks: list[BlockId] = []
         tiers: list[str] = []
         in_flight: list[bool] = []
         for node in self._trie.walk(namespace, labels):
-            for position, residency in enumerate(node.residencies):
+            for tier, residency in zip(self.tiers, node.residencies, strict=True):
                 if residency.state is State.READY:
                     blocks.append(node.block)
-                    tiers.append(self.tiers[position])
+                    tiers.append(tier)
                     in_flight.append(node.residencies[0].state is State.WRITING)
                     break
             else:
                 break
         return Match(tuple(blocks), tuple(tiers), tuple(in_flight), len(labels))
 
+    def match_groups(self, namespace: bytes, labels: Sequence[Label]) -> GroupMatch:
+        blocks: list[BlockId] = []
+        tiers: list[list[str | None]] = [[] for _ in self.rules]
+        in_flight: list[list[bool]] = [[] for _ in self.rules]
+        runs = [0] * len(self.rules)  # per group: how many of the last blocks are ready
+        cuts: list[int] = []
+        for cut, node in enumerate(self._trie.walk(namespace, labels), start=1):
+            found = [self._fastest(node, group) for group in range(len(self.rules))]
+            if any(f is None and r.needs_all for f, r in zip(found, self.rules, strict=True)):
+                break
+            blocks.append(node.block)
+            for group, tier in enumerate(found):
+                first = node.residencies[group * len(self.tiers)]
+                runs[group] = 0 if tier is None else runs[group] + 1
+                tiers[group].append(tier)
+                in_flight[group].append(tier is not None and first.state is State.WRITING)
+            if all(n >= rule.num_needed(cut) for n, rule in zip(runs, self.rules, strict=True)):
+                cuts.append(cut)
+        end = cuts[-1] if cuts else 0
+        return GroupMatch(
+            tuple(blocks[:end]),
+            tuple(tuple(each[:end]) for each in tiers),
+            tuple(tuple(each[:end]) for each in in_flight),
+            tuple(cuts),
+            len(labels),
+        )
+
+    def _fastest(self, node: Node, group: int) -> str | None:
+        """The fastest tier that has the group's part of the block ready."""
+        first = group * len(self.tiers)
+        for tier, residency in zip(self.tiers, node.residencies[first:], strict=False):
+            if residency.state is State.READY:
+                return tier
+        return None
+
     def find(self, namespace: bytes, label: Label) -> tuple[BlockId, tuple[State, ...]] | None:
         for node in self._trie.walk(namespace, [label]):
             return node.block, tuple(residency.state for residency in node.residencies)
         return None
 
-    def state(self, block: BlockId, tier: str) -> State:
+    def state(self, block: BlockId, column: AnyColumn) -> State:
         node = self._trie.nodes.get(block)
-        return node.residencies[self._position[tier]].state if node else State.ABSENT
+        return node.residencies[self._position[column]].state if node else State.ABSENT
 
     def states(
-        self, namespace: bytes, labels: Sequence[Label], tier: str, after: BlockId | None = None
+        self,
+        namespace: bytes,
+        labels: Sequence[Label],
+        column: AnyColumn,
+        after: BlockId | None = None,
     ) -> list[State]:
-        position = self._position[tier]
+        position = self._position[column]
         nodes = self._trie.walk(namespace, labels, after)
         return [node.residencies[position].state for node in nodes]
 
-    def slots(self, blocks: Iterable[BlockId], tier: str) -> list[Slot]:
-        return [self._residency(block, tier).slot for block in blocks]
+    def slots(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
+        return [self._residency(block, column).slot for block in blocks]
 
-    def prefixes(self, blocks: Iterable[BlockId], tier: str) -> list[BlockId]:
-        below, position = set(blocks), self._position[tier]
+    def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[BlockId]:
+        below, position = set(blocks), self._position[column]
         found: set[BlockId] = set()
         for block in below:
             node = self._trie.nodes[block].parent
@@ -82,17 +144,17 @@ class PythonIndex(BlockIndex):
     def num_uses(self, block: BlockId) -> int:
         return self._trie.nodes[block].num_uses
 
-    def num_leases(self, block: BlockId, tier: str) -> int:
-        return self._trie.nodes[block].residencies[self._position[tier]].leases
+    def num_leases(self, block: BlockId, column: AnyColumn) -> int:
+        return self._trie.nodes[block].residencies[self._position[column]].leases
 
     def labels(self, blocks: Iterable[BlockId]) -> list[bytes]:
         return [self._trie.nodes[block].label for block in blocks]
 
-    def num_evictable(self, tier: str) -> int:
-        return self._num_idle[self._position[tier]]
+    def num_evictable(self, column: AnyColumn) -> int:
+        return self._num_idle[self._position[column]]
 
-    def num_held(self, tier: str) -> int:
-        return self._num_held[self._position[tier]]
+    def num_held(self, column: AnyColumn) -> int:
+        return self._num_held[self._position[column]]
 
     def key(self, block: BlockId) -> BlockKey:
         chain: list[Node] = []
@@ -127,85 +189,87 @@ class PythonIndex(BlockIndex):
     ) -> list[BlockId]:
         return [node.block for node in self._trie.extend(namespace, labels, after)]
 
-    def begin_write(self, block: BlockId, tier: str, slot: Slot) -> None:
+    def begin_write(self, block: BlockId, column: AnyColumn, slot: Slot) -> None:
         check_slot(slot)
-        residency = self._residency(block, tier)
+        residency = self._residency(block, column)
         residency.move(State.WRITING)
         residency.slot = slot
-        self._count(block, tier, +1)
+        self._count(block, column, +1)
 
-    def commit(self, block: BlockId, tier: str, now: float) -> None:
+    def commit(self, block: BlockId, column: AnyColumn, now: float) -> None:
         check_time(now)
-        residency = self._residency(block, tier)
+        residency = self._residency(block, column)
         residency.move(State.READY)
-        self._num_idle[self._position[tier]] += residency.leases == 0
-        self._policies[self._position[tier]].touch(block, now)
-        self._review(block, tier)
+        self._num_idle[self._position[column]] += residency.leases == 0
+        self._policies[self._position[column]].touch(block, now)
+        self._review(block, column)
 
-    def abort(self, block: BlockId, tier: str) -> Slot:
-        return self._leave(block, tier)
+    def abort(self, block: BlockId, column: AnyColumn) -> Slot:
+        return self._leave(block, column)
 
     # -- use --------------------------------------------------------------------------------------
 
     def touch(self, blocks: Iterable[BlockId], now: float) -> None:
         check_time(now)
-        for block in blocks:
+        path = list(blocks)
+        used = [rule.needed(len(path)) for rule in self._rule_of]
+        for at, block in enumerate(path):
             node = self._trie.nodes[block]
             node.num_uses += 1
-            for residency, policy in zip(node.residencies, self._policies, strict=True):
-                if residency.state is not State.ABSENT:
-                    policy.touch(block, now)
+            for position, residency in enumerate(node.residencies):
+                if residency.state is not State.ABSENT and at in used[position]:
+                    self._policies[position].touch(block, now)
 
-    def lease(self, blocks: Iterable[BlockId], tier: str) -> None:
+    def lease(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
         for block in blocks:
-            residency = self._residency(block, tier)
+            residency = self._residency(block, column)
             assert residency.state in (State.READY, State.WRITING), f"lease on {residency}"
             residency.leases += 1
             if residency.leases == 1:
-                self._num_idle[self._position[tier]] -= residency.state is State.READY
-                self._review(block, tier)
+                self._num_idle[self._position[column]] -= residency.state is State.READY
+                self._review(block, column)
 
-    def release(self, blocks: Iterable[BlockId], tier: str) -> None:
+    def release(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
         for block in blocks:
-            residency = self._residency(block, tier)
+            residency = self._residency(block, column)
             assert residency.leases > 0, "released more often than leased"
             residency.leases -= 1
             if residency.leases == 0:
-                self._num_idle[self._position[tier]] += residency.state is State.READY
-                self._review(block, tier)
+                self._num_idle[self._position[column]] += residency.state is State.READY
+                self._review(block, column)
 
     # -- eviction: ready -> evicting -> absent ----------------------------------------------------
 
-    def evict(self, tier: str, num_blocks: int) -> list[BlockId]:
-        position = self._position[tier]
+    def evict(self, column: AnyColumn, num_blocks: int) -> list[BlockId]:
+        position = self._position[column]
         policy = self._policies[position]
         chosen: list[BlockId] = []
         while len(chosen) < num_blocks and (block := policy.victim()) is not None:
-            self._residency(block, tier).move(State.EVICTING)
+            self._residency(block, column).move(State.EVICTING)
             policy.discard(block)
             self._num_idle[position] -= 1
-            self._count_in_parent(block, tier, -1)
+            self._count_in_parent(block, column, -1)
             chosen.append(block)
         return chosen
 
-    def forget(self, block: BlockId, tier: str) -> Slot:
-        return self._leave(block, tier)
+    def forget(self, block: BlockId, column: AnyColumn) -> Slot:
+        return self._leave(block, column)
 
-    def keep(self, block: BlockId, tier: str) -> None:
-        self._residency(block, tier).move(State.READY)
-        self._num_idle[self._position[tier]] += 1
-        self._count_in_parent(block, tier, +1)
-        self._review(block, tier)
+    def keep(self, block: BlockId, column: AnyColumn) -> None:
+        self._residency(block, column).move(State.READY)
+        self._num_idle[self._position[column]] += 1
+        self._count_in_parent(block, column, +1)
+        self._review(block, column)
 
-    def lose(self, block: BlockId, tier: str) -> Slot | None:
-        residency = self._residency(block, tier)
+    def lose(self, block: BlockId, column: AnyColumn) -> Slot | None:
+        residency = self._residency(block, column)
         if residency.leases:
             return None
         residency.move(State.EVICTING)
-        self._policies[self._position[tier]].discard(block)
-        self._num_idle[self._position[tier]] -= 1
-        self._count_in_parent(block, tier, -1)
-        return self._leave(block, tier)
+        self._policies[self._position[column]].discard(block)
+        self._num_idle[self._position[column]] -= 1
+        self._count_in_parent(block, column, -1)
+        return self._leave(block, column)
 
     # -- for tests and doctors --------------------------------------------------------------------
 
@@ -217,11 +281,11 @@ class PythonIndex(BlockIndex):
 
     # -- bookkeeping ------------------------------------------------------------------------------
 
-    def _residency(self, block: BlockId, tier: str) -> Residency:
-        return self._trie.nodes[block].residencies[self._position[tier]]
+    def _residency(self, block: BlockId, column: AnyColumn) -> Residency:
+        return self._trie.nodes[block].residencies[self._position[column]]
 
-    def _leave(self, block: BlockId, tier: str) -> Slot:
-        node, position = self._trie.nodes[block], self._position[tier]
+    def _leave(self, block: BlockId, column: AnyColumn) -> Slot:
+        node, position = self._trie.nodes[block], self._position[column]
         residency = node.residencies[position]
         before = residency.state
         slot, residency.slot = residency.slot, Slot(-1)
@@ -230,30 +294,32 @@ class PythonIndex(BlockIndex):
         self._num_idle[position] -= before is State.READY
         self._policies[position].forget(block)
         if before is not State.EVICTING:
-            self._count_in_parent(block, tier, -1)
+            self._count_in_parent(block, column, -1)
         self._trie.prune(node)
         return slot
 
-    def _count(self, block: BlockId, tier: str, change: int) -> None:
-        self._num_held[self._position[tier]] += change
-        self._count_in_parent(block, tier, change)
+    def _count(self, block: BlockId, column: AnyColumn, change: int) -> None:
+        self._num_held[self._position[column]] += change
+        self._count_in_parent(block, column, change)
 
-    def _count_in_parent(self, block: BlockId, tier: str, change: int) -> None:
+    def _count_in_parent(self, block: BlockId, column: AnyColumn, change: int) -> None:
+        """Children keep a block only where they are of no use without it."""
+        position = self._position[column]
         parent = self._trie.nodes[block].parent
-        if parent is not None and parent.residencies:
-            parent.residencies[self._position[tier]].num_children += change
-            self._review(parent.block, tier)
+        if self._rule_of[position].needs_all and parent is not None and parent.residencies:
+            parent.residencies[position].num_children += change
+            self._review(parent.block, column)
 
-    def _review(self, block: BlockId, tier: str) -> None:
-        """Tell the policy whether the block may leave ``tier`` now."""
-        policy = self._policies[self._position[tier]]
-        if self._residency(block, tier).evictable:
+    def _review(self, block: BlockId, column: AnyColumn) -> None:
+        """Tell the policy whether the block may leave ``column`` now."""
+        policy = self._policies[self._position[column]]
+        if self._residency(block, column).evictable:
             policy.add(block)
         else:
             policy.discard(block)
 
     def check_invariants(self) -> None:
-        for position, tier in enumerate(self.tiers):
+        for position, column in enumerate(self.columns):
             held: list[Slot] = []
             idle = 0
             candidates: set[BlockId] = set()
@@ -262,20 +328,23 @@ class PythonIndex(BlockIndex):
                 children = sum(
                     child.residencies[position].state not in (State.ABSENT, State.EVICTING)
                     for child in node.children.values()
+                    if self._rule_of[position].needs_all
                 )
-                assert residency.num_children == children, f"{tier}: children miscounted"
-                assert residency.leases >= 0, f"{tier}: leases below zero"
+                assert residency.num_children == children, f"{column}: children miscounted"
+                assert residency.leases >= 0, f"{column}: leases below zero"
                 if residency.state is State.ABSENT:
-                    assert residency.leases == 0, f"{tier}: a block that is not there is leased"
+                    assert residency.leases == 0, f"{column}: a block that is not there is leased"
                     continue
                 held.append(residency.slot)
                 idle += residency.state is State.READY and residency.leases == 0
                 if residency.evictable:
                     candidates.add(node.block)
-            assert len(held) == len(set(held)), f"{tier}: two blocks share a slot"
-            assert len(held) == self._num_held[position], f"{tier}: blocks miscounted"
-            assert idle == self._num_idle[position], f"{tier}: idle blocks miscounted"
-            assert candidates == self._policies[position].candidates(), f"{tier}: candidates differ"
+            assert len(held) == len(set(held)), f"{column}: two blocks share a slot"
+            assert len(held) == self._num_held[position], f"{column}: blocks miscounted"
+            assert idle == self._num_idle[position], f"{column}: idle blocks miscounted"
+            assert candidates == self._policies[position].candidates(), (
+                f"{column}: candidates differ"
+            )
         for node in self._trie.nodes.values():
             assert node.children or node.is_cached, "a node that nothing needs was not pruned"
             assert node.parent is not None, "a block without a parent"

@@ -1,4 +1,4 @@
-"""Where one block stands in one tier, as a table of legal moves.
+"""Where one block stands in one column, as a table of legal moves.
 
              begin_write        commit             evict
     ABSENT -------------> WRITING ------> READY <--------> EVICTING
@@ -39,7 +39,11 @@ MOVES: frozenset[tuple[State, State]] = frozenset(
 
 @dataclass(slots=True)
 class Residency:
-    """One block in one tier. ``num_children``: its children WRITING or READY in this tier."""
+    """One block in one column.
+
+    num_children: its children WRITING or READY in this column, which need it; 0 in a group whose
+    blocks are of use without those in front of them.
+    """
 
     state: State = State.ABSENT
     slot: Slot = Slot(-1)  # noqa: RUF009 - a constant, Slot is int
@@ -49,10 +53,10 @@ class Residency:
     def move(self, state: State) -> None:
         assert (self.state, state) in MOVES, f"no move from {self.state.name} to {state.name}"
         stays = state in (State.WRITING, State.READY)
-        assert stays or self.leases == 0, "a leased block may not leave a tier"
+        assert stays or self.leases == 0, "a leased block may not leave a column"
         self.state = state
 
     @property
     def evictable(self) -> bool:
-        """Ready, nobody reads it, and no child in this tier would lose its prefix."""
+        """Ready, nobody reads it, and no child in this column would lose its prefix."""
         return self.state is State.READY and self.leases == 0 and self.num_children == 0

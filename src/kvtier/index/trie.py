@@ -10,22 +10,22 @@ from kvtier.types import BlockId, BlockKey, Label
 
 
 class Node:
-    """One block: its place in the trie, its state per tier, how often it was used."""
+    """One block: its place in the trie, its state per column, how often it was used."""
 
     __slots__ = ("block", "children", "key", "label", "num_uses", "parent", "residencies")
 
-    def __init__(self, block: BlockId, parent: Node | None, label: Label, num_tiers: int) -> None:
+    def __init__(self, block: BlockId, parent: Node | None, label: Label, num_columns: int) -> None:
         self.block = block
         self.parent = parent
         self.label = label
         self.children: dict[Label, Node] = {}
-        self.residencies = tuple(Residency() for _ in range(num_tiers))
+        self.residencies = tuple(Residency() for _ in range(num_columns))
         self.num_uses = 0
         self.key: BlockKey | None = None
 
     @property
     def is_cached(self) -> bool:
-        """Whether some tier holds it, or is about to."""
+        """Whether some column holds it, or is about to."""
         return any(residency.state is not State.ABSENT for residency in self.residencies)
 
 
@@ -53,12 +53,12 @@ class Numbers:
 class Trie:
     """Blocks under one root per namespace.
 
-    A node lives while a tier holds its block or a longer prefix needs it: ``prune`` removes it
+    A node lives while a column holds its block or a longer prefix needs it: ``prune`` removes it
     after that. A root is a node without a block of its own.
     """
 
-    def __init__(self, num_tiers: int) -> None:
-        self._num_tiers = num_tiers
+    def __init__(self, num_columns: int) -> None:
+        self._num_columns = num_columns
         self._numbers = Numbers()
         self._roots: dict[bytes, Node] = {}
         self.nodes: dict[BlockId, Node] = {}
@@ -95,7 +95,7 @@ class Trie:
         for label in labels:
             child = node.children.get(label)
             if child is None:
-                child = Node(self._numbers.take(), node, label, self._num_tiers)
+                child = Node(self._numbers.take(), node, label, self._num_columns)
                 node.children[label] = self.nodes[child.block] = child
             path.append(child)
             node = child

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvtier.plan.budget import WriteBudget
 from kvtier.plan.cost import CostModel, Costs, Route, Ways, ways_of
 from kvtier.plan.operations import Copy, Plan
-from kvtier.plan.planner import plan_load
+from kvtier.plan.planner import GroupRoom, plan_groups, plan_load
 from kvtier.plan.prefill import PrefillCost
 from kvtier.plan.steps import StepClock
 from kvtier.plan.worth import is_worth_loading, num_worth_loading, patience_s
@@ -14,6 +14,7 @@ __all__ = [
     "Copy",
     "CostModel",
     "Costs",
+    "GroupRoom",
     "Plan",
     "PrefillCost",
     "Route",
@@ -23,6 +24,7 @@ __all__ = [
     "is_worth_loading",
     "num_worth_loading",
     "patience_s",
+    "plan_groups",
     "plan_load",
     "ways_of",
 ]

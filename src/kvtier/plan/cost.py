@@ -65,8 +65,9 @@ class Costs:
         if not classes:
             return least_s
         wanted = size_class(num_bytes)
-        nearest = min(classes, key=lambda known: (abs(known - wanted), -known))
-        return max(least_s, classes[nearest] * num_bytes)
+        if wanted not in classes:
+            wanted = min(classes, key=lambda known: (abs(known - wanted), -known))
+        return max(least_s, classes[wanted] * num_bytes)
 
     def load_s(self, num_bytes: Mapping[str, int]) -> float:
         """Estimated seconds to bring bytes from where they are to the device.

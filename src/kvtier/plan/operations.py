@@ -9,23 +9,26 @@ from kvtier.types import BlockId
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy ``blocks`` from tier ``src`` to tier ``dst``; their order is the prompt's."""
+    """Copy a group's part of ``blocks`` from tier ``src`` to tier ``dst``, in prompt order."""
 
     src: str
     dst: str
     blocks: tuple[BlockId, ...]
+    group: int = 0
 
     def __str__(self) -> str:
-        return f"{self.src} -> {self.dst}: {len(self.blocks)} blocks"
+        of_group = f" of group {self.group}" if self.group else ""
+        return f"{self.src} -> {self.dst}: {len(self.blocks)} blocks{of_group}"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to do for one request, and what it is expected to cost.
 
-    copies: to be run in this order. num_reused_blocks: the prefix that will be on the device when
-    all copies succeed; prefill starts after it. load_s, recompute_s: estimated seconds for the
-    copies and for the prefill of the rest. all_recompute_s: the same with nothing reused.
+    copies: to be run in this order. num_reused_blocks: the cut, up to which every group will have
+    what it needs on the device when all copies succeed; prefill starts after it. load_s,
+    recompute_s: estimated seconds for the copies and for the prefill of the rest. all_recompute_s:
+    the same with nothing reused.
     """
 
     copies: tuple[Copy, ...] = ()
@@ -36,6 +39,7 @@ class Plan:
 
     @property
     def num_copied_blocks(self) -> int:
+        """A block counts once for each group that copies it."""
         return sum(len(copy.blocks) for copy in self.copies)
 
     def __str__(self) -> str:

@@ -17,7 +17,8 @@ class Transfer:
     after: the transfer that brings the sources, and has to end before this one can begin.
     job: None until it begins. holds_source: the sources are leased in ``src`` until it is finished.
     waiters: who is told when it has ended. is_void: what it brings is not wanted any more.
-    names: what the blocks are called in storage, where they come from it or go to it.
+    names: what the blocks are called in storage, where they come from it or go to it. group: of
+    layers, whose part of the blocks it is.
     """
 
     src: str
@@ -29,6 +30,7 @@ class Transfer:
     waiters: list[Waiter] = field(default_factory=list)
     is_void: bool = False
     names: Sequence[BlockName] = ()
+    group: int = 0
 
 
 class Waiter(ABC):

@@ -1,4 +1,4 @@
-"""The seam of eviction policies: order the candidates of one tier."""
+"""The seam of eviction policies: order the candidates of one column."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from kvtier.types import BlockId
 
 
 class EvictionPolicy(ABC):
-    """Orders the blocks of one tier that may leave it.
+    """Orders the blocks of one column that may leave it.
 
     The caller guarantees
-        a block becomes a candidate when it is ready, unleased and a leaf within the tier (``add``),
-        and stops being one when any of that ends (``discard``); ``touch`` is called on every use
-        of a block, candidate or not; ``forget`` when the tier no longer holds it. ``now`` is finite
+        a block becomes a candidate when it is ready, unleased and, in a group that needs all
+        blocks, a leaf within the column (``add``), and stops being one when any of that ends
+        (``discard``); ``touch`` is called on every use of a block, candidate or not; ``forget``
+        when the column no longer holds it. ``now`` is finite
         and never runs backwards within one policy.
     The implementer provides
         ``victim``: the candidate to lose first. Every call is O(log n) or better.
@@ -30,7 +31,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def touch(self, block: BlockId, now: float) -> None:
-        """The block was used, or entered the tier, at ``now`` (seconds)."""
+        """The block was used, or entered the column, at ``now`` (seconds)."""
 
     @abstractmethod
     def add(self, block: BlockId) -> None:
@@ -42,7 +43,7 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def forget(self, block: BlockId) -> None:
-        """The tier no longer holds the block: drop all state about it."""
+        """The column no longer holds the block: drop all state about it."""
 
     @abstractmethod
     def victim(self) -> BlockId | None:
