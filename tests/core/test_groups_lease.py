@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 from kvtier import _hot
 from kvtier.index import ALL, ReuseRule, State
 from kvtier.lease import Lease
+from kvtier.transfer import Transfer
 from kvtier.types import DEVICE, HOST, BlockId, Column, Slot, column_of
-from kvtier.waiter import Transfer
 from tests.core.indexes import Both, make, needed, rules_of_models
 from tests.core.test_index_machine import STEPS
 
