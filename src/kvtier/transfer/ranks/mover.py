@@ -25,6 +25,9 @@ class _Moving:
 class RankMover(Mover):
     """A move is done when every rank has said so; what one rank could not move has not moved.
 
+    While a rank is late with a move, its slots stay in use, and nothing more is begun between this
+    storage and memory.
+
     storages: what each rank has of storage. block_bytes: of one rank. num_ranks: that say hello.
     num_storage_ranks: those of them that have the storage.
     """
@@ -66,6 +69,9 @@ class RankMover(Mover):
         if keys:
             names = [BlockName(b"", 0, key) for key in keys]
             self._order(Verb.ERASE if for_good else Verb.DROP, tier, names)
+
+    def accepts(self, route: Route) -> bool:
+        return not any(each.job.is_late and each.tier in route for each in self._moving.values())
 
     def hurry(self, route: Route, job: Job) -> None:
         if job in self._ids:
@@ -140,8 +146,9 @@ class RankMover(Mover):
 
     @property
     def is_busy(self) -> bool:
-        """Orders are to be sent, or to be carried out."""
-        return bool(self._orders or self._moving)
+        """Orders are to be sent, or to be carried out; what is late is not waited for."""
+        is_waited_for = any(not each.job.is_late for each in self._moving.values())
+        return bool(self._orders) or is_waited_for
 
     @property
     def num_open(self) -> int:
@@ -151,7 +158,7 @@ class RankMover(Mover):
         return min(each.num_open for each in self._hellos.values())
 
     def hear(self, report: Report) -> None:
-        """Reports of some ranks, for each order once from each of them."""
+        """Reports of some ranks, for each order once from each of them when it has ended."""
         for rank, hello in report.hellos.items():
             self._hellos[rank] = hello
             if hello.found is not None and rank not in self._found:
@@ -165,6 +172,9 @@ class RankMover(Mover):
     def _note(self, order_id: int, done: Done) -> None:
         moving = self._moving.get(order_id)
         if moving is None:
+            return
+        moving.job.is_late |= done.is_late
+        if not done.num_ranks:
             return
         moving.done = done if moving.done is None else moving.done.and_also(done)
         moving.num_ranks_left -= done.num_ranks
