@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 from unittest.mock import ANY
 
@@ -341,9 +342,22 @@ def test_late_move_is_not_waited_for_and_keeps_its_slots(is_one_report: bool) ->
         mover.hear(report)
     assert (job.is_late, job.done, mover.is_busy) == (True, False, False)
     assert not mover.accepts((HOST, DISK))
+    assert mover.accepts((DISK, HOST)), "what can't be written may be read"
     mover.hear(ended)
     assert job.succeeded
     assert mover.accepts((HOST, DISK))
+
+
+def test_nobody_is_sent_to_a_disk_whose_reads_hang() -> None:
+    mover = RankMover({DISK: DiskTier.facts}, SIZE, num_ranks=1, num_storage_ranks=1)
+    mover.hear(Report(hellos={0: Hello(8, {DISK: ()})}))
+    mover.begin(Move(DISK, HOST, [Slot(0)], [Slot(0)], named(KEYS[:1])))
+    (order,) = mover.take_orders()
+    assert mover.queued_s((DISK, HOST), float) == SIZE
+    mover.hear(Report({order.order_id: Done(num_ranks=0, is_late=True)}))
+    assert mover.queued_s((DISK, HOST), float) == inf
+    mover.hear(Report({order.order_id: Done(num_bytes=SIZE)}))
+    assert mover.queued_s((DISK, HOST), float) == 0
 
 
 def test_what_stands_in_line_at_the_ranks_counts() -> None:
