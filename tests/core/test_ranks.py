@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -38,7 +40,7 @@ class Rank:
         tiers = {HOST: self.host, DISK: self.storage}
         self.mover = LocalMover(tiers, None, clock=lambda: self.now)
         found = {DISK: tuple(self.storage.unfound_keys())}
-        self.executor = RankExecutor(self.host, self.mover, found)
+        self.executor = RankExecutor(self.host, self.mover, found, clock=lambda: self.now)
         self.num_orders = 0
 
     def fill(self, slot: int, value: int) -> None:
@@ -265,6 +267,45 @@ def _read(num_blocks: int, urgent: bool = True) -> tuple[RankMover, Order]:
     return mover, order
 
 
+@pytest.mark.parametrize(("verb", "in_time"), [(Verb.READ, 15.0), (Verb.WRITE, 65.0)])
+def test_rank_says_that_storage_hangs_and_later_how_it_ended(
+    gated: Rank, verb: Verb, in_time: float
+) -> None:
+    gated.storage.find(KEYS[:4], 0.0)
+    storage = storage_of(gated)
+    storage.open_reads.clear()
+    storage.open_writes.clear()
+    keys = KEYS[:2] if verb is Verb.READ else KEYS[4:6]
+    first, second = (gated.order(verb, [key], [at]) for at, key in enumerate(keys))
+    gated.now = in_time
+    assert gated.executor.take_done() == {}
+    gated.now += 1
+    late = gated.executor.take_done()
+    assert late.keys() == {first, second}, "the second one stands in line for ever"
+    assert all(each.is_late and not each.num_ranks for each in late.values())
+    assert gated.executor.take_done() == {}, "said once"
+    storage.open_reads.set()
+    storage.open_writes.set()
+    for each in gated.executor._under_way.values():
+        assert each.job.wait(60)
+    ended = Done(num_bytes=SIZE, seconds=ANY)
+    assert gated.executor.take_done() == {first: ended, second: ended}
+
+
+def test_long_line_is_not_late_while_it_moves(gated: Rank) -> None:
+    gated.storage.find(KEYS[:4], 0.0)
+    storage = storage_of(gated)
+    storage.open_reads.clear()
+    first, second = (gated.order(Verb.READ, [KEYS[at]], [at]) for at in (0, 1))
+    gated.now = 14.0
+    storage.open_reads.set()
+    gated.ended(first)
+    gated.now = 28.0
+    assert not any(each.is_late for each in gated.executor.take_done().values())
+    under_way = gated.executor._under_way.get(second)
+    assert under_way is None or under_way.job.wait(60)
+
+
 def test_reports_of_ranks_become_one() -> None:
     one = Report({1: Done(frozenset({0}), num_bytes=10, seconds=1.0)}, failed=frozenset({Slot(3)}))
     other = Report({1: Done(frozenset({2}), num_bytes=10, seconds=3.0), 2: Done()})
@@ -286,6 +327,37 @@ def test_what_one_rank_could_not_move_has_not_moved() -> None:
     assert job.done
     assert (job.lost, job.gone, job.num_damaged, job.seconds) == ({1, 2}, {1}, 1, 2.0)
     assert not mover.is_busy
+
+
+@pytest.mark.parametrize("is_one_report", [True, False])
+def test_late_move_is_not_waited_for_and_keeps_its_slots(is_one_report: bool) -> None:
+    mover = RankMover({DISK: DiskTier.facts}, SIZE, num_ranks=2, num_storage_ranks=2)
+    for rank in range(2):
+        mover.hear(Report(hellos={rank: Hello(8, {DISK: ()})}))
+    job = mover.begin(Move(HOST, DISK, [Slot(0)], [Slot(0)], named(KEYS[:1])))
+    (order,) = mover.take_orders()
+    late = Report({order.order_id: Done(num_ranks=0, is_late=True)})
+    ended = Report({order.order_id: Done(num_bytes=SIZE)})
+    for report in [late.and_also(ended)] if is_one_report else [late, ended]:
+        mover.hear(report)
+    assert (job.is_late, job.done, mover.is_busy) == (True, False, False)
+    assert not mover.accepts((HOST, DISK))
+    assert mover.accepts((DISK, HOST)), "what can't be written may be read"
+    mover.hear(ended)
+    assert job.succeeded
+    assert mover.accepts((HOST, DISK))
+
+
+def test_nobody_is_sent_to_a_disk_whose_reads_hang() -> None:
+    mover = RankMover({DISK: DiskTier.facts}, SIZE, num_ranks=1, num_storage_ranks=1)
+    mover.hear(Report(hellos={0: Hello(8, {DISK: ()})}))
+    mover.begin(Move(DISK, HOST, [Slot(0)], [Slot(0)], named(KEYS[:1])))
+    (order,) = mover.take_orders()
+    assert mover.queued_s((DISK, HOST), float) == SIZE
+    mover.hear(Report({order.order_id: Done(num_ranks=0, is_late=True)}))
+    assert mover.queued_s((DISK, HOST), float) == inf
+    mover.hear(Report({order.order_id: Done(num_bytes=SIZE)}))
+    assert mover.queued_s((DISK, HOST), float) == 0
 
 
 def test_what_stands_in_line_at_the_ranks_counts() -> None:

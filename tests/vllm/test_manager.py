@@ -106,6 +106,24 @@ def scheduler() -> Scheduler:
     return Scheduler()
 
 
+def test_write_that_hangs_is_not_waited_for(scheduler: Scheduler) -> None:
+    """vLLM takes steps for as long as work is pending."""
+    scheduler.store(scheduler.request("first", KEYS[:1]), KEYS[:1])
+    (order,) = scheduler.manager.take_orders()
+    assert scheduler.manager.has_pending_work()
+    late = Done(num_ranks=0, is_late=True)
+    scheduler.manager.hear(Report(done={order.order_id: late}))
+    assert not scheduler.manager.has_pending_work()
+    scheduler.store(scheduler.request("second", KEYS[1:2]), KEYS[1:2])
+    assert scheduler.manager.take_orders() == [], "the disk is left alone"
+    assert not scheduler.manager.has_pending_work()
+    scheduler.manager.hear(Report(done={order.order_id: Done(num_bytes=BLOCK_BYTES)}))
+    scheduler.store(scheduler.request("third", KEYS[2:3]), KEYS[2:3])
+    (order,) = scheduler.manager.take_orders()
+    assert order.verb is Verb.WRITE
+    assert scheduler.manager.has_pending_work()
+
+
 def test_block_on_disk_is_asked_for_once_and_then_in_host_memory(scheduler: Scheduler) -> None:
     scheduler.to_disk(KEYS[:2])
     request = scheduler.request("again", KEYS[:3])

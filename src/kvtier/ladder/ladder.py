@@ -323,9 +323,12 @@ class Ladder:
 
     @property
     def is_busy(self) -> bool:
-        """Something is on its way, or should be."""
-        waits = self.archives and any(map(len, self._archives.values()))
-        return waits or bool(self._traffic.transfers)
+        """Something is on its way, or should be; not what is late, nor what waits behind it."""
+        waits = self.archives and any(
+            len(archive) and self._mover.accepts((self._row.staging, name))
+            for name, archive in self._archives.items()
+        )
+        return waits or any(not transfer.is_late for transfer in self._traffic.transfers)
 
     def _demote(self, leaving: list[BlockId]) -> list[BlockId]:
         """Copy blocks that are being evicted one tier down, and wait. Returns those that may go.

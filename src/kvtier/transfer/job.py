@@ -16,7 +16,8 @@ class Job:
     (``perf_counter``). seconds: what it took, without the time in line. lost: positions of blocks
     that did not arrive though the job as a whole went well. gone: those of them that their source
     does not have, or not as they were; num_damaged: how many of these it had. withdrawn: it never
-    began.
+    began. is_late: it has taken longer than anything should, and may never end; it goes on, and
+    what it moves from and to is in use.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -28,6 +29,7 @@ class Job:
         self.gone: frozenset[int] = frozenset()
         self.num_damaged = 0
         self.withdrawn = False
+        self.is_late = False
         self._is_done = False
         self._running = Lock()  # held until it is done; cheaper than an Event
         self._running.acquire()

@@ -32,6 +32,13 @@ class Transfer:
     names: Sequence[BlockName] = ()
     group: int = 0
 
+    @property
+    def is_late(self) -> bool:
+        """It may never end, and nobody should wait for it."""
+        if self.job is None:
+            return self.after is not None and self.after.is_late
+        return self.job.is_late and not self.job.done
+
 
 class Waiter(ABC):
     """Waits for transfers, and is told of each whether it arrived."""

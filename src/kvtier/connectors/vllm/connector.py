@@ -55,10 +55,12 @@ T = TypeVar("T")
 
 @dataclass
 class TierMetadata(OffloadingConnectorMetadata):
-    """vLLM's jobs of a step, and ours. step: number of the step, if its end is to be told."""
+    """vLLM's jobs of a step, and ours. step: number of the step, if its end is to be told.
+    computes: the model runs in this step."""
 
     orders: Sequence[Order] = ()
     step: int | None = None
+    computes: bool = True
 
 
 @dataclass
@@ -143,6 +145,7 @@ class KvtierConnector(OffloadingConnector):
             theirs,
             orders=self._manager.take_orders(),
             step=self._manager.steps.begin(time.monotonic(), _pieces(scheduler_output)),
+            computes=bool(scheduler_output.num_scheduled_tokens),
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -187,6 +190,8 @@ class KvtierConnector(OffloadingConnector):
             self._steps.append(meta.step)
         for order in meta.orders:
             self._worker.carry_out(order)
+        if not meta.computes:
+            self._worker.rest()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """As vLLM's, with the requests whose load failed: it has them computed."""

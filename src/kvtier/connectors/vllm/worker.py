@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,11 @@ from kvtier.types import Slot
 logger = logging.getLogger(__name__)
 
 CLOSE_WAIT_S = 10.0
+
+REST_S = 1e-3
+REST_PIECE_S = 1e-4
+"""How long a rank sleeps in a step that computes nothing, at most, and how often it looks whether a
+copy is done meanwhile. vLLM sleeps as long between such steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +167,19 @@ class TierWorker(OffloadingWorker):
         self._hello = Hello(num_open, None if self._is_told else self._hello.found)
         self._is_told = True
         return {self._rank: self._hello}
+
+    def rest(self) -> None:
+        """Sleep in a step that computes nothing; less where a copy is done before.
+
+        vLLM takes such steps for as long as something is under way, and waits for each one with
+        sched_yield(2). On its core that starves threads that were interrupted, for seconds on some
+        kernels (seen on 6.18): ours, and those of the kernel that complete what a disk has done.
+        What vLLM waits for would never end.
+        """
+        for _ in range(round(REST_S / REST_PIECE_S)):
+            if any(job.done for job, *_ in self._jobs.values()):
+                return
+            time.sleep(REST_PIECE_S)
 
     # -- copies ------------------------------------------------------------------------------------
 

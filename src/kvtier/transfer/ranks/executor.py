@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvtier.tiers import MemoryTier
 from kvtier.transfer.job import Job
+from kvtier.transfer.local import TIMEOUT_S
 from kvtier.transfer.mover import Move, Mover, Scrubbed
 from kvtier.transfer.ranks.messages import Done, Order, Verb
 from kvtier.types import BlockKey
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
+LATE_S = 5.0
+"""Storage fails what takes too long by itself, and needs some time to say so. Where its thread
+hangs in the kernel it never does: after this the rank says so in its place."""
+
+LATE = Done(num_ranks=0, is_late=True)
+
+
+@dataclass(slots=True)
 class _UnderWay:
     order: Order
     job: Job
+    since: float
+    """When it was begun, or what stood in line before it ended."""
+    is_late: bool = False
+
+    @property
+    def route(self) -> tuple[str, Verb]:
+        return self.order.tier, self.order.verb
 
 
 class RankExecutor:
     """Owned by one thread. memory: the tier that blocks come from and go to; its slots are what
     orders name. mover: moves them, within this process. found: by storage tier, what a restart
-    found there.
+    found there. clock: seconds, for what is late.
     """
 
     def __init__(
@@ -29,8 +47,10 @@ class RankExecutor:
         memory: MemoryTier,
         mover: Mover,
         found: Mapping[str, tuple[BlockKey, ...]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.found = found
+        self._clock = clock
         self._memory = memory
         self._mover = mover
         self._under_way: dict[int, _UnderWay] = {}
@@ -51,13 +71,14 @@ class RankExecutor:
 
     def _begin(self, order: Order) -> None:
         if not all(0 <= slot < self._memory.num_slots for slot in order.slots):
-            self._done[order.order_id] = Done(frozenset(range(len(order.names))))
+            self._done[order.order_id] = Done(_all_of(order))
             return
         ends = (order.tier, self._memory.name)
         if order.verb is Verb.WRITE:
             ends = ends[::-1]
         move = Move(*ends, order.slots, order.slots, order.names)
-        self._under_way[order.order_id] = _UnderWay(order, self._mover.begin(move, order.urgent))
+        job = self._mover.begin(move, order.urgent)
+        self._under_way[order.order_id] = _UnderWay(order, job, self._clock())
 
     def _turn(self, order: Order) -> None:
         """Change the place in line of a read that has not begun."""
@@ -71,13 +92,28 @@ class RankExecutor:
             self._mover.withdraw(route, about.job)
 
     def take_done(self) -> dict[int, Done]:
-        """What has ended since the last call, by order id."""
-        for order_id, each in list(self._under_way.items()):
-            if each.job.done:
-                del self._under_way[order_id]
-                self._done[order_id] = _done(each)
+        """What has ended since the last call, by order id; and, once, what is late."""
+        ended = [order_id for order_id, each in self._under_way.items() if each.job.done]
+        for order_id in ended:
+            each = self._under_way.pop(order_id)
+            self._done[order_id] = _done(each)
+            self._note_progress(each.route)
+        for order_id, each in self._under_way.items():
+            if not each.is_late and self._takes_too_long(each):
+                each.is_late = True
+                tier, verb = each.route
+                logger.warning("%s is late tier=%s order=%d", verb.value, tier, order_id)
+                self._done[order_id] = LATE
         done, self._done = self._done, {}
         return done
+
+    def _note_progress(self, route: tuple[str, Verb]) -> None:
+        for each in self._under_way.values():
+            if each.route == route:
+                each.since = self._clock()
+
+    def _takes_too_long(self, each: _UnderWay) -> bool:
+        return self._clock() - each.since > TIMEOUT_S[each.order.verb.value] + LATE_S
 
     def take_scrubbed(self) -> tuple[Scrubbed, ...]:
         """What idle storage has verified since the last call."""
@@ -89,8 +125,12 @@ class RankExecutor:
 
 
 def _done(ended: _UnderWay) -> Done:
-    job, num = ended.job, len(ended.order.names)
-    failed = frozenset(range(num)) if job.error is not None else job.lost
+    job = ended.job
+    failed = _all_of(ended.order) if job.error is not None else job.lost
     return Done(
         failed, job.gone, job.num_damaged, 1, job.num_bytes, job.seconds, withdrawn=job.withdrawn
     )
+
+
+def _all_of(order: Order) -> frozenset[int]:
+    return frozenset(range(len(order.names)))

@@ -49,8 +49,10 @@ class Done:
     """An order to read or write that was carried out.
 
     failed: positions of blocks that were not moved. gone: those of them that storage does not have;
-    num_damaged: how many of these it had, but not as they were. num_bytes, seconds: what was moved,
-    and how long it took without the time in line. withdrawn: it never began.
+    num_damaged: how many of these it had, but not as they were. num_ranks: where it has ended.
+    num_bytes, seconds: what was moved, and how long it took without the time in line. withdrawn: it
+    never began. is_late: somewhere it takes longer than anything should. Nobody should wait for it,
+    and its slots in memory are in use until all ranks have ended.
     """
 
     failed: frozenset[int] = frozenset()
@@ -60,6 +62,7 @@ class Done:
     num_bytes: int = 0
     seconds: float = 0.0
     withdrawn: bool = False
+    is_late: bool = False
 
     def and_also(self, other: Done) -> Done:
         """What two groups of ranks did: only what both have done is done."""
@@ -71,6 +74,7 @@ class Done:
             max(self.num_bytes, other.num_bytes),
             max(self.seconds, other.seconds),
             self.withdrawn or other.withdrawn,
+            self.is_late or other.is_late,
         )
 
 

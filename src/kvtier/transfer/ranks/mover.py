@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from kvtier.plan import Route
 from kvtier.tiers import Outcome, StorageFacts
@@ -16,6 +17,7 @@ from kvtier.types import BlockKey, BlockName, Slot
 @dataclass(slots=True)
 class _Moving:
     job: Job
+    route: Route
     tier: str
     is_read: bool
     num_ranks_left: int
@@ -24,6 +26,9 @@ class _Moving:
 
 class RankMover(Mover):
     """A move is done when every rank has said so; what one rank could not move has not moved.
+
+    While a rank is late with a move, its slots stay in use, and no more moves along the same route
+    are accepted.
 
     storages: what each rank has of storage. block_bytes: of one rank. num_ranks: that say hello.
     num_storage_ranks: those of them that have the storage.
@@ -59,7 +64,8 @@ class RankMover(Mover):
         job = Job(move.num_blocks * self._block_bytes)
         verb = Verb.READ if is_read else Verb.WRITE
         order = self._order(verb, tier, move.names, tuple(slots), urgent)
-        self._moving[order.order_id] = _Moving(job, tier, is_read, self._num_storage_ranks)
+        route = (move.src, move.dst)
+        self._moving[order.order_id] = _Moving(job, route, tier, is_read, self._num_storage_ranks)
         self._ids[job] = order.order_id
         return job
 
@@ -71,6 +77,9 @@ class RankMover(Mover):
         if keys:
             names = [BlockName(b"", 0, key) for key in keys]
             self._order(Verb.ERASE if for_good else Verb.DROP, tier, names)
+
+    def accepts(self, route: Route) -> bool:
+        return not any(each.job.is_late and each.route == route for each in self._moving.values())
 
     def hurry(self, route: Route, job: Job) -> None:
         if job in self._ids:
@@ -101,6 +110,8 @@ class RankMover(Mover):
         self._wants_unfound = self.is_complete
 
     def queued_s(self, route: Route, copy_s: Callable[[int], float]) -> float:
+        if not self.accepts(route):
+            return inf
         reads = (each for each in self._moving.values() if each.is_read and each.tier == route[0])
         return copy_s(sum(each.job.num_bytes for each in reads))
 
@@ -145,8 +156,9 @@ class RankMover(Mover):
 
     @property
     def is_busy(self) -> bool:
-        """Orders are to be sent, or to be carried out."""
-        return bool(self._orders or self._moving)
+        """Orders are to be sent, or to be carried out; what is late is not waited for."""
+        is_waited_for = any(not each.job.is_late for each in self._moving.values())
+        return bool(self._orders) or is_waited_for
 
     @property
     def num_open(self) -> int:
@@ -156,7 +168,7 @@ class RankMover(Mover):
         return min(each.num_open for each in self._hellos.values())
 
     def hear(self, report: Report) -> None:
-        """Reports of some ranks, for each order once from each of them."""
+        """Reports of some ranks, for each order once from each of them when it has ended."""
         for rank, hello in report.hellos.items():
             self._hellos[rank] = hello
             if hello.found is not None and rank not in self._found:
@@ -170,6 +182,9 @@ class RankMover(Mover):
     def _note(self, order_id: int, done: Done) -> None:
         moving = self._moving.get(order_id)
         if moving is None:
+            return
+        moving.job.is_late |= done.is_late
+        if not done.num_ranks:
             return
         moving.done = done if moving.done is None else moving.done.and_also(done)
         moving.num_ranks_left -= done.num_ranks

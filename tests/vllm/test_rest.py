@@ -1,0 +1,109 @@
+"""What a rank does in steps that compute nothing: vLLM takes them while something is under way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+)
+
+from kvtier.connectors.vllm import worker as worker_module
+from kvtier.connectors.vllm.connector import KvtierConnector, TierMetadata
+from kvtier.connectors.vllm.host_slots import HostSlots
+from kvtier.connectors.vllm.worker import REST_S, Room, TierWorker
+from kvtier.devices import find_device
+
+PAGE_BYTES = 4096
+
+
+class Sleeps:
+    """Stands in for ``time``, and counts the seconds that somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+@pytest.fixture
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> Sleeps:
+    made = Sleeps()
+    monkeypatch.setattr(worker_module, "time", made)
+    return made
+
+
+@pytest.fixture
+def worker() -> Any:
+    tensor = torch.zeros((8, PAGE_BYTES), dtype=torch.int8)
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(tensor, PAGE_BYTES)], [[CanonicalKVCacheRef(0, PAGE_BYTES)]]
+    )
+    made = TierWorker(caches, find_device("cpu"), Room(PAGE_BYTES, 8), 1, rank=0)
+    yield made
+    made.shutdown()
+
+
+def _rank(worker: TierWorker) -> KvtierConnector:
+    made: KvtierConnector = object.__new__(KvtierConnector)
+    theirs = SimpleNamespace(worker=worker, start_kv_transfers=lambda metadata: None)
+    made.connector_worker = theirs
+    made._loading, made._steps = {}, []
+    return made
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_rank_sleeps_in_a_step_that_computes_nothing(
+    computes: bool, worker: TierWorker, sleeps: Sleeps
+) -> None:
+    """Or it would spin all the time, and starve who is to complete what it waits for."""
+    rank = _rank(worker)
+    rank._connector_metadata = TierMetadata({}, {}, computes=computes)
+    rank.start_load_kv(None)  # type: ignore[arg-type]
+    assert sleeps.seconds == pytest.approx(0 if computes else REST_S)
+
+
+def test_rank_tells_of_a_copy_that_is_done_without_sleeping(
+    worker: TierWorker, sleeps: Sleeps
+) -> None:
+    assert worker.submit_store(1, GPULoadStoreSpec([1], [1], [0]), HostSlots([0]))
+    worker.wait({1})
+    worker.rest()
+    assert sleeps.seconds == 0
+    assert [each.job_id for each in worker.get_finished()] == [1]
+    worker.rest()
+    assert sleeps.seconds == pytest.approx(REST_S)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_scheduler_says_whether_a_step_computes(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        OffloadingConnector,
+        "build_connector_meta",
+        lambda self, output: OffloadingConnectorMetadata({}, {}),
+    )
+    steps = SimpleNamespace(begin=lambda now, pieces: None)
+    manager = SimpleNamespace(take_orders=list, steps=steps)
+    monkeypatch.setattr(KvtierConnector, "_manager", manager)
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = {"request": num_tokens} if num_tokens else {}
+    meta = object.__new__(KvtierConnector).build_connector_meta(output)
+    assert isinstance(meta, TierMetadata)
+    assert meta.computes == (num_tokens > 0)
