@@ -287,10 +287,12 @@ class World:
 
     def kept(self, node: Node) -> Content | None:
         """What the shelf has under the block's key; None where it was found damaged, and made room
-        for another: the cache learns of it when it reads the block."""
+        for another: the cache learns of it when it reads the block. Other storage than the world's
+        own may damage blocks by itself."""
         key = self.cache._index.key(node.block)
         if key not in self.shelf.blocks:
-            assert key in self.shelf.spoiled, "storage lost a block that was not damaged"
+            was_damaged = self.storage is None or key in self.storage.spoiled
+            assert was_damaged, "storage lost a block that was not damaged"
             return None
         return np.frombuffer(self.shelf.blocks[key], np.uint8)
 
