@@ -247,3 +247,18 @@ def test_a_lease_adopts_blocks_of_its_own_prompt_in_order(lease: Lease) -> None:
         lease.adopt(blocks[:1], DEVICE, group=1, first=2)
     lease.adopt(blocks[3:], DEVICE, group=1, first=3)
     assert lease.held[1] == [DEVICE, DEVICE, None, DEVICE]
+
+
+def test_a_transfer_brings_a_lease_what_it_held_elsewhere_and_no_more() -> None:
+    labels, slots = [b"a", b"b", b"c", b"d"], [Slot(at) for at in range(4)]
+    index = make("python", TIERS, (ALL, ReuseRule(2)))
+    window = Column(DEVICE, 1)
+    for column in (DEVICE, Column(HOST, 1)):
+        index.insert(NS, labels, column, slots, 1.0)
+    lease = Lease(index, NS, labels, index.match_groups(NS, labels), 2.0)
+    lease.cut(4)
+    index.insert(NS, labels, window, slots, 3.0)
+    lease.take(Transfer(HOST, DEVICE, tuple(lease.blocks), group=1), 4.0)
+    assert lease.held == [[DEVICE] * 4, [None, None, DEVICE, DEVICE]]
+    assert [index.num_leases(block, window) for block in lease.blocks] == [0, 0, 1, 1]
+    assert not any(index.num_leases(block, Column(HOST, 1)) for block in lease.blocks)
