@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from abc import abstractmethod
 
 import pytest
 
 from kvtier.devices.base import Finding
 from kvtier.layout import DType, KVGroup, full_attention
+from kvtier.testing.storage_times import StorageTimes
 from kvtier.testing.storage_user import (
     NAMESPACE,
     TIMEOUT_S,
@@ -29,16 +28,11 @@ LAYOUTS = tuple(cuts(GROUP.bytes_per_block).values())
 each_layout = pytest.mark.parametrize("sizes", LAYOUTS, ids=list(cuts(GROUP.bytes_per_block)))
 
 
-class StorageSuite(ABC):
+class StorageSuite(StorageTimes):
     """Subclass it, and say how to make a storage tier that reaches host memory."""
 
     group: KVGroup = GROUP
     """The shape of the blocks: 256 bytes each."""
-
-    @abstractmethod
-    def make_storage(self, num_blocks: int) -> StorageTier:
-        """A tier for exactly ``num_blocks`` blocks of ``group``, in a place where nothing is. A
-        test may make several, one after the other."""
 
     @abstractmethod
     def reopen(self, storage: StorageTier) -> StorageTier:
@@ -56,16 +50,6 @@ class StorageSuite(ABC):
         """End the tier as the end of its process would. False: there is no way to."""
         del storage
         return False
-
-    def hang(self, storage: StorageTier) -> AbstractContextManager[None] | None:
-        """While it is entered, the medium answers nobody."""
-        return self.stall(storage, 0)
-
-    def stall(self, storage: StorageTier, num_blocks: int) -> AbstractContextManager[None] | None:
-        """While it is entered, the medium moves ``num_blocks`` blocks, or as many parts of blocks,
-        and answers nobody then."""
-        del storage, num_blocks
-        return None
 
     def check(self, storage: StorageTier) -> None:
         """Look whether the tier's own books add up; nothing else is going on."""
@@ -374,82 +358,6 @@ class StorageSuite(ABC):
         user = User(storage)
         for numbers in own.values():
             assert user.get(*numbers) == [THERE] * 3
-        self.end(storage)
-
-    # -- time --------------------------------------------------------------------------------------
-
-    def hanging(self, storage: StorageTier, num_blocks: int = 0) -> AbstractContextManager[None]:
-        hanging = self.stall(storage, num_blocks) if num_blocks else self.hang(storage)
-        if hanging is None:
-            storage.close()
-            pytest.skip("nobody can make this medium hang")
-        return hanging
-
-    def test_call_returns_in_time_though_the_medium_hangs(self) -> None:
-        storage = self.make_storage(4)
-        User(storage).put(0, 1)
-        hurried = User(storage, timeout_s=0.05)
-        began = time.monotonic()
-        with self.hanging(storage):
-            assert hurried.get(0, 1) == [FAILED] * 2
-            assert hurried.put(2, 3) == [FAILED] * 2
-            assert hurried.find(0)[0] in (THERE, FAILED)
-            assert hurried.find(2)[0] in (ABSENT, FAILED)
-        assert time.monotonic() - began < 5, "soon after its time-out"
-        self.end(storage)
-
-    def test_nothing_is_under_way_when_a_late_call_has_returned(self) -> None:
-        """What it was to read into, or to write, is somebody else's from then on."""
-        storage = self.make_storage(4)
-        User(storage).put(0, 1)
-        memory = Scattered(2, LAYOUTS[0])
-        with self.hanging(storage):
-            keys = [stored_key(0), stored_key(1)]
-            assert storage.get(keys, memory.pieces, 0.05) == [FAILED] * 2
-            memory.clear()
-            names = [BlockName(NAMESPACE, 0, stored_key(number)) for number in (2, 3)]
-            assert storage.put(names, memory.pieces, 0.05) == [FAILED] * 2
-        user = User(storage)
-        assert user.get(0, 1) == [THERE] * 2, "another time it is there"
-        assert all(memory.is_untouched(at) for at in range(2)), "a late read came"
-        assert user.put(2, 3) == user.get(2, 3) == [THERE] * 2, "not what a late write brought"
-        self.end(storage)
-
-    def test_what_came_too_late_is_never_half_there(self) -> None:
-        storage = self.make_storage(6)
-        User(storage).put(0, 1)
-        with self.hanging(storage, num_blocks=3):
-            outcomes = User(storage, timeout_s=0.05).put(2, 3, 4, 5)
-        assert FAILED in outcomes
-        in_time = {at for at, outcome in enumerate(outcomes, 2) if outcome is THERE}
-        for _ in range(2):
-            user = User(storage)
-            there = set(user.found(*range(6)))
-            assert {0, 1} | in_time <= there
-            assert user.get(*there) == [THERE] * len(there)
-            assert set(user.get(*range(6))) <= {THERE, ABSENT}
-            storage = self.next_process(storage)
-        self.end(storage)
-
-    def test_what_came_in_time_is_there_and_the_rest_has_failed(self) -> None:
-        storage = self.make_storage(6)
-        User(storage).put(*range(6))
-        with self.hanging(storage, num_blocks=3):
-            outcomes = User(storage, timeout_s=0.05).get(*range(6))
-        assert set(outcomes) <= {THERE, FAILED}
-        assert FAILED in outcomes
-        assert User(storage).get(*range(6)) == [THERE] * 6
-        self.end(storage)
-
-    def test_time_that_is_over_is_no_error(self) -> None:
-        storage = self.make_storage(4)
-        User(storage).put(0)
-        for timeout_s in (0.0, -1.0):
-            late = User(storage, timeout_s=timeout_s)
-            assert late.find(0)[0] in (THERE, FAILED)
-            assert late.get(0)[0] in (THERE, FAILED)
-            assert late.put(1)[0] in (THERE, FAILED)
-        assert User(storage).get(0) == [THERE]
         self.end(storage)
 
     def test_agrees_with_a_dictionary(self) -> None:
