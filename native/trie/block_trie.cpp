@@ -127,6 +127,7 @@ void BlockTrie::begin_write(BlockId block, std::size_t column, Slot slot) {
   const Index index = at(block);
   move(index, column, State::writing);
   nodes_.residency(index, column).slot = slot;
+  nodes_.standing(index, column).last_use = kNever;
   ++counts_[column].held;
   count_in_parent(index, column, true);
 }
@@ -136,8 +137,10 @@ void BlockTrie::commit(BlockId block, std::size_t column, double now) {
   Standing& standing = nodes_.standing(index, column);
   move(index, column, State::ready);
   counts_[column].idle += standing.leases == 0;
-  standing.last_use = now;
-  policies_[column]->used(index, {now, kNever, false});
+  if (standing.last_use == kNever) {
+    standing.last_use = now;
+    policies_[column]->used(index, {now, kNever, false});
+  }
   review(index, column);
 }
 

@@ -356,6 +356,21 @@ def test_blocks_may_come_from_an_iterator(filled: Filled) -> None:
     assert len(index) == 0
 
 
+def test_a_late_commit_is_no_use(filled: Filled) -> None:
+    """Of a block that was used since its write began; another one enters when it is committed."""
+    index = filled.index
+    old, new, untouched = (index.extend(b"late", [label])[0] for label in (b"o", b"n", b"u"))
+    for slot, block in enumerate((old, new, untouched), start=100):
+        index.begin_write(block, DEVICE, Slot(slot))
+    index.touch([old], 1001.0)
+    index.touch([new], 1002.0)
+    index.commit(new, DEVICE, 1003.0)
+    index.commit(untouched, DEVICE, 1004.0)
+    index.commit(old, DEVICE, 1005.0)
+    order = [block for block in index.evict(DEVICE, 99) if block in (old, new, untouched)]
+    assert order == [old, new, untouched]
+
+
 def test_what_is_dropped_gives_its_slots_back(filled: Filled) -> None:
     filled.put("abc")
     filled.put("ab", HOST)

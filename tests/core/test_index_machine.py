@@ -129,7 +129,7 @@ class IndexMachine(RuleBasedStateMachine):
         for length in range(first + 2, len(path) + 1):
             place = self.model[path[:length]].tiers[tier]
             if place.state is State.ABSENT:
-                place.state, place.slot = State.WRITING, self.next_slot
+                place.state, place.slot, place.last_use = State.WRITING, self.next_slot, -1
                 self.index.begin_write(self.model[path[:length]].block, tier, Slot(self.next_slot))
                 self.next_slot += 1
 
@@ -151,7 +151,10 @@ class IndexMachine(RuleBasedStateMachine):
     def _commit(self, known: Known, tier: AnyColumn) -> None:
         self.now += 1
         self.index.commit(known.block, tier, float(self.now))
-        known.tiers[tier].state, known.tiers[tier].last_use = State.READY, self.now
+        place = known.tiers[tier]
+        place.state = State.READY
+        if place.last_use < 0:  # what was used on its way there keeps that time
+            place.last_use = self.now
 
     @rule(path=paths, tier=columns_of_the_index, data=st.data())
     def write_and_commit(self, path: Path, tier: AnyColumn, data: st.DataObject) -> None:

@@ -202,7 +202,8 @@ class BlockIndex(ABC):
 
     @abstractmethod
     def commit(self, block: BlockId, column: AnyColumn, now: float) -> None:
-        """The block's bytes are in its slot of ``column``: it can be matched from now on."""
+        """The block's bytes are in its slot of ``column``: it can be matched from now on. That is no
+        use of one that was touched since its write began: how long a copy takes says nothing."""
 
     def commit_all(self, blocks: Iterable[BlockId], column: AnyColumn, now: float) -> None:
         """``commit`` of each."""

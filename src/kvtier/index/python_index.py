@@ -194,6 +194,7 @@ class PythonIndex(BlockIndex):
         residency = self._residency(block, column)
         residency.move(State.WRITING)
         residency.slot = slot
+        residency.was_used = False
         self._count(block, column, +1)
 
     def commit(self, block: BlockId, column: AnyColumn, now: float) -> None:
@@ -201,7 +202,8 @@ class PythonIndex(BlockIndex):
         residency = self._residency(block, column)
         residency.move(State.READY)
         self._num_idle[self._position[column]] += residency.leases == 0
-        self._policies[self._position[column]].touch(block, now)
+        if not residency.was_used:
+            self._policies[self._position[column]].touch(block, now)
         self._review(block, column)
 
     def abort(self, block: BlockId, column: AnyColumn) -> Slot:
@@ -218,6 +220,7 @@ class PythonIndex(BlockIndex):
             node.num_uses += 1
             for position, residency in enumerate(node.residencies):
                 if residency.state is not State.ABSENT and at in used[position]:
+                    residency.was_used = True
                     self._policies[position].touch(block, now)
 
     def lease(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:

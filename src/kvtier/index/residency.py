@@ -42,13 +42,14 @@ class Residency:
     """One block in one column.
 
     num_children: its children WRITING or READY in this column, which need it; 0 in a group whose
-    blocks are of use without those in front of them.
+    blocks are of use without those in front of them. was_used: it was touched since its write began.
     """
 
     state: State = State.ABSENT
     slot: Slot = Slot(-1)  # noqa: RUF009 - a constant, Slot is int
     leases: int = 0
     num_children: int = 0
+    was_used: bool = False
 
     def move(self, state: State) -> None:
         assert (self.state, state) in MOVES, f"no move from {self.state.name} to {state.name}"
