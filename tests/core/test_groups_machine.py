@@ -13,7 +13,7 @@ from kvtier import _hot
 from kvtier.index import ReuseRule, State
 from kvtier.types import DEVICE, HOST, AnyColumn, Column, GroupMatch, Slot
 from tests.core.indexes import Both, make, needed, rules_of_models
-from tests.core.test_index_machine import STEPS, IndexMachine, Path, paths
+from tests.core.test_index_machine import STEPS, IndexMachine, Path, Place, paths
 
 TIERS = (DEVICE, HOST)
 
@@ -47,8 +47,7 @@ class GroupMachine(IndexMachine):
             for at, block in enumerate(blocks, start=2):
                 known = self.model.setdefault(path[:at], self._new(block))
                 if at >= first + 2 and known.tiers[column].state is State.ABSENT:
-                    known.tiers[column].state = State.WRITING
-                    known.tiers[column].slot = self.next_slot
+                    known.tiers[column] = Place(State.WRITING, self.next_slot)
                     self.index.begin_write(block, column, Slot(self.next_slot))
                     self.next_slot += 1
                     self._commit(known, column)

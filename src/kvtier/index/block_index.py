@@ -202,7 +202,7 @@ class BlockIndex(ABC):
 
     @abstractmethod
     def commit(self, block: BlockId, column: AnyColumn, now: float) -> None:
-        """The block's bytes are in its slot of ``column``: it can be matched from now on. That is no
+        """The block's bytes are in its slot of ``column``: it can be matched from now on. It is no
         use of one that was touched since its write began: how long a copy takes says nothing."""
 
     def commit_all(self, blocks: Iterable[BlockId], column: AnyColumn, now: float) -> None:

@@ -42,7 +42,7 @@ class Residency:
     """One block in one column.
 
     num_children: its children WRITING or READY in this column, which need it; 0 in a group whose
-    blocks are of use without those in front of them. was_used: it was touched since its write began.
+    blocks are of use without those in front of them. was_used: touched since its write began.
     """
 
     state: State = State.ABSENT
