@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import (
 from kvtier.connectors.vllm import worker as worker_module
 from kvtier.connectors.vllm.connector import KvtierConnector, TierMetadata
 from kvtier.connectors.vllm.host_slots import HostSlots
-from kvtier.connectors.vllm.worker import REST_S, Room, TierWorker
+from kvtier.connectors.vllm.worker import REST_S, RankRoom, TierWorker
 from kvtier.devices import find_device
 
 PAGE_BYTES = 4096
@@ -54,7 +54,7 @@ def worker() -> Any:
     caches = CanonicalKVCaches(
         [CanonicalKVCacheTensor(tensor, PAGE_BYTES)], [[CanonicalKVCacheRef(0, PAGE_BYTES)]]
     )
-    made = TierWorker(caches, find_device("cpu"), Room(PAGE_BYTES, 8), 1, rank=0)
+    made = TierWorker(caches, find_device("cpu"), RankRoom(PAGE_BYTES, 8), 1, rank=0)
     yield made
     made.shutdown()
 
