@@ -20,7 +20,7 @@ from kvtier.layout import (
     recurrent_state,
     sliding_attention,
 )
-from kvtier.plan import Copy, Costs, GroupRoom, PrefillCost, plan_groups
+from kvtier.plan import Copy, Costs, GroupRoom, PrefillCost, plan_groups, ways_of
 from kvtier.types import DEVICE, DISK, HOST, BlockId, Column, GroupMatch
 from tests.core.indexes import needed, rules_of_models
 from tests.core.test_plan import DISK_TO_HOST, HOST_TO_DEVICE, STORED, costs_of_any_kind
@@ -188,7 +188,7 @@ def test_planning_looks_at_each_block_of_a_group_a_few_times() -> None:
     match = GroupMatch(blocks, tiers, flags, range(1, num_blocks + 1), num_blocks)
     rooms = [GroupRoom(1000, num_blocks, rule=rule) for rule in rules]
     Counted.num_looks = 0
-    costs = Costs(prefill=PrefillCost(1e-3))
+    costs = Costs(prefill=PrefillCost(1e-3), ways=ways_of((DEVICE, HOST), (), ()))
     plan = plan_groups(match, costs, rooms, num_tokens=10**6, block_size=BLOCK_SIZE)
     assert [len(copy.blocks) for copy in plan.copies] == [2000, 700, 1]
     assert Counted.num_looks <= 3 * num_blocks * len(rules)

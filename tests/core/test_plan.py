@@ -40,7 +40,7 @@ def _costs(host_s: float, prefill_s: float | None, queued_s: float = 0.0) -> Cos
     """Seconds per block from the host, and per block of prefill."""
     prefill = None if prefill_s is None else PrefillCost(prefill_s / BLOCK_SIZE)
     rates = {HOST_TO_DEVICE: {size_class(BLOCK_BYTES): host_s / BLOCK_BYTES}}
-    return Costs(rates, prefill, {HOST_TO_DEVICE: queued_s})
+    return Costs(rates, prefill, {HOST_TO_DEVICE: queued_s}, ways=WAYS)
 
 
 # -- against brute force ---------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_one_token_is_left_to_compute() -> None:
 
 
 def test_reuse_ends_where_slots_do() -> None:
-    assert _plan(_match("dhhhd"), Costs(), num_free_slots=2).num_reused_blocks == 3
+    assert _plan(_match("dhhhd"), STORED, num_free_slots=2).num_reused_blocks == 3
 
 
 def test_reuse_ends_where_there_is_no_room_on_the_way() -> None:
@@ -195,7 +195,7 @@ def test_deadline_does_not_hide_a_longer_cut_that_is_faster() -> None:
     """Small copies pay for latency: two blocks may take less time than one."""
     one, two = size_class(BLOCK_BYTES), size_class(2 * BLOCK_BYTES)
     assert one != two
-    costs = Costs({HOST_TO_DEVICE: {one: 1.0, two: 1e-6}}, PrefillCost(1.0))
+    costs = Costs({HOST_TO_DEVICE: {one: 1.0, two: 1e-6}}, PrefillCost(1.0), ways=WAYS)
     assert _plan(_match("hh"), costs, deadline_s=5.0).num_reused_blocks == 2
 
 

@@ -13,13 +13,10 @@ from itertools import pairwise
 
 from kvtier.plan.average import Average, size_class
 from kvtier.plan.prefill import PrefillCost, PrefillModel
-from kvtier.types import DEVICE, HOST
 
 Route = tuple[str, str]
 Ways = Mapping[str, tuple[Route, ...]]
 """Per tier the copies that bring a block from there to the device, in their order."""
-
-TWO_TIERS: Ways = {HOST: ((HOST, DEVICE),)}
 
 
 def ways_of(memories: Sequence[str], storages: Sequence[str], direct: Container[str]) -> Ways:
@@ -50,7 +47,7 @@ class Costs:
     seconds_per_byte: Mapping[Route, Mapping[int, float]] = field(default_factory=dict)
     prefill: PrefillCost | None = None
     queued_s: Mapping[Route, float] = field(default_factory=dict)
-    ways: Ways = field(default_factory=lambda: TWO_TIERS)
+    ways: Ways = field(default_factory=dict)
     least_s: Mapping[Route, float] = field(default_factory=dict)
 
     def copy_s(self, route: Route, num_bytes: int) -> float:
@@ -116,7 +113,7 @@ class CostModel:
     def snapshot(
         self,
         queued_s: Mapping[Route, float] | None = None,
-        ways: Ways = TWO_TIERS,
+        ways: Ways | None = None,
         least_s: Mapping[Route, float] | None = None,
     ) -> Costs:
         """The estimates as they are now; later observations don't change it."""
@@ -124,4 +121,5 @@ class CostModel:
             route: {key: average.value for key, average in classes.items()}
             for route, classes in self._copies.items()
         }
-        return Costs(copies, self._prefill.cost, dict(queued_s or {}), ways, dict(least_s or {}))
+        prefill = self._prefill.cost
+        return Costs(copies, prefill, dict(queued_s or {}), dict(ways or {}), dict(least_s or {}))
