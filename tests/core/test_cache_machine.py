@@ -43,6 +43,7 @@ def small_steps() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvtier.transfer.staging.STEP_BYTES", 1)
         patch.setattr("kvtier.transfer.layer_gate.PATIENCE_S", 60.0)
+        patch.setattr("kvtier.transfer.local.TIMEOUT_S", {"find": 1e3, "read": 1e3, "write": 1e3})
         yield
 
 
@@ -275,7 +276,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _settle(self) -> None:
         """Copies run at once unless they are held; none is noticed before the next poll."""
-        self.world.wait_for_scrubs()
+        self.world.wait_for_threads()
         if not self.is_held:
             self.world.wait()
 

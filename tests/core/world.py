@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +33,7 @@ from kvtier.tiers import (
     StorageFacts,
     StorageTier,
 )
-from kvtier.transfer import LocalMover
+from kvtier.transfer import Lane, LocalMover
 from kvtier.types import DEVICE, HOST, Label, PrefetchPolicy, WritePolicy
 from tests.core.locking import LockingDevice
 
@@ -308,12 +309,15 @@ class World:
         for transfer in self.cache._ladder._traffic.transfers:
             assert transfer.job is None or transfer.job.wait(60), "a copy hangs"
 
-    def wait_for_scrubs(self) -> None:
-        """Until storage is idle again: whether it is decides what is read ahead."""
+    def wait_for_threads(self) -> None:
+        """Until no thread has something to begin: whether storage is idle decides what is read
+        ahead, and what has begun is not withdrawn. What is held has begun."""
         mover = self.cache._ladder._mover
         assert isinstance(mover, LocalMover)
         for job in mover._scrubs.values():
             assert job.wait(60), "a scrub hangs"
+        for gate in mover._gates.values():
+            until(self, partial(_is_taken_up, gate.lane), polls=False)
 
     def held(self, tier: str) -> int:
         """Blocks in ``tier``."""
@@ -370,12 +374,20 @@ class World:
         self.cache.close()
 
 
-def until(world: World, is_so: Callable[[], bool]) -> None:
+def _is_taken_up(lane: Lane) -> bool:
+    """Whether nothing stands in line for which there is a worker."""
+    with lane._lock:
+        stands = lane._urgent or lane._patient
+        return not stands or len(lane._running) == lane._num_workers
+
+
+def until(world: World, is_so: Callable[[], bool], polls: bool = True) -> None:
     """Poll until something is so that another thread brings about."""
     for _ in range(10_000):
         if is_so():
             return
-        world.cache.poll()
+        if polls:
+            world.cache.poll()
         time.sleep(0.001)
     raise AssertionError("it never came to be")
 
