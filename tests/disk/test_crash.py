@@ -24,6 +24,8 @@ from tests.disk.world import SLOT_BYTES, World, key, world
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 NUM_KILLS = int(os.environ.get("KVTIER_NUM_KILLS", "200"))
 NUM_SLOTS = 24
+MOST_NUMBERS = 400
+"""No block of these tests has a higher number; one that was forgotten may come back."""
 
 
 def churn(here: World, rng: random.Random, num_batches: int, known: dict[int, Slot]) -> None:
@@ -42,6 +44,7 @@ def churn(here: World, rng: random.Random, num_batches: int, known: dict[int, Sl
         assert slots is not None
         numbers = range(number + 1, number + 1 + wanted)
         number += wanted
+        assert number < MOST_NUMBERS
         stored = here.store([key(each) for each in numbers], slots)
         for each, slot, ok in zip(numbers, slots, stored, strict=True):
             if ok:
@@ -58,7 +61,7 @@ def claim_all(here: World, known: dict[int, Slot]) -> None:
         assert here.tier.claim([key(number)]) == [slot], f"block {number} is lost"
         assert here.load([key(number)], [slot]) == [OK], f"block {number} is damaged"
         in_use.append(slot)
-    for number in range(max(known, default=0) + 20):
+    for number in range(MOST_NUMBERS):
         if slots := here.tier.claim([key(number)]):
             here.load([key(number)], slots)
             here.tier.free(slots)
@@ -197,7 +200,7 @@ def _power_cuts(folder: Path, seed: int, durability: str) -> None:
             if durability == "power":
                 claim_all(here, known)
                 continue
-            for number in range(max(known, default=0) + 20):
+            for number in range(MOST_NUMBERS):
                 if slots := here.tier.claim([key(number)]):
                     if here.load([key(number)], slots) == [OK]:
                         known[number] = slots[0]
