@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from kvtier._hot import FreeSlots
 from kvtier.types import Slot
 
 
@@ -33,6 +32,9 @@ class SlotPool:
     """
 
     def __init__(self, num_slots: int, num_open: int | None = None) -> None:
+        # Here, so that ``kvtier doctor`` can say why the core can't be used.
+        from kvtier._hot import FreeSlots
+
         self._num_slots = num_slots
         self._free = FreeSlots(num_slots)
         self.num_open = 0
