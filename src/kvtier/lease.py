@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from kvtier.index import BlockIndex
+from kvtier.index import PromptIndex
 from kvtier.telemetry import RequestRecord
 from kvtier.transfer import Transfer, Waiter
 from kvtier.types import DEVICE, BlockId, GroupMatch, Label, Match, Slot, column_of
@@ -26,7 +26,7 @@ class Lease(Waiter):
 
     def __init__(
         self,
-        index: BlockIndex,
+        index: PromptIndex,
         namespace: bytes,
         labels: Sequence[Label],
         match: Match | GroupMatch,

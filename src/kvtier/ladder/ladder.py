@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby, takewhile
 
-from kvtier.index import BlockIndex, State
+from kvtier.index import BlockIndex, PromptIndex, State
 from kvtier.ladder.archive import Archive
 from kvtier.ladder.options import LadderOptions
 from kvtier.ladder.prefetch import Prefetch, Prefetches
@@ -287,17 +287,20 @@ class Ladder:
         """Whether storage may have blocks that nobody has found yet."""
         return self._recall.has_unfound
 
-    def recall(self, namespace: bytes, labels: Sequence[Label]) -> None:
+    def recall(self, paths: PromptIndex, namespace: bytes, labels: Sequence[Label]) -> None:
         """Take into the index what storage has kept of this prompt since an earlier life, or has
         from another process. Where it has to be asked first, that is for the next time."""
-        self._recall.ask(namespace, labels)
+        self._recall.ask(paths, namespace, labels)
 
     def recall_each(
-        self, namespace: bytes, labels: Sequence[Label], keys: Sequence[BlockKey]
+        self, keys: Sequence[BlockKey], make: Callable[[Sequence[int]], list[BlockId]]
     ) -> int:
-        """``recall`` of blocks that hang under no other, from storage that answers at once. Returns
-        how many are known now. keys: what the blocks are called there."""
-        return self._recall.ask_each(namespace, labels, keys)
+        """``recall`` of single blocks, from storage that answers at once. Returns how many are
+        known now.
+
+        keys: what the blocks are called there. make: the blocks at these positions, made known.
+        """
+        return self._recall.ask_each(keys, make)
 
     def is_archiving(self, block: BlockId) -> bool:
         """Whether a block waits for its write to storage, or is being written."""

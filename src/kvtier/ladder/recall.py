@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtier.index import BlockIndex, State
+from kvtier.index import BlockIndex, PromptIndex, State
 from kvtier.keys import next_key
 from kvtier.ladder.row import Row
 from kvtier.ladder.space import Space
@@ -20,6 +20,7 @@ class _Question:
 
     storage: str
     first_key: BlockKey
+    paths: PromptIndex
     namespace: bytes
     labels: Sequence[Label]
     num_known: int
@@ -52,19 +53,19 @@ class Recall:
 
     # -- a prompt ---------------------------------------------------------------------------------
 
-    def ask(self, namespace: bytes, labels: Sequence[Label]) -> None:
-        """Ask every storage tier that may have more of this prompt than is known."""
+    def ask(self, paths: PromptIndex, namespace: bytes, labels: Sequence[Label]) -> None:
+        """Ask every storage tier that may have more of this prompt than ``paths`` knows."""
         for storage in self._row.storages:
             if not self._mover.has_unfound(storage):
                 continue
-            known = self._index.match(namespace, labels).blocks
+            known = paths.match(namespace, labels).blocks
             rest = labels[len(known) : len(labels)]
             if not rest:
                 continue
-            keys = self._keys(namespace, known, rest)
+            keys = _keys(paths, namespace, known, rest)
             if not self._is_asked(storage, keys[0]):
                 job = self._mover.find(storage, keys)
-                question = _Question(storage, keys[0], namespace, labels[:], len(known), job)
+                question = _Question(storage, keys[0], paths, namespace, labels[:], len(known), job)
                 self._questions.append(question)
         self.hear()
 
@@ -72,16 +73,6 @@ class Recall:
         return any(
             each.storage == storage and each.first_key == first_key for each in self._questions
         )
-
-    def _keys(
-        self, namespace: bytes, known: Sequence[BlockId], rest: Sequence[Label]
-    ) -> list[BlockKey]:
-        key: bytes = self._index.key(known[-1]) if known else namespace
-        keys = []
-        for label in rest:
-            keys.append(next_key(key, label))
-            key = keys[-1]
-        return keys
 
     def hear(self) -> None:
         """Take in what storage has answered by now."""
@@ -97,22 +88,23 @@ class Recall:
         for each in answered:
             if there := each.job.places_there:
                 end = each.num_known + there[-1] + 1
-                path = self._index.extend(each.namespace, each.labels[:end])
+                path = each.paths.extend(each.namespace, each.labels[:end])
                 yield each.storage, [path[each.num_known + at] for at in there]
 
     # -- single blocks, where storage answers at once ---------------------------------------------
 
-    def ask_each(self, namespace: bytes, labels: Sequence[Label], keys: Sequence[BlockKey]) -> int:
-        """``ask`` for blocks that hang under no other. Returns how many are known now.
+    def ask_each(
+        self, keys: Sequence[BlockKey], make: Callable[[Sequence[int]], list[BlockId]]
+    ) -> int:
+        """``ask`` for blocks by what they are called in storage. Returns how many are known now.
 
-        keys: what the blocks are called in storage.
+        make: the blocks at these positions of ``keys``, made known.
         """
         num_known = 0
         for name in self._row.storages:
             if self._is_asked_at_once(name):
                 there = self._mover.find(name, keys).places_there
-                blocks = [self._index.extend(namespace, [labels[at]])[0] for at in there]
-                num_known += self._adopt(name, blocks)
+                num_known += self._adopt(name, make(there))
         return num_known
 
     def was_there(self, block: BlockId, storage: str) -> bool:
@@ -149,3 +141,15 @@ class Recall:
             self._mover.drop(storage, [self._key(block) for block in blocks])
             self._index.begin_write_all(blocks, storage, [Slot(0)] * len(blocks))
             self._index.abort_all(blocks, storage)
+
+
+def _keys(
+    paths: PromptIndex, namespace: bytes, known: Sequence[BlockId], rest: Sequence[Label]
+) -> list[BlockKey]:
+    """What the blocks of a prompt after the known ones are called."""
+    key: bytes = paths.key(known[-1]) if known else namespace
+    keys = []
+    for label in rest:
+        keys.append(next_key(key, label))
+        key = keys[-1]
+    return keys
