@@ -36,6 +36,11 @@ class Cells {
     __builtin_prefetch(&shard.rows[home]);
   }
 
+  // The first row that may be under `hash`, to be fetched before it is compared.
+  Index likely(std::uint64_t hash) const {
+    return find(hash, [](Index) { return true; });
+  }
+
   // hash_of: of a row that is there already.
   template <typename HashOf>
   void insert(std::uint64_t hash, Index row, HashOf&& hash_of) {

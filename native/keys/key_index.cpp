@@ -57,6 +57,8 @@ void KeyIndex::find(std::span<const Key> keys, std::vector<Index>& rows) const {
       cells_.prefetch(hashes[i]);
     }
     for (std::size_t i = 0; i < num; ++i)
+      if (const Index row = cells_.likely(hashes[i]); row != kNone) rows_.prefetch(row);
+    for (std::size_t i = 0; i < num; ++i)
       if (keys[begin + i].size == rows_.key_bytes())
         rows[begin + i] = find_row(hashes[i], keys[begin + i]);
   }
