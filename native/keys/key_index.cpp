@@ -19,6 +19,7 @@ namespace {
 
 constexpr std::size_t kAhead = 16;  // keys whose cells are fetched at a time
 constexpr std::uint16_t kMaxLeases = 0xFFFF;
+constexpr std::size_t kMaxKeyBytes = 256;
 
 }  // namespace
 
@@ -65,14 +66,16 @@ void KeyIndex::find(std::span<const Key> keys, std::vector<Index>& rows) const {
 }
 
 void KeyIndex::check_key(Key key) const {
-  if (key.size != rows_.key_bytes())
+  if (key.size == 0 || key.size > kMaxKeyBytes)
+    throw std::invalid_argument("a key has 1 to 256 bytes, not " + std::to_string(key.size));
+  if (rows_.key_bytes() > 0 && key.size != rows_.key_bytes())
     throw std::invalid_argument("a key has " + std::to_string(key.size) +
                                 " bytes, those before it " + std::to_string(rows_.key_bytes()));
 }
 
 BlockId KeyIndex::make(Key key) {
-  if (rows_.end() == 0 && rows_.key_bytes() == 0) rows_.set_key_bytes(key.size);
   check_key(key);
+  if (rows_.key_bytes() == 0) rows_.set_key_bytes(key.size);
   const std::uint64_t hash = hash_of(key);
   Index row = find_row(hash, key);
   if (row == kNone) {

@@ -124,6 +124,9 @@ def test_keys_of_another_length_are_refused(index: KeyIndex) -> None:
     put(index, KEYS[:1])
     with pytest.raises(ValueError, match="a key has 3 bytes, those before it 36"):
         index.make([b"abc"])
+    for wrong in (b"", bytes(257)):
+        with pytest.raises(ValueError, match="1 to 256 bytes, not"):
+            index.make([wrong])
 
 
 def test_misuse_is_told(index: KeyIndex) -> None:

@@ -50,7 +50,7 @@ class KeyIndex(BlockIndex):
     every call takes constant time per block, however many there are.
 
     tiers: fastest tier first. namespace: digest of all else that decides on the bytes of a block.
-    Keys have as many bytes as the first one had: ValueError otherwise.
+    Keys have 1 to 256 bytes, and as many as the first one had: ValueError otherwise.
     """
 
     def __init__(self, tiers: Sequence[str], namespace: Callable[[], bytes]) -> None:

@@ -12,6 +12,7 @@ from kvtier.index.residency import Residency, State
 from kvtier.types import AnyColumn, BlockId, Slot
 
 MOST_LEASES = 0xFFFF
+MOST_KEY_BYTES = 256
 
 
 @dataclass(slots=True)
@@ -97,6 +98,8 @@ class PythonKeyIndex(KeyIndex):
         return [self._made(key).block for key in keys]
 
     def _made(self, key: bytes) -> _Block:
+        if not 0 < len(key) <= MOST_KEY_BYTES:
+            raise ValueError(f"a key has 1 to {MOST_KEY_BYTES} bytes, not {len(key)}")
         if self._key_bytes is None:
             self._key_bytes = len(key)
         if len(key) != self._key_bytes:
