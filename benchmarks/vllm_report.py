@@ -174,10 +174,10 @@ def over_starts(ratios: Sequence[float]) -> Row:
 
 
 def targets(turns: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """T4: the change of the time to first token, negative where it is saved. T4': its share
-    of that with an endless pool. T2: what is lost of it and of the throughput where there is nothing to
-    reuse. low, high: between which the true value lies, as far as the run can tell. met: None where
-    that is on both sides of the target."""
+    """Of T4 the change of the time to first token, negative where it is saved; of T4' its share of
+    that with an endless pool; of T2 what is lost of it, and of the throughput, where there is
+    nothing to reuse. low, high: between which the true value lies, as far as the run can tell. met:
+    None where that is on both sides of the target."""
     found = []
     for row in turns:
         if row["contestant"] in TO_ENDLESS and "ttft_to_endless" in row:
