@@ -1,7 +1,9 @@
 #include "trie/block_trie.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <random>
 
 #include "trie/hash.hpp"
@@ -132,16 +134,19 @@ void BlockTrie::begin_write(BlockId block, std::size_t column, Slot slot) {
   count_in_parent(index, column, true);
 }
 
-void BlockTrie::commit(BlockId block, std::size_t column, double now) {
-  const Index index = at(block);
-  Standing& standing = nodes_.standing(index, column);
-  move(index, column, State::ready);
-  counts_[column].idle += standing.leases == 0;
-  if (standing.last_use == kNever) {
-    standing.last_use = now;
-    policies_[column]->used(index, {now, kNever, false});
+void BlockTrie::commit(std::span<const BlockId> blocks, std::size_t column, double now) {
+  for (const BlockId block : blocks) {
+    const Index index = at(block);
+    Standing& standing = nodes_.standing(index, column);
+    move(index, column, State::ready);
+    counts_[column].idle += standing.leases == 0;
+    if (standing.last_use == kNever) {
+      standing.last_use = now;
+      policies_[column]->used(index, {now, kNever, false});
+    }
+    review(index, column);
+    if (nodes_[index].depth == 1) now = std::nextafter(now, std::numeric_limits<double>::max());
   }
-  review(index, column);
 }
 
 // -- use
@@ -181,10 +186,8 @@ void BlockTrie::release(BlockId block, std::size_t column) {
 }
 
 BlockTrie::Origin BlockTrie::origin(BlockId block) const {
-  Index index = at(block);
-  const std::uint32_t depth = nodes_[index].depth - 1;
-  while (nodes_.is_block(index)) index = nodes_[index].parent;
-  return {label(index), depth};
+  const Index index = at(block);
+  return {label(nodes_.root(index)), nodes_[index].depth - 1};
 }
 
 // -- keys
@@ -206,6 +209,11 @@ std::string_view BlockTrie::missing_keys(BlockId block, std::vector<Unnamed>& mi
   std::reverse(missing.begin(), missing.end());
   const Label space = label(index);
   return text(space.data, space.size);
+}
+
+const BlockTrie::Key* BlockTrie::known_key(BlockId block) const {
+  const auto known = keys_.find(at(block));
+  return known == keys_.end() ? nullptr : &known->second;
 }
 
 void BlockTrie::set_key(BlockId block, const Key& key) { keys_[at(block)] = key; }

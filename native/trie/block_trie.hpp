@@ -89,7 +89,9 @@ class BlockTrie {
 
   void extend(std::string_view space, Labels& labels, std::optional<BlockId> after, Path& path);
   void begin_write(BlockId block, std::size_t column, Slot slot);
-  void commit(BlockId block, std::size_t column, double now);
+  // In this order. Of those right below the root, which nothing but time tells apart, each comes the
+  // least moment after the one in front of it.
+  void commit(std::span<const BlockId> blocks, std::size_t column, double now);
   Slot abort(BlockId block, std::size_t column) { return leave(at(block), column); }
 
   // Extends, and makes the blocks ready in `column` where they are absent, block i in slots[i].
@@ -130,6 +132,8 @@ class BlockTrie {
   // the namespace where there is none.
   std::string_view missing_keys(BlockId block, std::vector<Unnamed>& missing) const;
   void set_key(BlockId block, const Key& key);
+  // Null where it was not computed yet.
+  const Key* known_key(BlockId block) const;
 
   // -- for tests
 

@@ -38,6 +38,8 @@ void BlockTrie::check_node(Index index) const {
   promise(node.parent < nodes_.end() && nodes_[node.parent].parent != kFree,
           "a block without a parent");
   promise(node.depth == nodes_[node.parent].depth + 1, "a block at the wrong depth");
+  const Index root = nodes_.is_block(node.parent) ? nodes_.root(node.parent) : node.parent;
+  promise(nodes_.root(index) == root, "a block under the wrong root");
   const Label mine = label(index);
   const Index found =
       table_.find(node.hash, [&](Index other) { return is_child(other, node.parent, mine); });

@@ -157,6 +157,7 @@ class Hostile:
             "slots": (self.blocks(), tier),
             "prefixes": (self.blocks(), tier),
             "num_uses": (self.number(),),
+            "num_uses_of": (self.blocks(),),
             "num_evictable": (tier,),
             "extend": (space, labels, after),
             "insert": (space, labels, tier, slots, now, after, pick((True, False))),
@@ -172,6 +173,7 @@ class Hostile:
             "keep": (self.blocks(), tier),
             "lose": (self.number(), tier),
             "origin": (self.number(),),
+            "names": (self.blocks(),),
             "missing_keys": (self.number(),),
             "set_keys": (self.blocks(), pick(([b"k" * 32], [b"k"], [None], 5))),
         }

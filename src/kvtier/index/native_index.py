@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -27,6 +28,8 @@ from kvtier.types import (
 
 _INT64 = np.dtype(np.int64)
 _array_over = np.frombuffer
+_as_name = cast("Callable[[tuple[object, ...]], BlockName]", partial(tuple.__new__, BlockName))
+"""``BlockName._make`` without a call in Python for each."""
 
 
 class NativeIndex(BlockIndex):
@@ -86,6 +89,9 @@ class NativeIndex(BlockIndex):
     def num_uses(self, block: BlockId) -> int:
         return self._trie.num_uses(block)
 
+    def num_uses_of(self, blocks: Iterable[BlockId]) -> list[int]:
+        return self._trie.num_uses_of(blocks)
+
     def num_leases(self, block: BlockId, column: AnyColumn) -> int:
         return self._trie.num_leases(block, column)
 
@@ -110,6 +116,19 @@ class NativeIndex(BlockIndex):
     def name(self, block: BlockId) -> BlockName:
         namespace, depth = self._trie.origin(block)
         return BlockName(namespace, depth, self.key(block))
+
+    def names(self, blocks: Sequence[BlockId]) -> list[BlockName]:
+        namespaces, depths, keys = self._trie.names(blocks)
+        if None in keys:
+            self.key(blocks[-1])  # mostly the others are in front of it
+            keys = [
+                self.key(block) if key is None else key
+                for block, key in zip(blocks, self._trie.names(blocks)[2], strict=True)
+            ]
+        return list(map(_as_name, zip(namespaces, depths, keys, strict=True)))
+
+    def set_keys(self, blocks: Sequence[BlockId], keys: Sequence[BlockKey]) -> None:
+        self._trie.set_keys(blocks, keys)
 
     @property
     def num_namespaces(self) -> int:

@@ -7,6 +7,7 @@ per column says which block leaves first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf, nextafter
 
 from kvtier.index.block_index import BlockIndex, check_slot, check_time
 from kvtier.index.groups import ALL, ReuseRule, columns_of
@@ -175,6 +176,10 @@ class PythonIndex(BlockIndex):
             depth, node = depth + 1, node.parent
         return BlockName(node.label, depth, self.key(block))
 
+    def set_keys(self, blocks: Sequence[BlockId], keys: Sequence[BlockKey]) -> None:
+        for block, key in zip(blocks, keys, strict=True):
+            self._trie.nodes[block].key = key
+
     @property
     def num_namespaces(self) -> int:
         return self._trie.num_roots
@@ -205,6 +210,13 @@ class PythonIndex(BlockIndex):
         if not residency.was_used:
             self._policies[self._position[column]].touch(block, now)
         self._review(block, column)
+
+    def commit_all(self, blocks: Iterable[BlockId], column: AnyColumn, now: float) -> None:
+        for block in blocks:
+            self.commit(block, column, now)
+            parent = self._trie.nodes[block].parent
+            if parent is not None and parent.parent is None:
+                now = nextafter(now, inf)
 
     def abort(self, block: BlockId, column: AnyColumn) -> Slot:
         return self._leave(block, column)
