@@ -164,8 +164,9 @@ class Cache:
         for copy in plan.copies:
             slots, new_slots = new_slots[: len(copy.blocks)], new_slots[len(copy.blocks) :]
             self._ladder.load(copy, slots)
-        lease.slots = [*self._index.slots(lease.blocks, DEVICE), *new_slots]
-        self._ladder.wait_for(lease, lease.blocks)
+        shared = self._index.slots(lease.blocks, DEVICE)
+        lease.slots = [*shared, *new_slots]
+        self._ladder.wait_for(lease, shared)
         lease.deadline = self._clock() + self.config.load_deadline_s
         self._use(lease, first=0)
         return True
@@ -251,8 +252,7 @@ class Cache:
     def _note(self, lease: Lease, plan: Plan) -> None:
         record = lease.record
         record.load_bytes = plan.num_copied_blocks * self.group.bytes_per_block
-        for tier in lease.held_in:
-            record.hit_blocks[tier] = record.hit_blocks.get(tier, 0) + 1
+        record.hit_blocks = lease.hit_blocks
 
     # -- between the steps of the engine ----------------------------------------------------------
 

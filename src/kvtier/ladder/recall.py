@@ -126,7 +126,7 @@ class Recall:
         return self._mover.storages[storage].finds_at_once and self._mover.has_unfound(storage)
 
     def _key(self, block: BlockId) -> BlockKey:
-        return self._traffic.name_of(block).key
+        return self._traffic.names_of([block])[0].key
 
     # -- what was found ---------------------------------------------------------------------------
 
@@ -146,6 +146,6 @@ class Recall:
         """There is no room for blocks that were found: storage forgets them, and so does the index,
         by a write that does not come about."""
         if blocks:
-            self._mover.drop(storage, [self._key(block) for block in blocks])
+            self._mover.drop(storage, [name.key for name in self._traffic.names_of(blocks)])
             self._index.begin_write_all(blocks, storage, [Slot(0)] * len(blocks))
             self._index.abort_all(blocks, storage)

@@ -112,7 +112,7 @@ class Space:
         if self._traffic.on_change is not None:
             self._traffic.on_change(tier, leaving, True)
         if leaving and tier in self._row.storages and (for_good or not self._evicts(tier)):
-            keys = [self._traffic.name_of(block).key for block in leaving]
+            keys = [name.key for name in self._traffic.names_of(leaving)]
             self._mover.drop(tier, keys, for_good)
         return self._index.forget_all(leaving, tier)
 
