@@ -99,7 +99,7 @@ std::vector<BlockId> BlockTrie::prefixes(std::span<const BlockId> blocks,
 std::size_t BlockTrie::num_bytes() const {
   std::size_t total = nodes_.num_bytes() + table_.num_bytes();
   for (const auto& policy : policies_) total += policy->num_bytes();
-  return total + keys_.size() * (sizeof(Key) + 4 * sizeof(void*));
+  return total + keys_.num_bytes();
 }
 
 void BlockTrie::move(Index index, std::size_t column, State to) {
@@ -135,17 +135,22 @@ void BlockTrie::begin_write(BlockId block, std::size_t column, Slot slot) {
 }
 
 void BlockTrie::commit(std::span<const BlockId> blocks, std::size_t column, double now) {
+  constexpr double kEnd = std::numeric_limits<double>::max();
+  double at_top = now;
+  for (const BlockId block : blocks)
+    if (nodes_[at(block)].depth == 1) at_top = std::nextafter(at_top, -kEnd);
   for (const BlockId block : blocks) {
     const Index index = at(block);
     Standing& standing = nodes_.standing(index, column);
+    if (nodes_[index].depth == 1) at_top = std::nextafter(at_top, kEnd);
+    const double then = nodes_[index].depth == 1 ? at_top : now;
     move(index, column, State::ready);
     counts_[column].idle += standing.leases == 0;
     if (standing.last_use == kNever) {
-      standing.last_use = now;
-      policies_[column]->used(index, {now, kNever, false});
+      standing.last_use = then;
+      policies_[column]->used(index, {then, kNever, false});
     }
     review(index, column);
-    if (nodes_[index].depth == 1) now = std::nextafter(now, std::numeric_limits<double>::max());
   }
 }
 
@@ -199,10 +204,9 @@ std::string_view BlockTrie::missing_keys(BlockId block, std::vector<Unnamed>& mi
   };
   Index index = at(block);
   for (; nodes_.is_block(index); index = nodes_[index].parent) {
-    const auto known = keys_.find(index);
-    if (known != keys_.end()) {
+    if (const Key* const known = keys_.find(index, nodes_[index].generation)) {
       std::reverse(missing.begin(), missing.end());
-      return text(known->second.data(), known->second.size());
+      return text(known->data(), known->size());
     }
     missing.push_back({nodes_.id(index), label(index)});
   }
@@ -212,10 +216,13 @@ std::string_view BlockTrie::missing_keys(BlockId block, std::vector<Unnamed>& mi
 }
 
 const BlockTrie::Key* BlockTrie::known_key(BlockId block) const {
-  const auto known = keys_.find(at(block));
-  return known == keys_.end() ? nullptr : &known->second;
+  const Index index = at(block);
+  return keys_.find(index, nodes_[index].generation);
 }
 
-void BlockTrie::set_key(BlockId block, const Key& key) { keys_[at(block)] = key; }
+void BlockTrie::set_key(BlockId block, const Key& key) {
+  const Index index = at(block);
+  keys_.set(index, nodes_[index].generation, key);
+}
 
 }  // namespace kvtier::trie

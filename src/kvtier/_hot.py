@@ -22,6 +22,7 @@ else:
             FreeSlots,
             KeyTable,
             UringRing,
+            chain_keys,
             copy_batch,
             crc32c,
             crc32c_many,
@@ -36,6 +37,7 @@ else:
         )
 
 if _reason:
+    from kvtier._reference.chain import chain_keys
     from kvtier._reference.copy import copy_batch
     from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows
     from kvtier._reference.free_slots import FreeSlots  # type: ignore[assignment]
@@ -60,6 +62,7 @@ __all__ = [
     "FreeSlots",
     "KeyTable",
     "UringRing",
+    "chain_keys",
     "copy_batch",
     "crc32c",
     "crc32c_many",
