@@ -172,7 +172,7 @@ class BlockIndex(ABC):
     def name(self, block: BlockId) -> BlockName:
         """What the block is called outside this process."""
 
-    def names(self, blocks: Sequence[BlockId]) -> list[BlockName]:
+    def names(self, blocks: Sequence[BlockId]) -> Sequence[BlockName]:
         """``name`` of each."""
         return [self.name(block) for block in blocks]
 

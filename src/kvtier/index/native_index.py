@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -14,12 +13,13 @@ from kvtier.index.block_index import BlockIndex, Inserted
 from kvtier.index.groups import ALL, ReuseRule, columns_of
 from kvtier.index.residency import Residency, State
 from kvtier.index.trie import Node
-from kvtier.keys import Labels, next_key
+from kvtier.keys import Labels, next_keys
 from kvtier.types import (
     AnyColumn,
     BlockId,
     BlockKey,
     BlockName,
+    BlockNames,
     GroupMatch,
     Label,
     Match,
@@ -28,8 +28,6 @@ from kvtier.types import (
 
 _INT64 = np.dtype(np.int64)
 _array_over = np.frombuffer
-_as_name = cast("Callable[[tuple[object, ...]], BlockName]", partial(tuple.__new__, BlockName))
-"""``BlockName._make`` without a call in Python for each."""
 
 
 class NativeIndex(BlockIndex):
@@ -106,18 +104,15 @@ class NativeIndex(BlockIndex):
 
     def key(self, block: BlockId) -> BlockKey:
         previous, blocks, labels = self._trie.missing_keys(block)
-        keys: list[BlockKey] = []
-        for label in labels:
-            previous = next_key(previous, label)
-            keys.append(previous)
+        keys = next_keys(previous, labels)
         self._trie.set_keys(blocks, keys)
-        return BlockKey(previous)
+        return keys[-1] if keys else BlockKey(previous)
 
     def name(self, block: BlockId) -> BlockName:
         namespace, depth = self._trie.origin(block)
         return BlockName(namespace, depth, self.key(block))
 
-    def names(self, blocks: Sequence[BlockId]) -> list[BlockName]:
+    def names(self, blocks: Sequence[BlockId]) -> BlockNames:
         namespaces, depths, keys = self._trie.names(blocks)
         if None in keys:
             self.key(blocks[-1])  # mostly the others are in front of it
@@ -125,7 +120,7 @@ class NativeIndex(BlockIndex):
                 self.key(block) if key is None else key
                 for block, key in zip(blocks, self._trie.names(blocks)[2], strict=True)
             ]
-        return list(map(_as_name, zip(namespaces, depths, keys, strict=True)))
+        return BlockNames(namespaces, depths, cast("list[BlockKey]", keys))
 
     def set_keys(self, blocks: Sequence[BlockId], keys: Sequence[BlockKey]) -> None:
         self._trie.set_keys(blocks, keys)

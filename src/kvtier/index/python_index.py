@@ -212,11 +212,15 @@ class PythonIndex(BlockIndex):
         self._review(block, column)
 
     def commit_all(self, blocks: Iterable[BlockId], column: AnyColumn, now: float) -> None:
-        for block in blocks:
-            self.commit(block, column, now)
-            parent = self._trie.nodes[block].parent
-            if parent is not None and parent.parent is None:
-                now = nextafter(now, inf)
+        check_time(now)
+        path = list(blocks)
+        is_top = [self._trie.is_top(block) for block in path]
+        at_top = now
+        for _ in range(sum(is_top)):
+            at_top = nextafter(at_top, -inf)
+        for block, is_first in zip(path, is_top, strict=True):
+            at_top = nextafter(at_top, inf) if is_first else at_top
+            self.commit(block, column, at_top if is_first else now)
 
     def abort(self, block: BlockId, column: AnyColumn) -> Slot:
         return self._leave(block, column)

@@ -23,6 +23,11 @@ from kvtier.types import BlockId, BlockKey, BlockName, Label, Match, Slot
 STORABLE = (State.READY, State.EVICTING)
 """States in which a block's bytes can be copied to the tier below."""
 
+WRITE_BLOCKS = 1024
+"""Whose writes begin at a time, one piece at least."""
+WRITE_SHARE = 128
+"""Of a long line a piece is one in so many: each costs the deciding thread something, too."""
+
 
 class Ladder:
     """Slots, residencies and copies, kept in step.
@@ -177,6 +182,8 @@ class Ladder:
         if num_there and self._index.state(blocks[num_there - 1], dst) is State.ABSENT:
             num_there = 0  # evicted meanwhile
         there = self._index.states_of(blocks[num_there:], dst)
+        if State.ABSENT not in there:
+            return len(blocks)
         here = self._index.states_of(blocks[num_there:], src)
         missing = [
             at
@@ -206,14 +213,22 @@ class Ladder:
 
     def archive(self, blocks: Sequence[BlockId]) -> None:
         """Have blocks written to storage: those in memory that are worth a write by now."""
+        self._offer(blocks)
         for archive in self._archives.values():
-            archive.offer(blocks)
             self._write(archive)
 
+    def _offer(self, blocks: Sequence[BlockId]) -> None:
+        for archive in self._archives.values():
+            archive.offer(blocks)
+
     def _write(self, archive: Archive) -> None:
-        """Begin the writes whose turn has come."""
-        while self.archives and (wanted := archive.take(self._options.piece_blocks)):
-            new = [block for block in wanted if not self._recall.was_there(block, archive.storage)]
+        """Begin the writes whose turn has come; of a long line a part, for an engine waits."""
+        piece = max(self._options.piece_blocks, len(archive) // WRITE_SHARE)
+        left = max(piece, WRITE_BLOCKS)
+        while self.archives and left > 0 and (wanted := archive.take(min(piece, left))):
+            left -= len(wanted)
+            there = self._recall.were_there(wanted, archive.storage)
+            new = [block for block in wanted if block not in there] if there else wanted
             num_begun = 0
             if self._mover.accepts((self._row.staging, archive.storage)):
                 num_begun = self._copy_down(new, self._row.staging, archive.storage)
@@ -252,7 +267,7 @@ class Ladder:
             if transfer.dst in self._archives:
                 self._archives[transfer.dst].ended(len(transfer.blocks))
             elif transfer.dst == self._row.staging and transfer.src not in self._archives:
-                self.archive(transfer.blocks)
+                self._offer(transfer.blocks)
         for archive in self._archives.values():
             self._write(archive)
         self._recall.hear()

@@ -9,7 +9,7 @@ from kvtier.ladder.row import Row
 from kvtier.ladder.traffic import Traffic
 from kvtier.telemetry import Metrics
 from kvtier.transfer import Mover
-from kvtier.types import BlockId, Slot
+from kvtier.types import BlockId, Slot, keys_of
 
 Demote = Callable[[list[BlockId]], list[BlockId]]
 """Copies blocks that are to leave the fastest tier to the one below; gives those that may go."""
@@ -112,7 +112,7 @@ class Space:
         if self._traffic.on_change is not None:
             self._traffic.on_change(tier, leaving, True)
         if leaving and tier in self._row.storages and (for_good or not self._evicts(tier)):
-            keys = [name.key for name in self._traffic.names_of(leaving)]
+            keys = keys_of(self._traffic.names_of(leaving))
             self._mover.drop(tier, keys, for_good)
         return self._index.forget_all(leaving, tier)
 

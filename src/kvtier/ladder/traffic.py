@@ -13,7 +13,7 @@ from kvtier.ladder.under_way import UnderWay
 from kvtier.plan import Copy, CostModel, Costs
 from kvtier.telemetry import Metrics
 from kvtier.transfer import Job, Move, Mover, Transfer
-from kvtier.types import BlockId, BlockKey, BlockName, Slot
+from kvtier.types import BlockId, BlockKey, BlockName, Slot, keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Traffic:
         self._metrics = metrics
         self._clock = clock
         self.costs = CostModel()
-        self.names_of: Callable[[Sequence[BlockId]], list[BlockName]] = index.names
+        self.names_of: Callable[[Sequence[BlockId]], Sequence[BlockName]] = index.names
         self.on_change: OnChange | None = None
         self._under_way = UnderWay({name: row.rooms[name] for name in row.memories})
         self._failed_once: set[BlockId] = set()
@@ -85,10 +85,10 @@ class Traffic:
         urgent: False for a read that nobody waits for yet; it lets others pass.
         """
         self._index.begin_write_all(copy.blocks, copy.dst, dst_slots)
-        transfer = Transfer(copy.src, copy.dst, copy.blocks, after)
-        self._under_way.add(transfer, dst_slots)
+        transfer = Transfer(copy.src, copy.dst, copy.blocks, after, dst_slots=dst_slots)
+        self._under_way.add(transfer)
         if after is None:
-            self._submit(transfer, dst_slots, urgent)
+            self._submit(transfer, urgent)
         else:
             after.followers.append(transfer)
         return transfer
@@ -108,12 +108,12 @@ class Traffic:
     def refuse(self, copy: Copy, reason: str) -> Transfer:
         """A transfer that has failed already: the next ``poll`` notices, and whoever waits."""
         transfer = Transfer(copy.src, copy.dst, ())
-        self._under_way.add(transfer, ())
+        self._under_way.add(transfer)
         self._under_way.watch(transfer, job := Job(0))
         job.finish(TierError(copy.dst, "load", reason))
         return transfer
 
-    def _submit(self, transfer: Transfer, dst_slots: Sequence[Slot], urgent: bool = True) -> None:
+    def _submit(self, transfer: Transfer, urgent: bool = True) -> None:
         """The sources are there: queue the copy."""
         blocks, src, dst = transfer.blocks, transfer.src, transfer.dst
         if self._index.states_of(blocks, src).count(State.READY) == len(blocks):
@@ -121,7 +121,9 @@ class Traffic:
             transfer.holds_source = True
         if src in self._mover.storages or dst in self._mover.storages:
             transfer.names = self.names_of(blocks)
-        move = Move(src, dst, self._index.slots(blocks, src), dst_slots, transfer.names)
+        is_read = src in self._mover.storages  # slots of storage mean nothing
+        src_slots = transfer.dst_slots if is_read else self._index.slots(blocks, src)
+        move = Move(src, dst, src_slots, transfer.dst_slots, transfer.names)
         self._under_way.watch(transfer, self._mover.begin(move, urgent))
 
     # -- end --------------------------------------------------------------------------------------
@@ -206,7 +208,7 @@ class Traffic:
         assert leader.job is not None
         follower.after = None
         if leader.job.succeeded and not leader.is_void:
-            self._submit(follower, self._index.slots(follower.blocks, follower.dst))
+            self._submit(follower)
         else:
             follower.job = Job(0)
             follower.job.withdrawn = True
@@ -225,7 +227,7 @@ class Traffic:
     def lose(self, blocks: Sequence[BlockId], tier: str) -> None:
         """What ``tier`` has of blocks is not to be used any more."""
         is_named = blocks and tier in self._mover.storages
-        keys = [name.key for name in self.names_of(blocks)] if is_named else [None] * len(blocks)
+        keys = keys_of(self.names_of(blocks)) if is_named else [None] * len(blocks)
         for block, key in zip(blocks, keys, strict=True):
             self.lost.setdefault((block, tier), key)
 

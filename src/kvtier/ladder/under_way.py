@@ -41,13 +41,14 @@ class UnderWay:
         """The last ones that began, in their order."""
         return list(islice(reversed(self._transfers.values()), num))[::-1]
 
-    def add(self, transfer: Transfer, slots: Sequence[Slot]) -> None:
-        """It has begun, or waits for another, and will fill ``slots``."""
+    def add(self, transfer: Transfer) -> None:
+        """It has begun, or waits for another."""
         self._num_begun += 1
         transfer.number = self._num_begun
         self._transfers[transfer.number] = transfer
-        if transfer.dst in self._filled_by and slots:
-            self._filled_by[transfer.dst][np.asarray(slots, np.int64)] = transfer.number
+        if transfer.dst in self._filled_by and transfer.dst_slots:
+            slots = np.asarray(transfer.dst_slots, np.int64)
+            self._filled_by[transfer.dst][slots] = transfer.number
 
     def watch(self, transfer: Transfer, job: Job) -> None:
         """Its job has begun; ``take_ended`` gives it once that is done."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.transfer.job import Job
-from kvtier.types import BlockId, BlockName
+from kvtier.types import BlockId, BlockName, Slot
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +20,8 @@ class Transfer:
     waiters: who is told when it has ended, each with the positions in its prompt that this brings.
     is_void: what it brings is not wanted any more.
     names: what the blocks are called in storage, where they come from it or go to it. group: of
-    layers, whose part of the blocks it is. number: its place in the order in which transfers began.
+    layers, whose part of the blocks it is. dst_slots: where they go to. number: its place in the
+    order in which transfers began.
     """
 
     src: str
@@ -34,6 +35,7 @@ class Transfer:
     is_void: bool = False
     names: Sequence[BlockName] = ()
     group: int = 0
+    dst_slots: Sequence[Slot] = ()
     number: int = 0
 
     @property
