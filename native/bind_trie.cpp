@@ -26,6 +26,7 @@ void bind_trie(nb::module_& module) {
       .def("slots", &BlockTrie::slots, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
       .def("prefixes", &BlockTrie::prefixes, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
       .def("num_uses", &BlockTrie::num_uses, nb::arg("block"), nb::lock_self())
+      .def("num_uses_of", &BlockTrie::num_uses_of, nb::arg("blocks"), nb::lock_self())
       .def("num_evictable", &BlockTrie::num_evictable, nb::arg("column"), nb::lock_self())
       .def("num_held", &BlockTrie::num_held, nb::arg("column"), nb::lock_self())
       .def("num_namespaces", &BlockTrie::num_namespaces, nb::lock_self())
@@ -51,6 +52,7 @@ void bind_trie(nb::module_& module) {
       .def("num_leases", &BlockTrie::num_leases, nb::arg("block"), nb::arg("column"),
            nb::lock_self())
       .def("origin", &BlockTrie::origin, nb::arg("block"), nb::lock_self())
+      .def("names", &BlockTrie::names, nb::arg("blocks"), nb::lock_self())
       .def("missing_keys", &BlockTrie::missing_keys, nb::arg("block"), nb::lock_self())
       .def("set_keys", &BlockTrie::set_keys, nb::arg("blocks"), nb::arg("keys"), nb::lock_self())
       .def("dump", &BlockTrie::dump, nb::lock_self())

@@ -12,6 +12,7 @@
 
 #include "bind.hpp"
 #include "bound_columns.hpp"
+#include "bound_keys.hpp"
 #include "bound_labels.hpp"
 #include "bound_values.hpp"
 #include "trie/block_trie.hpp"
@@ -153,6 +154,12 @@ class BlockTrie {
     const BlockId id = to_number(block.ptr(), "a block");
     return checked([&] { return trie_.num_uses(id); });
   }
+  nb::object num_uses_of(nb::handle blocks) {
+    read_blocks(blocks);
+    return checked([&] {
+      return list_of(blocks_, [&](BlockId block) { return number(trie_.num_uses(block)); });
+    });
+  }
   std::size_t num_evictable(nb::handle column) {
     return trie_.num_evictable(columns_.position(column));
   }
@@ -209,7 +216,9 @@ class BlockTrie {
 
   void commit(nb::handle blocks, nb::handle column, double now) {
     to_time(now);
-    each(blocks, column, [&](BlockId block, std::size_t at) { trie_.commit(block, at, now); });
+    const std::size_t at = columns_.position(column);
+    read_blocks(blocks);
+    checked([&] { trie_.commit(blocks_, at, now); });
   }
   void lease(nb::handle blocks, nb::handle column) {
     each(blocks, column, [&](BlockId block, std::size_t at) { trie_.lease(block, at); });
@@ -236,6 +245,7 @@ class BlockTrie {
     const trie::BlockTrie::Origin from = checked([&] { return trie_.origin(id); });
     return nb::make_tuple(bytes(from.space), from.depth);
   }
+  nb::object names(nb::handle blocks) { return names_of(trie_, read_blocks(blocks)); }
   nb::object abort(nb::handle blocks, nb::handle column) {
     const std::size_t at = columns_.position(column);
     read_blocks(blocks);
@@ -280,25 +290,10 @@ class BlockTrie {
   }
 
   nb::object missing_keys(nb::handle block) {
-    const BlockId id = to_number(block.ptr(), "a block");
-    std::vector<trie::BlockTrie::Unnamed> missing;
-    const std::string_view before = checked([&] { return trie_.missing_keys(id, missing); });
-    return nb::make_tuple(nb::bytes(before.data(), before.size()),
-                          list_of(missing, [](const auto& each) { return number(each.block); }),
-                          list_of(missing, [](const auto& each) { return bytes(each.label); }));
+    return missing_keys_of(trie_, to_number(block.ptr(), "a block"));
   }
-
   void set_keys(nb::handle blocks, nb::handle keys) {
-    const Items items(keys, "keys must be a sequence");
-    read_blocks(blocks);
-    if (items.size() != blocks_.size()) fail(PyExc_ValueError, "a key for each block");
-    for (std::size_t i = 0; i < items.size(); ++i) {
-      const std::string_view text = to_bytes(items[i], "a key");
-      trie::BlockTrie::Key key;
-      if (text.size() != key.size()) fail(PyExc_ValueError, "a key has %zu bytes", key.size());
-      std::memcpy(key.data(), text.data(), key.size());
-      checked([&] { trie_.set_key(blocks_[i], key); });
-    }
+    bound::set_keys(trie_, read_blocks(blocks), Items(keys, "keys must be a sequence"));
   }
 
   // (block, parent, label, num_uses, [(state, slot, leases, num_children) per column]) of every
@@ -331,8 +326,6 @@ class BlockTrie {
   }
 
  private:
-  static nb::object bytes(trie::Label label) { return nb::bytes(label.data, label.size); }
-
   nb::object state_object(State state) const {
     return nb::borrow(states_[static_cast<std::size_t>(state) - 1]);
   }

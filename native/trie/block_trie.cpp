@@ -1,7 +1,9 @@
 #include "trie/block_trie.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <random>
 
 #include "trie/hash.hpp"
@@ -65,7 +67,7 @@ std::vector<BlockId> BlockTrie::prefixes(std::span<const BlockId> blocks,
 std::size_t BlockTrie::num_bytes() const {
   std::size_t total = nodes_.num_bytes() + table_.num_bytes();
   for (const auto& policy : policies_) total += policy->num_bytes();
-  return total + keys_.size() * (sizeof(Key) + 4 * sizeof(void*));
+  return total + keys_.num_bytes();
 }
 
 void BlockTrie::move(Index index, std::size_t column, State to) {
@@ -100,16 +102,24 @@ void BlockTrie::begin_write(BlockId block, std::size_t column, Slot slot) {
   count_in_parent(index, column, true);
 }
 
-void BlockTrie::commit(BlockId block, std::size_t column, double now) {
-  const Index index = at(block);
-  Standing& standing = nodes_.standing(index, column);
-  move(index, column, State::ready);
-  counts_[column].idle += standing.leases == 0;
-  if (standing.last_use == kNever) {
-    standing.last_use = now;
-    policies_[column]->used(index, {now, kNever, false});
+void BlockTrie::commit(std::span<const BlockId> blocks, std::size_t column, double now) {
+  constexpr double kEnd = std::numeric_limits<double>::max();
+  double at_top = now;
+  for (const BlockId block : blocks)
+    if (nodes_[at(block)].depth == 1) at_top = std::nextafter(at_top, -kEnd);
+  for (const BlockId block : blocks) {
+    const Index index = at(block);
+    Standing& standing = nodes_.standing(index, column);
+    if (nodes_[index].depth == 1) at_top = std::nextafter(at_top, kEnd);
+    const double then = nodes_[index].depth == 1 ? at_top : now;
+    move(index, column, State::ready);
+    counts_[column].idle += standing.leases == 0;
+    if (standing.last_use == kNever) {
+      standing.last_use = then;
+      policies_[column]->used(index, {then, kNever, false});
+    }
+    review(index, column);
   }
-  review(index, column);
 }
 
 // -- use
@@ -149,10 +159,8 @@ void BlockTrie::release(BlockId block, std::size_t column) {
 }
 
 BlockTrie::Origin BlockTrie::origin(BlockId block) const {
-  Index index = at(block);
-  const std::uint32_t depth = nodes_[index].depth - 1;
-  while (nodes_.is_block(index)) index = nodes_[index].parent;
-  return {label(index), depth};
+  const Index index = at(block);
+  return {label(nodes_.root(index)), nodes_[index].depth - 1};
 }
 
 // -- keys
@@ -164,10 +172,9 @@ std::string_view BlockTrie::missing_keys(BlockId block, std::vector<Unnamed>& mi
   };
   Index index = at(block);
   for (; nodes_.is_block(index); index = nodes_[index].parent) {
-    const auto known = keys_.find(index);
-    if (known != keys_.end()) {
+    if (const Key* const known = keys_.find(index, nodes_[index].generation)) {
       std::reverse(missing.begin(), missing.end());
-      return text(known->second.data(), known->second.size());
+      return text(known->data(), known->size());
     }
     missing.push_back({nodes_.id(index), label(index)});
   }
@@ -176,6 +183,14 @@ std::string_view BlockTrie::missing_keys(BlockId block, std::vector<Unnamed>& mi
   return text(space.data, space.size);
 }
 
-void BlockTrie::set_key(BlockId block, const Key& key) { keys_[at(block)] = key; }
+const BlockTrie::Key* BlockTrie::known_key(BlockId block) const {
+  const Index index = at(block);
+  return keys_.find(index, nodes_[index].generation);
+}
+
+void BlockTrie::set_key(BlockId block, const Key& key) {
+  const Index index = at(block);
+  keys_.set(index, nodes_[index].generation, key);
+}
 
 }  // namespace kvtier::trie

@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "trie/keys.hpp"
 #include "trie/labels.hpp"
 #include "trie/nodes.hpp"
 #include "trie/policy.hpp"
@@ -26,7 +27,7 @@ namespace kvtier::trie {
 class BlockTrie {
  public:
   using Path = std::vector<BlockId>;
-  using Key = std::array<std::byte, 32>;
+  using Key = trie::Key;
 
   // One policy per column, by name; every name must be known to `make_policy`. `num_needed`: per
   // group, how many of the blocks in front of a cut it needs, or kAll. Every group has a column in
@@ -81,7 +82,9 @@ class BlockTrie {
 
   void extend(std::string_view space, Labels& labels, std::optional<BlockId> after, Path& path);
   void begin_write(BlockId block, std::size_t column, Slot slot);
-  void commit(BlockId block, std::size_t column, double now);
+  // In this order. Of those right below the root, which nothing but time tells apart, each comes the
+  // least moment before the one behind it.
+  void commit(std::span<const BlockId> blocks, std::size_t column, double now);
   Slot abort(BlockId block, std::size_t column) { return leave(at(block), column); }
 
   // Extends, and makes the blocks ready in `column` where they are absent, block i in slots[i].
@@ -122,6 +125,8 @@ class BlockTrie {
   // the namespace where there is none.
   std::string_view missing_keys(BlockId block, std::vector<Unnamed>& missing) const;
   void set_key(BlockId block, const Key& key);
+  // Null where it was not computed yet.
+  const Key* known_key(BlockId block) const;
 
   // -- for tests
 
@@ -177,7 +182,7 @@ class BlockTrie {
   mutable Index last_root_ = kNone;
   std::vector<std::unique_ptr<Policy>> policies_;
   std::vector<Counts> counts_;
-  std::unordered_map<Index, Key> keys_;
+  Keys keys_;
   // Kept from call to call, to spare allocations.
   std::vector<Index> places_;         // of the path that is being extended
   std::vector<std::size_t> runs_;     // per group, how many blocks up to here are ready

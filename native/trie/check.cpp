@@ -17,7 +17,6 @@ void BlockTrie::check_invariants() const {
   promise(num_roots == roots_.size(), "roots miscounted");
   promise(num_live - num_roots == table_.size(),
           "the table knows more or fewer blocks than there are");
-  for (const auto& [index, key] : keys_) promise(nodes_.is_block(index), "a key of no block");
   for (std::size_t column = 0; column < nodes_.num_columns(); ++column) {
     check_column(column);
     policies_[column]->check();
@@ -38,6 +37,8 @@ void BlockTrie::check_node(Index index) const {
   promise(node.parent < nodes_.end() && nodes_[node.parent].parent != kFree,
           "a block without a parent");
   promise(node.depth == nodes_[node.parent].depth + 1, "a block at the wrong depth");
+  const Index root = nodes_.is_block(node.parent) ? nodes_.root(node.parent) : node.parent;
+  promise(nodes_.root(index) == root, "a block under the wrong root");
   const Label mine = label(index);
   const Index found =
       table_.find(node.hash, [&](Index other) { return is_child(other, node.parent, mine); });

@@ -76,7 +76,6 @@ void BlockTrie::prune(Index index) {
     const Node& node = nodes_[index];
     const Index parent = node.parent;
     table_.erase(node.hash, index);
-    if (!keys_.empty()) keys_.erase(index);
     if (nodes_[parent].hint == index) nodes_[parent].hint = kNone;
     --nodes_[parent].num_children;
     nodes_.free(index);

@@ -86,7 +86,7 @@ class Rows {
 // Two rows per node. The first has the node, a residency per column and the label, so that what a
 // walk reads of a block lies in one piece, and where it lies follows from the number of its place
 // alone. (A label that is longer than the room in the row is kept elsewhere.) The second has how
-// often the block was used, and a standing per column.
+// often the block was used, the root above it, and a standing per column.
 //
 // Rows grow in chunks: nothing moves, and no growth copies what is there. Places are used again
 // last in, first out, so that a path that took the places of an evicted one lies as that did: in
@@ -122,6 +122,9 @@ class Nodes {
   }
   std::uint32_t& num_uses(Index index) { return *standings_.at<std::uint32_t>(index, 0); }
   std::uint32_t num_uses(Index index) const { return *standings_.at<std::uint32_t>(index, 0); }
+  // The node at the top of a block's path.
+  Index& root(Index index) { return *standings_.at<Index>(index, sizeof(std::uint32_t)); }
+  Index root(Index index) const { return *standings_.at<Index>(index, sizeof(std::uint32_t)); }
   Label label(Index index) const {
     const std::size_t size = (*this)[index].label_bytes;
     if (size <= room_) return {walked_.at<std::byte>(index, label_at()), size};
@@ -202,7 +205,7 @@ class Nodes {
     return sizeof(Node) + column * sizeof(Residency);
   }
   static std::size_t standing_at(std::size_t column) {
-    return sizeof(std::uint64_t) + column * sizeof(Standing);
+    return sizeof(std::uint32_t) + sizeof(Index) + column * sizeof(Standing);
   }
   std::size_t label_at() const { return residency_at(num_columns_); }
 

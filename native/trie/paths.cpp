@@ -139,7 +139,9 @@ Index BlockTrie::make(Index parent, std::uint64_t hash, Label label) {
   node.parent = parent;
   node.hint = kNone;
   node.num_children = node.depth = 0;
+  nodes_.root(index) = index;
   if (parent != kRoot) {
+    nodes_.root(index) = nodes_.root(parent);
     node.depth = nodes_[parent].depth + 1;
     ++nodes_[parent].num_children;
     nodes_[parent].hint = index;

@@ -23,6 +23,7 @@ else:
             KeyIndex,
             KeyTable,
             UringRing,
+            chain_keys,
             copy_batch,
             crc32c,
             crc32c_many,
@@ -37,6 +38,7 @@ else:
         )
 
 if _reason:
+    from kvtier._reference.chain import chain_keys
     from kvtier._reference.copy import copy_batch
     from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows
     from kvtier._reference.free_slots import FreeSlots  # type: ignore[assignment]
@@ -64,6 +66,7 @@ __all__ = [
     "KeyIndex",
     "KeyTable",
     "UringRing",
+    "chain_keys",
     "copy_batch",
     "crc32c",
     "crc32c_many",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvtier.config import CacheConfig
@@ -56,6 +57,7 @@ class Cache:
         self._clock = clock
         self._weighs_costs = config.load_policy is LoadPolicy.AUTO
         self._leases: set[Lease] = set()
+        self._loading: OrderedDict[Lease, None] = OrderedDict()  # begun in the order of deadlines
         self._process = OwnerProcess()
         self._closed = False
         make_policy = _policy_factory(config.eviction_policy)
@@ -164,9 +166,11 @@ class Cache:
         for copy in plan.copies:
             slots, new_slots = new_slots[: len(copy.blocks)], new_slots[len(copy.blocks) :]
             self._ladder.load(copy, slots)
-        lease.slots = [*self._index.slots(lease.blocks, DEVICE), *new_slots]
-        self._ladder.wait_for(lease, lease.blocks)
+        shared = self._index.slots(lease.blocks, DEVICE)
+        lease.slots = [*shared, *new_slots]
+        self._ladder.wait_for(lease, shared)
         lease.deadline = self._clock() + self.config.load_deadline_s
+        self._loading[lease] = None
         self._use(lease, first=0)
         return True
 
@@ -213,6 +217,7 @@ class Cache:
             return
         lease.released = True
         self._leases.discard(lease)
+        self._loading.pop(lease, None)
         lease.forget_transfers()
         was_used = bool(lease.slots)
         if was_used and not self._closed:
@@ -243,16 +248,15 @@ class Cache:
         """Copy one tier down what the write policy wants there and what is not there yet."""
         wanted = lease.blocks
         if self.config.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
-            uses = self.config.store_after_uses
-            wanted = [block for block in wanted if self._index.num_uses(block) >= uses]
+            uses = zip(wanted, self._index.num_uses_of(wanted), strict=True)
+            wanted = [block for block, num in uses if num >= self.config.store_after_uses]
         if self.config.write_policy is not WritePolicy.WRITE_BACK:
             lease.num_stored = self._ladder.store(wanted, DEVICE, lease.num_stored)
 
     def _note(self, lease: Lease, plan: Plan) -> None:
         record = lease.record
         record.load_bytes = plan.num_copied_blocks * self.group.bytes_per_block
-        for tier in lease.held_in:
-            record.hit_blocks[tier] = record.hit_blocks.get(tier, 0) + 1
+        record.hit_blocks = lease.hit_blocks
 
     # -- between the steps of the engine ----------------------------------------------------------
 
@@ -260,14 +264,21 @@ class Cache:
         """Notice finished copies: what arrived is ready, what failed is absent, late loads are
         given up. Never waits."""
         finished = self._ladder.poll()
-        now = self._clock()
-        for lease in self._leases:
-            if not lease.ready and now > lease.deadline:
+        self._give_up_late_loads(self._clock())
+        if finished:
+            self._check()
+
+    def _give_up_late_loads(self, now: float) -> None:
+        """Of those that wait the first has the nearest deadline."""
+        while self._loading:
+            lease = next(iter(self._loading))
+            if not lease.ready and now <= lease.deadline:
+                return
+            del self._loading[lease]
+            if not lease.ready:
                 self.metrics.count("kvtier_late_loads_total")
                 logger.warning("load given up after_s=%.3f", now - lease.started)
                 lease.give_up(late=True)
-        if finished:
-            self._check()
 
     def drain(self, timeout_s: float = 60.0) -> bool:
         """Wait for all copies on their way, and ``poll``. False if ``timeout_s`` was too short."""

@@ -97,7 +97,7 @@ class KeyedCache:
         self._doubted: set[BlockId] = set()
         self._stores = StoreWatches()
         self._changes: list[Change] = []
-        ladder.listen(index.name, self._note)
+        ladder.listen(self._note)
 
     # -- what is where -----------------------------------------------------------------------------
 
@@ -349,13 +349,18 @@ class KeyedCache:
                 yield block, tuple(map(State, states[at * num : (at + 1) * num]))
 
     def watch(self, keys: Sequence[bytes]) -> Watch:
-        """Of what is on its way into memory now: over when all of it has come, or can't."""
+        """Of what is on its way into memory now: over when it is time for another look.
+
+        keys: in prompt order.
+        """
         watch = Watch()
         blocks, states = self._index.find_all(keys)
         in_memory = zip(blocks, states[:: len(self._tiers)], strict=True)
         coming = [block for block, state in in_memory if state == WRITING and block is not None]
-        self._stores.add(watch, self._reserved.intersection(coming))
-        self.ladder.wait_for(watch, [block for block in coming if block not in self._reserved])
+        moving = [block for block in coming if block not in self._reserved]
+        if len(moving) < len(coming):
+            self._stores.add(watch, next(b for b in reversed(coming) if b in self._reserved))
+        self.ladder.wait_for(watch, self._index.slots(moving, self.memory))
         return watch
 
     def poll(self) -> None:

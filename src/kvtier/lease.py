@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 from kvtier.index import PromptIndex
+from kvtier.runs import runs_of
 from kvtier.telemetry import RequestRecord
 from kvtier.transfer import Transfer, Waiter
 from kvtier.types import DEVICE, BlockId, GroupMatch, Label, Match, Slot, column_of
@@ -46,9 +46,9 @@ class Lease(Waiter):
         self.deadline = float("inf")
         self.record = RequestRecord(num_asked_blocks=match.num_asked)
         for group, tiers in enumerate(match.over_groups().tiers):
-            for tier, positions in _runs(tiers):
-                index.lease(match.blocks[positions], column_of(tier, group))
             self.held.append(list(tiers))
+            for tier, run in self._held_runs(group, range(len(tiers))):
+                index.lease(match.blocks[run.start : run.stop], column_of(tier, group))
 
     @property
     def num_shared(self) -> int:
@@ -59,6 +59,14 @@ class Lease(Waiter):
     def held_in(self) -> list[str]:
         """The tier of each block of the prefix whose first group it holds."""
         return [tier for tier in self.held[0] if tier is not None]
+
+    @property
+    def hit_blocks(self) -> dict[str, int]:
+        """How many blocks of the prefix, by the tier where it holds the first group's part."""
+        found: dict[str, int] = {}
+        for tier, run in self._held_runs(0, range(len(self.held[0]))):
+            found[tier] = found.get(tier, 0) + len(run)
+        return found
 
     @property
     def room(self) -> list[Slot]:
@@ -93,34 +101,36 @@ class Lease(Waiter):
             is_there = len(held) >= num_blocks and None not in held[needed.start : num_blocks]
             assert is_there, f"group {group}: no cut after {num_blocks} blocks"
             if needed.start:
-                self._let_go(group, 0, needed.start)
+                self._let_go(group, range(needed.start))
                 held[: needed.start] = [None] * needed.start
-            self._let_go(group, num_blocks, len(held))
+            self._let_go(group, range(num_blocks, len(held)))
             del held[num_blocks:]
         del self.blocks[num_blocks:]
 
-    def _let_go(self, group: int, start: int, end: int) -> None:
-        """Of what it holds of a group from one position up to another."""
-        blocks = self.blocks[start:end]
-        for tier, positions in _runs(self.held[group][start:end]):
-            self._index.release(blocks[positions], column_of(tier, group))
+    def _let_go(self, group: int, positions: range) -> None:
+        """Of what it holds of a group at these positions."""
+        for tier, run in self._held_runs(group, positions):
+            self._index.release(self.blocks[run.start : run.stop], column_of(tier, group))
 
     def take(self, transfer: Transfer, now: float) -> None:
-        arrived, group = set(transfer.blocks), transfer.group
-        held = self.held[group]
-        moved = [
-            position
-            for position, tier in enumerate(held)
-            if tier != DEVICE and tier is not None and self.blocks[position] in arrived
-        ]
-        self._index.lease([self.blocks[position] for position in moved], column_of(DEVICE, group))
-        for tier, positions in _runs([held[position] for position in moved]):
-            blocks = [self.blocks[position] for position in moved[positions]]
-            self._index.release(blocks, column_of(tier, group))
-        for position in moved:
-            held[position] = DEVICE
+        group = transfer.group
+        for positions in transfer.waiters[self]:
+            for tier, run in self._held_runs(group, positions):
+                if tier != DEVICE:
+                    blocks = self.blocks[run.start : run.stop]
+                    self._index.lease(blocks, column_of(DEVICE, group))
+                    self._index.release(blocks, column_of(tier, group))
+                    self.held[group][run.start : run.stop] = [DEVICE] * len(run)
         if self.ready:
             self.record.load_s = now - self.started
+
+    def _held_runs(self, group: int, positions: range) -> Iterator[tuple[str, range]]:
+        """Where neighbours of a group are held in one tier: a call of the index for each run, not
+        for each block."""
+        held = self.held[group][positions.start : positions.stop]
+        for tier, run in runs_of(held, positions.start):
+            if tier is not None:
+                yield tier, run
 
     def failed(self, transfer: Transfer) -> None:
         self.give_up()
@@ -129,13 +139,3 @@ class Lease(Waiter):
         self.broken = True
         self.late = late
         self.forget_transfers()
-
-
-def _runs(tiers: Sequence[str | None]) -> Iterator[tuple[str, slice]]:
-    """Where neighbours are in one tier: a call of the index for each run, not for each block."""
-    start = 0
-    for tier, run in groupby(tiers):
-        end = start + sum(1 for _ in run)
-        if tier is not None:
-            yield tier, slice(start, end)
-        start = end

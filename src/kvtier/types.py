@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, overload
 
 BlockId = NewType("BlockId", int)
 """A block in the index: a number, never used twice in one index."""
@@ -26,6 +26,45 @@ class BlockName(NamedTuple):
     namespace: bytes
     depth: int
     key: BlockKey
+
+
+class BlockNames(Sequence[BlockName]):
+    """Names of many blocks, as three lists: an object for each would keep the collector of garbage
+    busy for longer than it takes to read the blocks."""
+
+    __slots__ = ("depths", "keys", "namespaces")
+
+    def __init__(
+        self, namespaces: Sequence[bytes], depths: Sequence[int], keys: Sequence[BlockKey]
+    ) -> None:
+        self.namespaces, self.depths, self.keys = namespaces, depths, keys
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, at: int) -> BlockName: ...
+    @overload
+    def __getitem__(self, at: slice) -> BlockNames: ...
+    def __getitem__(self, at: int | slice) -> BlockName | BlockNames:
+        if isinstance(at, slice):
+            return BlockNames(self.namespaces[at], self.depths[at], self.keys[at])
+        return BlockName(self.namespaces[at], self.depths[at], self.keys[at])
+
+    def __iter__(self) -> Iterator[BlockName]:
+        return map(BlockName, self.namespaces, self.depths, self.keys)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (BlockNames, list, tuple)):
+            return NotImplemented
+        return list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # equal to lists, which have none
+
+
+def keys_of(names: Sequence[BlockName]) -> Sequence[BlockKey]:
+    """The key of each."""
+    return names.keys if isinstance(names, BlockNames) else [name.key for name in names]
 
 
 Label = bytes

@@ -115,7 +115,10 @@ class LeaseMachine(RuleBasedStateMachine):
             if self.index.state(block, column) is State.ABSENT:
                 self.index.begin_write(block, column, *self._slots(1))
                 self.index.commit(block, column, self.now)
-        each.lease.take(Transfer(HOST, DEVICE, tuple(blocks), group=group), self.now)
+        transfer = Transfer(HOST, DEVICE, tuple(blocks), group=group)
+        places = sorted(each.lease.blocks.index(block) for block in blocks)
+        each.lease.wait_for(transfer, *(range(at, at + 1) for at in places))
+        each.lease.arrived(transfer, self.now)
         each.tiers[group].update(
             (at, DEVICE) for at, block in enumerate(each.lease.blocks)
             if block in blocks and at in each.tiers[group]
@@ -258,7 +261,9 @@ def test_a_transfer_brings_a_lease_what_it_held_elsewhere_and_no_more() -> None:
     lease = Lease(index, NS, labels, index.match_groups(NS, labels), 2.0)
     lease.cut(4)
     index.insert(NS, labels, window, slots, 3.0)
-    lease.take(Transfer(HOST, DEVICE, tuple(lease.blocks), group=1), 4.0)
+    transfer = Transfer(HOST, DEVICE, tuple(lease.blocks), group=1)
+    lease.wait_for(transfer, range(4))
+    lease.arrived(transfer, 4.0)
     assert lease.held == [[DEVICE] * 4, [None, None, DEVICE, DEVICE]]
     assert [index.num_leases(block, window) for block in lease.blocks] == [0, 0, 1, 1]
     assert not any(index.num_leases(block, Column(HOST, 1)) for block in lease.blocks)

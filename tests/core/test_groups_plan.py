@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from kvtier.layout import (
     recurrent_state,
     sliding_attention,
 )
-from kvtier.plan import Copy, Costs, GroupRoom, PrefillCost, plan_groups, ways_of
+from kvtier.plan import Copy, Costs, GroupRoom, PrefillCost, Route, plan_groups
 from kvtier.types import DEVICE, DISK, HOST, BlockId, Column, GroupMatch
 from tests.core.indexes import needed, rules_of_models
 from tests.core.test_plan import DISK_TO_HOST, HOST_TO_DEVICE, STORED, costs_of_any_kind
@@ -169,29 +169,72 @@ def test_a_shorter_cut_is_taken_where_a_group_has_no_room_for_the_longer_one() -
     assert short.num_reused_blocks == 1
 
 
-class Counted(tuple[str, ...]):
-    """Tiers, and how often somebody looked."""
-
-    __slots__ = ()
-    num_looks = 0
-
-    def __getitem__(self, at: Any) -> Any:
-        Counted.num_looks += 1
-        return super().__getitem__(at)
-
-
-def test_planning_looks_at_each_block_of_a_group_a_few_times() -> None:
-    num_blocks, rules = 2000, [ALL, ReuseRule(700), ReuseRule(1)]
-    tiers = tuple(Counted((HOST,) * num_blocks) for _ in rules)
+@pytest.mark.parametrize("num_blocks", [2_000, 60_000])
+def test_a_plan_weighs_few_cuts_of_long_runs(
+    num_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of cuts that are looked at grows with the runs, not with the blocks."""
+    rules = [ALL, ReuseRule(700), ReuseRule(1)]
+    some = (DEVICE,) * 500 + (DISK,) * (num_blocks // 3)
+    tiers = tuple(some + (HOST,) * (num_blocks - len(some)) for _ in rules)
     flags = ((False,) * num_blocks,) * len(rules)
     blocks = tuple(map(BlockId, range(num_blocks)))
     match = GroupMatch(blocks, tiers, flags, range(1, num_blocks + 1), num_blocks)
     rooms = [GroupRoom(1000, num_blocks, rule=rule) for rule in rules]
-    Counted.num_looks = 0
-    costs = Costs(prefill=PrefillCost(1e-3), ways=ways_of((DEVICE, HOST), (), ()))
+    weighed = []
+    load_s = Costs.load_s
+    monkeypatch.setattr(Costs, "load_s", lambda *given: weighed.append(given) or load_s(*given))
+    rates = {HOST_TO_DEVICE: {4: 1e-6, 8: 1e-8}, DISK_TO_HOST: {6: 1e-7}}
+    costs = Costs(rates, PrefillCost(1e-3), ways=STORED.ways, least_s={DISK_TO_HOST: 0.01})
     plan = plan_groups(match, costs, rooms, num_tokens=10**6, block_size=BLOCK_SIZE)
-    assert [len(copy.blocks) for copy in plan.copies] == [2000, 700, 1]
-    assert Counted.num_looks <= 3 * num_blocks * len(rules)
+    found = [sum(len(copy.blocks) for copy in plan.copies if copy.group == at) for at in range(3)]
+    assert found == [num_blocks - 500, 700, 1]
+    assert len(weighed) <= 300
+
+
+@settings(max_examples=2 * settings.default.max_examples)
+@given(
+    st.lists(st.tuples(st.sampled_from("dhs"), st.integers(1, 60)), max_size=5),
+    costs_of_any_kind,
+    st.dictionaries(st.sampled_from([HOST_TO_DEVICE, DISK_TO_HOST]), st.sampled_from([0.03, 9.0])),
+    st.sampled_from([ALL, ReuseRule(7), ReuseRule(40)]),
+    st.integers(1, 300),
+    st.integers(1, 5),
+    st.sampled_from([0, 37, 90, 1000]),
+    st.none() | st.sampled_from([0.05, 1.0, 60.0]),
+)
+def test_no_cut_of_long_runs_is_cheaper_than_the_one_that_is_found(
+    runs: list[tuple[str, int]],
+    costs: Costs,
+    least_s: dict[Route, float],
+    rule: ReuseRule,
+    num_most: int,
+    grain: int,
+    num_free: int,
+    deadline_s: float | None,
+) -> None:
+    row = "".join(letter * num for letter, num in runs)
+    rules = [ALL, rule]
+    match = match_of([row, row[::-1] if rule.needs_all else row], rules)
+    rooms = [GroupRoom(1000, num_free, 50, ALL), GroupRoom(300, 80, None, rule)]
+    case, tokens = Case(match, rooms), num_most * BLOCK_SIZE
+    costs = replace(costs, least_s=least_s)
+    plan = plan_groups(
+        match,
+        costs,
+        rooms,
+        num_tokens=tokens,
+        block_size=BLOCK_SIZE,
+        grain_blocks=grain,
+        deadline_s=deadline_s,
+    )
+    allowed = {0: costs.prefill_s(0, tokens)}
+    for cut in range(grain, min(len(row), num_most - 1) + 1, grain):
+        load_s, fits = cost_of_cut(case, cut, costs)
+        if fits and (deadline_s is None or load_s <= deadline_s):
+            allowed[cut] = load_s + costs.prefill_s(cut * BLOCK_SIZE, tokens)
+    assert plan.num_reused_blocks in allowed, "a cut that is not allowed"
+    assert plan.load_s + plan.recompute_s == pytest.approx(min(allowed.values()))
 
 
 # -- rules -----------------------------------------------------------------------------------------

@@ -158,6 +158,7 @@ class Hostile:
             "slots": (self.blocks(), tier),
             "prefixes": (self.blocks(), tier),
             "num_uses": (self.number(),),
+            "num_uses_of": (self.blocks(),),
             "num_evictable": (tier,),
             "extend": (space, labels, after),
             "insert": (space, labels, tier, slots, now, after, pick((True, False))),
@@ -173,6 +174,7 @@ class Hostile:
             "keep": (self.blocks(), tier),
             "lose": (self.number(), tier),
             "origin": (self.number(),),
+            "names": (self.blocks(),),
             "missing_keys": (self.number(),),
             "set_keys": (self.blocks(), pick(([b"k" * 32], [b"k"], [None], 5))),
         }
@@ -312,6 +314,11 @@ class Hostile:
         )
         return self.named("pack_tokens", lambda: _native.pack_tokens(given), (given,))
 
+    def chain(self) -> Call:
+        previous = self.random.choice((b"", b"k" * 32, b"k" * 1024, b"k" * 1025, None, 5))
+        labels = self.labels()
+        return self.named("chain_keys", lambda: _native.chain_keys(previous, labels), (labels,))
+
     def named(self, name: str, call: Call, arguments: Iterable[object]) -> Call:
         print(name, *map(told, arguments), flush=True)
         return call
@@ -321,7 +328,7 @@ class Hostile:
             (self.of_trie,) * 6 + (self.of_keys,) * 3 + (self.of_memory,) * 3 + (self.of_ring,) * 2
         )
         for _ in range(num):
-            yield self.random.choice((*kinds, self.tokens, self.constructor))()
+            yield self.random.choice((*kinds, self.tokens, self.chain, self.constructor))()
 
 
 def told(argument: object) -> str:

@@ -8,7 +8,7 @@ the same for both, and whoever decides on that asks here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import isfinite
 
 from kvtier.index.residency import State
@@ -68,6 +68,10 @@ class BlockIndex(ABC):
     def num_uses(self, block: BlockId) -> int:
         """How often the block was touched."""
 
+    def num_uses_of(self, blocks: Iterable[BlockId]) -> list[int]:
+        """``num_uses`` of each."""
+        return [self.num_uses(block) for block in blocks]
+
     @abstractmethod
     def num_leases(self, block: BlockId, column: AnyColumn) -> int:
         """How often the block is held in ``column``."""
@@ -84,6 +88,10 @@ class BlockIndex(ABC):
     @abstractmethod
     def name(self, block: BlockId) -> BlockName:
         """What the block is called outside this process."""
+
+    def names(self, blocks: Sequence[BlockId]) -> Sequence[BlockName]:
+        """``name`` of each."""
+        return [self.name(block) for block in blocks]
 
     @abstractmethod
     def __len__(self) -> int:
@@ -108,7 +116,8 @@ class BlockIndex(ABC):
         use of one that was touched since its write began: how long a copy takes says nothing."""
 
     def commit_all(self, blocks: Iterable[BlockId], column: AnyColumn, now: float) -> None:
-        """``commit`` of each."""
+        """``commit`` of each, in this order: where nothing but time says which leaves first, the
+        first ones given do."""
         for block in blocks:
             self.commit(block, column, now)
 

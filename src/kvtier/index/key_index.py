@@ -74,9 +74,12 @@ class KeyIndex(BlockIndex):
         """What the engine calls each block."""
 
     def name(self, block: BlockId) -> BlockName:
+        return self.names([block])[0]
+
+    def names(self, blocks: Sequence[BlockId]) -> list[BlockName]:
         namespace = self._namespace()
-        [key] = self.keys([block])
-        return BlockName(namespace, self.depth(block), next_key(namespace, key))
+        known = zip(map(self.depth, blocks), self.keys(blocks), strict=True)
+        return [BlockName(namespace, depth, next_key(namespace, key)) for depth, key in known]
 
     def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[BlockId]:
         """None: only the engine knows which block continues which."""

@@ -13,12 +13,13 @@ from kvtier.index.groups import ALL, ReuseRule, columns_of
 from kvtier.index.prompt_index import Inserted, PromptIndex
 from kvtier.index.residency import Residency, State
 from kvtier.index.trie import Node
-from kvtier.keys import Labels, next_key
+from kvtier.keys import Labels, next_keys
 from kvtier.types import (
     AnyColumn,
     BlockId,
     BlockKey,
     BlockName,
+    BlockNames,
     GroupMatch,
     Label,
     Match,
@@ -83,6 +84,9 @@ class NativeIndex(PromptIndex):
     def num_uses(self, block: BlockId) -> int:
         return self._trie.num_uses(block)
 
+    def num_uses_of(self, blocks: Iterable[BlockId]) -> list[int]:
+        return self._trie.num_uses_of(blocks)
+
     def num_leases(self, block: BlockId, column: AnyColumn) -> int:
         return self._trie.num_leases(block, column)
 
@@ -94,16 +98,26 @@ class NativeIndex(PromptIndex):
 
     def key(self, block: BlockId) -> BlockKey:
         previous, blocks, labels = self._trie.missing_keys(block)
-        keys: list[BlockKey] = []
-        for label in labels:
-            previous = next_key(previous, label)
-            keys.append(previous)
+        keys = next_keys(previous, labels)
         self._trie.set_keys(blocks, keys)
-        return BlockKey(previous)
+        return keys[-1] if keys else BlockKey(previous)
 
     def name(self, block: BlockId) -> BlockName:
         namespace, depth = self._trie.origin(block)
         return BlockName(namespace, depth, self.key(block))
+
+    def names(self, blocks: Sequence[BlockId]) -> BlockNames:
+        namespaces, depths, keys = self._trie.names(blocks)
+        if None in keys:
+            self.key(blocks[-1])  # mostly the others are in front of it
+            keys = [
+                self.key(block) if key is None else key
+                for block, key in zip(blocks, self._trie.names(blocks)[2], strict=True)
+            ]
+        return BlockNames(namespaces, depths, cast("list[BlockKey]", keys))
+
+    def set_keys(self, blocks: Sequence[BlockId], keys: Sequence[BlockKey]) -> None:
+        self._trie.set_keys(blocks, keys)
 
     @property
     def num_namespaces(self) -> int:

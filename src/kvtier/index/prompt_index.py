@@ -86,6 +86,10 @@ class PromptIndex(BlockIndex):
     def key(self, block: BlockId) -> BlockKey:
         """Chained key of the block's prefix; computed once, with its ancestors'."""
 
+    @abstractmethod
+    def set_keys(self, blocks: Sequence[BlockId], keys: Sequence[BlockKey]) -> None:
+        """Somebody has computed the keys of blocks already."""
+
     @property
     @abstractmethod
     def num_namespaces(self) -> int:

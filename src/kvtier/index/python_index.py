@@ -7,6 +7,7 @@ per column says which block leaves first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import inf, nextafter
 
 from kvtier.index.block_index import check_slot, check_time
 from kvtier.index.groups import ALL, ReuseRule, columns_of
@@ -168,6 +169,10 @@ class PythonIndex(PromptIndex):
             depth, node = depth + 1, node.parent
         return BlockName(node.label, depth, self.key(block))
 
+    def set_keys(self, blocks: Sequence[BlockId], keys: Sequence[BlockKey]) -> None:
+        for block, key in zip(blocks, keys, strict=True):
+            self._trie.nodes[block].key = key
+
     @property
     def num_namespaces(self) -> int:
         return self._trie.num_roots
@@ -198,6 +203,17 @@ class PythonIndex(PromptIndex):
         if not residency.was_used:
             self._policies[self._position[column]].touch(block, now)
         self._review(block, column)
+
+    def commit_all(self, blocks: Iterable[BlockId], column: AnyColumn, now: float) -> None:
+        check_time(now)
+        path = list(blocks)
+        is_top = [self._trie.is_top(block) for block in path]
+        at_top = now
+        for _ in range(sum(is_top)):
+            at_top = nextafter(at_top, -inf)
+        for block, is_first in zip(path, is_top, strict=True):
+            at_top = nextafter(at_top, inf) if is_first else at_top
+            self.commit(block, column, at_top if is_first else now)
 
     def abort(self, block: BlockId, column: AnyColumn) -> Slot:
         return self._leave(block, column)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from kvtier.index import BlockIndex, State
@@ -13,6 +14,10 @@ from kvtier.types import BlockId
 MOVING_SHARE = 4
 """Of the slots that blocks are written from, one in so many may be on its way to storage: they
 can't leave meanwhile. The rest is for those who wait for something."""
+
+LONGEST_LINE = 1 << 16
+"""Blocks that wait for a write. Where storage is that far behind it will not catch up soon, and
+what has waited longest is not written: its next use offers it again."""
 
 
 class Archive:
@@ -42,12 +47,13 @@ class Archive:
         self._block_bytes = block_bytes
         self._after_uses = after_uses
         self._budget = budget
-        self._waiting: dict[BlockId, None] = {}  # in the order in which they came
+        self._line: deque[BlockId] = deque()  # in the order in which they came
+        self._waiting: set[BlockId] = set()  # the same
         self._num_moving = 0
 
     def __len__(self) -> int:
         """Blocks that wait for their turn."""
-        return len(self._waiting)
+        return len(self._line)
 
     def __contains__(self, block: BlockId) -> bool:
         """Whether it waits for its turn."""
@@ -55,25 +61,30 @@ class Archive:
 
     def offer(self, blocks: Sequence[BlockId]) -> None:
         """Blocks that are in memory, perhaps: those of them that are worth a write wait for it."""
-        there = self._index.states_of(blocks, self.storage)
-        here = self._index.states_of(blocks, self._source)
-        self._waiting.update(
-            (block, None)
-            for block, below, above in zip(blocks, there, here, strict=True)
-            if below is State.ABSENT
-            and above is State.READY
-            and self._index.num_uses(block) >= self._after_uses
-        )
-        too_many = len(self._waiting) - self._room.num_open
-        if too_many > 0:  # as many have left the memory already
-            self._skip(list(self._waiting)[:too_many])
+        below = self._index.states_of(blocks, self.storage)
+        if State.ABSENT not in below:
+            return
+        absent = [at for at, state in zip(blocks, below, strict=True) if state is State.ABSENT]
+        above = self._index.states_of(absent, self._source)
+        uses = self._index.num_uses_of(absent)
+        new = [
+            block
+            for block, state, num_uses in zip(absent, above, uses, strict=True)
+            if state is State.READY and num_uses >= self._after_uses and block not in self._waiting
+        ]
+        self._line += new
+        self._waiting.update(new)
+        # No longer than the memory: of a longer one, as many have left it already.
+        too_many = len(self._line) - min(LONGEST_LINE, self._room.num_open)
+        if too_many > 0:
+            self._count(len(self._first(too_many)))
 
     def take(self, most: int) -> list[BlockId]:
         """The next blocks to be written, up to ``most``, in the order in which they came. They are
         on their way until ``ended``."""
         room = min(most, max(1, self._room.num_open // MOVING_SHARE) - self._num_moving)
         taken: list[BlockId] = []
-        while self._waiting and len(taken) < room:
+        while self._line and len(taken) < room:
             some = self._first(room - len(taken))
             taken += self._storable(some)
         if taken and not self._budget.take(len(taken) * self._block_bytes):
@@ -89,30 +100,25 @@ class Archive:
 
     def clear(self) -> None:
         """Nothing is to be written any more."""
+        self._line.clear()
         self._waiting.clear()
 
     def _first(self, num: int) -> list[BlockId]:
-        some = [block for block, _ in zip(self._waiting, range(num), strict=False)]
-        for block in some:
-            del self._waiting[block]
+        """Those in front leave the line."""
+        some = [self._line.popleft() for _ in range(min(num, len(self._line)))]
+        self._waiting.difference_update(some)
         return some
 
     def _storable(self, blocks: Sequence[BlockId]) -> list[BlockId]:
         """Those of ``blocks`` that are in memory still, and not in storage yet."""
         here = self._index.states_of(blocks, self._source)
         there = self._index.states_of(blocks, self.storage)
-        lost = sum(state is not State.READY for state in here)
-        self._count(lost)
+        self._count(len(blocks) - here.count(State.READY))
         return [
             block
             for block, above, below in zip(blocks, here, there, strict=True)
             if above is State.READY and below is State.ABSENT
         ]
-
-    def _skip(self, blocks: Sequence[BlockId]) -> None:
-        for block in blocks:
-            del self._waiting[block]
-        self._count(len(blocks))
 
     def _count(self, num_blocks: int) -> None:
         if num_blocks:

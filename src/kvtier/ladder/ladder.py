@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import groupby, takewhile
 
 from kvtier.index import BlockIndex, PromptIndex, State
 from kvtier.ladder.archive import Archive
+from kvtier.ladder.loads import Loads
 from kvtier.ladder.options import LadderOptions
-from kvtier.ladder.prefetch import Prefetch, Prefetches
+from kvtier.ladder.prefetch import Prefetch
 from kvtier.ladder.recall import Recall
 from kvtier.ladder.row import Row
 from kvtier.ladder.space import Space
@@ -18,10 +18,15 @@ from kvtier.plan import Copy, CostModel, Costs, WriteBudget
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Room
 from kvtier.transfer import Mover, Transfer, Waiter
-from kvtier.types import BlockId, BlockKey, BlockName, Label, Match, Slot
+from kvtier.types import BlockId, BlockKey, Label, Match, Slot
 
 STORABLE = (State.READY, State.EVICTING)
 """States in which a block's bytes can be copied to the tier below."""
+
+WRITE_BLOCKS = 1024
+"""Whose writes begin at a time, one piece at least."""
+WRITE_SHARE = 128
+"""Of a long line a piece is one in so many: each costs the deciding thread something, too."""
 
 
 class Ladder:
@@ -55,7 +60,7 @@ class Ladder:
         demote = self._demote if demotes else None
         self._space = Space(row, index, mover, self._traffic, self.metrics, demote)
         self._recall = Recall(row, index, mover, self._traffic, self._space)
-        self._prefetches = Prefetches(row, index)
+        self._loads = Loads(row, index, mover, self._traffic, self._space, options.piece_blocks)
         self._archives = {
             name: Archive(
                 name,
@@ -69,10 +74,9 @@ class Ladder:
             for name in row.storages
         }
 
-    def listen(self, name_of: Callable[[BlockId], BlockName], on_change: OnChange) -> None:
-        """Somebody knows better what blocks are called in storage, and wants to know what comes and
-        goes."""
-        self._traffic.name_of, self._traffic.on_change = name_of, on_change
+    def listen(self, on_change: OnChange) -> None:
+        """Somebody wants to know what comes and goes."""
+        self._traffic.on_change = on_change
 
     @property
     def fastest(self) -> str:
@@ -116,7 +120,7 @@ class Ladder:
 
     def lose(self, block: BlockId, tier: str) -> None:
         """What ``tier`` has of a block is wrong: it goes as soon as nobody holds it."""
-        self._traffic.lose(block, tier)
+        self._traffic.lose([block], tier)
 
     @property
     def lost(self) -> Collection[tuple[BlockId, str]]:
@@ -140,90 +144,28 @@ class Ladder:
     def load(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
         """Begin a plan's copy to the fastest tier, from tier to tier and in pieces, so that one is
         read while another is copied on."""
-        between = self._row.above(copy.src)
-        if between == self.fastest:
-            # A storage tier is given seconds per call: it should not get all at once.
-            step = self._options.piece_blocks if copy.src in self._archives else len(copy.blocks)
-            for at in range(0, len(copy.blocks), step):
-                piece = Copy(copy.src, copy.dst, copy.blocks[at : at + step])
-                self._traffic.begin(piece, dst_slots[at : at + step])
-            return
-        at = 0
-        for leg, part in self.promote(copy.blocks, copy.src):
-            slots, at = dst_slots[at : at + len(part)], at + len(part)
-            self._traffic.begin(Copy(between, copy.dst, part), slots, after=leg)
+        self._loads.load(copy, dst_slots)
 
     def promote(
-        self, blocks: Sequence[BlockId], src: str, urgent: bool = True
+        self, blocks: Sequence[BlockId], src: str
     ) -> list[tuple[Transfer, tuple[BlockId, ...]]]:
-        """Begin to copy blocks one tier up, where they are not on their way there already.
-
-        urgent: somebody waits for them. Returns the transfers with the blocks that each brings, in
-        the order given.
-        """
-        dst = self._row.above(src)
-        legs: list[tuple[Transfer, tuple[BlockId, ...]]] = []
-        for is_new, run in groupby(blocks, lambda block: self._is_absent(block, dst)):
-            waiting = tuple(run)
-            while waiting:
-                if is_new:
-                    part = waiting[: self._options.piece_blocks]
-                    leg = self._begin_promotion(Copy(src, dst, part), urgent)
-                else:
-                    (leg,) = self._traffic.bringing(waiting[:1], dst)
-                    if urgent:
-                        self._traffic.hurry(leg)
-                    part = tuple(takewhile(set(leg.blocks).__contains__, waiting))
-                legs.append((leg, part))
-                waiting = waiting[len(part) :]
-        return legs
-
-    def _begin_promotion(self, copy: Copy, urgent: bool) -> Transfer:
-        room = self._row.rooms[copy.dst]
-        self._space.make(copy.dst, len(copy.blocks) - room.num_free)
-        slots = room.allocate(len(copy.blocks))
-        if slots is None:
-            return self._traffic.refuse(copy, "no room, everything there is in use")
-        return self._traffic.begin(copy, slots, urgent=urgent)
-
-    def _is_absent(self, block: BlockId, tier: str) -> bool:
-        return self._index.state(block, tier) is State.ABSENT
+        """Begin to copy blocks one tier up, where they are not on their way there already. Returns
+        the transfers with the blocks that each brings, in the order given."""
+        return self._loads.promote(blocks, src)
 
     def fetch_ahead(self, match: Match, num_reused_blocks: int) -> None:
         """Read a piece of what was not worth waiting for, where storage has nothing else to do: the
         next request finds it in memory, and the planner learns how long a read takes now."""
-        if not self._row.is_staged:
-            return
-        left = match.blocks[num_reused_blocks:], match.tiers[num_reused_blocks:]
-        for name in self._row.storages:
-            if self._mover.is_idle(name):
-                there = [block for block, tier in zip(*left, strict=True) if tier == name]
-                room = min(self._options.piece_blocks, self._space.num_available(self._row.staging))
-                self.promote(there[:room], name, urgent=False)
+        self._loads.fetch_ahead(match, num_reused_blocks)
 
     def prefetch(self, match: Match, deadline: float) -> Prefetch | None:
         """Begin to read what only storage has of a match, and hold it in memory together with what
         is there already. None while others hold too much of that memory."""
-        tier = self._row.staging
-        if tier == self.fastest or not self._row.storages:
-            return Prefetch(self._index, tier, (), deadline)
-        there = list(zip(match.blocks, match.tiers, strict=True))
-        wanted = [block for block, at in there if at == tier or at in self._archives]
-        prefetch = self._prefetches.begin(wanted, deadline)
-        if prefetch is None:
-            return None
-        room = self._space.num_available(tier)
-        for name in self._row.storages:
-            missing = [block for block, at in there if at == name and block in prefetch.blocks]
-            for leg, part in self.promote(missing[:room], name, urgent=False):
-                prefetch.wait_for(leg)
-                room -= len(part)
-        return prefetch
+        return self._loads.prefetch(match, deadline)
 
     def end_prefetch(self, prefetch: Prefetch) -> None:
         """Hold its blocks no longer; what was not begun and nobody else wants is not read."""
-        for transfer in self._prefetches.end(prefetch):
-            self._traffic.withdraw(transfer)
+        self._loads.end_prefetch(prefetch)
 
     def store(self, blocks: Sequence[BlockId], src: str, num_there: int = 0) -> int:
         """Copy blocks one memory tier down where they are not there yet, as far as there is room.
@@ -238,6 +180,8 @@ class Ladder:
         if num_there and self._index.state(blocks[num_there - 1], dst) is State.ABSENT:
             num_there = 0  # evicted meanwhile
         there = self._index.states_of(blocks[num_there:], dst)
+        if State.ABSENT not in there:
+            return len(blocks)
         here = self._index.states_of(blocks[num_there:], src)
         missing = [
             at
@@ -267,14 +211,22 @@ class Ladder:
 
     def archive(self, blocks: Sequence[BlockId]) -> None:
         """Have blocks written to storage: those in memory that are worth a write by now."""
+        self._offer(blocks)
         for archive in self._archives.values():
-            archive.offer(blocks)
             self._write(archive)
 
+    def _offer(self, blocks: Sequence[BlockId]) -> None:
+        for archive in self._archives.values():
+            archive.offer(blocks)
+
     def _write(self, archive: Archive) -> None:
-        """Begin the writes whose turn has come."""
-        while self.archives and (wanted := archive.take(self._options.piece_blocks)):
-            new = [block for block in wanted if not self._recall.was_there(block, archive.storage)]
+        """Begin the writes whose turn has come; of a long line a part, for an engine waits."""
+        piece = max(self._options.piece_blocks, len(archive) // WRITE_SHARE)
+        left = max(piece, WRITE_BLOCKS)
+        while self.archives and left > 0 and (wanted := archive.take(min(piece, left))):
+            left -= len(wanted)
+            there = self._recall.were_there(wanted, archive.storage)
+            new = [block for block in wanted if block not in there] if there else wanted
             num_begun = 0
             if self._mover.accepts((self._row.staging, archive.storage)):
                 num_begun = self._copy_down(new, self._row.staging, archive.storage)
@@ -316,7 +268,7 @@ class Ladder:
             if transfer.dst in self._archives:
                 self._archives[transfer.dst].ended(len(transfer.blocks))
             elif transfer.dst == self._row.staging and transfer.src not in self._archives:
-                self.archive(transfer.blocks)
+                self._offer(transfer.blocks)
         for archive in self._archives.values():
             self._write(archive)
         self._recall.hear()
@@ -341,7 +293,7 @@ class Ladder:
         src = self.fastest
         before = len(self._traffic.transfers)
         self.store(leaving[::-1], src)
-        for transfer in self._traffic.transfers[before:]:
+        for transfer in self._traffic.newest(len(self._traffic.transfers) - before):
             assert transfer.job is not None
             if transfer.job.wait(self._options.patience_s):
                 self._traffic.finish(transfer)
@@ -355,10 +307,11 @@ class Ladder:
             leaving = [block for block in leaving if block not in staying]
         return leaving
 
-    def wait_for(self, waiter: Waiter, blocks: Sequence[BlockId]) -> None:
-        """``waiter`` is not ready before those of ``blocks`` that are on their way to the fastest
-        tier have arrived there."""
-        self._traffic.wait_for(waiter, blocks, self.fastest)
+    def wait_for(self, waiter: Waiter, slots: Sequence[Slot]) -> None:
+        """``waiter`` is not ready before what is on its way to these slots of the fastest tier has
+        arrived there. slots: of its prompt's first blocks, in order."""
+        for transfer, positions in self._traffic.bringing(slots, self.fastest):
+            waiter.wait_for(transfer, positions)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the oldest transfer is done, or there is none. False on time-out."""

@@ -35,11 +35,9 @@ class Prefetch(Waiter):
 
     def hold(self, blocks: Iterable[BlockId]) -> None:
         """Those of ``blocks`` that are in ``tier`` can't be evicted from it."""
-        new = [
-            block
-            for block in self.blocks.intersection(blocks) - self._held
-            if self._index.state(block, self.tier) is State.READY
-        ]
+        wanted = list(self.blocks.intersection(blocks) - self._held)
+        states = self._index.states_of(wanted, self.tier)
+        new = [block for block, at in zip(wanted, states, strict=True) if at is State.READY]
         self._index.lease(new, self.tier)
         self._held.update(new)
 
@@ -66,19 +64,22 @@ class Prefetches:
         self._row = row
         self._index = index
         self._going: set[Prefetch] = set()
+        self._num_held = 0  # blocks of all of them
 
     def begin(self, wanted: Sequence[BlockId], deadline: float) -> Prefetch | None:
         """Hold those of ``wanted`` that are there; the first ones, where they are too many.
         None while others hold too much."""
         limit = int(self._row.rooms[self._row.staging].num_open * PREFETCH_SHARE)
-        num_held = sum(len(each.blocks) for each in self._going)
-        if num_held and num_held + len(wanted) > limit:
+        if self._num_held and self._num_held + len(wanted) > limit:
             return None
         prefetch = Prefetch(self._index, self._row.staging, wanted[:limit], deadline)
         self._going.add(prefetch)
+        self._num_held += len(prefetch.blocks)
         return prefetch
 
     def end(self, prefetch: Prefetch) -> list[Transfer]:
         """Hold its blocks no longer. Returns the transfers that are still on their way."""
-        self._going.discard(prefetch)
+        if prefetch in self._going:
+            self._going.remove(prefetch)
+            self._num_held -= len(prefetch.blocks)
         return prefetch.end()

@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from kvtier.index import BlockIndex, PromptIndex, State
-from kvtier.keys import next_key
+from kvtier.keys import next_keys
 from kvtier.ladder.row import Row
 from kvtier.ladder.space import Space
 from kvtier.ladder.traffic import Traffic
 from kvtier.transfer import FindJob, Mover
-from kvtier.types import BlockId, BlockKey, Label, Slot
+from kvtier.types import BlockId, BlockKey, Label, Slot, keys_of
+
+FIRST_KEYS = 64
+GROWTH = 16
+MOST_KEYS = 4096
+"""How many blocks storage is asked for at a time: few of a prompt of which it may have nothing, for
+keys are hashed one after the other; more when it had them all. 4,096 keys take 4 ms."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """Which blocks of a prompt after the first ``num_known`` ones ``storage`` has."""
+    """Which blocks of a prompt from ``first`` on ``storage`` has, as many as there are keys.
+
+    before: the key of the block in front of them, or the namespace; above: the block, None where
+    there is none.
+    """
 
     storage: str
-    first_key: BlockKey
     paths: PromptIndex
     namespace: bytes
     labels: Sequence[Label]
-    num_known: int
-    job: FindJob
+    first: int
+    above: BlockId | None
+    before: bytes
+    keys: Sequence[BlockKey] = ()
+
+    @property
+    def num_left(self) -> int:
+        """Blocks that were not asked for yet."""
+        return len(self.labels) - self.first - len(self.keys)
+
+    def next(self, above: BlockId | None, num_keys: int) -> _Question:
+        """The same of the next blocks, behind those that were there."""
+        first = self.first + len(self.keys)
+        before = self.keys[-1] if self.keys else self.before
+        keys = next_keys(before, self.labels[first : first + num_keys])
+        return replace(self, first=first, above=above, before=before, keys=keys)
 
 
 class Recall:
@@ -44,7 +67,8 @@ class Recall:
         self._mover = mover
         self._traffic = traffic
         self._space = space
-        self._questions: list[_Question] = []
+        # By storage and the first key that was asked for: a prompt is asked for once at a time.
+        self._asked: dict[tuple[str, BlockKey], tuple[_Question, FindJob]] = {}
 
     @property
     def has_unfound(self) -> bool:
@@ -59,37 +83,51 @@ class Recall:
             if not self._mover.has_unfound(storage):
                 continue
             known = paths.match(namespace, labels).blocks
-            rest = labels[len(known) : len(labels)]
-            if not rest:
-                continue
-            keys = _keys(paths, namespace, known, rest)
-            if not self._is_asked(storage, keys[0]):
-                job = self._mover.find(storage, keys)
-                question = _Question(storage, keys[0], paths, namespace, labels[:], len(known), job)
-                self._questions.append(question)
+            above = known[-1] if known else None
+            before = namespace if above is None else paths.key(above)
+            nothing = _Question(storage, paths, namespace, labels[:], len(known), above, before)
+            if nothing.num_left:
+                question = nothing.next(above, FIRST_KEYS)
+                name = storage, question.keys[0]
+                if name not in self._asked:
+                    self._asked[name] = question, self._mover.find(storage, question.keys)
         self.hear()
-
-    def _is_asked(self, storage: str, first_key: BlockKey) -> bool:
-        return any(
-            each.storage == storage and each.first_key == first_key for each in self._questions
-        )
 
     def hear(self) -> None:
         """Take in what storage has answered by now."""
-        for storage, blocks in self._take_answers():
-            self._adopt(storage, blocks)
+        for name in [name for name, (_, job) in self._asked.items() if job.done]:
+            question, job = self._asked.pop(name)
+            while job.done and (more := self._take_in(question, job)) is not None:
+                question = more
+                job = self._mover.find(question.storage, question.keys)
+            if not job.done:
+                self._asked[name] = question, job
 
-    def _take_answers(self) -> Iterator[tuple[str, list[BlockId]]]:
-        """Storage tiers, and the blocks of a prompt that they turned out to have; those behind a
-        gap, too, for what was found stays in storage until it is dropped."""
-        answered = [each for each in self._questions if each.job.done]
-        if answered:
-            self._questions = [each for each in self._questions if not each.job.done]
-        for each in answered:
-            if there := each.job.places_there:
-                end = each.num_known + there[-1] + 1
-                path = each.paths.extend(each.namespace, each.labels[:end])
-                yield each.storage, [path[each.num_known + at] for at in there]
+    def _take_in(self, question: _Question, job: FindJob) -> _Question | None:
+        """Blocks turned out to be there; those behind a gap, too, for what was found stays in
+        storage until it is dropped. The next question, if there was no gap."""
+        there = job.places_there
+        if not there:
+            return None
+        num = there[-1] + 1
+        path = self._path(question, num)
+        question.paths.set_keys(path, question.keys[:num])
+        self._adopt(question.storage, [path[at] for at in there])
+        if len(there) < len(question.keys) or not question.num_left:
+            return None
+        return question.next(path[-1], min(MOST_KEYS, GROWTH * len(there)))
+
+    def _path(self, question: _Question, num: int) -> list[BlockId]:
+        """The first ``num`` blocks that a question is about; what is in front of them may have
+        been forgotten meanwhile."""
+        first, labels, above = question.first, question.labels, question.above
+        if above is None or self._is_known(above):
+            rest = labels[first : first + num]
+            return question.paths.extend(question.namespace, rest, above)
+        return question.paths.extend(question.namespace, labels[: first + num])[first:]
+
+    def _is_known(self, block: BlockId) -> bool:
+        return any(self._index.state(block, name) is not State.ABSENT for name in self._row.rooms)
 
     # -- single blocks, where storage answers at once ---------------------------------------------
 
@@ -107,18 +145,17 @@ class Recall:
                 num_known += self._adopt(name, make(there))
         return num_known
 
-    def was_there(self, block: BlockId, storage: str) -> bool:
-        """Whether storage has had the block since an earlier life; the index knows it then."""
-        if not self._is_asked_at_once(storage):
-            return False
-        is_there = bool(self._mover.find(storage, [self._key(block)]).places_there)
-        return is_there and self._adopt(storage, [block]) == 1
+    def were_there(self, blocks: Sequence[BlockId], storage: str) -> set[BlockId]:
+        """Those of ``blocks`` that storage has had since an earlier life; the index knows it
+        then."""
+        if not blocks or not self._is_asked_at_once(storage):
+            return set()
+        keys = keys_of(self._index.names(blocks))
+        found = [blocks[at] for at in self._mover.find(storage, keys).places_there]
+        return set(found[: self._adopt(storage, found)])
 
     def _is_asked_at_once(self, storage: str) -> bool:
         return self._mover.storages[storage].finds_at_once and self._mover.has_unfound(storage)
-
-    def _key(self, block: BlockId) -> BlockKey:
-        return self._traffic.name_of(block).key
 
     # -- what was found ---------------------------------------------------------------------------
 
@@ -138,18 +175,6 @@ class Recall:
         """There is no room for blocks that were found: storage forgets them, and so does the index,
         by a write that does not come about."""
         if blocks:
-            self._mover.drop(storage, [self._key(block) for block in blocks])
+            self._mover.drop(storage, keys_of(self._index.names(blocks)))
             self._index.begin_write_all(blocks, storage, [Slot(0)] * len(blocks))
             self._index.abort_all(blocks, storage)
-
-
-def _keys(
-    paths: PromptIndex, namespace: bytes, known: Sequence[BlockId], rest: Sequence[Label]
-) -> list[BlockKey]:
-    """What the blocks of a prompt after the known ones are called."""
-    key: bytes = paths.key(known[-1]) if known else namespace
-    keys = []
-    for label in rest:
-        keys.append(next_key(key, label))
-        key = keys[-1]
-    return keys

@@ -9,7 +9,7 @@ from kvtier.ladder.row import Row
 from kvtier.ladder.traffic import Traffic
 from kvtier.telemetry import Metrics
 from kvtier.transfer import Mover
-from kvtier.types import BlockId, Slot
+from kvtier.types import BlockId, Slot, keys_of
 
 Demote = Callable[[list[BlockId]], list[BlockId]]
 """Copies blocks that are to leave the fastest tier to the one below; gives those that may go."""
@@ -112,7 +112,7 @@ class Space:
         if self._traffic.on_change is not None:
             self._traffic.on_change(tier, leaving, True)
         if leaving and tier in self._row.storages and (for_good or not self._evicts(tier)):
-            keys = [self._traffic.name_of(block).key for block in leaving]
+            keys = keys_of(self._index.names(leaving))
             self._mover.drop(tier, keys, for_good)
         return self._index.forget_all(leaving, tier)
 

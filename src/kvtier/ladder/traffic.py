@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from itertools import compress
 
 from kvtier.errors import TierError
 from kvtier.index import BlockIndex, State
 from kvtier.ladder.row import Row
+from kvtier.ladder.under_way import UnderWay
 from kvtier.plan import Copy, CostModel, Costs
 from kvtier.telemetry import Metrics
-from kvtier.transfer import Job, Move, Mover, Transfer, Waiter
-from kvtier.types import BlockId, BlockKey, BlockName, Slot
+from kvtier.transfer import Job, Move, Mover, Transfer
+from kvtier.types import BlockId, BlockKey, Slot, keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +55,19 @@ class Traffic:
         self._metrics = metrics
         self._clock = clock
         self.costs = CostModel()
-        self.name_of: Callable[[BlockId], BlockName] = index.name
         self.on_change: OnChange | None = None
-        self.transfers: list[Transfer] = []
+        self._under_way = UnderWay({name: row.rooms[name] for name in row.memories})
         self._failed_once: set[BlockId] = set()
         self.lost: dict[tuple[BlockId, str], BlockKey | None] = {}
+
+    @property
+    def transfers(self) -> Collection[Transfer]:
+        """Those that are not finished, the oldest first."""
+        return self._under_way.all
+
+    def newest(self, num: int) -> list[Transfer]:
+        """The last ones that began."""
+        return self._under_way.newest(num)
 
     # -- begin ------------------------------------------------------------------------------------
 
@@ -76,10 +84,12 @@ class Traffic:
         urgent: False for a read that nobody waits for yet; it lets others pass.
         """
         self._index.begin_write_all(copy.blocks, copy.dst, dst_slots)
-        transfer = Transfer(copy.src, copy.dst, copy.blocks, after)
-        self.transfers.append(transfer)
+        transfer = Transfer(copy.src, copy.dst, copy.blocks, after, dst_slots=dst_slots)
+        self._under_way.add(transfer)
         if after is None:
             self._submit(transfer, urgent)
+        else:
+            after.followers.append(transfer)
         return transfer
 
     def hurry(self, transfer: Transfer) -> None:
@@ -96,28 +106,30 @@ class Traffic:
 
     def refuse(self, copy: Copy, reason: str) -> Transfer:
         """A transfer that has failed already: the next ``poll`` notices, and whoever waits."""
-        job = Job(0)
+        transfer = Transfer(copy.src, copy.dst, ())
+        self._under_way.add(transfer)
+        self._under_way.watch(transfer, job := Job(0))
         job.finish(TierError(copy.dst, "load", reason))
-        transfer = Transfer(copy.src, copy.dst, (), job=job)
-        self.transfers.append(transfer)
         return transfer
 
     def _submit(self, transfer: Transfer, urgent: bool = True) -> None:
         """The sources are there: queue the copy."""
         blocks, src, dst = transfer.blocks, transfer.src, transfer.dst
-        if all(state is State.READY for state in self._index.states_of(blocks, src)):
+        if self._index.states_of(blocks, src).count(State.READY) == len(blocks):
             self._index.lease(blocks, src)
             transfer.holds_source = True
         if src in self._mover.storages or dst in self._mover.storages:
-            transfer.names = [self.name_of(block) for block in blocks]
-        slots = self._index.slots(blocks, src), self._index.slots(blocks, dst)
-        transfer.job = self._mover.begin(Move(src, dst, *slots, transfer.names), urgent)
+            transfer.names = self._index.names(blocks)
+        is_read = src in self._mover.storages  # slots of storage mean nothing
+        src_slots = transfer.dst_slots if is_read else self._index.slots(blocks, src)
+        move = Move(src, dst, src_slots, transfer.dst_slots, transfer.names)
+        self._under_way.watch(transfer, self._mover.begin(move, urgent))
 
     # -- end --------------------------------------------------------------------------------------
 
     def poll(self) -> list[Transfer]:
-        """Finish the transfers whose copy is done, and give them. Never waits."""
-        finished = [each for each in self.transfers if each.job is not None and each.job.done]
+        """Finish transfers whose copy is done, as many as a poll may, and give them."""
+        finished = list(self._under_way.take_ended())
         for transfer in finished:
             self.finish(transfer)
         return finished
@@ -126,32 +138,40 @@ class Traffic:
         """What arrived is ready, what did not is absent; then those that waited are told."""
         job = transfer.job
         assert job is not None
-        self.transfers.remove(transfer)
-        src, dst, blocks, names = transfer.src, transfer.dst, transfer.blocks, transfer.names
-        is_wanted = job.error is None and not transfer.is_void
-        arrived = [is_wanted and at not in job.lost for at in range(len(blocks))]
-        there = list(compress(blocks, arrived))
-        for block in reversed(there):  # the first ones of a prompt leave last
-            self._index.commit(block, dst, self._clock())
-        if self.on_change is not None:
-            self.on_change(dst, there, False)
+        self._under_way.remove(transfer)
+        absent = _absent(transfer, job)
+        self._arrive(transfer, absent)
         self._note(transfer, job)
         for waiter in list(transfer.waiters):
-            if all(arrived) and job.succeeded:
+            if job.succeeded and not absent:
                 waiter.arrived(transfer, self._clock())
             else:
                 waiter.failed(transfer)
         if transfer.holds_source:
-            self._index.release(blocks, src)
-        absent = [block for block, is_there in zip(blocks, arrived, strict=True) if not is_there]
-        self._row.rooms[dst].free(self._index.abort_all(absent, dst))
-        if dst in self._mover.storages:  # some of it may be there all the same, after a time-out
-            keys = [name.key for name, is_there in zip(names, arrived, strict=True) if not is_there]
-            if keys:
-                self._mover.drop(dst, keys, for_good=True)
+            self._index.release(transfer.blocks, transfer.src)
+        if absent:
+            self._undo(transfer, absent)
         self._distrust(transfer, job)
-        for follower in [each for each in self.transfers if each.after is transfer]:
+        for follower in transfer.followers:
             self._follow(follower, transfer)
+
+    def _arrive(self, transfer: Transfer, absent: Collection[int]) -> None:
+        """All but those at these positions are ready; the first ones of a prompt leave last."""
+        there: Sequence[BlockId] = transfer.blocks
+        if absent:
+            there = [block for at, block in enumerate(there) if at not in absent]
+        self._index.commit_all(there[::-1], transfer.dst, self._clock())
+        if self.on_change is not None:
+            self.on_change(transfer.dst, there, False)
+
+    def _undo(self, transfer: Transfer, absent: Collection[int]) -> None:
+        """What is at these positions did not arrive."""
+        dst, positions = transfer.dst, sorted(absent)
+        blocks = [transfer.blocks[at] for at in positions]
+        self._row.rooms[dst].free(self._index.abort_all(blocks, dst))
+        if dst in self._mover.storages:  # some of it may be there all the same, after a time-out
+            keys = [transfer.names[at].key for at in positions]
+            self._mover.drop(dst, keys, for_good=True)
 
     def _note(self, transfer: Transfer, job: Job) -> None:
         src, dst = transfer.src, transfer.dst
@@ -172,19 +192,15 @@ class Traffic:
         """What storage has not, it is not asked for again; and memory from which a copy failed
         twice in a row is not copied from a third time."""
         blocks, src = transfer.blocks, transfer.src
-        for at in job.gone:
-            self.lose(blocks[at], src)
+        self.lose([blocks[at] for at in job.gone], src)
         if src in self._mover.storages or transfer.dst != self._row.fastest or job.withdrawn:
             return
         if job.error is None:
             self._failed_once.difference_update(blocks)
             return
-        for block in blocks:
-            if block in self._failed_once:
-                self._failed_once.discard(block)
-                self.lose(block, src)
-            else:
-                self._failed_once.add(block)
+        again = self._failed_once.intersection(blocks)
+        self._failed_once.symmetric_difference_update(blocks)
+        self.lose(list(again), src)
 
     def _follow(self, follower: Transfer, leader: Transfer) -> None:
         """``leader`` has ended: the transfer after it begins, or fails with it."""
@@ -207,10 +223,12 @@ class Traffic:
             if not self.costs.has_seen(route):  # the planner knows what a read costs before one
                 self.costs.observe_copy(route, each.num_bytes, each.seconds)
 
-    def lose(self, block: BlockId, tier: str) -> None:
-        """What ``tier`` has of a block is not to be used any more."""
-        key = self.name_of(block).key if tier in self._mover.storages else None
-        self.lost.setdefault((block, tier), key)
+    def lose(self, blocks: Sequence[BlockId], tier: str) -> None:
+        """What ``tier`` has of blocks is not to be used any more."""
+        is_named = blocks and tier in self._mover.storages
+        keys = keys_of(self._index.names(blocks)) if is_named else [None] * len(blocks)
+        for block, key in zip(blocks, keys, strict=True):
+            self.lost.setdefault((block, tier), key)
 
     def drop_lost(self) -> None:
         """Forget blocks that their tier could not give back, once nobody holds them any more."""
@@ -240,9 +258,8 @@ class Traffic:
         to."""
         for transfer in self.transfers:
             transfer.is_void = True
-            for block in transfer.blocks:
-                self.lose(block, transfer.src)
-                self.lose(block, transfer.dst)
+            self.lose(transfer.blocks, transfer.src)
+            self.lose(transfer.blocks, transfer.dst)
 
     def found(self, blocks: Sequence[BlockId], tier: str, slots: Sequence[Slot]) -> None:
         """Blocks turned out to be in ``tier``, though nobody brought them there."""
@@ -253,24 +270,14 @@ class Traffic:
 
     # -- look -------------------------------------------------------------------------------------
 
-    def bringing(self, blocks: Iterable[BlockId], dst: str) -> list[Transfer]:
-        """Transfers that bring one of ``blocks`` to ``dst``."""
-        wanted = set(blocks)
-        return [
-            each
-            for each in self.transfers
-            if each.dst == dst and not wanted.isdisjoint(each.blocks)
-        ]
-
-    def wait_for(self, waiter: Waiter, blocks: Iterable[BlockId], dst: str) -> None:
-        """``waiter`` is not ready before those of ``blocks`` on their way to ``dst`` are there."""
-        for transfer in self.bringing(blocks, dst):
-            waiter.wait_for(transfer)
+    def bringing(self, slots: Sequence[Slot], tier: str) -> Iterator[tuple[Transfer, range]]:
+        """Which transfers are to fill ``slots`` of ``tier``, a memory; each with the positions of
+        those that it fills. Cost: O(slots) of native code, and a step for each of the transfers."""
+        return self._under_way.filling(slots, tier)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the oldest transfer is done, or there is none. False on time-out."""
-        job = next((each.job for each in self.transfers if each.job is not None), None)
-        return job is None or job.wait(timeout_s)
+        return self._under_way.wait(timeout_s)
 
     def cost_snapshot(self, is_free: bool = False) -> Costs:
         """What copies and prefill cost now, with the work that stands in line before a new one.
@@ -300,3 +307,10 @@ class Traffic:
             logger.warning("left behind tiers=%s after_s=%.0f", sorted(hanging), CLOSE_WAIT_S)
         self.poll()
         return hanging
+
+
+def _absent(transfer: Transfer, job: Job) -> Collection[int]:
+    """Positions of the blocks that have not arrived."""
+    if job.error is not None or transfer.is_void:
+        return range(len(transfer.blocks))
+    return job.lost

@@ -62,6 +62,9 @@ class Layout:
     parts: tuple[PartStrides, ...]
     nbytes: int
 
+    def __hash__(self) -> int:  # of all fields it would cost more than a look-up that needs it
+        return hash((self.num_blocks, self.nbytes))
+
     @property
     def block_bytes(self) -> int:
         """Of all blocks together; ``nbytes`` also counts what lies between them."""

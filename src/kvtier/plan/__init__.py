@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from kvtier.plan.budget import WriteBudget
 from kvtier.plan.cost import CostModel, Costs, Route, Ways, ways_of
+from kvtier.plan.needs import GroupRoom
 from kvtier.plan.operations import Copy, Plan
-from kvtier.plan.planner import GroupRoom, plan_groups, plan_load
+from kvtier.plan.planner import plan_groups, plan_load
 from kvtier.plan.prefill import PrefillCost
 from kvtier.plan.steps import StepClock
 from kvtier.plan.worth import is_worth_loading, num_worth_loading, patience_s

@@ -66,6 +66,16 @@ class Costs:
             wanted = min(classes, key=lambda known: (abs(known - wanted), -known))
         return max(least_s, classes[wanted] * num_bytes)
 
+    def bends(self, route: Route, low: int, high: int) -> list[int]:
+        """Sizes above ``low`` and up to ``high`` at which another straight line begins in
+        ``copy_s``: a size class, or what takes longer than ``least_s``."""
+        found = [4**power for power in range(high.bit_length() // 2 + 1)]
+        least_s = self.least_s.get(route, 0.0)
+        if least_s:
+            rates = self.seconds_per_byte.get(route, {}).values()
+            found += [int(least_s / seconds) + 1 for seconds in rates]
+        return [size for size in found if low < size <= high]
+
     def load_s(self, num_bytes: Mapping[str, int]) -> float:
         """Estimated seconds to bring bytes from where they are to the device.
 

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 
-from kvtier.index import ALL, ReuseRule
-from kvtier.plan.cost import Costs
+from kvtier.plan.cost import Costs, Route
+from kvtier.plan.needs import GroupRoom, Kind, Stretch, coming_runs, stretches
 from kvtier.plan.operations import Copy, Plan
 from kvtier.types import DEVICE, BlockId, GroupMatch, Match
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRoom:
-    """What a plan has to know of one group of layers.
-
-    num_free_slots: slots of its device column that could be had, by eviction if need be.
-    num_staging_slots: the same of the tier below, which blocks from further down pass through; None
-    for any number. rule: which blocks a cut needs.
-    """
-
-    bytes_per_block: int
-    num_free_slots: int
-    num_staging_slots: int | None = None
-    rule: ReuseRule = ALL
 
 
 def plan_load(
@@ -73,98 +60,147 @@ def plan_groups(
 
     rooms: of each group of the match. num_tokens: the prompt's length; the cut leaves at least one
     token to compute, for its logits. deadline_s: a load estimated to take longer is not begun.
-    Cost: O(blocks x groups): from one cut to the next a block enters or leaves what is needed once.
+
+    No cut is cheaper than the one that is found. Between the places where a run of blocks begins or
+    ends, a copy comes to another size class, or a limit is reached, the cost of the load is a
+    straight line; prefill costs a line less a square, so the sum is lowest at one of the two ends.
+    Cost: O(blocks) to find the runs of blocks that are alike, and a few microseconds for each.
     """
-    longest = (num_tokens - 1) // block_size
-    pending = _Pending()
-    needs = [_Need(pending, match, group, costs, room) for group, room in enumerate(rooms)]
+    cuts = _on_the_grid(match.cuts, grain_blocks, (num_tokens - 1) // block_size)
+    loads = _Loads(costs, rooms, deadline_s)
     best, best_load_s = 0, 0.0
     all_recompute_s = best_recompute_s = costs.prefill_s(0, num_tokens)
-    for cut in match.cuts:
-        if cut > longest:
-            break
-        if cut % grain_blocks:
-            continue
-        fits = True
-        for need in needs:
-            fits &= need.move_to(cut)
-        if not fits:
-            continue
-        load_s = costs.load_s(pending.num_bytes)
-        if load_s == inf:
-            continue  # nothing moves on some way
-        if deadline_s is not None and load_s > deadline_s:
-            continue  # a longer copy may be faster: large copies have a better rate
-        recompute_s = costs.prefill_s(cut * block_size, num_tokens)
-        if load_s + recompute_s <= best_load_s + best_recompute_s:
-            best, best_load_s, best_recompute_s = cut, load_s, recompute_s
-    copies = [copy for group, room in enumerate(rooms) for copy in _loads(match, group, room, best)]
+    for stretch in stretches(match, rooms):
+        for cut, load_s in loads.candidates(stretch, cuts):
+            recompute_s = costs.prefill_s(cut * block_size, num_tokens)
+            if load_s + recompute_s <= best_load_s + best_recompute_s:
+                best, best_load_s, best_recompute_s = cut, load_s, recompute_s
+    copies = [
+        copy for group, room in enumerate(rooms) for copy in _copies(match, group, room, best)
+    ]
     return Plan(tuple(copies), best, best_load_s, best_recompute_s, all_recompute_s)
 
 
-class _Pending:
-    """Of all groups, what a cut needs from other tiers than the device.
-
-    num_bytes: to be copied, per tier that blocks come from; a tier is named with 0 bytes where all
-    of them are on their way. num_blocks: those on their way included.
-    """
-
-    def __init__(self) -> None:
-        self.num_bytes: dict[str, int] = {}
-        self.num_blocks: dict[str, int] = {}
-
-
-class _Need:
-    """What a cut needs of one group, kept up to date from one cut to the next."""
-
-    def __init__(
-        self, pending: _Pending, match: GroupMatch, group: int, costs: Costs, room: GroupRoom
-    ) -> None:
-        self._num_bytes, self._num_blocks = pending.num_bytes, pending.num_blocks
-        self._tiers, self._in_flight = match.tiers[group], match.in_flight[group]
-        self._is_staged = {tier: len(ways) > 1 for tier, ways in costs.ways.items()}
-        self._room, self._num_last = room, room.rule.num_last
-        self._start = self._end = 0
-        self._num_slots = self._num_staged = 0
-
-    def move_to(self, cut: int) -> bool:
-        """Make it what ``cut`` needs, which lies behind the one before. Whether there is room for
-        it."""
-        for at in range(self._end, cut):
-            tier = self._tiers[at]
-            if tier != DEVICE and tier is not None:
-                self._count(at, tier, +1)
-        self._end = cut
-        if self._num_last is not None:
-            for at in range(self._start, cut - self._num_last):
-                tier = self._tiers[at]
-                if tier != DEVICE and tier is not None:
-                    self._count(at, tier, -1)
-            self._start = max(0, cut - self._num_last)
-        most_staged = self._room.num_staging_slots
-        if most_staged is not None and self._num_staged > most_staged:
-            return False
-        return self._num_slots <= self._room.num_free_slots
-
-    def _count(self, at: int, tier: str, sign: int) -> None:
-        num_blocks = self._num_blocks[tier] = self._num_blocks.get(tier, 0) + sign
-        num_bytes = self._num_bytes.get(tier, 0)
-        if not self._in_flight[at]:
-            num_bytes += sign * self._room.bytes_per_block
-            self._num_slots += sign
-            if self._is_staged[tier]:
-                self._num_staged += sign
-        self._num_bytes[tier] = num_bytes
-        if not num_blocks:
-            del self._num_bytes[tier]
+def _on_the_grid(cuts: Sequence[int], grain_blocks: int, longest: int) -> Sequence[int]:
+    """Those that are multiples of ``grain_blocks``, up to ``longest``."""
+    cuts = cuts[: bisect_right(cuts, longest)]
+    if grain_blocks == 1:
+        return cuts
+    if isinstance(cuts, range):
+        first = -(-cuts.start // grain_blocks) * grain_blocks
+        return range(first, cuts.stop, grain_blocks)
+    return [cut for cut in cuts if cut % grain_blocks == 0]
 
 
-def _loads(match: GroupMatch, group: int, room: GroupRoom, cut: int) -> list[Copy]:
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    """What it costs to load what a cut needs."""
+
+    costs: Costs
+    rooms: Sequence[GroupRoom]
+    deadline_s: float | None
+
+    def candidates(self, stretch: Stretch, cuts: Sequence[int]) -> Iterator[tuple[int, float]]:
+        """Of a stretch those of ``cuts`` that may be the cheapest, ascending, each with the seconds
+        of its load: the ends of what is straight, as far as there is room and time."""
+        for first, end in pairwise([*self._edges(stretch), stretch.end + 1]):
+            low, high = bisect_left(cuts, first), bisect_left(cuts, end) - 1
+            if low > high or not self._has_room(stretch.counts_at(cuts[low])):
+                continue
+            for at in self._in_time(stretch, cuts, low, high):
+                load_s = self._load_s(stretch, cuts[at])
+                if load_s < inf:  # else nothing moves on some way
+                    yield cuts[at], load_s
+
+    def _edges(self, stretch: Stretch) -> list[int]:
+        """The first cut of each straight piece, ascending."""
+        edges = {stretch.start + 1, stretch.end}
+        if stretch.end - stretch.start > 2:
+            for base, slope, sizes in (*self._routes(stretch), *self._limits(stretch)):
+                edges.update(stretch.start + _steps(base, slope, size) for size in sizes)
+        return sorted(edge for edge in edges if stretch.start < edge <= stretch.end)
+
+    def _routes(self, stretch: Stretch) -> Iterator[tuple[int, int, Sequence[int]]]:
+        """Of each route the bytes at the start, what a step adds, and where a copy's cost bends."""
+        before, step = self._route_bytes(stretch.counts), self._route_bytes(stretch.slopes)
+        for route, slope in step.items():
+            if slope:
+                ends = sorted(
+                    (before[route], before[route] + slope * (stretch.end - stretch.start))
+                )
+                yield before[route], slope, self.costs.bends(route, *ends)
+
+    def _route_bytes(self, counts: Mapping[Kind, int]) -> dict[Route, int]:
+        num_bytes: dict[Route, int] = {}
+        for kind, num in counts.items():
+            size = 0 if kind.in_flight else num * self.rooms[kind.group].bytes_per_block
+            for route in self.costs.ways[kind.tier]:
+                num_bytes[route] = num_bytes.get(route, 0) + size
+        return num_bytes
+
+    def _limits(self, stretch: Stretch) -> Iterator[tuple[int, int, Sequence[int]]]:
+        """Of each limit what it bounds at the start, what a step adds, and the first that is too
+        much."""
+        used, step = self._slots(stretch.counts), self._slots(stretch.slopes)
+        for before, slope, limit in zip(used, step, self._most(), strict=True):
+            if slope and limit is not None:
+                yield before, slope, (limit + 1,)
+
+    def _slots(self, counts: Mapping[Kind, int]) -> list[int]:
+        """Device slots of each group, and slots on the way there."""
+        used = [0] * (2 * len(self.rooms))
+        for kind, num in counts.items():
+            if not kind.in_flight:
+                used[2 * kind.group] += num
+                used[2 * kind.group + 1] += num * (len(self.costs.ways[kind.tier]) > 1)
+        return used
+
+    def _most(self) -> list[int | None]:
+        return [
+            limit for room in self.rooms for limit in (room.num_free_slots, room.num_staging_slots)
+        ]
+
+    def _has_room(self, counts: Mapping[Kind, int]) -> bool:
+        pairs = zip(self._slots(counts), self._most(), strict=True)
+        return all(limit is None or used <= limit for used, limit in pairs)
+
+    def _in_time(
+        self, stretch: Stretch, cuts: Sequence[int], low: int, high: int
+    ) -> tuple[int, ...]:
+        """The ends of those of ``cuts[low : high + 1]`` whose load is estimated to be in time. A
+        longer copy may be faster: large copies have a better rate."""
+
+        def is_late(at: int) -> bool:
+            return self.deadline_s is not None and self._load_s(stretch, cuts[at]) > self.deadline_s
+
+        if is_late(low) and is_late(high):
+            return ()
+        if is_late(low):
+            low = bisect_left(range(high), True, lo=low, key=lambda at: not is_late(at))
+        elif is_late(high):
+            high = bisect_left(range(high), True, lo=low, key=is_late) - 1
+        return (low, high) if low < high else (low,)
+
+    def _load_s(self, stretch: Stretch, cut: int) -> float:
+        num_bytes: dict[str, int] = {}
+        for kind, num in stretch.counts_at(cut).items():
+            size = 0 if kind.in_flight else num * self.rooms[kind.group].bytes_per_block
+            num_bytes[kind.tier] = num_bytes.get(kind.tier, 0) + size
+        return self.costs.load_s(num_bytes)
+
+
+def _steps(base: int, slope: int, size: int) -> int:
+    """After how many steps of ``slope`` from ``base`` on one is on the other side of ``size``: at
+    it or above on the way up, below it on the way down."""
+    return -((base - size) // slope) if slope > 0 else (base - size) // -slope + 1
+
+
+def _copies(match: GroupMatch, group: int, room: GroupRoom, cut: int) -> list[Copy]:
     """One copy per source tier, for the blocks that are not on the device or on their way to it."""
     sources: dict[str, list[BlockId]] = {}
-    tiers, in_flight = match.tiers[group], match.in_flight[group]
-    for at in room.rule.needed(cut):
-        tier = tiers[at]
-        if tier is not None and tier != DEVICE and not in_flight[at]:
-            sources.setdefault(tier, []).append(match.blocks[at])
+    needed = room.rule.needed(cut)
+    for kind, run in coming_runs(match, group):
+        start, end = max(run.start, needed.start), min(run.stop, needed.stop)
+        if not kind.in_flight and start < end:
+            sources.setdefault(kind.tier, []).extend(match.blocks[start:end])
     return [Copy(src, DEVICE, tuple(blocks), group) for src, blocks in sources.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -60,6 +61,8 @@ METRICS = (
     MetricSpec("kvtier_slots", "gauge", "Slots in all.", ("tier",)),
 )
 
+T = TypeVar("T", Counter, Gauge, Histogram)
+
 Counts = dict[tuple[str, tuple[str, ...]], float]
 """Numbers by metric and the values of its labels."""
 
@@ -74,6 +77,7 @@ class Metrics:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
+        self._found: dict[tuple[object, ...], Counter | Gauge | Histogram] = {}
         self._recent: Counts = {}
         for spec in METRICS:
             if spec.kind == "counter":
@@ -88,18 +92,24 @@ class Metrics:
                 )
 
     def count(self, name: str, amount: float = 1, **labels: str) -> None:
-        counter = self._counters[name]
-        (counter.labels(**labels) if labels else counter).inc(amount)
+        self._with_labels(self._counters, name, labels).inc(amount)
         self._add(name, amount, labels)
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
-        gauge = self._gauges[name]
-        (gauge.labels(**labels) if labels else gauge).set(value)
+        self._with_labels(self._gauges, name, labels).set(value)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        histogram = self._histograms[name]
-        (histogram.labels(**labels) if labels else histogram).observe(value)
+        self._with_labels(self._histograms, name, labels).observe(value)
         self._add(name, value, labels)
+
+    def _with_labels(self, metrics: Mapping[str, T], name: str, labels: Mapping[str, str]) -> T:
+        """The one that counts for these labels; to find it among all costs more than to count."""
+        at = name, *labels.items()
+        found = cast("T | None", self._found.get(at))
+        if found is None:
+            found = metrics[name].labels(**labels) if labels else metrics[name]
+            self._found[at] = found
+        return found
 
     def _add(self, name: str, value: float, labels: Mapping[str, str]) -> None:
         at = (name, tuple(labels.values()))

@@ -32,7 +32,7 @@ class StorageFacts:
 
     reaches: kinds of memory that it reads into and writes from itself.
     evicts: it makes room by itself, so that blocks may go unasked; else whoever puts drops.
-    finds_at_once: ``find`` answers from memory and never waits.
+    finds_at_once: ``find`` answers from memory, never waits, and looks for every key.
     request_s: what a call costs, beside what its bytes cost.
     wants_scrubbing: ``scrub`` finds damage before somebody needs the block.
     num_readers, num_writers: calls of ``get``, and of ``put``, that may run at a time.

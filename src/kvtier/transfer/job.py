@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from threading import Lock
 from time import perf_counter
 
@@ -31,6 +31,7 @@ class Job:
         self.withdrawn = False
         self.is_late = False
         self._is_done = False
+        self._to_tell: list[Callable[[], object]] = []
         self._running = Lock()  # held until it is done; cheaper than an Event
         self._running.acquire()
 
@@ -55,6 +56,22 @@ class Job:
         self.lost = frozenset(lost)
         self._is_done = True
         self._running.release()
+        self._tell()
+
+    def when_done(self, tell: Callable[[], object]) -> None:
+        """Call ``tell`` once it is done, on the thread that ends it; at once where it is done."""
+        self._to_tell.append(tell)
+        if self._is_done:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Two threads may be here: each of those to be told is taken by one of them."""
+        while self._to_tell:
+            try:
+                tell = self._to_tell.pop()
+            except IndexError:
+                return
+            tell()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until done; False when ``timeout_s`` passed first. The job goes on then."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 Work = Callable[[Job], Iterable[int]]
 """Does what a job stands for, and gives the positions of the blocks that it lost. It may call
 ``start`` again, so that waiting for others does not count as work."""
+
+Line = OrderedDict[Job, Work]
+"""Jobs that stand in line, the first one in front; any of them may leave it."""
 
 
 class Lane:
@@ -37,8 +40,9 @@ class Lane:
         self._fails_as = fails_as
         self._lock = Lock()
         self._tickets: SimpleQueue[None] = SimpleQueue()  # one per job; one per worker at the end
-        self._urgent: deque[tuple[Job, Work]] = deque()
-        self._patient: deque[tuple[Job, Work]] = deque()
+        self._urgent: Line = OrderedDict()
+        self._patient: Line = OrderedDict()
+        self._urgent_bytes = 0  # of those in line
         self._num_workers = num_workers
         self._running: dict[Job, None] = {}  # the oldest first
         self._workers: list[Thread] = []
@@ -65,7 +69,10 @@ class Lane:
         job = job or Job(num_bytes)
         self.start()
         with self._lock:
-            (self._urgent if urgent else self._patient).append((job, work))
+            if urgent:
+                self._stand_in_line(job, work)
+            else:
+                self._patient[job] = work
         self._tickets.put(None)
         return job
 
@@ -76,8 +83,12 @@ class Lane:
     def hurry(self, job: Job) -> None:
         """Somebody waits for ``job`` now: it goes to the end of the urgent line."""
         with self._lock:
-            if (task := _take(self._patient, job)) is not None:
-                self._urgent.append(task)
+            if (work := self._patient.pop(job, None)) is not None:
+                self._stand_in_line(job, work)
+
+    def _stand_in_line(self, job: Job, work: Work) -> None:
+        self._urgent[job] = work
+        self._urgent_bytes += job.num_bytes
 
     def withdraw(self, job: Job) -> bool:
         """Take ``job`` out of the line of those that are not urgent; False if it is not in it.
@@ -85,10 +96,10 @@ class Lane:
         It counts as failed.
         """
         with self._lock:
-            task = _take(self._patient, job)
-        if task is not None:
+            work = self._patient.pop(job, None)
+        if work is not None:
             self._end_unbegun(job)
-        return task is not None
+        return work is not None
 
     def _end_unbegun(self, job: Job) -> None:
         job.withdrawn = True
@@ -98,8 +109,7 @@ class Lane:
     def queued_bytes(self) -> int:
         """Bytes that are being moved, or have to be before a new urgent job's."""
         with self._lock:
-            waiting = sum(job.num_bytes for job, _ in self._urgent)
-            return waiting + sum(job.num_bytes for job in self._running)
+            return self._urgent_bytes + sum(job.num_bytes for job in self._running)
 
     @property
     def is_idle(self) -> bool:
@@ -112,7 +122,7 @@ class Lane:
         """How long the job whose turn it is has been running, or waiting for a worker to take it
         up; 0 for an idle lane."""
         with self._lock:
-            waiting = next((job for job, _ in self._urgent), None)
+            waiting = next(iter(self._urgent), None)
             is_full = len(self._running) == self._num_workers
             job = next(iter(self._running)) if is_full else waiting
             return 0.0 if job is None else perf_counter() - job.started
@@ -134,10 +144,11 @@ class Lane:
         self._withdraw_all(self._urgent)
         return not any(worker.is_alive() for worker in self._workers)
 
-    def _withdraw_all(self, line: deque[tuple[Job, Work]]) -> None:
+    def _withdraw_all(self, line: Line) -> None:
         with self._lock:
-            unwanted = [job for job, _ in line]
+            unwanted = list(line)
             line.clear()
+            self._urgent_bytes = 0 if line is self._urgent else self._urgent_bytes
         for job in unwanted:
             self._end_unbegun(job)
 
@@ -162,9 +173,10 @@ class Lane:
             self._tickets.get()
             with self._lock:
                 if line := self._urgent or self._patient:
-                    task = line.popleft()
-                    self._running[task[0]] = None
-                    return task
+                    job, work = line.popitem(last=False)
+                    self._urgent_bytes -= job.num_bytes if line is self._urgent else 0
+                    self._running[job] = None
+                    return job, work
                 if self._closed:
                     return None
             # The job of this ticket was withdrawn.
@@ -178,11 +190,3 @@ class Lane:
             error.__cause__ = caught
         logger.warning("transfer failed lane=%s error=%s", self.name, error)
         return error
-
-
-def _take(line: deque[tuple[Job, Work]], job: Job) -> tuple[Job, Work] | None:
-    """Take ``job`` out of ``line``; None if it is not there."""
-    task = next((each for each in line if each[0] is job), None)
-    if task is not None:
-        line.remove(task)
-    return task

@@ -20,7 +20,7 @@ from kvtier.transfer.lane import Lane
 from kvtier.transfer.mover import FindJob, Move, Mover, Scrubbed
 from kvtier.transfer.staging import stage, stage_steps
 from kvtier.transfer.unanswered import Unanswered
-from kvtier.types import BlockKey, Slot
+from kvtier.types import BlockKey, Slot, keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class LocalMover(Mover):
             return self._engine.submit([batch], Direction.STORE)
         if dst is not None:
             storage, blocks = self._storages[move.src], self._blocks(dst, move.dst_slots)
-            keys = [name.key for name in move.names]
+            keys = keys_of(move.names)
 
             def get(at: list[int] | None, timeout_s: float) -> list[Outcome]:
                 if at is None:
@@ -110,7 +110,7 @@ class LocalMover(Mover):
             return storage.put([names[each] for each in at], blocks().pick(at), timeout_s)
 
         gate = self._gates[move.dst, "write"]
-        return gate.submit(put, [name.key for name in names], storage.bytes_per_block, urgent)
+        return gate.submit(put, keys_of(names), storage.bytes_per_block, urgent)
 
     def _blocks(self, memory: MemoryTier, slots: Sequence[Slot]) -> Callable[[], Pieces]:
         """Where blocks lie, for a worker's thread: it waits until what the device computes now, and

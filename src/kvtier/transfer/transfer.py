@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.transfer.job import Job
-from kvtier.types import BlockId, BlockName
+from kvtier.types import BlockId, BlockName, Slot
 
 
 @dataclass(slots=True, eq=False)
@@ -15,10 +15,13 @@ class Transfer:
     """Blocks on their way from one tier to another.
 
     after: the transfer that brings the sources, and has to end before this one can begin.
+    followers: those that come after this one.
     job: None until it begins. holds_source: the sources are leased in ``src`` until it is finished.
-    waiters: who is told when it has ended. is_void: what it brings is not wanted any more.
+    waiters: who is told when it has ended, each with the positions in its prompt that this brings.
+    is_void: what it brings is not wanted any more.
     names: what the blocks are called in storage, where they come from it or go to it. group: of
-    layers, whose part of the blocks it is.
+    layers, whose part of the blocks it is. dst_slots: where they go to. number: its place in the
+    order in which transfers began.
     """
 
     src: str
@@ -27,10 +30,13 @@ class Transfer:
     after: Transfer | None = None
     job: Job | None = None
     holds_source: bool = False
-    waiters: list[Waiter] = field(default_factory=list)
+    followers: list[Transfer] = field(default_factory=list)
+    waiters: dict[Waiter, list[range]] = field(default_factory=dict)
     is_void: bool = False
     names: Sequence[BlockName] = ()
     group: int = 0
+    dst_slots: Sequence[Slot] = ()
+    number: int = 0
 
     @property
     def is_late(self) -> bool:
@@ -56,9 +62,10 @@ class Waiter(ABC):
         """What is still on its way."""
         return frozenset(self._waiting_for)
 
-    def wait_for(self, transfer: Transfer) -> None:
-        """Not ready before ``transfer`` has ended."""
-        transfer.waiters.append(self)
+    def wait_for(self, transfer: Transfer, *positions: range) -> None:
+        """Not ready before ``transfer`` has ended. positions: which blocks of its prompt that
+        brings, where it asks for them by position."""
+        transfer.waiters.setdefault(self, []).extend(positions)
         self._waiting_for.add(transfer)
 
     def arrived(self, transfer: Transfer, now: float) -> None:
@@ -78,6 +85,6 @@ class Waiter(ABC):
         """Wait for nothing any more. The transfers go on; returns them."""
         forgotten = list(self._waiting_for)
         for transfer in forgotten:
-            transfer.waiters.remove(self)
+            del transfer.waiters[self]
         self._waiting_for.clear()
         return forgotten

@@ -1,0 +1,167 @@
+"""What is brought up the ladder: in pieces, so that one is copied on while the next is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvtier.index import BlockIndex, State
+from kvtier.ladder.prefetch import Prefetch, Prefetches
+from kvtier.ladder.row import Row
+from kvtier.ladder.space import Space
+from kvtier.ladder.traffic import Traffic
+from kvtier.plan import Copy
+from kvtier.runs import runs_of
+from kvtier.transfer import Mover, Transfer
+from kvtier.types import BlockId, Match, Slot
+
+GROWTH = 16
+"""A piece is at most so much smaller than what was begun before it: copying on starts early."""
+SHARE = 128
+"""Of a long load a piece is at most one in so many: what is read last is copied on while nothing
+else is read. So the number of pieces hardly grows with the load: 200 make a million tokens."""
+
+
+def piece_sizes(num_blocks: int, first_blocks: int) -> Iterator[int]:
+    """How many blocks each piece of a load has: ``first_blocks`` at first, more later.
+
+    size = clamp(begun / GROWTH, first_blocks, max(first_blocks, num_blocks / SHARE))
+    """
+    most = max(first_blocks, num_blocks // SHARE)
+    num_begun = 0
+    while num_begun < num_blocks:
+        size = min(max(first_blocks, num_begun // GROWTH), most, num_blocks - num_begun)
+        num_begun += size
+        yield size
+
+
+class Loads:
+    """Copies towards the fastest tier, for requests whose turn has come or will come.
+
+    first_blocks: what is read from storage in one piece at first.
+    """
+
+    def __init__(
+        self,
+        row: Row,
+        index: BlockIndex,
+        mover: Mover,
+        traffic: Traffic,
+        space: Space,
+        first_blocks: int,
+    ) -> None:
+        self._row = row
+        self._index = index
+        self._mover = mover
+        self._traffic = traffic
+        self._space = space
+        self._first_blocks = first_blocks
+        self._prefetches = Prefetches(row, index)
+
+    def load(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
+        """Begin a plan's copy to the fastest tier, from tier to tier."""
+        between = self._row.above(copy.src)
+        if between == self._row.fastest:
+            for piece in self._pieces(copy):
+                slots, dst_slots = dst_slots[: len(piece.blocks)], dst_slots[len(piece.blocks) :]
+                self._traffic.begin(piece, slots)
+            return
+        at = 0
+        for leg, part in self.promote(copy.blocks, copy.src):
+            slots, at = dst_slots[at : at + len(part)], at + len(part)
+            self._traffic.begin(Copy(between, copy.dst, part), slots, after=leg)
+
+    def _pieces(self, copy: Copy) -> Iterator[Copy]:
+        """What is read at a time: storage is given seconds per call, and should not get all at
+        once; between memories it is."""
+        sizes: Iterator[int] = iter((len(copy.blocks),))
+        if copy.src in self._row.storages:
+            sizes = piece_sizes(len(copy.blocks), self._first_blocks)
+        at = 0
+        for size in sizes:
+            yield Copy(copy.src, copy.dst, copy.blocks[at : at + size])
+            at += size
+
+    def promote(
+        self, blocks: Sequence[BlockId], src: str, urgent: bool = True
+    ) -> list[tuple[Transfer, tuple[BlockId, ...]]]:
+        """Begin to copy blocks one tier up, where they are not on their way there already.
+
+        urgent: somebody waits for them. Returns the transfers with the blocks that each brings, in
+        the order given.
+        """
+        dst = self._row.above(src)
+        legs: list[tuple[Transfer, tuple[BlockId, ...]]] = []
+        for state, run in runs_of(self._index.states_of(blocks, dst)):
+            part = tuple(blocks[run.start : run.stop])
+            if state is State.ABSENT:
+                pieces = self._pieces(Copy(src, dst, part))
+                legs += [(self._begin(piece, urgent), piece.blocks) for piece in pieces]
+            else:
+                legs += self._joined(part, dst, urgent)
+        return legs
+
+    def _joined(
+        self, blocks: tuple[BlockId, ...], dst: str, urgent: bool
+    ) -> Iterator[tuple[Transfer, tuple[BlockId, ...]]]:
+        """The transfers that others have begun for blocks on their way, each with its part."""
+        for leg, run in self._traffic.bringing(self._index.slots(blocks, dst), dst):
+            if urgent:
+                self._traffic.hurry(leg)
+            yield leg, blocks[run.start : run.stop]
+
+    def _begin(self, copy: Copy, urgent: bool) -> Transfer:
+        room = self._row.rooms[copy.dst]
+        self._space.make(copy.dst, len(copy.blocks) - room.num_free)
+        slots = room.allocate(len(copy.blocks))
+        if slots is None:
+            return self._traffic.refuse(copy, "no room, everything there is in use")
+        return self._traffic.begin(copy, slots, urgent=urgent)
+
+    # -- before somebody waits for it --------------------------------------------------------------
+
+    def fetch_ahead(self, match: Match, num_reused_blocks: int) -> None:
+        """Read a piece of what was not worth waiting for, where storage has nothing else to do: the
+        next request finds it in memory, and the planner learns how long a read takes now."""
+        if not self._row.is_staged or num_reused_blocks == match.num_blocks:
+            return
+        left = match.blocks[num_reused_blocks:], match.tiers[num_reused_blocks:]
+        for name in self._row.storages:
+            if self._mover.is_idle(name):
+                room = min(self._first_blocks, self._space.num_available(self._row.staging))
+                self.promote(_in_tier(name, *left)[:room], name, urgent=False)
+
+    def prefetch(self, match: Match, deadline: float) -> Prefetch | None:
+        """Begin to read what only storage has of a match, and hold it in memory together with what
+        is there already. None while others hold too much of that memory."""
+        tier = self._row.staging
+        if tier == self._row.fastest or not self._row.storages:
+            return Prefetch(self._index, tier, (), deadline)
+        wanted: list[BlockId] = []
+        for found_in, run in runs_of(match.tiers):
+            if found_in == tier or found_in in self._row.storages:
+                wanted += match.blocks[run.start : run.stop]
+        prefetch = self._prefetches.begin(wanted, deadline)
+        if prefetch is None:
+            return None
+        room = self._space.num_available(tier)
+        for name in self._row.storages:
+            there = _in_tier(name, match.blocks, match.tiers)
+            missing = [block for block in there if block in prefetch.blocks]
+            for leg, part in self.promote(missing[:room], name, urgent=False):
+                prefetch.wait_for(leg)
+                room -= len(part)
+        return prefetch
+
+    def end_prefetch(self, prefetch: Prefetch) -> None:
+        """Hold its blocks no longer; what was not begun and nobody else wants is not read."""
+        for transfer in self._prefetches.end(prefetch):
+            self._traffic.withdraw(transfer)
+
+
+def _in_tier(tier: str, blocks: Sequence[BlockId], tiers: Sequence[str]) -> list[BlockId]:
+    """Those of ``blocks`` that were found in ``tier``."""
+    found: list[BlockId] = []
+    for each, run in runs_of(tiers):
+        if each == tier:
+            found += blocks[run.start : run.stop]
+    return found

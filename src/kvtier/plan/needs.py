@@ -1,0 +1,96 @@
+"""What cuts need from other tiers than the device: a straight line where neighbours are alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from kvtier.index import ALL, ReuseRule
+from kvtier.runs import runs_of
+from kvtier.types import DEVICE, GroupMatch
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRoom:
+    """What a plan has to know of one group of layers.
+
+    num_free_slots: slots of its device column that could be had, by eviction if need be.
+    num_staging_slots: the same of the tier below, which blocks from further down pass through; None
+    for any number. rule: which blocks a cut needs.
+    """
+
+    bytes_per_block: int
+    num_free_slots: int
+    num_staging_slots: int | None = None
+    rule: ReuseRule = ALL
+
+
+class Kind(NamedTuple):
+    """What makes blocks alike: the group whose part of them it is, the tier that it comes from, and
+    whether it is on its way already."""
+
+    group: int
+    tier: str
+    in_flight: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Cuts ``start + 1`` up to ``end``: from each to the next the same kinds come and go.
+
+    counts: blocks of each kind that the cut at ``start`` needs. slopes: what a step adds to them.
+    """
+
+    start: int
+    end: int
+    counts: Mapping[Kind, int]
+    slopes: Mapping[Kind, int]
+
+    def counts_at(self, cut: int) -> dict[Kind, int]:
+        """Blocks of each kind that ``cut`` needs; those of which it needs any."""
+        steps = cut - self.start
+        found = {kind: num + steps * self.slopes[kind] for kind, num in self.counts.items()}
+        return {kind: num for kind, num in found.items() if num}
+
+
+def coming_runs(match: GroupMatch, group: int) -> Iterator[tuple[Kind, range]]:
+    """The runs of a group's blocks that are elsewhere than on the device."""
+    tiers, in_flight = match.tiers[group], match.in_flight[group]
+    for tier, run in runs_of(tiers):
+        if tier is not None and tier != DEVICE:
+            for is_coming, part in runs_of(in_flight[run.start : run.stop], run.start):
+                yield Kind(group, tier, is_coming), part
+
+
+def stretches(match: GroupMatch, rooms: Sequence[GroupRoom]) -> Iterator[Stretch]:
+    """All cuts of a match, in order. Where a group needs its last W blocks, a run enters with its
+    first block and leaves W blocks later:
+
+        needed blocks of a run     ____/-----\\____
+                                      ^     ^ start + W
+                                      start
+    """
+    bends: dict[int, Counter[Kind]] = {0: Counter(), match.num_blocks: Counter()}
+    for group, room in enumerate(rooms):
+        for kind, run in coming_runs(match, group):
+            _bend(bends, kind, run, +1)
+            if room.rule.num_last is not None:
+                gone = range(run.start + room.rule.num_last, run.stop + room.rule.num_last)
+                _bend(bends, kind, gone, -1)
+    counts: Counter[Kind] = Counter()
+    slopes: Counter[Kind] = Counter()
+    places = sorted(place for place in bends if place <= match.num_blocks)
+    for start, end in pairwise(places):
+        slopes.update(bends[start])
+        counts.update(dict.fromkeys(slopes, 0))  # so that every kind is named
+        yield Stretch(start, end, counts.copy(), slopes.copy())
+        for kind, slope in slopes.items():
+            counts[kind] += (end - start) * slope
+
+
+def _bend(bends: dict[int, Counter[Kind]], kind: Kind, run: range, slope: int) -> None:
+    bends.setdefault(run.start, Counter())[kind] += slope
+    bends.setdefault(run.stop, Counter())[kind] -= slope
