@@ -21,6 +21,7 @@ else:
             BlockTrie,
             FreeSlots,
             KeyTable,
+            SlotTable,
             UringRing,
             copy_batch,
             crc32c,
@@ -40,6 +41,7 @@ if _reason:
     from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows
     from kvtier._reference.free_slots import FreeSlots  # type: ignore[assignment]
     from kvtier._reference.key_table import KeyTable  # type: ignore[assignment]
+    from kvtier._reference.slot_table import SlotTable  # type: ignore[assignment]
     from kvtier._reference.tokens import pack_tokens
 
     # Its twin knows policies and keys, and is kvtier.index.python_index.
@@ -59,6 +61,7 @@ __all__ = [
     "BlockTrie",
     "FreeSlots",
     "KeyTable",
+    "SlotTable",
     "UringRing",
     "copy_batch",
     "crc32c",
