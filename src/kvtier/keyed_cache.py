@@ -53,7 +53,7 @@ class Place(Enum):
     MEMORY = "memory"
     STORAGE = "storage"
     UNKNOWN = "unknown"
-    """Storage has not yet said what it has."""
+    """Storage has not yet said all that it has, and nothing of this block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,8 @@ class KeyedCache:
 
     namespace: digest of all else that decides on the bytes of a block, b"" while nobody knows it:
     then nothing is written to storage, and nothing looked for there. clock: the ladder's; it is
-    ``rising``. knows_storage: whether storage has said what it has.
+    ``rising``. knows_storage: whether storage has said all that it
+    has; some of it may be found before.
     """
 
     def __init__(
@@ -131,10 +132,8 @@ class KeyedCache:
     ) -> Place:
         if not self.ladder.storages or not self._namespace():
             return Place.NOWHERE
-        if not self._knows_storage():
-            return Place.UNKNOWN
         if not self.recall([key]):
-            return Place.NOWHERE
+            return Place.NOWHERE if self._knows_storage() else Place.UNKNOWN
         if following is not None:
             rest = following()
             self.recall(rest)
