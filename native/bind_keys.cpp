@@ -1,4 +1,4 @@
-// Binding of the table of keys. Arguments are checked here and trusted inside.
+// Binding of the tables of keys. Arguments are checked here and trusted inside.
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
@@ -10,6 +10,7 @@
 #include "bind.hpp"
 #include "errors.hpp"
 #include "keys/key_table.hpp"
+#include "keys/slot_table.hpp"
 
 namespace nb = nanobind;
 
@@ -18,10 +19,10 @@ namespace {
 
 using Slots = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
 
-// A one-dimensional, C-contiguous array of keys.
-class KeyArray {
+// A one-dimensional array of keys.
+class StridedKeys {
  public:
-  explicit KeyArray(nb::handle array) : buffer_(array) {
+  explicit StridedKeys(nb::handle array) : buffer_(array) {
     const Py_buffer& view = buffer_.view();
     if (!buffer_.held())
       fail(PyExc_TypeError, "keys must be an array of V32, not %s",
@@ -30,15 +31,24 @@ class KeyArray {
       fail(PyExc_TypeError, "keys must be an array of V32; its items have format '%s'",
            view.format);
     if (view.ndim != 1) fail(PyExc_ValueError, "keys must have one dimension, not %d", view.ndim);
-    if (!PyBuffer_IsContiguous(&view, 'C'))
-      fail(PyExc_ValueError, "keys must be C-contiguous; pass numpy.ascontiguousarray(keys)");
   }
 
-  std::size_t size() const { return static_cast<std::size_t>(buffer_.view().shape[0]); }
-  const keys::Key* data() const { return static_cast<const keys::Key*>(buffer_.view().buf); }
+  const Py_buffer& view() const { return buffer_.view(); }
+  std::size_t size() const { return static_cast<std::size_t>(view().shape[0]); }
 
  private:
   Buffer buffer_;
+};
+
+// One that is C-contiguous.
+class KeyArray : public StridedKeys {
+ public:
+  explicit KeyArray(nb::handle array) : StridedKeys(array) {
+    if (!PyBuffer_IsContiguous(&view(), 'C'))
+      fail(PyExc_ValueError, "keys must be C-contiguous; pass numpy.ascontiguousarray(keys)");
+  }
+
+  const keys::Key* data() const { return static_cast<const keys::Key*>(view().buf); }
 };
 
 // Keys, and the slot of each.
@@ -62,6 +72,19 @@ std::uint64_t secret() {
   return static_cast<std::uint64_t>(device()) << 32 | device();
 }
 
+// What a table says of keys.
+template <typename Table>
+Slots found_in(const Table& table, nb::handle keys) {
+  const KeyArray key(keys);
+  auto found = std::make_unique<std::int64_t[]>(key.size());
+  table.find(key.data(), key.size(), found.get());
+  std::int64_t* const data = found.get();
+  const nb::capsule owner(
+      data, [](void* memory) noexcept { delete[] static_cast<std::int64_t*>(memory); });
+  found.release();
+  return Slots(data, {key.size()}, owner);
+}
+
 class KeyTable {
  public:
   KeyTable(nb::handle keys, nb::handle slots) : table_(secret()) {
@@ -75,16 +98,7 @@ class KeyTable {
   std::size_t size() const { return table_.size(); }
   std::size_t num_bytes() const { return table_.num_bytes(); }
 
-  Slots find(nb::handle keys) const {
-    const KeyArray key(keys);
-    auto found = std::make_unique<std::int64_t[]>(key.size());
-    table_.find(key.data(), key.size(), found.get());
-    std::int64_t* const data = found.get();
-    const nb::capsule owner(
-        data, [](void* memory) noexcept { delete[] static_cast<std::int64_t*>(memory); });
-    found.release();
-    return Slots(data, {key.size()}, owner);
-  }
+  Slots find(nb::handle keys) const { return found_in(table_, keys); }
 
   void put(nb::handle keys, nb::handle slots) {
     const Pairs pairs(keys, slots);
@@ -98,6 +112,56 @@ class KeyTable {
 
  private:
   keys::KeyTable table_;
+};
+
+class SlotTable {
+ public:
+  SlotTable(nb::handle keys, nb::handle slots)
+      : keys_(keys),
+        table_(static_cast<const std::byte*>(keys_.view().buf), stride_of(keys_), keys_.size(),
+               secret()) {
+    const Items<std::int64_t> slot("slots", slots);
+    check(slot);
+    guarded([&] {
+      table_.reserve(slot.size());
+      table_.put(slot.data(), slot.size());
+    });
+  }
+
+  std::size_t size() const { return table_.size(); }
+  std::size_t num_bytes() const { return table_.num_bytes(); }
+  Slots find(nb::handle keys) const { return found_in(table_, keys); }
+
+  void put(nb::handle slots) {
+    const Items<std::int64_t> slot("slots", slots);
+    check(slot);
+    guarded([&] { table_.put(slot.data(), slot.size()); });
+  }
+
+  void remove(nb::handle slots) {
+    const Items<std::int64_t> slot("slots", slots);
+    check(slot);
+    table_.remove(slot.data(), slot.size());
+  }
+
+ private:
+  static std::size_t stride_of(const StridedKeys& keys) {
+    const Py_ssize_t stride = keys.view().strides[0];
+    if (stride < 0) fail(PyExc_ValueError, "keys must not run backwards");
+    if (keys.size() > std::size_t{keys::kMaxSlot} + 1)
+      fail(PyExc_ValueError, "keys: more than 2**32");
+    return static_cast<std::size_t>(stride);
+  }
+
+  void check(const Items<std::int64_t>& slot) const {
+    for (std::size_t i = 0; i < slot.size(); ++i)
+      if (slot.data()[i] < 0 || static_cast<std::size_t>(slot.data()[i]) >= keys_.size())
+        fail(PyExc_ValueError, "slots[%zu]: %lld is not in 0 .. %lld", i,
+             static_cast<long long>(slot.data()[i]), static_cast<long long>(keys_.size()) - 1);
+  }
+
+  StridedKeys keys_;
+  keys::SlotTable table_;
 };
 
 }  // namespace
@@ -114,6 +178,16 @@ void bind_keys(nb::module_& module) {
       .def("remove", &KeyTable::remove, nb::arg("keys").none(), nb::arg("slots").none(),
            nb::lock_self(),
            nb::sig("def remove(self, keys: NDArray[void], slots: NDArray[int64]) -> None"));
+  nb::class_<SlotTable>(module, "SlotTable", "Slots by key: see kvtier._reference.slot_table.")
+      .def(nb::init<nb::handle, nb::handle>(), nb::arg("keys").none(), nb::arg("slots").none())
+      .def("__len__", &SlotTable::size, nb::lock_self())
+      .def("num_bytes", &SlotTable::num_bytes, nb::lock_self())
+      .def("find", &SlotTable::find, nb::arg("keys").none(), nb::lock_self(),
+           nb::sig("def find(self, keys: NDArray[void]) -> NDArray[int64]"))
+      .def("put", &SlotTable::put, nb::arg("slots").none(), nb::lock_self(),
+           nb::sig("def put(self, slots: NDArray[int64]) -> None"))
+      .def("remove", &SlotTable::remove, nb::arg("slots").none(), nb::lock_self(),
+           nb::sig("def remove(self, slots: NDArray[int64]) -> None"));
 }
 
 }  // namespace kvtier

@@ -22,6 +22,7 @@ else:
             FreeSlots,
             KeyIndex,
             KeyTable,
+            SlotTable,
             UringRing,
             chain_keys,
             copy_batch,
@@ -43,6 +44,7 @@ if _reason:
     from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows
     from kvtier._reference.free_slots import FreeSlots  # type: ignore[assignment]
     from kvtier._reference.key_table import KeyTable  # type: ignore[assignment]
+    from kvtier._reference.slot_table import SlotTable  # type: ignore[assignment]
     from kvtier._reference.tokens import pack_tokens
 
     # Its twin knows policies and keys, and is kvtier.index.python_index.
@@ -65,6 +67,7 @@ __all__ = [
     "FreeSlots",
     "KeyIndex",
     "KeyTable",
+    "SlotTable",
     "UringRing",
     "chain_keys",
     "copy_batch",

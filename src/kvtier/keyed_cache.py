@@ -37,7 +37,7 @@ class Place(Enum):
     MEMORY = "memory"
     STORAGE = "storage"
     UNKNOWN = "unknown"
-    """Storage has not yet said what it has."""
+    """Storage has not yet said all that it has, and nothing of this block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class KeyedCache:
 
     namespace: digest of all else that decides on the bytes of a block, b"" while nobody knows it:
     then nothing is written to storage, and nothing looked for there. clock: the ladder's.
-    knows_storage: whether storage has said what it has.
+    knows_storage: whether storage has said all that it has; some of it may be found before.
     """
 
     def __init__(

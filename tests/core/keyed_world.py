@@ -10,7 +10,7 @@ from kvtier.keyed_cache import KeyedCache, Place
 from kvtier.keys import next_key
 from kvtier.ladder import Ladder, LadderOptions
 from kvtier.tiers import DistantRoom, Quota, StorageFacts
-from kvtier.transfer.ranks import Done, Hello, Order, RankMover, Report
+from kvtier.transfer.ranks import Done, Found, Hello, Order, RankMover, Report
 from kvtier.types import DISK, HOST, BlockKey
 
 KEYS = [bytes([number]) * 3 for number in range(10)]
@@ -61,7 +61,9 @@ class Engine:
 
     def hello(self, rank: int, *found: BlockKey, num_open: int | None = None) -> None:
         num_open = self.host.num_slots if num_open is None else num_open
-        self.hear(Report(hellos={rank: Hello(num_open, {DISK: found})}))
+        self.hear(
+            Report(hellos={rank: Hello(num_open, {DISK: Found(len(found), b"".join(found))})})
+        )
 
     def hear(self, report: Report) -> None:
         self.mover.hear(report)

@@ -18,7 +18,7 @@ from kvtier.testing.faulty_disk import FaultyDisk
 from kvtier.tiers import HostTier, StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskSystem, DiskTier
 from kvtier.transfer import LocalMover, Move
-from kvtier.transfer.ranks import Done, Hello, Order, RankExecutor, RankMover, Report, Verb
+from kvtier.transfer.ranks import Done, Found, Hello, Order, RankExecutor, RankMover, Report, Verb
 from kvtier.types import DISK, HOST, BlockKey, BlockName, Slot
 
 SIZE = 8192
@@ -30,6 +30,16 @@ def named(keys: list[BlockKey]) -> tuple[BlockName, ...]:
     return tuple(BlockName(b"n" * 32, depth, key) for depth, key in enumerate(keys))
 
 
+def found(keys: list[BlockKey]) -> Found:
+    return Found(len(keys), b"".join(keys))
+
+
+def found_by(rank: Rank) -> list[BlockKey]:
+    keys = rank.executor.found()[DISK].keys
+    assert keys is not None
+    return [BlockKey(keys[at : at + 32]) for at in range(0, len(keys), 32)]
+
+
 class Rank:
     """A rank with eight slots in memory, and storage."""
 
@@ -39,8 +49,8 @@ class Rank:
         self.storage = storage(self.host)
         tiers = {HOST: self.host, DISK: self.storage}
         self.mover = LocalMover(tiers, None, clock=lambda: self.now)
-        found = {DISK: tuple(self.storage.unfound_keys())}
-        self.executor = RankExecutor(self.host, self.mover, found, clock=lambda: self.now)
+        kept = {DISK: self.storage.kept_keys()}
+        self.executor = RankExecutor(self.host, self.mover, kept, clock=lambda: self.now)
         self.num_orders = 0
 
     def fill(self, slot: int, value: int) -> None:
@@ -120,7 +130,7 @@ def test_blocks_are_found_after_a_restart(tmp_path: Path) -> None:
     before.do(Verb.WRITE, KEYS[:2], [0, 1])
     before.close()
     after = on_disk(tmp_path)
-    assert set(after.executor.found[DISK]) == set(KEYS[:2])
+    assert set(found_by(after)) == set(KEYS[:2])
     assert after.do(Verb.READ, KEYS[:1], [4]).failed == frozenset()
     assert (after.bytes_of(4) == 7).all()
     after.close()
@@ -135,7 +145,7 @@ def test_erased_block_is_not_found_again_and_a_dropped_one_is(tmp_path: Path) ->
     assert done.failed == done.gone == {0, 1}
     before.close()
     after = on_disk(tmp_path)
-    assert set(after.executor.found[DISK]) == {KEYS[1], KEYS[2]}
+    assert set(found_by(after)) == {KEYS[1], KEYS[2]}
     after.close()
 
 
@@ -255,7 +265,7 @@ def test_read_that_nobody_wants_any_more_is_not_begun(gated: Rank) -> None:
 def _mover(num_ranks: int = 2) -> RankMover:
     mover = RankMover({DISK: DiskTier.facts}, SIZE, num_ranks, num_ranks)
     for rank in range(num_ranks):
-        mover.hear(Report(hellos={rank: Hello(8, {DISK: ()})}))
+        mover.hear(Report(hellos={rank: Hello(8, {DISK: Found()})}))
     return mover
 
 
@@ -333,7 +343,7 @@ def test_what_one_rank_could_not_move_has_not_moved() -> None:
 def test_late_move_is_not_waited_for_and_keeps_its_slots(is_one_report: bool) -> None:
     mover = RankMover({DISK: DiskTier.facts}, SIZE, num_ranks=2, num_storage_ranks=2)
     for rank in range(2):
-        mover.hear(Report(hellos={rank: Hello(8, {DISK: ()})}))
+        mover.hear(Report(hellos={rank: Hello(8, {DISK: Found()})}))
     job = mover.begin(Move(HOST, DISK, [Slot(0)], [Slot(0)], named(KEYS[:1])))
     (order,) = mover.take_orders()
     late = Report({order.order_id: Done(num_ranks=0, is_late=True)})
@@ -350,7 +360,7 @@ def test_late_move_is_not_waited_for_and_keeps_its_slots(is_one_report: bool) ->
 
 def test_nobody_is_sent_to_a_disk_whose_reads_hang() -> None:
     mover = RankMover({DISK: DiskTier.facts}, SIZE, num_ranks=1, num_storage_ranks=1)
-    mover.hear(Report(hellos={0: Hello(8, {DISK: ()})}))
+    mover.hear(Report(hellos={0: Hello(8, {DISK: Found()})}))
     mover.begin(Move(DISK, HOST, [Slot(0)], [Slot(0)], named(KEYS[:1])))
     (order,) = mover.take_orders()
     assert mover.queued_s((DISK, HOST), float) == SIZE
@@ -394,7 +404,7 @@ def test_ranks_without_storage_of_their_own_are_not_waited_for() -> None:
     mover = RankMover({DISK: DiskTier.facts}, SIZE, 2, 1)
     mover.hear(Report(hellos={1: Hello(8)}))
     assert not mover.is_complete
-    mover.hear(Report(hellos={0: Hello(4, {DISK: (KEYS[0],)})}))
+    mover.hear(Report(hellos={0: Hello(4, {DISK: found(KEYS[:1])})}))
     assert mover.is_complete
     assert mover.num_open == 4
     assert mover.find(DISK, KEYS[:2]).places_there == [0]
@@ -406,11 +416,11 @@ def test_ranks_without_storage_of_their_own_are_not_waited_for() -> None:
 
 def test_what_was_dropped_before_all_ranks_said_hello_is_not_found() -> None:
     mover = RankMover({DISK: DiskTier.facts}, SIZE, 2, 2)
-    mover.hear(Report(hellos={0: Hello(8, {DISK: tuple(KEYS[:4])})}))
+    mover.hear(Report(hellos={0: Hello(8, {DISK: found(KEYS[:4])})}))
     mover.drop(DISK, KEYS[:1], for_good=True)
     mover.drop(DISK, KEYS[1:2])
     assert mover.take_orders() == []
-    mover.hear(Report(hellos={1: Hello(8, {DISK: tuple(KEYS[:3])})}))
+    mover.hear(Report(hellos={1: Hello(8, {DISK: found(KEYS[:3])})}))
     assert mover.find(DISK, KEYS[:3]).places_there == [2]
     told = {each.verb: [name.key for name in each.names] for each in mover.take_orders()[:2]}
     assert told == {Verb.ERASE: KEYS[:1], Verb.DROP: KEYS[1:2]}
@@ -419,7 +429,7 @@ def test_what_was_dropped_before_all_ranks_said_hello_is_not_found() -> None:
 @pytest.mark.parametrize("for_good", [True, False])
 def test_what_was_dropped_before_anybody_asked_is_not_found(for_good: bool) -> None:
     mover = RankMover({DISK: DiskTier.facts}, SIZE, 1, 1)
-    mover.hear(Report(hellos={0: Hello(8, {DISK: tuple(KEYS[:2])})}))
+    mover.hear(Report(hellos={0: Hello(8, {DISK: found(KEYS[:2])})}))
     mover.drop(DISK, KEYS[:1], for_good=for_good)
     assert mover.find(DISK, KEYS[:2]).places_there == [1]
 
@@ -441,5 +451,5 @@ def test_order_to_erase_that_the_disk_could_not_carry_out_is_carried_out_later(
     before.mover.close(10)
     before.host.close()
     after = on_disk(tmp_path)
-    assert set(after.executor.found[DISK]) == {KEYS[1]}
+    assert set(found_by(after)) == {KEYS[1]}
     after.close()

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from kvtier.errors import ConfigError
 from kvtier.plan import WriteBudget
 from kvtier.tiers.disk.records import RECORD, Kind, are_valid, as_keys, blank, seal
+from kvtier.tiers.disk.recovery import Recovery, newest
 from kvtier.tiers.disk.replay import recovered, replay
+from kvtier.tiers.disk.rows import Rows
 from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.disk.superblock import DataMark, Membership, Superblock, decode, decode_both
 from kvtier.tiers.disk.trust import encode
-from tests.disk.world import Outcome, key, world
+from tests.disk.world import Outcome, key, records_of, world
 
 NUM_SLOTS = 5
 
@@ -172,20 +174,49 @@ def test_replay_is_the_last_record_of_each_slot(
     for slot, (kind, name, _) in sorted(last.items(), key=lambda item: item[1][2]):
         if kind is Kind.PUT:
             newest[name] = slot
-    blocks = recovered(found.table)
-    names = list(range(5))
-    expected = [newest.get(name, -1) for name in names]
-    assert blocks.find(as_keys([key(name) for name in names]), found.table) == expected
-    assert sorted(blocks.slots.tolist()) == sorted(newest.values())
-    DiskSlots(found.table, blocks).check_invariants()
+    assert sorted(recovered(found.table).slots.tolist()) == sorted(newest.values())
+
+
+@given(events=events, seed=st.integers(0, 2**32), piece=st.integers(1, 7))
+def test_recovery_in_pieces_is_the_replay_of_the_whole(
+    events: list[tuple[Kind, int, int, bool]], seed: int, piece: int
+) -> None:
+    """Whatever order the records are in, and however they are cut."""
+    rng = np.random.default_rng(seed)
+    records = np.concatenate([blank(0, Kind.PUT), *(blank(1, kind) for kind, *_ in events)])
+    records["seq"] = rng.integers(0, 30, len(events))
+    records["slot"] = [slot for _, slot, *_ in events]
+    records["namespace"] = [name for _, _, name, _ in events]
+    records["key"] = as_keys([key(name) for _, _, name, _ in events])
+    records["time"], records["depth"] = rng.integers(0, 300, (2, len(events)))
+    seal(records)
+    records["depth"][[not right for *_, right in events]] ^= 1
+    whole, found = replay(records, NUM_SLOTS), Recovery(NUM_SLOTS)
+    for start in range(0, len(records), piece):
+        found.add(records[start : start + piece])
+    for field in ("kind", "seq", "crc", "data_crc"):
+        assert (found.rows[field] == whole.table[field]).all()
+    puts = np.flatnonzero(whole.table["kind"] == Kind.PUT)
+    assert found.rows.keys[puts].tobytes() == whole.table["key"][puts].tobytes()
+    for name in ("namespaces", "next_seq", "num_records", "num_invalid", "num_beyond"):
+        assert getattr(found, name) == getattr(whole, name)
+    assert sorted(newest(found.rows, puts)) == sorted(recovered(whole.table).slots)
+    slots = DiskSlots(found.rows.kinds, puts, found.ages)
+    slots.check_invariants()
+    rows = whole.table[puts]
+    order = np.lexsort((-rows["depth"].astype(np.int64), rows["time"] // 60))
+    ages = found.ages[slots.unclaimed()]
+    assert (ages == found.ages[puts[order]]).all()
 
 
 def test_keys_that_agree_in_eight_bytes_are_two_blocks() -> None:
-    keys = [b"12345678" + bytes([last]) * 24 for last in (3, 1, 2)]
-    table = blank(3, Kind.PUT)
-    table["slot"], table["seq"], table["key"] = range(3), [5, 6, 7], as_keys(keys)
-    blocks = recovered(table)
-    assert blocks.find(as_keys([*keys, b"12345678" + b"\4" * 24]), table) == [0, 1, 2, -1]
+    keys = [b"12345678" + bytes([last]) * 24 for last in (3, 1, 2, 1)]
+    table = blank(4, Kind.PUT)
+    table["slot"], table["seq"], table["key"] = range(4), [5, 6, 7, 4], as_keys(keys)
+    rows = Rows(4)
+    rows.set(table)
+    assert recovered(table).slots.tolist() == [1, 2, 0]
+    assert newest(rows, np.arange(4)).tolist() == [0, 1, 2]
 
 
 @given(st.binary(max_size=1000))
@@ -198,13 +229,13 @@ def test_any_bytes_can_be_replayed(content: bytes) -> None:
 def test_more_namespaces_than_numbers_share_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtier.tiers.disk.slab.MAX_NAMESPACES", 3)
+    monkeypatch.setattr("kvtier.tiers.disk.log.MAX_NAMESPACES", 3)
     with world(tmp_path, 8) as here:
         slots = here.tier.allocate(6)
         assert slots is not None
         for number, slot in enumerate(slots):
             assert here.store([key(number)], [slot], namespace=bytes([number]) * 32) == [True]
-        assert here.tier.parts[0].slab.table["namespace"][slots].tolist() == [1, 2, 3, 0, 0, 0]
+        assert records_of(here.options.path, 8)["namespace"][slots].tolist() == [1, 2, 3, 0, 0, 0]
         here.reopen()
         assert here.get(*range(6)) == [Outcome.THERE] * 6
 

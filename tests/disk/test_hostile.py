@@ -10,18 +10,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvtier._hot import SlotTable
 from kvtier.errors import CacheError, ConfigError, TierError, printable
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
 from kvtier.tiers.disk.check import check_slab
 from kvtier.tiers.disk.limits import BYTES_PER_SLOT, MAX_SEQUENCE, most_journal_bytes
 from kvtier.tiers.disk.records import RECORD_BYTES, Kind, as_keys, blank, seal
+from kvtier.tiers.disk.recovery import newest
 from kvtier.tiers.disk.replay import read_journal, recovered, replay, replay_named
 from kvtier.tiers.disk.report import report_slab
+from kvtier.tiers.disk.rows import Rows
 from kvtier.tiers.system_memory import available_bytes
 from tests.disk.command import run
 from tests.disk.forging import forge_superblock, read_records, write_records
-from tests.disk.world import SLOT_BYTES, SMALL, Arena, key, world
+from tests.disk.world import SLOT_BYTES, SMALL, Arena, key, records_of, world
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
 NUM_BLOCKS = 4
@@ -275,12 +278,15 @@ def test_keys_made_to_agree_in_eight_bytes_are_found_one_by_one() -> None:
     """A hundred thousand of them: a walk over all for each would take hours."""
     num = 100_000
     keys = [b"12345678" + number.to_bytes(8, "big") * 3 for number in range(num)]
-    table = blank(num, Kind.PUT)
+    rows, table = Rows(num), blank(num, Kind.PUT)
     table["slot"] = table["seq"] = range(num)
     table["key"] = as_keys(keys)
-    blocks = recovered(table)
+    rows.set(table)
+    assert newest(rows, np.arange(num)).tolist() == list(range(num))
+    assert sorted(recovered(table).slots.tolist()) == list(range(num))
+    listed = SlotTable(rows.keys, np.arange(num))
     missing = b"12345678" + b"\xff" * 24
-    assert blocks.find(as_keys([*keys, missing]), table) == [*range(num), -1]
+    assert listed.find(as_keys([*keys, missing])).tolist() == [*range(num), -1]
 
 
 def test_more_records_of_names_than_there_are_numbers_do_no_harm(slab: Path) -> None:
@@ -368,11 +374,11 @@ def test_clock_past_what_a_record_can_say_is_the_latest_time(tmp_path: Path) -> 
         slots = here.tier.allocate(1)
         assert slots is not None
         assert here.store([key(1)], slots, depths=[2**32 + 5]) == [True]
-        assert here.tier.parts[0].slab.table["depth"][slots] == [2**32 - 1]
+        assert records_of(here.options.path, 8)["depth"][slots] == [2**32 - 1]
         here.tier.forget(slots)
         here.tier.free(slots)
         here.put(2)
-        table = here.tier.parts[0].slab.table
+        table = records_of(here.options.path, 8)
         assert table["time"].max() == 2**32 - 1
         here.reopen()
         assert here.get(2) == [OK]

@@ -16,6 +16,8 @@ from kvtier.layout import DType, KVGroup, full_attention
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers import Outcome, Pieces
 from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
+from kvtier.tiers.disk.records import Records
+from kvtier.tiers.disk.replay import read_journal, replay
 from kvtier.types import BlockKey, BlockName, Slot
 
 SMALL = full_attention(2, 2, 4, DType.FLOAT16, 2)
@@ -34,6 +36,13 @@ def key(number: int) -> BlockKey:
 def block(name: bytes, num_bytes: int) -> bytes:
     """The bytes that the block called ``name`` should have."""
     return shake_128(b"bytes of " + name).digest(num_bytes)
+
+
+def records_of(folder: Path, num_slots: int) -> Records:
+    """``RECORD`` [num_slots]: what the slab's journal says of each slot."""
+    with (folder / "journal").open("rb") as file:
+        records, _ = read_journal(folder, file.fileno(), num_slots)
+    return replay(records, num_slots).table
 
 
 class Clock:

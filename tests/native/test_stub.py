@@ -15,6 +15,7 @@ from kvtier._reference.chain import chain_keys as reference_chain_keys
 from kvtier._reference.copy import copy_batch as reference_copy_batch
 from kvtier._reference.free_slots import FreeSlots
 from kvtier._reference.key_table import KeyTable
+from kvtier._reference.slot_table import SlotTable
 from kvtier._reference.tokens import pack_tokens as reference_pack_tokens
 
 STUB = Path(_hot.__file__).with_name("_native.pyi")
@@ -66,6 +67,7 @@ def test_every_method_of_the_stub_agrees_with_the_native_core() -> None:
         native.FreeSlots,
         native.KeyIndex,
         native.KeyTable,
+        native.SlotTable,
         native.UringRing,
     ):
         for name, method in vars(kind).items():
@@ -89,7 +91,7 @@ def test_every_stub_has_a_twin_with_its_signature() -> None:
     assert stubs() == {name: signature_of(twin) for name, twin in TWINS.items()}
 
 
-@pytest.mark.parametrize("twin", [FreeSlots, KeyTable])
+@pytest.mark.parametrize("twin", [FreeSlots, KeyTable, SlotTable])
 def test_twin_of_a_class_has_its_methods(twin: type) -> None:
     prefix = f"{twin.__name__}."
     twins = {

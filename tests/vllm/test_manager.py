@@ -23,7 +23,7 @@ from kvtier.connectors.vllm.counts import LOADED
 from kvtier.connectors.vllm.manager import Advice, Shape, TierManager
 from kvtier.connectors.vllm.names import Names
 from kvtier.tiers.disk import DiskTier
-from kvtier.transfer.ranks import Done, Hello, Order, RankMover, Report, Verb
+from kvtier.transfer.ranks import Done, Found, Hello, Order, RankMover, Report, Verb
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 
 STEP = 128
@@ -54,7 +54,7 @@ class Scheduler:
             publishes_events=True,
         )
         self.costs = self.manager.ladder.costs
-        self.manager.hear(Report(hellos={0: Hello(num_host, {DISK: ()})}))
+        self.manager.hear(Report(hellos={0: Hello(num_host, {DISK: Found()})}))
 
     def request(self, name: str, keys: list[OffloadKey], **changes: object) -> ReqContext:
         context = ReqContext(name, **changes)  # type: ignore[arg-type]

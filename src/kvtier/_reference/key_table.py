@@ -32,31 +32,32 @@ class KeyTable:
 
     def find(self, keys: Keys) -> Int64s:
         """int64 [n]: the slot of each key, -1 where it is not there."""
-        _check("keys", keys, np.dtype(f"V{KEY_BYTES}"))
-        found = [self._slots.get(key, -1) for key in _as_bytes(keys)]
+        check_array("keys", keys, np.dtype(f"V{KEY_BYTES}"))
+        found = [self._slots.get(key, -1) for key in as_bytes(keys)]
         return np.array(found, np.int64)
 
     def put(self, keys: Keys, slots: Int64s) -> None:
         """The keys are in these slots from now on."""
         _check_pairs(keys, slots)
-        self._slots.update(zip(_as_bytes(keys), slots.tolist(), strict=True))
+        self._slots.update(zip(as_bytes(keys), slots.tolist(), strict=True))
 
     def remove(self, keys: Keys, slots: Int64s) -> None:
         """The keys are in these slots no more; one that is elsewhere stays there."""
         _check_pairs(keys, slots)
-        for key, slot in zip(_as_bytes(keys), slots.tolist(), strict=True):
+        for key, slot in zip(as_bytes(keys), slots.tolist(), strict=True):
             if self._slots.get(key) == slot:
                 del self._slots[key]
 
 
-def _as_bytes(keys: Keys) -> list[bytes]:
+def as_bytes(keys: Keys) -> list[bytes]:
+    """The keys one by one."""
     whole = keys.tobytes()
     return [whole[at : at + KEY_BYTES] for at in range(0, len(whole), KEY_BYTES)]
 
 
 def _check_pairs(keys: Keys, slots: Int64s) -> None:
-    _check("keys", keys, np.dtype(f"V{KEY_BYTES}"))
-    _check("slots", slots, np.dtype(np.int64))
+    check_array("keys", keys, np.dtype(f"V{KEY_BYTES}"))
+    check_array("slots", slots, np.dtype(np.int64))
     if len(keys) != len(slots):
         raise ValueError(
             f"keys and slots must have equal lengths, not {len(keys)} and {len(slots)}"
@@ -66,7 +67,8 @@ def _check_pairs(keys: Keys, slots: Int64s) -> None:
         raise ValueError(f"slots[{wrong[0]}]: {slots[wrong[0]]} is not in 0 .. 2**32 - 1")
 
 
-def _check(name: str, array: object, dtype: np.dtype[np.generic]) -> None:
+def check_array(name: str, array: object, dtype: np.dtype[np.generic]) -> None:
+    """Raise where ``array`` is not a one-dimensional, C-contiguous array of ``dtype``."""
     kind = f"V{KEY_BYTES}" if dtype.kind == "V" else dtype.name
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{name} must be an array of {kind}, not {type(array).__qualname__}")

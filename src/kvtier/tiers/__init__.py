@@ -9,6 +9,7 @@ from kvtier.tiers.host import HostTier
 from kvtier.tiers.lent import LentMemory
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import (
+    KeptKeys,
     Outcome,
     ScrubReport,
     StorageFacts,
@@ -22,6 +23,7 @@ __all__ = [
     "DistantRoom",
     "HostTier",
     "HugePages",
+    "KeptKeys",
     "LentMemory",
     "MemoryTier",
     "Outcome",

@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
 from kvtier.tiers.pieces import Pieces
 from kvtier.types import BlockKey, BlockName
+
+Keys = npt.NDArray[np.void]
 
 
 class Outcome(Enum):
@@ -84,6 +89,36 @@ class StorageSite:
     arena: Memory | None = None
 
 
+class KeptKeys:
+    """Keys of the blocks that an earlier process has left, to be told piece by piece. Those that
+    are gone meanwhile are left out.
+
+    Of a tier with few blocks, or one that knows their keys in no better way.
+    """
+
+    def __init__(self, keys: Sequence[BlockKey] = ()) -> None:
+        self._keys = np.frombuffer(b"".join(keys), "V32")
+
+    @property
+    def num_keys(self) -> int:
+        """When this process began."""
+        return len(self._keys)
+
+    def in_order(self, start: int, end: int) -> Keys:
+        """V32 [n]: of those that leave ``start``-th to ``end``-th."""
+        return self._keys[start:end]
+
+    @property
+    def num_places(self) -> int:
+        """How far ``at`` goes."""
+        return self.num_keys
+
+    def at(self, start: int, end: int) -> Keys:
+        """V32 [n]: of those in places ``start`` to ``end``. All places have all keys, in an order
+        that is quick to go through."""
+        return self._keys[start:end]
+
+
 class StorageTier(ABC):
     """Blocks by key: found, put, got and dropped, many at a time.
 
@@ -127,6 +162,10 @@ class StorageTier(ABC):
         """Those of them that it can name, the ones to leave first in front; for an owner that takes
         them all, or wants none of them."""
         return []
+
+    def kept_keys(self) -> KeptKeys:
+        """The same as they are needed one after the other: memory is that of a piece."""
+        return KeptKeys(self.unfound_keys())
 
     @abstractmethod
     def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:

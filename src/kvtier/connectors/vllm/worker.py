@@ -86,14 +86,14 @@ class TierWorker(OffloadingWorker):
             except BaseException:
                 self._host.close()  # shared memory would stay when the process has gone
                 raise
-            self._executor = _executor(self._host, disk, room.bytes_per_s)
+            self._executor = _executor(self._host, disk, room, rank)
             _log(disk.findings())
         self._engine = TransferEngine(device)
         self._engine.start()
         self._jobs: dict[int, tuple[Job, Direction, frozenset[Slot]]] = {}
         self._failed_loads: list[int] = []
         self._failed_slots: set[Slot] = set()
-        found = None if self._executor is None else self._executor.found
+        found = None if self._executor is None else self._executor.found()
         self._hello = Hello(self._host.num_open, found)
         self._is_told = False
         _log((*device.findings(), *self._host.findings()))
@@ -157,7 +157,8 @@ class TierWorker(OffloadingWorker):
         if self._executor is None:
             return Report({}, self._hellos(), failed, (), steps)
         scrubbed = self._executor.take_scrubbed()
-        return Report(self._executor.take_done(), self._hellos(), failed, scrubbed, steps)
+        done, pieces = self._executor.take_done(), self._executor.take_pieces()
+        return Report(done, self._hellos(), failed, scrubbed, steps, pieces)
 
     def _hellos(self) -> dict[int, Hello]:
         """What this rank has to say about itself, where that is new."""
@@ -223,12 +224,13 @@ class TierWorker(OffloadingWorker):
         return TransferResult(job_id, True, job.num_bytes, job.seconds)
 
 
-def _executor(host: HostTier, disk: DiskTier, bytes_per_s: int) -> RankExecutor:
+def _executor(host: HostTier, disk: DiskTier, room: RankRoom, rank: int) -> RankExecutor:
     """Carries out orders for ``disk``, in the background."""
-    tier = ThrottledTier(disk, bytes_per_s) if bytes_per_s else disk
+    tier = ThrottledTier(disk, room.bytes_per_s) if room.bytes_per_s else disk
+    num_ranks = 1 if room.disk is None else room.disk.num_ranks
     mover = LocalMover({host.name: host, tier.name: tier}, None)
     mover.start()
-    return RankExecutor(host, mover, {tier.name: tuple(disk.unfound_keys())})
+    return RankExecutor(host, mover, {tier.name: tier.kept_keys()}, rank, num_ranks)
 
 
 def _log(findings: Sequence[Finding]) -> None:

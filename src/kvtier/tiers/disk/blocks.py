@@ -11,6 +11,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._hot import SlotTable
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
 from kvtier.tiers.base import Room
@@ -20,14 +21,16 @@ from kvtier.tiers.disk.opening import open_slabs, wanted
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.part import DiskPart, SlotOwner
 from kvtier.tiers.disk.parts import complete, on_all
-from kvtier.tiers.disk.records import Kind, Records, as_keys, same_keys
-from kvtier.tiers.disk.replay import recovered
+from kvtier.tiers.disk.records import KEY_BYTES, Kind, Records, as_keys, same_keys
+from kvtier.tiers.disk.recovery import newest
+from kvtier.tiers.disk.rows import Rows
 from kvtier.tiers.disk.scrub import Scrubbed
+from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.slots import check_slots
-from kvtier.tiers.storage import Outcome
+from kvtier.tiers.storage import KeptKeys, Keys, Outcome
 from kvtier.types import BlockKey, BlockName, Slot
 
 logger = logging.getLogger(__name__)
@@ -83,15 +86,13 @@ class DiskBlocks(Room, SlotOwner):
                 part = DiskPart(each, slab, arena, system, monotonic, self)
                 undo.callback(part.close)
                 self.parts.append(part)
-            found = self._forget_incomplete()
-            self._table = self.parts[0].slab.table
-            self._found = recovered(found)
-            self._slots = DiskSlots(found, self._found)
+            self._rows: Rows = self.parts[0].slab.table
+            self._find_blocks()
             undo.pop_all()
-        self.num_slots = len(self._table)
+        self.num_slots = len(self._rows)
         self._slot_bytes = sum(part.slot_bytes for part in self.parts)
         for part in self.parts[1:]:
-            self.quarantine(np.flatnonzero(part.slab.table["kind"] == Kind.BAD))
+            self.quarantine(np.flatnonzero(part.slab.table.kinds == Kind.BAD))
         logger.info(
             "disk tier opened paths=%s slots=%d recovered=%d seconds=%.3f",
             [str(part.options.path) for part in self.parts],
@@ -132,8 +133,12 @@ class DiskBlocks(Room, SlotOwner):
         return all(part.writes.is_passable for part in self.parts)
 
     def allocate(self, num_slots: int) -> list[Slot] | None:
-        """That many slots: free ones, then those of unclaimed blocks, the oldest first."""
-        return self._slots.allocate(num_slots)
+        """That many slots: free ones, then those of unclaimed blocks, the oldest first. Their
+        blocks are listed no more."""
+        slots = self._slots.allocate(num_slots)
+        if slots:
+            self.listed.remove(np.array(slots, np.int64))
+        return slots
 
     def free(self, slots: list[Slot]) -> None:
         """Give slots back. Until a slot is used again, a restart finds its block."""
@@ -146,18 +151,12 @@ class DiskBlocks(Room, SlotOwner):
         """
         if not self.can_load:
             return []
-        return [BlockKey(self._table[slot]["key"].tobytes()) for slot in self._slots.unclaimed()]
+        keys = self._rows.keys[self._slots.unclaimed()].tobytes()
+        return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
 
-    def found(self) -> tuple[Records, Int64s]:
-        """Blocks that the slabs hold: their keys, V32 [n], and slots. Of two with one key the last
-        one counts."""
-        return np.ascontiguousarray(self._table["key"][self._found.slots]), self._found.slots
-
-    def contents(self, slots: Sequence[Slot]) -> tuple[Records, Int64s]:
-        """Keys of the blocks that lie in slots, whoever wants them; and these slots."""
-        at = np.array(slots, np.int64)
-        at = at[self._table["kind"][at] == Kind.PUT]
-        return np.ascontiguousarray(self._table["key"][at]), at
+    def kept_keys(self) -> KeptKeys:
+        """The same as pieces of arrays, from now on."""
+        return _KeptKeys(self.parts[0].slab, self._slots, self.can_load)
 
     def fit(self, keys: Records, slots: Int64s) -> tuple[Bools, Bools]:
         """bool [n] each: which slots hold the block of that key, all of it, and which hold one of
@@ -165,7 +164,7 @@ class DiskBlocks(Room, SlotOwner):
         is_slot = slots >= 0
         is_right, is_other = is_slot.copy(), np.zeros(len(slots), bool)
         for part in self.parts:
-            rows = part.slab.table[slots]
+            rows, _ = part.slab.look_up(slots)
             is_put, is_same = rows["kind"] == Kind.PUT, same_keys(rows["key"], keys)
             is_right &= is_put & is_same
             is_other |= is_slot & is_put & ~is_same
@@ -187,7 +186,10 @@ class DiskBlocks(Room, SlotOwner):
         """
         if not keys or not self.num_unclaimed or not self.can_load:
             return []
-        return self._slots.claim(self._found.find(as_keys(list(keys)), self._table))
+        wanted = as_keys(list(keys))
+        slots = self.listed.find(wanted)
+        slots[~self.fit(wanted, slots)[0]] = -1
+        return self._slots.claim(slots.tolist())
 
     def forget(self, slots: Sequence[Slot]) -> bool:
         """No restart finds the blocks of these slots. The slots stay as they are. False where that
@@ -202,15 +204,26 @@ class DiskBlocks(Room, SlotOwner):
     def drop(self, slots: Int64s) -> None:
         self._slots.drop_unclaimed(slots)
 
-    def _forget_incomplete(self) -> Records:
-        """A crash may leave some parts of a block: then it is not there. Returns the records of
-        the others, ``RECORD`` [num_slots]."""
+    def _find_blocks(self) -> None:
+        """List what the slabs have kept. A crash may leave some parts of a block: then it is not
+        there."""
         tables = [part.slab.table for part in self.parts]
-        if len(tables) == 1:
-            return tables[0]
-        is_complete = complete(tables)
-        for part, table in zip(self.parts, tables, strict=True):
-            alone = np.flatnonzero((table["kind"] == Kind.PUT) & ~is_complete)
+        kinds = tables[0].kinds
+        if len(tables) > 1:
+            is_complete = complete(tables)
+            self._empty_all_but(is_complete)
+            kinds = np.where((kinds == Kind.PUT) & ~is_complete, np.uint8(Kind.DEL), kinds)
+        slots = np.flatnonzero(kinds == Kind.PUT)
+        self.listed = SlotTable(self._rows.keys, slots)
+        if len(self.listed) < len(slots):  # a key twice, after a crash
+            slots = newest(self._rows, slots)
+            self.listed = SlotTable(self._rows.keys, slots)
+        ages = [part.slab.take_ages() for part in self.parts]
+        self._slots = DiskSlots(kinds, slots, ages[0])
+
+    def _empty_all_but(self, is_complete: Bools) -> None:
+        for part in self.parts:
+            alone = np.flatnonzero((part.slab.table.kinds == Kind.PUT) & ~is_complete)
             if len(alone):
                 part.empty(alone)  # where that can't be written, the next owner does it
                 logger.warning(
@@ -218,9 +231,6 @@ class DiskBlocks(Room, SlotOwner):
                     part.options.path,
                     len(alone),
                 )
-        left = tables[0].copy()
-        left["kind"][(left["kind"] == Kind.PUT) & ~is_complete] = Kind.DEL
-        return left
 
     # -- blocks ------------------------------------------------------------------------------------
 
@@ -348,3 +358,33 @@ class DiskBlocks(Room, SlotOwner):
 def _enter(healths: Sequence[Health]) -> bool:
     """Whether all of them let a call through; where one does not, none is tried for nothing."""
     return all(each.is_passable for each in healths) and all(each.enter() for each in healths)
+
+
+class _KeptKeys(KeptKeys):
+    """Of the slots that a restart found blocks in, as long as they hold these."""
+
+    def __init__(self, slab: Slab, slots: DiskSlots, can_load: bool) -> None:
+        self._slab = slab
+        self._states = slots
+        self._slots = slots.to_drop if can_load else slots.to_drop[:0]
+        self._first_number = slab.numbers.next
+
+    @property
+    def num_keys(self) -> int:
+        return len(self._slots)
+
+    def in_order(self, start: int, end: int) -> Keys:
+        return self._of(self._slots[start:end].astype(np.int64))
+
+    @property
+    def num_places(self) -> int:
+        return len(self._slab.table) if len(self._slots) else 0
+
+    def at(self, start: int, end: int) -> Keys:
+        return self._of(np.arange(start, min(end, self.num_places)))
+
+    def _of(self, slots: Int64s) -> Keys:
+        records, _ = self._slab.look_up(slots)
+        is_kept = (records["kind"] == Kind.PUT) & (records["seq"] < self._first_number)
+        is_kept &= self._states.have_blocks(slots)  # of a key that is there twice, one
+        return np.ascontiguousarray(records["key"][is_kept])

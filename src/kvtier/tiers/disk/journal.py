@@ -7,12 +7,22 @@ import errno
 import os
 from pathlib import Path
 
+import numpy as np
+
 from kvtier.tiers.disk.folder import NEW_JOURNAL, open_file
-from kvtier.tiers.disk.records import RECORD_BYTES, Records
+from kvtier.tiers.disk.records import RECORD, RECORD_BYTES, Records
 from kvtier.tiers.disk.system import DiskSystem
 
 COMPACT_FLOOR = 4096
 """Dead records (256 KiB of them) below which a journal is left as it is."""
+DUE_SHARE = 7 / 8
+"""Dead records per live one above which a journal is compacted: what is appended meanwhile still
+finds the room that is reserved for as many dead ones as live ones."""
+STEP_RECORDS = 1 << 16
+"""Of the old journal, 4 MiB, that a batch of writes pays for at least while a new one is made."""
+PACE = 32
+"""And at least so many for each record that was appended since: with twice as many records as slots
+to copy, a new journal is there before a sixteenth as many as slots are appended."""
 SLACK_RECORDS = 4096
 """What a journal may have on top: a last batch, and the names of namespaces."""
 
@@ -65,6 +75,19 @@ class Journal:
             raise
         self.num_bytes += len(data)
 
+    def read(self, start: int, end: int) -> Records:
+        """The records number ``start`` to ``end``, whatever is there now; fewer where the file ends
+        before."""
+        return read_records(self._fd, start * RECORD_BYTES, end - start)
+
+    def skip_hole(self, number: int) -> int:
+        """The record from which on there may be content again, ``number`` where there is."""
+        try:
+            at = os.lseek(self._fd, number * RECORD_BYTES, os.SEEK_DATA)
+        except OSError as error:
+            return self.num_records if error.errno == errno.ENXIO else number
+        return max(number, at // RECORD_BYTES)
+
     def _cut(self) -> None:
         """Take back what of a failed append is there: it would count after a restart."""
         try:
@@ -92,6 +115,16 @@ class Journal:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def read_records(fd: int, offset: int, num_records: int) -> Records:
+    """Up to ``num_records`` whole records from ``offset`` on; fewer only at the end of the file."""
+    records = np.empty(num_records, RECORD)
+    view = memoryview(records.view(np.uint8).data)
+    done = 0
+    while done < len(view) and (got := os.preadv(fd, [view[done:]], offset + done)):
+        done += got
+    return records[: done // RECORD_BYTES]
 
 
 def make_spare(folder: Path, num_slots: int, system: DiskSystem) -> None:

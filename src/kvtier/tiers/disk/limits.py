@@ -30,7 +30,7 @@ MAX_SEQUENCE: Final = (1 << 63) - (1 << 40)
 
 SURE_BYTES: Final = 256 << 20
 """Of memory, that may be taken without asking how much is left."""
-BYTES_PER_SLOT: Final = 256
+BYTES_PER_SLOT: Final = 128
 """Of memory, for an open slab: the table, and what is made of it at the start."""
 
 

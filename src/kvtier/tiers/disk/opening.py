@@ -40,7 +40,9 @@ from kvtier.tiers.disk.making import NO_ROOM, is_new, make_slab, too_full
 from kvtier.tiers.disk.membership import check_members, enter, set_id_of
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.records import RECORD_BYTES
-from kvtier.tiers.disk.replay import SLAB_ID_BYTES, Replay, read_journal, replay
+from kvtier.tiers.disk.recovery import Recovery, recover
+from kvtier.tiers.disk.replay import SLAB_ID_BYTES, Replay
+from kvtier.tiers.disk.rows import Rows
 from kvtier.tiers.disk.slab import Slab, SlabFiles
 from kvtier.tiers.disk.superblock import (
     HALF_BYTES,
@@ -247,8 +249,7 @@ def _recover(
 
         check_memory(folder, want.num_slots * BYTES_PER_SLOT, "the table")
         most_slots = max(current.num_slots, want.num_slots)
-        records, journal_bytes = read_journal(folder, journal_fd, most_slots)
-        found = replay(records, want.num_slots)
+        found, journal_bytes = recover(folder, journal_fd, most_slots, want.num_slots)
         check_same_slab(folder, current, found)
         check_sequence(folder, found.next_seq)
         is_in_order = num_whole == 2 and was_closed(current, found, journal_bytes)
@@ -256,8 +257,8 @@ def _recover(
         trusted = None
         if is_in_order:
             is_cut = want.num_slots < current.num_slots
-            was = partial(replay, records, current.num_slots) if is_cut else lambda: found
-            trusted = _trusted(folder, current, want, data_was, was)
+            rows = partial(_rows, folder, journal_fd, current) if is_cut else lambda: found.rows
+            trusted = _trusted(folder, current, want, data_was, rows)
         try:
             _fit(data_fd, data_was.st_size, want, system)
         except OSError as error:
@@ -299,14 +300,14 @@ def _trusted(
     current: Superblock,
     want: Superblock,
     data: os.stat_result,
-    was: Callable[[], Replay],
+    was: Callable[[], Rows],
 ) -> npt.NDArray[np.bool_] | None:
     """bool [wanted slots]: what the last owner believed, where the data is as it left it; None
-    where nothing is believed. was: what the journal says of its slots, and of more, maybe; it may
-    take a table of any size, and is asked last."""
+    where nothing is believed. was: what the journal says of its slots; they may be any number, and
+    it is asked last."""
     if mark_of(data) != current.data or data.st_size < current.slot_bytes * current.num_slots:
         return None
-    left = read_trust(folder, lambda: was().table[: current.num_slots], current)
+    left = read_trust(folder, was, current)
     if left is None:
         return None
     trusted = np.zeros(want.num_slots, bool)
@@ -314,7 +315,13 @@ def _trusted(
     return trusted
 
 
-def was_closed(current: Superblock, found: Replay, journal_bytes: int) -> bool:
+def _rows(folder: Path, journal_fd: int, current: Superblock) -> Rows:
+    """Of all slots that the slab has had."""
+    check_memory(folder, current.num_slots * BYTES_PER_SLOT, "the table")
+    return recover(folder, journal_fd, current.num_slots, current.num_slots)[0].rows
+
+
+def was_closed(current: Superblock, found: Recovery, journal_bytes: int) -> bool:
     """The slab was closed, and the journal is as it was then."""
     return (
         current.is_clean
@@ -324,7 +331,7 @@ def was_closed(current: Superblock, found: Replay, journal_bytes: int) -> bool:
     )
 
 
-def check_same_slab(folder: Path, current: Superblock, found: Replay) -> None:
+def check_same_slab(folder: Path, current: Superblock, found: Replay | Recovery) -> None:
     """Raise ``ConfigError`` where the journal is that of another slab."""
     if found.slab_id is not None and found.slab_id != current.slab_id:
         raise ConfigError(

@@ -315,7 +315,7 @@ class DiskPart:
             engine = self._open_engine(IoKind.PREADV, [bounce.memory])
             self._scrubber = engine, bounce
         engine, bounce = self._scrubber
-        slots = self._round.take(self.slab.table, max(1, max_bytes // self.slot_bytes))
+        slots = self._round.take(self.slab.table.kinds, max(1, max_bytes // self.slot_bytes))
         records, _ = self.slab.look_up(slots)
         records = records[records["kind"] == Kind.PUT]
         corrupt: list[Slot] = []

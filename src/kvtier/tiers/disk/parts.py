@@ -9,21 +9,25 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.disk.records import Kind, Records, same_keys
+from kvtier.tiers.disk.records import Kind, same_keys
+from kvtier.tiers.disk.rows import Rows
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
+SLICE_SLOTS = 1 << 16
 
 
-def complete(tables: Sequence[Records]) -> npt.NDArray[np.bool_]:
+def complete(tables: Sequence[Rows]) -> npt.NDArray[np.bool_]:
     """Slots in which every part holds the same block, of the same write: records of all its parts
     have one number. tables: per part the record of each slot."""
-    first, *others = tables
-    same = first["kind"] == Kind.PUT
-    for table in others:
-        same &= (table["kind"] == Kind.PUT) & same_keys(table["key"], first["key"])
-        same &= table["seq"] == first["seq"]
-    return np.asarray(same)
+    same: npt.NDArray[np.bool_] = tables[0].kinds == Kind.PUT
+    for table in tables[1:]:
+        same &= table.kinds == Kind.PUT
+        for start in range(0, len(table), SLICE_SLOTS):
+            part = slice(start, start + SLICE_SLOTS)
+            same[part] &= same_keys(table.keys[part], tables[0].keys[part])
+            same[part] &= table["seq"][part] == tables[0]["seq"][part]
+    return same
 
 
 def on_all(parts: Sequence[Part], work: Callable[[int, Part], Result]) -> list[Result]:

@@ -87,6 +87,11 @@ def are_valid(records: Records) -> npt.NDArray[np.bool_]:
     return np.asarray(right & (records["version"] == RECORD_VERSION) & (kind >= 1) & (kind <= 5))
 
 
+def are_live(kinds: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+    """bool [n]: what a new journal has to say again, of the records that decide."""
+    return np.asarray((kinds == Kind.PUT) | (kinds == Kind.BAD))
+
+
 def _body(records: Records) -> npt.NDArray[np.uint8]:
     return records.view(np.uint8).reshape(len(records), RECORD_BYTES)[:, _CRC_BYTES:]
 

@@ -1,11 +1,11 @@
-"""From the journal back to what every slot holds, as a few operations on whole arrays."""
+"""From the journal back to whole records, as a few operations on arrays: for tools, and to check
+``recovery`` with."""
 
 from __future__ import annotations
 
 import errno
 import os
-from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def read_journal(folder: Path, fd: int, num_slots: int) -> tuple[Records, int]:
     """
     size = os.fstat(fd).st_size
     check_journal(folder, size, num_slots)
-    pieces = list(_stored(fd, size // RECORD_BYTES * RECORD_BYTES))
+    pieces = list(stored(fd, size // RECORD_BYTES * RECORD_BYTES))
     num_records = sum(end - start for start, end in pieces) // RECORD_BYTES
     check_memory(folder, 3 * num_records * RECORD_BYTES, "the journal")
     records = np.empty(num_records, RECORD)
@@ -71,7 +71,7 @@ def read_journal(folder: Path, fd: int, num_slots: int) -> tuple[Records, int]:
     return records[: done // RECORD_BYTES], size
 
 
-def _stored(fd: int, size: int) -> Iterator[tuple[int, int]]:
+def stored(fd: int, size: int) -> Iterator[tuple[int, int]]:
     """Where a file of ``size`` bytes has content, in whole records; of a hole, its first one."""
     at = 0
     while at < size:
@@ -121,7 +121,7 @@ def replay_named(records: Records, num_slots: int) -> Replay:
         at = at[np.argsort(seq[at], kind="stable")]
     return Replay(
         table=pick(records, at[_last_of_each(slot[at], num_slots)]),
-        namespaces=_namespaces(named),
+        namespaces=name_numbers(named),
         next_seq=int(seq.max(initial=0)) + 1,
         num_records=len(records),
         num_invalid=num_all - len(records),
@@ -141,7 +141,8 @@ def _last_of_each(values: Int64s, num_values: int) -> Int64s:
     return np.asarray(last[last >= 0])
 
 
-def _namespaces(named: Records) -> dict[int, bytes]:
+def name_numbers(named: Records) -> dict[int, bytes]:
+    """What the numbers stand for, by records that say so; the last one of each counts."""
     numbers = named["namespace"].astype(np.int64)
     last = pick(named, _last_of_each(numbers, 1 << 16))
     return {int(each["namespace"]): each["key"].tobytes() for each in last}
@@ -149,35 +150,13 @@ def _namespaces(named: Records) -> dict[int, bytes]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recovered:
-    """Blocks that a restart found, by key: sorted as four words, compared in full.
+    """Blocks of a journal, sorted by key: four words, compared in full.
 
-    prefixes: uint64 [n], the first word of each, ascending. slots: int64 [n]; the slot of each.
+    prefixes: uint64 [n], the first word of each, ascending. slots: int64 [n], the row of each.
     """
 
     prefixes: npt.NDArray[np.uint64]
     slots: Int64s
-
-    def find(self, keys: Records, table: Records) -> list[int]:
-        """Slot of each key, -1 where it was not found. table: the records by slot."""
-        wanted = as_words(keys)
-        low = np.searchsorted(self.prefixes, wanted[:, 0], "left")
-        high = np.searchsorted(self.prefixes, wanted[:, 0], "right")
-        found = []
-        for at, (first, end) in enumerate(zip(low.tolist(), high.tolist(), strict=True)):
-            # One candidate, but for keys that agree in 8 bytes. Only keys that were made to agree
-            # are many; the search among them need not find what was rewritten meanwhile.
-            if end - first > 1:
-                first += bisect_left(
-                    self.slots[first:end], tuple(wanted[at].tolist()), key=_words_in(table)
-                )
-            is_there = first < end and table[self.slots[first]]["key"] == keys[at]
-            found.append(int(self.slots[first]) if is_there else -1)
-        return found
-
-
-def _words_in(table: Records) -> Callable[[np.int64], tuple[int, ...]]:
-    """What keys are sorted by, of the record of a slot."""
-    return lambda slot: tuple(as_words(table["key"][slot : slot + 1])[0].tolist())
 
 
 def recovered(table: Records) -> Recovered:

@@ -66,18 +66,18 @@ class RoundRobin:
     def __init__(self) -> None:
         self._next = 0
 
-    def take(self, table: Records, num_blocks: int) -> Int64s:
-        """Slots of the next blocks; at most one whole round.
+    def take(self, kinds: npt.NDArray[np.uint8], num_blocks: int) -> Int64s:
+        """Slots of the next blocks; at most one whole round. kinds: of the record of each slot.
 
         Looks at as few slots as it needs: the table may be large, and most of it empty.
         """
         found: list[Int64s] = []
-        missing, left = num_blocks, len(table)
+        missing, left = num_blocks, len(kinds)
         while missing > 0 and left > 0:
-            self._next %= len(table)
-            span = min(left, max(1024, missing), len(table) - self._next)
-            part = table[self._next : self._next + span]
-            live = np.flatnonzero(part["kind"] == Kind.PUT)[:missing]
+            self._next %= len(kinds)
+            span = min(left, max(1024, missing), len(kinds) - self._next)
+            part = kinds[self._next : self._next + span]
+            live = np.flatnonzero(part == Kind.PUT)[:missing]
             seen = int(live[-1]) + 1 if len(live) == missing else span
             found.append(live + self._next)
             self._next += seen

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Lock
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.disk.folder import (
-    JOURNAL,
-    NEW_JOURNAL,
-    OwnerLock,
-    open_file,
-)
-from kvtier.tiers.disk.journal import COMPACT_FLOOR, Journal, make_spare, max_journal_bytes
-from kvtier.tiers.disk.records import Kind, Records, blank, header, seal
-from kvtier.tiers.disk.replay import Replay
+from kvtier.tiers.disk.folder import OwnerLock
+from kvtier.tiers.disk.journal import Journal
+from kvtier.tiers.disk.log import Log
+from kvtier.tiers.disk.records import Kind, Records, blank
+from kvtier.tiers.disk.recovery import Recovery
+from kvtier.tiers.disk.rows import Rows
 from kvtier.tiers.disk.sequence import Sequence
 from kvtier.tiers.disk.superblock import (
     FORMAT_VERSION,
@@ -36,10 +31,7 @@ from kvtier.tiers.disk.trust import mark_of, write_trust
 
 logger = logging.getLogger(__name__)
 
-MAX_NAMESPACES = 0xFFFF
 MAX_U32 = 0xFFFFFFFF
-UNNAMED = 0
-"""Number of the namespaces that did not get one of their own."""
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
@@ -47,12 +39,13 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Slab:
-    """Made by ``opening.open_slab``. Safe to use from several threads, but for ``compact`` and
-    ``close``; changes raise ``OSError`` where the system refuses, and have not happened then, and
-    ``Closed`` in a forked child.
+    """Made by ``opening.open_slab``. Safe to use from several threads, but for ``compact``,
+    ``compact_if_due``, ``mend`` and ``close``, which belong to one thread at a time; changes raise
+    ``OSError`` where the system refuses, and have not happened then, and ``Closed`` in a forked
+    child.
 
-    Each change is in the journal first and in ``_table`` then; what was appended is read back by
-    the next owner, and nothing else is.
+    Each change is in the journal first and in memory then; what was appended is read back by the
+    next owner, and nothing else is.
 
     found: what the journal says. trusted: bool [num_slots], whose data may be believed unverified.
     numbers: gives the records their sequence numbers; the slabs of a set share one.
@@ -63,7 +56,7 @@ class Slab:
         folder: Path,
         lock: OwnerLock,
         superblock: Superblock,
-        found: Replay,
+        found: Recovery,
         files: SlabFiles,
         trusted: Bools,
         system: DiskSystem,
@@ -72,54 +65,46 @@ class Slab:
         self.folder = folder
         self.superblock = superblock
         self.data_fd, self.is_direct = files.data_fd, files.is_direct
-        self.compact_floor = COMPACT_FLOOR
         self._superblock_fd = files.superblock_fd
         self._owner = lock
         self._system = system
         self._clock = clock
-        self._lock = Lock()
-        self._table = found.table
-        self._trusted = trusted
         self._has_lost_a_sync = False
-        self._numbers = {digest: number for number, digest in found.namespaces.items()}
-        self._last_number = int(found.table["namespace"].max(initial=0))
-        self._last_number = max(self._last_number, *found.namespaces, 0)
-        self._num_live = int(np.isin(found.table["kind"], (Kind.PUT, Kind.BAD)).sum())
+        self._ages: Uint64s | None = found.ages
         self.numbers = Sequence(found.next_seq)
-        self._journal = Journal(files.journal_fd, files.journal_bytes, system)
-        self._since_snapshot: list[Records] | None = None
+        journal = Journal(files.journal_fd, files.journal_bytes, system)
+        self._log = Log(folder, journal, found, trusted, system)
 
     # -- queries -----------------------------------------------------------------------------------
 
     @property
-    def table(self) -> Records:
-        """``RECORD`` [num_slots]: of each slot the record that decides. To look at when nothing
-        else uses the slab."""
-        return self._table
+    def table(self) -> Rows:
+        """Of each slot what decides. To look at when nothing else uses the slab."""
+        return self._log.rows
+
+    def take_ages(self) -> Uint64s:
+        """What ``Recovery.ages`` says, once: it is of no use any more when slots change."""
+        ages, self._ages = self._ages, None
+        assert ages is not None, "the ages were taken before"
+        return ages
 
     @property
     def num_dead(self) -> int:
         """Records of the journal that say nothing any more."""
-        return self._journal.num_records - self._num_live - len(self._numbers) - 1
+        return self._log.num_dead
 
     @property
     def journal_bytes(self) -> int:
-        return self._journal.num_bytes
+        return self._log.journal.num_bytes
 
     def look_up(self, slots: Int64s) -> tuple[Records, Bools]:
-        """Copies of the slots' records, and whether their data may be believed unverified."""
-        with self._lock:
-            return self._table[slots], self._trusted[slots]
+        """The slots' records, as far as ``Rows`` has them, and whether their data may be believed
+        unverified. Waits for no disk."""
+        return self._log.look_up(slots)
 
     def trust(self, seen: Records) -> None:
         """The data of the slots with these records was verified."""
-        with self._lock:
-            self._trusted[self._unchanged(seen)] = True
-
-    def _unchanged(self, seen: Records) -> Int64s:
-        """Slots that have not been rewritten since their record was seen."""
-        slots = seen["slot"].astype(np.int64)
-        return np.asarray(slots[self._table["seq"][slots] == seen["seq"]], np.int64)
+        self._log.trust(seen)
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -137,10 +122,11 @@ class Slab:
         numbers: uint64 [n], sequence numbers that were taken before the data was written. Where
         something was said about a slot since (it can't be read, for instance) that stays: False.
         """
-        with self._lock:
-            is_newest: Bools = np.asarray(self._table["seq"][slots] < numbers)
+        with self._log.changes:
+            is_newest: Bools = np.asarray(self._log.rows.seqs(slots) < numbers)
             keys, depths, slots = keys[is_newest], depths[is_newest], slots[is_newest]
-            number, naming = self._number(namespace)
+            number, naming = self._log.number(namespace)
+            naming["seq"] = self.numbers.take(len(naming))
             records = blank(len(slots), Kind.PUT)
             records["namespace"] = number
             records["slot"] = slots
@@ -149,29 +135,28 @@ class Slab:
             records["data_crc"] = data_crcs[is_newest]
             records["key"] = keys
             records["seq"] = numbers[is_newest]
-            self._append(np.concatenate([naming, records]))
+            self._append(np.concatenate([naming, records]), trusted=slots)
             if len(naming):
-                self._numbers[namespace] = self._last_number = number
-            self._trusted[slots] = True
+                self._log.named(namespace, number)
             return is_newest
 
     def delete(self, slots: Int64s) -> None:
         """The slots hold nothing. Those that hold nothing anyway cost no record."""
-        with self._lock:
-            slots = slots[self._table["kind"][slots] == Kind.PUT]
+        with self._log.changes:
+            slots = slots[self._log.rows.kinds[slots] == Kind.PUT]
             self._append(self._about(slots, Kind.DEL))
 
     def delete_if_unchanged(self, seen: Records) -> Int64s:
         """Slots whose record is still the one that was ``seen`` hold nothing; returns them."""
-        with self._lock:
-            slots: Int64s = self._unchanged(seen)
+        with self._log.changes:
+            slots = self._log.unchanged(seen)
             self._append(self._about(slots, Kind.DEL))
             return slots
 
     def mark_bad(self, slots: Int64s) -> None:
         """The slots can't be read or written. Where even this can't be written, only this process
         knows."""
-        with self._lock:
+        with self._log.changes:
             self._append(self._about(slots, Kind.BAD))
 
     def _about(self, slots: Int64s, kind: Kind) -> Records:
@@ -185,39 +170,17 @@ class Slab:
         """Unix time, as far as 32 bits count it."""
         return min(max(0, int(self._clock())), MAX_U32)
 
-    def _number(self, namespace: bytes) -> tuple[int, Records]:
-        """The namespace's number, and the record that gives it one where it has none yet."""
-        number = self._numbers.get(namespace)
-        if number is not None or self._last_number >= MAX_NAMESPACES:
-            return number or UNNAMED, blank(0, Kind.NAMESPACE)
-        naming = blank(1, Kind.NAMESPACE)
-        naming["namespace"] = self._last_number + 1
-        naming["key"] = np.frombuffer(namespace, "V32")
-        naming["seq"] = self.numbers.take(1)
-        return self._last_number + 1, naming
-
-    def _append(self, records: Records) -> None:
-        if not len(records):
-            return
-        self._owner.process.must_be_here("the slab")
-        seal(records)
-        self._journal.append(records)
-        if self._since_snapshot is not None:
-            self._since_snapshot.append(records)
-        self._apply(records)
-
-    def _apply(self, records: Records) -> None:
-        records = records[records["kind"] != Kind.NAMESPACE]
-        slots = records["slot"]
-        self._num_live -= int(np.isin(self._table["kind"][slots], (Kind.PUT, Kind.BAD)).sum())
-        self._table[slots] = records
-        self._num_live += int(np.isin(records["kind"], (Kind.PUT, Kind.BAD)).sum())
+    def _append(self, records: Records, trusted: Int64s | None = None) -> None:
+        if len(records):
+            self._owner.process.must_be_here("the slab")
+            self._log.append(records, trusted)
 
     def sync_journal(self) -> None:
         """Return when the journal is on the medium."""
-        if not self._journal.is_synced:
+        journal = self._log.journal
+        if not journal.is_synced:
             try:
-                self._journal.sync()
+                journal.sync()
             except OSError:
                 self.distrust()
                 raise
@@ -225,96 +188,46 @@ class Slab:
     def distrust(self) -> None:
         """A sync has failed: what was written before it may be lost, and no later sync says so.
         Every block is verified when it is read, and a restart believes nothing of this one."""
-        with self._lock:
-            self._has_lost_a_sync = True
-            self._trusted[:] = False
+        self._has_lost_a_sync = True
+        self._log.distrust()
 
     # -- compaction --------------------------------------------------------------------------------
 
+    @property
+    def compact_floor(self) -> int:
+        """Dead records below which the journal is left as it is."""
+        return self._log.compact_floor
+
+    @compact_floor.setter
+    def compact_floor(self, num_records: int) -> None:
+        self._log.compact_floor = num_records
+
     def compact_if_due(self) -> None:
-        """Compact when more records are dead than live, and enough to be worth it."""
-        if self.num_dead <= max(self._num_live, self.compact_floor) or self._journal.is_broken:
-            return
+        """Go on with a compaction, or begin one when enough records are dead."""
+        generation = self.superblock.generation + 1
+        if self._log.compact_if_due(self.superblock.slab_id, generation):
+            self._write_generation(generation)
+
+    def _write_generation(self, generation: int) -> None:
         try:
-            self.compact()
+            self._write_superblock(generation=generation)
         except OSError as error:
-            self.compact_floor = 2 * self.num_dead  # not again with every batch
-            logger.warning("journal not compacted path=%s error=%s", self.folder, error)
+            logger.warning("superblock not written path=%s error=%s", self.folder, error)
+
+    def compact(self) -> None:
+        """Write the journal anew, all at once; others may go on meanwhile."""
+        generation = self.superblock.generation + 1
+        self._log.compact(self.superblock.slab_id, generation)
+        self._write_superblock(generation=generation)
 
     def mend(self) -> None:
         """Write the journal anew if nothing can be appended to it; ``OSError`` where that fails."""
-        if self._journal.is_broken:
+        if self._log.journal.is_broken:
             self.compact()
 
     def reserve(self) -> None:
-        """Have room for the journal to grow, and for the next one. A slab without it can be used:
-        it stops being written when the file system is full."""
-        try:
-            self._journal.reserve(max_journal_bytes(len(self._table)))
-            make_spare(self.folder, len(self._table), self._system)
-        except OSError as error:
-            logger.warning("no room reserved for the journal path=%s error=%s", self.folder, error)
-
-    def compact(self) -> None:
-        """Write what counts to a new journal and put it in place of the old one.
-
-        Others may go on: what they append meanwhile goes to both.
-        """
-        with self._lock:
-            generation = self.superblock.generation + 1
-            snapshot = self._snapshot(generation)
-            self._since_snapshot = []
-        fd = -1
-        try:
-            fd = open_file(self.folder / NEW_JOURNAL, os.O_RDWR | os.O_CREAT)
-            fresh = Journal(fd, 0, self._system)
-            if os.fstat(fd).st_size:  # where nothing is, cutting would give the room back
-                self._system.truncate(fd, 0)
-            with contextlib.suppress(OSError):
-                fresh.reserve(max_journal_bytes(len(self._table)))
-            fresh.append(snapshot)
-            fresh.sync()
-            with self._lock:
-                if self._since_snapshot:
-                    fresh.append(np.concatenate(self._since_snapshot))
-                    fresh.sync()
-                self._replace_journal(fresh)
-                fd = -1
-        finally:
-            with self._lock:
-                self._since_snapshot = None
-            if fd >= 0:
-                os.close(fd)
-            with contextlib.suppress(OSError):
-                make_spare(self.folder, len(self._table), self._system)
-        self._write_superblock(generation=generation)
-
-    def _replace_journal(self, fresh: Journal) -> None:
-        try:
-            self._system.replace(self.folder / NEW_JOURNAL, self.folder / JOURNAL)
-        except OSError as error:
-            # Which of the two the next owner will see is not known.
-            self._journal.give_up(error)
-            raise
-        self._journal.close()
-        self._journal = fresh
-
-    def _snapshot(self, generation: int) -> Records:
-        """A header, the namespaces in use, and of each slot the record that decides."""
-        kept = self._table[np.isin(self._table["kind"], (Kind.PUT, Kind.BAD))]
-        kept = kept[np.argsort(kept["seq"], kind="stable")]
-        used = set(np.unique(kept["namespace"]).tolist())
-        self._numbers = {
-            digest: number for digest, number in self._numbers.items() if number in used
-        }
-        self._last_number = max(self._numbers.values(), default=0)
-        naming = blank(len(self._numbers), Kind.NAMESPACE)
-        naming["namespace"] = list(self._numbers.values())
-        for record, digest in zip(naming, self._numbers, strict=True):
-            record["key"] = digest
-        top = np.concatenate([header(self.superblock.slab_id, generation), naming])
-        seal(top)
-        return np.concatenate([top, kept])
+        """Have room for the journal to grow, and for the next one."""
+        self._log.reserve()
 
     # -- superblock, end ---------------------------------------------------------------------------
 
@@ -333,7 +246,7 @@ class Slab:
             member=member or self.superblock.member,
             is_clean=is_clean,
             data=data or DataMark(),
-            journal_bytes=self._journal.num_bytes,
+            journal_bytes=self._log.journal.num_bytes,
         )
         write_superblock(self._superblock_fd, current, self._system)
         self.superblock = current
@@ -348,13 +261,16 @@ class Slab:
         verified, or was told to believe. Nothing is written any more. False where that failed."""
         if not self._owner.process.is_here:
             return False  # the owner goes on
-        if self._journal.is_broken or self._has_lost_a_sync:
+        if self._log.journal.is_broken or self._has_lost_a_sync:
             return False
         try:
             data = mark_of(self._system.stamp(self.data_fd))
             self._system.sync(self.data_fd)
-            self._journal.sync()
-            write_trust(self.folder, self._trusted, self._table, self.superblock, self._system)
+            self._log.drop_compaction()
+            self._log.journal.sync()
+            write_trust(
+                self.folder, self._log.trusted, self._log.rows, self.superblock, self._system
+            )
             self._write_superblock(member=member, is_clean=True, data=data)
         except OSError as error:
             logger.warning("slab not closed in order path=%s error=%s", self.folder, error)
@@ -376,7 +292,7 @@ class Slab:
         finally:
             os.close(self.data_fd)
             os.close(self._superblock_fd)
-            self._journal.close()
+            self._log.close()
             self._owner.close()
 
 

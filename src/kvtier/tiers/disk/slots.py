@@ -9,16 +9,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.disk.records import Kind, Records
-from kvtier.tiers.disk.replay import Recovered
+from kvtier.tiers.disk.records import Kind
 from kvtier.tiers.slots import check_count, check_slots
 from kvtier.types import Slot
 
-AGE_STEP_S: Final = 60
-"""Blocks are equally old within this: those of one prompt are written over a while, its start
-first, and a prefix should outlive what follows it."""
+FIRST_ROOM: Final = 1024
 
 Int64s = npt.NDArray[np.int64]
+Uint32s = npt.NDArray[np.uint32]
 
 
 class SlotState(IntEnum):
@@ -29,30 +27,39 @@ class SlotState(IntEnum):
 
 
 class DiskSlots:
-    """Slots by state. Safe to use from several threads; no call costs O(num_slots)."""
+    """Slots by state. Safe to use from several threads; no call costs O(num_slots).
 
-    def __init__(self, table: Records, found: Recovered) -> None:
-        num_slots = len(table)
+    kinds: uint8 [num_slots], of what decides about each slot. found: int64 [n], slots with the
+    blocks that a restart found. ages: by slot, the lowest one leaves first.
+    """
+
+    def __init__(
+        self, kinds: npt.NDArray[np.uint8], found: Int64s, ages: npt.NDArray[np.uint64]
+    ) -> None:
+        num_slots = len(kinds)
         self._lock = Lock()
         self._state = np.zeros(num_slots, np.uint8)
-        self._state[table["kind"] == Kind.BAD] = SlotState.QUARANTINED
-        self._state[found.slots] = SlotState.UNCLAIMED
+        self._state[kinds == Kind.BAD] = SlotState.QUARANTINED
+        self._state[found] = SlotState.UNCLAIMED
         self._is_bad = self._state == SlotState.QUARANTINED
         free = np.flatnonzero(self._state == SlotState.FREE)
-        # A stack, lowest slot on top.
-        self._free: Int64s = np.empty(num_slots, np.int64)
-        self._free[: len(free)] = free[::-1]
-        self._num_free = len(free)
-        self.num_unclaimed = len(found.slots)
+        self._free = _Stack(free[::-1])
+        self.num_unclaimed = len(found)
         self.num_quarantined = int(self._is_bad.sum())
         self.num_used = 0
-        self._to_drop: Int64s = _drop_order(table, self._state)
+        self._to_drop: Uint32s = found[np.argsort(ages[found])].astype(np.uint32)
         self._num_passed = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory, about."""
+        arrays = (self._state, self._is_bad, self._to_drop)
+        return self._free.num_bytes + sum(each.nbytes for each in arrays)
 
     @property
     def num_free(self) -> int:
         """Free slots and unclaimed blocks."""
-        return self._num_free + self.num_unclaimed
+        return len(self._free) + self.num_unclaimed
 
     def allocate(self, num_slots: int) -> list[Slot] | None:
         """Free slots, then those of unclaimed blocks; None where there are not enough."""
@@ -60,13 +67,10 @@ class DiskSlots:
         with self._lock:
             if num_slots > self.num_free:
                 return None
-            from_free = min(num_slots, self._num_free)
-            rest = self._num_free - from_free
-            chosen = [self._free[rest : self._num_free][::-1]]
-            self._num_free = rest
-            missing = num_slots - from_free
+            chosen = [self._free.take(min(num_slots, len(self._free)))]
+            missing = num_slots - len(chosen[0])
             while missing:
-                part = self._to_drop[self._num_passed : self._num_passed + missing]
+                part = self._to_drop[self._num_passed : self._num_passed + missing].astype(np.int64)
                 assert len(part), "the count of unclaimed blocks is wrong"
                 self._num_passed += len(part)
                 part = part[self._state[part] == SlotState.UNCLAIMED]
@@ -92,8 +96,7 @@ class DiskSlots:
 
     def _push(self, slots: Int64s) -> None:
         self._state[slots] = SlotState.FREE
-        self._free[self._num_free : self._num_free + len(slots)] = np.sort(slots)[::-1]
-        self._num_free += len(slots)
+        self._free.put(np.sort(slots)[::-1])
 
     def claim(self, found: list[int]) -> list[Slot]:
         """The leading run of slots that are unclaimed; they are in use from now on.
@@ -132,7 +135,18 @@ class DiskSlots:
         """Slots of the blocks that nobody has claimed, in the order in which they would leave."""
         with self._lock:
             left = self._to_drop[self._num_passed :]
-            return np.asarray(left[self._state[left] == SlotState.UNCLAIMED])
+            left = left[self._state[left] == SlotState.UNCLAIMED]
+            return np.asarray(left, np.int64)
+
+    @property
+    def to_drop(self) -> Uint32s:
+        """The same, and maybe some of those that were claimed. Never written to."""
+        return self._to_drop[self._num_passed :]
+
+    def have_blocks(self, slots: Int64s) -> npt.NDArray[np.bool_]:
+        """bool [n]: which slots are in use or unclaimed."""
+        state = self._state[slots]
+        return np.asarray((state == SlotState.USED) | (state == SlotState.UNCLAIMED))
 
     def drop_unclaimed(self, slots: Int64s) -> None:
         """Those of the slots that hold an unclaimed block are free: the block is damaged."""
@@ -153,17 +167,15 @@ class DiskSlots:
             is_free = self._state[slots] == SlotState.FREE
             if is_free.any():  # rare, so it may cost a walk over the free slots
                 self._state[slots[is_free]] = SlotState.QUARANTINED
-                stack = self._free[: self._num_free]
-                kept = stack[self._state[stack] == SlotState.FREE]
-                self._num_free = len(kept)
-                self._free[: len(kept)] = kept
+                stack = self._free.all()
+                self._free = _Stack(stack[self._state[stack] == SlotState.FREE])
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the counts and the states disagree. O(num_slots)."""
         with self._lock:
             counts = np.bincount(self._state, minlength=4)
-            stack = self._free[: self._num_free]
-            assert counts[SlotState.FREE] == self._num_free, "free slots miscounted"
+            stack = self._free.all()
+            assert counts[SlotState.FREE] == len(stack), "free slots miscounted"
             assert len(np.unique(stack)) == len(stack), "a slot is free twice"
             assert (self._state[stack] == SlotState.FREE).all(), "a slot in use is free"
             assert counts[SlotState.USED] == self.num_used, "used slots miscounted"
@@ -174,9 +186,36 @@ class DiskSlots:
             assert num_left == self.num_unclaimed, "an unclaimed block can't be dropped"
 
 
-def _drop_order(table: Records, state: npt.NDArray[np.uint8]) -> Int64s:
-    """Unclaimed slots, oldest first, deepest first where equally old."""
-    slots = np.flatnonzero(state == SlotState.UNCLAIMED)
-    step = (table["time"][slots] // AGE_STEP_S).astype(np.uint64)
-    height = (np.uint32(0xFFFFFFFF) - table["depth"][slots]).astype(np.uint64)
-    return slots[np.argsort((step << np.uint64(32)) | height)]
+class _Stack:
+    """Slots, the lowest one on top; it needs room for as many as it had at most."""
+
+    def __init__(self, slots: Int64s) -> None:
+        self._slots: Uint32s = slots.astype(np.uint32)
+        self._num = len(slots)
+
+    def __len__(self) -> int:
+        return self._num
+
+    @property
+    def num_bytes(self) -> int:
+        return self._slots.nbytes
+
+    def all(self) -> Int64s:
+        return self._slots[: self._num].astype(np.int64)
+
+    def take(self, num: int) -> Int64s:
+        """The uppermost ones."""
+        rest = self._num - num
+        taken = self._slots[rest : self._num][::-1].astype(np.int64)
+        self._num = rest
+        return taken
+
+    def put(self, slots: Int64s) -> None:
+        """The last one is on top then."""
+        num = self._num + len(slots)
+        if num > len(self._slots):
+            larger = np.empty(max(num, 2 * len(self._slots), FIRST_ROOM), np.uint32)
+            larger[: self._num] = self._slots[: self._num]
+            self._slots = larger
+        self._slots[self._num : num] = slots
+        self._num = num

@@ -12,7 +12,6 @@ from threading import TIMEOUT_MAX, Lock
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import KeyTable
 from kvtier.devices.base import Finding, Memory
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import KVGroup
@@ -21,7 +20,14 @@ from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.records import as_keys
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.storage import Outcome, ScrubReport, StorageFacts, StorageSite, StorageTier
+from kvtier.tiers.storage import (
+    KeptKeys,
+    Outcome,
+    ScrubReport,
+    StorageFacts,
+    StorageSite,
+    StorageTier,
+)
 from kvtier.types import DISK, BlockKey, BlockName, Slot
 
 Int64s = npt.NDArray[np.int64]
@@ -63,7 +69,7 @@ class DiskTier(StorageTier):
         self.bytes_per_block = group.bytes_per_block
         self.blocks = DiskBlocks(options, group, arena, system, clock, monotonic)
         self._lock = Lock()
-        self._slots = KeyTable(*self.blocks.found())
+        self._slots = self.blocks.listed
         self._is_kept = np.zeros(self.blocks.num_slots, bool)
         self._num_readers: Counter[int] = Counter()
         self._leaving: set[int] = set()
@@ -83,6 +89,9 @@ class DiskTier(StorageTier):
 
     def unfound_keys(self) -> list[BlockKey]:
         return self.blocks.unclaimed_keys()
+
+    def kept_keys(self) -> KeptKeys:
+        return self.blocks.kept_keys()
 
     # -- by key ------------------------------------------------------------------------------------
 
@@ -116,7 +125,7 @@ class DiskTier(StorageTier):
         if (lost := np.flatnonzero((slots >= 0) & ~is_right)).size:
             gone = lost[self._is_kept[slots[lost]] & ~is_other[lost]]
             self._leave(slots[gone])
-            self._slots.remove(wanted[lost], slots[lost])
+            self._slots.remove(slots[lost])
         slots[~is_right | ~self.blocks.hold(np.where(is_right, slots, -1))] = -1
         self._is_kept[slots[slots >= 0]] = True
         return slots
@@ -143,7 +152,7 @@ class DiskTier(StorageTier):
         with self._lock:
             for at, slot, is_stored in zip(fit, slots, stored, strict=True):
                 if is_stored:
-                    self._slots.put(as_keys([names[at].key]), np.array([slot], np.int64))
+                    self._slots.put(np.array([slot], np.int64))
                     self._is_kept[slot] = True
                     outcomes[at] = Outcome.THERE
                 else:
@@ -152,9 +161,7 @@ class DiskTier(StorageTier):
 
     def _allocate(self, num_blocks: int) -> list[Slot]:
         """Slots, as many as there are. Blocks that nobody asked for go for them."""
-        slots = self.blocks.allocate(min(num_blocks, self.blocks.num_free)) or []
-        self._slots.remove(*self.blocks.contents(slots))
-        return slots
+        return self.blocks.allocate(min(num_blocks, self.blocks.num_free)) or []
 
     def get(
         self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float = inf
@@ -195,7 +202,7 @@ class DiskTier(StorageTier):
                 there = self._slots_with(keys)
                 if not self.blocks.forget([Slot(slot) for slot in there[there >= 0].tolist()]):
                     raise TierError(self.name, "drop", "the journal can't be written")
-                self._slots.remove(as_keys(list(keys))[there >= 0], there[there >= 0])
+                self._slots.remove(there[there >= 0])
             self._leave(slots[slots >= 0])
 
     def _slots_with(self, keys: Sequence[BlockKey]) -> Int64s:
@@ -209,7 +216,7 @@ class DiskTier(StorageTier):
         """The blocks are not there any more; those that went meanwhile are passed over."""
         wanted = as_keys(list(keys))
         still = self._slots.find(wanted) == slots
-        self._slots.remove(wanted, slots)
+        self._slots.remove(slots[still])
         self._leave(slots[still])
 
     def _leave(self, slots: Int64s) -> None:

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from kvtier._hot import crc32c
 from kvtier.tiers.disk.folder import TRUST, open_file
 from kvtier.tiers.disk.records import Kind, Records
+from kvtier.tiers.disk.rows import Rows
 from kvtier.tiers.disk.superblock import DataMark, Superblock
 from kvtier.tiers.disk.system import DiskSystem, read_at
 
@@ -34,6 +35,8 @@ _WHOSE: Final = struct.Struct("<16sQQ")
 _RECORDS: Final = struct.Struct("<I")
 
 Bools = npt.NDArray[np.bool_]
+Columns = Records | Rows
+"""By slot, ``kind`` and ``crc`` of the record that decides; of more slots, maybe."""
 
 
 def num_bytes_of(num_slots: int) -> int:
@@ -41,7 +44,7 @@ def num_bytes_of(num_slots: int) -> int:
     return _HEAD.size + _WHOSE.size + _RECORDS.size + -(-num_slots // 8)
 
 
-def encode(trusted: Bools, table: Records, superblock: Superblock) -> bytes:
+def encode(trusted: Bools, table: Columns, superblock: Superblock) -> bytes:
     """The file's content. trusted: bool [num_slots]. table: of each slot the record that decides;
     another journal says something else of some slot, however old or long it is."""
     whose = _WHOSE.pack(superblock.slab_id, superblock.member.session, len(trusted))
@@ -50,7 +53,7 @@ def encode(trusted: Bools, table: Records, superblock: Superblock) -> bytes:
     return _HEAD.pack(MAGIC, _checksum(body)) + body
 
 
-def decode(content: bytes, table: Callable[[], Records], superblock: Superblock) -> Bools | None:
+def decode(content: bytes, table: Callable[[], Columns], superblock: Superblock) -> Bools | None:
     """bool [num_slots]; None where the content is damaged, or is not that of the close which
     ``superblock`` tells of, or the journal is not."""
     num_slots = superblock.num_slots
@@ -68,13 +71,13 @@ def decode(content: bytes, table: Callable[[], Records], superblock: Superblock)
     return trusted if records == _of_records(trusted, table()) else None
 
 
-def _of_records(trusted: Bools, table: Records) -> int:
+def _of_records(trusted: Bools, table: Columns) -> int:
     """One number for what the journal says of the slots whose data is trusted."""
-    counts = trusted & (table["kind"] == Kind.PUT)
-    return _checksum(np.where(counts, table["crc"], 0).astype("<u4").tobytes())
+    counts = trusted & (table["kind"][: len(trusted)] == Kind.PUT)
+    return _checksum(np.where(counts, table["crc"][: len(trusted)], 0).astype("<u4").tobytes())
 
 
-def read_trust(folder: Path, table: Callable[[], Records], superblock: Superblock) -> Bools | None:
+def read_trust(folder: Path, table: Callable[[], Columns], superblock: Superblock) -> Bools | None:
     """What the last owner left; None where it can't be used. Never an error: what is not trusted
     is verified."""
     try:
@@ -90,7 +93,7 @@ def read_trust(folder: Path, table: Callable[[], Records], superblock: Superbloc
 
 
 def write_trust(
-    folder: Path, trusted: Bools, table: Records, superblock: Superblock, system: DiskSystem
+    folder: Path, trusted: Bools, table: Columns, superblock: Superblock, system: DiskSystem
 ) -> None:
     """Write the file, and wait until it is on the medium."""
     fd = open_file(folder / TRUST, os.O_RDWR | os.O_CREAT)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvtier.devices.base import Finding
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.storage import Outcome, ScrubReport, StorageTier
+from kvtier.tiers.storage import KeptKeys, Outcome, ScrubReport, StorageTier
 from kvtier.types import BlockKey, BlockName
 
 
@@ -29,6 +29,9 @@ class StorageWrapper(StorageTier):
 
     def unfound_keys(self) -> list[BlockKey]:
         return self.inner.unfound_keys()
+
+    def kept_keys(self) -> KeptKeys:
+        return self.inner.kept_keys()
 
     def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
         return self.inner.find(keys, timeout_s)

@@ -8,7 +8,17 @@ RankMover  ---- orders, with the engine's ---> RankExecutor
 from __future__ import annotations
 
 from kvtier.transfer.ranks.executor import RankExecutor
-from kvtier.transfer.ranks.messages import Done, Hello, Order, Report, Verb
+from kvtier.transfer.ranks.messages import Done, Found, Hello, Order, Piece, Report, Verb
 from kvtier.transfer.ranks.mover import RankMover
 
-__all__ = ["Done", "Hello", "Order", "RankExecutor", "RankMover", "Report", "Verb"]
+__all__ = [
+    "Done",
+    "Found",
+    "Hello",
+    "Order",
+    "Piece",
+    "RankExecutor",
+    "RankMover",
+    "Report",
+    "Verb",
+]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvtier.tiers import MemoryTier
+from kvtier.tiers import KeptKeys, MemoryTier
 from kvtier.transfer.job import Job
 from kvtier.transfer.local import TIMEOUT_S
 from kvtier.transfer.mover import Move, Mover, Scrubbed
-from kvtier.transfer.ranks.messages import Done, Order, Verb
-from kvtier.types import BlockKey
+from kvtier.transfer.ranks.messages import Done, Found, Order, Piece, Verb
+from kvtier.transfer.ranks.telling import Telling
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +39,22 @@ class _UnderWay:
 
 class RankExecutor:
     """Owned by one thread. memory: the tier that blocks come from and go to; its slots are what
-    orders name. mover: moves them, within this process. found: by storage tier, what a restart
-    found there. clock: seconds, for what is late.
+    orders name. mover: moves them, within this process. kept: by storage tier, what an earlier life
+    has left there. rank: number of this one; num_ranks: that have such storage. clock: seconds, for
+    what is late.
     """
 
     def __init__(
         self,
         memory: MemoryTier,
         mover: Mover,
-        found: Mapping[str, tuple[BlockKey, ...]],
+        kept: Mapping[str, KeptKeys],
+        rank: int = 0,
+        num_ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.found = found
+        self._tellings = {name: Telling(name, rank, each, num_ranks) for name, each in kept.items()}
+        self._line: deque[Order] = deque()  # behind what is being cleared
         self._clock = clock
         self._memory = memory
         self._mover = mover
@@ -60,6 +65,12 @@ class RankExecutor:
         """Begin with an order. One for storage that this rank does not have is none of its."""
         if order.tier not in self._mover.storages:
             return
+        if self._line or any(each.is_clearing for each in self._tellings.values()):
+            self._line.append(order)
+        else:
+            self._carry_out(order)
+
+    def _carry_out(self, order: Order) -> None:
         keys = [name.key for name in order.names]
         match order.verb:
             case Verb.DROP | Verb.ERASE:
@@ -68,6 +79,8 @@ class RankExecutor:
                 self._turn(order)
             case Verb.READ | Verb.WRITE:
                 self._begin(order)
+            case Verb.DIGEST | Verb.LIST | Verb.CLEAR:
+                self._tellings[order.tier].begin(order)
 
     def _begin(self, order: Order) -> None:
         if not all(0 <= slot < self._memory.num_slots for slot in order.slots):
@@ -90,6 +103,24 @@ class RankExecutor:
             self._mover.hurry(route, about.job)
         else:
             self._mover.withdraw(route, about.job)
+
+    # -- what an earlier life has left -------------------------------------------------------------
+
+    def found(self) -> dict[str, Found]:
+        """For the first hello."""
+        return {name: each.hello() for name, each in self._tellings.items()}
+
+    def take_pieces(self) -> tuple[Piece, ...]:
+        """What was asked for, as much of it as one report takes. Goes on with what is cleared."""
+        for name, each in self._tellings.items():
+            if each.is_clearing:
+                self._mover.drop(name, each.take_cleared(), for_good=True)
+        while self._line and not any(each.is_clearing for each in self._tellings.values()):
+            self._carry_out(self._line.popleft())
+        pieces = (each.take() for each in self._tellings.values())
+        return tuple(piece for piece in pieces if piece is not None)
+
+    # -- what was done -----------------------------------------------------------------------------
 
     def take_done(self) -> dict[int, Done]:
         """What has ended since the last call, by order id; and, once, what is late."""

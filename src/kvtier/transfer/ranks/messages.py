@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvtier.transfer.mover import Scrubbed
-from kvtier.types import BlockKey, BlockName, Slot
+from kvtier.types import BlockName, Slot
 
 
 class Verb(Enum):
@@ -25,6 +25,12 @@ class Verb(Enum):
     """Somebody waits now for what an earlier order reads."""
     WITHDRAW = "withdraw"
     """Nobody wants any more what an earlier order reads."""
+    DIGEST = "digest"
+    """Say what was kept since an earlier life, as digests of buckets of keys."""
+    LIST = "list"
+    """Say the keys themselves, some with each report."""
+    CLEAR = "clear"
+    """What was kept and nobody has asked for is to be gone, even after a restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,10 @@ class Order:
 
     tier: the storage. names: the blocks. slots: theirs in memory, one per name, for ``WRITE`` and
     ``READ``. urgent: somebody waits for it. about: the order that is hurried or withdrawn.
+
+    ranks: whom it is for; () for all. num: for ``DIGEST``, of buckets; for ``LIST``, of keys per
+    report at most. buckets: how many there are, and a bit for each, the lowest one first, whose
+    keys are to be listed; None for all keys.
     """
 
     order_id: int
@@ -42,6 +52,9 @@ class Order:
     slots: tuple[Slot, ...] = ()
     urgent: bool = True
     about: int = 0
+    ranks: tuple[int, ...] = ()
+    num: int = 0
+    buckets: tuple[int, bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +92,35 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
+class Found:
+    """What a rank's storage has kept since an earlier life: how many blocks, and their keys, one
+    behind the other, where they are few; else None, and they are asked for."""
+
+    num_keys: int = 0
+    keys: bytes | None = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Of a rank's answer to ``DIGEST`` or ``LIST``. is_last: of the keys."""
+
+    rank: int
+    tier: str
+    digests: bytes = b""
+    keys: bytes = b""
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Hello:
     """What a rank has to say about itself; the last one counts.
 
     num_open: slots in memory that can be used by now. found: by storage tier, what a restart found
-    there, the blocks to leave first in front; only in a rank's first hello, and only where it has
-    that storage.
+    there; only in a rank's first hello, and only where it has that storage.
     """
 
     num_open: int
-    found: Mapping[str, tuple[BlockKey, ...]] | None = None
+    found: Mapping[str, Found] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +129,7 @@ class Report:
 
     done: by order id. hellos: by rank. failed: slots in memory from or to which a copy of the
     engine's went wrong. scrubbed: what was verified while storage was idle. steps: of the engine,
-    that were computed, of those asked for.
+    that were computed, of those asked for. pieces: of what ranks have kept.
     """
 
     done: Mapping[int, Done] = field(default_factory=dict)
@@ -105,9 +137,11 @@ class Report:
     failed: frozenset[Slot] = frozenset()
     scrubbed: tuple[Scrubbed, ...] = ()
     steps: frozenset[int] = frozenset()
+    pieces: tuple[Piece, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.done or self.hellos or self.failed or self.scrubbed or self.steps)
+        told = (self.done, self.hellos, self.failed, self.scrubbed, self.steps, self.pieces)
+        return any(told)
 
     def and_also(self, other: Report) -> Report:
         """One report of several ranks."""
@@ -121,4 +155,5 @@ class Report:
             self.failed | other.failed,
             self.scrubbed + other.scrubbed,
             self.steps | other.steps,
+            self.pieces + other.pieces,
         )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from kvtier.plan import Route
 from kvtier.tiers import Outcome, StorageFacts
 from kvtier.transfer.job import Job
 from kvtier.transfer.mover import FindJob, Move, Mover, Scrubbed
-from kvtier.transfer.ranks.messages import Done, Hello, Order, Report, Verb
+from kvtier.transfer.ranks.adoption import Adoption
+from kvtier.transfer.ranks.messages import Done, Found, Hello, Order, Report, Verb
 from kvtier.types import BlockKey, BlockName, Slot
 
 
@@ -46,15 +48,14 @@ class RankMover(Mover):
         self._num_ranks = num_ranks
         self._num_storage_ranks = num_storage_ranks if storages else 0
         self._hellos: dict[int, Hello] = {}
-        self._found: dict[int, Mapping[str, tuple[BlockKey, ...]]] = {}
-        self._unfound: dict[str, dict[BlockKey, None]] = {name: {} for name in storages}
         self._orders: list[Order] = []
         self._moving: dict[int, _Moving] = {}
         self._ids: dict[Job, int] = {}
         self._num_orders = 0
         self._scrubbed: list[Scrubbed] = []
-        self._wants_unfound = True
-        self._dropped: dict[str, set[BlockKey]] = {name: set() for name in storages}  # early
+        self._adoptions = {
+            name: Adoption(num_storage_ranks, partial(self._ask, name)) for name in storages
+        }
 
     # -- what the ladder wants ---------------------------------------------------------------------
 
@@ -62,6 +63,8 @@ class RankMover(Mover):
         is_read = move.src in self.storages
         tier, slots = (move.src, move.dst_slots) if is_read else (move.dst, move.src_slots)
         job = Job(move.num_blocks * self._block_bytes)
+        if not is_read:
+            self._adoptions[tier].touch([name.key for name in move.names])
         verb = Verb.READ if is_read else Verb.WRITE
         order = self._order(verb, tier, move.names, tuple(slots), urgent)
         route = (move.src, move.dst)
@@ -70,10 +73,7 @@ class RankMover(Mover):
         return job
 
     def drop(self, tier: str, keys: Sequence[BlockKey], for_good: bool = False) -> None:
-        for key in keys:
-            self._unfound[tier].pop(key, None)
-        if len(self._found) < self._num_storage_ranks:
-            self._dropped[tier].update(keys)
+        self._adoptions[tier].touch(keys)
         if keys:
             names = [BlockName(b"", 0, key) for key in keys]
             self._order(Verb.ERASE if for_good else Verb.DROP, tier, names)
@@ -92,22 +92,22 @@ class RankMover(Mover):
         return False
 
     def find(self, tier: str, keys: Sequence[BlockKey]) -> FindJob:
-        """What all ranks have said that they have, and nobody has asked for yet."""
-        job, unfound = FindJob(), self._unfound[tier]
-        job.outcomes = [Outcome.THERE if key in unfound else Outcome.ABSENT for key in keys]
-        for key in keys:
-            unfound.pop(key, None)
+        """What all ranks are known to have, and nobody has asked for yet; what is not known yet is
+        absent until it is."""
+        job, there = FindJob(), self._adoptions[tier].find(keys)
+        job.outcomes = [Outcome.THERE if each else Outcome.ABSENT for each in there]
         job.finish()
         return job
 
     def has_unfound(self, tier: str) -> bool:
-        return bool(self._unfound[tier])
+        return self._adoptions[tier].num_unfound > 0
 
     def drop_unfound(self, tier: str) -> None:
         """Nothing of an earlier life is wanted: not what ranks have yet to tell of, either."""
-        self.drop(tier, list(self._unfound[tier]), for_good=True)
-        self._unfound[tier].clear()
-        self._wants_unfound = self.is_complete
+        adoption = self._adoptions[tier]
+        if adoption.num_unfound or not adoption.is_complete:
+            self._order(Verb.CLEAR, tier)
+        adoption.forget()
 
     def queued_s(self, route: Route, copy_s: Callable[[int], float]) -> float:
         if not self.accepts(route):
@@ -140,25 +140,50 @@ class RankMover(Mover):
         self._orders.append(order)
         return order
 
+    def _ask(
+        self,
+        tier: str,
+        verb: Verb,
+        num: int,
+        ranks: tuple[int, ...] = (),
+        buckets: tuple[int, bytes] | None = None,
+    ) -> None:
+        """Ask ranks what they have kept."""
+        self._num_orders += 1
+        order = Order(self._num_orders, verb, tier, ranks=ranks, num=num, buckets=buckets)
+        self._orders.append(order)
+
     # -- what the engine carries -------------------------------------------------------------------
 
     def take_orders(self) -> list[Order]:
         """What the ranks are to do next, in this order; nothing before all have said hello."""
-        if not self.is_complete:
+        if not self._has_heard_all:
             return []
+        for tier, adoption in self._adoptions.items():
+            if erased := adoption.take_erased():
+                names = [BlockName(b"", 0, key) for key in erased]
+                self._order(Verb.ERASE, tier, names)
         orders, self._orders = self._orders, []
         return orders
 
     @property
+    def _has_heard_all(self) -> bool:
+        """Every rank has said hello."""
+        adoptions = self._adoptions.values()
+        has_heard = all(each.has_heard_all for each in adoptions)
+        return has_heard and len(self._hellos) >= self._num_ranks
+
+    @property
     def is_complete(self) -> bool:
         """Every rank has said what it has."""
-        return len(self._hellos) >= self._num_ranks and len(self._found) >= self._num_storage_ranks
+        return self._has_heard_all and all(each.is_complete for each in self._adoptions.values())
 
     @property
     def is_busy(self) -> bool:
         """Orders are to be sent, or to be carried out; what is late is not waited for."""
         is_waited_for = any(not each.job.is_late for each in self._moving.values())
-        return bool(self._orders) or is_waited_for
+        is_erasing = any(each.has_to_erase for each in self._adoptions.values())
+        return bool(self._orders) or is_waited_for or is_erasing
 
     @property
     def num_open(self) -> int:
@@ -171,10 +196,11 @@ class RankMover(Mover):
         """Reports of some ranks, for each order once from each of them when it has ended."""
         for rank, hello in report.hellos.items():
             self._hellos[rank] = hello
-            if hello.found is not None and rank not in self._found:
-                self._found[rank] = hello.found
-                if len(self._found) == self._num_storage_ranks:
-                    self._join()
+            if hello.found is not None:
+                for tier, adoption in self._adoptions.items():
+                    adoption.hello(rank, hello.found.get(tier, Found()))
+        for piece in report.pieces:
+            self._adoptions[piece.tier].hear(piece)
         self._scrubbed += report.scrubbed
         for order_id, done in report.done.items():
             self._note(order_id, done)
@@ -198,14 +224,3 @@ class RankMover(Mover):
         job.num_bytes = all_done.num_bytes
         job.finish(lost=all_done.failed)
         job.seconds = all_done.seconds
-
-    def _join(self) -> None:
-        """All ranks have said what a restart found: it counts where all have found it."""
-        for tier in self.storages:
-            found = [ranks.get(tier, ()) for ranks in self._found.values()]
-            everywhere = set(found[0]).intersection(*found[1:]) if self._wants_unfound else set()
-            everywhere -= self._dropped[tier]
-            self._unfound[tier] = dict.fromkeys(key for key in found[0] if key in everywhere)
-            somewhere = dict.fromkeys(key for keys in found for key in keys)
-            self.drop(tier, [key for key in somewhere if key not in everywhere], for_good=True)
-        self._found = {rank: {} for rank in self._found}

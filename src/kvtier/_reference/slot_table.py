@@ -1,0 +1,64 @@
+"""Slots by key, with the keys in the slots' own rows: the twin of the native table."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._reference.key_table import KEY_BYTES, Int64s, Keys, as_bytes, check_array
+
+
+class SlotTable:
+    """Which slot has a key, of the slots that are listed. Not safe to be used by several threads at
+    once.
+
+    keys: V32 [num_slots], of all slots, any number of bytes apart; they are looked at, not copied,
+    and that of a listed slot does not change. slots: int64 [n], to be listed; of equal keys the
+    last counts. ValueError or TypeError for anything else, and nothing is changed then.
+    """
+
+    def __init__(self, keys: Keys, slots: Int64s) -> None:
+        if not isinstance(keys, np.ndarray):
+            raise TypeError(f"keys must be an array of V32, not {type(keys).__qualname__}")
+        if keys.dtype != np.dtype(f"V{KEY_BYTES}"):
+            raise TypeError(f"keys must be an array of V32, not of {keys.dtype}")
+        if keys.ndim != 1:
+            raise ValueError(f"keys must have one dimension, not {keys.ndim}")
+        self._keys = keys
+        self._slots: dict[bytes, int] = {}
+        self.put(slots)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def num_bytes(self) -> int:
+        """Memory of the table, about: a key, a number, and what the dictionary needs for both."""
+        return 200 * len(self._slots)
+
+    def find(self, keys: Keys) -> Int64s:
+        """int64 [n]: the slot of each key, -1 where none is listed."""
+        check_array("keys", keys, np.dtype(f"V{KEY_BYTES}"))
+        return np.array([self._slots.get(key, -1) for key in as_bytes(keys)], np.int64)
+
+    def put(self, slots: Int64s) -> None:
+        """List slots, in the place of others with the same keys."""
+        self._check(slots)
+        self._slots.update(zip(self._keys_of(slots), slots.tolist(), strict=True))
+
+    def remove(self, slots: Int64s) -> None:
+        """List these slots no more."""
+        self._check(slots)
+        for key, slot in zip(self._keys_of(slots), slots.tolist(), strict=True):
+            if self._slots.get(key) == slot:
+                del self._slots[key]
+
+    def _keys_of(self, slots: Int64s) -> list[bytes]:
+        return as_bytes(np.ascontiguousarray(self._keys[slots]))
+
+    def _check(self, slots: npt.NDArray[np.int64]) -> None:
+        check_array("slots", slots, np.dtype(np.int64))
+        wrong = np.flatnonzero((slots < 0) | (slots >= len(self._keys)))
+        if len(wrong):
+            raise ValueError(
+                f"slots[{wrong[0]}]: {slots[wrong[0]]} is not in 0 .. {len(self._keys) - 1}"
+            )

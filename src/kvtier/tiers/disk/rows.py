@@ -1,0 +1,87 @@
+"""What a slab has in memory of every slot: 49 bytes, of the 64 that a record has in the journal."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tiers.disk.records import RECORD, RECORD_VERSION, Kind, Records, are_live
+
+ROW: Final = np.dtype([("key", "V32"), ("seq", "<u8"), ("crc", "<u4"), ("data_crc", "<u4")])
+"""One row is three quarters of a cache line: all of it costs one miss."""
+
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class Rows:
+    """Of each slot the record that decides, without its depth, its time and its namespace: these
+    are in the journal only. Not safe to be used by several threads at once.
+
+    The key of a slot changes only when another block comes: a record that empties a slot leaves it.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.kinds: npt.NDArray[np.uint8] = np.zeros(num_slots, np.uint8)
+        self._rows = np.zeros(num_slots, ROW)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, field: str) -> npt.NDArray[np.generic]:
+        """One field of all slots: ``kind``, or one of ``ROW``'s. A view."""
+        return self.kinds if field == "kind" else self._rows[field]
+
+    @property
+    def keys(self) -> Records:
+        """V32 [num_slots], ``ROW.itemsize`` bytes apart: a view."""
+        return self._rows["key"]
+
+    @property
+    def num_bytes(self) -> int:
+        return self._rows.nbytes + self.kinds.nbytes
+
+    def of(self, slots: Int64s) -> Records:
+        """Copies, as records with 0 for what is not known here."""
+        rows = np.take(_whole(self._rows), slots).view(ROW)
+        records = np.zeros(len(slots), RECORD)
+        for name in ROW.names or ():
+            records[name] = rows[name]
+        records["slot"] = slots
+        records["kind"] = self.kinds[slots]
+        records["version"] = RECORD_VERSION
+        return records
+
+    def seqs(self, slots: Int64s) -> npt.NDArray[np.uint64]:
+        """Sequence numbers of the slots' records."""
+        return np.asarray(self._rows["seq"][slots], np.uint64)
+
+    def decide(self, records: Records) -> Bools:
+        """bool [n]: which records are those that decide about their slots, all of which exist."""
+        slots = records["slot"].astype(np.int64)
+        rows = np.take(_whole(self._rows), slots).view(ROW)
+        same = (rows["seq"] == records["seq"]) & (rows["crc"] == records["crc"])
+        return np.asarray(same & (self.kinds[slots] == records["kind"]))
+
+    def set(self, records: Records) -> None:
+        """These records decide from now on; of several for one slot the last one."""
+        slots = records["slot"].astype(np.int64)
+        rows = np.empty(len(records), ROW)
+        for name in ROW.names or ():
+            rows[name] = records[name]
+        is_empty = records["kind"] != Kind.PUT
+        if is_empty.any():
+            rows["key"][is_empty] = self._rows["key"][slots[is_empty]]
+        _whole(self._rows)[slots] = _whole(rows)
+        self.kinds[slots] = records["kind"]
+
+    def num_live(self) -> int:
+        """Slots with a record that has to be kept. O(num_slots)."""
+        return int(np.count_nonzero(are_live(self.kinds)))
+
+
+def _whole(rows: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """Rows without their fields: they are copied a good deal faster."""
+    return rows.view(f"V{ROW.itemsize}")
