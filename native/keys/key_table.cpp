@@ -12,7 +12,10 @@ namespace {
 constexpr std::size_t kNowhere = SIZE_MAX;
 constexpr std::size_t kAhead = 16;  // keys whose cells are fetched at a time
 
-bool is_full(std::size_t num_keys, std::size_t num_cells) { return 8 * num_keys > 7 * num_cells; }
+// From 5/8 of the cells on in the first part, to 7/8 in the last.
+bool is_full(std::size_t num_keys, std::size_t num_cells, std::size_t shard) {
+  return 4096 * num_keys > (2560 + shard) * num_cells;
+}
 
 }  // namespace
 
@@ -65,7 +68,7 @@ void KeyTable::put_one(std::uint64_t hash, const Key& key, std::uint32_t slot) {
     shard.entry(shard.cells[at]).slot = slot;
     return;
   }
-  if (is_full(shard.num_keys + 1, shard.cells.size()))
+  if (is_full(shard.num_keys + 1, shard.cells.size(), hash >> kShardShift))
     resize(shard, std::max(kFirstCells, 2 * shard.cells.size()));
   const std::uint32_t entry = take_entry(shard);
   shard.entry(entry) = {key, slot};
@@ -108,9 +111,11 @@ void KeyTable::reserve(std::size_t num_keys) {
   // Parts are not alike: most of them have less than a quarter more than the mean.
   const std::size_t in_shard = num_keys / kNumShards + num_keys / (4 * kNumShards);
   if (in_shard == 0) return;
-  const std::size_t num_cells = std::bit_ceil(8 * (in_shard + 1) / 7);
-  for (Shard& shard : shards_)
-    if (shard.cells.size() < num_cells) resize(shard, std::max(kFirstCells, num_cells));
+  for (std::size_t i = 0; i < kNumShards; ++i) {
+    std::size_t num_cells = std::max(kFirstCells, std::bit_ceil(in_shard));
+    if (is_full(in_shard, num_cells, i)) num_cells *= 2;
+    if (shards_[i].cells.size() < num_cells) resize(shards_[i], num_cells);
+  }
 }
 
 void KeyTable::resize(Shard& shard, std::size_t num_cells) const {

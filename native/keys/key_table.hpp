@@ -15,8 +15,9 @@ inline constexpr std::uint32_t kMaxSlot = 0xFFFF'FFFF;
 using Key = std::array<std::byte, kKeyBytes>;
 
 // A hash table in kNumShards parts, each with entries and cells of its own: when a part grows, it
-// moves a thousandth of all cells, and no entry. An entry has 36 bytes, a cell 4, and from 7/16 to
-// 7/8 of the cells are used: at most 48 bytes for each of a million keys.
+// moves a thousandth of all cells, and no entry; and no two grow at the same size, so that hardly
+// any keys that are put together have many of them grow. An entry has 36 bytes, a cell 4, and from
+// 5/16 to 7/8 of the cells are used: at most 48 bytes for each of a million keys.
 //
 //   hash = | shard: 10 bits | ... | tag: 10 bits | home: 22 bits |      cell = | tag | entry |
 //

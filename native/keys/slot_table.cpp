@@ -70,7 +70,8 @@ void SlotTable::put(const std::int64_t* slots, std::size_t num) {
 void SlotTable::put_one(std::uint64_t hash, std::uint32_t slot) {
   Shard& shard = shards_[hash >> kShardShift];
   if (is_full(shard.num_listed + 1, shard.tags.size()))
-    resize(shard, std::max(kFewestCells, shard.tags.size() + shard.tags.size() / 4));
+    resize(shard, shard.tags.empty() ? kFewestCells + (hash >> kShardShift) % kFewestCells
+                                     : shard.tags.size() + shard.tags.size() / 4);
   const std::size_t at = cell_of(shard, hash, key_of(slot));
   if (shard.tags[at] == 0) {
     shard.tags[at] = tag_of(hash);

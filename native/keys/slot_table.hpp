@@ -10,7 +10,8 @@
 namespace kvtier::keys {
 
 // A hash table of slot numbers in kNumShards parts. A cell has five bytes: a tag of the key's hash,
-// and the slot; up to 7/8 of them are used, and from 7/10 on after a part has grown.
+// and the slot; up to 7/8 of them are used, and from 7/10 on after a part has grown. Parts begin
+// with sizes of their own, and so don't grow together.
 //
 //   hash = | shard: 10 bits | home: 32 bits | ... | tag: 8 bits |
 //

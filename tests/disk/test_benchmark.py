@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import slab_recovery
+from benchmarks.scale import compaction, restart
 
 
 def test_recovery_benchmark_reports_rows_and_its_target(tmp_path: Path) -> None:
@@ -29,3 +30,25 @@ def test_recovery_benchmark_notices_a_lost_block(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(slab_recovery, "seal", spoil)
     with pytest.raises(AssertionError, match="blocks found"):
         slab_recovery.main(["--records", "100", "--rounds", "1"])
+
+
+def test_restarts_are_measured_with_every_rank_and_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(restart, "SIZES", (1500, 6000))
+    monkeypatch.setattr(restart, "ONE_IN", 1000)
+    part = restart.measure(quick=True)
+    assert {row.num for row in part.rows} == {1500, 6000}
+    assert [target["id"] for target in part.targets] == ["S4", "N3", "N3", "N3", "N4"]
+    on_the_wire = part.targets[3]
+    assert isinstance(on_the_wire["value"], float)
+    assert on_the_wire["value"] <= 34, "keys are sent by one rank"
+    lossy = [row.more["not_everywhere"] for row in part.rows if "lost" in row.operation]
+    assert all(isinstance(num, int) and num > 0 for num in lossy)
+
+
+def test_compactions_are_measured_beside_look_ups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compaction, "SIZES", (1000, 4000))
+    part = compaction.measure(quick=True)
+    assert len(part.rows) == 8
+    assert [target["id"] for target in part.targets] == ["N6"]

@@ -17,7 +17,7 @@ from kvtier.tiers.disk.records import RECORD, Kind, are_valid, as_keys, blank, s
 from kvtier.tiers.disk.recovery import Recovery, newest
 from kvtier.tiers.disk.replay import recovered, replay
 from kvtier.tiers.disk.rows import Rows
-from kvtier.tiers.disk.slots import DiskSlots
+from kvtier.tiers.disk.slots import DiskSlots, in_order
 from kvtier.tiers.disk.superblock import DataMark, Membership, Superblock, decode, decode_both
 from kvtier.tiers.disk.trust import encode
 from tests.disk.world import Outcome, key, records_of, world
@@ -207,6 +207,20 @@ def test_recovery_in_pieces_is_the_replay_of_the_whole(
     order = np.lexsort((-rows["depth"].astype(np.int64), rows["time"] // 60))
     ages = found.ages[slots.unclaimed()]
     assert (ages == found.ages[puts[order]]).all()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2**26), st.integers(0, 2**32 - 1)), max_size=30),
+    st.sampled_from([1, 1000, 2**26]),
+)
+def test_blocks_leave_by_age_however_far_apart_they_are(
+    blocks: list[tuple[int, int]], num_slots: int
+) -> None:
+    """With slots of few bits and of many: both ways to sort."""
+    ages = np.array([step << 32 | height for step, height in blocks], np.uint64)
+    slots = np.arange(len(blocks)) * num_slots
+    expected = [slot for _, slot in sorted(zip(ages.tolist(), slots.tolist(), strict=True))]
+    assert in_order(slots, ages).tolist() == expected
 
 
 def test_keys_that_agree_in_eight_bytes_are_two_blocks() -> None:

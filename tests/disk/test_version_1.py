@@ -47,7 +47,7 @@ def test_its_blocks_are_found_and_right(old: Path, case: str, num_parts: int) ->
     assert versions(old / case) == [1] * num_parts
     with world(old / case, 8, num_parts) as here:
         everything_is_there(here)
-        assert NAMESPACE in here.tier.parts[0].slab._numbers
+        assert NAMESPACE in here.tier.parts[0].slab._log._names
         here.put(7)
         assert versions(old / case) == [2] * num_parts
         here.reopen()

@@ -16,6 +16,7 @@ from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
 from kvtier.tiers.base import Room
 from kvtier.tiers.disk.health import Health
+from kvtier.tiers.disk.kept import SlabKeys
 from kvtier.tiers.disk.membership import leave
 from kvtier.tiers.disk.opening import open_slabs, wanted
 from kvtier.tiers.disk.options import DiskOptions
@@ -25,12 +26,11 @@ from kvtier.tiers.disk.records import KEY_BYTES, Kind, Records, as_keys, same_ke
 from kvtier.tiers.disk.recovery import newest
 from kvtier.tiers.disk.rows import Rows
 from kvtier.tiers.disk.scrub import Scrubbed
-from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.slots import check_slots
-from kvtier.tiers.storage import KeptKeys, Keys, Outcome
+from kvtier.tiers.storage import KeptKeys, Outcome
 from kvtier.types import BlockKey, BlockName, Slot
 
 logger = logging.getLogger(__name__)
@@ -123,6 +123,12 @@ class DiskBlocks(Room, SlotOwner):
         return self._slots.num_quarantined
 
     @property
+    def memory_bytes(self) -> int:
+        """Of what is kept for each slot."""
+        tables = sum(part.slab.memory_bytes for part in self.parts)
+        return tables + self._slots.num_bytes + self.listed.num_bytes()
+
+    @property
     def can_load(self) -> bool:
         """Whether it makes sense to load now; otherwise all of it would fail, at once."""
         return all(part.reads.is_passable for part in self.parts)
@@ -156,7 +162,7 @@ class DiskBlocks(Room, SlotOwner):
 
     def kept_keys(self) -> KeptKeys:
         """The same as pieces of arrays, from now on."""
-        return _KeptKeys(self.parts[0].slab, self._slots, self.can_load)
+        return SlabKeys(self.parts[0].slab, self._slots, self.can_load)
 
     def fit(self, keys: Records, slots: Int64s) -> tuple[Bools, Bools]:
         """bool [n] each: which slots hold the block of that key, all of it, and which hold one of
@@ -358,33 +364,3 @@ class DiskBlocks(Room, SlotOwner):
 def _enter(healths: Sequence[Health]) -> bool:
     """Whether all of them let a call through; where one does not, none is tried for nothing."""
     return all(each.is_passable for each in healths) and all(each.enter() for each in healths)
-
-
-class _KeptKeys(KeptKeys):
-    """Of the slots that a restart found blocks in, as long as they hold these."""
-
-    def __init__(self, slab: Slab, slots: DiskSlots, can_load: bool) -> None:
-        self._slab = slab
-        self._states = slots
-        self._slots = slots.to_drop if can_load else slots.to_drop[:0]
-        self._first_number = slab.numbers.next
-
-    @property
-    def num_keys(self) -> int:
-        return len(self._slots)
-
-    def in_order(self, start: int, end: int) -> Keys:
-        return self._of(self._slots[start:end].astype(np.int64))
-
-    @property
-    def num_places(self) -> int:
-        return len(self._slab.table) if len(self._slots) else 0
-
-    def at(self, start: int, end: int) -> Keys:
-        return self._of(np.arange(start, min(end, self.num_places)))
-
-    def _of(self, slots: Int64s) -> Keys:
-        records, _ = self._slab.look_up(slots)
-        is_kept = (records["kind"] == Kind.PUT) & (records["seq"] < self._first_number)
-        is_kept &= self._states.have_blocks(slots)  # of a key that is there twice, one
-        return np.ascontiguousarray(records["key"][is_kept])

@@ -116,8 +116,12 @@ class Compaction:
     def missing(self) -> Records:
         """Records that decide, and could not be read back, as far as they are known: newly sealed,
         without their depth, their time and their namespace."""
-        is_lost = are_live(self._rows.kinds) & ~self._is_copied
-        records = self._rows.of(np.flatnonzero(is_lost))
+        lost = []
+        for start in range(0, len(self._rows), SLICE_RECORDS):
+            part = slice(start, start + SLICE_RECORDS)
+            is_lost = are_live(self._rows.kinds[part]) & ~self._is_copied[part]
+            lost.append(start + np.flatnonzero(is_lost))
+        records = self._rows.of(np.concatenate(lost))
         seal(records)
         return records
 

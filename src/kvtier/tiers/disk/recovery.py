@@ -20,7 +20,7 @@ from kvtier.tiers.disk.records import (
     pick,
 )
 from kvtier.tiers.disk.replay import SLAB_ID_BYTES, name_numbers, stored
-from kvtier.tiers.disk.rows import Rows
+from kvtier.tiers.disk.rows import Rows, zeros
 
 PIECE_RECORDS: Final = 1 << 16
 """4 MiB: what is made of a piece is still in the cache when it is used."""
@@ -44,7 +44,7 @@ class Recovery:
 
     def __init__(self, num_slots: int) -> None:
         self.rows = Rows(num_slots)
-        self.ages: Uint64s = np.zeros(num_slots, np.uint64)
+        self.ages: Uint64s = np.asarray(zeros(num_slots, np.uint64), np.uint64)
         self.namespaces: dict[int, bytes] = {}
         self.last_number = 0
         self.num_records = 0
@@ -94,7 +94,7 @@ class Recovery:
         self.rows.set(records)
         step = (records["time"] // AGE_STEP_S).astype(np.uint64)
         height = (np.uint32(0xFFFFFFFF) - records["depth"]).astype(np.uint64)
-        self.ages[records["slot"]] = (step << np.uint64(32)) | height
+        np.put(self.ages, records["slot"].astype(np.int64), (step << np.uint64(32)) | height)
         self.last_number = max(self.last_number, int(records["namespace"].max(initial=0)))
 
 

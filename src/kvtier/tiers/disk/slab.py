@@ -97,6 +97,11 @@ class Slab:
     def journal_bytes(self) -> int:
         return self._log.journal.num_bytes
 
+    @property
+    def memory_bytes(self) -> int:
+        """Of what is kept for each slot."""
+        return self._log.rows.num_bytes + self._log.trusted.nbytes
+
     def look_up(self, slots: Int64s) -> tuple[Records, Bools]:
         """The slots' records, as far as ``Rows`` has them, and whether their data may be believed
         unverified. Waits for no disk."""

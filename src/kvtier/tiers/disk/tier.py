@@ -87,6 +87,11 @@ class DiskTier(StorageTier):
         """Blocks that a restart found and nobody has asked for, of whatever namespace."""
         return self.blocks.num_unclaimed
 
+    @property
+    def memory_bytes(self) -> int:
+        """Of what is kept for each slot, in memory."""
+        return self.blocks.memory_bytes + self._is_kept.nbytes
+
     def unfound_keys(self) -> list[BlockKey]:
         return self.blocks.unclaimed_keys()
 

@@ -21,8 +21,11 @@ from kvtier.transfer.ranks.messages import Found, Piece, Verb
 from kvtier.types import BlockKey
 
 KEYS_PER_REPORT: Final = 1 << 15
-"""1 MiB of keys, from all ranks that are asked in one order: taken in within milliseconds."""
+"""1 MiB of keys from the first rank, and half as many from all others: taken in within
+milliseconds."""
 ERASED_PER_STEP: Final = 1 << 10
+DOUBTED_PER_STEP: Final = 1 << 13
+"""Keys that are looked at for it: most of those in a bucket that is not equal are everywhere."""
 
 
 class Ask(Protocol):
@@ -139,7 +142,7 @@ class Adoption:
             self._ask(
                 Verb.LIST,
                 ranks=tuple(others),
-                num=max(1, KEYS_PER_REPORT // len(others)),
+                num=max(1, KEYS_PER_REPORT // (2 * len(others))),
                 buckets=(len(self._differs), bits),
             )
 
@@ -216,10 +219,12 @@ class Adoption:
     def take_erased(self) -> list[BlockKey]:
         """Once all is known: some of the keys that not all ranks have, to be dropped for good."""
         erased: list[BlockKey] = []
-        while self._is_over and self._doubtful and len(erased) < ERASED_PER_STEP:
-            keys, rest = np.split(self._doubtful.pop(), [ERASED_PER_STEP - len(erased)])
+        left = DOUBTED_PER_STEP
+        while self._is_over and self._doubtful and left and len(erased) < ERASED_PER_STEP:
+            keys, rest = np.split(self._doubtful.pop(), [min(left, ERASED_PER_STEP - len(erased))])
             if len(rest):
                 self._doubtful.append(rest)
+            left -= len(keys)
             ranks = self._ranks_of.find(np.ascontiguousarray(keys))
             keys = np.ascontiguousarray(keys[(ranks > 0) & (ranks < self._num_ranks)])
             self._take_out(keys)

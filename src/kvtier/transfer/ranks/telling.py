@@ -22,7 +22,7 @@ from kvtier.types import BlockKey
 
 FEW_KEYS: Final = 1024
 """So many are told with the first word, without being asked for."""
-PLACES_PER_PIECE: Final = 1 << 17
+PLACES_PER_PIECE: Final = 1 << 16
 """Looked through at a time: milliseconds."""
 CLEARED_PER_STEP: Final = 1 << 12
 

@@ -1,0 +1,128 @@
+"""N6: how long a look-up waits while the journal is compacted.
+
+Waits are on the wall, so a busy machine adds its own: the control is a look-up in another slab,
+beside such a compaction, that shares nothing with it but the machine and the interpreter.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Lock, Thread
+
+import numpy as np
+
+from benchmarks.scale.part import Part, Row, exponent
+from benchmarks.scale.slabs import abandoned, write_slab
+from benchmarks.targets import judged
+from kvtier.serve_bench.stats import Estimate
+from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.tiers.disk.records import Kind
+
+SIZES = (10**4, 10**5, 10**6, 10**7)
+TARGET_MS = 10.0
+BATCH = 64
+NUM_OTHER = 10_000
+DURING = "look-up during a compaction"
+BESIDE = "look-up in another slab meanwhile"
+HELD = "table held by a compaction"
+
+
+def measure(quick: bool) -> Part:
+    """Journals of so many records, half of them dead."""
+    rows = [row for num in (SIZES[:2] if quick else SIZES) for row in _rows(num)]
+    return Part(rows, _targets(rows))
+
+
+def _targets(rows: Sequence[Row]) -> list[dict[str, object]]:
+    worst = {
+        name: max(max(row.seconds) for row in rows if row.operation == name) * 1e3
+        for name in (DURING, BESIDE, HELD)
+    }
+    grown = exponent([row for row in rows if row.operation == HELD])
+    found = judged(
+        "N6",
+        Estimate(worst[DURING]),
+        TARGET_MS,
+        at_least=False,
+        unit="ms, the longest wait",
+        in_another_slab=round(worst[BESIDE], 3),
+        held=round(worst[HELD], 3),
+        exponent_of_held=round(grown.value, 3),
+    )
+    return [found]
+
+
+def _rows(num_records: int) -> list[Row]:
+    num_blocks = num_records // 2
+    with tempfile.TemporaryDirectory() as folder:
+        options = write_slab(Path(folder) / "slab", num_blocks, num_dead=num_records - num_blocks)
+        another = write_slab(Path(folder) / "another", min(NUM_OTHER, num_blocks))
+        during, _, seconds = _compacted(options, None)
+        options = write_slab(Path(folder) / "again", num_blocks, num_dead=num_records - num_blocks)
+        beside, held, _ = _compacted(options, another)
+    return [
+        Row(DURING, "kvtier", "records", num_records, during),
+        Row(BESIDE, "kvtier", "records", num_records, beside),
+        Row(HELD, "kvtier", "records", num_records, held),
+        Row("compaction", "kvtier", "records", num_records, [seconds]),
+    ]
+
+
+class _TimedLock:
+    """seconds: of CPU, for each time that a compaction's thread had it."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._lock = Lock()
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._began = time.thread_time()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds.append(time.thread_time() - self._began)
+        self._lock.release()
+
+
+def _compacted(
+    options: DiskOptions, another: DiskOptions | None
+) -> tuple[list[float], list[float], float]:
+    """Look-ups while a slab is compacted, in it or in another one: their waits, how long the table
+    was held, and what the compaction took; in seconds."""
+    with abandoned(options) as tier:
+        log, lock = tier.blocks.parts[0].slab._log, _TimedLock()
+        if another is not None:
+            log._table = lock  # type: ignore[assignment]
+        thread = Thread(target=tier.blocks.parts[0].slab.compact)
+        began = time.perf_counter()
+        thread.start()
+        if another is None:
+            waits = _waits(tier, thread.is_alive)
+        else:
+            with abandoned(another) as other:
+                waits = _waits(other, thread.is_alive)
+        thread.join()
+        seconds = time.perf_counter() - began
+        assert log.num_dead == 0, "nothing was compacted"
+        num_blocks = tier.num_unfound
+    with abandoned(options) as tier:
+        assert tier.num_unfound == num_blocks, "blocks were lost"
+    return waits, lock.seconds, seconds
+
+
+def _waits(tier: DiskTier, goes_on: Callable[[], bool]) -> list[float]:
+    """Seconds of look-ups, on the wall: what waits takes no CPU time."""
+    slab, rng = tier.blocks.parts[0].slab, np.random.default_rng(1)
+    seconds: list[float] = []
+    while goes_on() or not seconds:
+        slots = rng.integers(0, tier.blocks.num_slots, BATCH)
+        began = time.perf_counter()
+        records, _ = slab.look_up(slots)
+        seconds.append(time.perf_counter() - began)
+        assert (records["kind"] == Kind.PUT).all(), "a block was not found"
+        time.sleep(1e-4)
+    return seconds
