@@ -186,7 +186,7 @@ class Traffic:
             self._metrics.count("kvtier_failed_copies_total", src=src, dst=dst)
             num = len(job.lost) if job.error is None else len(transfer.blocks)
             self._metrics.count("kvtier_failed_blocks_total", num, src=src, dst=dst)
-        if src in self._mover.storages:
+        if job.num_damaged:
             self._metrics.count("kvtier_damaged_blocks_total", job.num_damaged, tier=src)
 
     def _distrust(self, transfer: Transfer, job: Job) -> None:
