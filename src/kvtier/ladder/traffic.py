@@ -306,7 +306,8 @@ class Traffic:
         hanging = self._mover.close(CLOSE_WAIT_S)
         if hanging:
             logger.warning("left behind tiers=%s after_s=%.0f", sorted(hanging), CLOSE_WAIT_S)
-        self.poll()
+        while self.poll():
+            pass
         return hanging
 
 
