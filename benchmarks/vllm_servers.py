@@ -27,6 +27,7 @@ from benchmarks.vllm_protocol import (
 )
 
 VLLM, OURS, LMCACHE = "vLLM", "vLLM + kvtier", "vLLM + LMCache"
+ENDLESS, ON_DISK = "vLLM, endless pool", "vLLM + kvtier, mostly on disk"
 BLOCK = 128
 """vLLM's block size on the CPU, in tokens."""
 SERVED_AS = "model"
@@ -70,10 +71,11 @@ def compute_cores() -> str:
 @dataclass(frozen=True, slots=True)
 class Contestant:
     """A vLLM, and what is under it. connector: its ``--kv-transfer-config``. environment: whose
-    interpreter, a folder of ``make peers``."""
+    interpreter, a folder of ``make peers``. device_blocks: of its pool, where that differs."""
 
     name: str
     environment: str = "vllm"
+    device_blocks: int | None = None
     connector: dict[str, object] | None = None
     variables: dict[str, str] = field(default_factory=dict)
 
@@ -86,11 +88,16 @@ def vllm_alone() -> Contestant:
     return Contestant(VLLM, variables={"VLLM_PLUGINS": ""})
 
 
-def with_kvtier(host: str, **settings: object) -> Contestant:
+def vllm_endless(num_blocks: int) -> Contestant:
+    """vLLM alone with a pool that never evicts: what no cache can do better."""
+    return Contestant(ENDLESS, device_blocks=num_blocks, variables={"VLLM_PLUGINS": ""})
+
+
+def with_kvtier(host: str, name: str = OURS, **settings: object) -> Contestant:
     """As ``kvtier vllm-args`` says it. settings: more of ``kv_connector_extra_config``."""
     extra = {"spec_name": "kvtier", "host_capacity": host, **settings}
     return Contestant(
-        OURS,
+        name,
         connector={
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
@@ -151,7 +158,7 @@ class Server:
             "--port": self.port,
             "--dtype": "float32",
             "--block-size": BLOCK,
-            "--num-gpu-blocks-override": device_blocks,
+            "--num-gpu-blocks-override": contestant.device_blocks or device_blocks,
             "--max-model-len": max_tokens,
             "--max-num-seqs": 16,
             "--generation-config": "vllm",

@@ -7,6 +7,7 @@ namespace kvtier {
 
 void bind_copy(nanobind::module_& module);
 void bind_crc(nanobind::module_& module);
+void bind_key_index(nanobind::module_& module);
 void bind_keys(nanobind::module_& module);
 void bind_slots(nanobind::module_& module);
 void bind_tokens(nanobind::module_& module);

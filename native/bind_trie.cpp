@@ -19,7 +19,6 @@ void bind_trie(nb::module_& module) {
       .def("match_slots", &BlockTrie::match_slots, nb::arg("namespace"), nb::arg("labels"),
            nb::arg("column"), nb::lock_self())
       .def("state", &BlockTrie::state, nb::arg("block"), nb::arg("column"), nb::lock_self())
-      .def("find", &BlockTrie::find, nb::arg("namespace"), nb::arg("label"), nb::lock_self())
       .def("states", &BlockTrie::states, nb::arg("namespace"), nb::arg("labels"), nb::arg("column"),
            nb::arg("after").none(), nb::lock_self())
       .def("states_of", &BlockTrie::states_of, nb::arg("blocks"), nb::arg("column"),
@@ -50,7 +49,6 @@ void bind_trie(nb::module_& module) {
       .def("forget", &BlockTrie::forget, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
       .def("keep", &BlockTrie::keep, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
       .def("lose", &BlockTrie::lose, nb::arg("block"), nb::arg("column"), nb::lock_self())
-      .def("labels", &BlockTrie::labels, nb::arg("blocks"), nb::lock_self())
       .def("num_leases", &BlockTrie::num_leases, nb::arg("block"), nb::arg("column"),
            nb::lock_self())
       .def("origin", &BlockTrie::origin, nb::arg("block"), nb::lock_self())

@@ -121,19 +121,6 @@ class BlockTrie {
     return state_object(trie_.state(to_number(block.ptr(), "a block"), columns_.position(column)));
   }
 
-  // (block, (state per column)) or None.
-  nb::object find(nb::handle space, nb::handle label) {
-    const trie::Index index = checked(
-        [&] { return trie_.find(to_bytes(space.ptr(), "a namespace"), to_label(label.ptr())); });
-    if (index == trie::kNone) return nb::none();
-    const std::size_t num_columns = trie_.nodes().num_columns();
-    nb::object states = owned(PyTuple_New(static_cast<Py_ssize_t>(num_columns)));
-    for (std::size_t at = 0; at < num_columns; ++at)
-      PyTuple_SET_ITEM(states.ptr(), static_cast<Py_ssize_t>(at),
-                       state_object(trie_.state_at(index, at)).release().ptr());
-    return nb::make_tuple(number(trie_.id(index)), states);
-  }
-
   nb::object states(nb::handle space, nb::handle labels, nb::handle column, nb::handle after) {
     std::vector<State> found;
     const std::size_t at = columns_.position(column);
@@ -247,12 +234,6 @@ class BlockTrie {
     const std::size_t at = columns_.position(column);
     const std::optional<Slot> slot = checked([&] { return trie_.lose(id, at); });
     return slot ? number(*slot) : nb::none();
-  }
-  nb::object labels(nb::handle blocks) {
-    read_blocks(blocks);
-    return list_of(blocks_, [&](BlockId block) {
-      return bytes(checked([&] { return trie_.label_of(block); }));
-    });
   }
   std::uint32_t num_leases(nb::handle block, nb::handle column) {
     const BlockId id = to_number(block.ptr(), "a block");

@@ -12,6 +12,7 @@ NB_MODULE(_native, module) {
   nanobind::exception<kvtier::NativeError>(module, "NativeError", PyExc_RuntimeError);
   kvtier::bind_copy(module);
   kvtier::bind_crc(module);
+  kvtier::bind_key_index(module);
   kvtier::bind_keys(module);
   kvtier::bind_slots(module);
   kvtier::bind_tokens(module);

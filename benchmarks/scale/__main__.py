@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.machine import machine_facts
 from benchmarks.scale.part import Part
 
-PARTS: tuple[str, ...] = ("long_prompt",)
+PARTS = ("deciding", "long_prompt")
 
 
 def table(name: str, part: Part) -> Table:

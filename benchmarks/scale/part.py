@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import log
-from statistics import median
 
-from kvtier.serve_bench.stats import Estimate
+from kvtier.serve_bench.stats import Estimate, median_with_interval
+
+LEAST_S, MOST_S = 1e-9, 1e9
+"""What a clock can tell apart; outside of it a median is as good as unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +26,13 @@ class Row:
     more: dict[str, object] = field(default_factory=dict)
 
     @property
+    def estimate(self) -> Estimate:
+        """The median, with its interval."""
+        return median_with_interval(self.seconds)
+
+    @property
     def median_s(self) -> float:
-        return median(self.seconds)
+        return self.estimate.value
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -59,10 +66,19 @@ def timed(call: Callable[[], object], num_calls: int) -> list[float]:
 
 def exponent(rows: Sequence[Row]) -> Estimate:
     """b of seconds = a * num ** b, fitted to the medians of one operation: 0 where it does not
-    grow."""
-    points = sorted((log(row.num), log(max(row.median_s, 1e-9))) for row in rows)
-    assert len(points) >= 2, "one size says nothing about growth"
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points)
-    return Estimate(slope / sum((x - mean_x) ** 2 for x, _ in points))
+    grow. Its interval is what those of the medians leave open."""
+    assert len(rows) >= 2, "one size says nothing about growth"
+    sizes = [log(row.num) for row in rows]
+    middle = sum(sizes) / len(sizes)
+    spread = sum((size - middle) ** 2 for size in sizes)
+    weights = [(size - middle) / spread for size in sizes]
+    times = [row.estimate for row in rows]
+    return Estimate(
+        sum(w * _log(time.value) for w, time in zip(weights, times, strict=True)),
+        sum(w * _log(t.low if w > 0 else t.high) for w, t in zip(weights, times, strict=True)),
+        sum(w * _log(t.high if w > 0 else t.low) for w, t in zip(weights, times, strict=True)),
+    )
+
+
+def _log(seconds: float) -> float:
+    return log(min(max(seconds, LEAST_S), MOST_S))

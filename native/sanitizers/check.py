@@ -25,6 +25,7 @@ TESTS = (
     "tests/native",
     "tests/core/test_index.py",
     "tests/core/test_index_machine.py",
+    "tests/core/test_key_index.py",
     "tests/disk/test_io.py",
 )
 # A sanitizer is ten times slower and more: properties are tried with fewer examples than elsewhere,

@@ -10,38 +10,6 @@
 
 namespace kvtier::trie {
 
-namespace {
-
-const char* name(State state) {
-  switch (state) {
-    case State::absent:
-      return "ABSENT";
-    case State::writing:
-      return "WRITING";
-    case State::ready:
-      return "READY";
-    case State::evicting:
-      return "EVICTING";
-  }
-  return "?";
-}
-
-bool may_move(State from, State to) {
-  switch (from) {
-    case State::absent:
-      return to == State::writing;
-    case State::writing:
-      return to == State::ready || to == State::absent;
-    case State::ready:
-      return to == State::evicting;
-    case State::evicting:
-      return to == State::ready || to == State::absent;
-  }
-  return false;
-}
-
-}  // namespace
-
 BlockTrie::BlockTrie(std::span<const std::string_view> policies,
                      std::span<const std::size_t> num_needed)
     : seed_(std::random_device{}()),

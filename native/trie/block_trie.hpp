@@ -63,20 +63,12 @@ class BlockTrie {
   std::size_t match_slots(std::string_view space, Labels& labels, std::size_t column,
                           std::int64_t* slots);
 
-  // The block right below the root, kNone where it is not known; and where a known one stands.
-  Index find(std::string_view space, Label label);
-  BlockId id(Index index) const { return nodes_.id(index); }
-  State state_at(Index index, std::size_t column) const {
-    return nodes_.residency(index, column).state;
-  }
-
   State state(BlockId block, std::size_t column) const;
   void states(std::string_view space, Labels& labels, std::size_t column,
               std::optional<BlockId> after, std::vector<State>& states);
   Slot slot(BlockId block, std::size_t column) const;
   std::vector<BlockId> prefixes(std::span<const BlockId> blocks, std::size_t column) const;
   std::uint32_t num_uses(BlockId block) const { return nodes_.num_uses(at(block)); }
-  Label label_of(BlockId block) const { return nodes_.label(at(block)); }
   std::uint32_t num_leases(BlockId block, std::size_t column) const {
     return nodes_.standing(at(block), column).leases;
   }

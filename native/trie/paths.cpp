@@ -124,11 +124,6 @@ std::size_t BlockTrie::match_slots(std::string_view space, Labels& labels, std::
   return static_cast<std::size_t>(next - slots);
 }
 
-Index BlockTrie::find(std::string_view space, Label label) {
-  const Index above = root(space);
-  return above == kNone ? kNone : child(above, label);
-}
-
 void BlockTrie::states(std::string_view space, Labels& labels, std::size_t column,
                        std::optional<BlockId> after, std::vector<State>& states) {
   walk(begin(space, after), labels, [&](Index index) {

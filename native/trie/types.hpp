@@ -26,6 +26,25 @@ inline constexpr std::size_t kAll = static_cast<std::size_t>(-1);
 // The values of kvtier.index.State.
 enum class State : std::uint8_t { absent = 1, writing = 2, ready = 3, evicting = 4 };
 
+inline const char* name(State state) {
+  constexpr const char* kNames[] = {"?", "ABSENT", "WRITING", "READY", "EVICTING"};
+  return kNames[static_cast<std::size_t>(state)];
+}
+
+inline bool may_move(State from, State to) {
+  switch (from) {
+    case State::absent:
+      return to == State::writing;
+    case State::writing:
+      return to == State::ready || to == State::absent;
+    case State::ready:
+      return to == State::evicting;
+    case State::evicting:
+      return to == State::ready || to == State::absent;
+  }
+  return false;
+}
+
 // The bytes that name a block under its parent, kMaxLabelBytes at most. Owned by whoever gives it.
 struct Label {
   const std::byte* data;

@@ -20,6 +20,7 @@ else:
         from kvtier._native import (
             BlockTrie,
             FreeSlots,
+            KeyIndex,
             KeyTable,
             UringRing,
             chain_keys,
@@ -46,6 +47,8 @@ if _reason:
 
     # Its twin knows policies and keys, and is kvtier.index.python_index.
     BlockTrie = None  # type: ignore[assignment,misc]
+    # Its twin is kvtier.index.python_key_index.
+    KeyIndex = None  # type: ignore[assignment,misc]
     # Its twin is kvtier.tiers.disk.io.preadv.
     UringRing = None  # type: ignore[assignment,misc]
 
@@ -60,6 +63,7 @@ __all__ = [
     "NATIVE_REASON",
     "BlockTrie",
     "FreeSlots",
+    "KeyIndex",
     "KeyTable",
     "UringRing",
     "chain_keys",

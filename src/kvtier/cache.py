@@ -83,7 +83,7 @@ class Cache:
         patience_s = self.config.load_deadline_s
         if self.config.prefetch_policy is PrefetchPolicy.TIMEOUT:
             patience_s = self.config.prefetch_timeout_s
-        self._ladder.recall(namespace, labels)
+        self._ladder.recall(self._index, namespace, labels)
         match = self.match(namespace, labels)
         return self._ladder.prefetch(match, self._clock() + patience_s)
 
@@ -116,7 +116,7 @@ class Cache:
         the request now (``poll``, and ask again).
         """
         self._must_be_open()
-        self._ladder.recall(namespace, labels)
+        self._ladder.recall(self._index, namespace, labels)
         assert num_blocks * self.group.block_size >= num_tokens, "room for less than the prompt"
         match = self.match(namespace, labels)
         lease = self.lease(namespace, labels, match)

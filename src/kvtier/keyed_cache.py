@@ -3,49 +3,33 @@
     find --> promote (while the request waits) --> hold --> the engine copies --> release
     reserve --> the engine copies --> commit --> storage, when it has time
 
-The engine asks for one block after the other, by a key that names its whole prefix; so there is no
-path to walk, and every block hangs under one root. Everything else is the ladder's.
+The engine asks for blocks by keys that name whole prefixes, so there is no path to walk. Everything
+else is the ladder's.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from math import inf, nextafter
 
 import numpy as np
-import numpy.typing as npt
 
-from kvtier.index import BlockIndex, State
+from kvtier.index import KeyIndex, State
 from kvtier.keys import next_key
 from kvtier.ladder import Ladder
-from kvtier.types import BlockId, BlockName, Slot
+from kvtier.types import BlockId, Slot
+from kvtier.watch import StoreWatches, Watch
 
-NOBODY = -1
-ROOT = b"keys of an engine"
-"""All blocks hang under it: what they belong to may be known later than they are."""
-READY, ABSENT = State.READY, State.ABSENT
-
-
-def rising(clock: Callable[[], float]) -> Callable[[], float]:
-    """``clock``, but never twice the same: of blocks that hang beside each other, the time says
-    which one was used last."""
-    last = -inf
-
-    def now() -> float:
-        nonlocal last
-        last = max(clock(), nextafter(last, inf))
-        return last
-
-    return now
+ABSENT, WRITING, READY = State.ABSENT, State.WRITING, State.READY
+FIRST_PIECE = 16
+"""Keys that storage is asked for at a time: where a prompt is not there, few are hashed in vain.
+The next pieces are larger."""
 
 
 class Place(Enum):
     """Where a block is found."""
-
-    __hash__ = object.__hash__  # the inherited one is a call in Python, for every look-up
 
     NOWHERE = "nowhere"
     ARRIVING = "arriving"
@@ -74,18 +58,24 @@ class Reserved:
     evicted: list[bytes]
 
 
+PLACES = (Place.NOWHERE, Place.ARRIVING, Place.MEMORY, Place.STORAGE)
+IN_MEMORY = np.zeros(len(State) + 1, np.uint8)
+"""By the state of a block in memory, or 0 for one that is not known: which of ``PLACES``."""
+IN_MEMORY[[WRITING, State.EVICTING, READY]] = 1, 1, 2
+
+
 class KeyedCache:
     """Owned by one thread. keys: bytes, the engine's. The fastest tier of ``ladder`` is the memory
     that the engine copies from and to.
 
     namespace: digest of all else that decides on the bytes of a block, b"" while nobody knows it:
-    then nothing is written to storage, and nothing looked for there. clock: the ladder's; it is
-    ``rising``. knows_storage: whether storage has said what it has.
+    then nothing is written to storage, and nothing looked for there. clock: the ladder's.
+    knows_storage: whether storage has said what it has.
     """
 
     def __init__(
         self,
-        index: BlockIndex,
+        index: KeyIndex,
         ladder: Ladder,
         namespace: Callable[[], bytes],
         clock: Callable[[], float],
@@ -94,21 +84,20 @@ class KeyedCache:
         self.ladder = ladder
         self.memory = ladder.fastest
         self._index = index
-        self._find = index.find
         self._lost = ladder.lost
         self._namespace = namespace
         self._clock = clock
         self._knows_storage = knows_storage
         self._tiers = self._index.tiers  # memory, then storage
         num_slots = ladder.num_slots()[self.memory]
-        self._block_in = np.full(num_slots, NOBODY, np.int64)
         self._came_from = np.zeros(num_slots, np.int8)  # by slot: which of the tiers
-        self._depths = _Depths()
+        self._copied: dict[Slot, BlockId] = {}  # that the engine copies from or to
         self._held: Counter[BlockId] = Counter()
         self._reserved: set[BlockId] = set()
         self._doubted: set[BlockId] = set()
+        self._stores = StoreWatches()
         self._changes: list[Change] = []
-        ladder.listen(self._name, self._note)
+        ladder.listen(self._note)
 
     # -- what is where -----------------------------------------------------------------------------
 
@@ -118,28 +107,67 @@ class KeyedCache:
         following: what will be asked for next, if this one was kept; it is found along with it,
         which is cheaper than one by one.
         """
-        found = self._find(ROOT, key)
-        if found is None:
-            return self._find_kept(key, following)
-        block, states = found
-        if states[0] is not ABSENT and not self._is_doubted(block):
-            return Place.MEMORY if states[0] is READY else Place.ARRIVING
-        return Place.NOWHERE if self._storage_of(block, states) is None else Place.STORAGE
-
-    def _find_kept(
-        self, key: bytes, following: Callable[[], Sequence[bytes]] | None = None
-    ) -> Place:
-        if not self.ladder.storages or not self._namespace():
+        found = self._index.find(key)
+        if found is not None:
+            return self._place(*found)
+        if not self._may_be_kept():
             return Place.NOWHERE
-        if not self._knows_storage():
-            return Place.UNKNOWN
         if not self.recall([key]):
-            return Place.NOWHERE
+            return Place.NOWHERE if self._knows_storage() else Place.UNKNOWN
         if following is not None:
             rest = following()
             self.recall(rest)
             self.touch([key, *rest])
         return Place.STORAGE
+
+    def find_all(self, keys: Sequence[bytes]) -> list[Place]:
+        """``find`` of each. keys: of one prompt, in its order; what storage has kept is looked for
+        until nothing more of it turns up."""
+        places, unknown = self._places(keys)
+        if unknown and self._may_be_kept():
+            kept = self._recall_along(unknown)
+            if kept:
+                self.touch(kept)
+                places, unknown = self._places(keys)
+            if not self._knows_storage():
+                nobody_knows = set(unknown)
+                for at, key in enumerate(keys):
+                    if key in nobody_knows:
+                        places[at] = Place.UNKNOWN
+        return places
+
+    def _places(self, keys: Sequence[bytes]) -> tuple[list[Place], list[bytes]]:
+        """Where each is, and which of them the index does not know."""
+        blocks, states = self._index.find_all(keys)
+        by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
+        codes = IN_MEMORY[by_tier[:, 0]]
+        codes[(codes == 0) & (by_tier[:, 1:] == READY).any(axis=1)] = 3
+        places = [PLACES[code] for code in codes.tolist()]
+        if self._lost or self._doubted:
+            doubtful = self._doubted.union(block for block, _ in self._lost)
+            for at, block in enumerate(blocks):
+                if block in doubtful:
+                    places[at] = self._place(block, tuple(map(State, by_tier[at].tolist())))
+        return places, [keys[at] for at, block in enumerate(blocks) if block is None]
+
+    def _place(self, block: BlockId, states: Sequence[State]) -> Place:
+        if states[0] is not ABSENT and not self._is_doubted(block):
+            return Place.MEMORY if states[0] is READY else Place.ARRIVING
+        return Place.NOWHERE if self._storage_of(block, states) is None else Place.STORAGE
+
+    def _may_be_kept(self) -> bool:
+        """Whether storage is worth a question for what the index does not know."""
+        return bool(self.ladder.storages and self._namespace())
+
+    def _recall_along(self, keys: Sequence[bytes]) -> list[bytes]:
+        """``recall``, in growing pieces until nothing more turns up. Returns what was asked for."""
+        asked = 0
+        for piece in _growing(keys):
+            num = self.recall(piece)
+            asked += len(piece) if num else 0
+            if num < len(piece):
+                break
+        return list(keys[:asked])
 
     def recall(self, keys: Collection[bytes]) -> int:
         """Take in which blocks, of those that are known nowhere, storage has kept since an earlier
@@ -147,8 +175,13 @@ class KeyedCache:
         namespace = self._namespace()
         if not namespace or not self.ladder.has_unfound:
             return 0
-        unknown = [key for key in dict.fromkeys(keys) if self._find(ROOT, key) is None]
-        return self.ladder.recall_each(ROOT, unknown, [next_key(namespace, key) for key in unknown])
+        asked = list(dict.fromkeys(keys))
+        blocks, _ = self._index.find_all(asked)
+        unknown = [key for key, block in zip(asked, blocks, strict=True) if block is None]
+        names = [next_key(namespace, key) for key in unknown]
+        return self.ladder.recall_each(
+            names, lambda places: self._index.make([unknown[at] for at in places])
+        )
 
     def _is_doubted(self, block: BlockId) -> bool:
         """Whether what memory has of the block, or is about to, is not to be used."""
@@ -162,35 +195,24 @@ class KeyedCache:
                 return tier
         return None
 
-    def origin(self, key: bytes) -> str:
-        """The tier that a block in memory came from: storage, until it was used once."""
-        (slot,) = self._index.slots([self._known(key)], self.memory)
-        return self._tiers[int(self._came_from[slot])]
+    def origins(self, keys: Sequence[bytes]) -> list[str]:
+        """The tiers that blocks in memory came from: storage, until they were used once."""
+        slots = self._index.slots(self._known(keys), self.memory)
+        return [self._tiers[tier] for tier in self._came_from[slots].tolist()]
 
     def touch(self, keys: Collection[bytes]) -> None:
         """They were used just now, in prompt order: the first ones leave last."""
-        found = (self._find(ROOT, key) for key in keys)
-        self._use([each[0] for each in found if each is not None])
+        blocks, _ = self._index.find_all(list(keys))
+        self._use([block for block in blocks if block is not None])
 
     def _use(self, blocks: Sequence[BlockId]) -> None:
-        """Under one root there is no leaf but by its time: each is used a moment before the one in
-        front of it."""
-        for block in reversed(blocks):
-            self._index.touch((block,), self._clock())
+        self._index.touch(blocks, self._clock())
 
-    def _known(self, key: bytes) -> BlockId:
-        found = self._find(ROOT, key)
-        assert found is not None, "a block that is nowhere"
-        return found[0]
-
-    def _make(self, keys: Iterable[bytes]) -> list[BlockId]:
-        """Blocks that some tier is about to have."""
-        return [self._index.extend(ROOT, [key])[0] for key in keys]
-
-    def _name(self, block: BlockId) -> BlockName:
-        namespace = self._namespace()
-        (key,) = self._index.labels([block])
-        return BlockName(namespace, self._depths[block], next_key(namespace, key))
+    def _known(self, keys: Sequence[bytes]) -> list[BlockId]:
+        blocks, _ = self._index.find_all(keys)
+        known = [block for block in blocks if block is not None]
+        assert len(known) == len(keys), "a block that is nowhere"
+        return known
 
     # -- between the engine's device and memory ----------------------------------------------------
 
@@ -204,25 +226,23 @@ class KeyedCache:
         slots = self.ladder.reserve(len(new), but_not=ready)
         if slots is None:
             return None
-        blocks = self._make(new)
+        blocks = self._index.make(new)
         self._index.begin_write_all(blocks, self.memory, slots)
         self._use(blocks)
-        self._block_in[slots] = blocks
         self._came_from[slots] = 0
+        self._copied.update(zip(slots, blocks, strict=True))
         self._reserved.update(blocks)
         left = [key for each in self._changes[num_changes:] for key in each.keys]
         return Reserved(new, slots, left)
 
     def _missing(self, keys: Iterable[bytes]) -> tuple[list[bytes], list[BlockId]]:
         """Those of ``keys`` that memory has not, and the blocks that it has ready."""
-        new, ready = [], []
-        for key in dict.fromkeys(keys):
-            found = self._find(ROOT, key)
-            if found is None or found[1][0] is ABSENT:
-                new.append(key)
-            elif found[1][0] is READY:
-                ready.append(found[0])
-        return new, ready
+        asked = list(dict.fromkeys(keys))
+        blocks, states = self._index.find_all(asked)
+        in_memory = states[:: len(self._tiers)]
+        new = [key for key, state in zip(asked, in_memory, strict=True) if state <= ABSENT]
+        there = zip(blocks, in_memory, strict=True)
+        return new, [block for block, state in there if state == READY and block is not None]
 
     def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_storage: bool = True) -> None:
         """The engine has copied blocks into their slots; they go on to storage when it has time.
@@ -230,15 +250,16 @@ class KeyedCache:
         keys: in prompt order. depths: place of each in its prompt. A block that was doubted
         meanwhile is not there; one that was cleared is passed over.
         """
+        blocks, _ = self._index.find_all(keys)
         depth_of = {
             block: depth
-            for key, depth in zip(keys, depths, strict=True)
-            if (block := self._reserved_block(key)) is not None
+            for block, depth in zip(blocks, depths, strict=True)
+            if block is not None and block in self._reserved
         }
         kept = [block for block in depth_of if block not in self._doubted]
-        self._depths.update(kept, [depth_of[block] for block in kept])
-        for block in reversed(kept):
-            self._index.commit(block, self.memory, self._clock())
+        self._index.set_depths(kept, [depth_of[block] for block in kept])
+        self._index.commit_all(kept[::-1], self.memory, self._clock())
+        self._end_copies(kept)
         self._reserved.difference_update(kept)
         self._give_back([block for block in depth_of if block in self._doubted])
         self._note(self.memory, kept, is_removed=False)
@@ -252,54 +273,54 @@ class KeyedCache:
 
     def abort(self, keys: Iterable[bytes]) -> None:
         """Blocks were not copied into their slots."""
-        blocks = (self._reserved_block(key) for key in keys)
-        self._give_back([block for block in blocks if block is not None])
-
-    def _reserved_block(self, key: bytes) -> BlockId | None:
-        """The block, if the engine has room for it."""
-        found = self._find(ROOT, key)
-        return found[0] if found is not None and found[0] in self._reserved else None
+        blocks, _ = self._index.find_all(list(keys))
+        self._give_back([block for block in blocks if block in self._reserved])
 
     def _give_back(self, blocks: Sequence[BlockId]) -> None:
+        self._end_copies(blocks)
         self._reserved.difference_update(blocks)
         self._doubted.difference_update(blocks)
         self.ladder.give_back(self._index.abort_all(blocks, self.memory))
 
-    def hold(self, keys: Collection[bytes]) -> list[Slot]:
+    def _end_copies(self, blocks: Sequence[BlockId]) -> None:
+        """The engine copies nothing to these any more: whoever watched them is told."""
+        for slot in self._index.slots(blocks, self.memory):
+            del self._copied[slot]
+        self._stores.ended(blocks)
+
+    def hold(self, keys: Sequence[bytes]) -> list[Slot]:
         """Slots of blocks in memory, to be copied from. They stay until ``release``."""
-        blocks = [self._known(key) for key in keys]
+        blocks = self._known(keys)
         self._index.lease(blocks, self.memory)
         self._held.update(blocks)
         slots = self._index.slots(blocks, self.memory)
-        self._block_in[slots] = blocks
+        self._copied.update(zip(slots, blocks, strict=True))
         return slots
 
     def release(self, keys: Collection[bytes]) -> None:
         """The copies from them have ended. Blocks that were cleared meanwhile are passed over."""
-        found = (self._find(ROOT, key) for key in keys)
-        self._let_go([each[0] for each in found if each is not None and self._held[each[0]]])
+        blocks, _ = self._index.find_all(list(keys))
+        self._let_go([block for block in blocks if block is not None and self._held[block]])
         self.ladder.drop_lost()
 
     def _let_go(self, blocks: Sequence[BlockId]) -> None:
-        self._came_from[self._index.slots(blocks, self.memory)] = 0
+        slots = self._index.slots(blocks, self.memory)
+        self._came_from[slots] = 0
         self._index.release(blocks, self.memory)
         self._held.subtract(blocks)
-        for block in blocks:
+        for block, slot in zip(blocks, slots, strict=True):
             if not self._held[block]:
                 del self._held[block]
+                self._copied.pop(slot, None)
 
     def distrust(self, slots: Collection[Slot]) -> None:
-        """A copy from or to these slots went wrong: their blocks are not there."""
+        """A copy of the engine's from or to these slots went wrong: their blocks are not there."""
         for slot in slots:
-            block = BlockId(int(self._block_in[slot]))
+            block = self._copied.get(slot)
             if block in self._reserved:
                 self._doubted.add(block)
-            elif block != NOBODY and self._is_in(block, slot):
+            elif block is not None:
                 self.ladder.lose(block, self.memory)
-
-    def _is_in(self, block: BlockId, slot: Slot) -> bool:
-        is_ready = self._index.state(block, self.memory) is READY
-        return is_ready and self._index.slots([block], self.memory) == [slot]
 
     # -- between memory and storage ----------------------------------------------------------------
 
@@ -308,17 +329,39 @@ class KeyedCache:
         all. Returns how many."""
         num = min(len(keys), self.ladder.num_available(self.memory))
         wanted: dict[str, list[BlockId]] = {}
-        for key in keys[:num]:
-            found = self._find(ROOT, key)
-            if found is not None and found[1][0] is ABSENT:
-                storage = self._storage_of(*found)
+        for block, states in self._found(keys[:num]):
+            if states[0] is ABSENT:
+                storage = self._storage_of(block, states)
                 if storage is not None:
-                    wanted.setdefault(storage, []).append(found[0])
+                    wanted.setdefault(storage, []).append(block)
         for storage, blocks in wanted.items():
             for _, begun in self.ladder.promote(blocks, storage):
                 slots = self._index.slots(begun, self.memory)
                 self._came_from[slots] = self._tiers.index(storage)
         return num
+
+    def _found(self, keys: Sequence[bytes]) -> Iterator[tuple[BlockId, tuple[State, ...]]]:
+        """The blocks of those that are known, and where they stand."""
+        blocks, states = self._index.find_all(keys)
+        num = len(self._tiers)
+        for at, block in enumerate(blocks):
+            if block is not None:
+                yield block, tuple(map(State, states[at * num : (at + 1) * num]))
+
+    def watch(self, keys: Sequence[bytes]) -> Watch:
+        """Of what is on its way into memory now: over when it is time for another look.
+
+        keys: in prompt order.
+        """
+        watch = Watch()
+        blocks, states = self._index.find_all(keys)
+        in_memory = zip(blocks, states[:: len(self._tiers)], strict=True)
+        coming = [block for block, state in in_memory if state == WRITING and block is not None]
+        moving = [block for block in coming if block not in self._reserved]
+        if len(moving) < len(coming):
+            self._stores.add(watch, next(b for b in reversed(coming) if b in self._reserved))
+        self.ladder.wait_for(watch, self._index.slots(moving, self.memory))
+        return watch
 
     def poll(self) -> None:
         """Notice what has ended."""
@@ -342,21 +385,12 @@ class KeyedCache:
 
     def _note(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
         if blocks:
-            self._changes.append(Change(self._index.labels(blocks), tier, is_removed))
+            self._changes.append(Change(self._index.keys(blocks), tier, is_removed))
 
 
-class _Depths:
-    """Places of blocks in their prompts, by the low half of their numbers: four bytes each."""
-
-    def __init__(self) -> None:
-        self._depths: npt.NDArray[np.uint32] = np.zeros(1024, np.uint32)
-
-    def __getitem__(self, block: BlockId) -> int:
-        place = block & 0xFFFFFFFF
-        return int(self._depths[place]) if place < len(self._depths) else 0
-
-    def update(self, blocks: Sequence[BlockId], depths: Sequence[int]) -> None:
-        places = np.array(blocks, np.int64) & 0xFFFFFFFF
-        if len(places) and (end := int(places.max()) + 1) > len(self._depths):
-            self._depths = np.resize(self._depths, max(end, 2 * len(self._depths)))
-        self._depths[places] = depths
+def _growing(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """Pieces, each four times as long as the one before."""
+    at, num = 0, FIRST_PIECE
+    while at < len(keys):
+        yield keys[at : at + num]
+        at, num = at + num, 4 * num

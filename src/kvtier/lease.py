@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvtier.index import BlockIndex
+from kvtier.index import PromptIndex
 from kvtier.runs import runs_of
 from kvtier.telemetry import RequestRecord
 from kvtier.transfer import Transfer, Waiter
@@ -26,7 +26,7 @@ class Lease(Waiter):
 
     def __init__(
         self,
-        index: BlockIndex,
+        index: PromptIndex,
         namespace: bytes,
         labels: Sequence[Label],
         match: Match | GroupMatch,

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier.connectors.vllm.pieces.row_cache import RowCache
-from kvtier.index import make_index
-from kvtier.index.policies.lru import LruPolicy
-from kvtier.keyed_cache import rising
+from kvtier.index import make_key_index
 from kvtier.ladder import Ladder, LadderOptions
 from kvtier.layout import named_layout, opaque
 from kvtier.testing import MemoryStorage, Shelf, host_memory
@@ -30,17 +28,16 @@ class World:
         layout = named_layout("block_first", GROUP, NUM_ROWS)
         self.rows = LentMemory(HOST, host_memory(NUM_ROWS * ROW_BYTES), layout)
         self.storage = MemoryStorage(GROUP, 3, Shelf())
-        clock = rising(lambda: 0.0)
         tiers = {HOST: self.rows, DISK: self.storage}
-        index = make_index({name: LruPolicy() for name in tiers})
+        index = make_key_index(tuple(tiers), lambda: b"n" * 32)
         self.ladder = Ladder(
             index,
             rooms_of(tiers),
             LocalMover(tiers, None, clock=lambda: 0.0),
             options=LadderOptions(ROW_BYTES),
-            clock=clock,
+            clock=lambda: 0.0,
         )
-        self.cache = RowCache(self.rows, index, self.ladder, lambda: b"n" * 32, clock)
+        self.cache = RowCache(self.rows, index, self.ladder, lambda: b"n" * 32, lambda: 0.0)
 
     def place(self, *keys: bytes) -> None:
         self.cache.place(keys, [Slot(row) for row in range(len(keys))], range(len(keys)))

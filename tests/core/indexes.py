@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from kvtier import _hot
-from kvtier.index import ALL, BlockIndex, ReuseRule
+from kvtier.index import ALL, PromptIndex, ReuseRule
 from kvtier.index.native_index import NativeIndex
 from kvtier.index.policies import LruPolicy
 from kvtier.index.python_index import PythonIndex
@@ -19,7 +19,7 @@ from kvtier.types import column_of
 INDEXES = ("native", "python")
 
 
-def make(kind: str, tiers: Sequence[str], rules: Sequence[ReuseRule] = (ALL,)) -> BlockIndex:
+def make(kind: str, tiers: Sequence[str], rules: Sequence[ReuseRule] = (ALL,)) -> PromptIndex:
     """An empty index with least recently used first; the test is skipped where it can't be had."""
     columns = [column_of(tier, group) for group in range(len(rules)) for tier in tiers]
     if kind == "python":

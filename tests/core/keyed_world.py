@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-from kvtier.index import State, make_index
-from kvtier.index.policies import LruPolicy
-from kvtier.keyed_cache import KeyedCache, Place, rising
+from kvtier.index import State, make_key_index
+from kvtier.keyed_cache import KeyedCache, Place
 from kvtier.keys import next_key
 from kvtier.ladder import Ladder, LadderOptions
 from kvtier.tiers import DistantRoom, Quota, StorageFacts
@@ -44,9 +43,9 @@ class Engine:
         self.mover = RankMover({DISK: facts}, BLOCK_BYTES, num_ranks, num_ranks)
         self.host = DistantRoom(num_host)
         ticks = count()
-        clock = rising(lambda: float(next(ticks)))
+        clock = lambda: float(next(ticks))  # noqa: E731
         rooms = {HOST: self.host, DISK: Quota(lambda: num_disk)}
-        self.index = make_index({name: LruPolicy() for name in rooms})
+        self.index = make_key_index(tuple(rooms), lambda: NS)
         self.ladder = Ladder(
             self.index,
             rooms,
@@ -92,8 +91,7 @@ class Engine:
 
     def in_tier(self, tier: str) -> set[bytes]:
         position = self.index.tiers.index(tier)
-        nodes = self.index.nodes()
-        return {each.label for each in nodes if each.residencies[position].state is State.READY}
+        return {each.key for each in self.index.known() if each.places[position][0] is State.READY}
 
     def check(self) -> None:
         self.ladder.check_invariants(0)

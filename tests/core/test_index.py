@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvtier.index import BlockIndex, State
+from kvtier.index import PromptIndex, State
 from kvtier.keys import grid_labels, token_labels, view_labels
 from kvtier.types import DEVICE, DISK, HOST, BlockId, Slot
 from tests.core.indexes import INDEXES, Both, make
@@ -20,7 +20,7 @@ NS = b"namespace"
 class Filled:
     """An index of two tiers, with shorthand to put paths into it."""
 
-    def __init__(self, index: BlockIndex) -> None:
+    def __init__(self, index: PromptIndex) -> None:
         self.index = index
         self._next = 0
 
@@ -520,13 +520,3 @@ def test_both_indexes_agree_on_thousands_of_blocks() -> None:
     assert both.drop(HOST, 10**6)
     assert len(both) == 0
     both.check_invariants()
-
-
-def test_block_below_the_root_is_found_with_all_its_states(filled: Filled) -> None:
-    (block,) = filled.put("a")
-    filled.begin(block, HOST)
-    filled.put("bc")
-    assert filled.index.find(NS, b"a") == (block, (State.READY, State.WRITING))
-    for namespace, label in ((NS, b"c"), (NS, b""), (b"other", b"a")):
-        assert filled.index.find(namespace, label) is None
-    assert len(filled.index) == 3, "nothing was made by looking"

@@ -388,8 +388,6 @@ class IndexMachine(RuleBasedStateMachine):
             assert self.index.states(path[0], path[1:], column) == expected
             first = self.model[path[:2]].block
             assert self.index.states(path[0], path[2:], column, first) == expected[1:]
-            states = tuple(self.model[path[:2]].tiers[tier].state for tier in self.columns)
-            assert self.index.find(path[0], path[1]) == (first, states)
 
     @rule(path=paths, tier=columns_of_the_index, fewest=st.integers(2, 6))
     def prefixes(self, path: Path, tier: AnyColumn, fewest: int) -> None:

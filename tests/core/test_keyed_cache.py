@@ -24,10 +24,10 @@ def test_stored_block_goes_on_to_storage_and_comes_back() -> None:
     (order,) = engine.carry_out()
     assert (order.verb, set(order.slots)) == (Verb.READ, {0, 1})
     assert engine.places(KEYS[:2]) == [Place.MEMORY] * 2
-    assert engine.cache.origin(KEYS[0]) == DISK
+    assert engine.cache.origins([KEYS[0]]) == [DISK]
     engine.cache.hold(KEYS[:1])
     engine.cache.release(KEYS[:1])
-    assert engine.cache.origin(KEYS[0]) == HOST, "it came from storage once"
+    assert engine.cache.origins([KEYS[0]]) == [HOST], "it came from storage once"
 
 
 def test_names_in_storage_have_the_place_in_the_prompt() -> None:
@@ -151,10 +151,10 @@ def test_end_of_a_prompt_leaves_before_its_beginning() -> None:
     engine = Engine(num_host=16)
     engine.store(KEYS[:4])
     engine.carry_out()
-    assert engine.index.labels(engine.index.evict(HOST, 1)) == [KEYS[3]]
-    assert engine.index.labels(engine.index.evict(DISK, 1)) == [KEYS[3]]
+    assert engine.index.keys(engine.index.evict(HOST, 1)) == [KEYS[3]]
+    assert engine.index.keys(engine.index.evict(DISK, 1)) == [KEYS[3]]
     engine.cache.touch([KEYS[2], KEYS[1], KEYS[0]])
-    assert engine.index.labels(engine.index.evict(HOST, 1)) == [KEYS[0]]
+    assert engine.index.keys(engine.index.evict(HOST, 1)) == [KEYS[0]]
     other = Engine(num_host=4)
     other.store(KEYS[:4])
     other.carry_out()
@@ -162,7 +162,7 @@ def test_end_of_a_prompt_leaves_before_its_beginning() -> None:
     other.carry_out()
     other.cache.promote(KEYS[:3])
     other.carry_out()
-    order = other.index.labels(other.index.evict(HOST, 4))
+    order = other.index.keys(other.index.evict(HOST, 4))
     assert order == [KEYS[4], KEYS[2], KEYS[1], KEYS[0]]
 
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtier.keyed_cache import ROOT, Place
+from kvtier.keyed_cache import Place
 from kvtier.transfer.ranks import Done, Order, Verb
 from kvtier.types import DISK, HOST
 
@@ -115,7 +115,7 @@ class KeyedMachine(RuleBasedStateMachine):
 
     def is_lost(self, key: bytes) -> bool:
         """Held in memory, and not to be used."""
-        found = self.engine.index.find(ROOT, key)
+        found = self.engine.index.find(key)
         return found is not None and (found[0], HOST) in self.engine.ladder.lost
 
     @rule(key=st.sampled_from(KEYS))
@@ -130,7 +130,7 @@ class KeyedMachine(RuleBasedStateMachine):
     def loaded(self, is_doubted: bool) -> None:
         key = self.holding.pop(0)
         if is_doubted:
-            found = self.engine.index.find(ROOT, key)
+            found = self.engine.index.find(key)
             assert found is not None
             self.cache.distrust(self.engine.index.slots([found[0]], HOST))
             assert self.cache.find(key) is not Place.MEMORY

@@ -49,6 +49,7 @@ class Hostile:
         self.random = random.Random(seed)
         self.arena = np.zeros(1 << 16, np.uint8)
         self.trie = self._new_trie()
+        self.keyed = _native.KeyIndex(TIERS, tuple(State))
         self.fd = os.memfd_create("hostile")
         os.write(self.fd, bytes(1 << 16))
         self.ring: _native.UringRing | None = None
@@ -180,6 +181,42 @@ class Hostile:
         name = pick(list(calls))
         return self.named(name, lambda: getattr(trie, name)(*calls[name]), calls[name])
 
+    def of_keys(self) -> Call:
+        """Some method of the flat table, and arguments for it."""
+        index, pick = self.keyed, self.random.choice
+        tier = pick((*TIERS, *TIERS, "tape", None, 3, (TIERS[0], 0), (TIERS[0], 1)))
+        keys = pick(([b"a", b"b"], [b"c"] * 2, [b"", b"long"], [None], 5, ()))
+        known = [each[0] for each in index.dump()]
+        some = self.random.sample(known, min(len(known), self.random.randrange(4)))
+        blocks = pick((some, some, some, self.numbers()))
+        slots = pick(([self.random.randrange(2**32) for _ in some], self.numbers()))
+        calls: dict[str, tuple[Any, ...]] = {
+            "find": (keys,),
+            "make": (keys,),
+            "states_of": (blocks, tier),
+            "slots": (blocks, tier),
+            "keys": (blocks,),
+            "num_uses": (self.number(),),
+            "num_leases": (self.number(), tier),
+            "depth": (self.number(),),
+            "set_depths": (blocks, slots),
+            "num_evictable": (tier,),
+            "begin_write": (blocks, tier, slots),
+            "commit": (blocks, tier),
+            "abort": (blocks, tier),
+            "touch": (blocks,),
+            "lease": (blocks, tier),
+            "release": (blocks, tier),
+            "evict": (tier, self.number()),
+            "forget": (blocks, tier),
+            "keep": (blocks, tier),
+            "lose": (self.number(), tier),
+            "order": (tier,),
+            "check_invariants": (),
+        }
+        name = pick(list(calls))
+        return self.named(name, lambda: getattr(index, name)(*calls[name]), calls[name])
+
     def of_memory(self) -> Call:
         """Copies and checksums: arguments that are sound, but for one."""
         sizes = np.array([self.random.randrange(300) for _ in range(3)], np.uint64)
@@ -287,7 +324,9 @@ class Hostile:
         return call
 
     def calls(self, num: int) -> Iterator[Call]:
-        kinds = (self.of_trie,) * 6 + (self.of_memory,) * 3 + (self.of_ring,) * 2
+        kinds = (
+            (self.of_trie,) * 6 + (self.of_keys,) * 3 + (self.of_memory,) * 3 + (self.of_ring,) * 2
+        )
         for _ in range(num):
             yield self.random.choice((*kinds, self.tokens, self.chain, self.constructor))()
 

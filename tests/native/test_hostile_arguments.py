@@ -13,7 +13,7 @@ import pytest
 
 from kvtier import _hot
 from kvtier._reference.copy import copy_batch as reference_copy_batch
-from kvtier.index import BlockIndex
+from kvtier.index import PromptIndex
 from kvtier.keys import Labels
 from kvtier.types import DEVICE, HOST, Match, Slot
 from tests.core.indexes import INDEXES, make
@@ -37,11 +37,11 @@ def test_every_call_gives_a_result_or_an_error(seed: int) -> None:
 
 
 @pytest.fixture(params=INDEXES)
-def index(request: pytest.FixtureRequest) -> BlockIndex:
+def index(request: pytest.FixtureRequest) -> PromptIndex:
     return make(request.param, (DEVICE, HOST))
 
 
-def insert(index: BlockIndex, *slots: int, now: float = 1.0) -> None:
+def insert(index: PromptIndex, *slots: int, now: float = 1.0) -> None:
     labels = [b"%d" % slot for slot in slots]
     index.insert(b"space", labels, DEVICE, [Slot(slot) for slot in slots], now)
 
@@ -63,7 +63,7 @@ def insert(index: BlockIndex, *slots: int, now: float = 1.0) -> None:
 )
 @pytest.mark.parametrize("tokens", [bytes(64), np.zeros(16, np.int64)], ids=["bytes", "array"])
 def test_labels_outside_of_their_tokens_are_refused(
-    index: BlockIndex,
+    index: PromptIndex,
     tokens: bytes,
     block_bytes: int,
     blocks_per_chunk: int,
@@ -77,19 +77,19 @@ def test_labels_outside_of_their_tokens_are_refused(
     assert len(index) == 1
 
 
-def test_labels_in_the_middle_of_a_token_are_refused(index: BlockIndex) -> None:
+def test_labels_in_the_middle_of_a_token_are_refused(index: PromptIndex) -> None:
     with pytest.raises(ValueError, match="6 bytes a block are no whole number of token ids"):
         index.match(b"space", Labels(np.zeros(16, np.int64), 6, 1, 0, 2))
 
 
-def test_message_about_labels_does_not_show_the_prompt(index: BlockIndex) -> None:
+def test_message_about_labels_does_not_show_the_prompt(index: PromptIndex) -> None:
     with pytest.raises(ValueError, match="num=99 in 8 bytes") as caught:
         index.extend(b"space", Labels(b"password", 4, 1, 0, 99))
     assert "password" not in str(caught.value)
 
 
 @pytest.mark.parametrize("now", [math.nan, math.inf, -math.inf])
-def test_time_that_is_in_no_order_is_refused(index: BlockIndex, now: float) -> None:
+def test_time_that_is_in_no_order_is_refused(index: PromptIndex, now: float) -> None:
     insert(index, 1, 2)
     blocks = list(index.match(b"space", [b"1", b"2"]).blocks)
     for change in (
@@ -105,7 +105,7 @@ def test_time_that_is_in_no_order_is_refused(index: BlockIndex, now: float) -> N
 
 
 @pytest.mark.parametrize("slot", [-1, 2**32, 2**64, -(2**70)])
-def test_what_is_no_slot_is_refused(index: BlockIndex, slot: int) -> None:
+def test_what_is_no_slot_is_refused(index: PromptIndex, slot: int) -> None:
     insert(index, 1)
     with pytest.raises(ValueError, match=f"slot {slot} is not in 0 .. 2"):
         index.begin_write(index.match(b"space", [b"1"]).blocks[0], HOST, Slot(slot))
@@ -114,7 +114,7 @@ def test_what_is_no_slot_is_refused(index: BlockIndex, slot: int) -> None:
 
 
 @pytest.mark.parametrize("num", [HUGE, 2**64, 2**200])
-def test_more_than_all_is_all(index: BlockIndex, num: int) -> None:
+def test_more_than_all_is_all(index: PromptIndex, num: int) -> None:
     insert(index, 5, 6, 7)
     assert index.evict(DEVICE, -num) == []
     assert index.drop(DEVICE, num) == [7, 6, 5]

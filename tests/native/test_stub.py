@@ -61,7 +61,13 @@ def methods() -> dict[str, dict[str, object]]:
 def test_every_method_of_the_stub_agrees_with_the_native_core() -> None:
     native = pytest.importorskip("kvtier._native", reason="the native core is not built")
     built = {}
-    for kind in (native.BlockTrie, native.FreeSlots, native.KeyTable, native.UringRing):
+    for kind in (
+        native.BlockTrie,
+        native.FreeSlots,
+        native.KeyIndex,
+        native.KeyTable,
+        native.UringRing,
+    ):
         for name, method in vars(kind).items():
             if type(method).__name__ == "nb_method" and not name.startswith("__"):
                 [(text, *_)] = method.__nb_signature__

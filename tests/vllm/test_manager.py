@@ -87,7 +87,7 @@ class Scheduler:
         self.manager.steps.end(step, 1e-6)
 
     def look_up(self, context: ReqContext, keys: list[OffloadKey]) -> list[LookupResult]:
-        self.manager.begin_look_up(context.req_id)
+        self.manager.begin_look_up(context.req_id, 0)
         return [self.manager.lookup(key, context) for key in keys]
 
     def to_disk(self, keys: list[OffloadKey], num_others: int = 4) -> None:

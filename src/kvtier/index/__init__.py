@@ -1,10 +1,23 @@
-"""What is cached, and where: a trie of blocks. No I/O, no tensors."""
+"""What is cached, and where: a trie of blocks, or a flat table of keys. No I/O, no tensors."""
 
 from __future__ import annotations
 
-from kvtier.index.block_index import BlockIndex, Inserted
-from kvtier.index.choice import make_index
+from kvtier.index.block_index import BlockIndex
+from kvtier.index.choice import make_index, make_key_index
 from kvtier.index.groups import ALL, ReuseRule, rules_of
+from kvtier.index.key_index import KeyIndex
+from kvtier.index.prompt_index import Inserted, PromptIndex
 from kvtier.index.residency import State
 
-__all__ = ["ALL", "BlockIndex", "Inserted", "ReuseRule", "State", "make_index", "rules_of"]
+__all__ = [
+    "ALL",
+    "BlockIndex",
+    "Inserted",
+    "KeyIndex",
+    "PromptIndex",
+    "ReuseRule",
+    "State",
+    "make_index",
+    "make_key_index",
+    "rules_of",
+]

@@ -1,21 +1,24 @@
-"""Which index is used: the one place that decides it."""
+"""Which index is used, native or in Python: the one place that decides it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvtier._hot import NATIVE, NATIVE_REASON
-from kvtier.index.block_index import BlockIndex
 from kvtier.index.groups import ALL, ReuseRule
+from kvtier.index.key_index import KeyIndex
 from kvtier.index.native_index import NativeIndex
+from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.index.policies.base import EvictionPolicy
+from kvtier.index.prompt_index import PromptIndex
 from kvtier.index.python_index import PythonIndex
+from kvtier.index.python_key_index import PythonKeyIndex
 from kvtier.types import AnyColumn
 
 
 def make_index(
     policies: Mapping[AnyColumn, EvictionPolicy], rules: Sequence[ReuseRule] = (ALL,)
-) -> BlockIndex:
+) -> PromptIndex:
     """The native index where it can do what ``policies`` do, its Python twin elsewhere.
 
     policies: per column; those of the first group by their tiers' names, fastest tier first, which
@@ -32,3 +35,13 @@ def make_index(
             return PythonIndex(policies, rules, because=because)
         names[column] = name
     return NativeIndex(names, rules)
+
+
+def make_key_index(tiers: Sequence[str], namespace: Callable[[], bytes]) -> KeyIndex:
+    """The native flat index, or its Python twin where nothing was compiled.
+
+    tiers: fastest tier first. namespace: see ``KeyIndex``.
+    """
+    if not NATIVE:
+        return PythonKeyIndex(tiers, namespace, because=f"native core: {NATIVE_REASON}")
+    return NativeKeyIndex(tiers, namespace)

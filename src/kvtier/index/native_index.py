@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier._hot import BlockTrie
-from kvtier.index.block_index import BlockIndex, Inserted
 from kvtier.index.groups import ALL, ReuseRule, columns_of
+from kvtier.index.prompt_index import Inserted, PromptIndex
 from kvtier.index.residency import Residency, State
 from kvtier.index.trie import Node
 from kvtier.keys import Labels, next_keys
@@ -30,7 +30,7 @@ _INT64 = np.dtype(np.int64)
 _array_over = np.frombuffer
 
 
-class NativeIndex(BlockIndex):
+class NativeIndex(PromptIndex):
     """Blocks in an arena of the native core.
 
     policies: per column the name of a native policy, the first group's tiers fastest first. rules:
@@ -59,9 +59,6 @@ class NativeIndex(BlockIndex):
         self, namespace: bytes, labels: Sequence[Label], column: AnyColumn
     ) -> npt.NDArray[np.int64]:
         return _array_over(self._trie.match_slots(namespace, labels, column), _INT64)
-
-    def find(self, namespace: bytes, label: Label) -> tuple[BlockId, tuple[State, ...]] | None:
-        return self._trie.find(namespace, label)  # type: ignore[return-value]
 
     def state(self, block: BlockId, column: AnyColumn) -> State:
         return cast("State", self._trie.state(block, column))
@@ -92,9 +89,6 @@ class NativeIndex(BlockIndex):
 
     def num_leases(self, block: BlockId, column: AnyColumn) -> int:
         return self._trie.num_leases(block, column)
-
-    def labels(self, blocks: Iterable[BlockId]) -> list[bytes]:
-        return self._trie.labels(blocks)
 
     def num_evictable(self, column: AnyColumn) -> int:
         return self._trie.num_evictable(column)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf, nextafter
 
-from kvtier.index.block_index import BlockIndex, check_slot, check_time
+from kvtier.index.block_index import check_slot, check_time
 from kvtier.index.groups import ALL, ReuseRule, columns_of
 from kvtier.index.policies.base import EvictionPolicy
+from kvtier.index.prompt_index import PromptIndex
 from kvtier.index.residency import Residency, State
 from kvtier.index.trie import Node, Trie
 from kvtier.keys import next_key
@@ -28,7 +29,7 @@ from kvtier.types import (
 )
 
 
-class PythonIndex(BlockIndex):
+class PythonIndex(PromptIndex):
     """Blocks as Python objects.
 
     policies: per column, the first group's tiers fastest first. rules: per group. because: why
@@ -107,11 +108,6 @@ class PythonIndex(BlockIndex):
                 return tier
         return None
 
-    def find(self, namespace: bytes, label: Label) -> tuple[BlockId, tuple[State, ...]] | None:
-        for node in self._trie.walk(namespace, [label]):
-            return node.block, tuple(residency.state for residency in node.residencies)
-        return None
-
     def state(self, block: BlockId, column: AnyColumn) -> State:
         node = self._trie.nodes.get(block)
         return node.residencies[self._position[column]].state if node else State.ABSENT
@@ -147,9 +143,6 @@ class PythonIndex(BlockIndex):
 
     def num_leases(self, block: BlockId, column: AnyColumn) -> int:
         return self._trie.nodes[block].residencies[self._position[column]].leases
-
-    def labels(self, blocks: Iterable[BlockId]) -> list[bytes]:
-        return [self._trie.nodes[block].label for block in blocks]
 
     def num_evictable(self, column: AnyColumn) -> int:
         return self._num_idle[self._position[column]]

@@ -15,6 +15,10 @@ MOVING_SHARE = 4
 """Of the slots that blocks are written from, one in so many may be on its way to storage: they
 can't leave meanwhile. The rest is for those who wait for something."""
 
+LONGEST_LINE = 1 << 16
+"""Blocks that wait for a write. Where storage is that far behind it will not catch up soon, and
+what has waited longest is not written: its next use offers it again."""
+
 
 class Archive:
     """The line in front of one storage tier. Blocks that wait in it hold nothing: one that leaves
@@ -70,8 +74,9 @@ class Archive:
         ]
         self._line += new
         self._waiting.update(new)
-        too_many = len(self._line) - self._room.num_open
-        if too_many > 0:  # as many have left the memory already
+        # No longer than the memory: of a longer one, as many have left it already.
+        too_many = len(self._line) - min(LONGEST_LINE, self._room.num_open)
+        if too_many > 0:
             self._count(len(self._first(too_many)))
 
     def take(self, most: int) -> list[BlockId]:

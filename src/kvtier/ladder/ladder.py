@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from kvtier.index import BlockIndex, State
+from kvtier.index import BlockIndex, PromptIndex, State
 from kvtier.ladder.archive import Archive
 from kvtier.ladder.loads import Loads
 from kvtier.ladder.options import LadderOptions
@@ -18,7 +18,7 @@ from kvtier.plan import Copy, CostModel, Costs, WriteBudget
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Room
 from kvtier.transfer import Mover, Transfer, Waiter
-from kvtier.types import BlockId, BlockKey, BlockName, Label, Match, Slot
+from kvtier.types import BlockId, BlockKey, Label, Match, Slot
 
 STORABLE = (State.READY, State.EVICTING)
 """States in which a block's bytes can be copied to the tier below."""
@@ -76,10 +76,8 @@ class Ladder:
             for name in row.storages
         }
 
-    def listen(self, name_of: Callable[[BlockId], BlockName], on_change: OnChange) -> None:
-        """Somebody knows better what blocks are called in storage, and wants to know what comes and
-        goes."""
-        self._traffic.names_of = lambda blocks: list(map(name_of, blocks))
+    def listen(self, on_change: OnChange) -> None:
+        """Somebody wants to know what comes and goes."""
         self._traffic.on_change = on_change
 
     @property
@@ -244,17 +242,20 @@ class Ladder:
         """Whether storage may have blocks that nobody has found yet."""
         return self._recall.has_unfound
 
-    def recall(self, namespace: bytes, labels: Sequence[Label]) -> None:
+    def recall(self, paths: PromptIndex, namespace: bytes, labels: Sequence[Label]) -> None:
         """Take into the index what storage has kept of this prompt since an earlier life, or has
         from another process. Where it has to be asked first, that is for the next time."""
-        self._recall.ask(namespace, labels)
+        self._recall.ask(paths, namespace, labels)
 
     def recall_each(
-        self, namespace: bytes, labels: Sequence[Label], keys: Sequence[BlockKey]
+        self, keys: Sequence[BlockKey], make: Callable[[Sequence[int]], list[BlockId]]
     ) -> int:
-        """``recall`` of blocks that hang under no other, from storage that answers at once. Returns
-        how many are known now. keys: what the blocks are called there."""
-        return self._recall.ask_each(namespace, labels, keys)
+        """``recall`` of single blocks, from storage that answers at once. Returns how many are
+        known now.
+
+        keys: what the blocks are called there. make: the blocks at these positions, made known.
+        """
+        return self._recall.ask_each(keys, make)
 
     def is_archiving(self, block: BlockId) -> bool:
         """Whether a block waits for its write to storage, or is being written."""

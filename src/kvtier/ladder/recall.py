@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvtier.index import BlockIndex, State
+from kvtier.index import BlockIndex, PromptIndex, State
 from kvtier.keys import next_keys
 from kvtier.ladder.row import Row
 from kvtier.ladder.space import Space
@@ -29,6 +29,7 @@ class _Question:
     """
 
     storage: str
+    paths: PromptIndex
     namespace: bytes
     labels: Sequence[Label]
     first: int
@@ -76,15 +77,15 @@ class Recall:
 
     # -- a prompt ---------------------------------------------------------------------------------
 
-    def ask(self, namespace: bytes, labels: Sequence[Label]) -> None:
-        """Ask every storage tier that may have more of this prompt than is known."""
+    def ask(self, paths: PromptIndex, namespace: bytes, labels: Sequence[Label]) -> None:
+        """Ask every storage tier that may have more of this prompt than ``paths`` knows."""
         for storage in self._row.storages:
             if not self._mover.has_unfound(storage):
                 continue
-            known = self._index.match(namespace, labels).blocks
+            known = paths.match(namespace, labels).blocks
             above = known[-1] if known else None
-            before = namespace if above is None else self._index.key(above)
-            nothing = _Question(storage, namespace, labels[:], len(known), above, before)
+            before = namespace if above is None else paths.key(above)
+            nothing = _Question(storage, paths, namespace, labels[:], len(known), above, before)
             if nothing.num_left:
                 question = nothing.next(above, FIRST_KEYS)
                 name = storage, question.keys[0]
@@ -110,7 +111,7 @@ class Recall:
             return None
         num = there[-1] + 1
         path = self._path(question, num)
-        self._index.set_keys(path, question.keys[:num])
+        question.paths.set_keys(path, question.keys[:num])
         found = path if len(there) == num else [path[at] for at in there]
         self._adopt(question.storage, found)
         if len(there) < len(question.keys) or not question.num_left:
@@ -123,25 +124,26 @@ class Recall:
         first, labels, above = question.first, question.labels, question.above
         if above is None or self._is_known(above):
             rest = labels[first : first + num]
-            return self._index.extend(question.namespace, rest, above)
-        return self._index.extend(question.namespace, labels[: first + num])[first:]
+            return question.paths.extend(question.namespace, rest, above)
+        return question.paths.extend(question.namespace, labels[: first + num])[first:]
 
     def _is_known(self, block: BlockId) -> bool:
         return any(self._index.state(block, name) is not State.ABSENT for name in self._row.rooms)
 
     # -- single blocks, where storage answers at once ---------------------------------------------
 
-    def ask_each(self, namespace: bytes, labels: Sequence[Label], keys: Sequence[BlockKey]) -> int:
-        """``ask`` for blocks that hang under no other. Returns how many are known now.
+    def ask_each(
+        self, keys: Sequence[BlockKey], make: Callable[[Sequence[int]], list[BlockId]]
+    ) -> int:
+        """``ask`` for blocks by what they are called in storage. Returns how many are known now.
 
-        keys: what the blocks are called in storage.
+        make: the blocks at these positions of ``keys``, made known.
         """
         num_known = 0
         for name in self._row.storages:
             if self._is_asked_at_once(name):
                 there = self._mover.find(name, keys).places_there
-                blocks = [self._index.extend(namespace, [labels[at]])[0] for at in there]
-                num_known += self._adopt(name, blocks)
+                num_known += self._adopt(name, make(there))
         return num_known
 
     def were_there(self, blocks: Sequence[BlockId], storage: str) -> set[BlockId]:
@@ -149,7 +151,7 @@ class Recall:
         then."""
         if not blocks or not self._is_asked_at_once(storage):
             return set()
-        keys = keys_of(self._traffic.names_of(blocks))
+        keys = keys_of(self._index.names(blocks))
         found = [blocks[at] for at in self._mover.find(storage, keys).places_there]
         return set(found[: self._adopt(storage, found)])
 
@@ -176,6 +178,6 @@ class Recall:
         """There is no room for blocks that were found: storage forgets them, and so does the index,
         by a write that does not come about."""
         if blocks:
-            self._mover.drop(storage, keys_of(self._traffic.names_of(blocks)))
+            self._mover.drop(storage, keys_of(self._index.names(blocks)))
             self._index.begin_write_all(blocks, storage, [Slot(0)] * len(blocks))
             self._index.abort_all(blocks, storage)

@@ -112,7 +112,7 @@ class Space:
         if self._traffic.on_change is not None:
             self._traffic.on_change(tier, leaving, True)
         if leaving and tier in self._row.storages and (for_good or not self._evicts(tier)):
-            keys = keys_of(self._traffic.names_of(leaving))
+            keys = keys_of(self._index.names(leaving))
             self._mover.drop(tier, keys, for_good)
         return self._index.forget_all(leaving, tier)
 

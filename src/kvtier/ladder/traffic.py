@@ -13,7 +13,7 @@ from kvtier.ladder.under_way import UnderWay
 from kvtier.plan import Copy, CostModel, Costs
 from kvtier.telemetry import Metrics
 from kvtier.transfer import Job, Move, Mover, Transfer
-from kvtier.types import BlockId, BlockKey, BlockName, Slot, keys_of
+from kvtier.types import BlockId, BlockKey, Slot, keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,6 @@ class Traffic:
         self._metrics = metrics
         self._clock = clock
         self.costs = CostModel()
-        self.names_of: Callable[[Sequence[BlockId]], Sequence[BlockName]] = index.names
         self.on_change: OnChange | None = None
         self._under_way = UnderWay({name: row.rooms[name] for name in row.memories})
         self._failed_once: set[BlockId] = set()
@@ -120,7 +119,7 @@ class Traffic:
             self._index.lease(blocks, src)
             transfer.holds_source = True
         if src in self._mover.storages or dst in self._mover.storages:
-            transfer.names = self.names_of(blocks)
+            transfer.names = self._index.names(blocks)
         is_read = src in self._mover.storages  # slots of storage mean nothing
         src_slots = transfer.dst_slots if is_read else self._index.slots(blocks, src)
         move = Move(src, dst, src_slots, transfer.dst_slots, transfer.names)
@@ -227,7 +226,7 @@ class Traffic:
     def lose(self, blocks: Sequence[BlockId], tier: str) -> None:
         """What ``tier`` has of blocks is not to be used any more."""
         is_named = blocks and tier in self._mover.storages
-        keys = keys_of(self.names_of(blocks)) if is_named else [None] * len(blocks)
+        keys = keys_of(self._index.names(blocks)) if is_named else [None] * len(blocks)
         for block, key in zip(blocks, keys, strict=True):
             self.lost.setdefault((block, tier), key)
 

@@ -34,8 +34,9 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvtier.connectors.vllm.ascend import split_caches
 from kvtier.connectors.vllm.cores import off_compute_cores
-from kvtier.connectors.vllm.manager import Advice, TierManager
+from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.spec import KvtierSpec
+from kvtier.connectors.vllm.visit import Advice
 from kvtier.connectors.vllm.weights import Source
 from kvtier.connectors.vllm.worker import TierWorker
 from kvtier.transfer.ranks import Order, Report
@@ -119,8 +120,10 @@ class KvtierConnector(OffloadingConnector):
     ) -> tuple[int | None, bool]:
         """As vLLM's, but what loading would not pay for is computed, and nobody waits longer than
         computing would take."""
+        if self._manager.must_wait(request.request_id, num_computed_tokens):
+            return None, False
         while True:
-            self._manager.begin_look_up(request.request_id)
+            self._manager.begin_look_up(request.request_id, num_computed_tokens)
             found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
             if found is None:
                 match self._manager.advise(

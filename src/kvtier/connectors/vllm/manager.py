@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from functools import partial
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -27,10 +27,10 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.connectors.vllm.counts import IMPATIENT, LOADED, RECOMPUTED, ROOM, USED, Counts
 from kvtier.connectors.vllm.host_slots import HostSlots
 from kvtier.connectors.vllm.names import Names
-from kvtier.connectors.vllm.prompt import blocks_of, depth
-from kvtier.index import make_index
-from kvtier.index.policies.lru import LruPolicy
-from kvtier.keyed_cache import KeyedCache, Place, rising
+from kvtier.connectors.vllm.prompt import blocks_after, depth
+from kvtier.connectors.vllm.visit import Advice, Visit, Wait
+from kvtier.index import make_key_index
+from kvtier.keyed_cache import KeyedCache, Place
 from kvtier.ladder import Ladder, LadderOptions
 from kvtier.plan import Costs, StepClock, is_worth_loading, num_worth_loading, patience_s
 from kvtier.tiers import DistantRoom, Quota, Room
@@ -50,31 +50,6 @@ PIECE_BYTES = 16 << 20
 """Of a rank, what is read from its disk, or written to it, at a time."""
 
 
-@dataclass(slots=True)
-class Visit:
-    """What is known of one request.
-
-    places: of the blocks that its last look-up met, in that look-up's order. promoted: blocks that
-    were brought from storage for it. limit: no block that ends beyond this token is loaded.
-    waits_since: when it began to wait. is_impatient: it takes what is ready, and waits for nothing
-    more. is_off_disk: its blocks stay in memory. used: those that were loaded or stored for it.
-    """
-
-    context: ReqContext
-    places: dict[OffloadKey, Place] = field(default_factory=dict)
-    promoted: set[OffloadKey] = field(default_factory=set)
-    limit: int | None = None
-    waits_since: float | None = None
-    is_impatient: bool = False
-    is_off_disk: bool = False
-    used: dict[OffloadKey, None] = field(default_factory=dict)
-
-    def in_prompt_order(self) -> list[OffloadKey]:
-        """All blocks of the request, those as well that the device had itself."""
-        blocks = blocks_of(self.context)
-        return blocks if self.used.keys() <= set(blocks) else list(self.used)
-
-
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How prompts are cut. block_sizes: tokens in a block, of each KV group. bytes_per_block: of
@@ -86,14 +61,6 @@ class Shape:
     @property
     def has_one_group(self) -> bool:
         return len(self.block_sizes) == 1
-
-
-class Advice(Enum):
-    """To a request whose look-up ended without an answer."""
-
-    WAIT = "wait"
-    LOOK_AGAIN = "look again"
-    COMPUTE = "compute"
 
 
 class TierManager(OffloadingManager):
@@ -119,8 +86,7 @@ class TierManager(OffloadingManager):
         self._host = DistantRoom(room[HOST])
         rooms: dict[str, Room] = {HOST: self._host}
         rooms |= {name: Quota(partial(room.__getitem__, name)) for name in mover.storages}
-        clock = rising(time.monotonic)
-        index = make_index({name: LruPolicy() for name in rooms})
+        index = make_key_index(tuple(rooms), lambda: names.digest)
         self.ladder = Ladder(
             index,
             rooms,
@@ -130,17 +96,18 @@ class TierManager(OffloadingManager):
                 bytes_per_day={DISK: bytes_per_day},
                 piece_blocks=max(1, PIECE_BYTES // max(1, shape.bytes_per_block)),
             ),
-            clock=clock,
+            clock=time.monotonic,
             device=DEVICE,
         )
         self.cache = KeyedCache(
-            index, self.ladder, lambda: names.digest, clock, lambda: mover.is_complete
+            index, self.ladder, lambda: names.digest, time.monotonic, lambda: mover.is_complete
         )
         self.steps = StepClock(self.ladder.costs)
         self._always_loads = policy is LoadPolicy.ALWAYS
         self._shape = shape
         self._publishes_events = publishes_events
         self._visits: dict[str, Visit] = {}
+        self._num_ended_loads = 0
         self._events: list[OffloadingEvent] = []
 
     @property
@@ -165,7 +132,7 @@ class TierManager(OffloadingManager):
         end = req_context.get_offload_key_position(key)
         if visit.limit is not None and end is not None and end > visit.limit:
             return LookupResult.MISS
-        place = self.cache.find(key)
+        place = self._find(key, visit)
         if not _is_allowed(place, req_context):
             return LookupResult.MISS
         if visit.is_off_disk and place in (Place.STORAGE, Place.UNKNOWN):
@@ -175,21 +142,33 @@ class TierManager(OffloadingManager):
         visit.places[key] = place
         return FOUND[place]
 
+    def _find(self, key: OffloadKey, visit: Visit) -> Place:
+        """Where a block is: all of the request's are looked up at once, when the first is asked
+        for. Where storage may have more than turned up then, it is asked again."""
+        if visit.found is None:
+            keys = blocks_after(visit.context, visit.num_computed)
+            visit.found = dict(zip(keys, self.cache.find_all(keys), strict=True))
+        place = visit.found.get(key)
+        if place is None or (place is Place.NOWHERE and self.ladder.has_unfound):
+            place = self.cache.find(key)
+        return place
+
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        return SOURCE[self.cache.origin(key)]
+        (origin,) = self.cache.origins([key])
+        return SOURCE[origin]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.cache.touch(keys)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> HostSlots:
-        for tier in (HOST, DISK):
-            num = sum(self.cache.origin(key) == tier for key in keys)
+        for tier, num in Counter(self.cache.origins(list(keys))).items():
             self.counts.add(LOADED, num, tier)
         self._use(keys, req_context)
-        return HostSlots(self.cache.hold(keys))
+        return HostSlots(self.cache.hold(list(keys)))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.cache.release(keys)
+        self._num_ended_loads += 1
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
@@ -238,7 +217,7 @@ class TierManager(OffloadingManager):
         if self.has_disk:
             self.names.disown()
         for visit in self._visits.values():
-            visit.limit = None
+            visit.limit = visit.wait = None
             visit.promoted.clear()
             visit.used.clear()
 
@@ -262,9 +241,29 @@ class TierManager(OffloadingManager):
 
     # -- to wait or not ----------------------------------------------------------------------------
 
-    def begin_look_up(self, request_id: str) -> None:
-        """A request is about to ask for its blocks, from the first one on."""
-        self._visits[request_id].places.clear()
+    def must_wait(self, request_id: str, first: int) -> bool:
+        """Whether a request has to wait, and nothing has happened since that could change that: it
+        need not look its blocks up again. first: tokens that it has already."""
+        visit = self._visits[request_id]
+        wait = visit.wait
+        if wait is None:
+            return False
+        if (
+            wait.first == first
+            and time.monotonic() < wait.until
+            and wait.num_ended_loads in (None, self._num_ended_loads)
+            and not (wait.watch is not None and wait.watch.is_over)
+            and (wait.unknown is None or self.cache.find(wait.unknown) is Place.UNKNOWN)
+        ):
+            return True
+        visit.wait = None
+        return False
+
+    def begin_look_up(self, request_id: str, first: int) -> None:
+        """A request is about to ask for its blocks, those after the ``first`` tokens."""
+        visit = self._visits[request_id]
+        visit.places.clear()
+        visit.found, visit.num_computed = None, first
 
     def advise(self, request_id: str, first: int, num_tokens: int) -> Advice:
         """Some blocks that a request asked for are not in host memory: bring them there, and have
@@ -279,12 +278,14 @@ class TierManager(OffloadingManager):
         visit.waits_since = visit.waits_since or now_s
         ends = {key: visit.context.get_offload_key_position(key) or 0 for key in visit.places}
         found = max(ends.values(), default=num_tokens)
-        if now_s - visit.waits_since >= patience_s(self._costs(), first, found):
+        until_s = visit.waits_since + patience_s(self._costs(), first, found)
+        if now_s >= until_s:
             self.counts.add(IMPATIENT, 1)
             visit.is_impatient = True
             return Advice.LOOK_AGAIN
         on_disk = [key for key, place in visit.places.items() if place is Place.STORAGE]
         if not on_disk:
+            self._wait(visit, first, until_s)
             return Advice.WAIT
         if not visit.promoted.isdisjoint(on_disk):  # a read failed: it may do so again and again
             visit.is_impatient = True
@@ -299,7 +300,18 @@ class TierManager(OffloadingManager):
             visit.limit = limit
             self.counts.add(RECOMPUTED, sum(end > limit for end in ends.values()))
             return Advice.LOOK_AGAIN
+        self._wait(visit, first, until_s)
         return Advice.WAIT
+
+    def _wait(self, visit: Visit, first: int, until_s: float) -> None:
+        """Note what has to happen before another look is worth it. Where nothing is on its way to
+        memory, vLLM waits for a load of its own."""
+        unknown = next((key for key, at in visit.places.items() if at is Place.UNKNOWN), None)
+        coming = [key for key, at in visit.places.items() if at in (Place.ARRIVING, Place.STORAGE)]
+        if coming or unknown is not None:
+            visit.wait = Wait(first, until_s, self.cache.watch(coming), unknown)
+        elif visit.places:
+            visit.wait = Wait(first, until_s, None, None, self._num_ended_loads)
 
     def num_worth_loading(self, request_id: str, first: int, found: int, num_tokens: int) -> int:
         """Of ``found`` tokens after the ``first`` ones, all in host memory: how many to load."""

@@ -18,3 +18,9 @@ def blocks_of(context: ReqContext) -> list[OffloadKey]:
     vLLM has no other way to ask for them."""
     ends: dict[OffloadKey, int] = context._offload_key_positions
     return sorted(ends, key=ends.__getitem__)
+
+
+def blocks_after(context: ReqContext, num_tokens: int) -> list[OffloadKey]:
+    """The blocks of a request that end behind its first tokens: group by group, in prompt order."""
+    ends: dict[OffloadKey, int] = context._offload_key_positions
+    return [key for key, end in ends.items() if end > num_tokens]

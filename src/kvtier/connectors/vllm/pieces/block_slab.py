@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from kvtier.connectors.vllm.pieces.row_cache import RowCache
 from kvtier.devices.base import Memory
 from kvtier.errors import ConfigError, TierError
-from kvtier.index import make_index
-from kvtier.index.policies.lru import LruPolicy
-from kvtier.keyed_cache import Change, Place, rising
+from kvtier.index import make_key_index
+from kvtier.keyed_cache import Change, Place
 from kvtier.ladder import Ladder, LadderOptions
 from kvtier.layout import named_layout, opaque
 from kvtier.tiers import LentMemory, MemoryTier, StorageTier
@@ -113,9 +112,9 @@ class BlockSlab:
         )
         tiers: dict[str, MemoryTier | StorageTier] = {HOST: rows, tier.name: tier}
         self._tier = tier
-        self._clock = clock = rising(clock)
+        self._clock = clock
         self._mover = LocalMover(tiers, None, clock)
-        self._index = make_index({name: LruPolicy() for name in tiers})
+        self._index = make_key_index(tuple(tiers), lambda: self.digest)
         self._ladder = Ladder(
             self._index,
             rooms_of(tiers),

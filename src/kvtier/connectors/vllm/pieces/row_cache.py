@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from kvtier.index import BlockIndex, State
-from kvtier.keyed_cache import ROOT, KeyedCache
+from kvtier.index import KeyIndex, State
+from kvtier.keyed_cache import KeyedCache
 from kvtier.ladder import Ladder
 from kvtier.plan import Copy
 from kvtier.tiers import LentMemory
@@ -22,7 +22,7 @@ class RowCache(KeyedCache):
     def __init__(
         self,
         rows: LentMemory,
-        index: BlockIndex,
+        index: KeyIndex,
         ladder: Ladder,
         namespace: Callable[[], bytes],
         clock: Callable[[], float],
@@ -37,10 +37,10 @@ class RowCache(KeyedCache):
         keys: in prompt order, none of them in memory already. depths: see ``commit``.
         """
         self._rows.lend(list(slots))
-        blocks = self._make(keys)
+        blocks = self._index.make(keys)
         self._index.begin_write_all(blocks, self.memory, slots)
         self._index.commit_all(blocks, self.memory, self._clock())
-        self._depths.update(blocks, depths)
+        self._index.set_depths(blocks, depths)
         self._use(blocks)
         for storage in self.ladder.storages:
             states = self._index.states_of(blocks, storage)
@@ -51,7 +51,7 @@ class RowCache(KeyedCache):
     def fetch(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
         """Bring blocks from storage into ``slots``; none of them is in memory already."""
         self._rows.lend(list(slots))
-        found = [(self._find(ROOT, key), slot) for key, slot in zip(keys, slots, strict=True)]
+        found = [(self._index.find(key), slot) for key, slot in zip(keys, slots, strict=True)]
         for storage in self.ladder.storages:
             there = [
                 (each[0], slot)
@@ -64,7 +64,7 @@ class RowCache(KeyedCache):
     def displace(self, keys: Collection[bytes]) -> None:
         """The engine takes the slots of these blocks back; nothing moves from or to them. What did
         not arrive has none."""
-        for block in self._make(key for key in keys if self.is_in_memory(key)):
+        for block in self._index.make([key for key in keys if self.is_in_memory(key)]):
             for storage in self.ladder.storages:
                 if (block, storage) in self._kept:
                     self._kept.discard((block, storage))
@@ -75,7 +75,7 @@ class RowCache(KeyedCache):
 
     def is_moving(self, key: bytes) -> bool:
         """Whether a block is on its way between memory and storage, or waits for that."""
-        found = self._find(ROOT, key)
+        found = self._index.find(key)
         if found is None:
             return False
         block, states = found
@@ -83,12 +83,12 @@ class RowCache(KeyedCache):
 
     def is_in_memory(self, key: bytes) -> bool:
         """Whether a block was placed, or has arrived, and was not displaced since."""
-        found = self._find(ROOT, key)
+        found = self._index.find(key)
         return found is not None and found[1][0] is State.READY and not self._is_doubted(found[0])
 
     def is_stored(self, key: bytes) -> bool:
         """Whether storage has a block."""
-        found = self._find(ROOT, key)
+        found = self._index.find(key)
         return found is not None and self._storage_of(*found) is not None
 
     def _keep(self, blocks: Sequence[BlockId], storage: str) -> None:

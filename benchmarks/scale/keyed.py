@@ -1,0 +1,100 @@
+"""A cache by keys over ranks that answer at once, of any size; and what a step asks of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from kvtier.index import make_key_index
+from kvtier.keyed_cache import KeyedCache
+from kvtier.ladder import Ladder, LadderOptions
+from kvtier.tiers import DistantRoom, Quota, StorageFacts
+from kvtier.transfer.ranks import Done, Hello, RankMover, Report
+from kvtier.types import DISK, HOST
+
+KEY_BYTES = 36
+"""Of vLLM's: a SHA-256 and the number of a group."""
+BLOCK_BYTES = 1 << 20
+FILL = 10_000
+"""Blocks stored at a time."""
+NUM_TO_MOVE = 64
+PROMPT_BLOCKS = 6_250
+"""Of 100,000 tokens."""
+NAMESPACE = b"n" * 32
+
+
+def new_keys(num: int) -> list[bytes]:
+    """Keys that nobody knows."""
+    text = os.urandom(num * KEY_BYTES)
+    return [text[at : at + KEY_BYTES] for at in range(0, len(text), KEY_BYTES)]
+
+
+class World:
+    """``num_blocks`` blocks fill the host tier; one rank has a disk with as much room."""
+
+    def __init__(self, num_blocks: int) -> None:
+        mover = RankMover({DISK: StorageFacts(finds_at_once=True)}, BLOCK_BYTES, 1, 1)
+        rooms = {HOST: DistantRoom(num_blocks), DISK: Quota(lambda: num_blocks)}
+        self.mover, self.host = mover, rooms[HOST]
+        self.index = make_key_index((HOST, DISK), lambda: NAMESPACE)
+        self.ladder = Ladder(
+            self.index,
+            rooms,
+            mover,
+            options=LadderOptions(BLOCK_BYTES, piece_blocks=NUM_TO_MOVE),
+            clock=time.monotonic,
+        )
+        self.cache = KeyedCache(self.index, self.ladder, lambda: NAMESPACE, time.monotonic)
+        self.hear(Report(hellos={0: Hello(num_blocks)}))
+        self.last: list[bytes] = []
+        for at in range(0, num_blocks, FILL):
+            self.last = new_keys(min(FILL, num_blocks - at))
+            self.store(self.last, to_storage=False)
+
+    def hear(self, report: Report) -> None:
+        """As vLLM's connector hears what the ranks of a step have to say."""
+        self.mover.hear(report)
+        self.host.open(self.mover.num_open)  # type: ignore[attr-defined]
+        self.cache.distrust(report.failed)
+        self.cache.poll()
+        self.cache.take_changes()
+
+    def store(self, keys: Sequence[bytes], to_storage: bool = True) -> None:
+        """An engine stores new blocks; others leave for them."""
+        room = self.cache.reserve(keys)
+        assert room is not None
+        self.cache.commit(room.keys, range(len(room.keys)), to_storage)
+
+    def answer(self) -> None:
+        """The rank has done what it was told."""
+        for order in self.mover.take_orders():
+            num_bytes = len(order.names) * BLOCK_BYTES
+            self.hear(Report(done={order.order_id: Done(frozenset(), num_bytes=num_bytes)}))
+
+
+def steps(world: World) -> dict[str, Callable[[], object]]:
+    """What happens in a step, by name."""
+    prompt = world.last[:PROMPT_BLOCKS]
+    few = prompt[:NUM_TO_MOVE]
+
+    def store() -> None:
+        world.store(new_keys(NUM_TO_MOVE), to_storage=False)
+
+    def write() -> None:
+        world.store(new_keys(NUM_TO_MOVE))
+        world.ladder.poll()
+        world.answer()
+
+    def load() -> None:
+        world.cache.hold(few)
+        world.cache.release(few)
+
+    return {
+        "look up a prompt of 6,250 blocks": lambda: world.cache.find_all(prompt),
+        "use a prompt of 6,250 blocks": lambda: world.cache.touch(prompt),
+        "hear a report, nothing failed": lambda: world.hear(Report(steps=frozenset([1]))),
+        "hold and release 64 blocks": load,
+        "store 64 blocks, 64 others leave": store,
+        "the same, and write them to storage": write,
+    }

@@ -1,0 +1,115 @@
+"""In vLLM's environment: requests that wait under kvtier, and what vLLM's own manager takes.
+
+Prints one JSON list on stdout: {operation, contestant, num, seconds}.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+
+from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+from benchmarks.scale.keyed import BLOCK_BYTES, FILL, NUM_TO_MOVE, PROMPT_BLOCKS, new_keys
+from benchmarks.scale.part import timed
+from kvtier.connectors.vllm.manager import Shape, TierManager
+from kvtier.connectors.vllm.names import Names
+from kvtier.connectors.vllm.visit import Advice
+from kvtier.tiers import StorageFacts
+from kvtier.transfer.ranks import Hello, RankMover, Report
+from kvtier.types import DISK, HOST, LoadPolicy
+
+NUM_WAITING = 500
+STEP = 16
+CALLS = 20
+
+
+class Known(Names):
+    digest = b"n" * 32  # type: ignore[assignment]
+
+
+def waiting(num: int) -> list[float]:
+    """Seconds of a step in which ``NUM_WAITING`` requests wait for a prompt that another request is
+    about to store; ``num`` other blocks are there."""
+    mover = RankMover({DISK: StorageFacts(finds_at_once=True)}, BLOCK_BYTES, 1, 1)
+    room = {HOST: num + PROMPT_BLOCKS, DISK: num}
+    names = Known(None, BLOCK_BYTES, "vllm")  # type: ignore[arg-type]
+    shape = Shape((STEP,), BLOCK_BYTES)
+    manager = TierManager(mover, room, names, shape, LoadPolicy.ALWAYS, 0, False)
+    manager.hear(Report(hellos={0: Hello(room[HOST])}))
+    for at in range(0, num, FILL):
+        held = manager.cache.reserve(new_keys(min(FILL, num - at)))
+        assert held is not None
+        manager.cache.commit(held.keys, [0] * len(held.keys), to_storage=False)
+    prompt = new_keys(PROMPT_BLOCKS)
+    assert manager.cache.reserve(prompt) is not None
+    ends = {key: (block + 1) * STEP for block, key in enumerate(prompt)}
+    for at in range(NUM_WAITING):
+        context = ReqContext(f"request {at}")
+        context._offload_key_positions.update(ends)
+        manager.on_new_request(context)
+        manager.begin_look_up(context.req_id, 0)
+        for key in prompt:
+            manager.lookup(key, context)
+        advice = manager.advise(context.req_id, 0, len(prompt) * STEP)
+        assert advice is Advice.WAIT, advice
+    for visit in manager._visits.values():  # nobody loses patience while the others arrive
+        assert visit.wait is not None
+        visit.wait = dataclasses.replace(visit.wait, until=float("inf"))
+
+    def step() -> None:
+        manager.hear(Report())
+        for at in range(NUM_WAITING):
+            assert manager.must_wait(f"request {at}", 0)
+
+    step()
+    return timed(step, CALLS)
+
+
+def peer(num: int) -> dict[str, list[float]]:
+    """vLLM's ``CPUOffloadingManager``, full: a prompt looked up key by key, and a store."""
+    manager = CPUOffloadingManager(num, cache_policy="lru")
+    context = ReqContext("request")
+    keys = []
+    for at in range(0, num, FILL):
+        keys = new_keys(min(FILL, num - at))
+        manager.prepare_store(keys, context)
+        manager.complete_store(set(keys), context)
+    prompt = keys[:PROMPT_BLOCKS]
+
+    def look_up() -> None:
+        for key in prompt:
+            manager.lookup(key, context)
+
+    def store() -> None:
+        new = new_keys(NUM_TO_MOVE)
+        manager.prepare_store(new, context)
+        manager.complete_store(set(new), context)
+
+    operations: dict[str, Callable[[], None]] = {
+        "look up a prompt of 6,250 blocks": look_up,
+        "store 64 blocks, 64 others leave": store,
+    }
+    return {name: timed(call, CALLS) for name, call in operations.items()}
+
+
+def main() -> None:
+    found = []
+    for num in map(int, sys.argv[1:]):
+        name = f"{NUM_WAITING} requests of 100,000 tokens wait"
+        found.append(
+            {"operation": name, "contestant": "kvtier", "num": num, "seconds": waiting(num)}
+        )
+        if num <= 1_000_000:  # beyond, a store of theirs takes minutes
+            for operation, seconds in peer(num).items():
+                found.append(
+                    {"operation": operation, "contestant": "vLLM", "num": num, "seconds": seconds}
+                )
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

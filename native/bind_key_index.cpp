@@ -1,0 +1,271 @@
+// Binding of the flat table of keys. Arguments are checked here and trusted inside.
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "bind.hpp"
+#include "bound_columns.hpp"
+#include "bound_values.hpp"
+#include "keys/key_index.hpp"
+
+namespace nb = nanobind;
+
+namespace kvtier {
+
+using bound::checked;
+using bound::fail;
+using bound::list_of;
+using bound::number;
+using bound::owned;
+using keys::BlockId;
+using trie::Index;
+using trie::kNone;
+using trie::Slot;
+using trie::State;
+
+namespace {
+
+class KeyIndex {
+ public:
+  KeyIndex(nb::tuple tiers, nb::tuple states)
+      : index_(num_columns(tiers)), columns_(std::move(tiers), 1), states_(std::move(states)) {
+    if (states_.size() != 4) fail(PyExc_ValueError, "four states, not %zu", states_.size());
+  }
+  KeyIndex(const KeyIndex&) = delete;
+  KeyIndex& operator=(const KeyIndex&) = delete;
+
+  std::size_t size() { return index_.size(); }
+  std::size_t num_bytes() { return index_.num_bytes(); }
+
+  // ([block or None], bytes: the number of a state for each block and column, 0 for one unknown).
+  nb::object find(nb::handle keys) {
+    const bound::Items items(keys, "keys must be iterable");
+    read_keys(items);
+    index_.find(keys_, rows_);
+    const std::size_t num_columns = columns_.tiers().size();
+    nb::object states =
+        owned(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(rows_.size() * num_columns)));
+    char* at = PyBytes_AS_STRING(states.ptr());
+    for (const Index row : rows_)
+      for (std::size_t column = 0; column < num_columns; ++column)
+        *at++ = row == kNone ? 0 : static_cast<char>(index_.state_at(row, column));
+    nb::object blocks = list_of(
+        rows_, [&](Index row) { return row == kNone ? nb::none() : number(index_.id(row)); });
+    return nb::make_tuple(blocks, states);
+  }
+
+  nb::object make(nb::handle keys) {
+    const bound::Items items(keys, "keys must be iterable");
+    read_keys(items);
+    blocks_.clear();
+    checked([&] {
+      for (const trie::Label key : keys_) blocks_.push_back(index_.make(key));
+    });
+    return list_of(blocks_, number);
+  }
+
+  nb::object states_of(nb::handle blocks, nb::handle column) {
+    const std::size_t at = columns_.position(column);
+    return list_of(read_blocks(blocks), [&](BlockId block) {
+      return nb::borrow(states_[static_cast<std::size_t>(index_.state(block, at)) - 1]);
+    });
+  }
+  nb::object slots(nb::handle blocks, nb::handle column) {
+    const std::size_t at = columns_.position(column);
+    read_blocks(blocks);
+    return checked([&] {
+      return list_of(blocks_, [&](BlockId block) { return number(index_.slot(block, at)); });
+    });
+  }
+  nb::object keys(nb::handle blocks) {
+    read_blocks(blocks);
+    return list_of(blocks_, [&](BlockId block) {
+      const trie::Label key = checked([&] { return index_.key(block); });
+      return nb::bytes(key.data, key.size);
+    });
+  }
+  std::uint32_t num_uses(nb::handle block) {
+    return of(block, [&](BlockId id) { return index_.num_uses(id); });
+  }
+  std::uint32_t num_leases(nb::handle block, nb::handle column) {
+    const std::size_t at = columns_.position(column);
+    return of(block, [&](BlockId id) { return index_.num_leases(id, at); });
+  }
+  std::uint32_t depth(nb::handle block) {
+    return of(block, [&](BlockId id) { return index_.depth(id); });
+  }
+  std::size_t num_evictable(nb::handle column) {
+    return index_.num_evictable(columns_.position(column));
+  }
+  std::size_t num_held(nb::handle column) { return index_.num_held(columns_.position(column)); }
+
+  void set_depths(nb::handle blocks, nb::handle depths) {
+    pairs(blocks, depths, [&](BlockId block, Slot depth) { index_.set_depth(block, depth); });
+  }
+  void begin_write(nb::handle blocks, nb::handle column, nb::handle slots) {
+    const std::size_t at = columns_.position(column);
+    pairs(blocks, slots, [&](BlockId block, Slot slot) { index_.begin_write(block, at, slot); });
+  }
+  void commit(nb::handle blocks, nb::handle column) {
+    each(blocks, column, [&](BlockId block, std::size_t at) { index_.commit(block, at); });
+  }
+  void lease(nb::handle blocks, nb::handle column) {
+    each(blocks, column, [&](BlockId block, std::size_t at) { index_.lease(block, at); });
+  }
+  void release(nb::handle blocks, nb::handle column) {
+    each(blocks, column, [&](BlockId block, std::size_t at) { index_.release(block, at); });
+  }
+  void keep(nb::handle blocks, nb::handle column) {
+    each(blocks, column, [&](BlockId block, std::size_t at) { index_.keep(block, at); });
+  }
+  nb::object abort(nb::handle blocks, nb::handle column) {
+    slots_.clear();
+    each(blocks, column,
+         [&](BlockId block, std::size_t at) { slots_.push_back(index_.abort(block, at)); });
+    return list_of(slots_, number);
+  }
+  nb::object forget(nb::handle blocks, nb::handle column) {
+    slots_.clear();
+    each(blocks, column,
+         [&](BlockId block, std::size_t at) { slots_.push_back(index_.forget(block, at)); });
+    return list_of(slots_, number);
+  }
+  nb::object lose(nb::handle block, nb::handle column) {
+    const std::size_t at = columns_.position(column);
+    const std::optional<Slot> slot = of(block, [&](BlockId id) { return index_.lose(id, at); });
+    return slot ? number(*slot) : nb::none();
+  }
+  void touch(nb::handle blocks) {
+    read_blocks(blocks);
+    checked([&] { index_.touch(blocks_); });
+  }
+  nb::object evict(nb::handle column, nb::handle num_blocks) {
+    const std::size_t at = columns_.position(column);
+    blocks_.clear();
+    checked([&] { index_.evict(at, bound::to_limit(num_blocks), blocks_); });
+    return list_of(blocks_, number);
+  }
+
+  // [(block, key, num_uses, depth, [(state, slot, leases) per column])] of every block.
+  nb::object dump() {
+    std::vector<Index> rows;
+    index_.each([&](Index row) { rows.push_back(row); });
+    return list_of(rows, [&](Index row) -> nb::object {
+      const BlockId block = index_.id(row);
+      const trie::Label key = index_.key(block);
+      nb::list places;
+      for (std::size_t column = 0; column < columns_.tiers().size(); ++column) {
+        const keys::Standing& it = index_.rows().at(row, column);
+        places.append(nb::make_tuple(states_[static_cast<std::size_t>(it.state) - 1],
+                                     it.state == State::absent ? -1 : static_cast<long long>(it.slot),
+                                     it.num_leases));
+      }
+      return nb::make_tuple(number(block), nb::bytes(key.data, key.size), index_.num_uses(block),
+                            index_.depth(block), places);
+    });
+  }
+  nb::object order(nb::handle column) {
+    const std::size_t at = columns_.position(column);
+    return list_of(checked([&] { return index_.order(at); }),
+                   [&](Index row) { return number(index_.id(row)); });
+  }
+  void check_invariants() {
+    checked([&] { index_.check_invariants(); });
+  }
+
+ private:
+  static std::size_t num_columns(const nb::tuple& tiers) {
+    if (tiers.size() < 1 || tiers.size() > trie::kMaxColumns)
+      fail(PyExc_ValueError, "1 to %zu tiers, not %zu", trie::kMaxColumns, tiers.size());
+    return tiers.size();
+  }
+
+  void read_keys(const bound::Items& items) {
+    keys_.resize(items.size());
+    for (std::size_t i = 0; i < items.size(); ++i) keys_[i] = bound::to_label(items[i]);
+  }
+  const std::vector<BlockId>& read_blocks(nb::handle blocks) {
+    const bound::Items items(blocks, "blocks must be iterable");
+    blocks_.resize(items.size());
+    for (std::size_t i = 0; i < items.size(); ++i)
+      blocks_[i] = bound::to_number(items[i], "a block");
+    return blocks_;
+  }
+
+  template <typename Call>
+  std::invoke_result_t<Call, BlockId> of(nb::handle block, Call&& call) {
+    const BlockId id = bound::to_number(block.ptr(), "a block");
+    return checked([&] { return call(id); });
+  }
+  template <typename Change>
+  void each(nb::handle blocks, nb::handle column, Change&& change) {
+    const std::size_t at = columns_.position(column);
+    read_blocks(blocks);
+    checked([&] {
+      for (const BlockId block : blocks_) change(block, at);
+    });
+  }
+  template <typename Change>
+  void pairs(nb::handle blocks, nb::handle values, Change&& change) {
+    const bound::Items items(values, "slots must be iterable");
+    read_blocks(blocks);
+    slots_.resize(items.size());
+    for (std::size_t i = 0; i < items.size(); ++i) slots_[i] = bound::to_slot(items[i]);
+    if (blocks_.size() != slots_.size())
+      fail(PyExc_ValueError, "one number for each block: %zu blocks, %zu numbers", blocks_.size(),
+           slots_.size());
+    checked([&] {
+      for (std::size_t i = 0; i < blocks_.size(); ++i) change(blocks_[i], slots_[i]);
+    });
+  }
+
+  keys::KeyIndex index_;
+  bound::Columns columns_;
+  nb::tuple states_;
+  // Kept from call to call, to spare allocations.
+  std::vector<trie::Label> keys_;
+  std::vector<Index> rows_;
+  std::vector<BlockId> blocks_;
+  std::vector<Slot> slots_;
+};
+
+}  // namespace
+
+void bind_key_index(nb::module_& module) {
+  nb::class_<KeyIndex>(module, "KeyIndex", "Blocks by key, and where they are: see kvtier.index.")
+      .def(nb::init<nb::tuple, nb::tuple>(), nb::arg("tiers"), nb::arg("states"))
+      .def("__len__", &KeyIndex::size, nb::lock_self())
+      .def("num_bytes", &KeyIndex::num_bytes, nb::lock_self())
+      .def("find", &KeyIndex::find, nb::arg("keys"), nb::lock_self())
+      .def("make", &KeyIndex::make, nb::arg("keys"), nb::lock_self())
+      .def("states_of", &KeyIndex::states_of, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
+      .def("slots", &KeyIndex::slots, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
+      .def("keys", &KeyIndex::keys, nb::arg("blocks"), nb::lock_self())
+      .def("num_uses", &KeyIndex::num_uses, nb::arg("block"), nb::lock_self())
+      .def("num_leases", &KeyIndex::num_leases, nb::arg("block"), nb::arg("column"),
+           nb::lock_self())
+      .def("depth", &KeyIndex::depth, nb::arg("block"), nb::lock_self())
+      .def("set_depths", &KeyIndex::set_depths, nb::arg("blocks"), nb::arg("depths"),
+           nb::lock_self())
+      .def("num_evictable", &KeyIndex::num_evictable, nb::arg("column"), nb::lock_self())
+      .def("num_held", &KeyIndex::num_held, nb::arg("column"), nb::lock_self())
+      .def("begin_write", &KeyIndex::begin_write, nb::arg("blocks"), nb::arg("column"),
+           nb::arg("slots"), nb::lock_self())
+      .def("commit", &KeyIndex::commit, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
+      .def("abort", &KeyIndex::abort, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
+      .def("touch", &KeyIndex::touch, nb::arg("blocks"), nb::lock_self())
+      .def("lease", &KeyIndex::lease, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
+      .def("release", &KeyIndex::release, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
+      .def("evict", &KeyIndex::evict, nb::arg("column"), nb::arg("num_blocks"), nb::lock_self())
+      .def("forget", &KeyIndex::forget, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
+      .def("keep", &KeyIndex::keep, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
+      .def("lose", &KeyIndex::lose, nb::arg("block"), nb::arg("column"), nb::lock_self())
+      .def("dump", &KeyIndex::dump, nb::lock_self())
+      .def("order", &KeyIndex::order, nb::arg("column"), nb::lock_self())
+      .def("check_invariants", &KeyIndex::check_invariants, nb::lock_self());
+}
+
+}  // namespace kvtier

@@ -1,0 +1,110 @@
+// What is cached, where, for engines that name whole prefixes by keys: a flat table.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "keys/cells.hpp"
+#include "keys/key_rows.hpp"
+#include "trie/types.hpp"
+
+namespace kvtier::keys {
+
+// The meaning of each call is that of kvtier.index.KeyIndex; columns are numbers here. Every call
+// takes constant time per block. Owned by one thread at a time. Misuse throws trie::UnknownBlock,
+// trie::BrokenPromise, or std::invalid_argument for a key of another length.
+class KeyIndex {
+ public:
+  explicit KeyIndex(std::size_t num_columns);
+  KeyIndex(const KeyIndex&) = delete;
+  KeyIndex& operator=(const KeyIndex&) = delete;
+
+  using Key = trie::Label;
+
+  // -- queries
+
+  // rows[i]: of keys[i], kNone where it is not known.
+  void find(std::span<const Key> keys, std::vector<Index>& rows) const;
+  State state_at(Index row, std::size_t column) const { return rows_.at(row, column).state; }
+  BlockId id(Index row) const { return rows_.id(row); }
+
+  State state(BlockId block, std::size_t column) const;
+  Slot slot(BlockId block, std::size_t column) const { return rows_.at(row(block), column).slot; }
+  std::uint32_t num_uses(BlockId block) const { return rows_.num_uses(row(block)); }
+  std::uint32_t num_leases(BlockId block, std::size_t column) const {
+    return rows_.at(row(block), column).num_leases;
+  }
+  std::uint32_t depth(BlockId block) const { return rows_.depth(row(block)); }
+  void set_depth(BlockId block, std::uint32_t depth) { rows_.depth(row(block)) = depth; }
+  Key key(BlockId block) const { return {rows_.key(row(block)), rows_.key_bytes()}; }
+  std::size_t num_evictable(std::size_t column) const { return orders_[column].num_idle; }
+  std::size_t num_held(std::size_t column) const { return orders_[column].num_held; }
+  std::size_t size() const { return rows_.num_live(); }
+  std::size_t num_bytes() const { return rows_.num_bytes() + cells_.num_bytes(); }
+
+  // -- writing
+
+  BlockId make(Key key);
+  void begin_write(BlockId block, std::size_t column, Slot slot);
+  void commit(BlockId block, std::size_t column);
+  Slot abort(BlockId block, std::size_t column) { return leave(row(block), column); }
+
+  // -- use
+
+  void touch(std::span<const BlockId> blocks);
+  void lease(BlockId block, std::size_t column);
+  void release(BlockId block, std::size_t column);
+
+  // -- eviction
+
+  void evict(std::size_t column, std::size_t num_blocks, std::vector<BlockId>& chosen);
+  Slot forget(BlockId block, std::size_t column) { return leave(row(block), column); }
+  void keep(BlockId block, std::size_t column);
+  std::optional<Slot> lose(BlockId block, std::size_t column);
+
+  // -- for tests
+
+  // Calls visit(row) for every block, in the order of their rows.
+  template <typename Visit>
+  void each(Visit&& visit) const {
+    for (Index row = 0; row < rows_.end(); ++row)
+      if (rows_.is_live(row)) visit(row);
+  }
+  const KeyRows& rows() const { return rows_; }
+  // The rows of a column in the order in which they leave.
+  std::vector<Index> order(std::size_t column) const;
+  // Throws BrokenPromise where counts, links and cells disagree. O(all blocks).
+  void check_invariants() const;
+
+ private:
+  // The blocks of a column from the first to leave to the last. Those that an eviction has passed
+  // over, for they are held or being written, are taken out, so that no eviction meets them twice.
+  struct Order {
+    Index first = kNone;
+    Index last = kNone;
+    std::size_t num_held = 0;
+    std::size_t num_idle = 0;
+  };
+
+  Index row(BlockId block) const;
+  std::uint64_t hash_of(Key key) const;
+  auto row_hash() const;
+  Index find_row(std::uint64_t hash, Key key) const;
+  void check_key(Key key) const;
+  void move(Index row, std::size_t column, State to);
+  void link_first(Index row, std::size_t column);
+  void link_last(Index row, std::size_t column);
+  void unlink(Index row, std::size_t column);
+  void come_back(Index row, std::size_t column);
+  Slot leave(Index row, std::size_t column);
+
+  std::uint64_t seed_;
+  KeyRows rows_;
+  Cells cells_;
+  std::vector<Order> orders_;
+};
+
+}  // namespace kvtier::keys

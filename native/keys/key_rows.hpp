@@ -1,0 +1,122 @@
+// Blocks that are named by keys, and where each stands: one row per block.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+
+#include "trie/nodes.hpp"
+#include "trie/types.hpp"
+
+namespace kvtier::keys {
+
+using trie::BlockId;
+using trie::Index;
+using trie::kNone;
+using trie::Slot;
+using trie::State;
+
+// One block in one column. Of those that are there, and were not passed over, before and after say
+// which ones leave just before it and just after it.
+struct Standing {
+  Slot slot;
+  Index before;
+  Index after;
+  std::uint16_t num_leases;
+  State state;
+  bool is_linked : 1;
+  bool was_used : 1;  // since its write began
+};
+
+// Rows of one size: what is known of a block, a standing per column, its key. They grow in chunks:
+// nothing moves, and no growth copies what is there.
+class KeyRows {
+ public:
+  explicit KeyRows(std::size_t num_columns) : num_columns_(num_columns), rows_(sizeof(Block)) {}
+
+  std::size_t num_columns() const { return num_columns_; }
+  std::size_t key_bytes() const { return key_bytes_; }
+  std::size_t num_live() const { return num_live_; }
+  Index end() const { return end_; }  // rows used at any time are below
+  std::size_t num_bytes() const { return rows_.num_bytes(); }
+
+  // All keys have as many bytes. Before the first row is made.
+  void set_key_bytes(std::size_t num_bytes) {
+    constexpr std::size_t kWord = alignof(Block);
+    key_bytes_ = num_bytes;
+    rows_ = trie::Rows(key_at() + (num_bytes + kWord - 1) / kWord * kWord);
+  }
+
+  Standing& at(Index row, std::size_t column) {
+    return *rows_.at<Standing>(row, sizeof(Block) + column * sizeof(Standing));
+  }
+  const Standing& at(Index row, std::size_t column) const {
+    return *rows_.at<Standing>(row, sizeof(Block) + column * sizeof(Standing));
+  }
+  std::uint32_t& num_uses(Index row) { return block(row).num_uses; }
+  std::uint32_t num_uses(Index row) const { return block(row).num_uses; }
+  std::uint32_t& depth(Index row) { return block(row).depth; }
+  std::uint32_t depth(Index row) const { return block(row).depth; }
+  const std::byte* key(Index row) const { return rows_.at<std::byte>(row, key_at()); }
+
+  BlockId id(Index row) const {
+    return static_cast<BlockId>(block(row).generation & ~kFree) << 32 | row;
+  }
+  bool is_live(Index row) const { return !(block(row).generation & kFree); }
+  bool has(BlockId block) const {
+    const auto row = static_cast<Index>(block);
+    return row < end_ && is_live(row) && id(row) == block;
+  }
+  void prefetch(Index row) const { rows_.prefetch(row, key_at() + key_bytes_); }
+
+  Index allocate(const std::byte* key) {
+    Index row = free_;
+    if (row != kNone) {
+      free_ = block(row).depth;
+    } else {
+      if (end_ >= trie::kFree) throw std::length_error("the index holds 2**32 blocks");
+      row = end_++;
+      rows_.reach(row);
+      block(row).generation = 0;
+    }
+    block(row).generation &= ~kFree;
+    block(row).num_uses = 0;
+    block(row).depth = 0;
+    for (std::size_t column = 0; column < num_columns_; ++column)
+      at(row, column) = {0, kNone, kNone, 0, State::absent, false, false};
+    std::memcpy(rows_.at<std::byte>(row, key_at()), key, key_bytes_);
+    ++num_live_;
+    return row;
+  }
+
+  void free(Index row) {
+    --num_live_;
+    const std::uint32_t generation = block(row).generation + 1;
+    block(row).generation = generation | kFree;
+    if (generation == kFree) return;  // never again: the number would repeat itself
+    block(row).depth = free_;
+    free_ = row;
+  }
+
+ private:
+  struct Block {
+    std::uint32_t generation;  // how often the row was used before; kFree: it is not used now
+    std::uint32_t num_uses;
+    std::uint32_t depth;  // of a free row: the next free one
+  };
+  static constexpr std::uint32_t kFree = 0x8000'0000;
+
+  Block& block(Index row) { return *rows_.at<Block>(row, 0); }
+  const Block& block(Index row) const { return *rows_.at<Block>(row, 0); }
+  std::size_t key_at() const { return sizeof(Block) + num_columns_ * sizeof(Standing); }
+
+  std::size_t num_columns_;
+  std::size_t key_bytes_ = 0;
+  trie::Rows rows_;
+  Index end_ = 0;
+  Index free_ = kNone;
+  std::size_t num_live_ = 0;
+};
+
+}  // namespace kvtier::keys

@@ -1,0 +1,67 @@
+"""A request on the scheduler's side, from its first look-up to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
+from kvtier.connectors.vllm.prompt import blocks_of
+from kvtier.keyed_cache import Place
+from kvtier.watch import Watch
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Why a request waits.
+
+    first: tokens that it had when it was told to. until: when it has waited for long enough. watch:
+    what is on its way to memory for it. unknown: a block of which storage has not said whether it
+    has it. num_ended_loads: how many loads of vLLM's had ended by then, where it waits for one.
+    """
+
+    first: int
+    until: float
+    watch: Watch | None
+    unknown: OffloadKey | None = None
+    num_ended_loads: int | None = None
+
+
+@dataclass(slots=True)
+class Visit:
+    """What is known of one request.
+
+    num_computed: tokens that it had at its last look-up. found: where its blocks are, all of those
+    behind these tokens; None before the first is asked for. wait: why it waits, if it does.
+
+    places: of the blocks that its last look-up met, in that look-up's order. promoted: blocks that
+    were brought from storage for it. limit: no block that ends beyond this token is loaded.
+    waits_since: when it began to wait. is_impatient: it takes what is ready, and waits for nothing
+    more. is_off_disk: its blocks stay in memory. used: those that were loaded or stored for it.
+    """
+
+    context: ReqContext
+    num_computed: int = 0
+    found: dict[OffloadKey, Place] | None = None
+    wait: Wait | None = None
+    places: dict[OffloadKey, Place] = field(default_factory=dict)
+    promoted: set[OffloadKey] = field(default_factory=set)
+    limit: int | None = None
+    waits_since: float | None = None
+    is_impatient: bool = False
+    is_off_disk: bool = False
+    used: dict[OffloadKey, None] = field(default_factory=dict)
+
+    def in_prompt_order(self) -> list[OffloadKey]:
+        """All blocks of the request, those as well that the device had itself."""
+        blocks = blocks_of(self.context)
+        return blocks if self.used.keys() <= set(blocks) else list(self.used)
+
+
+class Advice(Enum):
+    """To a request whose look-up ended without an answer."""
+
+    WAIT = "wait"
+    LOOK_AGAIN = "look again"
+    COMPUTE = "compute"

@@ -1,0 +1,110 @@
+"""The index for engines that bring keys: a key names a whole prefix, there is no path to walk.
+
+Two classes keep these promises, the native core's and its Python twin. Both number blocks in the
+same way and choose the same victims, so what one does can be compared with the other.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtier.index.block_index import BlockIndex
+from kvtier.index.residency import State
+from kvtier.keys import next_key
+from kvtier.types import AnyColumn, BlockId, BlockName, Slot
+
+UNKNOWN = 0
+"""In ``Found.states``: the index does not know the block."""
+
+
+class Found(NamedTuple):
+    """What ``KeyIndex.find_all`` found. blocks: one of each key, None where it is not known.
+    states: key by key, the number of the ``State`` in every tier; ``UNKNOWN`` in all of them where
+    the block is not known."""
+
+    blocks: list[BlockId | None]
+    states: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedBlock:
+    """A block as it is now; per tier its state, slot (-1 for none) and leases."""
+
+    block: BlockId
+    key: bytes
+    num_uses: int
+    depth: int
+    places: tuple[tuple[State, Slot, int], ...]
+
+
+class KeyIndex(BlockIndex):
+    """Blocks by key. A column has them in one order: who was used longest ago leaves first; of the
+    blocks of one use, those at the end of the prompt. The order is that of the calls: the times
+    that they bring are not looked at.
+
+    What an eviction meets and may not take, for it is held or being written, leaves the order until
+    it is let go of, and is then the next to leave. So no call takes longer where more is held, and
+    every call takes constant time per block, however many there are.
+
+    tiers: fastest tier first. namespace: digest of all else that decides on the bytes of a block.
+    Keys have 1 to 256 bytes, and as many as the first one had: ValueError otherwise.
+    """
+
+    def __init__(self, tiers: Sequence[str], namespace: Callable[[], bytes]) -> None:
+        self.tiers = tuple(tiers)
+        self._namespace = namespace
+
+    # -- queries ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def find_all(self, keys: Sequence[bytes]) -> Found:
+        """The blocks of ``keys``, and where they stand."""
+
+    def find(self, key: bytes) -> tuple[BlockId, tuple[State, ...]] | None:
+        """The block of ``key``, and where it stands in each of ``tiers``; None where it is not
+        known."""
+        [block], states = self.find_all((key,))
+        return None if block is None else (block, tuple(map(State, states)))
+
+    @abstractmethod
+    def keys(self, blocks: Iterable[BlockId]) -> list[bytes]:
+        """What the engine calls each block."""
+
+    def name(self, block: BlockId) -> BlockName:
+        return self.names([block])[0]
+
+    def names(self, blocks: Sequence[BlockId]) -> list[BlockName]:
+        namespace = self._namespace()
+        known = zip(map(self.depth, blocks), self.keys(blocks), strict=True)
+        return [BlockName(namespace, depth, next_key(namespace, key)) for depth, key in known]
+
+    def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[BlockId]:
+        """None: only the engine knows which block continues which."""
+        return []
+
+    @abstractmethod
+    def depth(self, block: BlockId) -> int:
+        """Place of the block in its prompt, as ``set_depths`` said; 0 before."""
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def make(self, keys: Sequence[bytes]) -> list[BlockId]:
+        """Numbers of blocks, known or new. Begin a write of a new one before anything else."""
+
+    @abstractmethod
+    def set_depths(self, blocks: Sequence[BlockId], depths: Sequence[int]) -> None:
+        """Places of blocks in their prompts."""
+
+    # -- for tests --------------------------------------------------------------------------------
+
+    @abstractmethod
+    def known(self) -> list[KeyedBlock]:
+        """All blocks."""
+
+    @abstractmethod
+    def order(self, column: AnyColumn) -> list[BlockId]:
+        """Blocks of ``column`` that an eviction would look at, in this order."""

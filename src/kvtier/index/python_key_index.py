@@ -1,0 +1,279 @@
+"""The flat index in pure Python: fall-back, and oracle of the native one."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.index.block_index import check_slot, check_time
+from kvtier.index.key_index import UNKNOWN, Found, KeyedBlock, KeyIndex
+from kvtier.index.residency import Residency, State
+from kvtier.types import AnyColumn, BlockId, Slot
+
+MOST_LEASES = 0xFFFF
+MOST_KEY_BYTES = 256
+
+
+@dataclass(slots=True)
+class _Block:
+    block: BlockId
+    key: bytes
+    residencies: tuple[Residency, ...]
+    num_uses: int = 0
+    depth: int = 0
+
+    @property
+    def is_cached(self) -> bool:
+        return any(each.state is not State.ABSENT for each in self.residencies)
+
+
+@dataclass(slots=True)
+class _Column:
+    """order: of leaving; what an eviction has passed over is not in it."""
+
+    order: OrderedDict[BlockId, None] = field(default_factory=OrderedDict)
+    num_held: int = 0
+    num_idle: int = 0
+
+
+class PythonKeyIndex(KeyIndex):
+    """Blocks as Python objects. because: why this index is used."""
+
+    def __init__(
+        self, tiers: Sequence[str], namespace: Callable[[], bytes], because: str = "asked for"
+    ) -> None:
+        super().__init__(tiers, namespace)
+        self._because = because
+        self._columns = tuple(_Column() for _ in self.tiers)
+        self._by_key: dict[bytes, _Block] = {}
+        self._by_number: dict[BlockId, _Block] = {}
+        self._free: list[int] = []  # numbers for new blocks, the next one last
+        self._num_numbers = 0
+        self._key_bytes: int | None = None
+
+    # -- queries ----------------------------------------------------------------------------------
+
+    def find_all(self, keys: Sequence[bytes]) -> Found:
+        found = [self._by_key.get(key) for key in keys]
+        nowhere = bytes([UNKNOWN]) * len(self.tiers)
+        states = (
+            nowhere if each is None else bytes(residency.state for residency in each.residencies)
+            for each in found
+        )
+        return Found([None if each is None else each.block for each in found], b"".join(states))
+
+    def state(self, block: BlockId, column: AnyColumn) -> State:
+        position = self._position(column)
+        known = self._by_number.get(block)
+        return State.ABSENT if known is None else known.residencies[position].state
+
+    def slots(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
+        return [self._residency(block, column).slot for block in blocks]
+
+    def keys(self, blocks: Iterable[BlockId]) -> list[bytes]:
+        return [self._by_number[block].key for block in blocks]
+
+    def num_uses(self, block: BlockId) -> int:
+        return self._by_number[block].num_uses
+
+    def num_leases(self, block: BlockId, column: AnyColumn) -> int:
+        return self._residency(block, column).leases
+
+    def depth(self, block: BlockId) -> int:
+        return self._by_number[block].depth
+
+    def num_evictable(self, column: AnyColumn) -> int:
+        return self._column(column).num_idle
+
+    def num_held(self, column: AnyColumn) -> int:
+        return self._column(column).num_held
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    def make(self, keys: Sequence[bytes]) -> list[BlockId]:
+        return [self._made(key).block for key in keys]
+
+    def _made(self, key: bytes) -> _Block:
+        if not 0 < len(key) <= MOST_KEY_BYTES:
+            raise ValueError(f"a key has 1 to {MOST_KEY_BYTES} bytes, not {len(key)}")
+        if self._key_bytes is None:
+            self._key_bytes = len(key)
+        if len(key) != self._key_bytes:
+            raise ValueError(f"a key has {len(key)} bytes, those before it {self._key_bytes}")
+        known = self._by_key.get(key)
+        if known is None:
+            number = self._free.pop() if self._free else self._num_numbers
+            self._num_numbers += number == self._num_numbers
+            residencies = tuple(Residency() for _ in self.tiers)
+            known = _Block(BlockId(number), key, residencies)
+            self._by_key[key] = self._by_number[known.block] = known
+        return known
+
+    def set_depths(self, blocks: Sequence[BlockId], depths: Sequence[int]) -> None:
+        for block, depth in zip(blocks, depths, strict=True):
+            self._by_number[block].depth = depth
+
+    def begin_write(self, block: BlockId, column: AnyColumn, slot: Slot) -> None:
+        check_slot(slot)
+        residency = self._residency(block, column)
+        residency.move(State.WRITING)
+        residency.slot, residency.was_used = slot, False
+        self._column(column).num_held += 1
+        self._column(column).order[block] = None
+
+    def commit(self, block: BlockId, column: AnyColumn, now: float) -> None:
+        check_time(now)
+        residency = self._residency(block, column)
+        residency.move(State.READY)
+        self._column(column).num_idle += residency.leases == 0
+        if not residency.was_used:
+            self._used(block, column)
+        self._come_back(block, column)
+
+    def abort(self, block: BlockId, column: AnyColumn) -> Slot:
+        return self._leave(block, column)
+
+    # -- use --------------------------------------------------------------------------------------
+
+    def touch(self, blocks: Iterable[BlockId], now: float) -> None:
+        check_time(now)
+        for block in reversed(list(blocks)):
+            known = self._by_number[block]
+            known.num_uses += 1
+            for tier, residency in zip(self.tiers, known.residencies, strict=True):
+                if residency.state in (State.WRITING, State.READY):
+                    residency.was_used = True
+                    self._used(block, tier)
+
+    def _used(self, block: BlockId, column: AnyColumn) -> None:
+        order = self._column(column).order
+        order[block] = None
+        order.move_to_end(block)
+
+    def lease(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
+        for block in blocks:
+            residency = self._residency(block, column)
+            assert residency.state in (State.READY, State.WRITING), f"lease on {residency}"
+            assert residency.leases < MOST_LEASES, "a block is leased 65,535 times"
+            residency.leases += 1
+            if residency.leases == 1:
+                self._column(column).num_idle -= residency.state is State.READY
+
+    def release(self, blocks: Iterable[BlockId], column: AnyColumn) -> None:
+        for block in blocks:
+            residency = self._residency(block, column)
+            assert residency.leases > 0, "released more often than leased"
+            residency.leases -= 1
+            if residency.leases == 0:
+                self._column(column).num_idle += residency.state is State.READY
+                self._come_back(block, column)
+
+    def _come_back(self, block: BlockId, column: AnyColumn) -> None:
+        """A block that was passed over leaves next: those that left meanwhile were used after
+        it."""
+        order = self._column(column).order
+        if block not in order and self._residency(block, column).evictable:
+            order[block] = None
+            order.move_to_end(block, last=False)
+
+    # -- eviction ---------------------------------------------------------------------------------
+
+    def evict(self, column: AnyColumn, num_blocks: int) -> list[BlockId]:
+        order = self._column(column).order
+        num_blocks = min(num_blocks, self._column(column).num_idle)
+        chosen: list[BlockId] = []
+        while len(chosen) < num_blocks:
+            block, _ = order.popitem(last=False)
+            residency = self._residency(block, column)
+            if residency.evictable:
+                residency.move(State.EVICTING)
+                self._column(column).num_idle -= 1
+                chosen.append(block)
+        return chosen
+
+    def forget(self, block: BlockId, column: AnyColumn) -> Slot:
+        return self._leave(block, column)
+
+    def keep(self, block: BlockId, column: AnyColumn) -> None:
+        residency = self._residency(block, column)
+        assert residency.state is State.EVICTING, "only what is being evicted may be kept"
+        residency.move(State.READY)
+        self._column(column).num_idle += 1
+        self._come_back(block, column)
+
+    def lose(self, block: BlockId, column: AnyColumn) -> Slot | None:
+        residency = self._residency(block, column)
+        if residency.leases:
+            return None
+        residency.move(State.EVICTING)
+        self._column(column).num_idle -= 1
+        return self._leave(block, column)
+
+    def _leave(self, block: BlockId, column: AnyColumn) -> Slot:
+        known, residency = self._by_number[block], self._residency(block, column)
+        before, slot = residency.state, residency.slot
+        residency.move(State.ABSENT)
+        residency.slot = Slot(-1)
+        here = self._column(column)
+        here.num_idle -= before is State.READY
+        here.num_held -= 1
+        here.order.pop(block, None)
+        if not known.is_cached:
+            del self._by_key[known.key], self._by_number[block]
+            self._free.append(block + (1 << 32))  # the number of a block is never that of another
+        return slot
+
+    # -- bookkeeping ------------------------------------------------------------------------------
+
+    def _position(self, column: AnyColumn) -> int:
+        tier, group = (column, 0) if isinstance(column, str) else column
+        if tier not in self.tiers or group:
+            raise KeyError(f"no column {column!r}; known tiers: {self.tiers!r}")
+        return self.tiers.index(tier)
+
+    def _column(self, column: AnyColumn) -> _Column:
+        return self._columns[self._position(column)]
+
+    def _residency(self, block: BlockId, column: AnyColumn) -> Residency:
+        return self._by_number[block].residencies[self._position(column)]
+
+    # -- for tests and doctors --------------------------------------------------------------------
+
+    def known(self) -> list[KeyedBlock]:
+        return [
+            KeyedBlock(
+                each.block,
+                each.key,
+                each.num_uses,
+                each.depth,
+                tuple((at.state, at.slot, at.leases) for at in each.residencies),
+            )
+            for each in sorted(self._by_number.values(), key=lambda each: each.block & 0xFFFFFFFF)
+        ]
+
+    def order(self, column: AnyColumn) -> list[BlockId]:
+        return list(self._column(column).order)
+
+    def describe(self) -> str:
+        return f"Python, by key, {self._because}"
+
+    def check_invariants(self) -> None:
+        for tier, column in zip(self.tiers, self._columns, strict=True):
+            places = [
+                (each.block, self._residency(each.block, tier)) for each in self._by_number.values()
+            ]
+            held = [at.slot for _, at in places if at.state is not State.ABSENT]
+            idle = {block for block, at in places if at.evictable}
+            assert len(held) == len(set(held)), f"{tier}: two blocks share a slot"
+            assert len(held) == column.num_held, f"{tier}: blocks miscounted"
+            assert len(idle) == column.num_idle, f"{tier}: idle blocks miscounted"
+            assert idle <= column.order.keys(), (
+                f"{tier}: a block that may leave is not in the order"
+            )
+        for key, known in self._by_key.items():
+            assert known.key == key, "a block under another key"
+            assert known.is_cached, "a block that nothing needs"

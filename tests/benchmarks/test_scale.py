@@ -1,0 +1,72 @@
+"""What a step costs does not grow with the cache: counted, not timed."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+
+from benchmarks.scale.keyed import World, steps
+from benchmarks.scale.part import Row, exponent
+
+
+def calls(step: Callable[[], object]) -> Counter[str]:
+    """How often each function was called, those of the native core and of Python, too."""
+    counted: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, called: object) -> None:
+        if event == "call":
+            counted[frame.f_code.co_qualname] += 1
+        elif event == "c_call":
+            counted[getattr(called, "__qualname__", str(called))] += 1
+
+    gc.disable()  # it calls whoever wants to know
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return counted
+
+
+@pytest.fixture(scope="module")
+def worlds() -> tuple[World, World]:
+    return World(10_000), World(40_000)
+
+
+@pytest.mark.parametrize("name", list(steps(World(10_000))))
+def test_a_step_makes_as_many_calls_however_many_blocks_there_are(
+    name: str, worlds: tuple[World, World]
+) -> None:
+    few, many = (steps(world)[name] for world in worlds)
+    few(), many()  # the first one warms up
+    assert calls(few) == calls(many)
+
+
+def test_what_is_held_is_met_by_one_eviction_only(worlds: tuple[World, World]) -> None:
+    world = worlds[1]
+    memory, num_evictable = world.cache.memory, world.index.num_evictable(world.cache.memory)
+    held = world.index.keys(world.index.order(memory)[:1000])
+    world.cache.hold(held)
+    store = steps(world)["store 64 blocks, 64 others leave"]
+    store()
+    assert not set(held) & set(world.index.keys(world.index.order(memory)))
+    world.cache.release(held)
+    assert world.index.num_evictable(memory) == num_evictable
+
+
+def test_exponent_is_that_of_the_growth() -> None:
+    def row(num: int, *seconds: float) -> Row:
+        return Row("look up", "kvtier", "blocks", num, seconds)
+
+    rows = [row(10**n, *[2e-6 * 10 ** (n / 2)] * 6) for n in range(4, 8)]
+    found = exponent(rows)
+    assert [round(each, 6) for each in (found.value, found.low, found.high)] == [0.5, 0.5, 0.5]
+    apart = exponent([row(10, *[1.0] * 6), row(1000, *[0.5] * 3, *[2.0] * 3)])
+    assert apart.low < 0 < apart.high
+    assert exponent([row(10, 1.0), row(1000, 1.0)]).high > 5, "one call of each says nothing"
