@@ -77,7 +77,8 @@ void bind_tokens(nb::module_& module) {
              nb::sig("def pack_tokens(tokens: object) -> bytes | None"),
              "Token ids as little-endian uint32.");
   module.def("chain_keys", &chain_keys, nb::arg("previous"), nb::arg("labels"),
-             nb::sig("def chain_keys(previous: bytes, labels: Iterable[bytes]) -> list[bytes] | None"),
+             nb::sig("def chain_keys(previous: bytes, labels: Iterable[bytes]) "
+                     "-> list[bytes] | None"),
              "Keys of blocks below each other.");
 }
 

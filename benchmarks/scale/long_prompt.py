@@ -1,26 +1,31 @@
 """N5: a prompt of up to a million tokens from storage, on the thread that decides; and what a poll
-costs with many transfers under way, and many leases.
+costs with many transfers under way, and many leases that wait.
 
 The cache is a real one, device pool, host tier and storage, over blocks of 64 bytes: what is
 measured is the account that is kept of them. Storage answers from memory at once. A piece that is
-read first has four blocks, as one of 8 MiB has of a model with 2 MiB in a block.
+read first has four blocks, as one of 8 MiB has of a model with 2 MiB in a block. Where no write is
+to be measured, the collector of garbage has run before.
 
-fetch       what the engine calls when the request comes
-poll        each of the calls until the lease is ready; ``worst_us`` is the longest of all runs
-release     at the request's end
-in all      their sum
-plan        of these the planner alone
-after a restart   the same, of a prompt that the index does not know: its keys are hashed
+fetch        what the engine calls when the request comes
+all polls    until the lease is ready; worst poll: the longest of them
+release      at the request's end
+in all       their sum
+plan         of fetch the planner alone
+known, restarted: whether the index knew the prompt, or its keys had to be hashed and asked for
 """
 
 from __future__ import annotations
 
+import gc
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.scale.part import Row
+from benchmarks.scale.instant import InstantShelf, InstantStorage
+from benchmarks.scale.part import Part, Row, exponent, timed
+from benchmarks.targets import bounds, estimate, judged
 from kvtier.cache import Cache
 from kvtier.config import CacheConfig
 from kvtier.devices.cpu import CpuDevice
@@ -28,25 +33,52 @@ from kvtier.keys import Labels, token_labels
 from kvtier.layout import DType, full_attention, named_layout
 from kvtier.lease import Lease
 from kvtier.testing import MemoryStorage, Shelf, host_memory, memory_bytes
-from kvtier.tiers import DeviceTier, StorageFacts
+from kvtier.tiers import DeviceTier, StorageFacts, StorageTier
 from kvtier.types import DEVICE, HOST
 
 BLOCK_SIZE = 16
 GROUP = full_attention(1, 1, 1, DType.FLOAT16, BLOCK_SIZE)
 PIECE_BLOCKS = 4
 NAMESPACE = b"benchmark"
-FACTS = StorageFacts(finds_at_once=True)
 SIZES = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
 QUICK_SIZES = (1 << 12, 1 << 14)
-NUM_RUNS = 3
-NUM_LEASES = (10, 500)
-NUM_TRANSFERS = (1, 100, 1000)
-NUM_POLLS = 50
+NUM_RUNS = 7
+NUM_WAITING = (1, 10, 100, 1000)
+QUICK_WAITING = (1, 10, 100)
+NUM_POLLS = 200
+
+
+def make_cache(
+    num_blocks: int, storage: StorageTier, deadline_s: float = 600.0
+) -> tuple[Cache, np.ndarray]:
+    """A cache of three tiers with room for ``num_blocks`` and one more, and what the device tier
+    holds: uint8 [num_blocks + 1, bytes_per_block]."""
+    layout = named_layout("block_first", GROUP, num_blocks + 1)
+    pool = DeviceTier(host_memory(layout.nbytes), layout)
+    config = CacheConfig(
+        host_capacity=num_blocks * GROUP.bytes_per_block,
+        store_batch_bytes=PIECE_BLOCKS * GROUP.bytes_per_block,
+        load_batch_bytes=PIECE_BLOCKS * GROUP.bytes_per_block,
+        load_deadline_s=deadline_s,
+    )
+    content = memory_bytes(pool.memory).reshape(num_blocks + 1, GROUP.bytes_per_block)
+    return Cache(config, CpuDevice(threads=1), pool, storage=[storage]), content
+
+
+def fetched(cache: Cache, labels: Labels) -> Lease:
+    """A lease on a whole prompt, and room for one block more."""
+    num_tokens = len(labels) * BLOCK_SIZE + 1
+    lease = cache.fetch(NAMESPACE, labels, num_tokens, len(labels) + 1)
+    assert lease is not None, "there is room"
+    return lease
+
+
+# -- one long prompt -------------------------------------------------------------------------------
 
 
 @dataclass
 class Times:
-    """Seconds of the deciding thread, of one request each."""
+    """Seconds of the deciding thread, of one request each. num_polls, num_reads: in all."""
 
     fetch: list[float] = field(default_factory=list)
     polls: list[float] = field(default_factory=list)
@@ -60,110 +92,170 @@ class Times:
         return [sum(each) for each in zip(self.fetch, self.polls, self.release, strict=True)]
 
 
-class World:
-    """A cache of three tiers with room for one prompt, and the shelf that outlives it."""
+class LongPrompt:
+    """A prompt, the bytes of its blocks, and the storage that keeps them."""
 
-    def __init__(self, num_blocks: int, shelf: Shelf) -> None:
-        layout = named_layout("block_first", GROUP, num_blocks + 1)
-        pool = DeviceTier(host_memory(layout.nbytes), layout)
-        self.content = memory_bytes(pool.memory).reshape(num_blocks + 1, GROUP.bytes_per_block)
-        config = CacheConfig(
-            host_capacity=num_blocks * GROUP.bytes_per_block,
-            store_batch_bytes=PIECE_BLOCKS * GROUP.bytes_per_block,
-            load_batch_bytes=PIECE_BLOCKS * GROUP.bytes_per_block,
-        )
-        storage = MemoryStorage(GROUP, num_blocks, shelf, facts=FACTS)
-        self.cache = Cache(config, CpuDevice(threads=1), pool, storage=[storage])
+    def __init__(self, num_tokens: int) -> None:
+        rng = np.random.default_rng(num_tokens)
+        self.num_tokens = num_tokens
+        self.labels = token_labels(rng.integers(0, 128_000, num_tokens), BLOCK_SIZE)
+        size = len(self.labels), GROUP.bytes_per_block
+        self._content = rng.integers(0, 256, size, np.uint8)
+        self._shelf = InstantShelf(GROUP, len(self.labels))
+        self.known, self.restarted = Times(), Times()
 
-    def compute(self, labels: Labels, content: np.ndarray) -> None:
+    def run(self, num_runs: int) -> None:
+        self._open(is_new=False)
+        self._compute()
+        for _ in range(num_runs):
+            self._lose_memory()
+            self._plan()
+            self._load(self.known)
+        self._cache.close()
+        for _ in range(num_runs):
+            self._open(is_new=True)
+            self._load(self.restarted)
+            self._cache.close()
+
+    def _open(self, is_new: bool) -> None:
+        storage = InstantStorage(self._shelf, is_new)
+        self._cache, self._device = make_cache(len(self.labels), storage)
+
+    def _compute(self) -> None:
         """A request that finds nothing, from start to end; its blocks are in storage then."""
-        lease = self._fetched(labels)
-        self.content[lease.slots[: len(labels)]] = content
-        self.cache.commit(lease, len(labels))
-        self.cache.release(lease)
-        assert self.cache.drain(600.0)
+        lease = fetched(self._cache, self.labels)
+        self._device[lease.slots[: len(self.labels)]] = self._content
+        self._cache.commit(lease, len(self.labels))
+        self._cache.release(lease)
+        assert self._cache.drain(600.0)
 
-    def lose_memory(self) -> None:
+    def _lose_memory(self) -> None:
         """Only storage has the blocks from now on."""
-        self.cache.clear(DEVICE)
-        self.cache.clear(HOST)
-        used = self.cache.used_slots()
+        self._cache.clear(DEVICE)
+        self._cache.clear(HOST)
+        used = self._cache.used_slots()
         assert used[DEVICE] == used[HOST] == 0
+        self._device[:] = 0
 
-    def load(self, labels: Labels, content: np.ndarray, times: Times) -> None:
+    def _plan(self) -> None:
+        match = self._cache.match(NAMESPACE, self.labels)
+        self.known.plan += timed(lambda: self._cache.plan(match, self.num_tokens + 1), 1)
+
+    def _load(self, times: Times) -> None:
         """A request that finds all of its blocks in storage."""
+        gc.collect()
         began = time.thread_time()
-        lease = self._fetched(labels)
+        lease = fetched(self._cache, self.labels)
         times.fetch.append(time.thread_time() - began)
-        polls = self._polls(lease)
-        assert not lease.broken
-        assert lease.num_shared == len(labels)
-        assert np.array_equal(self.content[lease.slots[: len(labels)]], content), "wrong bytes"
-        times.polls.append(sum(polls))
-        times.worst_poll.append(max(polls))
-        times.num_polls += len(polls)
-        began = time.thread_time()
-        match = self.cache.match(NAMESPACE, labels)
-        self.cache.release(lease)
-        times.release.append(time.thread_time() - began)
-        assert match.num_blocks == len(labels)
-
-    def plan(self, labels: Labels, times: Times) -> None:
-        match = self.cache.match(NAMESPACE, labels)
-        began = time.thread_time()
-        plan = self.cache.plan(match, len(labels) * BLOCK_SIZE + 1)
-        times.plan.append(time.thread_time() - began)
-        assert plan.num_reused_blocks == len(labels)
-
-    def _fetched(self, labels: Labels) -> Lease:
-        num_tokens = len(labels) * BLOCK_SIZE + 1
-        lease = self.cache.fetch(NAMESPACE, labels, num_tokens, len(labels) + 1)
-        assert lease is not None
-        return lease
-
-    def _polls(self, lease: Lease) -> list[float]:
         polls = []
         while not lease.ready:
             time.sleep(0.001)  # as an engine that computes meanwhile
-            began = time.thread_time()
-            self.cache.poll()
-            polls.append(time.thread_time() - began)
-        return polls
+            polls += timed(self._cache.poll, 1)
+        assert not lease.broken
+        there = self._device[lease.slots[: len(self.labels)]]
+        assert lease.num_shared == len(self.labels)
+        assert np.array_equal(there, self._content), "wrong bytes"
+        times.polls.append(sum(polls))
+        times.worst_poll.append(max(polls))
+        times.num_polls += len(polls)
+        times.release += timed(lambda: self._cache.release(lease), 1)
+
+    def rows(self) -> list[Row]:
+        return [
+            *self._rows("known", self.known),
+            *self._rows("restarted", self.restarted),
+        ]
+
+    def _rows(self, contestant: str, times: Times) -> list[Row]:
+        found = {
+            "fetch": times.fetch,
+            "all polls": times.polls,
+            "worst poll": times.worst_poll,
+            "release": times.release,
+            "in all": times.in_all,
+            "plan": times.plan,
+        }
+        more: dict[str, object] = {"polls": times.num_polls}
+        return [
+            Row(operation, contestant, "tokens", self.num_tokens, seconds, more)
+            for operation, seconds in found.items()
+            if seconds
+        ]
 
 
-def load_prompt(num_tokens: int, num_runs: int) -> dict[str, Times]:
-    """What a prompt costs, by whether the index knew it."""
-    rng = np.random.default_rng(num_tokens)
-    labels = token_labels(rng.integers(0, 128_000, num_tokens), BLOCK_SIZE)
-    content = rng.integers(0, 256, (len(labels), GROUP.bytes_per_block), np.uint8)
-    shelf = Shelf()
-    world = World(len(labels), shelf)
-    world.compute(labels, content)
-    known, restarted = Times(), Times()
-    for _ in range(num_runs):
-        world.lose_memory()
-        world.plan(labels, known)
-        world.load(labels, content, known)
-    world.cache.close()
-    for _ in range(num_runs):
-        world = World(len(labels), shelf)
-        world.load(labels, content, restarted)
-        world.cache.close()
-    return {"known": known, "after a restart": restarted}
+# -- many that wait --------------------------------------------------------------------------------
 
 
-def rows_of(num_tokens: int, contestant: str, times: Times) -> list[Row]:
-    found = {
-        "fetch": times.fetch,
-        "all polls": times.polls,
-        "worst poll": times.worst_poll,
-        "release": times.release,
-        "in all": times.in_all,
-        "plan": times.plan,
-    }
-    more: dict[str, object] = {"polls": times.num_polls}
-    return [
-        Row(operation, contestant, "tokens", num_tokens, seconds, more)
-        for operation, seconds in found.items()
-        if seconds
+def poll_while_waiting(num: int, per_prompt: int) -> Row:
+    """A poll while storage does not answer: ``num`` transfers under way, ``per_prompt`` of them for
+    one lease each, where that is above 0; else all of them for leases of two."""
+    num_prompts = max(1, num // per_prompt)
+    rng = np.random.default_rng(num)
+    # A piece for each block, and a copy to the device behind each of them.
+    blocks = max(1, per_prompt // 2) * PIECE_BLOCKS
+    prompts = [
+        token_labels(rng.integers(0, 128_000, blocks * BLOCK_SIZE), BLOCK_SIZE)
+        for _ in range(num_prompts)
     ]
+    num_blocks = num_prompts * (blocks + 1)
+    storage = MemoryStorage(GROUP, num_blocks, Shelf(), facts=StorageFacts(finds_at_once=True))
+    cache, _ = make_cache(num_blocks, storage)
+    for labels in prompts:
+        lease = fetched(cache, labels)
+        cache.commit(lease, len(labels))
+        cache.release(lease)
+        assert cache.drain()
+    cache.clear(DEVICE)
+    cache.clear(HOST)
+    storage.open_reads.clear()
+    leases = [fetched(cache, labels) for labels in prompts]
+    num_transfers = len(cache._ladder._traffic.transfers)
+    cache.poll()
+    seconds = timed(cache.poll, NUM_POLLS)
+    assert not any(lease.ready for lease in leases)
+    storage.open_reads.set()
+    assert cache.drain()
+    for lease in leases:
+        cache.release(lease)
+    cache.close()
+    more: dict[str, object] = {"transfers": num_transfers, "leases": num_prompts}
+    return Row("poll while all wait", "kvtier", "transfers", num, seconds, more)
+
+
+# -- the part --------------------------------------------------------------------------------------
+
+
+def measure(quick: bool) -> Part:
+    """Prompts of all sizes, and polls beside all numbers of transfers."""
+    sizes, num_runs = (QUICK_SIZES, 3) if quick else (SIZES, NUM_RUNS)
+    rows: list[Row] = []
+    for num_tokens in sizes:
+        prompt = LongPrompt(num_tokens)
+        prompt.run(num_runs)
+        rows += prompt.rows()
+    polls = [poll_while_waiting(num, 2) for num in (QUICK_WAITING if quick else NUM_WAITING)]
+    return Part([*rows, *polls], [] if quick else _targets(rows, polls))
+
+
+def _targets(rows: Sequence[Row], polls: Sequence[Row]) -> list[dict[str, object]]:
+    """At the longest prompt; how they grow, over the three longest."""
+    targets = []
+    for contestant in ("known", "restarted"):
+        for operation, most_s in (("in all", 0.1), ("worst poll", 0.005)):
+            last = _of(rows, operation, contestant)[-1]
+            found = estimate(last.median_s * 1e3, tuple(_ms(bounds(last.seconds))))  # type: ignore[arg-type]
+            name = f"{operation}, {contestant}, ms"
+            targets.append(judged("N5", found, most_s * 1e3, at_least=False, what=name))
+        grows = exponent(_of(rows, "in all", contestant)[-3:])
+        targets.append(judged("N5", grows, 1.1, at_least=False, what=f"exponent, {contestant}"))
+    found = exponent(polls)
+    targets.append(judged("N1", found, 0.1, at_least=False, what="exponent of a poll, waiting"))
+    return targets
+
+
+def _of(rows: Sequence[Row], operation: str, contestant: str) -> list[Row]:
+    return [row for row in rows if (row.operation, row.contestant) == (operation, contestant)]
+
+
+def _ms(between: tuple[float | None, float | None]) -> list[float | None]:
+    return [None if each is None else each * 1e3 for each in between]

@@ -82,8 +82,8 @@ class BlockTrie {
 
   void extend(std::string_view space, Labels& labels, std::optional<BlockId> after, Path& path);
   void begin_write(BlockId block, std::size_t column, Slot slot);
-  // In this order. Of those right below the root, which nothing but time tells apart, each comes the
-  // least moment before the one behind it.
+  // In this order. Those right below the root, which nothing but time tells apart, come the least
+  // moment after each other, the last one at `now`.
   void commit(std::span<const BlockId> blocks, std::size_t column, double now);
   Slot abort(BlockId block, std::size_t column) { return leave(at(block), column); }
 

@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 
 from kvtier import _hot
 from kvtier.index import State
-from kvtier.keys import next_key
-from kvtier.types import DEVICE, DISK, HOST, AnyColumn, BlockId, Label, Match, Slot
+from kvtier.keys import next_key, next_keys
+from kvtier.types import DEVICE, DISK, HOST, AnyColumn, BlockId, BlockName, Label, Match, Slot
 from tests.core.indexes import Both, make
 
 TIERS = (DEVICE, HOST, DISK)
@@ -155,6 +155,35 @@ class IndexMachine(RuleBasedStateMachine):
         place.state = State.READY
         if place.last_use < 0:  # what was used on its way there keeps that time
             place.last_use = self.now
+
+    @precondition(lambda self: len(self._places(State.WRITING)) > 1)
+    @rule(data=st.data())
+    def commit_all(self, data: st.DataObject) -> None:
+        """Of one tier, in any order; the time says only between first blocks which was first."""
+        tier = data.draw(st.sampled_from(sorted({at for _, at in self._places(State.WRITING)})))
+        paths = [path for path, at in self._places(State.WRITING) if at == tier]
+        some = data.draw(st.permutations(paths))
+        self.now += 1
+        self.index.commit_all([self.model[path].block for path in some], tier, float(self.now))
+        for path in some:
+            place = self.model[path].tiers[tier]
+            place.state = State.READY
+            if place.last_use < 0:
+                place.last_use = self.now
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def name(self, data: st.DataObject) -> None:
+        """Whatever blocks, in whatever order; some keys may have been computed elsewhere."""
+        paths = data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=1, max_size=6))
+        blocks = [self.model[path].block for path in paths]
+        names = [
+            BlockName(path[0], len(path) - 2, next_keys(path[0], path[1:])[-1]) for path in paths
+        ]
+        if data.draw(st.booleans(), label="known"):
+            self.index.set_keys(blocks, [name.key for name in names])
+        assert self.index.names(blocks) == names
+        assert self.index.num_uses_of(blocks) == [self.model[path].num_uses for path in paths]
 
     @rule(path=paths, tier=columns_of_the_index, data=st.data())
     def write_and_commit(self, path: Path, tier: AnyColumn, data: st.DataObject) -> None:

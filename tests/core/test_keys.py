@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier import _hot
+from kvtier._reference.chain import chain_keys as reference_chain_keys
 from kvtier._reference.tokens import pack_tokens as reference_pack_tokens
 from kvtier.errors import ConfigError
-from kvtier.keys import Namespace, grid_labels, next_key, token_labels, view_labels
+from kvtier.keys import Namespace, grid_labels, next_key, next_keys, token_labels, view_labels
 from kvtier.types import BlockKey, Label
 
 NAMESPACE = Namespace("model", "main", "float32", "abc", 4)
@@ -34,6 +35,25 @@ def test_labels_are_the_tokens_of_the_full_blocks(ids: list[int], block_size: in
 def test_labels_of_a_prefix_are_a_prefix_of_the_labels(ids: list[int], more: list[int]) -> None:
     labels = token_labels(ids, 4)
     assert token_labels(ids + more, 4)[: len(labels)] == labels
+
+
+@given(st.binary(max_size=40), tokens, st.integers(1, 300), st.integers(1, 3))
+def test_a_chain_of_keys_is_one_hash_after_the_other(
+    before: bytes, ids: list[int], block_size: int, per_chunk: int
+) -> None:
+    """Whoever hashes, whatever form the labels have, and however long they are."""
+    ids = ids * (1 + 3 * block_size * per_chunk // max(1, len(ids)))
+    labels = grid_labels(ids, block_size, block_size * per_chunk)
+    expected = list(accumulate(labels, next_key, initial=before))[1:]
+    assert next_keys(before, labels) == next_keys(before, list(labels)) == expected
+    assert next_keys(before, labels[1:]) == (next_keys(before, list(labels[1:])))
+    assert reference_chain_keys(before, labels) == _hot.chain_keys(before, labels)
+
+
+@given(st.integers(1, 9), st.lists(st.integers(0, 2**31 - 1), max_size=60))
+def test_keys_follow_from_tokens_as_they_lie_in_memory(block_size: int, ids: list[int]) -> None:
+    labels = view_labels(np.array(ids, np.int64), block_size)
+    assert next_keys(b"k", labels) == next_keys(b"k", token_labels(ids, block_size))
 
 
 def test_partial_block_has_no_label() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from queue import SimpleQueue
 from threading import Event, Thread
 
 import numpy as np
@@ -18,7 +20,7 @@ from kvtier.testing import FaultyDevice, host_memory, memory_bytes
 from kvtier.tiers import MemoryTier
 from kvtier.transfer import Job, Lane, TransferEngine, stage
 from kvtier.transfer.batching import MAX_COPIES, coalesce, split
-from kvtier.types import Slot
+from kvtier.types import BlockKey, BlockName, BlockNames, Slot, keys_of
 
 GROUP = full_attention(2, 2, 4, DType.FLOAT16, 2)
 SIZE = 400
@@ -407,3 +409,31 @@ def test_what_stands_in_line_when_the_time_is_over_never_runs() -> None:
     assert urgent.withdrawn
     assert not urgent.succeeded
     assert order.finish() == []
+
+
+# -- who is told -----------------------------------------------------------------------------------
+
+
+def test_whoever_wants_to_know_is_told_once() -> None:
+    """Before it ends, afterwards, and at the same moment on another thread."""
+    for _ in range(200):
+        job, told = Job(0), SimpleQueue[str]()
+        job.when_done(partial(told.put, "early"))
+        end = Thread(target=job.finish)
+        end.start()
+        job.when_done(partial(told.put, "meanwhile"))
+        end.join(60)
+        job.when_done(partial(told.put, "late"))
+        assert sorted(told.get_nowait() for _ in range(told.qsize())) == sorted(
+            ["early", "meanwhile", "late"]
+        )
+
+
+def test_names_of_many_blocks_are_as_good_as_a_list_of_names() -> None:
+    names = [BlockName(b"n", at, BlockKey(bytes([at]) * 32)) for at in range(4)]
+    many = BlockNames([b"n"] * 4, range(4), [name.key for name in names])
+    assert many == names == list(many)
+    assert many[1:3] == names[1:3]
+    assert (many[0], many[-1], len(many)) == (names[0], names[3], 4)
+    assert list(keys_of(many)) == list(keys_of(names))
+    assert many != names[:3]

@@ -23,6 +23,8 @@ from kvtier.types import BlockId, BlockKey, Label, Match, Slot
 STORABLE = (State.READY, State.EVICTING)
 """States in which a block's bytes can be copied to the tier below."""
 
+STORE_BLOCKS = 2048
+"""In one copy at most: a poll finishes each at once."""
 WRITE_BLOCKS = 1024
 """Whose writes begin at a time, one piece at least."""
 WRITE_SHARE = 128
@@ -198,8 +200,9 @@ class Ladder:
         self._space.make_for(blocks, dst)
         room = self._row.rooms[dst]
         slots = room.allocate(min(len(blocks), room.num_free)) or []
-        if slots:
-            self._traffic.begin(Copy(src, dst, tuple(blocks[: len(slots)])), slots)
+        for at in range(0, len(slots), STORE_BLOCKS):
+            end = min(at + STORE_BLOCKS, len(slots))
+            self._traffic.begin(Copy(src, dst, tuple(blocks[at:end])), slots[at:end])
         self._count_refused(len(blocks) - len(slots), dst)
         return len(slots)
 

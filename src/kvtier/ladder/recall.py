@@ -68,7 +68,7 @@ class Recall:
         self._traffic = traffic
         self._space = space
         # By storage and the first key that was asked for: a prompt is asked for once at a time.
-        self._asked: dict[tuple[str, BlockKey], tuple[_Question, FindJob]] = {}
+        self._questions: dict[tuple[str, BlockKey], tuple[_Question, FindJob]] = {}
 
     @property
     def has_unfound(self) -> bool:
@@ -89,19 +89,19 @@ class Recall:
             if nothing.num_left:
                 question = nothing.next(above, FIRST_KEYS)
                 name = storage, question.keys[0]
-                if name not in self._asked:
-                    self._asked[name] = question, self._mover.find(storage, question.keys)
+                if name not in self._questions:
+                    self._questions[name] = question, self._mover.find(storage, question.keys)
         self.hear()
 
     def hear(self) -> None:
         """Take in what storage has answered by now."""
-        for name in [name for name, (_, job) in self._asked.items() if job.done]:
-            question, job = self._asked.pop(name)
+        for name in [name for name, (_, job) in self._questions.items() if job.done]:
+            question, job = self._questions.pop(name)
             while job.done and (more := self._take_in(question, job)) is not None:
                 question = more
                 job = self._mover.find(question.storage, question.keys)
             if not job.done:
-                self._asked[name] = question, job
+                self._questions[name] = question, job
 
     def _take_in(self, question: _Question, job: FindJob) -> _Question | None:
         """Blocks turned out to be there; those behind a gap, too, for what was found stays in
@@ -112,7 +112,8 @@ class Recall:
         num = there[-1] + 1
         path = self._path(question, num)
         question.paths.set_keys(path, question.keys[:num])
-        self._adopt(question.storage, [path[at] for at in there])
+        found = path if len(there) == num else [path[at] for at in there]
+        self._adopt(question.storage, found)
         if len(there) < len(question.keys) or not question.num_left:
             return None
         return question.next(path[-1], min(MOST_KEYS, GROWTH * len(there)))
@@ -163,7 +164,9 @@ class Recall:
         """Blocks were found: they are in ``storage`` from now on, as far as there is room for them.
         Returns how many."""
         states = self._index.states_of(blocks, storage)
-        new = [block for block, state in zip(blocks, states, strict=True) if state is State.ABSENT]
+        new = blocks
+        if states.count(State.ABSENT) < len(states):
+            new = [block for block, at in zip(blocks, states, strict=True) if at is State.ABSENT]
         room = self._row.rooms[storage]
         self._space.make(storage, len(new) - room.num_free)
         slots = room.allocate(min(len(new), room.num_free)) or []

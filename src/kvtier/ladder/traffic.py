@@ -185,7 +185,7 @@ class Traffic:
             self._metrics.count("kvtier_failed_copies_total", src=src, dst=dst)
             num = len(job.lost) if job.error is None else len(transfer.blocks)
             self._metrics.count("kvtier_failed_blocks_total", num, src=src, dst=dst)
-        if src in self._mover.storages:
+        if job.num_damaged:
             self._metrics.count("kvtier_damaged_blocks_total", job.num_damaged, tier=src)
 
     def _distrust(self, transfer: Transfer, job: Job) -> None:
@@ -305,7 +305,8 @@ class Traffic:
         hanging = self._mover.close(CLOSE_WAIT_S)
         if hanging:
             logger.warning("left behind tiers=%s after_s=%.0f", sorted(hanging), CLOSE_WAIT_S)
-        self.poll()
+        while self.poll():
+            pass
         return hanging
 
 

@@ -14,7 +14,9 @@ from kvtier.transfer import Job, Transfer
 from kvtier.types import Slot
 
 POLL_BLOCKS = 2048
-"""What is finished at a time, for an engine waits meanwhile: a few milliseconds' worth."""
+"""What is finished at a time, for an engine waits meanwhile: two milliseconds' worth."""
+LEAST_BLOCKS = 128
+"""A transfer costs as much as so many blocks, even where it has fewer."""
 
 
 class UnderWay:
@@ -68,7 +70,7 @@ class UnderWay:
                 return
             transfer = self._ended.popleft()
             if transfer.number in self._transfers:
-                num_blocks += len(transfer.blocks)
+                num_blocks += max(LEAST_BLOCKS, len(transfer.blocks))
                 yield transfer
 
     def filling(self, slots: Sequence[Slot], tier: str) -> Iterator[tuple[Transfer, range]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -165,7 +166,7 @@ class Quota(Room):
         slots = self._back[rest:]
         del self._back[rest:]
         first, self._num_given = self._num_given, self._num_given + num_slots - len(slots)
-        return slots + [Slot(slot) for slot in range(first, self._num_given)]
+        return slots + cast("list[Slot]", list(range(first, self._num_given)))
 
     def free(self, slots: list[Slot]) -> None:
         assert len(slots) <= self.num_used, "more room given back than was taken"

@@ -39,10 +39,12 @@ class FindJob(Job):
         self.outcomes: Sequence[Outcome] = ()
 
     @property
-    def places_there(self) -> list[int]:
+    def places_there(self) -> Sequence[int]:
         """Positions of the keys that were found; none where the look-up failed."""
         if self.error is not None:
             return []
+        if self.outcomes.count(Outcome.THERE) == len(self.outcomes):
+            return range(len(self.outcomes))
         return [at for at, outcome in enumerate(self.outcomes) if outcome is Outcome.THERE]
 
 
