@@ -87,9 +87,10 @@ def p99(seconds: list[float]) -> float:
 
 
 @contextmanager
-def server() -> Iterator[tuple[str, int, psutil.Process]]:
-    """``kvtier serve`` with its defaults, on a free port of this machine."""
-    command = [sys.executable, "-m", "kvtier.cli", "serve", "--port", "0", "--threads", "1"]
+def server(*options: str) -> Iterator[tuple[str, int, psutil.Process]]:
+    """``kvtier serve`` with its defaults, but for ``options``, on a free port of this machine."""
+    serve = (sys.executable, "-m", "kvtier.cli", "serve", "--port", "0", "--threads", "1")
+    command = [*serve, *options]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "KVTIER_API_KEY": KEY}
     )

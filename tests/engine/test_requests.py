@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from kvtier.engine import Engine, EngineBusy, EngineConfig, RequestError, SamplingParams, Token
 from kvtier.engine.models import BUILTIN, load_model
-from kvtier.engine.sampling import Sampler, logprobs
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import Closed, ConfigError
 from kvtier.types import PrefetchPolicy
@@ -154,43 +153,6 @@ def test_streamed_characters_are_never_half(text: str) -> None:
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces)
     assert "".join([*pieces, stream.flush()]) == tokenizer.decode(tokenizer.encode(text))
-
-
-@given(st.integers(0, 2**32), st.integers(1, 50), st.floats(0.05, 1.0))
-def test_sampling_stays_within_top_k_and_top_p(seed: int, top_k: int, top_p: float) -> None:
-    logits = torch.randn(100, generator=torch.Generator().manual_seed(seed))
-    params = SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, seed=seed)
-    chosen = Sampler(params).choose(logits)
-    order = logits.argsort(descending=True).tolist()
-    assert chosen in order[:top_k]
-    kept = (logits / 0.8).topk(top_k).values.softmax(-1)
-    smallest_nucleus = int((kept.cumsum(-1) < top_p).sum()) + 1
-    assert chosen in order[: smallest_nucleus + 1]
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=1.0, top_p=1e-46),
-        SamplingParams(temperature=100.0, top_p=5e-324),
-        SamplingParams(temperature=1e-40),
-        SamplingParams(temperature=5e-324, top_p=1e-46),
-        SamplingParams(temperature=1e-5),
-        SamplingParams(temperature=1.0, top_k=1, seed=2**70),
-    ],
-)
-def test_extremes_of_sampling_give_the_likeliest_token(params: SamplingParams) -> None:
-    logits = torch.randn(100, generator=torch.Generator().manual_seed(0)) * 100
-    assert params.complaint() == ""
-    assert Sampler(params).choose(logits) == int(logits.argmax())
-
-
-def test_logprobs_are_those_of_the_raw_logits() -> None:
-    logits = torch.tensor([1.0, 3.0, 2.0])
-    value, top = logprobs(logits, 2, 2)
-    expected = logits.log_softmax(-1)
-    assert value == float(expected[2])
-    assert top == ((1, float(expected[1])), (2, float(expected[2])))
 
 
 @cache

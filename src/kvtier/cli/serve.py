@@ -91,10 +91,10 @@ def serve(
     ] = "auto",
     max_running: Annotated[
         int, typer.Option(help="Requests decoded together.", rich_help_panel=_MODEL)
-    ] = 16,
+    ] = 64,
     max_queue: Annotated[
         int, typer.Option(help="Requests that may wait; then 429.", rich_help_panel=_MODEL)
-    ] = 64,
+    ] = 512,
     max_model_tokens: Annotated[
         int,
         typer.Option(

@@ -24,9 +24,9 @@ class EngineConfig:
     """The prefill grid: prompts are computed in chunks that end at its multiples."""
     device_capacity: str | int = "256MiB"
     """Size of the device KV pool."""
-    max_running: int = 16
+    max_running: int = 64
     """Requests that are decoded together."""
-    max_queue: int = 64
+    max_queue: int = 512
     """Requests that may wait; one more is refused."""
     max_model_tokens: int = 0
     """Prompt and output of one request; 0 for what the model allows."""

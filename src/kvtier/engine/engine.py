@@ -165,7 +165,7 @@ class Engine:
                 )
             self._num_unfinished += 1
         self._inbox.put(request)
-        return RequestHandle(request, self._wake)
+        return RequestHandle(request, self._abort)
 
     def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the engine thread, between two steps, and give its result."""
@@ -202,7 +202,9 @@ class Engine:
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             if self.call(
-                lambda: not self._has_requests and self._cache.drain(end - time.monotonic())
+                lambda: (
+                    not self._scheduler.has_requests and self._cache.drain(end - time.monotonic())
+                )
             ):
                 return True
             time.sleep(0.002)
@@ -277,10 +279,6 @@ class Engine:
 
     # -- the engine thread ------------------------------------------------------------------------
 
-    @property
-    def _has_requests(self) -> bool:
-        return bool(self._scheduler.running or self._scheduler.waiting)
-
     def _serve(self) -> None:
         is_busy = False
         while not self._stop:
@@ -303,7 +301,7 @@ class Engine:
     def _take_in(self, wait: bool) -> None:
         """Take requests and calls from the inbox. wait: for one, for a moment."""
         # A load or a store on its way is noticed by polling: look again soon.
-        timeout = 0.0005 if self._has_requests else IDLE_WAIT_S
+        timeout = 0.0005 if self._scheduler.has_requests else IDLE_WAIT_S
         while True:
             try:
                 item = self._inbox.get(block=wait, timeout=timeout)
@@ -312,7 +310,7 @@ class Engine:
             wait = False
             if isinstance(item, Request):
                 item.namespace = self._namespace_of(item.salt)
-                self._scheduler.waiting.append(item)
+                self._scheduler.add(item)
             elif item is not None:
                 item()
 
@@ -336,6 +334,10 @@ class Engine:
         self._identity = found
         self._namespace = replace(self._namespace, revision=revision)
         self._scheduler.rename(self._namespace_of)
+
+    def _abort(self, request: Request) -> None:
+        """From any thread."""
+        self._inbox.put(partial(self._scheduler.abort, request))
 
     def _wake(self) -> None:
         self._inbox.put(None)

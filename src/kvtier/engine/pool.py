@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtier.devices import Memory
@@ -27,6 +29,7 @@ class KVPool:
         self, group: KVGroup, num_blocks: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         self.group = group
+        self.dtype = dtype
         self.layout = named_layout("layer_first", group, num_blocks)
         self._device = device
         # Zeroed, so that every page is there before the first request is timed.
@@ -46,6 +49,25 @@ class KVPool:
     def tier(self) -> DeviceTier:
         """The pool as the cache's device tier."""
         return DeviceTier(self.memory, self.layout)
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self._device.type == "cpu"
+
+    def tokens_in(self, num_bytes: int) -> int:
+        """Tokens whose first part, in one layer, is so many bytes; at least one."""
+        part = self.group.parts[0]
+        return max(1, num_bytes // (part.num_heads * part.dim * self.dtype.itemsize))
+
+    def on_device(self, values: npt.NDArray[np.int64] | npt.NDArray[np.float32]) -> torch.Tensor:
+        """As a tensor where the pool is."""
+        return torch.from_numpy(values).to(self._device)
+
+    def as_indices(self, rows: Rows) -> torch.Tensor:
+        """One index for each row."""
+        if isinstance(rows, slice):
+            return torch.arange(rows.start, rows.stop, device=self._device)
+        return rows
 
     def rows(self, slots: Sequence[Slot], start: int, end: int) -> Rows:
         """Where tokens ``start .. end`` of a sequence with these slots lie in each view."""
@@ -68,23 +90,35 @@ class KVPool:
 
     def write(self, layer: int, part: int, rows: Rows, values: torch.Tensor) -> None:
         """Store [num_tokens, num_heads, dim] in ``rows``."""
-        self._views[layer][part][rows] = values
+        view = self._views[layer][part]
+        if isinstance(rows, slice):
+            view[rows] = values
+        else:
+            view.index_copy_(0, rows, values)
 
     def read(self, layer: int, part: int, where: Rows, num_tokens: int) -> torch.Tensor:
         """The context that ``blocks`` found: [num_tokens, num_heads, dim].
 
-        A view of the pool if it can be; else a copy, which the next one of this part overwrites:
-        new memory for each would cost more than the copy.
+        A view of the pool if it can be; else a copy, which the next one of this part overwrites.
         """
         view = self._views[layer][part]
         if isinstance(where, slice):
             return view[where]
-        paged = view.view(-1, self.group.block_size, *view.shape[1:])
-        shape = (len(where), *paged.shape[1:])
+        blocks = view.view(-1, self.group.block_size, *view.shape[1:])
+        return self._select(part, blocks, where).flatten(0, 1)[:num_tokens]
+
+    def gather(self, layer: int, part: int, rows: Rows) -> torch.Tensor:
+        """The same of single rows: [num_rows, num_heads, dim]."""
+        view = self._views[layer][part]
+        return view[rows] if isinstance(rows, slice) else self._select(part, view, rows)
+
+    def _select(self, part: int, view: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        """A copy in memory that is used again: new memory for each would cost more than that."""
+        shape = (len(where), *view.shape[1:])
         if self._gathered[part].numel() < prod(shape):
-            self._gathered[part] = paged.new_empty(prod(shape))
+            self._gathered[part] = view.new_empty(prod(shape))
         gathered = self._gathered[part][: prod(shape)].view(shape)
-        return torch.index_select(paged, 0, where, out=gathered).flatten(0, 1)[:num_tokens]
+        return torch.index_select(view, 0, where, out=gathered)
 
 
 def _are_neighbours(slots: Sequence[Slot], first: int, last: int) -> bool:

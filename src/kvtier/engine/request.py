@@ -17,6 +17,9 @@ from kvtier.ladder import Prefetch
 from kvtier.lease import Lease
 from kvtier.types import Label
 
+Turn = tuple[int, int]
+"""A request's place in line: the lowest is next."""
+
 
 class RequestError(CacheError, ValueError):
     """The request can't be served as it is; the message says why and what to change."""
@@ -28,10 +31,11 @@ class EngineBusy(CacheError):  # noqa: N818 - a state, not a failure
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One generated token. top_logprobs: (token id, log probability), best first."""
+    """One generated token. logprob: None where it was not asked for. top_logprobs: (token id, log
+    probability), best first."""
 
     token_id: int
-    logprob: float
+    logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
@@ -69,10 +73,11 @@ class Stage(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """The engine's own view of a request. Touched by the engine thread only, except ``aborted``.
+    """The engine's own view of a request. Touched by the engine thread only.
 
     num_computed: tokens whose KV is in the pool. labels: of the prompt's whole grid cells.
     salt: as it was submitted. namespace: where its KV is looked up, said by the engine thread.
+    turn: among those that wait, and those that are computed.
     may_follow: its prefill has not tried yet to begin before its lease is ready.
     """
 
@@ -85,6 +90,7 @@ class Request:
     sampler: Sampler
     submitted: float = field(default_factory=time.perf_counter)
     namespace: bytes = b""
+    turn: Turn = (0, 0)
     stage: Stage = Stage.WAITING
     prefetch: Prefetch | None = None
     lease: Lease | None = None
@@ -97,7 +103,6 @@ class Request:
     tokens: list[Token] = field(default_factory=list)
     logits: list[npt.NDArray[np.float32]] = field(default_factory=list)
     first_token_s: float = 0.0
-    aborted: bool = False
     finished: Event = field(default_factory=Event)
     completion: Completion | None = None
 
@@ -140,9 +145,9 @@ class Request:
 class RequestHandle:
     """The caller's end of a request. Safe to use from any thread."""
 
-    def __init__(self, request: Request, wake: Callable[[], None]) -> None:
+    def __init__(self, request: Request, abort: Callable[[Request], None]) -> None:
         self._request = request
-        self._wake = wake
+        self._abort = abort
 
     @property
     def done(self) -> bool:
@@ -157,5 +162,4 @@ class RequestHandle:
 
     def abort(self) -> None:
         """End the request early; its completion has what was generated so far."""
-        self._request.aborted = True
-        self._wake()
+        self._abort(self._request)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from kvtier.engine.paged import PagedKV, Span
+from kvtier.engine.batch import BatchKV
+from kvtier.engine.paged import PagedKV, PromptKV, Span
 from kvtier.engine.pool import KVPool
 from kvtier.transfer import LayerGate
 
@@ -35,24 +36,36 @@ class ModelRunner:
         have ended, and raises the gate's ``DeviceError`` where they don't.
         Returns the logits after the last one: float32 [vocab_size], CPU.
         """
-        return self._forward(list(token_ids), [span], gate=gate)[-1]
+        positions = torch.arange(span.start, span.end)
+        kv = PromptKV(self._pool, span, gate)
+        logits = self._forward(torch.tensor(token_ids), positions, kv, keep=1)[-1]
+        if gate is not None:
+            gate.wait()  # before the device is waited for, which has no time limit
+        return logits.float().cpu()
 
     @torch.inference_mode()
     def decode(self, token_ids: Sequence[int], spans: Sequence[Span]) -> torch.Tensor:
-        """One more token for each sequence. Returns logits: float32 [num_sequences, vocab_size]."""
-        return self._forward(list(token_ids), spans, keep=0)
+        """One more token for each sequence. Returns logits: float32 [num_sequences, vocab_size],
+        on the model's device."""
+        order = sorted(range(len(spans)), key=lambda at: spans[at].end)
+        is_sorted = order == list(range(len(spans)))
+        ordered = [spans[at] for at in order]
+        logits = self._forward(
+            torch.tensor([token_ids[at] for at in order]),
+            torch.tensor([span.start for span in ordered]),
+            BatchKV(self._pool, ordered),
+            keep=0,
+        ).float()
+        if is_sorted:
+            return logits
+        return logits.index_select(0, torch.tensor(order, device=logits.device).argsort())
 
     def _forward(
-        self,
-        token_ids: list[int],
-        spans: Sequence[Span],
-        keep: int = 1,
-        gate: LayerGate | None = None,
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKV, keep: int
     ) -> torch.Tensor:
-        kv = PagedKV(self._pool, spans, gate)
-        positions = torch.cat([torch.arange(span.start, span.end) for span in spans])
+        """Logits of the last ``keep`` tokens of the row; 0 keeps all."""
         output = self._model(
-            input_ids=torch.tensor([token_ids], device=self._device),
+            input_ids=token_ids[None].to(self._device),
             position_ids=positions[None].to(self._device),
             past_key_values=kv,
             use_cache=True,
@@ -60,6 +73,4 @@ class ModelRunner:
             kv=kv,
         )
         logits: torch.Tensor = output.logits[0]
-        if gate is not None:
-            gate.wait()  # before the device is waited for, which has no time limit
-        return logits.float().cpu()
+        return logits

@@ -1,13 +1,25 @@
-"""From logits to the next token."""
+"""From logits to the next tokens, of all sequences of a step at once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 
 import torch
+from torch.nn import functional
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing by it would overflow in float32."""
+
+TILE_LOGITS = 1 << 18
+"""Logits that are worked on together: what of them lies in a processor's cache."""
+
+NO_TOKEN = -1
+"""Where logits are no numbers there is nothing to choose from."""
+
+LEADING_SHIFT = 20
+"""Leaves the exponent of a float32 and three bits of its fraction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +27,9 @@ class SamplingParams:
     """How one request's tokens are chosen, and when it ends.
 
     temperature: 0 is greedy, and so is what lies below ``GREEDY_BELOW``. top_k: 0 keeps all tokens.
-    seed: equal seeds give equal choices from equal logits. num_logprobs: alternatives reported per
-    token. keep_logits: keep every step's.
+    seed: equal seeds give equal choices from equal logits. num_logprobs: alternatives reported for
+    each token, beside its own log probability; None computes neither. keep_logits: keep every
+    step's.
     """
 
     max_tokens: int = 16
@@ -26,7 +39,7 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    num_logprobs: int = 0
+    num_logprobs: int | None = None
     keep_logits: bool = False
 
     def complaint(self) -> str:
@@ -39,38 +52,97 @@ class SamplingParams:
             return f"top_p is {self.top_p}; it must lie above 0 and at most at 1."
         if self.top_k < 0:
             return f"top_k is {self.top_k}; it must be 0 (all tokens) or more."
-        if not 0 <= self.num_logprobs <= 20:
+        if self.num_logprobs is not None and not 0 <= self.num_logprobs <= 20:
             return f"num_logprobs is {self.num_logprobs}; it must lie between 0 and 20."
         return ""
 
 
 class Sampler:
-    """Chooses the tokens of one request; drawn on the CPU, so a seed means the same everywhere."""
+    """One request's random numbers. They come from the host, and from nothing but its seed: so a
+    seed means the same on every device and in any company."""
 
     def __init__(self, params: SamplingParams) -> None:
-        self._params = params
-        self._generator = torch.Generator()
-        if params.seed is not None:
-            self._generator.manual_seed(params.seed & 0xFFFF_FFFF_FFFF_FFFF)
-        else:
-            self._generator.seed()
+        self.params = params
+        seed = None if params.seed is None else params.seed & 0xFFFF_FFFF_FFFF_FFFF
+        self._random = Random(seed)
 
-    def choose(self, logits: torch.Tensor) -> int:
-        """The next token id. logits: float32 [vocab_size], on the CPU."""
-        params = self._params
-        if params.temperature < GREEDY_BELOW:
-            return int(logits.argmax())
-        scaled = logits / params.temperature
-        if 0 < params.top_k < scaled.numel():
-            smallest_kept = scaled.topk(params.top_k).values[-1]
-            scaled = scaled.masked_fill(scaled < smallest_kept, float("-inf"))
-        probabilities = scaled.softmax(-1)
-        if params.top_p < 1.0:
-            ordered, order = probabilities.sort(descending=True)
-            outside = ordered.cumsum(-1) - ordered >= params.top_p
-            outside[0] = False  # in float32 a very small top_p is 0, and nothing would be left
-            probabilities[order[outside]] = 0.0
-        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+    @property
+    def is_greedy(self) -> bool:
+        return self.params.temperature < GREEDY_BELOW
+
+    def draw(self) -> float:
+        """The next number: 0 <= x < 1, one for each token that is sampled."""
+        return self._random.random()
+
+
+def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
+    """The next token of each sequence, or ``NO_TOKEN``. logits: float32 [num_sequences,
+    vocab_size], on any device.
+
+    Every row is worked on by itself, so what it gives does not depend on the others.
+    """
+    token_ids: list[int] = logits.argmax(-1).tolist()
+    sampled = [at for at, each in enumerate(samplers) if not each.is_greedy]
+    size = max(1, TILE_LOGITS // logits.shape[1])
+    for first in range(0, len(sampled), size):
+        rows = sampled[first : first + size]
+        tile = logits[torch.tensor(rows, device=logits.device)].cpu()
+        for row, token_id in zip(rows, _sample(tile, [samplers[r] for r in rows]), strict=True):
+            token_ids[row] = token_id
+    return token_ids
+
+
+def _sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
+    """One token for each row: the first at which the sum of the probabilities that were kept
+    exceeds the share of their total that was drawn."""
+    asked = [each.params for each in samplers]
+    scaled = logits / torch.tensor([[each.temperature] for each in asked])
+    _keep_top_k(scaled, [each.top_k for each in asked])
+    weights = scaled.softmax(-1)
+    for row, each in zip(weights, asked, strict=True):
+        if each.top_p < 1.0 and not row[0].isnan():
+            _keep_nucleus(row, each.top_p)
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    total = sums[:, -1:]
+    drawn = torch.tensor([[each.draw()] for each in samplers], dtype=torch.float64) * total
+    drawn = drawn.minimum(total.nextafter(torch.zeros_like(total)))  # a product may round up
+    chosen = torch.searchsorted(sums, drawn, right=True)
+    token_ids: list[int] = torch.where(total > 0, chosen, NO_TOKEN)[:, 0].tolist()
+    return token_ids
+
+
+def _keep_top_k(scaled: torch.Tensor, top_k: Sequence[int]) -> None:
+    """Set to minus infinity what is below each row's ``top_k`` largest."""
+    vocab_size = scaled.shape[1]
+    cut = [row for row, count in enumerate(top_k) if 0 < count < vocab_size]
+    if not cut:
+        return
+    counts = torch.tensor([[top_k[row]] for row in cut])
+    best = scaled[cut].topk(int(counts.max())).values
+    lowest = torch.full((len(scaled), 1), float("-inf"))
+    lowest[cut] = best.gather(1, counts - 1)
+    scaled.masked_fill_(scaled < lowest, float("-inf"))
+
+
+def _keep_nucleus(probabilities: torch.Tensor, share: float) -> None:
+    """Set to 0 all but the fewest tokens whose probabilities add up to ``share``; of equal ones
+    the first stay. probabilities: float32 [vocab_size], changed in place.
+
+    Only a few are sorted: the bits of a float that is not negative have its order, so the mass of
+    each of their leading values says among which tokens the nucleus ends.
+    """
+    leading = probabilities.view(torch.int32) >> LEADING_SHIFT
+    mass = torch.bincount(leading, probabilities.double())
+    at_least = mass.flip(0).cumsum(0).flip(0)
+    last = max(0, int((at_least >= share).sum()) - 1)  # rounding may leave less than the share
+    border = probabilities[leading == last].sort(descending=True).values
+    sums = border.double().cumsum(0) + (at_least[last] - mass[last])
+    num_kept = min(int((sums < share).sum()) + 1, len(border))
+    smallest = float(border[num_kept - 1])
+    num_equal = num_kept - int((border > smallest).sum())
+    equal = (probabilities == smallest).nonzero()[:num_equal, 0]
+    functional.threshold(probabilities, smallest, 0.0, inplace=True)
+    probabilities[equal] = smallest
 
 
 def logprobs(

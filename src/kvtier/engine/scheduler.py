@@ -1,9 +1,15 @@
 """Continuous batching: who is admitted, what runs next. Owned by the engine thread.
 
-Requests are admitted in order, as soon as the device tier has room for all they may need, so
-nothing that runs ever has to be thrown out; who waits for storage lets others pass. Prompts are
-computed one at a time, a chunk per step, and between two chunks everybody who already generates
-gets one more token.
+Requests are admitted in turn (``line.py``), as soon as the device tier has room for all they may
+need, so nothing that runs ever has to be thrown out; who waits for storage lets others pass.
+
+A step computes chunks of prompts, whoever's turn it is, and then one more token for everybody who
+already generates. Chunks are computed one after another, for each has to be alone in its forward
+to give the same bits every time; and a prompt is computed to its end before the next one begins,
+for a prompt that is half done is of use to nobody. How many chunks: as many as take about as long
+as the tokens after them. So those that generate are held up by as much again as they take
+themselves, and prompts get half of the time however many generate; one chunk a step, as long as few
+do.
 
 A prompt whose prefix is still being loaded waits for it, and lets the others compute. Where there
 are no others it begins at once, and follows the load layer by layer.
@@ -14,22 +20,33 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from kvtier.cache import Cache
 from kvtier.engine.config import EngineInfo
+from kvtier.engine.line import Line
 from kvtier.engine.paged import Span
 from kvtier.engine.request import Request, Stage, Token
 from kvtier.engine.runner import ModelRunner
-from kvtier.engine.sampling import logprobs
+from kvtier.engine.sampling import NO_TOKEN, choose, logprobs
 from kvtier.errors import DeviceError
 from kvtier.transfer import LayerGate
 from kvtier.types import PrefetchPolicy
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PROMPT_TOKENS = 4
+"""Tokens of prompts that are computed in a step for each sequence that generates: about as much
+work as its one token, which is multiplied alone but reads its whole context."""
+
+NUM_LOOKS = 16
+"""Requests that wait for storage and are asked in one step whether they still have to."""
 
 COMMIT_CHUNKS = 8
 """Chunks of a prompt that are committed together. Nobody looks for them before its prefill ends;
@@ -62,8 +79,25 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self._max_running = max_running
         self.follow_loads = follow_loads
-        self.waiting: deque[Request] = deque()
+        self._line = Line()
+        self._reading: deque[Request] = deque()  # out of line as long as storage is read for them
+        self._unread: deque[Request] = deque()  # storage was not asked for them yet
+        self._aborted: list[Request] = []
         self.running: list[Request] = []
+
+    def add(self, request: Request) -> None:
+        """A new request."""
+        match = self._cache.match(request.namespace, request.labels)
+        self._line.join(request, len(request.prompt) - match.num_blocks * self._info.block_size)
+        self._unread.append(request)
+
+    def abort(self, request: Request) -> None:
+        """End a request in the next step. One that has ended stays as it is."""
+        self._aborted.append(request)
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.running or self._line or self._reading)
 
     def step(self) -> bool:
         """Do a bit of everything that can be done. False when there was nothing to do."""
@@ -73,15 +107,13 @@ class Scheduler:
         for request in self.running:
             if request.stage is Stage.LOADING:
                 self._check_load(request)
-        prefilling = next((r for r in self.running if r.stage is Stage.PREFILL), None)
-        if prefilling is not None:
-            self._guarded(prefilling, self._prefill_chunk)
-        elif all(r.stage is Stage.LOADING for r in self.running):
-            prefilling = self._begin_early()
+        num_chunks = self._prefill()
+        if not num_chunks and all(r.stage is Stage.LOADING for r in self.running):
+            num_chunks = self._begin_early()
         decoding = [r for r in self.running if r.stage is Stage.DECODE]
         if decoding:
             self._decode(decoding)
-        return prefilling is not None or bool(decoding)
+        return bool(num_chunks or decoding)
 
     def num_blocks(self, request: Request) -> int:
         """Blocks that a request may come to need: prompt and output."""
@@ -92,18 +124,29 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Who may run now, runs. Those that have to wait have storage read for them meanwhile."""
-        for request in list(self.waiting):
-            if len(self.running) >= self._max_running:
-                break
+        self._look_at_storage()
+        while self._line and len(self.running) < self._max_running:
+            request = self._line.first
             if self._waits_for_storage(request):
-                continue  # others may pass
-            if not self._fetch(request):
+                self._line.leave(request)  # others may pass
+                self._reading.append(request)
+            elif self._fetch(request):
+                self._line.leave(request)
+                self.running.append(request)
+            else:
                 break
-            self.waiting.remove(request)
-            self.running.append(request)
-        for request in self.waiting:
-            if not self._prefetch(request):
-                break
+        while self._unread and self._prefetch(self._unread[0]):
+            self._unread.popleft()
+
+    def _look_at_storage(self) -> None:
+        """Who need not wait for storage any more comes back to its place. Some are asked in each
+        step, in turn."""
+        for _ in range(min(NUM_LOOKS, len(self._reading))):
+            request = self._reading.popleft()
+            if self._waits_for_storage(request):
+                self._reading.append(request)
+            else:
+                self._line.rejoin(request)
 
     def _waits_for_storage(self, request: Request) -> bool:
         if self._cache.config.prefetch_policy is PrefetchPolicy.BEST_EFFORT:
@@ -113,7 +156,8 @@ class Scheduler:
 
     def _prefetch(self, request: Request) -> bool:
         """Have storage read for a waiting request, once. False when there is no room for it now."""
-        if request.prefetch is None and request.may_load and request.labels:
+        waits = request.stage is Stage.WAITING
+        if waits and request.prefetch is None and request.may_load and request.labels:
             request.prefetch = self._cache.prefetch(request.namespace, request.labels)
             return request.prefetch is not None
         return True
@@ -156,18 +200,33 @@ class Scheduler:
         request.stage = Stage.PREFILL
 
     def _refetch(self, request: Request) -> None:
-        """Give the lease back and take a new one; go back to the head of the line without room."""
+        """Give the lease back and take a new one; without room, go back to its place in line."""
         assert request.lease is not None
         self._cache.release(request.lease, record=False)
         if not self._fetch(request):
             self.running.remove(request)
-            self.waiting.appendleft(request)
+            self._line.rejoin(request)
+            self._unread.appendleft(request)
 
     # -- prefill ----------------------------------------------------------------------------------
 
-    def _begin_early(self) -> Request | None:
+    def _prefill(self) -> int:
+        """Compute chunks of prompts, as many as this step may. Gives their number."""
+        num_decoding = sum(r.stage is Stage.DECODE for r in self.running)
+        num_tokens = max(1, PROMPT_TOKENS * num_decoding)
+        num_chunks = 0
+        while num_tokens > 0:
+            waiting = (r for r in self.running if r.stage is Stage.PREFILL)
+            request = min(waiting, key=lambda r: r.turn, default=None)
+            if request is None:
+                break
+            num_tokens -= self._guarded(request, self._prefill_chunk) or 0
+            num_chunks += 1
+        return num_chunks
+
+    def _begin_early(self) -> int:
         """Nobody computes: let the first request that can follow its load, layer by layer. Gives
-        that request.
+        the number of chunks, 0 or 1.
 
         Once for each lease: where it comes to nothing, the request waits as the others do.
         """
@@ -177,8 +236,8 @@ class Scheduler:
             if gate is not None:
                 request.may_follow = False
                 self._guarded(request, partial(self._prefill_chunk, gate=gate))
-                return request
-        return None
+                return 1
+        return 0
 
     def _has_arrived(self, request: Request) -> bool:
         """Whether all that a request computed upon is there: only then does it count."""
@@ -186,8 +245,9 @@ class Scheduler:
         assert request.lease is not None
         return request.lease.ready and not request.lease.broken
 
-    def _prefill_chunk(self, request: Request, gate: LayerGate | None = None) -> None:
-        """Compute the prompt up to the next point of the grid.
+    def _prefill_chunk(self, request: Request, gate: LayerGate | None = None) -> int:
+        """Compute the prompt up to the next point of the grid. Gives the number of tokens; 0 where
+        it came to nothing.
 
         gate: of loads that are still on their way. Where they fail or take too long the request
         goes on loading, as if it had not been computed.
@@ -197,7 +257,7 @@ class Scheduler:
         if request.num_computed == 0:
             if self._others_computed_more(request):
                 self._refetch(request)
-                return
+                return 0
             request.num_computed = request.num_cached = lease.num_shared * self._info.block_size
             request.hit_tokens = {
                 tier: count * self._info.block_size
@@ -214,20 +274,21 @@ class Scheduler:
                 raise
             logger.info("load not followed error=%s", error)
             request.num_computed = request.num_cached = 0
-            return
+            return 0
         if gate is None:
             self._cache.observe_prefill(start, end - start, time.perf_counter() - began)
         elif self._has_arrived(request):
             request.stage = Stage.PREFILL
         else:
             request.num_computed = request.num_cached = 0
-            return
+            return 0
         request.num_computed = end
         if end == len(request.prompt) or end % (COMMIT_CHUNKS * grid) == 0:
             self._commit(request)
         if end == len(request.prompt):
             request.stage = Stage.DECODE
-            self._choose(request, logits)
+            self._add(request, choose(logits[None], [request.sampler])[0], logits)
+        return end - start
 
     def _commit(self, request: Request) -> None:
         """What was computed of the prompt, in whole chunks, is the cache's from now on."""
@@ -260,22 +321,25 @@ class Scheduler:
         ]
         try:
             rows = self._runner.decode([r.last_token for r in requests], spans)
+            token_ids = choose(rows, [r.sampler for r in requests])
         except RuntimeError as error:
             logger.exception("decode failed num_requests=%d", len(requests))
             for request in requests:
                 self._end(request, "error", f"The model failed while decoding: {error}")
             return
-        for request, logits in zip(requests, rows, strict=True):
+        for request, token_id, logits in zip(requests, token_ids, rows, strict=True):
             request.num_computed += 1
-            self._guarded(request, partial(self._choose, logits=logits))
+            self._guarded(request, partial(self._add, token_id=token_id, logits=logits))
 
-    def _choose(self, request: Request, logits: torch.Tensor) -> None:
-        """Take the next token from ``logits`` (float32 [vocab_size]); it may be the last."""
+    def _add(self, request: Request, token_id: int, logits: torch.Tensor) -> None:
+        """The next token was chosen from ``logits`` (float32 [vocab_size]); it may be the last."""
+        if token_id == NO_TOKEN:
+            raise ValueError("the model's logits are no numbers")
         params = request.params
-        token_id = request.sampler.choose(logits)
-        logprob, top = logprobs(logits, token_id, params.num_logprobs)
-        kept = logits.numpy().copy() if params.keep_logits else None
-        request.add(Token(token_id, logprob, top), kept)
+        token = Token(token_id)
+        if params.num_logprobs is not None:
+            token = Token(token_id, *logprobs(logits.cpu(), token_id, params.num_logprobs))
+        request.add(token, logits.cpu().numpy().copy() if params.keep_logits else None)
         if token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos):
             self._end(request, "stop")
         elif len(request.tokens) >= params.max_tokens:
@@ -283,13 +347,14 @@ class Scheduler:
 
     # -- endings ----------------------------------------------------------------------------------
 
-    def _guarded(self, request: Request, work: Callable[[Request], None]) -> None:
+    def _guarded(self, request: Request, work: Callable[[Request], T]) -> T | None:
         """Run one request's share of a step: what fails there ends this request and no other."""
         try:
-            work(request)
+            return work(request)
         except Exception as error:
             logger.exception("request failed stage=%s", request.stage.value)
             self._end(request, "error", f"The request failed: {error}")
+            return None
 
     def _end(self, request: Request, reason: str, error: str = "") -> None:
         self._end_prefetch(request)
@@ -300,14 +365,15 @@ class Scheduler:
             request.lease = None
         if request in self.running:
             self.running.remove(request)
+        elif not self._line.leave(request) and request in self._reading:
+            self._reading.remove(request)
         request.finish(reason, error)
 
     def _end_aborted(self) -> None:
-        for request in [r for r in self.running if r.aborted]:
-            self._end(request, "abort")
-        for request in [r for r in self.waiting if r.aborted]:
-            self.waiting.remove(request)
-            self._end(request, "abort")
+        aborted, self._aborted = self._aborted, []
+        for request in aborted:
+            if request.stage is not Stage.DONE:
+                self._end(request, "abort")
 
     def rename(self, namespace_of: Callable[[str], bytes]) -> None:
         """KV that was found so far may be that of another model: it is found no more.
@@ -315,7 +381,7 @@ class Scheduler:
         namespace_of: by salt. What did not give a token yet begins anew; what gave some after KV
         that was found ends with an error. One that computed all of its KV goes on.
         """
-        for request in (*self.waiting, *self.running):
+        for request in self._everybody():
             self._end_prefetch(request)
             request.namespace = namespace_of(request.salt)
         for request in [r for r in self.running if r.stage is not Stage.DECODE]:
@@ -329,12 +395,13 @@ class Scheduler:
 
     def fail_all(self, error: str) -> None:
         """End every request with an error."""
-        for request in (*self.running, *self.waiting):
+        for request in self._everybody():
             self._end(request, "error", error)
-        self.waiting.clear()
 
     def abort_all(self) -> None:
         """End every request as it is."""
-        for request in (*self.running, *self.waiting):
-            request.aborted = True
-        self._end_aborted()
+        for request in self._everybody():
+            self._end(request, "abort")
+
+    def _everybody(self) -> Iterator[Request]:
+        yield from (*self.running, *self._line, *self._reading)

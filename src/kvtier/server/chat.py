@@ -81,14 +81,15 @@ def chat_router(service: Service) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         """The assistant's next turn in a conversation."""
         body, prompt = await service.prepare(request, ChatRequest, prepare)
+        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         orders = service.orders(
             body,
             prompt,
             max_tokens=body.max_completion_tokens or body.max_tokens,
             default_max_tokens=service.config.default_chat_tokens,
-            num_logprobs=(body.top_logprobs or 0) if body.logprobs else 0,
+            num_logprobs=num_logprobs,
         )
-        form = ChatForm(tokenizer, (body.top_logprobs or 0) if body.logprobs else None)
+        form = ChatForm(tokenizer, num_logprobs)
         return await Answerer(service, request, body, form).answer(service.start(body, orders))
 
     def prepare(body: ChatRequest, encode: Encode) -> list[int]:

@@ -75,7 +75,7 @@ def completions_router(service: Service) -> APIRouter:
                 token_ids,
                 max_tokens=body.max_tokens,
                 default_max_tokens=DEFAULT_MAX_TOKENS,
-                num_logprobs=body.logprobs or 0,
+                num_logprobs=body.logprobs,
                 echo=text_of(prompt) if body.echo else "",
             )
         generation = service.start(body, orders)

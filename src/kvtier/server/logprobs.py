@@ -43,7 +43,7 @@ def chat_logprobs(tokens: Sequence[TextToken], tokenizer: Tokenizer, num_top: in
     return {"content": content, "refusal": None}
 
 
-def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> TopLogprob:
+def _entry(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> TopLogprob:
     text = tokenizer.token_text(token_id)
     # A token that is part of a character has no text of its own, and so no bytes that we know.
     known = "\ufffd" not in text
@@ -54,5 +54,6 @@ def _entry(tokenizer: Tokenizer, token_id: int, logprob: float) -> TopLogprob:
     }
 
 
-def _finite(logprob: float) -> float:
+def _finite(logprob: float | None) -> float:
+    assert logprob is not None, "log probabilities are computed where they are asked for"
     return max(logprob, LOWEST)

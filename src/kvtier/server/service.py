@@ -174,7 +174,7 @@ class Service:
         *,
         max_tokens: int | None,
         default_max_tokens: int,
-        num_logprobs: int,
+        num_logprobs: int | None,
         echo: str = "",
     ) -> list[Order]:
         """The ``n`` choices of one prompt. max_tokens: None takes the default, or what there is

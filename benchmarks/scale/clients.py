@@ -1,0 +1,136 @@
+"""Clients of a real server that wait for the first token of a streamed answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from benchmarks.hostile import KEY, server
+
+NUM_CLIENTS = 200
+MAX_TOKENS = 16
+SHORTEST, LONGEST = 8, 80
+"""Words of a prompt, of about four tokens each; as many short ones as long ones, by the
+logarithm."""
+LOOP_REQUESTS = 2
+"""What a client asks for in a round in which it asks again and again."""
+WORDS = ("return", "self", "def", "import", "value", "None", "yield", "class", "raise", "while")
+OPTIONS = ("--max-running", "256", "--max-queue", "512", "--device-capacity", "768MiB")
+
+Address = tuple[str, int]
+
+
+@dataclass(slots=True)
+class Round:
+    """Seconds from the first byte of each request to the first text of its answer."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def p50(self) -> float:
+        return float(np.percentile(self.seconds, 50))
+
+    @property
+    def p99(self) -> float:
+        return float(np.percentile(self.seconds, 99))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A way of asking, and its rounds; the first one, which warms up, left out."""
+
+    name: str
+    num_clients: int
+    rounds: Sequence[Round]
+
+
+async def first_tokens(num_clients: int, rounds: int) -> list[Load]:
+    """Both loads, in turn. Some prompts are asked again afterwards, alone: the same text begins."""
+    once, again = list[Round](), list[Round]()
+    rng, begun = random.Random(0), dict[str, str]()
+    with server(*OPTIONS) as (host, port, _):
+        address = (host, port)
+        await one_round(burst, address, rng, max(2, num_clients // 4), begun)
+        for _ in range(rounds):
+            once.append(await one_round(burst, address, rng, num_clients, begun))
+            again.append(await one_round(loop, address, rng, num_clients, begun))
+        for prompt in rng.sample(sorted(begun), 8):
+            _, text = await ask(address, prompt)
+            assert text == begun[prompt], "another first token than under load"
+    return [Load("all at once", num_clients, once), Load("again and again", num_clients, again)]
+
+
+Client = Callable[[Address, random.Random, Round, dict[str, str]], Awaitable[None]]
+
+
+async def one_round(
+    client: Client, address: Address, rng: random.Random, num_clients: int, begun: dict[str, str]
+) -> Round:
+    """``num_clients`` of a kind, until all have ended."""
+    found = Round()
+    seeds = [random.Random(rng.random()) for _ in range(num_clients)]
+    await asyncio.gather(*(client(address, each, found, begun) for each in seeds))
+    return found
+
+
+async def burst(address: Address, rng: random.Random, found: Round, begun: dict[str, str]) -> None:
+    """Asks once."""
+    prompt = make_prompt(rng)
+    seconds, begun[prompt] = await ask(address, prompt)
+    found.seconds.append(seconds)
+
+
+async def loop(address: Address, rng: random.Random, found: Round, begun: dict[str, str]) -> None:
+    """Asks again as soon as it has its answer."""
+    for _ in range(LOOP_REQUESTS):
+        await burst(address, rng, found, begun)
+
+
+def make_prompt(rng: random.Random) -> str:
+    """Nobody asked it before."""
+    num_words = round(SHORTEST * (LONGEST / SHORTEST) ** rng.random())
+    words = (f"{rng.choice(WORDS)}_{rng.randrange(100)}" for _ in range(num_words))
+    return f"# {rng.random()}\n" + " ".join(words)
+
+
+async def ask(address: Address, prompt: str) -> tuple[float, str]:
+    """Seconds until the first text, and that text. The answer is read to its end."""
+    body = json.dumps(
+        {
+            "model": "kvtier-tiny",
+            "prompt": prompt,
+            "max_tokens": MAX_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+    reader, writer = await asyncio.open_connection(*address)
+    began = time.perf_counter()
+    writer.write(
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Authorization: Bearer {KEY}\r\nConnection: close\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
+    seconds, first, usage = 0.0, "", None
+    async for line in reader:
+        if not line.startswith(b"data: {"):
+            assert not line.startswith(b"HTTP/1.1 ") or line.split()[1] == b"200", line
+            continue
+        event = json.loads(line[6:])
+        usage = event.get("usage") or usage
+        if not first and event["choices"] and event["choices"][0]["text"]:
+            seconds, first = time.perf_counter() - began, event["choices"][0]["text"]
+    writer.close()
+    assert usage is not None, "the answer has no end"
+    assert usage["completion_tokens"] == MAX_TOKENS
+    assert first, "an answer without text"
+    return seconds, first

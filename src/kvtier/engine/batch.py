@@ -1,0 +1,197 @@
+"""Attention of decoding: one new token of each of many sequences.
+
+Contexts are gathered from the pool tile by tile, padded to the longest of the tile, and attended to
+with one call per tile; so a layer's calls grow with the tokens that are read, not with the
+sequences. Which rows are gathered, and what is padding, is the same in every layer and found once
+per step.
+
+A tile is small enough to stay in a processor's cache between the gather and the attention. A
+sequence that would need most of one alone is not gathered where its slots are neighbours: there is
+no other to share the call with.
+
+What a sequence gets does not depend on the others: whether it stands alone is decided by its own
+length, lengths are rounded up to whole vectors, so that every sum is taken in the same order in any
+tile, and padding adds exact zeros. (The products with the model's weights are another matter:
+docs/decisions/0022.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvtier.engine.paged import PagedKV, Span
+from kvtier.engine.pool import KVPool, Rows
+
+VECTOR = 16
+"""Lengths are padded to multiples of this: the float32 lanes of the widest vectors there are."""
+
+CPU_TILE_BYTES = 1 << 20
+"""K of one tile. The next cache up is four to eight times slower to read from."""
+
+DEVICE_TILE_BYTES = 128 << 20
+"""The same where calls are dear: a bound for the memory that it takes."""
+
+PADDING_TOKENS = 512
+"""Padding that is cheaper than another call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Sequences ``first .. last`` of a step, which are attended to together.
+
+    length: of each context, padding included. where: its rows in the pool; those of padding are
+    rows of the sequence itself, for others may hold what is no number. mask: [num_sequences, 1, 1,
+    length], to add to scores; None without padding.
+    """
+
+    first: int
+    last: int
+    length: int
+    where: Rows
+    mask: torch.Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        return (self.last - self.first) * self.length
+
+
+class BatchKV(PagedKV):
+    """One new token of each of ``spans``, which are sorted by length."""
+
+    def __init__(self, pool: KVPool, spans: Sequence[Span]) -> None:
+        super().__init__(pool)
+        self._ends = np.array([span.end for span in spans])
+        assert (np.diff(self._ends) >= 0).all(), "sequences are sorted by length"
+        self._slots = _table([span.slots for span in spans], pool.group.block_size, self._ends)
+        self._new = pool.on_device(self._rows_at(self._ends - 1))
+        tile_tokens = pool.tokens_in(CPU_TILE_BYTES if pool.is_on_cpu else DEVICE_TILE_BYTES)
+        self._tiles = [
+            self._tile(*bounds, tile_tokens) for bounds in tiles(self._ends.tolist(), tile_tokens)
+        ]
+        if self._is_latent:
+            self._all = torch.cat([pool.as_indices(tile.where) for tile in self._tiles])
+
+    def update(
+        self, key: torch.Tensor, value: torch.Tensor, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        for part, new in enumerate((key, value)):
+            self._pool.write(layer, part, self._new, new[0].transpose(0, 1))
+        if not self._is_latent:
+            return key, value
+        key, value = (
+            self._pool.gather(layer, part, self._all)[None].transpose(1, 2) for part in (0, 1)
+        )
+        return key, value
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Query heads that share a KV head stand where else the new tokens of one sequence do."""
+        num_heads, num_sequences, dim = query.shape[1:]
+        heads = key.shape[1]
+        queries = query[0].transpose(0, 1).reshape(num_sequences, heads, num_heads // heads, dim)
+        results, at = [], 0
+        for tile in self._tiles:
+            keys, values = (
+                self._cut(whole, tile, at) if self._is_latent else self._context(layer, part, tile)
+                for part, whole in enumerate((key, value))
+            )
+            results.append(
+                scaled_dot_product_attention(
+                    queries[tile.first : tile.last],
+                    keys,
+                    values,
+                    attn_mask=tile.mask,
+                    scale=scaling,
+                )
+            )
+            at += tile.num_rows
+        joined = results[0] if len(results) == 1 else torch.cat(results)
+        return joined.reshape(1, num_sequences, num_heads, -1)
+
+    def _context(self, layer: int, part: int, tile: Tile) -> torch.Tensor:
+        """[num_sequences, num_heads, length, dim], until the next call."""
+        rows = self._pool.gather(layer, part, tile.where)
+        return rows.view(-1, tile.length, *rows.shape[1:]).transpose(1, 2)
+
+    def _cut(self, whole: torch.Tensor, tile: Tile, at: int) -> torch.Tensor:
+        """The same of contexts that the model has expanded."""
+        heads = whole[0, :, at : at + tile.num_rows]
+        return heads.view(len(heads), -1, tile.length, heads.shape[-1]).transpose(0, 1)
+
+    def _tile(self, first: int, last: int, tile_tokens: int) -> Tile:
+        ends = self._ends[first:last]
+        length = int(ends[-1])
+        if is_alone(length, tile_tokens):
+            slots = self._slots[first].tolist()
+            return Tile(first, last, length, self._pool.rows(slots, 0, length), None)
+        length = padded(length)
+        size = self._pool.group.block_size
+        blocks = self._slots[first:last, : -(-length // size)]
+        rows = (blocks[:, :, None] * size + np.arange(size)).reshape(len(ends), -1)[:, :length]
+        is_padding = np.arange(length) >= ends[:, None]
+        where = self._pool.on_device(np.where(is_padding, rows[:, :1], rows).ravel())
+        return Tile(first, last, length, where, self._mask(is_padding))
+
+    def _mask(self, is_padding: npt.NDArray[np.bool_]) -> torch.Tensor | None:
+        if not is_padding.any():
+            return None
+        mask = np.where(is_padding, np.float32("-inf"), np.float32(0))
+        return self._pool.on_device(mask[:, None, None]).to(self._pool.dtype)
+
+    def _rows_at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Of one position of each sequence."""
+        size = self._pool.group.block_size
+        slots = self._slots[np.arange(len(positions)), positions // size]
+        return slots * size + positions % size
+
+
+def tiles(ends: Sequence[int], tile_tokens: int) -> Iterator[tuple[int, int]]:
+    """(first, last) of the sequences of each tile. ends: their lengths, ascending.
+
+    A tile has ``tile_tokens`` at most. At most a fifth of it is padding beyond whole vectors, or as
+    little as does not matter.
+    """
+    first = num_used = 0
+    for at, end in enumerate(ends):
+        length = padded(end)
+        num_used += length
+        num_rows = (at + 1 - first) * length
+        is_full = num_rows > tile_tokens or is_alone(end, tile_tokens)
+        if at > first and (is_full or num_rows - num_used > max(PADDING_TOKENS, num_used // 4)):
+            yield first, at
+            first, num_used = at, length
+    yield first, len(ends)
+
+
+def is_alone(length: int, tile_tokens: int) -> bool:
+    """Whether a context of this length has a tile of its own."""
+    return length > tile_tokens // 2
+
+
+def padded(length: int) -> int:
+    """As long as the vectors that it takes."""
+    return -(-length // VECTOR) * VECTOR
+
+
+def _table(
+    slots: Sequence[Sequence[int]], block_size: int, ends: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """[num_sequences, blocks of the longest padded]: the slots of each; 0 where it has no more."""
+    width = -(-padded(int(ends[-1])) // block_size)
+    table = np.zeros((len(slots), width), np.int64)
+    for row, each, end in zip(table, slots, ends.tolist(), strict=True):
+        num_blocks = -(-end // block_size)
+        row[:num_blocks] = each[:num_blocks]
+    return table
