@@ -17,6 +17,7 @@ from kvtier.ladder.loads import GROWTH, SHARE, piece_sizes
 from kvtier.ladder.recall import FIRST_KEYS
 from kvtier.ladder.recall import GROWTH as MORE_KEYS
 from kvtier.ladder.under_way import LEAST_BLOCKS, POLL_BLOCKS, UnderWay
+from kvtier.runs import runs_of
 from kvtier.testing import Shelf
 from kvtier.tiers import DistantRoom, StorageFacts
 from kvtier.transfer import Job, Transfer
@@ -284,3 +285,14 @@ def test_a_follower_begins_after_its_leader_or_ends_with_it(
     if not spoiled:
         assert request.lease.held_in == [DEVICE] * num_blocks
     world.close()
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from(["a", "b", None]), max_size=12), st.integers(0, 5))
+def test_runs_are_neighbours_that_are_alike(values: list[str | None], first: int) -> None:
+    runs = list(runs_of(values, first))
+    assert [value for value, run in runs for _ in run] == values
+    assert [at for _, run in runs for at in run] == list(range(first, first + len(values)))
+    assert all(one != another for (one, _), (another, _) in pairwise(runs))

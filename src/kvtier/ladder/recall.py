@@ -68,7 +68,7 @@ class Recall:
         self._traffic = traffic
         self._space = space
         # By storage and the first key that was asked for: a prompt is asked for once at a time.
-        self._questions: dict[tuple[str, BlockKey], tuple[_Question, FindJob]] = {}
+        self._asked: dict[tuple[str, BlockKey], tuple[_Question, FindJob]] = {}
 
     @property
     def has_unfound(self) -> bool:
@@ -89,19 +89,19 @@ class Recall:
             if nothing.num_left:
                 question = nothing.next(above, FIRST_KEYS)
                 name = storage, question.keys[0]
-                if name not in self._questions:
-                    self._questions[name] = question, self._mover.find(storage, question.keys)
+                if name not in self._asked:
+                    self._asked[name] = question, self._mover.find(storage, question.keys)
         self.hear()
 
     def hear(self) -> None:
         """Take in what storage has answered by now."""
-        for name in [name for name, (_, job) in self._questions.items() if job.done]:
-            question, job = self._questions.pop(name)
+        for name in [name for name, (_, job) in self._asked.items() if job.done]:
+            question, job = self._asked.pop(name)
             while job.done and (more := self._take_in(question, job)) is not None:
                 question = more
                 job = self._mover.find(question.storage, question.keys)
             if not job.done:
-                self._questions[name] = question, job
+                self._asked[name] = question, job
 
     def _take_in(self, question: _Question, job: FindJob) -> _Question | None:
         """Blocks turned out to be there; those behind a gap, too, for what was found stays in
