@@ -5,7 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import subprocess
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from benchmarks.scale.keyed import PROMPT_BLOCKS, World, steps
 from benchmarks.scale.part import Part, Row, exponent, timed
@@ -22,6 +26,9 @@ MOST_SLOT_S = 5e-6
 MOST_BYTES = 100
 OURS = "kvtier"
 ROOT = Path(__file__).parents[2]
+PAGE, PROMPT_TOKENS = 16, 1024
+SGLANG_PHASES = {"hit": "look up a prompt of 64 blocks", "evict": "evict 512 blocks"}
+SGLANG = ROOT / ".peers" / "sglang" / "bin" / "python"
 VLLM = ROOT / ".peers" / "vllm" / "bin" / "python"
 
 
@@ -40,6 +47,7 @@ def measure(quick: bool) -> Part:
         bytes_per_block = _memory(world) / num
         del world
     rows += (others := _under_vllm(sizes))
+    rows += [row for num in sizes[:3] for row in _sglang(num)]  # larger trees do not fit
     targets = [*_growth(rows), _slot_target(rows), _waiting_target(others)]
     targets.append(judged("N4", exactly(bytes_per_block), MOST_BYTES, at_least=False))
     return Part(rows, [target for target in targets if target])
@@ -71,9 +79,18 @@ def _held(world: World, num: int) -> list[Row]:
 
 
 def _memory(world: World) -> float:
-    """Of the index and of all that lies beside it per block. Bytes."""
-    own = sum(value.nbytes for value in vars(world.cache).values() if hasattr(value, "nbytes"))
-    return float(world.index.num_bytes + own)  # type: ignore[attr-defined]
+    """Of the index, and of all arrays beside it that have an item for every slot. Bytes."""
+    beside = (world.cache, world.ladder._traffic._under_way)
+    arrays = [array for owner in beside for array in _arrays(vars(owner).values())]
+    return float(world.index.num_bytes + sum(array.nbytes for array in arrays))  # type: ignore[attr-defined]
+
+
+def _arrays(values: Iterable[object]) -> Iterator[npt.NDArray[np.generic]]:
+    for value in values:
+        if isinstance(value, np.ndarray):
+            yield value
+        elif isinstance(value, dict):
+            yield from _arrays(value.values())
 
 
 def _under_vllm(sizes: tuple[int, ...]) -> list[Row]:
@@ -85,6 +102,25 @@ def _under_vllm(sizes: tuple[int, ...]) -> list[Row]:
     return [
         Row(each["operation"], each["contestant"], "blocks", each["num"], each["seconds"])
         for each in json.loads(done.stdout.splitlines()[-1])
+    ]
+
+
+def _sglang(num: int) -> list[Row]:
+    """SGLang's tree of as many blocks, with its Rust core; nothing where it is not there."""
+    if not SGLANG.exists():
+        return []
+    num_prompts = num // (PROMPT_TOKENS // PAGE)
+    arguments = {"index": "sglang rust", "num": num_prompts, "length": PROMPT_TOKENS, "page": PAGE}
+    command = [str(SGLANG), str(ROOT / "benchmarks" / "index_worker.py")]
+    command += [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
+    asked = [{"phase": "insert", "start": 0, "stop": num_prompts}]
+    asked += [{"phase": phase, "start": 0, "stop": CALLS} for phase in SGLANG_PHASES]
+    lines = "".join(json.dumps(each) + "\n" for each in asked)
+    done = subprocess.run(command, input=lines, check=True, capture_output=True, text=True)
+    answers = [json.loads(line) for line in done.stdout.splitlines()[2:]]
+    return [
+        Row(name, "SGLang", "blocks", num, [1e-6 * each for each in answer["us"]])
+        for name, answer in zip(SGLANG_PHASES.values(), answers, strict=True)
     ]
 
 

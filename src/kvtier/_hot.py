@@ -24,7 +24,6 @@ else:
             KeyTable,
             SlotTable,
             UringRing,
-            chain_keys,
             copy_batch,
             crc32c,
             crc32c_many,
@@ -39,7 +38,6 @@ else:
         )
 
 if _reason:
-    from kvtier._reference.chain import chain_keys
     from kvtier._reference.copy import copy_batch
     from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows
     from kvtier._reference.free_slots import FreeSlots  # type: ignore[assignment]
@@ -69,7 +67,6 @@ __all__ = [
     "KeyTable",
     "SlotTable",
     "UringRing",
-    "chain_keys",
     "copy_batch",
     "crc32c",
     "crc32c_many",

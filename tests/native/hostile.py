@@ -314,11 +314,6 @@ class Hostile:
         )
         return self.named("pack_tokens", lambda: _native.pack_tokens(given), (given,))
 
-    def chain(self) -> Call:
-        previous = self.random.choice((b"", b"k" * 32, b"k" * 1024, b"k" * 1025, None, 5))
-        labels = self.labels()
-        return self.named("chain_keys", lambda: _native.chain_keys(previous, labels), (labels,))
-
     def named(self, name: str, call: Call, arguments: Iterable[object]) -> Call:
         print(name, *map(told, arguments), flush=True)
         return call
@@ -328,7 +323,7 @@ class Hostile:
             (self.of_trie,) * 6 + (self.of_keys,) * 3 + (self.of_memory,) * 3 + (self.of_ring,) * 2
         )
         for _ in range(num):
-            yield self.random.choice((*kinds, self.tokens, self.chain, self.constructor))()
+            yield self.random.choice((*kinds, self.tokens, self.constructor))()
 
 
 def told(argument: object) -> str:

@@ -11,7 +11,6 @@ import pytest
 
 from kvtier import _hot
 from kvtier._reference import crc
-from kvtier._reference.chain import chain_keys as reference_chain_keys
 from kvtier._reference.copy import copy_batch as reference_copy_batch
 from kvtier._reference.free_slots import FreeSlots
 from kvtier._reference.key_table import KeyTable
@@ -26,7 +25,6 @@ TWINS = {
     "crc32c_many": crc.crc32c_many,
     "crc32c_rows": crc.crc32c_rows,
     "pack_tokens": reference_pack_tokens,
-    "chain_keys": reference_chain_keys,
 }
 
 
