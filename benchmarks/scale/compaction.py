@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from threading import Lock, Thread
+from threading import Thread
 
 import numpy as np
 
@@ -27,7 +27,6 @@ BATCH = 64
 NUM_OTHER = 10_000
 DURING = "look-up during a compaction"
 BESIDE = "look-up in another slab meanwhile"
-HELD = "table held by a compaction"
 
 
 def measure(quick: bool) -> Part:
@@ -39,9 +38,9 @@ def measure(quick: bool) -> Part:
 def _targets(rows: Sequence[Row]) -> list[dict[str, object]]:
     worst = {
         name: max(max(row.seconds) for row in rows if row.operation == name) * 1e3
-        for name in (DURING, BESIDE, HELD)
+        for name in (DURING, BESIDE)
     }
-    grown = exponent([row for row in rows if row.operation == HELD])
+    grown = exponent([row for row in rows if row.operation == DURING])
     found = judged(
         "N6",
         Estimate(worst[DURING]),
@@ -49,8 +48,7 @@ def _targets(rows: Sequence[Row]) -> list[dict[str, object]]:
         at_least=False,
         unit="ms, the longest wait",
         in_another_slab=round(worst[BESIDE], 3),
-        held=round(worst[HELD], 3),
-        exponent_of_held=round(grown.value, 3),
+        exponent=round(grown.value, 3),
     )
     return [found]
 
@@ -60,44 +58,22 @@ def _rows(num_records: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         options = write_slab(Path(folder) / "slab", num_blocks, num_dead=num_records - num_blocks)
         another = write_slab(Path(folder) / "another", min(NUM_OTHER, num_blocks))
-        during, _, seconds = _compacted(options, None)
+        during, seconds = _compacted(options, None)
         options = write_slab(Path(folder) / "again", num_blocks, num_dead=num_records - num_blocks)
-        beside, held, _ = _compacted(options, another)
+        beside, _ = _compacted(options, another)
     return [
         Row(DURING, "kvtier", "records", num_records, during),
         Row(BESIDE, "kvtier", "records", num_records, beside),
-        Row(HELD, "kvtier", "records", num_records, held),
         Row("compaction", "kvtier", "records", num_records, [seconds]),
     ]
 
 
-class _TimedLock:
-    """seconds: of CPU, for each time that a compaction's thread had it."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._lock = Lock()
-        self._began = 0.0
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self._began = time.thread_time()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds.append(time.thread_time() - self._began)
-        self._lock.release()
-
-
-def _compacted(
-    options: DiskOptions, another: DiskOptions | None
-) -> tuple[list[float], list[float], float]:
-    """Look-ups while a slab is compacted, in it or in another one: their waits, how long the table
-    was held, and what the compaction took; in seconds."""
+def _compacted(options: DiskOptions, another: DiskOptions | None) -> tuple[list[float], float]:
+    """Look-ups while a slab is compacted, in it or in another one: their waits, and what the
+    compaction took; in seconds."""
     with abandoned(options) as tier:
-        log, lock = tier.blocks.parts[0].slab._log, _TimedLock()
-        if another is not None:
-            log._table = lock  # type: ignore[assignment]
-        thread = Thread(target=tier.blocks.parts[0].slab.compact)
+        slab = tier.blocks.parts[0].slab
+        thread = Thread(target=slab.compact)
         began = time.perf_counter()
         thread.start()
         if another is None:
@@ -107,11 +83,11 @@ def _compacted(
                 waits = _waits(other, thread.is_alive)
         thread.join()
         seconds = time.perf_counter() - began
-        assert log.num_dead == 0, "nothing was compacted"
+        assert slab.num_dead == 0, "nothing was compacted"
         num_blocks = tier.num_unfound
     with abandoned(options) as tier:
         assert tier.num_unfound == num_blocks, "blocks were lost"
-    return waits, lock.seconds, seconds
+    return waits, seconds
 
 
 def _waits(tier: DiskTier, goes_on: Callable[[], bool]) -> list[float]:

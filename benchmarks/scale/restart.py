@@ -175,6 +175,7 @@ def _decider(num_blocks: int) -> _Decider:
 
 
 def _restart(case: str, num_blocks: int, kept: Sequence[KeptKeys], tier: DiskTier) -> list[Row]:
+    gc.collect()  # what the last one has left is not freed in a step of this one
     memory = HostTier(GROUP, 4 * GROUP.bytes_per_block, find_device("cpu"))
     local = LocalMover({HOST: memory, DISK: tier}, None)
     began = time.thread_time()

@@ -18,7 +18,7 @@ namespace kvtier::keys {
 // Not safe to be used by several threads at once.
 class SlotTable {
  public:
-  // keys: of `num_slots` slots, `stride` bytes apart; not owned. A listed slot's key does not change.
+  // keys: of `num_slots` slots, `stride` bytes apart; not owned. A listed slot keeps its key.
   // seed: secret, so that nobody can name keys that all meet in one place.
   SlotTable(const std::byte* keys, std::size_t stride, std::size_t num_slots, std::uint64_t seed)
       : shards_(kNumShards), keys_(keys), stride_(stride), num_slots_(num_slots), seed_(seed) {}

@@ -453,3 +453,47 @@ def test_order_to_erase_that_the_disk_could_not_carry_out_is_carried_out_later(
     after = on_disk(tmp_path)
     assert set(found_by(after)) == {KEYS[1]}
     after.close()
+
+
+def _told(rank: Rank, order: Order) -> list[BlockKey]:
+    """What a rank answers to ``LIST``, in all its reports."""
+    rank.executor.carry_out(order)
+    content = b""
+    while pieces := rank.executor.take_pieces():
+        content += b"".join(piece.keys for piece in pieces)
+    return [BlockKey(content[at : at + 32]) for at in range(0, len(content), 32)]
+
+
+def test_kept_keys_are_told_last_to_leave_first_and_not_those_that_are_gone(
+    tmp_path: Path,
+) -> None:
+    before = on_disk(tmp_path)
+    before.do(Verb.WRITE, KEYS[:6], [0, 1, 2, 3, 4, 5])
+    before.close()
+    after = on_disk(tmp_path)
+    listing = Order(100, Verb.LIST, DISK, num=2)
+    assert _told(after, listing) == [KEYS[1], KEYS[0], KEYS[3], KEYS[2], KEYS[5], KEYS[4]]
+    assert _told(after, Order(101, Verb.LIST, DISK, ranks=(1,), num=2)) == [], "another rank's"
+    assert after.do(Verb.WRITE, KEYS[6:8], [6, 7]).failed == frozenset()
+    assert set(_told(after, listing)) == set(KEYS[:4]), "the deepest ones went for them"
+    after.close()
+
+
+def test_what_nobody_asked_for_is_cleared_for_good_before_anything_else_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.transfer.ranks.telling.CLEARED_PER_STEP", 4)
+    before = on_disk(tmp_path)
+    before.do(Verb.WRITE, KEYS[:6], [0, 1, 2, 3, 4, 5])
+    before.close()
+    after = on_disk(tmp_path)
+    after.executor.carry_out(Order(100, Verb.CLEAR, DISK))
+    write = after.order(Verb.WRITE, KEYS[:1], [0])
+    after.executor.take_pieces()
+    assert not after.executor._under_way, "it would be cleared as well"
+    after.executor.take_pieces()
+    assert after.ended(write).failed == frozenset()
+    after.close()
+    again = on_disk(tmp_path)
+    assert found_by(again) == KEYS[:1]
+    again.close()

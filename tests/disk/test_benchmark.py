@@ -50,5 +50,5 @@ def test_restarts_are_measured_with_every_rank_and_checked(
 def test_compactions_are_measured_beside_look_ups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "SIZES", (1000, 4000))
     part = compaction.measure(quick=True)
-    assert len(part.rows) == 8
+    assert len(part.rows) == 6
     assert [target["id"] for target in part.targets] == ["N6"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from threading import Lock
 from typing import Final
 
 import numpy as np
@@ -23,8 +22,7 @@ from kvtier.tiers.disk.records import (
 from kvtier.tiers.disk.rows import Rows
 
 SLICE_RECORDS: Final = 1 << 14
-"""Of the old journal, 1 MiB: read at once, and compared with the table while it is locked. A
-look-up waits for one slice at most: a few hundred microseconds."""
+"""Of the old journal, 1 MiB: read and compared at once."""
 
 Bools = npt.NDArray[np.bool_]
 
@@ -36,8 +34,8 @@ class Compaction:
         old   [ before: what decides is copied ][ since: all of it is copied ]<- appends
         fresh [ header ][ copied ... ][ names of namespaces ]
 
-    old: is only appended to meanwhile. fresh: empty. rows: what decides; ``table`` is held while
-    they are read. slab_id, generation: for the header.
+    old: is only appended to meanwhile; what it has when this begins has come into rows. fresh:
+    empty. rows: what decides. slab_id, generation: for the header.
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class Compaction:
         old: Journal,
         fresh: Journal,
         rows: Rows,
-        table: Lock,
         slab_id: bytes,
         generation: int,
     ) -> None:
@@ -54,7 +51,6 @@ class Compaction:
         self.is_used: Bools = np.zeros(1 << 16, bool)
         self._old = old
         self._rows = rows
-        self._table = table
         self._at = 0
         self._before = old.num_records
         self._is_copied: Bools = np.zeros(len(rows), bool)
@@ -102,9 +98,9 @@ class Compaction:
         """Those that are about a block or a bad slot, and decide."""
         is_about = are_live(records["kind"]) & (records["slot"] < len(self._rows))
         records = pick(records, np.flatnonzero(is_about))
-        with self._table:
-            decide = self._rows.decide(records)
-        return pick(records, np.flatnonzero(decide))
+        # Without the lock of look-ups: a row that is changed meanwhile, and be it half old, half
+        # new, is that of a record which is appended, and copied later. This one may go or stay.
+        return pick(records, np.flatnonzero(self._rows.decide(records)))
 
     def _note(self, kept: Records) -> None:
         about = kept[are_live(kept["kind"])]

@@ -195,7 +195,8 @@ class Log:
                 self._system.truncate(fd, 0)
             with contextlib.suppress(OSError):
                 fresh.reserve(max_journal_bytes(len(self.rows)))
-            return Compaction(self.journal, fresh, self.rows, self._table, slab_id, generation)
+            with self.changes:  # what was appended decides by now, or comes after the mark
+                return Compaction(self.journal, fresh, self.rows, slab_id, generation)
         except BaseException:
             fresh.close()
             raise
@@ -213,8 +214,9 @@ class Log:
                 going.fresh.sync()
             self._replace_journal(going.fresh)
             self._compaction = None
-            with self._table:
-                self.rows.set(lost)
+            if len(lost):
+                with self._table:
+                    self.rows.set(lost)
             used = going.is_used
             self._names = {digest: each for digest, each in self._names.items() if used[each]}
             self._last_number = max(self._names.values(), default=0)
