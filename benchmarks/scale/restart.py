@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from itertools import count
 from pathlib import Path
 
@@ -24,9 +24,8 @@ from benchmarks.scale.part import Part, Row, exponent
 from benchmarks.scale.slabs import GROUP, abandoned, random_keys, write_slab
 from benchmarks.targets import judged
 from kvtier.devices import find_device
-from kvtier.index import make_index
-from kvtier.index.policies.lru import LruPolicy
-from kvtier.keyed_cache import KeyedCache, Place, rising
+from kvtier.index import make_key_index
+from kvtier.keyed_cache import KeyedCache, Place
 from kvtier.keys import next_key
 from kvtier.ladder import Ladder, LadderOptions
 from kvtier.serve_bench.stats import Estimate
@@ -164,10 +163,10 @@ class _Decider:
 
 def _decider(num_blocks: int) -> _Decider:
     mover = RankMover({DISK: DiskTier.facts}, GROUP.bytes_per_block, NUM_RANKS, NUM_RANKS)
-    host, ticks = DistantRoom(NUM_ASKED), count()
-    clock = rising(lambda: float(next(ticks)))
+    host, ticks = DistantRoom(NUM_ASKED), count(0.0)
+    clock = partial(next, ticks)
     rooms = {HOST: host, DISK: Quota(lambda: num_blocks)}
-    index = make_index({name: LruPolicy() for name in rooms})
+    index = make_key_index(tuple(rooms), lambda: NAMESPACE)
     options = LadderOptions(GROUP.bytes_per_block)
     ladder = Ladder(index, rooms, mover, options=options, clock=clock)
     cache = KeyedCache(index, ladder, lambda: NAMESPACE, clock, lambda: mover.is_complete)
