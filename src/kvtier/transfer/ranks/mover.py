@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +21,22 @@ from kvtier.types import BlockKey, BlockName, Slot
 class _Moving:
     job: Job
     route: Route
-    tier: str
-    is_read: bool
+    num_bytes: int
     num_ranks_left: int
     done: Done | None = None
+
+
+@dataclass(slots=True)
+class _Line:
+    """What moves along one route."""
+
+    num_moves: int = 0
+    num_bytes: int = 0
+    num_late: int = 0
+
+    def count(self, num_moves: int, num_bytes: int) -> None:
+        self.num_moves += num_moves
+        self.num_bytes += num_bytes
 
 
 class RankMover(Mover):
@@ -50,6 +63,7 @@ class RankMover(Mover):
         self._hellos: dict[int, Hello] = {}
         self._orders: list[Order] = []
         self._moving: dict[int, _Moving] = {}
+        self._lines: defaultdict[Route, _Line] = defaultdict(_Line)
         self._ids: dict[Job, int] = {}
         self._num_orders = 0
         self._scrubbed: list[Scrubbed] = []
@@ -68,7 +82,8 @@ class RankMover(Mover):
         verb = Verb.READ if is_read else Verb.WRITE
         order = self._order(verb, tier, move.names, tuple(slots), urgent)
         route = (move.src, move.dst)
-        self._moving[order.order_id] = _Moving(job, route, tier, is_read, self._num_storage_ranks)
+        self._moving[order.order_id] = _Moving(job, route, job.num_bytes, self._num_storage_ranks)
+        self._lines[route].count(+1, job.num_bytes)
         self._ids[job] = order.order_id
         return job
 
@@ -79,7 +94,7 @@ class RankMover(Mover):
             self._order(Verb.ERASE if for_good else Verb.DROP, tier, names)
 
     def accepts(self, route: Route) -> bool:
-        return not any(each.job.is_late and each.route == route for each in self._moving.values())
+        return not self._lines[route].num_late
 
     def hurry(self, route: Route, job: Job) -> None:
         if job in self._ids:
@@ -112,11 +127,10 @@ class RankMover(Mover):
     def queued_s(self, route: Route, copy_s: Callable[[int], float]) -> float:
         if not self.accepts(route):
             return inf
-        reads = (each for each in self._moving.values() if each.is_read and each.tier == route[0])
-        return copy_s(sum(each.job.num_bytes for each in reads))
+        return copy_s(self._lines[route].num_bytes if route[0] in self.storages else 0)
 
     def is_idle(self, tier: str) -> bool:
-        return not any(each.is_read and each.tier == tier for each in self._moving.values())
+        return not any(line.num_moves for (src, _), line in self._lines.items() if src == tier)
 
     def scrub(self) -> list[Scrubbed]:
         scrubbed, self._scrubbed = self._scrubbed, []
@@ -181,7 +195,7 @@ class RankMover(Mover):
     @property
     def is_busy(self) -> bool:
         """Orders are to be sent, or to be carried out; what is late is not waited for."""
-        is_waited_for = any(not each.job.is_late for each in self._moving.values())
+        is_waited_for = any(line.num_moves > line.num_late for line in self._lines.values())
         is_erasing = any(each.has_to_erase for each in self._adoptions.values())
         return bool(self._orders) or is_waited_for or is_erasing
 
@@ -209,7 +223,9 @@ class RankMover(Mover):
         moving = self._moving.get(order_id)
         if moving is None:
             return
-        moving.job.is_late |= done.is_late
+        if done.is_late and not moving.job.is_late:
+            moving.job.is_late = True
+            self._lines[moving.route].num_late += 1
         if not done.num_ranks:
             return
         moving.done = done if moving.done is None else moving.done.and_also(done)
@@ -218,6 +234,8 @@ class RankMover(Mover):
             return
         del self._moving[order_id]
         del self._ids[moving.job]
+        self._lines[moving.route].count(-1, -moving.num_bytes)
+        self._lines[moving.route].num_late -= moving.job.is_late
         all_done, job = moving.done, moving.job
         job.gone, job.num_damaged = all_done.gone, all_done.num_damaged
         job.withdrawn = all_done.withdrawn
