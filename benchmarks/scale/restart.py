@@ -59,7 +59,7 @@ def measure(quick: bool) -> Part:
 
 
 def _label(number: int) -> bytes:
-    return b"label %d" % number
+    return b"label %8d" % number
 
 
 def _keys(start: int, end: int, rng: np.random.Generator) -> npt.NDArray[np.void]:
