@@ -27,6 +27,8 @@ MOST_BYTES = 100
 OURS = "kvtier"
 ROOT = Path(__file__).parents[2]
 PAGE, PROMPT_TOKENS = 16, 1024
+GROUP_BLOCKS = 32 + 100 * 32
+"""Of 100 prompts that share their first half."""
 SGLANG_PHASES = {"hit": "look up a prompt of 64 blocks", "evict": "evict 512 blocks"}
 SGLANG = ROOT / ".peers" / "sglang" / "bin" / "python"
 VLLM = ROOT / ".peers" / "vllm" / "bin" / "python"
@@ -109,14 +111,16 @@ def _sglang(num: int) -> list[Row]:
     """SGLang's tree of as many blocks, with its Rust core; nothing where it is not there."""
     if not SGLANG.exists():
         return []
-    num_prompts = num // (PROMPT_TOKENS // PAGE)
+    num_prompts = 100 * round(num / GROUP_BLOCKS)
     arguments = {"index": "sglang rust", "num": num_prompts, "length": PROMPT_TOKENS, "page": PAGE}
-    command = [str(SGLANG), str(ROOT / "benchmarks" / "index_worker.py")]
+    command = [str(SGLANG), "-m", "benchmarks.index_worker"]
     command += [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
     asked = [{"phase": "insert", "start": 0, "stop": num_prompts}]
     asked += [{"phase": phase, "start": 0, "stop": CALLS} for phase in SGLANG_PHASES]
     lines = "".join(json.dumps(each) + "\n" for each in asked)
-    done = subprocess.run(command, input=lines, check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, input=lines, check=True, capture_output=True, text=True
+    )
     answers = [json.loads(line) for line in done.stdout.splitlines()[2:]]
     return [
         Row(name, "SGLang", "blocks", num, [1e-6 * each for each in answer["us"]])
