@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -10,9 +9,10 @@
 namespace kvtier::keys {
 
 // A hash table in kNumShards parts: when one grows it moves a thousandth of all cells, and nobody
-// waits for more. Five bytes a cell, from 7/16 to 7/8 of them used.
+// waits for more. Five bytes a cell, from 7/16 to 7/8 of them used; a tag and a row lie beside each
+// other, so that a look-up waits for memory once.
 //
-//   hash = | shard: 10 bits | tag: 7 bits | ... | home: low bits |
+//   hash = | shard: 10 bits | tag: 7 bits | ... | home: low bits |      cell = | tag | row |
 class Cells {
  public:
   using Index = std::uint32_t;
@@ -25,15 +25,12 @@ class Cells {
   Index find(std::uint64_t hash, Test&& is_it) const {
     const Shard& shard = shards_[hash >> kShardShift];
     const std::size_t at = shard.find(hash, is_it);
-    return at == kNowhere ? kNone : shard.rows[at];
+    return at == kNowhere ? kNone : shard.cells[at].row;
   }
 
   void prefetch(std::uint64_t hash) const {
     const Shard& shard = shards_[hash >> kShardShift];
-    if (shard.tags.empty()) return;
-    const std::size_t home = hash & (shard.tags.size() - 1);
-    __builtin_prefetch(&shard.tags[home]);
-    __builtin_prefetch(&shard.rows[home]);
+    if (!shard.cells.empty()) __builtin_prefetch(&shard.cells[hash & shard.mask()]);
   }
 
   // The first row that may be under `hash`, to be fetched before it is compared.
@@ -45,7 +42,7 @@ class Cells {
   template <typename HashOf>
   void insert(std::uint64_t hash, Index row, HashOf&& hash_of) {
     Shard& shard = shards_[hash >> kShardShift];
-    if (8 * (shard.num_used + 1) > 7 * shard.tags.size()) shard.grow(hash_of);
+    if (8 * (shard.num_used + 1) > 7 * shard.cells.size()) shard.grow(hash_of);
     shard.put(hash, row);
     ++shard.num_used;
   }
@@ -60,8 +57,7 @@ class Cells {
 
   std::size_t num_bytes() const {
     std::size_t sum = shards_.size() * sizeof(Shard);
-    for (const Shard& shard : shards_)
-      sum += shard.tags.capacity() + shard.rows.capacity() * sizeof(Index);
+    for (const Shard& shard : shards_) sum += shard.cells.capacity() * sizeof(Cell);
     return sum;
   }
 
@@ -78,52 +74,52 @@ class Cells {
     return static_cast<std::uint8_t>(hash >> kTagShift | 0x80);
   }
 
+  struct [[gnu::packed]] Cell {
+    std::uint8_t tag = 0;  // 0: empty
+    Index row = kNone;
+  };
+  static_assert(sizeof(Cell) == 5);
+
   struct Shard {
-    std::vector<std::uint8_t> tags;
-    std::vector<Index> rows;
+    std::vector<Cell> cells;
     std::size_t num_used = 0;
 
-    std::size_t mask() const { return tags.size() - 1; }
+    std::size_t mask() const { return cells.size() - 1; }
 
     template <typename Test>
     std::size_t find(std::uint64_t hash, Test&& is_it) const {
       if (num_used == 0) return kNowhere;
       const std::uint8_t tag = tag_of(hash);
-      for (std::size_t at = hash & mask(); tags[at] != 0; at = (at + 1) & mask())
-        if (tags[at] == tag && is_it(rows[at])) return at;
+      for (std::size_t at = hash & mask(); cells[at].tag != 0; at = (at + 1) & mask())
+        if (cells[at].tag == tag && is_it(cells[at].row)) return at;
       return kNowhere;
     }
 
     void put(std::uint64_t hash, Index row) {
       std::size_t at = hash & mask();
-      while (tags[at] != 0) at = (at + 1) & mask();
-      tags[at] = tag_of(hash);
-      rows[at] = row;
+      while (cells[at].tag != 0) at = (at + 1) & mask();
+      cells[at] = {tag_of(hash), row};
     }
 
     // Cells that were pushed on by this one move back, so that no search ends too early.
     template <typename HashOf>
     void erase(std::size_t hole, HashOf&& hash_of) {
-      for (std::size_t at = (hole + 1) & mask(); tags[at] != 0; at = (at + 1) & mask()) {
-        const std::size_t home = hash_of(rows[at]) & mask();
+      for (std::size_t at = (hole + 1) & mask(); cells[at].tag != 0; at = (at + 1) & mask()) {
+        const std::size_t home = hash_of(cells[at].row) & mask();
         if (((at - home) & mask()) >= ((at - hole) & mask())) {
-          tags[hole] = tags[at];
-          rows[hole] = rows[at];
+          cells[hole] = cells[at];
           hole = at;
         }
       }
-      tags[hole] = 0;
+      cells[hole] = {};
     }
 
     template <typename HashOf>
     void grow(HashOf&& hash_of) {
-      const std::size_t num = std::max(kFirstCells, 2 * tags.size());
-      std::vector<std::uint8_t> tags_before(num, 0);
-      std::vector<Index> rows_before(num);
-      std::swap(tags_before, tags);
-      std::swap(rows_before, rows);
-      for (std::size_t at = 0; at < tags_before.size(); ++at)
-        if (tags_before[at] != 0) put(hash_of(rows_before[at]), rows_before[at]);
+      std::vector<Cell> before(std::max(kFirstCells, 2 * cells.size()));
+      std::swap(before, cells);
+      for (const Cell& cell : before)
+        if (cell.tag != 0) put(hash_of(cell.row), cell.row);
     }
   };
 
