@@ -216,9 +216,7 @@ class BlockTrie {
 
   void commit(nb::handle blocks, nb::handle column, double now) {
     to_time(now);
-    const std::size_t at = columns_.position(column);
-    read_blocks(blocks);
-    checked([&] { trie_.commit(blocks_, at, now); });
+    each(blocks, column, [&](BlockId block, std::size_t at) { trie_.commit(block, at, now); });
   }
   void lease(nb::handle blocks, nb::handle column) {
     each(blocks, column, [&](BlockId block, std::size_t at) { trie_.lease(block, at); });

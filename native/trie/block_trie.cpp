@@ -1,9 +1,7 @@
 #include "trie/block_trie.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
-#include <limits>
 #include <random>
 
 #include "trie/hash.hpp"
@@ -102,24 +100,16 @@ void BlockTrie::begin_write(BlockId block, std::size_t column, Slot slot) {
   count_in_parent(index, column, true);
 }
 
-void BlockTrie::commit(std::span<const BlockId> blocks, std::size_t column, double now) {
-  constexpr double kEnd = std::numeric_limits<double>::max();
-  double at_top = now;
-  for (const BlockId block : blocks)
-    if (nodes_[at(block)].depth == 1) at_top = std::nextafter(at_top, -kEnd);
-  for (const BlockId block : blocks) {
-    const Index index = at(block);
-    Standing& standing = nodes_.standing(index, column);
-    if (nodes_[index].depth == 1) at_top = std::nextafter(at_top, kEnd);
-    const double then = nodes_[index].depth == 1 ? at_top : now;
-    move(index, column, State::ready);
-    counts_[column].idle += standing.leases == 0;
-    if (standing.last_use == kNever) {
-      standing.last_use = then;
-      policies_[column]->used(index, {then, kNever, false});
-    }
-    review(index, column);
+void BlockTrie::commit(BlockId block, std::size_t column, double now) {
+  const Index index = at(block);
+  Standing& standing = nodes_.standing(index, column);
+  move(index, column, State::ready);
+  counts_[column].idle += standing.leases == 0;
+  if (standing.last_use == kNever) {
+    standing.last_use = now;
+    policies_[column]->used(index, {now, kNever, false});
   }
+  review(index, column);
 }
 
 // -- use

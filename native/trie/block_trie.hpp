@@ -82,9 +82,7 @@ class BlockTrie {
 
   void extend(std::string_view space, Labels& labels, std::optional<BlockId> after, Path& path);
   void begin_write(BlockId block, std::size_t column, Slot slot);
-  // In this order. Those right below the root, which nothing but time tells apart, come the least
-  // moment after each other, the last one at `now`.
-  void commit(std::span<const BlockId> blocks, std::size_t column, double now);
+  void commit(BlockId block, std::size_t column, double now);
   Slot abort(BlockId block, std::size_t column) { return leave(at(block), column); }
 
   // Extends, and makes the blocks ready in `column` where they are absent, block i in slots[i].

@@ -159,7 +159,7 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self._places(State.WRITING)) > 1)
     @rule(data=st.data())
     def commit_all(self, data: st.DataObject) -> None:
-        """Of one tier, in any order; the time says only between first blocks which was first."""
+        """Of one tier, in any order."""
         tier = data.draw(st.sampled_from(sorted({at for _, at in self._places(State.WRITING)})))
         paths = [path for path, at in self._places(State.WRITING) if at == tier]
         some = data.draw(st.permutations(paths))

@@ -116,8 +116,7 @@ class BlockIndex(ABC):
         use of one that was touched since its write began: how long a copy takes says nothing."""
 
     def commit_all(self, blocks: Iterable[BlockId], column: AnyColumn, now: float) -> None:
-        """``commit`` of each, in this order: where nothing but time says which leaves first, the
-        first ones given do."""
+        """``commit`` of each, in this order; it says which leaves first where nothing else does."""
         for block in blocks:
             self.commit(block, column, now)
 

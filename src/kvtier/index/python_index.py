@@ -7,7 +7,6 @@ per column says which block leaves first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import inf, nextafter
 
 from kvtier.index.block_index import check_slot, check_time
 from kvtier.index.groups import ALL, ReuseRule, columns_of
@@ -203,17 +202,6 @@ class PythonIndex(PromptIndex):
         if not residency.was_used:
             self._policies[self._position[column]].touch(block, now)
         self._review(block, column)
-
-    def commit_all(self, blocks: Iterable[BlockId], column: AnyColumn, now: float) -> None:
-        check_time(now)
-        path = list(blocks)
-        is_top = [self._trie.is_top(block) for block in path]
-        at_top = now
-        for _ in range(sum(is_top)):
-            at_top = nextafter(at_top, -inf)
-        for block, is_first in zip(path, is_top, strict=True):
-            at_top = nextafter(at_top, inf) if is_first else at_top
-            self.commit(block, column, at_top if is_first else now)
 
     def abort(self, block: BlockId, column: AnyColumn) -> Slot:
         return self._leave(block, column)

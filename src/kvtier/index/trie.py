@@ -113,11 +113,6 @@ class Trie:
             del self._roots[node.label]
             self._numbers.give_back(node.block)
 
-    def is_top(self, block: BlockId) -> bool:
-        """Whether it is the first block of a prompt: right below a root."""
-        parent = self.nodes[block].parent
-        return parent is not None and parent.parent is None
-
     @property
     def num_roots(self) -> int:
         return len(self._roots)
