@@ -406,7 +406,7 @@ class TwinMachine(IndexMachine):
         return make("python", TIERS)
 
 
-STEPS = settings(stateful_step_count=50, max_examples=3 * settings.default.max_examples)
+STEPS = settings(stateful_step_count=50, max_examples=2 * settings.default.max_examples)
 
 
 @pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
