@@ -61,9 +61,7 @@ class KeyIndex {
     const bound::Items items(keys, "keys must be iterable");
     read_keys(items);
     blocks_.clear();
-    checked([&] {
-      for (const trie::Label key : keys_) blocks_.push_back(index_.make(key));
-    });
+    checked([&] { index_.make(keys_, blocks_); });
     return list_of(blocks_, number);
   }
 

@@ -148,8 +148,7 @@ class SlotTable {
   static std::size_t stride_of(const StridedKeys& keys) {
     const Py_ssize_t stride = keys.view().strides[0];
     if (stride < 0) fail(PyExc_ValueError, "keys must not run backwards");
-    if (keys.size() > std::size_t{keys::kMaxSlot} + 1)
-      fail(PyExc_ValueError, "keys: more than 2**32");
+    if (keys.size() > keys::kMaxSlot) fail(PyExc_ValueError, "keys: more than 2**32 - 1");
     return static_cast<std::size_t>(stride);
   }
 

@@ -1,7 +1,6 @@
 #include "keys/key_index.hpp"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 #include <random>
 #include <stdexcept>
@@ -17,7 +16,7 @@ using trie::UnknownBlock;
 
 namespace {
 
-constexpr std::size_t kAhead = 16;  // keys whose cells are fetched at a time
+constexpr std::size_t kAhead = 16;  // blocks whose rows are fetched at a time
 constexpr std::uint16_t kMaxLeases = 0xFFFF;
 constexpr std::size_t kMaxKeyBytes = 256;
 
@@ -48,21 +47,18 @@ Index KeyIndex::find_row(std::uint64_t hash, Key key) const {
   });
 }
 
+template <typename Visit>
+void KeyIndex::for_each(std::span<const Key> keys, Visit&& visit) const {
+  cells_.for_each(
+      keys.size(), [&](std::size_t i) { return hash_of(keys[i]); },
+      [&](Index row) { rows_.prefetch(row); }, visit);
+}
+
 void KeyIndex::find(std::span<const Key> keys, std::vector<Index>& rows) const {
   rows.assign(keys.size(), kNone);
-  std::array<std::uint64_t, kAhead> hashes;
-  for (std::size_t begin = 0; begin < keys.size(); begin += kAhead) {
-    const std::size_t num = std::min(kAhead, keys.size() - begin);
-    for (std::size_t i = 0; i < num; ++i) {
-      hashes[i] = hash_of(keys[begin + i]);
-      cells_.prefetch(hashes[i]);
-    }
-    for (std::size_t i = 0; i < num; ++i)
-      if (const Index row = cells_.likely(hashes[i]); row != kNone) rows_.prefetch(row);
-    for (std::size_t i = 0; i < num; ++i)
-      if (keys[begin + i].size == rows_.key_bytes())
-        rows[begin + i] = find_row(hashes[i], keys[begin + i]);
-  }
+  for_each(keys, [&](std::size_t i, std::uint64_t hash) {
+    if (keys[i].size == rows_.key_bytes()) rows[i] = find_row(hash, keys[i]);
+  });
 }
 
 void KeyIndex::check_key(Key key) const {
@@ -73,16 +69,17 @@ void KeyIndex::check_key(Key key) const {
                                 " bytes, those before it " + std::to_string(rows_.key_bytes()));
 }
 
-BlockId KeyIndex::make(Key key) {
-  check_key(key);
-  if (rows_.key_bytes() == 0) rows_.set_key_bytes(key.size);
-  const std::uint64_t hash = hash_of(key);
-  Index row = find_row(hash, key);
-  if (row == kNone) {
-    row = rows_.allocate(key.data);
-    cells_.insert(hash, row, row_hash());
-  }
-  return rows_.id(row);
+void KeyIndex::make(std::span<const Key> keys, std::vector<BlockId>& blocks) {
+  for_each(keys, [&](std::size_t i, std::uint64_t hash) {
+    check_key(keys[i]);
+    if (rows_.key_bytes() == 0) rows_.set_key_bytes(keys[i].size);
+    Index row = find_row(hash, keys[i]);
+    if (row == kNone) {
+      row = rows_.allocate(keys[i].data);
+      cells_.insert(hash, row, row_hash());
+    }
+    blocks.push_back(rows_.id(row));
+  });
 }
 
 State KeyIndex::state(BlockId block, std::size_t column) const {
@@ -171,7 +168,7 @@ Slot KeyIndex::leave(Index row, std::size_t column) {
   for (std::size_t each = 0; each < rows_.num_columns(); ++each)
     is_cached |= state_at(row, each) != State::absent;
   if (!is_cached) {
-    cells_.erase(row_hash()(row), row, row_hash());
+    cells_.erase(row_hash()(row), [row](Index other) { return other == row; }, row_hash());
     rows_.free(row);
   }
   return slot;

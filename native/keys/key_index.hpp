@@ -7,7 +7,7 @@
 #include <span>
 #include <vector>
 
-#include "keys/cells.hpp"
+#include "common/cells.hpp"
 #include "keys/key_rows.hpp"
 #include "trie/types.hpp"
 
@@ -47,7 +47,8 @@ class KeyIndex {
 
   // -- writing
 
-  BlockId make(Key key);
+  // blocks[i]: of keys[i], new where it was not known.
+  void make(std::span<const Key> keys, std::vector<BlockId>& blocks);
   void begin_write(BlockId block, std::size_t column, Slot slot);
   void commit(BlockId block, std::size_t column);
   Slot abort(BlockId block, std::size_t column) { return leave(row(block), column); }
@@ -93,6 +94,9 @@ class KeyIndex {
   std::uint64_t hash_of(Key key) const;
   auto row_hash() const;
   Index find_row(std::uint64_t hash, Key key) const;
+  // Calls visit(i, hash) for each key; by then what it will look at has come near.
+  template <typename Visit>
+  void for_each(std::span<const Key> keys, Visit&& visit) const;
   void check_key(Key key) const;
   void move(Index row, std::size_t column, State to);
   void link_first(Index row, std::size_t column);
@@ -103,7 +107,7 @@ class KeyIndex {
 
   std::uint64_t seed_;
   KeyRows rows_;
-  Cells cells_;
+  Cells<std::uint8_t> cells_;
   std::vector<Order> orders_;
 };
 

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "trie/nodes.hpp"
+#include "common/rows.hpp"
 #include "trie/types.hpp"
 
 namespace kvtier::keys {
@@ -45,7 +45,7 @@ class KeyRows {
   void set_key_bytes(std::size_t num_bytes) {
     constexpr std::size_t kWord = alignof(Block);
     key_bytes_ = num_bytes;
-    rows_ = trie::Rows(key_at() + (num_bytes + kWord - 1) / kWord * kWord);
+    rows_ = Rows(key_at() + (num_bytes + kWord - 1) / kWord * kWord);
   }
 
   Standing& at(Index row, std::size_t column) {
@@ -75,7 +75,7 @@ class KeyRows {
     if (row != kNone) {
       free_ = block(row).depth;
     } else {
-      if (end_ >= trie::kFree) throw std::length_error("the index holds 2**32 blocks");
+      if (end_ >= kNone) throw std::length_error("the index holds 2**32 blocks");
       row = end_++;
       rows_.reach(row);
       block(row).generation = 0;
@@ -113,7 +113,7 @@ class KeyRows {
 
   std::size_t num_columns_;
   std::size_t key_bytes_ = 0;
-  trie::Rows rows_;
+  Rows rows_;
   Index end_ = 0;
   Index free_ = kNone;
   std::size_t num_live_ = 0;

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "trie/pages.hpp"
+#include "common/pages.hpp"
 #include "trie/types.hpp"
 
 namespace kvtier::trie {

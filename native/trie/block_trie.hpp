@@ -12,11 +12,11 @@
 #include <unordered_map>
 #include <vector>
 
+#include "common/cells.hpp"
 #include "trie/keys.hpp"
 #include "trie/labels.hpp"
 #include "trie/nodes.hpp"
 #include "trie/policy.hpp"
-#include "trie/table.hpp"
 #include "trie/types.hpp"
 
 namespace kvtier::trie {
@@ -175,7 +175,7 @@ class BlockTrie {
   std::size_t num_tiers_;
   std::vector<std::size_t> num_needed_;  // per column
   Nodes nodes_;
-  Table table_;
+  Cells<std::uint32_t> table_;
   std::unordered_map<std::string, Index> roots_;
   mutable Index last_root_ = kNone;
   std::vector<std::unique_ptr<Policy>> policies_;

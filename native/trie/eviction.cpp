@@ -75,7 +75,7 @@ void BlockTrie::prune(Index index) {
   while (nodes_.is_block(index) && nodes_[index].num_children == 0 && !is_cached(index)) {
     const Node& node = nodes_[index];
     const Index parent = node.parent;
-    table_.erase(node.hash, index);
+    table_.erase(node.hash, [index](Index other) { return other == index; });
     if (nodes_[parent].hint == index) nodes_[parent].hint = kNone;
     --nodes_[parent].num_children;
     nodes_.free(index);

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "trie/pages.hpp"
+#include "common/pages.hpp"
 #include "trie/types.hpp"
 
 namespace kvtier::trie {

@@ -8,9 +8,9 @@
 #include <stdexcept>
 #include <vector>
 
+#include "common/rows.hpp"
 #include "trie/arena.hpp"
 #include "trie/labels.hpp"
-#include "trie/pages.hpp"
 #include "trie/types.hpp"
 
 namespace kvtier::trie {
@@ -42,46 +42,6 @@ struct Standing {
 
 inline constexpr Index kRoot = kNone - 1;
 inline constexpr Index kFree = kNone - 2;
-
-// Rows of one size, found by number.
-class Rows {
- public:
-  explicit Rows(std::size_t row_bytes) : row_bytes_(row_bytes) {}
-
-  // What lies `offset` bytes into a row.
-  template <typename Item>
-  Item* at(Index index, std::size_t offset) {
-    return reinterpret_cast<Item*>(row(index) + offset);
-  }
-  template <typename Item>
-  const Item* at(Index index, std::size_t offset) const {
-    return reinterpret_cast<const Item*>(row(index) + offset);
-  }
-  // Brings the first bytes of a row nearer.
-  void prefetch(Index index, std::size_t num_bytes) const {
-    constexpr std::size_t kLine = 64;
-    for (std::size_t at = 0; at < num_bytes; at += kLine) __builtin_prefetch(row(index) + at);
-  }
-
-  // Rows 0 .. index exist afterwards; new ones hold nothing defined.
-  void reach(Index index) {
-    while (chunks_.size() <= index >> kBits)
-      chunks_.push_back(allocate_pages<std::byte>(kRows * row_bytes_));
-  }
-
-  std::size_t num_bytes() const { return chunks_.size() * kRows * row_bytes_; }
-
- private:
-  static constexpr std::size_t kBits = 12;
-  static constexpr std::size_t kRows = std::size_t{1} << kBits;
-
-  std::byte* row(Index index) const {
-    return chunks_[index >> kBits].get() + (index & (kRows - 1)) * row_bytes_;
-  }
-
-  std::size_t row_bytes_;
-  std::vector<Pages<std::byte>> chunks_;
-};
 
 // Two rows per node. The first has the node, a residency per column and the label, so that what a
 // walk reads of a block lies in one piece, and where it lies follows from the number of its place

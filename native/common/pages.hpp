@@ -10,7 +10,7 @@
 #include <sys/mman.h>
 #endif
 
-namespace kvtier::trie {
+namespace kvtier {
 
 struct FreePages {
   void operator()(void* memory) const { std::free(memory); }
@@ -34,4 +34,4 @@ Pages<Item> allocate_pages(std::size_t num) {
   return Pages<Item>(static_cast<Item*>(memory));
 }
 
-}  // namespace kvtier::trie
+}  // namespace kvtier

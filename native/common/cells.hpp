@@ -1,0 +1,200 @@
+// Where things are, by the hashes of their names.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+namespace kvtier {
+
+// A hash table of numbers below kNone, in parts: when one grows, it moves a small share of all
+// cells, and nobody waits for more. Parts begin with sizes of their own, so they don't grow together. At
+// most 4/5 of the cells are used; a tag and a number lie beside each other, so that a look-up waits
+// for memory once.
+//
+//   hash = | part: 7 or 10 bits | home: 32 bits | ... | short tag: 8 bits |   cell = | tag | number |
+//
+// A tag of four bytes is the home: a part doubles, and closes a hole, without asking for a hash.
+// With one of a byte, cells have five bytes, and a part grows by a quarter of them.
+//
+// is_it(number): whether what is meant has this number. hash_of(number): of one that is listed.
+// Not safe to be used by several threads at once.
+template <typename Tag>
+class Cells {
+ public:
+  using Number = std::uint32_t;
+  struct Unasked {};  // for hash_of, where tags are long
+  static constexpr Number kNone = 0xFFFF'FFFF;
+
+  Cells() : parts_(std::size_t{1} << kPartBits) {}
+
+  std::size_t size() const { return num_listed_; }
+  std::size_t num_bytes() const {
+    std::size_t sum = sizeof(*this) + parts_.size() * sizeof(Part);
+    for (const Part& part : parts_) sum += part.cells.capacity() * sizeof(Cell);
+    return sum;
+  }
+
+  // kNone where it is not listed.
+  template <typename Test>
+  Number find(std::uint64_t hash, Test&& is_it) const {
+    const Part& part = part_of(hash);
+    return part.cells.empty() ? kNone : part.cells[part.find(hash, is_it)].number;
+  }
+
+  void prefetch(std::uint64_t hash) const {
+    const Part& part = part_of(hash);
+    if (!part.cells.empty()) __builtin_prefetch(&part.cells[part.home(hash >> kHomeShift)]);
+  }
+
+  // Calls visit(i, hash) for each i below num, in order, hash being hash_at(i). By then its cell
+  // has come near, and bring(number) was called for what that probably says.
+  template <typename HashAt, typename Bring, typename Visit>
+  void for_each(std::size_t num, HashAt&& hash_at, Bring&& bring, Visit&& visit) const {
+    std::array<std::uint64_t, 2 * kAhead> hashes;
+    for (std::size_t i = 0; i < num + 2 * kAhead; ++i) {
+      std::uint64_t& hash = hashes[i % (2 * kAhead)];
+      if (i >= 2 * kAhead) visit(i - 2 * kAhead, hash);
+      if (i < num) prefetch(hash = hash_at(i));
+      if (i < kAhead || i >= num + kAhead) continue;
+      const auto first = [](Number) { return true; };
+      if (const Number number = find(hashes[(i - kAhead) % (2 * kAhead)], first); number != kNone)
+        bring(number);
+    }
+  }
+
+  // It must not be listed.
+  template <typename HashOf = Unasked>
+  void insert(std::uint64_t hash, Number number, HashOf&& hash_of = {}) {
+    Part& part = part_of(hash);
+    if (const std::size_t num_cells = part.cells.size(); is_full(part.num_listed + 1, num_cells))
+      part.resize(num_cells > 0 ? num_cells + num_cells / (kTagIsHome ? 1 : 4)
+                                : kFewestCells + (hash >> kPartShift) % kFewestCells,
+                  hash_of);
+    part.put(tag_of(hash), hash >> kHomeShift, number);
+    ++part.num_listed;
+    ++num_listed_;
+  }
+
+  // In the place of the number that is listed. False where none is.
+  template <typename Test>
+  bool replace(std::uint64_t hash, Test&& is_it, Number number) {
+    Part& part = part_of(hash);
+    if (part.cells.empty()) return false;
+    Cell& cell = part.cells[part.find(hash, is_it)];
+    if (cell.number == kNone) return false;
+    cell.number = number;
+    return true;
+  }
+
+  // The number that was listed, kNone where none was.
+  template <typename Test, typename HashOf = Unasked>
+  Number erase(std::uint64_t hash, Test&& is_it, HashOf&& hash_of = {}) {
+    Part& part = part_of(hash);
+    if (part.cells.empty()) return kNone;
+    const std::size_t at = part.find(hash, is_it);
+    const Number number = part.cells[at].number;
+    if (number == kNone) return kNone;
+    part.erase(at, hash_of);
+    --part.num_listed;
+    --num_listed_;
+    return number;
+  }
+
+  // There will be about so many.
+  template <typename HashOf = Unasked>
+  void reserve(std::size_t num, HashOf&& hash_of = {}) {
+    if (num == 0) return;
+    // Parts are not alike: hardly any has three standard deviations more than the mean.
+    const double mean = static_cast<double>(num) / static_cast<double>(parts_.size());
+    const auto in_part = static_cast<std::size_t>(mean + 3 * std::sqrt(mean)) + 1;
+    const std::size_t num_cells = std::max(kFewestCells, 5 * in_part / 4 + 1);
+    for (Part& part : parts_)
+      if (part.cells.size() < num_cells) part.resize(num_cells, hash_of);
+  }
+
+ private:
+  static constexpr bool kTagIsHome = sizeof(Tag) == sizeof(std::uint32_t);
+  static constexpr int kPartBits = kTagIsHome ? 7 : 10;  // hashes to ask for take time
+  static constexpr int kPartShift = 64 - kPartBits;
+  static constexpr int kHomeShift = kPartShift - 32;
+  static constexpr std::size_t kFewestCells = 8;
+  static constexpr std::size_t kAhead = 16;  // whose cells are fetched at a time
+  static_assert(kTagIsHome || sizeof(Tag) == 1);
+
+  struct [[gnu::packed]] Cell {
+    Tag tag = 0;
+    Number number = kNone;  // kNone: empty
+  };
+  static_assert(sizeof(Cell) == sizeof(Tag) + sizeof(Number));
+
+  static bool is_full(std::size_t num, std::size_t num_cells) { return 5 * num > 4 * num_cells; }
+  static Tag tag_of(std::uint64_t hash) {
+    return static_cast<Tag>(kTagIsHome ? hash >> kHomeShift : hash);
+  }
+
+  struct Part {
+    std::vector<Cell> cells;
+    std::size_t num_listed = 0;
+
+    std::size_t next(std::size_t at) const { return at + 1 == cells.size() ? 0 : at + 1; }
+    std::size_t home(std::uint64_t bits) const {
+      return static_cast<std::size_t>((bits & 0xFFFF'FFFF) * cells.size() >> 32);
+    }
+    template <typename HashOf>
+    std::uint64_t home_bits(const Cell& cell, HashOf&& hash_of) const {
+      if constexpr (kTagIsHome) return cell.tag;
+      else return hash_of(cell.number) >> kHomeShift;
+    }
+
+    // The cell, or the empty one behind those where it could be.
+    template <typename Test>
+    std::size_t find(std::uint64_t hash, Test&& is_it) const {
+      const Tag tag = tag_of(hash);
+      std::size_t at = home(hash >> kHomeShift);
+      for (; cells[at].number != kNone; at = next(at))
+        if (cells[at].tag == tag && is_it(cells[at].number)) break;
+      return at;
+    }
+
+    void put(Tag tag, std::uint64_t bits, Number number) {
+      std::size_t at = home(bits);
+      while (cells[at].number != kNone) at = next(at);
+      cells[at] = {tag, number};
+    }
+
+    // Cells that were pushed on by this one move back, so that no search ends too early.
+    template <typename HashOf>
+    void erase(std::size_t hole, HashOf&& hash_of) {
+      const auto distance = [&](std::size_t from, std::size_t to) {
+        return to >= from ? to - from : to + cells.size() - from;
+      };
+      for (std::size_t at = next(hole); cells[at].number != kNone; at = next(at)) {
+        if (distance(home(home_bits(cells[at], hash_of)), at) < distance(hole, at)) continue;
+        cells[hole] = cells[at];
+        hole = at;
+      }
+      cells[hole] = {};
+    }
+
+    template <typename HashOf>
+    void resize(std::size_t num_cells, HashOf&& hash_of) {
+      std::vector<Cell> before(num_cells);
+      std::swap(before, cells);
+      for (const Cell& cell : before)
+        if (cell.number != kNone) put(cell.tag, home_bits(cell, hash_of), cell.number);
+    }
+  };
+
+  Part& part_of(std::uint64_t hash) { return parts_[hash >> kPartShift]; }
+  const Part& part_of(std::uint64_t hash) const { return parts_[hash >> kPartShift]; }
+
+  std::vector<Part> parts_;
+  std::size_t num_listed_ = 0;
+};
+
+}  // namespace kvtier
