@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import json
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.scale.keyed import PROMPT_BLOCKS, World, steps
-from benchmarks.scale.part import Part, Row, exponent, timed
+from benchmarks.scale.part import Part, Row, exponent_in_turn, timed, timed_in_turn
 from benchmarks.targets import judged
 from kvtier.serve_bench.stats import exactly
 from kvtier.tiers.slots import SlotPool
@@ -35,19 +35,16 @@ VLLM = ROOT / ".peers" / "vllm" / "bin" / "python"
 
 
 def measure(quick: bool) -> Part:
-    rows: list[Row] = []
     sizes = QUICK_SIZES if quick else SIZES
-    bytes_per_block = 0.0
-    for num in sizes:
-        rows += _slots(num)
-        world = World(num)
-        gc.collect()
-        for name, step in steps(world).items():
-            step()  # the first one warms up
-            rows.append(Row(name, OURS, "blocks", num, timed(step, CALLS)))
-        rows += _held(world, num)
-        bytes_per_block = _memory(world) / num
-        del world
+    rows = _in_turn("take a slot, and give it back", {num: _slots(num) for num in sizes}, 10)
+    worlds = {num: World(num) for num in sizes}
+    gc.collect()
+    all_steps = {num: steps(world) for num, world in worlds.items()}
+    for name in all_steps[sizes[0]]:
+        rows += _in_turn(name, {num: each[name] for num, each in all_steps.items()})
+    rows += _held(worlds)
+    bytes_per_block = _memory(worlds[sizes[-1]]) / sizes[-1]
+    del worlds, all_steps
     rows += (others := _under_vllm(sizes))
     rows += [row for num in sizes[:3] for row in _sglang(num)]  # larger trees do not fit
     targets = [*_growth(rows), _slot_target(rows), _waiting_target(others)]
@@ -55,7 +52,14 @@ def measure(quick: bool) -> Part:
     return Part(rows, [target for target in targets if target])
 
 
-def _slots(num: int) -> list[Row]:
+def _in_turn(name: str, calls: dict[int, Callable[[], object]], times: int = 1) -> list[Row]:
+    for call in calls.values():
+        call()  # the first one warms up
+    timed = timed_in_turn(calls, times * CALLS)
+    return [Row(name, OURS, "blocks", num, seconds) for num, seconds in timed.items()]
+
+
+def _slots(num: int) -> Callable[[], None]:
     pool = SlotPool(num)
 
     def take() -> None:
@@ -63,21 +67,27 @@ def _slots(num: int) -> list[Row]:
         assert slots is not None
         pool.free(slots)
 
-    return [Row("take a slot, and give it back", OURS, "blocks", num, timed(take, 10 * CALLS))]
+    return take
 
 
-def _held(world: World, num: int) -> list[Row]:
+def _held(worlds: dict[int, World]) -> list[Row]:
     """A tenth of all blocks, the next to leave, is held: others leave for those that come."""
-    order = world.index.keys(world.index.order(world.cache.memory)[: num // 10])
-    world.cache.hold(order)
-    store = steps(world)["store 64 blocks, 64 others leave"]
-    first = timed(store, 1)
-    after = timed(store, CALLS)
-    world.cache.release(order)
-    return [
-        Row("store 64 blocks, a tenth of all held: the first time", OURS, "blocks", num, first),
-        Row("store 64 blocks, a tenth of all held", OURS, "blocks", num, after),
-    ]
+    orders = {num: _next_to_leave(world, num // 10) for num, world in worlds.items()}
+    for num, world in worlds.items():
+        world.cache.hold(orders[num])
+    stores = {
+        num: steps(world)["store 64 blocks, 64 others leave"] for num, world in worlds.items()
+    }
+    first = "store 64 blocks, a tenth of all held: the first time"
+    rows = [Row(first, OURS, "blocks", num, timed(store, 1)) for num, store in stores.items()]
+    others = _in_turn("store 64 blocks, a tenth of all held", stores)
+    for num, world in worlds.items():
+        world.cache.release(orders[num])
+    return rows + others
+
+
+def _next_to_leave(world: World, num: int) -> list[bytes]:
+    return world.index.keys(world.index.order(world.cache.memory)[:num])
 
 
 def _memory(world: World) -> float:
@@ -134,7 +144,7 @@ def _growth(rows: list[Row]) -> list[dict[str, object]]:
     for operation in operations:
         of_it = [row for row in rows if row.operation == operation and row.contestant == OURS]
         if "first time" not in operation:
-            grows = exponent(of_it)
+            grows = exponent_in_turn(of_it)
             targets.append(judged("N1", grows, MOST_EXPONENT, at_least=False, operation=operation))
     return targets
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import log
 
 from kvtier.serve_bench.stats import Estimate, median_with_interval
@@ -62,6 +62,31 @@ def timed(call: Callable[[], object], num_calls: int) -> list[float]:
         call()
         seconds.append(time.thread_time() - began)
     return seconds
+
+
+def timed_in_turn(
+    calls: Mapping[int, Callable[[], object]], num_calls: int
+) -> dict[int, list[float]]:
+    """``timed``, the sizes one after the other in every round: where the machine has slow and fast
+    minutes, all of them have had as many of both."""
+    seconds: dict[int, list[float]] = {num: [] for num in calls}
+    for _ in range(num_calls):
+        for num, call in calls.items():
+            seconds[num] += timed(call, 1)
+    return seconds
+
+
+def exponent_in_turn(rows: Sequence[Row]) -> Estimate:
+    """``exponent`` of sizes that were timed in turn: the median of those of the rounds."""
+    rounds = zip(*(row.seconds for row in rows), strict=True)
+    return median_with_interval(
+        [
+            exponent(
+                [replace(row, seconds=(s,)) for row, s in zip(rows, seconds, strict=True)]
+            ).value
+            for seconds in rounds
+        ]
+    )
 
 
 def exponent(rows: Sequence[Row]) -> Estimate:

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload.base import ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from benchmarks.scale.keyed import BLOCK_BYTES, FILL, NUM_TO_MOVE, PROMPT_BLOCKS, new_keys
-from benchmarks.scale.part import timed
+from benchmarks.scale.part import timed, timed_in_turn
 from kvtier.connectors.vllm.manager import Shape, TierManager
 from kvtier.connectors.vllm.names import Names
 from kvtier.connectors.vllm.visit import Advice
@@ -31,8 +31,8 @@ class Known(Names):
     digest = b"n" * 32  # type: ignore[assignment]
 
 
-def waiting(num: int) -> list[float]:
-    """Seconds of a step in which ``NUM_WAITING`` requests wait for a prompt that another request is
+def waiting(num: int) -> Callable[[], None]:
+    """A step in which ``NUM_WAITING`` requests wait for a prompt that another request is
     about to store; ``num`` other blocks are there."""
     mover = RankMover({DISK: StorageFacts(finds_at_once=True)}, BLOCK_BYTES, 1, 1)
     room = {HOST: num + PROMPT_BLOCKS, DISK: num}
@@ -66,7 +66,7 @@ def waiting(num: int) -> list[float]:
             assert manager.must_wait(f"request {at}", 0)
 
     step()
-    return timed(step, CALLS)
+    return step
 
 
 def peer(num: int) -> dict[str, list[float]]:
@@ -97,18 +97,18 @@ def peer(num: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    found = []
-    for num in map(int, sys.argv[1:]):
-        name = f"{NUM_WAITING} requests of 100,000 tokens wait"
-        found.append(
-            {"operation": name, "contestant": "kvtier", "num": num, "seconds": waiting(num)}
-        )
+    sizes = list(map(int, sys.argv[1:]))
+    name = f"{NUM_WAITING} requests of 100,000 tokens wait"
+    of_ours = timed_in_turn({num: waiting(num) for num in sizes}, CALLS)
+    found = [_told(name, "kvtier", num, seconds) for num, seconds in of_ours.items()]
+    for num in sizes:
         if num <= 1_000_000:  # beyond, a store of theirs takes minutes
-            for operation, seconds in peer(num).items():
-                found.append(
-                    {"operation": operation, "contestant": "vLLM", "num": num, "seconds": seconds}
-                )
+            found += [_told(each, "vLLM", num, seconds) for each, seconds in peer(num).items()]
     print(json.dumps(found))
+
+
+def _told(operation: str, contestant: str, num: int, seconds: list[float]) -> dict[str, object]:
+    return {"operation": operation, "contestant": contestant, "num": num, "seconds": seconds}
 
 
 if __name__ == "__main__":
