@@ -57,6 +57,10 @@ class KeyIndex {
     return nb::make_tuple(blocks, states);
   }
 
+  void expect(nb::handle num_blocks) {
+    const std::size_t num = bound::to_limit(num_blocks);
+    checked([&] { index_.expect(num); });
+  }
   nb::object make(nb::handle keys) {
     const bound::Items items(keys, "keys must be iterable");
     read_keys(items);
@@ -238,6 +242,7 @@ void bind_key_index(nb::module_& module) {
       .def("__len__", &KeyIndex::size, nb::lock_self())
       .def("num_bytes", &KeyIndex::num_bytes, nb::lock_self())
       .def("find", &KeyIndex::find, nb::arg("keys"), nb::lock_self())
+      .def("expect", &KeyIndex::expect, nb::arg("num_blocks"), nb::lock_self())
       .def("make", &KeyIndex::make, nb::arg("keys"), nb::lock_self())
       .def("states_of", &KeyIndex::states_of, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
       .def("slots", &KeyIndex::slots, nb::arg("blocks"), nb::arg("column"), nb::lock_self())

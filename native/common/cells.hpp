@@ -6,17 +6,20 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
+#include <memory>
 #include <vector>
+
+#include "common/pages.hpp"
 
 namespace kvtier {
 
 // A hash table of numbers below kNone, in parts: when one grows, it moves a small share of all
-// cells, and nobody waits for more. Parts begin with sizes of their own, so they don't grow together. At
-// most 4/5 of the cells are used; a tag and a number lie beside each other, so that a look-up waits
-// for memory once.
+// cells, and nobody waits for more. Parts begin with sizes of their own, so they don't grow together.
+// At most 4/5 of the cells are used: a search for what is not listed looks at 13 cells then, where
+// 2/3 are used at 5. A tag and a number lie beside each other, so that a look-up waits for memory once.
 //
-//   hash = | part: 7 or 10 bits | home: 32 bits | ... | short tag: 8 bits |   cell = | tag | number |
+//   hash = | part: 7 or 10 bits | home: 32 bits | ... | short tag: 8 bits |
+//   cell = | tag | number |
 //
 // A tag of four bytes is the home: a part doubles, and closes a hole, without asking for a hash.
 // With one of a byte, cells have five bytes, and a part grows by a quarter of them.
@@ -35,7 +38,7 @@ class Cells {
   std::size_t size() const { return num_listed_; }
   std::size_t num_bytes() const {
     std::size_t sum = sizeof(*this) + parts_.size() * sizeof(Part);
-    for (const Part& part : parts_) sum += part.cells.capacity() * sizeof(Cell);
+    for (const Part& part : parts_) sum += part.num_cells * sizeof(Cell);
     return sum;
   }
 
@@ -43,12 +46,12 @@ class Cells {
   template <typename Test>
   Number find(std::uint64_t hash, Test&& is_it) const {
     const Part& part = part_of(hash);
-    return part.cells.empty() ? kNone : part.cells[part.find(hash, is_it)].number;
+    return part.num_cells == 0 ? kNone : part.cells[part.find(hash, is_it)].number;
   }
 
   void prefetch(std::uint64_t hash) const {
     const Part& part = part_of(hash);
-    if (!part.cells.empty()) __builtin_prefetch(&part.cells[part.home(hash >> kHomeShift)]);
+    if (part.num_cells > 0) __builtin_prefetch(&part.cells[part.home(hash >> kHomeShift)]);
   }
 
   // Calls visit(i, hash) for each i below num, in order, hash being hash_at(i). By then its cell
@@ -71,10 +74,11 @@ class Cells {
   template <typename HashOf = Unasked>
   void insert(std::uint64_t hash, Number number, HashOf&& hash_of = {}) {
     Part& part = part_of(hash);
-    if (const std::size_t num_cells = part.cells.size(); is_full(part.num_listed + 1, num_cells))
-      part.resize(num_cells > 0 ? num_cells + num_cells / (kTagIsHome ? 1 : 4)
-                                : kFewestCells + (hash >> kPartShift) % kFewestCells,
-                  hash_of);
+    if (const std::size_t num = part.num_cells; is_full(part.num_listed + 1, num)) {
+      const std::size_t more = num > 0 ? num + num / (kTagIsHome ? 1 : 4)
+                                       : kFewestCells + (hash >> kPartShift) % kFewestCells;
+      part.move(std::shared_ptr<Cell[]>(new Cell[more]), more, hash_of);
+    }
     part.put(tag_of(hash), hash >> kHomeShift, number);
     ++part.num_listed;
     ++num_listed_;
@@ -84,7 +88,7 @@ class Cells {
   template <typename Test>
   bool replace(std::uint64_t hash, Test&& is_it, Number number) {
     Part& part = part_of(hash);
-    if (part.cells.empty()) return false;
+    if (part.num_cells == 0) return false;
     Cell& cell = part.cells[part.find(hash, is_it)];
     if (cell.number == kNone) return false;
     cell.number = number;
@@ -95,7 +99,7 @@ class Cells {
   template <typename Test, typename HashOf = Unasked>
   Number erase(std::uint64_t hash, Test&& is_it, HashOf&& hash_of = {}) {
     Part& part = part_of(hash);
-    if (part.cells.empty()) return kNone;
+    if (part.num_cells == 0) return kNone;
     const std::size_t at = part.find(hash, is_it);
     const Number number = part.cells[at].number;
     if (number == kNone) return kNone;
@@ -105,7 +109,7 @@ class Cells {
     return number;
   }
 
-  // There will be about so many.
+  // There will be about so many. To be called before any request comes.
   template <typename HashOf = Unasked>
   void reserve(std::size_t num, HashOf&& hash_of = {}) {
     if (num == 0) return;
@@ -113,8 +117,10 @@ class Cells {
     const double mean = static_cast<double>(num) / static_cast<double>(parts_.size());
     const auto in_part = static_cast<std::size_t>(mean + 3 * std::sqrt(mean)) + 1;
     const std::size_t num_cells = std::max(kFewestCells, 5 * in_part / 4 + 1);
-    for (Part& part : parts_)
-      if (part.cells.size() < num_cells) part.resize(num_cells, hash_of);
+    const std::shared_ptr<Cell[]> cells = allocate_cells(num_cells * parts_.size());
+    for (std::size_t i = 0; i < parts_.size(); ++i)
+      if (parts_[i].num_cells < num_cells)
+        parts_[i].move({cells, cells.get() + i * num_cells}, num_cells, hash_of);
   }
 
  private:
@@ -138,12 +144,13 @@ class Cells {
   }
 
   struct Part {
-    std::vector<Cell> cells;
-    std::size_t num_listed = 0;
+    std::shared_ptr<Cell[]> cells;  // its own, or some of those that were reserved for all parts
+    std::uint32_t num_cells = 0;
+    std::uint32_t num_listed = 0;
 
-    std::size_t next(std::size_t at) const { return at + 1 == cells.size() ? 0 : at + 1; }
+    std::size_t next(std::size_t at) const { return at + 1 == num_cells ? 0 : at + 1; }
     std::size_t home(std::uint64_t bits) const {
-      return static_cast<std::size_t>((bits & 0xFFFF'FFFF) * cells.size() >> 32);
+      return static_cast<std::size_t>((bits & 0xFFFF'FFFF) * num_cells >> 32);
     }
     template <typename HashOf>
     std::uint64_t home_bits(const Cell& cell, HashOf&& hash_of) const {
@@ -171,7 +178,7 @@ class Cells {
     template <typename HashOf>
     void erase(std::size_t hole, HashOf&& hash_of) {
       const auto distance = [&](std::size_t from, std::size_t to) {
-        return to >= from ? to - from : to + cells.size() - from;
+        return to >= from ? to - from : to + num_cells - from;
       };
       for (std::size_t at = next(hole); cells[at].number != kNone; at = next(at)) {
         if (distance(home(home_bits(cells[at], hash_of)), at) < distance(hole, at)) continue;
@@ -181,14 +188,23 @@ class Cells {
       cells[hole] = {};
     }
 
+    // To other cells, all empty.
     template <typename HashOf>
-    void resize(std::size_t num_cells, HashOf&& hash_of) {
-      std::vector<Cell> before(num_cells);
-      std::swap(before, cells);
-      for (const Cell& cell : before)
-        if (cell.number != kNone) put(cell.tag, home_bits(cell, hash_of), cell.number);
+    void move(std::shared_ptr<Cell[]> to, std::size_t num, HashOf&& hash_of) {
+      std::swap(to, cells);
+      const std::size_t num_before = num_cells;
+      num_cells = static_cast<std::uint32_t>(num);
+      for (const Cell* cell = to.get(); cell != to.get() + num_before; ++cell)
+        if (cell->number != kNone) put(cell->tag, home_bits(*cell, hash_of), cell->number);
     }
   };
+
+  static std::shared_ptr<Cell[]> allocate_cells(std::size_t num) {
+    const bool is_large = num * sizeof(Cell) >= static_cast<std::size_t>(PageSize::huge);
+    Pages<Cell> pages = allocate_pages<Cell>(num, is_large ? PageSize::huge : PageSize::usual);
+    std::uninitialized_fill_n(pages.get(), num, Cell{});
+    return pages;
+  }
 
   Part& part_of(std::uint64_t hash) { return parts_[hash >> kPartShift]; }
   const Part& part_of(std::uint64_t hash) const { return parts_[hash >> kPartShift]; }

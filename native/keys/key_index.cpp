@@ -69,6 +69,10 @@ void KeyIndex::check_key(Key key) const {
                                 " bytes, those before it " + std::to_string(rows_.key_bytes()));
 }
 
+void KeyIndex::expect(std::size_t num_blocks) {
+  cells_.reserve(num_blocks + num_blocks / 4, row_hash());  // with free cells searches are short
+}
+
 void KeyIndex::make(std::span<const Key> keys, std::vector<BlockId>& blocks) {
   for_each(keys, [&](std::size_t i, std::uint64_t hash) {
     check_key(keys[i]);

@@ -90,6 +90,7 @@ class KeyedCache:
         self._knows_storage = knows_storage
         self._tiers = self._index.tiers  # memory, then storage
         num_slots = ladder.num_slots()[self.memory]
+        index.expect(num_slots)
         self._came_from = np.zeros(num_slots, np.int8)  # by slot: which of the tiers
         self._copied: dict[Slot, BlockId] = {}  # that the engine copies from or to
         self._held: Counter[BlockId] = Counter()

@@ -91,6 +91,11 @@ class KeyIndex(BlockIndex):
 
     # -- writing ----------------------------------------------------------------------------------
 
+    def expect(self, num_blocks: int) -> None:
+        """There will be about ``num_blocks``, at most 2**32 - 1: what finds them is made now, and
+        not piece by piece beside requests."""
+        return
+
     @abstractmethod
     def make(self, keys: Sequence[bytes]) -> list[BlockId]:
         """Numbers of blocks, known or new. Begin a write of a new one before anything else."""

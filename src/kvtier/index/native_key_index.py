@@ -62,6 +62,9 @@ class NativeKeyIndex(KeyIndex):
 
     # -- writing ----------------------------------------------------------------------------------
 
+    def expect(self, num_blocks: int) -> None:
+        self._core.expect(num_blocks)
+
     def make(self, keys: Sequence[bytes]) -> list[BlockId]:
         return cast("list[BlockId]", self._core.make(keys))
 
