@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.devices.base import CopyBatch
-from kvtier.layout import fragments, stepped_fragments
+from kvtier.layout import SteppedFragments, fragments, stepped_fragments
 from kvtier.tiers.base import MemoryTier
 from kvtier.transfer.batching import coalesce
 from kvtier.types import Slot
@@ -23,38 +22,41 @@ STEP_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Steps:
-    """A copy in steps, cut where it is gone through: by the worker that does it, not by the thread
-    that plans it. Layer l arrives with step ``l // layers_per_step``.
-
-    whole: all copies, step after step. ends: of each step in ``whole``. step_bytes: of each.
-    can_touch: which steps may have neighbours that are one copy.
+    """A copy of slot ``src_slots[i]`` to slot ``dst_slots[i]`` in steps, worked out where it is gone
+    through: by the worker that does it, not by the thread that plans it. Layer l arrives with step
+    ``l // layers_per_step``. num_bytes: of all steps.
     """
 
-    whole: CopyBatch
-    layers_per_step: int
-    ends: tuple[int, ...]
-    step_bytes: tuple[int, ...]
-    can_touch: tuple[bool, ...]
-    src_seams: Int64s
-    dst_seams: Int64s
+    src: MemoryTier
+    src_slots: Sequence[Slot]
+    dst: MemoryTier
+    dst_slots: Sequence[Slot]
+    stepped: SteppedFragments
+    num_bytes: int
 
     @property
-    def num_bytes(self) -> int:
-        """Of all steps."""
-        return self.whole.num_bytes
+    def layers_per_step(self) -> int:
+        """How many layers a step brings; the last one may bring fewer."""
+        return self.stepped.layers_per_step
 
     def __len__(self) -> int:
-        return len(self.ends)
+        return len(self.stepped.counts)
 
     def __iter__(self) -> Iterator[CopyBatch]:
-        whole, start = self.whole, 0
-        for end, num_bytes, can_touch in zip(
-            self.ends, self.step_bytes, self.can_touch, strict=True
+        src, dst, stepped, num_blocks = self.src, self.dst, self.stepped, len(self.src_slots)
+        pieces, start = stepped.fragments, 0
+        at = _by_fragment(pieces.src_offset, pieces.src_stride, self.src_slots)
+        to = _by_fragment(pieces.dst_offset, pieces.dst_stride, self.dst_slots)
+        size = np.repeat(pieces.size, num_blocks)
+        for count, num_bytes, can_touch in zip(
+            stepped.counts, stepped.num_bytes, stepped.can_touch, strict=True
         ):
-            at, to = whole.src_offset[start:end], whole.dst_offset[start:end]
-            step = CopyBatch(whole.src, whole.dst, at, to, whole.size[start:end], num_bytes)
-            yield coalesce(step, self.src_seams, self.dst_seams) if can_touch else step
-            start = end
+            part = slice(start, start + num_blocks * count)
+            step = CopyBatch(
+                src.memory, dst.memory, at[part], to[part], size[part], num_blocks * num_bytes
+            )
+            yield coalesce(step, src.seams, dst.seams) if can_touch else step
+            start = part.stop
 
 
 def stage(
@@ -89,19 +91,7 @@ def stage_steps(
     num_bytes = len(src_slots) * group.bytes_per_block
     num_steps = min(group.num_layers, max(1, num_bytes // STEP_BYTES))
     stepped = stepped_fragments(src.layout, dst.layout, -(-group.num_layers // num_steps))
-    pieces, num_blocks = stepped.fragments, len(src_slots)
-    at = _by_fragment(pieces.src_offset, pieces.src_stride, src_slots)
-    to = _by_fragment(pieces.dst_offset, pieces.dst_stride, dst_slots)
-    size = np.repeat(pieces.size, num_blocks)
-    return Steps(
-        CopyBatch(src.memory, dst.memory, at, to, size, num_bytes),
-        stepped.layers_per_step,
-        tuple(end * num_blocks for end in accumulate(stepped.counts)),
-        tuple(num_blocks * nbytes for nbytes in stepped.num_bytes),
-        stepped.can_touch,
-        src.seams,
-        dst.seams,
-    )
+    return Steps(src, src_slots, dst, dst_slots, stepped, num_bytes)
 
 
 def _by_fragment(offset: Int64s, stride: Int64s, slots: Sequence[Slot]) -> Int64s:
