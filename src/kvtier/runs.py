@@ -9,6 +9,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+def has(values: Sequence[T], wanted: T) -> bool:
+    """Whether ``wanted`` itself is one of them; faster than ``in`` where they are in few runs."""
+    return any(value is wanted for value, _ in runs_of(values))
+
+
 def runs_of(values: Sequence[T], first: int = 0) -> Iterator[tuple[T, range]]:
     """Each value with the positions of the neighbours that have it, in order. first: position of
     the first value."""

@@ -108,7 +108,7 @@ class NativeIndex(PromptIndex):
 
     def names(self, blocks: Sequence[BlockId]) -> BlockNames:
         namespaces, depths, keys = self._trie.names(blocks)
-        if None in keys:
+        if not all(keys):
             self.key(blocks[-1])  # mostly the others are in front of it
             keys = [
                 self.key(block) if key is None else key

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvtier.index import BlockIndex, State
 from kvtier.ladder.row import Row
 from kvtier.plan import WriteBudget
+from kvtier.runs import has
 from kvtier.telemetry import Metrics
 from kvtier.types import BlockId
 
@@ -62,7 +63,7 @@ class Archive:
     def offer(self, blocks: Sequence[BlockId]) -> None:
         """Blocks that are in memory, perhaps: those of them that are worth a write wait for it."""
         below = self._index.states_of(blocks, self.storage)
-        if State.ABSENT not in below:
+        if not has(below, State.ABSENT):
             return
         absent = [at for at, state in zip(blocks, below, strict=True) if state is State.ABSENT]
         above = self._index.states_of(absent, self._source)

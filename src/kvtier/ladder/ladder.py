@@ -15,6 +15,7 @@ from kvtier.ladder.row import Row
 from kvtier.ladder.space import Space
 from kvtier.ladder.traffic import OnChange, Traffic
 from kvtier.plan import Copy, CostModel, Costs, WriteBudget
+from kvtier.runs import has
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Room
 from kvtier.transfer import Mover, Transfer, Waiter
@@ -182,7 +183,7 @@ class Ladder:
         if num_there and self._index.state(blocks[num_there - 1], dst) is State.ABSENT:
             num_there = 0  # evicted meanwhile
         there = self._index.states_of(blocks[num_there:], dst)
-        if State.ABSENT not in there:
+        if not has(there, State.ABSENT):
             return len(blocks)
         here = self._index.states_of(blocks[num_there:], src)
         missing = [

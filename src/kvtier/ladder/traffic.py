@@ -112,18 +112,27 @@ class Traffic:
         job.finish(TierError(copy.dst, "load", reason))
         return transfer
 
-    def _submit(self, transfer: Transfer, urgent: bool = True) -> None:
-        """The sources are there: queue the copy."""
+    def _submit(
+        self, transfer: Transfer, urgent: bool = True, leader: Transfer | None = None
+    ) -> None:
+        """The sources are there: queue the copy. leader: has brought them a moment ago."""
         blocks, src, dst = transfer.blocks, transfer.src, transfer.dst
-        if self._index.states_of(blocks, src).count(State.READY) == len(blocks):
+        if leader is not None or self._are_ready(blocks, src):
             self._index.lease(blocks, src)
             transfer.holds_source = True
         if src in self._mover.storages or dst in self._mover.storages:
             transfer.names = self._index.names(blocks)
-        is_read = src in self._mover.storages  # slots of storage mean nothing
-        src_slots = transfer.dst_slots if is_read else self._index.slots(blocks, src)
+        if src in self._mover.storages:
+            src_slots = transfer.dst_slots  # slots of storage mean nothing
+        elif leader is not None and leader.blocks is blocks:
+            src_slots = leader.dst_slots
+        else:
+            src_slots = self._index.slots(blocks, src)
         move = Move(src, dst, src_slots, transfer.dst_slots, transfer.names)
         self._under_way.watch(transfer, self._mover.begin(move, urgent))
+
+    def _are_ready(self, blocks: Sequence[BlockId], tier: str) -> bool:
+        return self._index.states_of(blocks, tier).count(State.READY) == len(blocks)
 
     # -- end --------------------------------------------------------------------------------------
 
@@ -196,7 +205,8 @@ class Traffic:
         if src in self._mover.storages or transfer.dst != self._row.fastest or job.withdrawn:
             return
         if job.error is None:
-            self._failed_once.difference_update(blocks)
+            if self._failed_once:
+                self._failed_once.difference_update(blocks)
             return
         again = self._failed_once.intersection(blocks)
         self._failed_once.symmetric_difference_update(blocks)
@@ -207,7 +217,7 @@ class Traffic:
         assert leader.job is not None
         follower.after = None
         if leader.job.succeeded and not leader.is_void:
-            self._submit(follower)
+            self._submit(follower, leader=leader)
         else:
             follower.job = Job(0)
             follower.job.withdrawn = True

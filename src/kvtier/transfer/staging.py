@@ -22,9 +22,9 @@ STEP_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Steps:
-    """A copy of slot ``src_slots[i]`` to slot ``dst_slots[i]`` in steps, worked out where it is gone
-    through: by the worker that does it, not by the thread that plans it. Layer l arrives with step
-    ``l // layers_per_step``. num_bytes: of all steps.
+    """A copy of slot ``src_slots[i]`` to slot ``dst_slots[i]`` in steps, worked out where it is
+    gone through: by the worker that does it, not by the thread that plans it. Layer l arrives with
+    step ``l // layers_per_step``. num_bytes: of all steps.
     """
 
     src: MemoryTier

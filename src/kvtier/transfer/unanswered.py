@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import Final
 
+from kvtier.runs import has
 from kvtier.tiers import Outcome
 from kvtier.types import BlockKey
 
@@ -26,7 +27,7 @@ class Unanswered:
 
     def note(self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> None:
         """What became of a look-up; no outcomes, where it came to nothing."""
-        if outcomes and not self._keys and Outcome.FAILED not in outcomes:
+        if outcomes and not self._keys and not has(outcomes, Outcome.FAILED):
             return
         with self._lock:
             for at, key in enumerate(keys):
