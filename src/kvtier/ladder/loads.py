@@ -14,11 +14,11 @@ from kvtier.runs import runs_of
 from kvtier.transfer import Mover, Transfer
 from kvtier.types import BlockId, Match, Slot
 
-GROWTH = 8
+GROWTH = 4
 """A piece is at most one in so many of what was begun before it: copying on starts early."""
 SHARE = 64
 """Of a long load a piece is at most one in so many: what is read last is copied on while nothing
-else is read. So the number of pieces hardly grows with the load: 110 make a million tokens."""
+else is read. So the number of pieces hardly grows with the load: 90 make a million tokens."""
 
 
 def piece_sizes(num_blocks: int, first_blocks: int) -> Iterator[int]:
