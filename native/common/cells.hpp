@@ -14,9 +14,10 @@
 namespace kvtier {
 
 // A hash table of numbers below kNone, in parts: when one grows, it moves a small share of all
-// cells, and nobody waits for more. Parts begin with sizes of their own, so they don't grow together.
-// At most 4/5 of the cells are used: a search for what is not listed looks at 13 cells then, where
-// 2/3 are used at 5. A tag and a number lie beside each other, so that a look-up waits for memory once.
+// cells, and nobody waits for more. Parts begin with sizes of their own, and so don't grow
+// together. At most 4/5 of the cells are used: a search for what is not listed looks at 13 cells
+// then; where 2/3 are used, at 5. A tag and a number lie beside each other, so that a look-up waits
+// for memory once.
 //
 //   hash = | part: 7 or 10 bits | home: 32 bits | ... | short tag: 8 bits |
 //   cell = | tag | number |

@@ -98,7 +98,7 @@ class Lease(Waiter):
         """
         for group, rule in enumerate(self._index.rules):
             held, needed = self.held[group], rule.needed(num_blocks)
-            is_there = len(held) >= num_blocks and all(held[needed.start : num_blocks])
+            is_there = len(held) >= num_blocks and None not in held[needed.start : num_blocks]
             assert is_there, f"group {group}: no cut after {num_blocks} blocks"
             if needed.start:
                 self._let_go(group, range(needed.start))
