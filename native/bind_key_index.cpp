@@ -59,6 +59,7 @@ class KeyIndex {
 
   void expect(nb::handle num_blocks) {
     const std::size_t num = bound::to_limit(num_blocks);
+    if (num > kNone) fail(PyExc_ValueError, "num_blocks: %zu is more than 2**32 - 1", num);
     checked([&] { index_.expect(num); });
   }
   nb::object make(nb::handle keys) {

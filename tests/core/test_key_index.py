@@ -129,6 +129,23 @@ def test_keys_of_another_length_are_refused(index: KeyIndex) -> None:
             index.make([wrong])
 
 
+def test_what_is_expected_has_room_and_what_is_known_stays(index: KeyIndex) -> None:
+    blocks = put(index, KEYS)
+    index.expect(100_000)
+    index.expect(10)  # less than there is room for
+    assert index.find_all(KEYS).blocks == blocks
+    num_bytes = index.num_bytes if isinstance(index, NativeKeyIndex) else 0
+    names = [number.to_bytes(36, "big") for number in range(1, 4_000)]
+    more = index.make(names)
+    index.begin_write_all(more, DISK, map(Slot, range(len(more))))
+    assert index.find_all(names).blocks == more
+    if isinstance(index, NativeKeyIndex):
+        assert index.num_bytes == num_bytes, "nothing had to be made for them"
+        with pytest.raises(ValueError, match="num_blocks: 4294967296 is more than"):
+            index.expect(2**32)
+    index.check_invariants()
+
+
 def test_misuse_is_told(index: KeyIndex) -> None:
     [block] = put(index, KEYS[:1])
     with pytest.raises(KeyError, match="no column"):

@@ -50,6 +50,9 @@ class Hostile:
         self.arena = np.zeros(1 << 16, np.uint8)
         self.trie = self._new_trie()
         self.keyed = _native.KeyIndex(TIERS, tuple(State))
+        self.keys = np.zeros(8, "V32")
+        self.slot_table = _native.SlotTable(self.keys, np.arange(8))
+        self.key_table = _native.KeyTable(self.keys, np.arange(8))
         self.fd = os.memfd_create("hostile")
         os.write(self.fd, bytes(1 << 16))
         self.ring: _native.UringRing | None = None
@@ -192,6 +195,7 @@ class Hostile:
         slots = pick(([self.random.randrange(2**32) for _ in some], self.numbers()))
         calls: dict[str, tuple[Any, ...]] = {
             "find": (keys,),
+            "expect": (pick((0, 7, 5_000, -1, 2**32, 2**63, 2**64, None, "7", 1.5)),),
             "make": (keys,),
             "states_of": (blocks, tier),
             "slots": (blocks, tier),
@@ -216,6 +220,30 @@ class Hostile:
         }
         name = pick(list(calls))
         return self.named(name, lambda: getattr(index, name)(*calls[name]), calls[name])
+
+    def of_tables(self) -> Call:
+        """A call of a table of keys, or of one of slots whose keys change while they are listed."""
+        pick, keys = self.random.choice, self.keys[:: self.random.choice((1, 1, 2, -1))]
+        slots = np.array([pick((*range(9), -1, 2**32, 2**63 - 1)) for _ in range(3)], np.int64)
+        some = pick((slots % 8, slots % 8, slots, slots.astype(np.int32), [1], None, slots[:0]))
+        given = pick((keys[:3], keys[:3], keys[:2], self.array(), b"k" * 96, None))
+        if pick((True, False)):
+            self.keys.view(np.uint8)[:] = self.random.randrange(3)
+        if self.random.random() < 0.1:
+
+            def make() -> None:
+                self.slot_table = _native.SlotTable(keys, some)
+                self.key_table = _native.KeyTable(given, some)
+
+            return self.named("tables", make, (some,))
+        calls: list[tuple[Any, str, tuple[Any, ...]]] = [
+            (self.slot_table, pick(("put", "remove")), (some,)),
+            (self.slot_table, "find", (given,)),
+            (self.key_table, pick(("put", "remove")), (given, some)),
+            (self.key_table, "find", (given,)),
+        ]
+        table, name, arguments = pick(calls)
+        return self.named(name, lambda: getattr(table, name)(*arguments), arguments)
 
     def of_memory(self) -> Call:
         """Copies and checksums: arguments that are sound, but for one."""
@@ -320,7 +348,9 @@ class Hostile:
 
     def calls(self, num: int) -> Iterator[Call]:
         kinds = (
-            (self.of_trie,) * 6 + (self.of_keys,) * 3 + (self.of_memory,) * 3 + (self.of_ring,) * 2
+            (self.of_trie,) * 6
+            + (self.of_keys, self.of_memory) * 3
+            + (self.of_ring, self.of_tables) * 2
         )
         for _ in range(num):
             yield self.random.choice((*kinds, self.tokens, self.constructor))()
