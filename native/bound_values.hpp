@@ -125,11 +125,14 @@ class Items {
   nb::object fast_;
 };
 
+// Lists and tuples of numbers, bytes and states: nothing in them refers back, so the collector of
+// garbage needn't go through them, and takes no longer where prompts are long.
 template <typename Values, typename Make>
 nb::object list_of(const Values& values, Make&& make) {
   nb::object list = owned(PyList_New(static_cast<Py_ssize_t>(values.size())));
   for (std::size_t i = 0; i < values.size(); ++i)
     PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), make(values[i]).release().ptr());
+  PyObject_GC_UnTrack(list.ptr());
   return list;
 }
 
@@ -138,6 +141,7 @@ nb::object tuple_of(const Values& values, Make&& make) {
   nb::object tuple = owned(PyTuple_New(static_cast<Py_ssize_t>(values.size())));
   for (std::size_t i = 0; i < values.size(); ++i)
     PyTuple_SET_ITEM(tuple.ptr(), static_cast<Py_ssize_t>(i), make(values[i]).release().ptr());
+  PyObject_GC_UnTrack(tuple.ptr());
   return tuple;
 }
 

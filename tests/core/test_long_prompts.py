@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier._hot import NATIVE
 from kvtier.devices import Direction
 from kvtier.keys import token_labels
 from kvtier.ladder.loads import GROWTH, SHARE, piece_sizes
@@ -20,6 +22,7 @@ from kvtier.ladder.under_way import LEAST_BLOCKS, POLL_BLOCKS, UnderWay
 from kvtier.runs import runs_of
 from kvtier.testing import Shelf
 from kvtier.tiers import DistantRoom, StorageFacts
+from kvtier.tiers.slots import SlotPool
 from kvtier.transfer import Job, Transfer
 from kvtier.types import DEVICE, DISK, HOST, BlockId, Slot
 from tests.core.world import BLOCK_SIZE, NS, World, until
@@ -107,6 +110,20 @@ def test_calls_of_the_index_are_a_few_for_each_piece(num_blocks: int, calls: Cou
     world.release(request)
     del calls["num_held"]  # of the checks
     assert sum(calls.values()) <= 30 + 20 * num_pieces, calls.most_common()
+    world.close()
+
+
+@pytest.mark.skipif(not NATIVE, reason="lists of Python are the collector's business")
+def test_the_collector_passes_over_what_the_index_and_the_slots_give() -> None:
+    world = a_world(8)
+    request = world.serve(a_prompt(8))
+    match = world.cache.match(NS, token_labels(a_prompt(8), BLOCK_SIZE))
+    index = world.cache._index
+    given: list[object] = [match.blocks, match.tiers, index.slots(match.blocks, DEVICE)]
+    given += [index.states_of(match.blocks, HOST), index.names(match.blocks).keys]
+    given.append(SlotPool(4).allocate(3))
+    assert request.lease.num_shared == 0 < len(match.blocks)
+    assert not any(map(gc.is_tracked, given))
     world.close()
 
 
