@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from ctypes import c_uint8
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from vllm.v1.kv_offload.base import (
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
+    make_offload_key,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
@@ -77,6 +79,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         module: Any = getattr(item, "module", None)
         if hasattr(module, "CPUOffloadingManager") and "policies" not in item.nodeid:
             module.CPUOffloadingManager = Manager
+            if hasattr(module, "make_offload_key"):
+                module.make_offload_key = _make_key
             if hasattr(module, "verify_store_output"):
                 module.verify_store_output = _verify_store
                 module.verify_load_output = _verify_load
@@ -148,6 +152,11 @@ class Manager(TierManager):
             assert isinstance(found.store_spec, HostSlots)
             found.store_spec = CPULoadStoreSpec(found.store_spec.block_ids.tolist())
         return found
+
+
+def _make_key(name: bytes, group: int) -> OffloadKey:
+    """As the engine's are, of one length; tests give names of any."""
+    return make_offload_key(sha256(name).digest(), group)
 
 
 _open: list[TierWorker] = []
