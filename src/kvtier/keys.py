@@ -226,8 +226,7 @@ def next_keys(previous: bytes, labels: Sequence[Label]) -> list[BlockKey]:
     hasher = blake3()  # one for all: to make one takes longer than to hash a block
     keys: list[bytes] = []
     for label in labels:
-        hasher.update(previous + label)
-        previous = hasher.digest()
+        previous = hasher.update(previous + label).digest()
         hasher.reset()
         keys.append(previous)
     return cast("list[BlockKey]", keys)
