@@ -122,10 +122,7 @@ class SlotTable {
                secret()) {
     const Items<std::int64_t> slot("slots", slots);
     check(slot);
-    guarded([&] {
-      table_.reserve(slot.size());
-      table_.put(slot.data(), slot.size());
-    });
+    guarded([&] { table_.put(slot.data(), slot.size()); });
   }
 
   std::size_t size() const { return table_.size(); }

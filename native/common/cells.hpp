@@ -23,7 +23,7 @@ namespace kvtier {
 //   cell = | tag | number |
 //
 // A tag of four bytes is the home: a part doubles, and closes a hole, without asking for a hash.
-// With one of a byte, cells have five bytes, and a part grows by a quarter of them.
+// With one of a byte, cells have five bytes: for those who know how many there will be, and reserve.
 //
 // is_it(number): whether what is meant has this number. hash_of(number): of one that is listed.
 // Not safe to be used by several threads at once.
@@ -76,8 +76,8 @@ class Cells {
   void insert(std::uint64_t hash, Number number, HashOf&& hash_of = {}) {
     Part& part = part_of(hash);
     if (const std::size_t num = part.num_cells; is_full(part.num_listed + 1, num)) {
-      const std::size_t more = num > 0 ? num + num / (kTagIsHome ? 1 : 4)
-                                       : kFewestCells + (hash >> kPartShift) % kFewestCells;
+      const std::size_t first = kFewestCells + (hash >> kPartShift) % kFewestCells;
+      const std::size_t more = num > 0 ? 2 * num : first;
       part.move(std::shared_ptr<Cell[]>(new Cell[more]), more, hash_of);
     }
     part.put(tag_of(hash), hash >> kHomeShift, number);
@@ -85,15 +85,19 @@ class Cells {
     ++num_listed_;
   }
 
-  // In the place of the number that is listed. False where none is.
-  template <typename Test>
-  bool replace(std::uint64_t hash, Test&& is_it, Number number) {
+  // In the place of the number that is listed, or as a new one.
+  template <typename Test, typename HashOf = Unasked>
+  void put(std::uint64_t hash, Test&& is_it, Number number, HashOf&& hash_of = {}) {
     Part& part = part_of(hash);
-    if (part.num_cells == 0) return false;
+    if (is_full(part.num_listed + 1, part.num_cells) && find(hash, is_it) == kNone)
+      return insert(hash, number, hash_of);
     Cell& cell = part.cells[part.find(hash, is_it)];
-    if (cell.number == kNone) return false;
+    if (cell.number == kNone) {
+      cell.tag = tag_of(hash);
+      ++part.num_listed;
+      ++num_listed_;
+    }
     cell.number = number;
-    return true;
   }
 
   // The number that was listed, kNone where none was.
@@ -110,18 +114,27 @@ class Cells {
     return number;
   }
 
-  // There will be about so many. To be called before any request comes.
+  // There will be about so many; the parts have room for up to `spare` times as many more, each for
+  // another number, for those that are outgrown should not grow together. To be called before any
+  // request comes.
   template <typename HashOf = Unasked>
-  void reserve(std::size_t num, HashOf&& hash_of = {}) {
+  void reserve(std::size_t num, double spare, HashOf&& hash_of = {}) {
     if (num == 0) return;
     // Parts are not alike: hardly any has three standard deviations more than the mean.
     const double mean = static_cast<double>(num) / static_cast<double>(parts_.size());
-    const auto in_part = static_cast<std::size_t>(mean + 3 * std::sqrt(mean)) + 1;
-    const std::size_t num_cells = std::max(kFewestCells, 5 * in_part / 4 + 1);
-    const std::shared_ptr<Cell[]> cells = allocate_cells(num_cells * parts_.size());
-    for (std::size_t i = 0; i < parts_.size(); ++i)
-      if (parts_[i].num_cells < num_cells)
-        parts_[i].move({cells, cells.get() + i * num_cells}, num_cells, hash_of);
+    const double in_part = mean + 3 * std::sqrt(mean) + 1;
+    const auto num_cells = [&](std::size_t i) {
+      const double more = spare * static_cast<double>(i) / static_cast<double>(parts_.size());
+      return std::max(kFewestCells, static_cast<std::size_t>(1.25 * (1 + more) * in_part) + 1);
+    };
+    std::size_t at = 0;
+    for (std::size_t i = 0; i < parts_.size(); ++i) at += num_cells(i);
+    const std::shared_ptr<Cell[]> cells = allocate_cells(at);
+    for (std::size_t i = parts_.size(); i-- > 0;) {
+      at -= num_cells(i);
+      if (parts_[i].num_cells < num_cells(i))
+        parts_[i].move({cells, cells.get() + at}, num_cells(i), hash_of);
+    }
   }
 
  private:

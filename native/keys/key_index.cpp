@@ -70,7 +70,7 @@ void KeyIndex::check_key(Key key) const {
 }
 
 void KeyIndex::expect(std::size_t num_blocks) {
-  cells_.reserve(num_blocks + num_blocks / 4, row_hash());  // with free cells searches are short
+  cells_.reserve(num_blocks, 0.5, row_hash());  // where cells are free searches are short
 }
 
 void KeyIndex::make(std::span<const Key> keys, std::vector<BlockId>& blocks) {

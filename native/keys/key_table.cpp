@@ -4,7 +4,7 @@
 
 namespace kvtier::keys {
 
-void KeyTable::reserve(std::size_t num_keys) { cells_.reserve(num_keys, entry_hash()); }
+void KeyTable::reserve(std::size_t num_keys) { cells_.reserve(num_keys, 0); }
 
 template <typename Visit>
 void KeyTable::for_each(const Key* keys, std::size_t num_keys, Visit&& visit) const {
@@ -26,7 +26,7 @@ void KeyTable::put(const Key* keys, const std::int64_t* slots, std::size_t num_k
     if (const Number number = cells_.find(hash, has(keys[i])); number != kNone)
       entry(number).slot = slot;
     else
-      cells_.insert(hash, make({keys[i], slot}), entry_hash());
+      cells_.insert(hash, make({keys[i], slot}));
   });
 }
 
@@ -35,7 +35,7 @@ void KeyTable::remove(const Key* keys, const std::int64_t* slots, std::size_t nu
     const auto is_in_slot = [&](Number number) {
       return entry(number).slot == static_cast<std::uint32_t>(slots[i]) && has(keys[i])(number);
     };
-    const Number number = cells_.erase(hash, is_in_slot, entry_hash());
+    const Number number = cells_.erase(hash, is_in_slot);
     if (number == kNone) return;
     entry(number).slot = free_;
     free_ = number;

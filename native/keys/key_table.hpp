@@ -10,7 +10,7 @@
 
 namespace kvtier::keys {
 
-// At most 46 bytes for each of a million keys. Not safe to be used by several threads at once.
+// At most 57 bytes for each of a million keys. Not safe to be used by several threads at once.
 class KeyTable {
  public:
   // seed: secret, so that nobody can name keys that all meet in one place.
@@ -33,7 +33,7 @@ class KeyTable {
 
  private:
   using Number = std::uint32_t;  // of an entry
-  static constexpr Number kNone = Cells<std::uint8_t>::kNone;
+  static constexpr Number kNone = Cells<std::uint32_t>::kNone;
 
   struct Entry {
     Key key;
@@ -42,9 +42,6 @@ class KeyTable {
 
   Entry& entry(Number number) { return *rows_.at<Entry>(number, 0); }
   const Entry& entry(Number number) const { return *rows_.at<Entry>(number, 0); }
-  auto entry_hash() const {
-    return [this](Number number) { return key_hash(seed_, entry(number).key.data()); };
-  }
   auto has(const Key& key) const {
     return [&](Number number) { return entry(number).key == key; };
   }
@@ -53,7 +50,7 @@ class KeyTable {
   void for_each(const Key* keys, std::size_t num_keys, Visit&& visit) const;
   Number make(const Entry& entry);
 
-  Cells<std::uint8_t> cells_;
+  Cells<std::uint32_t> cells_;
   Rows rows_;
   std::uint64_t seed_;
   Number num_made_ = 0;  // entries that were ever used

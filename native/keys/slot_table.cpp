@@ -9,11 +9,19 @@ constexpr std::size_t kAhead = 16;  // slots whose keys are fetched at a time
 
 }  // namespace
 
+auto SlotTable::slot_hash() const {
+  return [this](Slot slot) { return key_hash(seed_, key_of(slot)); };
+}
+
+SlotTable::SlotTable(const std::byte* keys, std::size_t stride, std::size_t num_slots,
+                     std::uint64_t seed)
+    : keys_(keys), stride_(stride), num_slots_(num_slots), seed_(seed) {
+  cells_.reserve(num_slots, 0, slot_hash());
+}
+
 auto SlotTable::is_at(const std::byte* key) const {
   return [this, key](Slot slot) { return std::memcmp(key_of(slot), key, kKeyBytes) == 0; };
 }
-
-void SlotTable::reserve(std::size_t num_keys) { cells_.reserve(num_keys, slot_hash()); }
 
 template <typename Visit>
 void SlotTable::for_each(const std::int64_t* slots, std::size_t num, Visit&& visit) const {
@@ -39,7 +47,7 @@ void SlotTable::find(const Key* keys, std::size_t num_keys, std::int64_t* found)
 
 void SlotTable::put(const std::int64_t* slots, std::size_t num) {
   for_each(slots, num, [&](Slot slot, std::uint64_t hash) {
-    if (!cells_.replace(hash, is_at(key_of(slot)), slot)) cells_.insert(hash, slot, slot_hash());
+    cells_.put(hash, is_at(key_of(slot)), slot, slot_hash());
   });
 }
 

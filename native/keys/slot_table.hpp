@@ -14,13 +14,10 @@ class SlotTable {
  public:
   // keys: of `num_slots` slots, `stride` bytes apart; not owned. A listed slot keeps its key.
   // seed: secret, so that nobody can name keys that all meet in one place.
-  SlotTable(const std::byte* keys, std::size_t stride, std::size_t num_slots, std::uint64_t seed)
-      : keys_(keys), stride_(stride), num_slots_(num_slots), seed_(seed) {}
+  // It has room for all slots at once.
+  SlotTable(const std::byte* keys, std::size_t stride, std::size_t num_slots, std::uint64_t seed);
   SlotTable(const SlotTable&) = delete;
   SlotTable& operator=(const SlotTable&) = delete;
-
-  // There will be about `num_keys` of them.
-  void reserve(std::size_t num_keys);
 
   // found[i]: the slot that is listed with keys[i], -1 where none is.
   void find(const Key* keys, std::size_t num_keys, std::int64_t* found) const;
@@ -38,9 +35,7 @@ class SlotTable {
   using Slot = std::uint32_t;
 
   const std::byte* key_of(Slot slot) const { return keys_ + slot * stride_; }
-  auto slot_hash() const {
-    return [this](Slot slot) { return key_hash(seed_, key_of(slot)); };
-  }
+  auto slot_hash() const;
   auto is_at(const std::byte* key) const;
   // Calls visit(slot, hash) for each slot; by then what it will look at has come near.
   template <typename Visit>
