@@ -23,7 +23,7 @@ namespace kvtier {
 //   cell = | tag | number |
 //
 // A tag of four bytes is the home: a part doubles, and closes a hole, without asking for a hash.
-// With one of a byte, cells have five bytes: for those who know how many there will be, and reserve.
+// With one of a byte, cells have five bytes: for those who know how many there will be.
 //
 // is_it(number): whether what is meant has this number. hash_of(number): of one that is listed.
 // Not safe to be used by several threads at once.
