@@ -122,8 +122,8 @@ def test_a_client_that_leaves_while_it_waits_ends_its_requests(narrow: Running) 
     before = counted(narrow, 499)
     body = {"model": MODEL, "prompt": "x", "max_tokens": 7000, "ignore_eos": True, "n": 2}
     with post_raw(narrow, json.dumps(body).encode()):
-        wait_until(lambda: narrow.engine.num_running == 1, "one choice runs")
-        assert narrow.engine.num_waiting == 1
+        engine = narrow.engine
+        wait_until(lambda: engine.num_running == engine.num_waiting == 1, "one runs, one waits")
     wait_until(lambda: is_idle(narrow.engine), "both choices end with their client")
     wait_until(lambda: counted(narrow, 499) == before + 1, "it is counted as left")
 
