@@ -57,8 +57,9 @@ $(INSTALLED): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 demo: setup
 	$(BIN)/kvtier bench serve --quick
 
+# A process per core. What a file sets up is made once: its tests stay together.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
 
 # Of the quick ones two start an engine; the others ask vLLM's classes.
 VLLM_TESTS := tests/vllm

@@ -9,6 +9,8 @@ from hypothesis import HealthCheck, settings
 # Models are built in or local; a test that would download one must fail at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Several tests run at once: threads that wait for others leave them the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Chosen by HYPOTHESIS_PROFILE. No deadline: unit tests are not timed, machines differ.
 _COMMON = {

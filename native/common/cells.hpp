@@ -214,7 +214,8 @@ class Cells {
   };
 
   static std::shared_ptr<Cell[]> allocate_cells(std::size_t num) {
-    Pages<Cell> pages = allocate_pages<Cell>(num);
+    const bool is_large = num * sizeof(Cell) >= static_cast<std::size_t>(PageSize::huge);
+    Pages<Cell> pages = allocate_pages<Cell>(num, is_large ? PageSize::huge : PageSize::usual);
     std::uninitialized_fill_n(pages.get(), num, Cell{});
     return pages;
   }

@@ -19,15 +19,21 @@ struct FreePages {
 template <typename Item>
 using Pages = std::unique_ptr<Item[], FreePages>;
 
+// Huge pages make look-ups in a large table faster; but to find some, a system may move memory
+// around for milliseconds: they are for what is made before any request comes.
+enum class PageSize : std::size_t { usual = 4096, huge = 2 << 20 };
+
 // Room for `num` items, which hold nothing defined. All pages are brought in at once: while an
-// index grows, one call in many pays for it, and not every call. Not huge pages: to find some, a
-// system may move memory around for milliseconds, in the middle of a request.
+// index grows, one call in many pays for it, and not every call.
 template <typename Item>
-Pages<Item> allocate_pages(std::size_t num) {
-  constexpr std::size_t kPage = 4096;
-  const std::size_t num_bytes = (num * sizeof(Item) + kPage - 1) / kPage * kPage;
-  void* const memory = std::aligned_alloc(kPage, num_bytes);
+Pages<Item> allocate_pages(std::size_t num, PageSize size = PageSize::usual) {
+  const auto page = static_cast<std::size_t>(size);
+  const std::size_t num_bytes = (num * sizeof(Item) + page - 1) / page * page;
+  void* const memory = std::aligned_alloc(page, num_bytes);
   if (memory == nullptr) throw std::bad_alloc();
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  if (size == PageSize::huge) ::madvise(memory, num_bytes, MADV_HUGEPAGE);
+#endif
 #if defined(__linux__) && defined(MADV_POPULATE_WRITE)
   ::madvise(memory, num_bytes, MADV_POPULATE_WRITE);  // older kernels refuse: then they fault
 #endif

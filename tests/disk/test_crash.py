@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -258,9 +259,12 @@ def test_killed_at_any_time_keeps_what_it_acknowledged(
             writer.stdin.write(f"{kill} {max(known, default=0)}\n".encode())
             writer.stdin.flush()
             number = int(writer.stdout.readline())
+            lines = []
+            if rng.random() < 0.75:  # else it may be killed while it opens the slab
+                lines.append(writer.stdout.readline())
             time.sleep(rng.random() ** 2 * 0.12)
             os.kill(number, signal.SIGKILL)
-            for line in iter(writer.stdout.readline, b"killed\n"):
+            for line in chain(lines, iter(writer.stdout.readline, b"killed\n")):
                 assert line, "the writer ended by itself"
                 if not line.endswith(b";\n"):
                     continue  # it was killed while it wrote this line: nobody was told
@@ -273,7 +277,7 @@ def test_killed_at_any_time_keeps_what_it_acknowledged(
             with world(tmp_path, NUM_SLOTS, num_parts) as here:
                 claim_all_but_in_doubt(here, known)
         writer.stdin.close()
-    assert num_acknowledged > num_kills, "hardly anything was stored before the kills"
+    assert num_acknowledged > num_kills // 2, "hardly anything was stored before the kills"
 
 
 def claim_all_but_in_doubt(here: World, known: dict[int, Slot]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.engine import Completion, Engine, EngineConfig, SamplingParams
 from kvtier.types import DEVICE, WritePolicy
 
 from .conftest import changed
@@ -30,10 +30,20 @@ def requests(tokens: list[int], count: int, seed: int) -> list[list[int]]:
     return prompts
 
 
+@pytest.fixture(scope="module")
+def plain(text: str) -> list[tuple[list[int], Completion]]:
+    """Prompts, and the answers to them without a cache."""
+    params = SamplingParams(max_tokens=4, keep_logits=True, ignore_eos=True)
+    with Engine(changed(prefix_cache=False, host=0, max_running=16)) as engine:
+        prompts = requests(engine.tokenizer.encode(text), 200, seed=7)
+        handles = [engine.submit(prompt, params) for prompt in prompts]
+        return [(each, handle.result(120)) for each, handle in zip(prompts, handles, strict=True)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", list(WritePolicy))
-def test_500_requests_leak_nothing_and_answer_as_without_cache(
-    make: Make, text: str, policy: WritePolicy
+def test_many_requests_leak_nothing_and_answer_as_without_cache(
+    make: Make, plain: list[tuple[list[int], Completion]], policy: WritePolicy
 ) -> None:
     """16 in flight; the device holds a few prompts, the host tier fewer blocks than one prompt.
 
@@ -41,22 +51,20 @@ def test_500_requests_leak_nothing_and_answer_as_without_cache(
     under load. Later ones are computed in batches whose make-up differs from run to run: they
     agree up to rounding.
     """
-    small = changed(
-        device_capacity="1500KiB",
-        host="300KiB",
-        policy=policy,
-        max_running=16,
-        max_model_tokens=500,
+    engine = make(
+        changed(
+            device_capacity="1500KiB",
+            host="300KiB",
+            policy=policy,
+            max_running=16,
+            max_model_tokens=500,
+        )
     )
-    engine = make(small)
-    plain = make(changed(prefix_cache=False, host=0, max_running=16))
-    prompts = requests(engine.tokenizer.encode(text), 500, seed=7)
     params = SamplingParams(max_tokens=4, keep_logits=True, ignore_eos=True)
-    handles = [engine.submit(prompt, params) for prompt in prompts]
-    references = [plain.submit(prompt, params) for prompt in prompts]
+    handles = [engine.submit(prompt, params) for prompt, _ in plain]
     num_cached = 0
-    for handle, reference in zip(handles, references, strict=True):
-        ours, theirs = handle.result(120), reference.result(120)
+    for handle, (_, theirs) in zip(handles, plain, strict=True):
+        ours = handle.result(120)
         assert ours.finish_reason == "length", ours.error
         assert ours.logits is not None
         assert theirs.logits is not None

@@ -93,7 +93,8 @@ class DiskPart:
 
     def _open_ports(self, arena: Memory | None) -> list[BlockPort]:
         """One engine, which a writer and a reader may use at once, and a buffer for each."""
-        num_slots = self.options.bounce_bytes // self.slot_bytes
+        most = self.slab.superblock.num_slots
+        num_slots = min(self.options.bounce_bytes // self.slot_bytes, most)
         bounces = [Bounce(num_slots, self.slot_bytes) for _ in range(2)]
         # Registered memory stays resident: not for buffers that are hardly needed.
         are_needed = self.num_bytes != self.slot_bytes
