@@ -13,8 +13,8 @@ from typing import Self
 import torch
 
 from benchmarks.scale.clients import NUM_CLIENTS, Load, first_tokens
-from benchmarks.scale.part import Part, Row, timed
-from benchmarks.targets import bounds, estimate, judged, ratio
+from benchmarks.scale.part import Part, Row, ratio_in_turn, timed, timed_in_turn
+from benchmarks.targets import bounds, estimate, judged
 from kvtier.engine import Completion, Engine, EngineConfig, RequestHandle, SamplingParams
 from kvtier.engine.request import Stage
 from kvtier.engine.sampling import Sampler, choose
@@ -37,11 +37,11 @@ def measure(quick: bool) -> Part:
     steps = decode_steps(sizes, rounds=6 if quick else 30)
     sampled = sampling((1, 4) if quick else (1, 16), calls=3 if quick else 9)
     loads = asyncio.run(first_tokens(20, 1) if quick else first_tokens(NUM_CLIENTS, 6))
-    by_size = {row.num: estimate(row.median_s, bounds(row.seconds)) for row in steps}
+    by_size = {row.num: row for row in steps}
     targets = [
         judged(
             "N7",
-            ratio(by_size[many], by_size[1]),
+            ratio_in_turn(by_size[1], by_size[many]),
             WANTED_STEP,
             at_least=False,
             what=f"decode step, {many} sequences against 1",
@@ -105,12 +105,9 @@ def prompt(number: int) -> list[int]:
 def decode_steps(sizes: Sequence[int], rounds: int) -> list[Row]:
     """Steps of engines of each size, in turn."""
     engines = {num: Generating.of(num) for num in sizes}
-    seconds: dict[int, list[float]] = {num: [] for num in sizes}
-    for _ in range(rounds):
-        for num, each in engines.items():
-            assert each.all_generate
-            seconds[num] += timed(each.step, 1)
+    seconds = timed_in_turn({num: each.step for num, each in engines.items()}, rounds)
     for each in engines.values():
+        assert each.all_generate
         verify(each.finish())
     return [
         Row("decode step", "kvtier", "sequences", num, seconds[num], {"context": PROMPT_TOKENS})

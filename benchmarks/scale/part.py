@@ -76,6 +76,14 @@ def timed_in_turn(
     return seconds
 
 
+def ratio_in_turn(base: Row, other: Row) -> Estimate:
+    """How many times as long ``other`` takes, where both were timed in turn: the median of those of
+    the rounds."""
+    return median_with_interval(
+        [s / base_s for base_s, s in zip(base.seconds, other.seconds, strict=True)]
+    )
+
+
 def exponent_in_turn(rows: Sequence[Row]) -> Estimate:
     """``exponent`` of sizes that were timed in turn: the median of those of the rounds."""
     rounds = zip(*(row.seconds for row in rows), strict=True)

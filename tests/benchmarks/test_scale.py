@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 from benchmarks.scale.keyed import World, steps
-from benchmarks.scale.part import Row, exponent
+from benchmarks.scale.part import Row, exponent, ratio_in_turn
 
 
 def calls(step: Callable[[], object]) -> Counter[str]:
@@ -70,3 +70,11 @@ def test_exponent_is_that_of_the_growth() -> None:
     apart = exponent([row(10, *[1.0] * 6), row(1000, *[0.5] * 3, *[2.0] * 3)])
     assert apart.low < 0 < apart.high
     assert exponent([row(10, 1.0), row(1000, 1.0)]).high > 5, "one call of each says nothing"
+
+
+def test_a_ratio_in_turn_does_not_see_slow_minutes() -> None:
+    slow = [1.0, 3.0, 1.0, 3.0, 1.0, 3.0, 1.0, 3.0]
+    one = Row("o", "c", "blocks", 1, slow)
+    many = Row("o", "c", "blocks", 64, [2.5 * s for s in slow])
+    found = ratio_in_turn(one, many)
+    assert found.value == found.low == found.high == 2.5

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.engine import SamplingParams
-from kvtier.engine.sampling import NO_TOKEN, TILE_LOGITS, Sampler, choose, logprobs
+from kvtier.engine.sampling import NO_TOKEN, TILE_LOGITS, Sampler, choose, logprobs, most_likely
 
 pytestmark = pytest.mark.engine
 
@@ -92,6 +92,20 @@ def test_equal_logits_leave_the_first_tokens() -> None:
     params = SamplingParams(temperature=1.0, top_p=0.25)
     chosen = {choose(torch.zeros(1, 64), [Sampler(params)])[0] for _ in range(500)}
     assert chosen == set(range(16))
+
+
+@pytest.mark.parametrize("shape", [(1, 128), (3, 4096), (5, 8192), (7, 5000), (1, 131_072)])
+def test_the_most_likely_token_is_the_first_maximum(shape: tuple[int, int]) -> None:
+    made = torch.Generator().manual_seed(shape[0])
+    logits = torch.randn(shape, generator=made)
+    for found in (
+        logits,
+        logits.round(),  # many are equal
+        torch.zeros(shape),
+        torch.full(shape, float("-inf")),
+        logits.log(),  # some are no numbers
+    ):
+        assert torch.equal(most_likely(found), found.argmax(-1))
 
 
 @pytest.mark.parametrize(
