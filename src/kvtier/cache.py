@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from kvtier._hot import Numbers
 from kvtier.config import CacheConfig
 from kvtier.devices import Device, Finding
 from kvtier.errors import Closed, ConfigError
@@ -167,7 +168,7 @@ class Cache:
             slots, new_slots = new_slots[: len(copy.blocks)], new_slots[len(copy.blocks) :]
             self._ladder.load(copy, slots)
         shared = self._index.slots(lease.blocks, DEVICE)
-        lease.slots = [*shared, *new_slots]
+        lease.slots = Numbers.joined(shared, new_slots)
         self._ladder.wait_for(lease, shared)
         lease.deadline = self._clock() + self.config.load_deadline_s
         self._loading[lease] = None
@@ -202,7 +203,7 @@ class Cache:
         )
         if not made.blocks:
             return  # on their way from elsewhere: ours stay private
-        lease.slots[first : first + len(made.slots)] = made.slots
+        lease.put(first, made.slots)
         twins = [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
         self._ladder.give_back(twins)
         lease.adopt(made.blocks, DEVICE)

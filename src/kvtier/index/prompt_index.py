@@ -28,8 +28,8 @@ class Inserted(NamedTuple):
     of them are in a slot that the caller gave.
     """
 
-    blocks: list[BlockId]
-    slots: list[Slot]
+    blocks: Sequence[BlockId]
+    slots: Sequence[Slot]
     num_new: int
 
 
@@ -98,7 +98,7 @@ class PromptIndex(BlockIndex):
     @abstractmethod
     def extend(
         self, namespace: bytes, labels: Sequence[Label], after: BlockId | None = None
-    ) -> list[BlockId]:
+    ) -> Sequence[BlockId]:
         """Numbers of the blocks along ``labels``, known or new. Begin a write before anything else:
         a block that no column holds is forgotten by the next change near it.
 

@@ -118,7 +118,7 @@ class Recall:
             return None
         return question.next(path[-1], min(MOST_KEYS, GROWTH * len(there)))
 
-    def _path(self, question: _Question, num: int) -> list[BlockId]:
+    def _path(self, question: _Question, num: int) -> Sequence[BlockId]:
         """The first ``num`` blocks that a question is about; what is in front of them may have
         been forgotten meanwhile."""
         first, labels, above = question.first, question.labels, question.above
@@ -133,7 +133,7 @@ class Recall:
     # -- single blocks, where storage answers at once ---------------------------------------------
 
     def ask_each(
-        self, keys: Sequence[BlockKey], make: Callable[[Sequence[int]], list[BlockId]]
+        self, keys: Sequence[BlockKey], make: Callable[[Sequence[int]], Sequence[BlockId]]
     ) -> int:
         """``ask`` for blocks by what they are called in storage. Returns how many are known now.
 
