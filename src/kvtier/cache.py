@@ -34,6 +34,9 @@ from kvtier.types import DEVICE, Label, LoadPolicy, Match, PrefetchPolicy, Write
 
 logger = logging.getLogger(__name__)
 
+LONG_PROMPT = 1024
+"""Blocks: to hash fewer of them takes half a millisecond, and the cache's thread does it itself."""
+
 
 class Cache:
     """A prefix cache over the engine's device pool and the tiers below it.
@@ -73,6 +76,11 @@ class Cache:
         )
 
     # -- the life of a request --------------------------------------------------------------------
+
+    def wants_keys(self, labels: Sequence[Label]) -> bool:
+        """Whether ``Labels.compute_keys`` should be called, where a request is submitted: storage
+        may have to be asked for a prompt that takes long to hash. Any thread may ask."""
+        return len(labels) >= LONG_PROMPT and self._ladder.has_unfound
 
     def prefetch(self, namespace: bytes, labels: Sequence[Label]) -> Prefetch | None:
         """While a request waits for its turn, read what storage has of it into host memory.
@@ -203,6 +211,7 @@ class Cache:
         )
         if not made.blocks:
             return  # on their way from elsewhere: ours stay private
+        self._index.learn_keys(lease.namespace, labels, made.blocks)
         lease.put(first, made.slots)
         twins = [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
         self._ladder.give_back(twins)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.index import BlockIndex, PromptIndex, State
-from kvtier.keys import next_keys
+from kvtier.keys import keys_along
 from kvtier.ladder.row import Row
 from kvtier.ladder.space import Space
 from kvtier.ladder.traffic import Traffic
@@ -46,7 +46,7 @@ class _Question:
         """The same of the next blocks, behind those that were there."""
         first = self.first + len(self.keys)
         before = self.keys[-1] if self.keys else self.before
-        keys = next_keys(before, self.labels[first : first + num_keys])
+        keys = keys_along(self.namespace, self.labels, first, num_keys, before)
         return replace(self, first=first, above=above, before=before, keys=keys)
 
 
