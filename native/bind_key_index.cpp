@@ -9,6 +9,7 @@
 #include "bind.hpp"
 #include "bound_columns.hpp"
 #include "bound_values.hpp"
+#include "packed.hpp"
 #include "keys/key_index.hpp"
 
 namespace nb = nanobind;
@@ -191,10 +192,7 @@ class KeyIndex {
     for (std::size_t i = 0; i < items.size(); ++i) keys_[i] = bound::to_label(items[i]);
   }
   const std::vector<BlockId>& read_blocks(nb::handle blocks) {
-    const bound::Items items(blocks, "blocks must be iterable");
-    blocks_.resize(items.size());
-    for (std::size_t i = 0; i < items.size(); ++i)
-      blocks_[i] = bound::to_number(items[i], "a block");
+    bound::Given(blocks, "blocks must be iterable").blocks(blocks_);
     return blocks_;
   }
 
@@ -213,10 +211,9 @@ class KeyIndex {
   }
   template <typename Change>
   void pairs(nb::handle blocks, nb::handle values, Change&& change) {
-    const bound::Items items(values, "slots must be iterable");
+    const bound::Given given(values, "slots must be iterable");
     read_blocks(blocks);
-    slots_.resize(items.size());
-    for (std::size_t i = 0; i < items.size(); ++i) slots_[i] = bound::to_slot(items[i]);
+    given.slots(slots_);
     if (blocks_.size() != slots_.size())
       fail(PyExc_ValueError, "one number for each block: %zu blocks, %zu numbers", blocks_.size(),
            slots_.size());

@@ -6,6 +6,7 @@
 #include "bind.hpp"
 #include "bound_values.hpp"
 #include "errors.hpp"
+#include "packed.hpp"
 #include "slots/free_slots.hpp"
 
 namespace nb = nanobind;
@@ -44,14 +45,11 @@ class FreeSlots {
   }
 
   void free(nb::handle freed) {
-    const bound::Items items(freed, "slots must be a sequence");
-    std::vector<slots::Slot> these =
-        guarded([&] { return std::vector<slots::Slot>(items.size()); });
-    for (std::size_t i = 0; i < items.size(); ++i) {
-      these[i] = bound::to_slot(items[i]);
-      if (these[i] >= num_opened_)
-        fail(PyExc_ValueError, "slot %u is none of the %zu that are open", these[i], num_opened_);
-    }
+    std::vector<slots::Slot> these;
+    bound::checked([&] { bound::Given(freed, "slots must be a sequence").slots(these); });
+    for (const slots::Slot slot : these)
+      if (slot >= num_opened_)
+        fail(PyExc_ValueError, "slot %u is none of the %zu that are open", slot, num_opened_);
     const std::size_t twice = free_.free(these);
     if (twice != free_.num_slots())
       fail(PyExc_AssertionError, "slot %zu was freed twice", twice);
@@ -60,7 +58,7 @@ class FreeSlots {
   nb::object take(nb::handle num_slots) {
     const std::size_t num = to_count(num_slots, "num_slots", free_.num_free());
     const std::vector<slots::Slot> taken = guarded([&] { return free_.take(num); });
-    return bound::list_of(taken, [](slots::Slot slot) { return bound::number(slot); });
+    return bound::numbers_of(taken);
   }
 
  private:
@@ -84,7 +82,7 @@ void bind_slots(nb::module_& module) {
       .def("free", &FreeSlots::free, nb::arg("slots").none(), nb::lock_self(),
            nb::sig("def free(self, slots: Sequence[int]) -> None"))
       .def("take", &FreeSlots::take, nb::arg("num_slots").none(), nb::lock_self(),
-           nb::sig("def take(self, num_slots: int) -> list[int]"));
+           nb::sig("def take(self, num_slots: int) -> Numbers"));
 }
 
 }  // namespace kvtier

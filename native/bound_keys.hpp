@@ -7,30 +7,33 @@
 
 #include "bind.hpp"
 #include "bound_values.hpp"
+#include "packed.hpp"
 #include "trie/block_trie.hpp"
 
 namespace kvtier::bound {
 
 inline nb::object bytes(trie::Label label) { return nb::bytes(label.data, label.size); }
 
-// (namespace, depth, key or None) of each block: three lists.
+// (namespace of each, depths, keys, whether there is a key for each). A block without one has zeros.
 inline nb::object names_of(const trie::BlockTrie& trie, const std::vector<trie::BlockId>& blocks) {
   return checked([&] {
     trie::Label last{nullptr, 0};
     nb::object space;
+    Numbers depths(blocks.size());
+    Keys keys(blocks.size());
+    std::size_t i = 0;
+    bool are_all_known = true;
     nb::object spaces = list_of(blocks, [&](trie::BlockId block) {
-      const trie::Label from = trie.origin(block).space;
+      const auto [from, depth] = trie.origin(block);
       if (from.data != last.data || !space.is_valid()) space = bytes(last = from);
+      const trie::Key* const key = trie.known_key(block);
+      are_all_known &= key != nullptr;
+      depths.data()[i] = depth;
+      keys.data()[i++] = key == nullptr ? trie::Key{} : *key;
       return space;
     });
-    nb::object depths =
-        list_of(blocks, [&](trie::BlockId block) { return number(trie.origin(block).depth); });
-    nb::object keys = list_of(blocks, [&](trie::BlockId block) -> nb::object {
-      const trie::BlockTrie::Key* const key = trie.known_key(block);
-      if (key == nullptr) return nb::none();
-      return bytes({key->data(), key->size()});
-    });
-    return nb::make_tuple(spaces, depths, keys);
+    return nb::make_tuple(spaces, std::move(depths).given(), std::move(keys).given(),
+                          are_all_known);
   });
 }
 
@@ -39,20 +42,16 @@ inline nb::object missing_keys_of(const trie::BlockTrie& trie, trie::BlockId blo
   std::vector<trie::BlockTrie::Unnamed> missing;
   const std::string_view before = checked([&] { return trie.missing_keys(block, missing); });
   return nb::make_tuple(nb::bytes(before.data(), before.size()),
-                        list_of(missing, [](const auto& each) { return number(each.block); }),
+                        numbers_of(missing, [](const auto& each) { return each.block; }),
                         list_of(missing, [](const auto& each) { return bytes(each.label); }));
 }
 
 inline void set_keys(trie::BlockTrie& trie, const std::vector<trie::BlockId>& blocks,
-                     const Items& keys) {
+                     const Keys& keys) {
   if (keys.size() != blocks.size()) fail(PyExc_ValueError, "a key for each block");
-  for (std::size_t i = 0; i < keys.size(); ++i) {
-    const std::string_view text = to_bytes(keys[i], "a key");
-    trie::BlockTrie::Key key;
-    if (text.size() != key.size()) fail(PyExc_ValueError, "a key has %zu bytes", key.size());
-    std::memcpy(key.data(), text.data(), key.size());
-    checked([&] { trie.set_key(blocks[i], key); });
-  }
+  checked([&] {
+    for (std::size_t i = 0; i < keys.size(); ++i) trie.set_key(blocks[i], keys.data()[i]);
+  });
 }
 
 }  // namespace kvtier::bound

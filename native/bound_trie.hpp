@@ -15,6 +15,7 @@
 #include "bound_keys.hpp"
 #include "bound_labels.hpp"
 #include "bound_values.hpp"
+#include "packed.hpp"
 #include "trie/block_trie.hpp"
 
 namespace kvtier::bound {
@@ -62,7 +63,7 @@ class BlockTrie {
       trie_.match(to_name(space.ptr(), "a namespace"), path, found_);
     });
     const nb::object fields[] = {
-        tuple_of(found_, [](const auto& each) { return number(each.block); }),
+        numbers_of(found_, [](const auto& each) { return each.block; }),
         tuple_of(found_, [&](const auto& each) { return nb::borrow(columns_.tiers()[each.tier]); }),
         tuple_of(found_,
                  [](const auto& each) { return nb::borrow(each.in_flight ? Py_True : Py_False); }),
@@ -97,7 +98,7 @@ class BlockTrie {
     nb::object in_flight = table_of(num_groups, num_blocks, [&](auto... at) {
       return nb::borrow(place(at...).in_flight ? Py_True : Py_False);
     });
-    return nb::make_tuple(tuple_of(found.blocks, number), tiers, in_flight,
+    return nb::make_tuple(numbers_of(found.blocks), tiers, in_flight,
                           tuple_of(found.cuts, number), num_asked);
   }
 
@@ -140,14 +141,14 @@ class BlockTrie {
     const std::size_t at = columns_.position(column);
     read_blocks(blocks);
     return checked([&] {
-      return list_of(blocks_, [&](BlockId block) { return number(trie_.slot(block, at)); });
+      return numbers_of(blocks_, [&](BlockId block) { return trie_.slot(block, at); });
     });
   }
 
   nb::object prefixes(nb::handle blocks, nb::handle column) {
     const std::size_t at = columns_.position(column);
     read_blocks(blocks);
-    return checked([&] { return list_of(trie_.prefixes(blocks_, at), number); });
+    return checked([&] { return numbers_of(trie_.prefixes(blocks_, at)); });
   }
 
   std::uint32_t num_uses(nb::handle block) {
@@ -157,7 +158,7 @@ class BlockTrie {
   nb::object num_uses_of(nb::handle blocks) {
     read_blocks(blocks);
     return checked([&] {
-      return list_of(blocks_, [&](BlockId block) { return number(trie_.num_uses(block)); });
+      return numbers_of(blocks_, [&](BlockId block) { return trie_.num_uses(block); });
     });
   }
   std::size_t num_evictable(nb::handle column) {
@@ -173,18 +174,17 @@ class BlockTrie {
       blocks_.clear();
       trie_.extend(to_name(space.ptr(), "a namespace"), path, optional_block(after), blocks_);
     });
-    return list_of(blocks_, number);
+    return numbers_of(blocks_);
   }
 
   nb::object insert(nb::handle space, nb::handle labels, nb::handle column, nb::handle slots,
                     double now, nb::handle after, bool hold) {
     const std::size_t at = columns_.position(column);
-    const Items given(slots, "slots must be iterable");
     to_time(now);
+    const Given given(slots, "slots must be iterable");
     std::size_t num_new = 0;
     labels_.read(labels, [&](trie::Labels& path) {
-      read_slots(given);
-      given_ = slots_;
+      given.slots(slots_);
       blocks_.clear();
       if (path.size() != slots_.size())
         fail(PyExc_ValueError, "a slot for each block: %zu labels, %zu slots", path.size(),
@@ -192,20 +192,15 @@ class BlockTrie {
       num_new = trie_.insert(to_name(space.ptr(), "a namespace"), path, optional_block(after), at,
                              slots_, now, hold, blocks_);
     });
-    // A slot that was taken as it was given is the object that was given.
-    nb::object used = owned(PyList_New(static_cast<Py_ssize_t>(blocks_.size())));
-    for (std::size_t i = 0; i < blocks_.size(); ++i) {
-      nb::object slot = slots_[i] == given_[i] ? nb::borrow(given[i]) : number(slots_[i]);
-      PyList_SET_ITEM(used.ptr(), static_cast<Py_ssize_t>(i), slot.release().ptr());
-    }
-    return nb::make_tuple(list_of(blocks_, number), used, num_new);
+    slots_.resize(blocks_.size());  // the path may end before the labels do
+    return nb::make_tuple(numbers_of(blocks_), numbers_of(slots_), num_new);
   }
 
   void begin_write(nb::handle blocks, nb::handle column, nb::handle slots) {
     const std::size_t at = columns_.position(column);
-    const Items given(slots, "slots must be iterable");
+    const Given given(slots, "slots must be iterable");
     read_blocks(blocks);
-    read_slots(given);
+    given.slots(slots_);
     if (blocks_.size() != slots_.size())
       fail(PyExc_ValueError, "a slot for each block: %zu blocks, %zu slots", blocks_.size(),
            slots_.size());
@@ -251,14 +246,14 @@ class BlockTrie {
     checked([&] {
       for (const BlockId block : blocks_) slots_.push_back(trie_.abort(block, at));
     });
-    return list_of(slots_, number);
+    return numbers_of(slots_);
   }
   nb::object forget(nb::handle blocks, nb::handle column) {
     const std::size_t at = columns_.position(column);
     read_blocks(blocks);
     slots_.clear();
     checked([&] { trie_.forget(blocks_, at, slots_); });
-    return list_of(slots_, number);
+    return numbers_of(slots_);
   }
   void touch(nb::handle blocks, double now) {
     to_time(now);
@@ -271,7 +266,7 @@ class BlockTrie {
     const std::size_t most = to_limit(num_blocks);
     blocks_.clear();
     checked([&] { trie_.evict(at, most, blocks_); });
-    return list_of(blocks_, number);
+    return numbers_of(blocks_);
   }
 
   // Evicts and forgets; the slots that are free now.
@@ -284,14 +279,15 @@ class BlockTrie {
       trie_.evict(at, most, blocks_);
       trie_.forget(blocks_, at, slots_);
     });
-    return list_of(slots_, number);
+    return numbers_of(slots_);
   }
 
   nb::object missing_keys(nb::handle block) {
     return missing_keys_of(trie_, to_number(block.ptr(), "a block"));
   }
   void set_keys(nb::handle blocks, nb::handle keys) {
-    bound::set_keys(trie_, read_blocks(blocks), Items(keys, "keys must be a sequence"));
+    const Keys given = packed_from<trie::Key>(keys);
+    bound::set_keys(trie_, read_blocks(blocks), given);
   }
 
   // (block, parent, label, num_uses, [(state, slot, leases, num_children) per column]) of every
@@ -334,15 +330,8 @@ class BlockTrie {
   }
 
   const std::vector<BlockId>& read_blocks(nb::handle blocks) {
-    const Items items(blocks, "blocks must be iterable");
-    blocks_.resize(items.size());
-    for (std::size_t i = 0; i < items.size(); ++i) blocks_[i] = to_number(items[i], "a block");
+    Given(blocks, "blocks must be iterable").blocks(blocks_);
     return blocks_;
-  }
-
-  void read_slots(const Items& items) {
-    slots_.resize(items.size());
-    for (std::size_t i = 0; i < items.size(); ++i) slots_[i] = to_slot(items[i]);
   }
 
   template <typename Change>
@@ -363,7 +352,6 @@ class BlockTrie {
   // Kept from call to call, to spare allocations.
   std::vector<BlockId> blocks_;
   std::vector<Slot> slots_;
-  std::vector<Slot> given_;
   std::vector<trie::BlockTrie::Found> found_;
 };
 

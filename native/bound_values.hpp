@@ -89,6 +89,13 @@ inline trie::Slot to_slot(PyObject* value) {
   return static_cast<trie::Slot>(slot);
 }
 
+inline trie::Slot to_slot(std::uint64_t value) {
+  if (value > std::numeric_limits<trie::Slot>::max())
+    fail(PyExc_ValueError, "slot %llu is not in 0 .. 2**32 - 1",
+         static_cast<unsigned long long>(value));
+  return static_cast<trie::Slot>(value);
+}
+
 inline std::string_view to_bytes(PyObject* value, const char* what) {
   if (!PyBytes_Check(value))
     fail(PyExc_TypeError, "%s must be bytes, not %s", what, Py_TYPE(value)->tp_name);

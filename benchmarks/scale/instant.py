@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvtier._hot import copy_batch
+from kvtier._hot import KeyTable, copy_batch
 from kvtier.devices import Finding
 from kvtier.layout import KVGroup
 from kvtier.tiers import Outcome, Pieces, StorageFacts, StorageTier
+from kvtier.tiers.disk.records import as_keys
 from kvtier.types import BlockKey, BlockName, keys_of
 
 
@@ -18,7 +19,7 @@ class InstantShelf:
 
     def __init__(self, group: KVGroup, num_blocks: int) -> None:
         self.content = np.zeros((num_blocks, group.bytes_per_block), np.uint8)
-        self.rows: dict[BlockKey, int] = {}
+        self.rows = KeyTable(np.empty(0, "V32"), np.empty(0, np.int64))
 
 
 class InstantStorage(StorageTier):
@@ -41,25 +42,28 @@ class InstantStorage(StorageTier):
         return self._is_new
 
     def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
-        rows = self._shelf.rows
-        if all(map(rows.__contains__, keys)):
+        there = self._shelf.rows.find(as_keys(keys)) >= 0
+        if there.all():
             return [Outcome.THERE] * len(keys)
-        return [Outcome.THERE if key in rows else Outcome.ABSENT for key in keys]
+        return [Outcome.THERE if each else Outcome.ABSENT for each in there]
 
     def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
-        rows = self._shelf.rows
-        at = [rows.setdefault(key, len(rows)) for key in keys_of(names)]
+        rows, keys = self._shelf.rows, as_keys(keys_of(names))
+        at = rows.find(keys)
+        at[at < 0] = len(rows) + np.arange(np.count_nonzero(at < 0))
+        rows.put(keys, at)
         self._copy(self._addresses(at), blocks.addresses[:, 0])
         return [Outcome.THERE] * len(names)
 
     def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
-        at = list(map(self._shelf.rows.__getitem__, keys))
+        at = self._shelf.rows.find(as_keys(keys))
+        assert (at >= 0).all(), "asked for what is not there"
         self._copy(blocks.addresses[:, 0], self._addresses(at))
         return [Outcome.THERE] * len(keys)
 
-    def _addresses(self, at: list[int]) -> np.ndarray:
+    def _addresses(self, at: np.ndarray) -> np.ndarray:
         begin = self._shelf.content.ctypes.data
-        return (np.array(at, np.int64) * self.bytes_per_block + begin).astype(np.uint64)
+        return (at * self.bytes_per_block + begin).astype(np.uint64)
 
     def _copy(self, dst: np.ndarray, src: np.ndarray) -> None:
         sizes = np.full(len(dst), self.bytes_per_block, np.uint64)

@@ -10,8 +10,9 @@ fetch        what the engine calls when the request comes
 all polls    until the lease is ready; worst poll: the longest of them
 release      at the request's end
 in all       their sum
+keys         hashed before, on the thread that submits the request
 plan         of fetch the planner alone
-known, restarted: whether the index knew the prompt, or its keys had to be hashed and asked for
+known, restarted: whether the index knew the prompt, or storage had to be asked for its keys
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -84,6 +86,7 @@ class Times:
     polls: list[float] = field(default_factory=list)
     worst_poll: list[float] = field(default_factory=list)
     release: list[float] = field(default_factory=list)
+    keys: list[float] = field(default_factory=list)
     plan: list[float] = field(default_factory=list)
     num_polls: int = 0
 
@@ -98,7 +101,8 @@ class LongPrompt:
     def __init__(self, num_tokens: int) -> None:
         rng = np.random.default_rng(num_tokens)
         self.num_tokens = num_tokens
-        self.labels = token_labels(rng.integers(0, 128_000, num_tokens), BLOCK_SIZE)
+        self._tokens = rng.integers(0, 128_000, num_tokens)
+        self.labels = token_labels(self._tokens, BLOCK_SIZE)
         size = len(self.labels), GROUP.bytes_per_block
         self._content = rng.integers(0, 256, size, np.uint8)
         self._shelf = InstantShelf(GROUP, len(self.labels))
@@ -143,9 +147,12 @@ class LongPrompt:
 
     def _load(self, times: Times) -> None:
         """A request that finds all of its blocks in storage."""
+        labels = token_labels(self._tokens, BLOCK_SIZE)
+        if self._cache.wants_keys(labels):  # as whoever submits a request
+            times.keys += timed(partial(labels.compute_keys, NAMESPACE), 1)
         gc.collect()
         began = time.thread_time()
-        lease = fetched(self._cache, self.labels)
+        lease = fetched(self._cache, labels)
         times.fetch.append(time.thread_time() - began)
         polls = []
         while not lease.ready:
@@ -173,6 +180,7 @@ class LongPrompt:
             "worst poll": times.worst_poll,
             "release": times.release,
             "in all": times.in_all,
+            "keys": times.keys,
             "plan": times.plan,
         }
         more: dict[str, object] = {"polls": times.num_polls}

@@ -21,7 +21,9 @@ else:
             BlockTrie,
             FreeSlots,
             KeyIndex,
+            Keys,
             KeyTable,
+            Numbers,
             SlotTable,
             UringRing,
             copy_batch,
@@ -42,6 +44,7 @@ if _reason:
     from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows
     from kvtier._reference.free_slots import FreeSlots  # type: ignore[assignment]
     from kvtier._reference.key_table import KeyTable  # type: ignore[assignment]
+    from kvtier._reference.packed import Keys, Numbers  # type: ignore[assignment]
     from kvtier._reference.slot_table import SlotTable  # type: ignore[assignment]
     from kvtier._reference.tokens import pack_tokens
 
@@ -65,6 +68,8 @@ __all__ = [
     "FreeSlots",
     "KeyIndex",
     "KeyTable",
+    "Keys",
+    "Numbers",
     "SlotTable",
     "UringRing",
     "copy_batch",

@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+from kvtier._hot import Numbers
 from kvtier.config import CacheConfig
 from kvtier.devices import Device, Finding
 from kvtier.errors import Closed, ConfigError
@@ -32,6 +33,9 @@ from kvtier.transfer import CopyJob, LayerGate, LocalMover
 from kvtier.types import DEVICE, Label, LoadPolicy, Match, PrefetchPolicy, WritePolicy
 
 logger = logging.getLogger(__name__)
+
+LONG_PROMPT = 1024
+"""Blocks: to hash fewer of them takes half a millisecond, and the cache's thread does it itself."""
 
 
 class Cache:
@@ -72,6 +76,11 @@ class Cache:
         )
 
     # -- the life of a request --------------------------------------------------------------------
+
+    def wants_keys(self, labels: Sequence[Label]) -> bool:
+        """Whether ``Labels.compute_keys`` should be called, where a request is submitted: storage
+        may have to be asked for a prompt that takes long to hash. Any thread may ask."""
+        return len(labels) >= LONG_PROMPT and self._ladder.has_unfound
 
     def prefetch(self, namespace: bytes, labels: Sequence[Label]) -> Prefetch | None:
         """While a request waits for its turn, read what storage has of it into host memory.
@@ -167,7 +176,7 @@ class Cache:
             slots, new_slots = new_slots[: len(copy.blocks)], new_slots[len(copy.blocks) :]
             self._ladder.load(copy, slots)
         shared = self._index.slots(lease.blocks, DEVICE)
-        lease.slots = [*shared, *new_slots]
+        lease.slots = Numbers.joined(shared, new_slots)
         self._ladder.wait_for(lease, shared)
         lease.deadline = self._clock() + self.config.load_deadline_s
         self._loading[lease] = None
@@ -202,7 +211,8 @@ class Cache:
         )
         if not made.blocks:
             return  # on their way from elsewhere: ours stay private
-        lease.slots[first : first + len(made.slots)] = made.slots
+        self._index.learn_keys(lease.namespace, labels, made.blocks)
+        lease.put(first, made.slots)
         twins = [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
         self._ladder.give_back(twins)
         lease.adopt(made.blocks, DEVICE)

@@ -54,7 +54,7 @@ class Reserved:
     """Room in memory for new blocks: their keys, their slots, and the keys that left for them."""
 
     keys: list[bytes]
-    slots: list[Slot]
+    slots: Sequence[Slot]
     evicted: list[bytes]
 
 
@@ -289,7 +289,7 @@ class KeyedCache:
             del self._copied[slot]
         self._stores.ended(blocks)
 
-    def hold(self, keys: Sequence[bytes]) -> list[Slot]:
+    def hold(self, keys: Sequence[bytes]) -> Sequence[Slot]:
         """Slots of blocks in memory, to be copied from. They stay until ``release``."""
         blocks = self._known(keys)
         self._index.lease(blocks, self.memory)

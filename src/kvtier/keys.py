@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from kvtier._hot import pack_tokens
+from kvtier._hot import Keys, pack_tokens
 from kvtier.errors import ConfigError
 from kvtier.types import BlockKey, Label
 
@@ -71,7 +71,7 @@ class Labels(Sequence[Label]):
     blocks that it stands for, counted from the start of the buffer.
     """
 
-    __slots__ = ("spec",)
+    __slots__ = ("_computed", "spec")
 
     def __init__(
         self,
@@ -97,9 +97,12 @@ class Labels(Sequence[Label]):
             start, stop, step = at.indices(num)
             if step != 1:
                 return [self[position] for position in range(start, stop, step)]
-            return Labels(
+            part = Labels(
                 tokens, block_bytes, blocks_per_chunk, first + start, max(stop - start, 0)
             )
+            if hasattr(self, "_computed"):
+                part._computed = self._computed
+            return part
         if not -num <= at < num:
             raise IndexError(f"block {at} of a prompt with {num} full blocks")
         block = first + at % num
@@ -122,6 +125,18 @@ class Labels(Sequence[Label]):
             for at in range(-first % blocks_per_chunk, num, blocks_per_chunk):
                 labels[at] = self[at]
         return iter(labels)
+
+    def compute_keys(self, namespace: bytes) -> None:
+        """Hash the whole prompt, for whoever asks for its keys later: half a microsecond a block,
+        on the thread that calls. These labels must be its first ones."""
+        assert self.spec[3] == 0, "keys are computed from the first block on"
+        self._computed = namespace, next_keys(namespace, self)
+
+    def computed_keys(self, namespace: bytes) -> Sequence[BlockKey] | None:
+        """The blocks' keys, where ``compute_keys`` was called before, here or of a longer part."""
+        known_in, keys = getattr(self, "_computed", (None, ()))
+        first, num = self.spec[3:]
+        return keys[first : first + num] if known_in == namespace else None
 
     def check(self) -> None:
         """Raise ``ValueError`` where the blocks are not within the tokens, or no whole tokens. An
@@ -220,7 +235,19 @@ def next_key(previous: bytes, label: Label) -> BlockKey:
     return BlockKey(blake3(previous + label).digest())
 
 
-def next_keys(previous: bytes, labels: Sequence[Label]) -> list[BlockKey]:
+def keys_along(
+    namespace: bytes, labels: Sequence[Label], first: int, num: int, before: bytes
+) -> Sequence[BlockKey]:
+    """Keys of blocks of a prompt, ``num`` of them from ``first`` on: computed ahead, or else now.
+
+    before: the key in front of them, or the namespace.
+    """
+    some = labels[first : first + num]
+    known = some.computed_keys(namespace) if isinstance(some, Labels) else None
+    return next_keys(before, some) if known is None else known
+
+
+def next_keys(previous: bytes, labels: Sequence[Label]) -> Sequence[BlockKey]:
     """Keys of blocks below each other, the first of them after the prefix that ``previous``
     names."""
     hasher = blake3()  # one for all: to make one takes longer than to hash a block
@@ -229,4 +256,4 @@ def next_keys(previous: bytes, labels: Sequence[Label]) -> list[BlockKey]:
         previous = hasher.update(previous + label).digest()
         hasher.reset()
         keys.append(previous)
-    return cast("list[BlockKey]", keys)
+    return cast("Sequence[BlockKey]", Keys(keys))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvtier._hot import Numbers
 from kvtier.index import PromptIndex
-from kvtier.runs import runs_of
+from kvtier.runs import has, runs_of
 from kvtier.telemetry import RequestRecord
 from kvtier.transfer import Transfer, Waiter
 from kvtier.types import DEVICE, BlockId, GroupMatch, Label, Match, Slot, column_of
@@ -36,9 +37,9 @@ class Lease(Waiter):
         self._index = index
         self.namespace = namespace
         self.labels = labels
-        self.blocks: list[BlockId] = list(match.blocks)
+        self.blocks = match.blocks
         self.held: list[list[str | None]] = []
-        self.slots: list[Slot] = []
+        self.slots: Sequence[Slot] = []
         self.num_stored = 0
         self.broken = self.late = False
         self.released = False
@@ -69,9 +70,14 @@ class Lease(Waiter):
         return found
 
     @property
-    def room(self) -> list[Slot]:
+    def room(self) -> Sequence[Slot]:
         """Slots that only this request uses."""
         return self.slots[len(self.blocks) :]
+
+    def put(self, first: int, slots: Sequence[Slot]) -> None:
+        """The blocks from ``first`` on are in ``slots``."""
+        behind = self.slots[first + len(slots) :]
+        self.slots = Numbers.joined(self.slots[:first], slots, behind)
 
     def adopt(
         self, blocks: Sequence[BlockId], tier: str, group: int = 0, first: int | None = None
@@ -85,8 +91,10 @@ class Lease(Waiter):
         first = len(held) if first is None else first
         assert len(held) <= first <= len(self.blocks), "adopted twice, or not in prompt order"
         num_known = len(self.blocks) - first
-        assert self.blocks[first:] == list(blocks[:num_known]), "blocks of another prompt"
-        self.blocks += blocks[num_known:]
+        assert Numbers(self.blocks[first:]) == Numbers(blocks[:num_known]), (
+            "blocks of another prompt"
+        )
+        self.blocks = Numbers.joined(self.blocks, blocks[num_known:])
         held += [None] * (first - len(held))
         held += [tier] * len(blocks)
 
@@ -98,14 +106,14 @@ class Lease(Waiter):
         """
         for group, rule in enumerate(self._index.rules):
             held, needed = self.held[group], rule.needed(num_blocks)
-            is_there = len(held) >= num_blocks and None not in held[needed.start : num_blocks]
+            is_there = len(held) >= num_blocks and not has(held[needed.start : num_blocks], None)
             assert is_there, f"group {group}: no cut after {num_blocks} blocks"
             if needed.start:
                 self._let_go(group, range(needed.start))
                 held[: needed.start] = [None] * needed.start
             self._let_go(group, range(num_blocks, len(held)))
             del held[num_blocks:]
-        del self.blocks[num_blocks:]
+        self.blocks = self.blocks[:num_blocks]
 
     def _let_go(self, group: int, positions: range) -> None:
         """Of what it holds of a group at these positions."""

@@ -159,7 +159,7 @@ class Match:
     num_asked: how many blocks were asked for.
     """
 
-    blocks: tuple[BlockId, ...]
+    blocks: Sequence[BlockId]
     tiers: tuple[str, ...]
     in_flight: tuple[bool, ...]
     num_asked: int
@@ -206,7 +206,7 @@ class GroupMatch:
     num_asked: how many blocks were asked for.
     """
 
-    blocks: tuple[BlockId, ...]
+    blocks: Sequence[BlockId]
     tiers: tuple[tuple[str | None, ...], ...]
     in_flight: tuple[tuple[bool, ...], ...]
     cuts: Sequence[int]

@@ -140,7 +140,7 @@ class IndexMachine(RuleBasedStateMachine):
         if cut == 1:
             return self.index.extend(path[0], path[1:])
         above = [self.model[path[:length]].block for length in range(2, cut + 1)]
-        return above + self.index.extend(path[0], path[cut:], above[-1])
+        return [*above, *self.index.extend(path[0], path[cut:], above[-1])]
 
     @precondition(lambda self: self._places(State.WRITING))
     @rule(data=st.data())

@@ -15,8 +15,18 @@ from hypothesis import strategies as st
 from kvtier import _hot
 from kvtier._reference.tokens import pack_tokens as reference_pack_tokens
 from kvtier.errors import ConfigError
-from kvtier.keys import Namespace, grid_labels, next_key, next_keys, token_labels, view_labels
+from kvtier.keys import (
+    Namespace,
+    grid_labels,
+    keys_along,
+    next_key,
+    next_keys,
+    token_labels,
+    view_labels,
+)
 from kvtier.types import BlockKey, Label
+
+NS = b"namespace"
 
 NAMESPACE = Namespace("model", "main", "float32", "abc", 4)
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -52,6 +62,27 @@ def test_a_chain_of_keys_is_one_hash_after_the_other(
 def test_keys_follow_from_tokens_as_they_lie_in_memory(block_size: int, ids: list[int]) -> None:
     labels = view_labels(np.array(ids, np.int64), block_size)
     assert next_keys(b"k", labels) == next_keys(b"k", token_labels(ids, block_size))
+
+
+@given(st.lists(st.integers(0, 9), max_size=40), st.data())
+def test_keys_that_were_computed_ahead_are_those_that_would_be_now(
+    ids: list[int], data: st.DataObject
+) -> None:
+    labels = data.draw(
+        st.sampled_from(
+            [token_labels(ids, 2), grid_labels(ids, 2, 8), view_labels(array("i", ids), 2)]
+        )
+    )
+    first, num = data.draw(st.tuples(st.integers(0, 25), st.integers(0, 25)))
+    expected = [NS, *next_keys(NS, list(labels))]
+    before = expected[min(first, len(labels))]
+    assert labels.computed_keys(NS) is None
+    assert keys_along(NS, labels, first, num, before) == expected[1:][first : first + num]
+    labels.compute_keys(NS)
+    part = labels[first:][:num]
+    assert part.computed_keys(NS) == expected[1:][first : first + num]
+    assert part.computed_keys(b"another") is None
+    assert keys_along(NS, labels, first, num, b"not asked for") == part.computed_keys(NS)
 
 
 def test_partial_block_has_no_label() -> None:

@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier import keys
 from kvtier._hot import NATIVE
 from kvtier.devices import Direction
+from kvtier.index import native_index, python_index
 from kvtier.keys import token_labels
 from kvtier.ladder.loads import GROWTH, SHARE, piece_sizes
 from kvtier.ladder.recall import FIRST_KEYS
@@ -142,6 +144,33 @@ def test_few_keys_are_hashed_of_a_prompt_that_storage_does_not_have() -> None:
     world.fetch(a_prompt(num_blocks))
     assert asked[1:] == [FIRST_KEYS, min(MORE_KEYS * FIRST_KEYS, num_blocks - FIRST_KEYS)]
     world.close()
+
+
+def test_keys_that_were_computed_ahead_are_not_hashed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither to ask storage, nor to write to it."""
+    num_blocks, shelf = 4 * FIRST_KEYS, Shelf()
+    world = a_world(num_blocks, shelf)
+    assert not world.cache.wants_keys(token_labels([1] * 99_999, BLOCK_SIZE)), "nothing is unfound"
+    labels = token_labels(a_prompt(num_blocks), BLOCK_SIZE)
+    labels.compute_keys(NS)
+    for module in (keys, native_index, python_index):
+        for name in vars(module).keys() & {"next_key", "next_keys"}:
+            monkeypatch.setattr(module, name, None)
+    for _ in range(2):
+        lease = world.cache.fetch(NS, labels, num_blocks * BLOCK_SIZE + 1, num_blocks + 1)
+        assert lease is not None
+        until(world, lambda lease=lease: lease.ready)  # type: ignore[misc]
+        world.cache.commit(lease, num_blocks)
+        world.cache.release(lease)
+        assert world.cache.drain()
+        assert len(shelf.blocks) == num_blocks
+        world.cache.close()
+        world = a_world(num_blocks, shelf)
+    assert world.cache.wants_keys(token_labels([1] * 99_999, BLOCK_SIZE))
+    assert not world.cache.wants_keys(token_labels([1] * 99, BLOCK_SIZE)), "soon done"
+    world.cache.close()
 
 
 # -- polls -----------------------------------------------------------------------------------------

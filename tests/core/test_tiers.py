@@ -166,6 +166,6 @@ def test_slots_outside_the_pool_are_noticed() -> None:
     pool = SlotPool(4)
     pool.allocate(4)
     for slot in (-1, 4):
-        with pytest.raises(ValueError, match=f"slot {slot} is none"):
+        with pytest.raises(ValueError, match=f"slot {slot} is no"):
             pool.free([Slot(slot)])
     assert pool.num_free == 0

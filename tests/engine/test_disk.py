@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread
 
 import numpy as np
 import pytest
 
+import kvtier.cache
+import kvtier.keys
 from kvtier.engine import Completion, Engine, EngineConfig, SamplingParams
+from kvtier.index import native_index
+from kvtier.keys import next_keys
 from kvtier.testing import FaultyDisk
-from kvtier.types import DEVICE, DISK, HOST
+from kvtier.types import DEVICE, DISK, HOST, BlockKey, Label
 
 from .conftest import SMALL, changed
 
@@ -59,6 +64,29 @@ def test_after_a_restart_prompts_come_from_disk(
     assert again.hit_tokens == {DEVICE: 288}
     assert same(cold, warm)
     assert same(cold, again)
+
+
+def test_a_long_prompt_is_hashed_by_whoever_submits_it(
+    tmp_path: Path, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed_by: list[str] = []
+
+    def note(previous: bytes, labels: Sequence[Label]) -> Sequence[BlockKey]:
+        hashed_by.append(current_thread().name)
+        return next_keys(previous, labels)
+
+    for module in (kvtier.keys, native_index):
+        monkeypatch.setattr(module, "next_keys", note)
+    with Engine(with_disk(tmp_path / "slab")) as engine:
+        cold = ask(engine, prompt)
+        assert set(hashed_by) <= {"kvtier-engine"}, "nothing in storage can be his yet"
+    monkeypatch.setattr(kvtier.cache, "LONG_PROMPT", 4)
+    hashed_by.clear()
+    with Engine(with_disk(tmp_path / "slab")) as engine:
+        warm = ask(engine, prompt)
+    assert warm.hit_tokens == {DISK: 288}
+    assert same(cold, warm)
+    assert hashed_by == [current_thread().name]
 
 
 def test_prompts_may_be_cut_over_several_disks(tmp_path: Path, prompt: list[int]) -> None:

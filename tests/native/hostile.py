@@ -81,6 +81,8 @@ class Hostile:
         made = [self.number() for _ in range(self.random.randrange(5))]
         if self.random.random() < 0.7:
             made = [each for each in made if type(each) is int and 0 <= each < 2**32]
+            if self.random.random() < 0.5:
+                return _native.Numbers(made)[self.random.randrange(3) :]
         return self.random.choice((list, tuple, iter, np.array if not made else list))(made)
 
     def blocks(self) -> Any:
@@ -88,7 +90,8 @@ class Hostile:
         if self.random.random() < 0.3:
             return self.numbers()
         known = [each[0] for each in self.trie.dump() if each[1] is not None]
-        return self.random.sample(known, min(len(known), self.random.randrange(6)))
+        some = self.random.sample(known, min(len(known), self.random.randrange(6)))
+        return self.random.choice((list, _native.Numbers))(some)
 
     def labels(self) -> Any:
         kind = self.random.randrange(4)
@@ -179,10 +182,35 @@ class Hostile:
             "origin": (self.number(),),
             "names": (self.blocks(),),
             "missing_keys": (self.number(),),
-            "set_keys": (self.blocks(), pick(([b"k" * 32], [b"k"], [None], 5))),
+            "set_keys": (
+                self.blocks(),
+                pick(([b"k" * 32], [b"k"], [None], 5, self.keys_side_by_side())),
+            ),
         }
         name = pick(list(calls))
         return self.named(name, lambda: getattr(trie, name)(*calls[name]), calls[name])
+
+    def keys_side_by_side(self) -> Any:
+        """Some of them were never made."""
+        kind, num = _native.Keys, self.random.randrange(5)
+        return self.random.choice((kind.__new__(kind), kind([b"k" * 32] * num)[1:]))
+
+    def of_packed(self) -> Call:
+        """What becomes of numbers and keys side by side, and parts of them."""
+        pick, number = self.random.choice, self.number
+        kind = pick((_native.Numbers, _native.Keys))
+        items = pick((self.numbers(), [number()], [b"k" * 32] * 3, ["k"], None, 5, np.arange(3)))
+        part = slice(pick((None, number())), pick((None, number())), pick((None, number())))
+
+        def make() -> None:
+            packed = pick((kind, kind.joined, lambda some: kind.__new__(kind)))(items)
+            for at in (part, part.start):
+                with suppress(*REFUSALS, IndexError):
+                    packed[at], memoryview(packed[at]), packed[at] == items
+            packed.index(number()), packed.count(items), repr(packed[:9])
+            _native.Numbers.counted(number(), pick((12, -1, 2**62, 2**65, None)))
+
+        return self.named("packed", make, (kind, type(items), part))
 
     def of_keys(self) -> Call:
         """Some method of the flat table, and arguments for it."""
@@ -350,7 +378,7 @@ class Hostile:
         kinds = (
             (self.of_trie,) * 6
             + (self.of_keys, self.of_memory) * 3
-            + (self.of_ring, self.of_tables) * 2
+            + (self.of_ring, self.of_tables, self.of_packed) * 2
         )
         for _ in range(num):
             yield self.random.choice((*kinds, self.tokens, self.constructor))()

@@ -37,7 +37,7 @@ from kvtier.engine.tokenizer import Tokenizer
 from kvtier.engine.warm_up import warm_up
 from kvtier.errors import Closed, ConfigError, DeviceError
 from kvtier.identity import Basis, Identity
-from kvtier.keys import Namespace, grid_labels
+from kvtier.keys import Labels, Namespace, grid_labels
 from kvtier.process import OwnerProcess
 from kvtier.types import Label
 
@@ -164,6 +164,8 @@ class Engine:
                     f"{self._num_unfinished} requests are waiting or running; try again later"
                 )
             self._num_unfinished += 1
+        if isinstance(labels, Labels) and self._cache.wants_keys(labels):
+            labels.compute_keys(self._namespace_of(salt))
         self._inbox.put(request)
         return RequestHandle(request, self._abort)
 

@@ -77,7 +77,7 @@ class KVPool:
             base = (slots[first] - first) * size
             return slice(base + start, base + end)
         positions = torch.arange(start, end)
-        table = torch.tensor(slots[: last + 1])
+        table = torch.from_numpy(np.array(slots[: last + 1], np.int64))
         return (table[positions // size] * size + positions % size).to(self._device)
 
     def blocks(self, slots: Sequence[Slot], num_tokens: int) -> Rows:
@@ -86,7 +86,7 @@ class KVPool:
         if _are_neighbours(slots, 0, last):
             start = slots[0] * self.group.block_size
             return slice(start, start + num_tokens)
-        return torch.tensor(slots[: last + 1]).to(self._device)
+        return torch.from_numpy(np.array(slots[: last + 1], np.int64)).to(self._device)
 
     def write(self, layer: int, part: int, rows: Rows, values: torch.Tensor) -> None:
         """Store [num_tokens, num_heads, dim] in ``rows``."""
@@ -123,4 +123,4 @@ class KVPool:
 
 def _are_neighbours(slots: Sequence[Slot], first: int, last: int) -> bool:
     run = slots[first : last + 1]
-    return list(run) == list(range(run[0], run[0] + len(run)))
+    return np.array_equal(run, np.arange(run[0], run[0] + len(run)))

@@ -57,18 +57,18 @@ class BlockIndex(ABC):
         return [self.state(block, column) for block in blocks]
 
     @abstractmethod
-    def slots(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
+    def slots(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
         """Slots of blocks that ``column`` holds."""
 
     @abstractmethod
-    def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[BlockId]:
+    def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[BlockId]:
         """The blocks of ``column`` that ``blocks`` continue: the nearest ready one above each."""
 
     @abstractmethod
     def num_uses(self, block: BlockId) -> int:
         """How often the block was touched."""
 
-    def num_uses_of(self, blocks: Iterable[BlockId]) -> list[int]:
+    def num_uses_of(self, blocks: Iterable[BlockId]) -> Sequence[int]:
         """``num_uses`` of each."""
         return [self.num_uses(block) for block in blocks]
 
@@ -124,7 +124,7 @@ class BlockIndex(ABC):
     def abort(self, block: BlockId, column: AnyColumn) -> Slot:
         """The write failed: the block is absent from ``column`` again. Returns the slot."""
 
-    def abort_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
+    def abort_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
         """``abort`` of each."""
         return [self.abort(block, column) for block in blocks]
 
@@ -149,7 +149,7 @@ class BlockIndex(ABC):
     # -- eviction: ready -> evicting -> absent ----------------------------------------------------
 
     @abstractmethod
-    def evict(self, column: AnyColumn, num_blocks: int) -> list[BlockId]:
+    def evict(self, column: AnyColumn, num_blocks: int) -> Sequence[BlockId]:
         """Choose up to ``num_blocks`` blocks to leave ``column``; they are not matched there now.
 
         In a group that needs all blocks leaves go first, so a parent may follow its child in the
@@ -161,11 +161,11 @@ class BlockIndex(ABC):
     def forget(self, block: BlockId, column: AnyColumn) -> Slot:
         """The block has left ``column``. Returns its slot, free from now on."""
 
-    def forget_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
+    def forget_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
         """``forget`` of each."""
         return [self.forget(block, column) for block in blocks]
 
-    def drop(self, column: AnyColumn, num_blocks: int) -> list[Slot]:
+    def drop(self, column: AnyColumn, num_blocks: int) -> Sequence[Slot]:
         """``evict``, and ``forget`` at once. Returns the slots that are free now."""
         return self.forget_all(self.evict(column, num_blocks), column)
 

@@ -81,7 +81,7 @@ class KeyIndex(BlockIndex):
         known = zip(map(self.depth, blocks), self.keys(blocks), strict=True)
         return [BlockName(namespace, depth, next_key(namespace, key)) for depth, key in known]
 
-    def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[BlockId]:
+    def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[BlockId]:
         """None: only the engine knows which block continues which."""
         return []
 
@@ -97,7 +97,7 @@ class KeyIndex(BlockIndex):
         return
 
     @abstractmethod
-    def make(self, keys: Sequence[bytes]) -> list[BlockId]:
+    def make(self, keys: Sequence[bytes]) -> Sequence[BlockId]:
         """Numbers of blocks, known or new. Begin a write of a new one before anything else."""
 
     @abstractmethod
@@ -111,5 +111,5 @@ class KeyIndex(BlockIndex):
         """All blocks."""
 
     @abstractmethod
-    def order(self, column: AnyColumn) -> list[BlockId]:
+    def order(self, column: AnyColumn) -> Sequence[BlockId]:
         """Blocks of ``column`` that an eviction would look at, in this order."""

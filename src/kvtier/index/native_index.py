@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import BlockTrie
+from kvtier._hot import BlockTrie, Keys
 from kvtier.index.groups import ALL, ReuseRule, columns_of
 from kvtier.index.prompt_index import Inserted, PromptIndex
 from kvtier.index.residency import Residency, State
@@ -75,16 +75,16 @@ class NativeIndex(PromptIndex):
     ) -> list[State]:
         return cast("list[State]", self._trie.states(namespace, labels, column, after))
 
-    def slots(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
-        return cast("list[Slot]", self._trie.slots(blocks, column))
+    def slots(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
+        return cast("Sequence[Slot]", self._trie.slots(blocks, column))
 
-    def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[BlockId]:
-        return cast("list[BlockId]", self._trie.prefixes(blocks, column))
+    def prefixes(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[BlockId]:
+        return cast("Sequence[BlockId]", self._trie.prefixes(blocks, column))
 
     def num_uses(self, block: BlockId) -> int:
         return self._trie.num_uses(block)
 
-    def num_uses_of(self, blocks: Iterable[BlockId]) -> list[int]:
+    def num_uses_of(self, blocks: Iterable[BlockId]) -> Sequence[int]:
         return self._trie.num_uses_of(blocks)
 
     def num_leases(self, block: BlockId, column: AnyColumn) -> int:
@@ -107,14 +107,13 @@ class NativeIndex(PromptIndex):
         return BlockName(namespace, depth, self.key(block))
 
     def names(self, blocks: Sequence[BlockId]) -> BlockNames:
-        namespaces, depths, keys = self._trie.names(blocks)
-        if not all(keys):
+        namespaces, depths, keys, are_all_known = self._trie.names(blocks)
+        if not are_all_known:
             self.key(blocks[-1])  # mostly the others are in front of it
-            keys = [
-                self.key(block) if key is None else key
-                for block, key in zip(blocks, self._trie.names(blocks)[2], strict=True)
-            ]
-        return BlockNames(namespaces, depths, cast("list[BlockKey]", keys))
+            *_, keys, are_all_known = self._trie.names(blocks)
+        if not are_all_known:
+            keys = Keys(map(self.key, blocks))
+        return BlockNames(namespaces, depths, cast("Sequence[BlockKey]", keys))
 
     def set_keys(self, blocks: Sequence[BlockId], keys: Sequence[BlockKey]) -> None:
         self._trie.set_keys(blocks, keys)
@@ -135,8 +134,8 @@ class NativeIndex(PromptIndex):
 
     def extend(
         self, namespace: bytes, labels: Sequence[Label], after: BlockId | None = None
-    ) -> list[BlockId]:
-        return cast("list[BlockId]", self._trie.extend(namespace, labels, after))
+    ) -> Sequence[BlockId]:
+        return cast("Sequence[BlockId]", self._trie.extend(namespace, labels, after))
 
     def begin_write(self, block: BlockId, column: AnyColumn, slot: Slot) -> None:
         self._trie.begin_write((block,), column, (slot,))
@@ -155,8 +154,8 @@ class NativeIndex(PromptIndex):
     def abort(self, block: BlockId, column: AnyColumn) -> Slot:
         return self.abort_all((block,), column)[0]
 
-    def abort_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
-        return cast("list[Slot]", self._trie.abort(blocks, column))
+    def abort_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
+        return cast("Sequence[Slot]", self._trie.abort(blocks, column))
 
     def insert(
         self,
@@ -169,7 +168,7 @@ class NativeIndex(PromptIndex):
         hold: bool = False,
     ) -> Inserted:
         made = self._trie.insert(namespace, labels, column, slots, now, after, hold)
-        return Inserted(*cast("tuple[list[BlockId], list[Slot], int]", made))
+        return Inserted(*cast("tuple[Sequence[BlockId], Sequence[Slot], int]", made))
 
     # -- use --------------------------------------------------------------------------------------
 
@@ -184,17 +183,17 @@ class NativeIndex(PromptIndex):
 
     # -- eviction ---------------------------------------------------------------------------------
 
-    def evict(self, column: AnyColumn, num_blocks: int) -> list[BlockId]:
-        return cast("list[BlockId]", self._trie.evict(column, num_blocks))
+    def evict(self, column: AnyColumn, num_blocks: int) -> Sequence[BlockId]:
+        return cast("Sequence[BlockId]", self._trie.evict(column, num_blocks))
 
     def forget(self, block: BlockId, column: AnyColumn) -> Slot:
         return self.forget_all((block,), column)[0]
 
-    def forget_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
-        return cast("list[Slot]", self._trie.forget(blocks, column))
+    def forget_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
+        return cast("Sequence[Slot]", self._trie.forget(blocks, column))
 
-    def drop(self, column: AnyColumn, num_blocks: int) -> list[Slot]:
-        return cast("list[Slot]", self._trie.drop(column, num_blocks))
+    def drop(self, column: AnyColumn, num_blocks: int) -> Sequence[Slot]:
+        return cast("Sequence[Slot]", self._trie.drop(column, num_blocks))
 
     def keep(self, block: BlockId, column: AnyColumn) -> None:
         self._trie.keep((block,), column)

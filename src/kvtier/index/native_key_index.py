@@ -31,8 +31,8 @@ class NativeKeyIndex(KeyIndex):
     def states_of(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[State]:
         return cast("list[State]", self._core.states_of(blocks, column))
 
-    def slots(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
-        return cast("list[Slot]", self._core.slots(blocks, column))
+    def slots(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
+        return cast("Sequence[Slot]", self._core.slots(blocks, column))
 
     def keys(self, blocks: Iterable[BlockId]) -> list[bytes]:
         return self._core.keys(blocks)
@@ -65,8 +65,8 @@ class NativeKeyIndex(KeyIndex):
     def expect(self, num_blocks: int) -> None:
         self._core.expect(num_blocks)
 
-    def make(self, keys: Sequence[bytes]) -> list[BlockId]:
-        return cast("list[BlockId]", self._core.make(keys))
+    def make(self, keys: Sequence[bytes]) -> Sequence[BlockId]:
+        return cast("Sequence[BlockId]", self._core.make(keys))
 
     def set_depths(self, blocks: Sequence[BlockId], depths: Sequence[int]) -> None:
         self._core.set_depths(blocks, depths)
@@ -89,8 +89,8 @@ class NativeKeyIndex(KeyIndex):
     def abort(self, block: BlockId, column: AnyColumn) -> Slot:
         return self.abort_all((block,), column)[0]
 
-    def abort_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
-        return cast("list[Slot]", self._core.abort(blocks, column))
+    def abort_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
+        return cast("Sequence[Slot]", self._core.abort(blocks, column))
 
     # -- use --------------------------------------------------------------------------------------
 
@@ -106,14 +106,14 @@ class NativeKeyIndex(KeyIndex):
 
     # -- eviction ---------------------------------------------------------------------------------
 
-    def evict(self, column: AnyColumn, num_blocks: int) -> list[BlockId]:
-        return cast("list[BlockId]", self._core.evict(column, num_blocks))
+    def evict(self, column: AnyColumn, num_blocks: int) -> Sequence[BlockId]:
+        return cast("Sequence[BlockId]", self._core.evict(column, num_blocks))
 
     def forget(self, block: BlockId, column: AnyColumn) -> Slot:
         return self.forget_all((block,), column)[0]
 
-    def forget_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
-        return cast("list[Slot]", self._core.forget(blocks, column))
+    def forget_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
+        return cast("Sequence[Slot]", self._core.forget(blocks, column))
 
     def keep(self, block: BlockId, column: AnyColumn) -> None:
         self._core.keep((block,), column)
@@ -129,8 +129,8 @@ class NativeKeyIndex(KeyIndex):
             for block, key, num_uses, depth, places in self._core.dump()
         ]
 
-    def order(self, column: AnyColumn) -> list[BlockId]:
-        return cast("list[BlockId]", self._core.order(column))
+    def order(self, column: AnyColumn) -> Sequence[BlockId]:
+        return cast("Sequence[BlockId]", self._core.order(column))
 
     def describe(self) -> str:
         return "native, by key"

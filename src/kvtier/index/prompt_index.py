@@ -18,6 +18,7 @@ from kvtier.index.block_index import BlockIndex, check_time
 from kvtier.index.groups import ReuseRule
 from kvtier.index.residency import State
 from kvtier.index.trie import Node
+from kvtier.keys import Labels
 from kvtier.types import AnyColumn, BlockId, BlockKey, GroupMatch, Label, Match, Slot
 
 
@@ -28,8 +29,8 @@ class Inserted(NamedTuple):
     of them are in a slot that the caller gave.
     """
 
-    blocks: list[BlockId]
-    slots: list[Slot]
+    blocks: Sequence[BlockId]
+    slots: Sequence[Slot]
     num_new: int
 
 
@@ -90,6 +91,14 @@ class PromptIndex(BlockIndex):
     def set_keys(self, blocks: Sequence[BlockId], keys: Sequence[BlockKey]) -> None:
         """Somebody has computed the keys of blocks already."""
 
+    def learn_keys(
+        self, namespace: bytes, labels: Sequence[Label], blocks: Sequence[BlockId]
+    ) -> None:
+        """The blocks along ``labels`` are known: keys that were computed ahead are theirs."""
+        keys = labels.computed_keys(namespace) if isinstance(labels, Labels) else None
+        if keys is not None:
+            self.set_keys(blocks, keys[: len(blocks)])
+
     @property
     @abstractmethod
     def num_namespaces(self) -> int:
@@ -98,7 +107,7 @@ class PromptIndex(BlockIndex):
     @abstractmethod
     def extend(
         self, namespace: bytes, labels: Sequence[Label], after: BlockId | None = None
-    ) -> list[BlockId]:
+    ) -> Sequence[BlockId]:
         """Numbers of the blocks along ``labels``, known or new. Begin a write before anything else:
         a block that no column holds is forgotten by the next change near it.
 

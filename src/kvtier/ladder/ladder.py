@@ -103,17 +103,17 @@ class Ladder:
         where they come straight to where they are needed."""
         return self._space.num_available(self._row.staging) if self._row.is_staged else None
 
-    def allocate(self, num_slots: int) -> list[Slot] | None:
+    def allocate(self, num_slots: int) -> Sequence[Slot] | None:
         """Slots of the fastest tier, neighbours if possible, after evicting what has to go; None
         when that is not enough."""
         return self._space.allocate(num_slots)
 
-    def reserve(self, num_slots: int, but_not: Sequence[BlockId]) -> list[Slot] | None:
+    def reserve(self, num_slots: int, but_not: Sequence[BlockId]) -> Sequence[Slot] | None:
         """Slots of the fastest tier for an engine that fills them itself, after evicting others
         than ``but_not``; None where there are too few, and nothing left then."""
         return self._space.reserve(num_slots, but_not)
 
-    def give_back(self, slots: list[Slot]) -> None:
+    def give_back(self, slots: Sequence[Slot]) -> None:
         """Slots of the fastest tier that were handed out, and no block came to be in."""
         self._row.rooms[self.fastest].free(slots)
 
@@ -151,7 +151,7 @@ class Ladder:
 
     def promote(
         self, blocks: Sequence[BlockId], src: str
-    ) -> list[tuple[Transfer, tuple[BlockId, ...]]]:
+    ) -> list[tuple[Transfer, Sequence[BlockId]]]:
         """Begin to copy blocks one tier up, where they are not on their way there already. Returns
         the transfers with the blocks that each brings, in the order given."""
         return self._loads.promote(blocks, src)
@@ -203,7 +203,7 @@ class Ladder:
         slots = room.allocate(min(len(blocks), room.num_free)) or []
         for at in range(0, len(slots), STORE_BLOCKS):
             end = min(at + STORE_BLOCKS, len(slots))
-            self._traffic.begin(Copy(src, dst, tuple(blocks[at:end])), slots[at:end])
+            self._traffic.begin(Copy(src, dst, blocks[at:end]), slots[at:end])
         self._count_refused(len(blocks) - len(slots), dst)
         return len(slots)
 
@@ -249,7 +249,7 @@ class Ladder:
         self._recall.ask(paths, namespace, labels)
 
     def recall_each(
-        self, keys: Sequence[BlockKey], make: Callable[[Sequence[int]], list[BlockId]]
+        self, keys: Sequence[BlockKey], make: Callable[[Sequence[int]], Sequence[BlockId]]
     ) -> int:
         """``recall`` of single blocks, from storage that answers at once. Returns how many are
         known now.
@@ -289,7 +289,7 @@ class Ladder:
         )
         return waits or any(not transfer.is_late for transfer in self._traffic.transfers)
 
-    def _demote(self, leaving: list[BlockId]) -> list[BlockId]:
+    def _demote(self, leaving: Sequence[BlockId]) -> Sequence[BlockId]:
         """Copy blocks that are being evicted one tier down, and wait. Returns those that may go.
 
         Blocks nearest to the root are worth most, and go first where there is not room for all.

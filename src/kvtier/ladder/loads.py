@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvtier._hot import Numbers
 from kvtier.index import BlockIndex, State
 from kvtier.ladder.prefetch import Prefetch, Prefetches
 from kvtier.ladder.row import Row
@@ -83,16 +84,16 @@ class Loads:
 
     def promote(
         self, blocks: Sequence[BlockId], src: str, urgent: bool = True
-    ) -> list[tuple[Transfer, tuple[BlockId, ...]]]:
+    ) -> list[tuple[Transfer, Sequence[BlockId]]]:
         """Begin to copy blocks one tier up, where they are not on their way there already.
 
         urgent: somebody waits for them. Returns the transfers with the blocks that each brings, in
         the order given.
         """
         dst = self._row.above(src)
-        legs: list[tuple[Transfer, tuple[BlockId, ...]]] = []
+        legs: list[tuple[Transfer, Sequence[BlockId]]] = []
         for state, run in runs_of(self._index.states_of(blocks, dst)):
-            part = tuple(blocks[run.start : run.stop])
+            part = blocks[run.start : run.stop]
             if state is State.ABSENT:
                 pieces = self._pieces(Copy(src, dst, part))
                 legs += [(self._begin(piece, urgent), piece.blocks) for piece in pieces]
@@ -101,8 +102,8 @@ class Loads:
         return legs
 
     def _joined(
-        self, blocks: tuple[BlockId, ...], dst: str, urgent: bool
-    ) -> Iterator[tuple[Transfer, tuple[BlockId, ...]]]:
+        self, blocks: Sequence[BlockId], dst: str, urgent: bool
+    ) -> Iterator[tuple[Transfer, Sequence[BlockId]]]:
         """The transfers that others have begun for blocks on their way, each with its part."""
         for leg, run in self._traffic.bringing(self._index.slots(blocks, dst), dst):
             if urgent:
@@ -158,10 +159,7 @@ class Loads:
             self._traffic.withdraw(transfer)
 
 
-def _in_tier(tier: str, blocks: Sequence[BlockId], tiers: Sequence[str]) -> list[BlockId]:
+def _in_tier(tier: str, blocks: Sequence[BlockId], tiers: Sequence[str]) -> Sequence[BlockId]:
     """Those of ``blocks`` that were found in ``tier``."""
-    found: list[BlockId] = []
-    for each, run in runs_of(tiers):
-        if each == tier:
-            found += blocks[run.start : run.stop]
-    return found
+    runs = [run for each, run in runs_of(tiers) if each == tier]
+    return Numbers.joined(*(blocks[run.start : run.stop] for run in runs))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvtier.index import BlockIndex, PromptIndex, State
-from kvtier.keys import next_keys
+from kvtier.keys import keys_along
 from kvtier.ladder.row import Row
 from kvtier.ladder.space import Space
 from kvtier.ladder.traffic import Traffic
@@ -46,7 +46,7 @@ class _Question:
         """The same of the next blocks, behind those that were there."""
         first = self.first + len(self.keys)
         before = self.keys[-1] if self.keys else self.before
-        keys = next_keys(before, self.labels[first : first + num_keys])
+        keys = keys_along(self.namespace, self.labels, first, num_keys, before)
         return replace(self, first=first, above=above, before=before, keys=keys)
 
 
@@ -118,7 +118,7 @@ class Recall:
             return None
         return question.next(path[-1], min(MOST_KEYS, GROWTH * len(there)))
 
-    def _path(self, question: _Question, num: int) -> list[BlockId]:
+    def _path(self, question: _Question, num: int) -> Sequence[BlockId]:
         """The first ``num`` blocks that a question is about; what is in front of them may have
         been forgotten meanwhile."""
         first, labels, above = question.first, question.labels, question.above
@@ -133,7 +133,7 @@ class Recall:
     # -- single blocks, where storage answers at once ---------------------------------------------
 
     def ask_each(
-        self, keys: Sequence[BlockKey], make: Callable[[Sequence[int]], list[BlockId]]
+        self, keys: Sequence[BlockKey], make: Callable[[Sequence[int]], Sequence[BlockId]]
     ) -> int:
         """``ask`` for blocks by what they are called in storage. Returns how many are known now.
 

@@ -11,7 +11,7 @@ from kvtier.telemetry import Metrics
 from kvtier.transfer import Mover
 from kvtier.types import BlockId, Slot, keys_of
 
-Demote = Callable[[list[BlockId]], list[BlockId]]
+Demote = Callable[[Sequence[BlockId]], Sequence[BlockId]]
 """Copies blocks that are to leave the fastest tier to the one below; gives those that may go."""
 
 
@@ -38,7 +38,7 @@ class Space:
         """Slots of ``tier`` that are free or could be had by eviction. An upper bound."""
         return self._row.rooms[tier].num_free + self._index.num_evictable(tier)
 
-    def allocate(self, num_slots: int) -> list[Slot] | None:
+    def allocate(self, num_slots: int) -> Sequence[Slot] | None:
         """Slots of the fastest tier, after evicting what has to go; None when that is not enough.
 
         Attention reads neighbours in place and gathers anything else in every step, so where a
@@ -58,7 +58,7 @@ class Space:
                 break
         return room.allocate(num_slots)
 
-    def reserve(self, num_slots: int, but_not: Sequence[BlockId]) -> list[Slot] | None:
+    def reserve(self, num_slots: int, but_not: Sequence[BlockId]) -> Sequence[Slot] | None:
         """Slots of the fastest tier for an engine that fills them itself, after evicting others
         than ``but_not``; None where there are too few, and nothing left then."""
         tier = self._row.fastest
@@ -105,7 +105,9 @@ class Space:
         is_demoted = self._demote is not None and tier == self._row.fastest
         return not is_noticed and not is_demoted
 
-    def _leave(self, leaving: list[BlockId], tier: str, for_good: bool = False) -> list[Slot]:
+    def _leave(
+        self, leaving: Sequence[BlockId], tier: str, for_good: bool = False
+    ) -> Sequence[Slot]:
         """Blocks are being evicted. Returns the slots that are free now."""
         if self._demote is not None and tier == self._row.fastest:
             leaving = self._demote(leaving)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtier.types import BlockId
@@ -13,7 +14,7 @@ class Copy:
 
     src: str
     dst: str
-    blocks: tuple[BlockId, ...]
+    blocks: Sequence[BlockId]
     group: int = 0
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 
+from kvtier._hot import Numbers
 from kvtier.plan.cost import Costs, Route
 from kvtier.plan.needs import GroupRoom, Kind, Stretch, coming_runs, stretches
 from kvtier.plan.operations import Copy, Plan
@@ -197,10 +198,10 @@ def _steps(base: int, slope: int, size: int) -> int:
 
 def _copies(match: GroupMatch, group: int, room: GroupRoom, cut: int) -> list[Copy]:
     """One copy per source tier, for the blocks that are not on the device or on their way to it."""
-    sources: dict[str, list[BlockId]] = {}
+    sources: dict[str, list[Sequence[BlockId]]] = {}
     needed = room.rule.needed(cut)
     for kind, run in coming_runs(match, group):
         start, end = max(run.start, needed.start), min(run.stop, needed.stop)
         if not kind.in_flight and start < end:
-            sources.setdefault(kind.tier, []).extend(match.blocks[start:end])
-    return [Copy(src, DEVICE, tuple(blocks), group) for src, blocks in sources.items()]
+            sources.setdefault(kind.tier, []).append(match.blocks[start:end])
+    return [Copy(src, DEVICE, Numbers.joined(*runs), group) for src, runs in sources.items()]

@@ -99,7 +99,7 @@ class RoomSuite(ABC):
         slots = tier.allocate(1)
         assert slots is not None
         with pytest.raises(AssertionError):
-            tier.free(slots * 2)
+            tier.free([*slots, *slots])
         assert tier.num_free == 2
         tier.free(slots)
         tier.close()

@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._hot import Numbers
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import Layout, fragments, named_layout
 from kvtier.tiers.pieces import Pieces
@@ -46,11 +47,11 @@ class Room(ABC):
         return self.num_open - self.num_free
 
     @abstractmethod
-    def allocate(self, num_slots: int) -> list[Slot] | None:
+    def allocate(self, num_slots: int) -> Sequence[Slot] | None:
         """That many free slots, neighbours where possible; None where there are not enough."""
 
     @abstractmethod
-    def free(self, slots: list[Slot]) -> None:
+    def free(self, slots: Sequence[Slot]) -> None:
         """Give slots back."""
 
     def longest_run(self) -> int:
@@ -82,10 +83,10 @@ class DistantRoom(Room):
         if num_open > self.num_open:
             self._slots.open(num_open - self.num_open)
 
-    def allocate(self, num_slots: int) -> list[Slot] | None:
+    def allocate(self, num_slots: int) -> Sequence[Slot] | None:
         return self._slots.allocate(num_slots)
 
-    def free(self, slots: list[Slot]) -> None:
+    def free(self, slots: Sequence[Slot]) -> None:
         self._slots.free(slots)
 
 
@@ -112,10 +113,10 @@ class MemoryTier(Room):
     def num_free(self) -> int:
         return self._slots.num_free
 
-    def allocate(self, num_slots: int) -> list[Slot] | None:
+    def allocate(self, num_slots: int) -> Sequence[Slot] | None:
         return self._slots.allocate(num_slots)
 
-    def free(self, slots: list[Slot]) -> None:
+    def free(self, slots: Sequence[Slot]) -> None:
         self._slots.free(slots)
 
     def longest_run(self) -> int:
@@ -159,15 +160,17 @@ class Quota(Room):
     def num_used(self) -> int:
         return self._num_given - len(self._back)
 
-    def allocate(self, num_slots: int) -> list[Slot] | None:
+    def allocate(self, num_slots: int) -> Sequence[Slot] | None:
         if num_slots > self.num_free:
             return None
         rest = max(0, len(self._back) - num_slots)
         slots = self._back[rest:]
         del self._back[rest:]
         first, self._num_given = self._num_given, self._num_given + num_slots - len(slots)
-        return slots + cast("list[Slot]", list(range(first, self._num_given)))
+        return cast(
+            "Sequence[Slot]", Numbers.joined(slots, Numbers.counted(first, self._num_given))
+        )
 
-    def free(self, slots: list[Slot]) -> None:
+    def free(self, slots: Sequence[Slot]) -> None:
         assert len(slots) <= self.num_used, "more room given back than was taken"
         self._back += slots

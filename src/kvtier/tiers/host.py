@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvtier.devices.base import Device, Finding, Memory
 from kvtier.errors import ConfigError
 from kvtier.layout import KVGroup, named_layout
@@ -77,7 +79,7 @@ class HostTier(MemoryTier):
     def num_used(self) -> int:
         return self._slots.num_used
 
-    def allocate(self, num_slots: int) -> list[Slot] | None:
+    def allocate(self, num_slots: int) -> Sequence[Slot] | None:
         self._open_ready()
         return self._slots.allocate(num_slots)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvtier.devices.base import Memory
@@ -18,7 +20,7 @@ class LentMemory(MemoryTier):
         super().__init__(name, memory, layout)
         self._is_lent = np.zeros(self.num_slots, bool)
 
-    def lend(self, slots: list[Slot]) -> None:
+    def lend(self, slots: Sequence[Slot]) -> None:
         """The owner leaves these slots alone until they are freed."""
         assert min(slots, default=0) >= 0, "a slot that is not there"
         assert not self._is_lent[slots].any(), "a slot was lent twice"
@@ -32,10 +34,10 @@ class LentMemory(MemoryTier):
     def num_used(self) -> int:
         return int(self._is_lent.sum())
 
-    def allocate(self, num_slots: int) -> list[Slot] | None:
+    def allocate(self, num_slots: int) -> Sequence[Slot] | None:
         return None if num_slots else []
 
-    def free(self, slots: list[Slot]) -> None:
+    def free(self, slots: Sequence[Slot]) -> None:
         assert self._is_lent[slots].all(), "a slot was given back that was not lent"
         self._is_lent[slots] = False
 

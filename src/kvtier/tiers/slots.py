@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+import numpy as np
+
 from kvtier.types import Slot
 
 
 def check_slots(slots: Sequence[Slot], num_slots: int) -> None:
     """Raise ``ValueError`` where a slot is none of ``num_slots``: memory and files lie behind."""
-    low, high = min(slots, default=0), max(slots, default=-1)
+    if isinstance(slots, (list, tuple)) or not slots:
+        low, high = min(slots, default=0), max(slots, default=-1)
+    else:  # an object for each would take longer
+        places = np.asarray(slots, np.int64)
+        low, high = int(places.min()), int(places.max())
     if low < 0 or high >= num_slots:
         raise ValueError(
             f"slot {low if low < 0 else high} is none of the tier's {num_slots}; "
@@ -56,18 +62,17 @@ class SlotPool:
         """Slots that were given out and not given back."""
         return self.num_open - self.num_free
 
-    def allocate(self, num_slots: int) -> list[Slot] | None:
+    def allocate(self, num_slots: int) -> Sequence[Slot] | None:
         """``num_slots`` free slots, ascending; None where there are not enough."""
         check_count(num_slots)
         if num_slots > self.num_free:
             return None
-        return cast("list[Slot]", self._free.take(num_slots))
+        return cast("Sequence[Slot]", self._free.take(num_slots))
 
     def longest_run(self) -> int:
         """Length of the longest run of free neighbours."""
         return self._free.longest_run()
 
-    def free(self, slots: list[Slot]) -> None:
+    def free(self, slots: Sequence[Slot]) -> None:
         """Give slots back; each must be in use."""
-        check_slots(slots, self.num_open)
         self._free.free(slots)

@@ -26,7 +26,7 @@ class Transfer:
 
     src: str
     dst: str
-    blocks: tuple[BlockId, ...]
+    blocks: Sequence[BlockId]
     after: Transfer | None = None
     job: Job | None = None
     holds_source: bool = False

@@ -146,7 +146,7 @@ class DiskBlocks(Room, SlotOwner):
             self.listed.remove(np.array(slots, np.int64))
         return slots
 
-    def free(self, slots: list[Slot]) -> None:
+    def free(self, slots: Sequence[Slot]) -> None:
         """Give slots back. Until a slot is used again, a restart finds its block."""
         self._slots.free(slots)
 
@@ -192,7 +192,7 @@ class DiskBlocks(Room, SlotOwner):
         """
         if not keys or not self.num_unclaimed or not self.can_load:
             return []
-        wanted = as_keys(list(keys))
+        wanted = as_keys(keys)
         slots = self.listed.find(wanted)
         slots[~self.fit(wanted, slots)[0]] = -1
         return self._slots.claim(slots.tolist())

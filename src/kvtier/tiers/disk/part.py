@@ -22,7 +22,7 @@ from kvtier.tiers.disk.scrub import RoundRobin, Scrubbed, check_blocks
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
-from kvtier.types import BlockKey, BlockName, Durability, IoKind, Slot, Verify
+from kvtier.types import BlockKey, BlockName, Durability, IoKind, Slot, Verify, keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class DiskPart:
             self._store(
                 stored,
                 namespace,
-                as_keys([name.key for name in names]),
+                as_keys(keys_of(names)),
                 np.array([name.depth for name in names], np.int64),
                 np.array(slots, np.int64),
                 blocks,
@@ -245,7 +245,7 @@ class DiskPart:
         limit = _Limit(self.options.read_deadline_s, ends_at)
         at = np.array(slots, np.int64)
         records, trusted = self.slab.look_up(at)
-        known = (records["kind"] == Kind.PUT) & same_keys(records["key"], as_keys(list(keys)))
+        known = (records["kind"] == Kind.PUT) & same_keys(records["key"], as_keys(keys))
         done = np.full(len(at), self.slot_bytes, np.int64)
         crcs = np.zeros(len(at), np.uint32)
         verified = self._to_verify(trusted)

@@ -11,13 +11,14 @@ offset  0  u32  crc32c of the bytes 4..64
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import crc32c_rows
+from kvtier._hot import NATIVE, Keys, crc32c_rows
 
 RECORD: Final = np.dtype(
     [
@@ -96,8 +97,10 @@ def _body(records: Records) -> npt.NDArray[np.uint8]:
     return records.view(np.uint8).reshape(len(records), RECORD_BYTES)[:, _CRC_BYTES:]
 
 
-def as_keys(keys: list[bytes]) -> Records:
-    """V32 [n] of keys of 32 bytes each."""
+def as_keys(keys: Sequence[bytes]) -> Records:
+    """V32 [n] of keys of 32 bytes each; a view where they lie side by side."""
+    if NATIVE and isinstance(keys, Keys):
+        return np.frombuffer(memoryview(keys), "V32")
     joined = b"".join(keys)
     assert len(joined) == KEY_BYTES * len(keys), "a key is 32 bytes"
     return np.frombuffer(joined, "V32")

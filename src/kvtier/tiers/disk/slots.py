@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from threading import Lock
 from typing import Final
@@ -82,7 +83,7 @@ class DiskSlots:
             self.num_used += num_slots
             return [Slot(slot) for slot in slots.tolist()]
 
-    def free(self, slots: list[Slot]) -> None:
+    def free(self, slots: Sequence[Slot]) -> None:
         """Give slots back; each must be in use. Those with an I/O error stay away."""
         check_slots(slots, len(self._state))
         with self._lock:

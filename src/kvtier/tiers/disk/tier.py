@@ -124,7 +124,7 @@ class DiskTier(StorageTier):
         A scrub empties the slots of damaged blocks whose keys are here still, and a slot that was
         not in use may be another block's by now.
         """
-        wanted = as_keys(list(keys))
+        wanted = as_keys(keys)
         slots = self._slots.find(wanted)
         is_right, is_other = self.blocks.fit(wanted, slots)
         if (lost := np.flatnonzero((slots >= 0) & ~is_right)).size:
@@ -212,14 +212,14 @@ class DiskTier(StorageTier):
 
     def _slots_with(self, keys: Sequence[BlockKey]) -> Int64s:
         """int64 [n]: the slot that has each block, in use or not; -1 where none has."""
-        wanted = as_keys(list(keys))
+        wanted = as_keys(keys)
         slots = self._slots.find(wanted)
         slots[~self.blocks.fit(wanted, slots)[0]] = -1
         return slots
 
     def _forget(self, keys: Sequence[BlockKey], slots: Int64s) -> None:
         """The blocks are not there any more; those that went meanwhile are passed over."""
-        wanted = as_keys(list(keys))
+        wanted = as_keys(keys)
         still = self._slots.find(wanted) == slots
         self._slots.remove(slots[still])
         self._leave(slots[still])
