@@ -14,10 +14,9 @@
 namespace kvtier {
 
 // A hash table of numbers below kNone, in parts: when one grows, it moves a small share of all
-// cells, and nobody waits for more. Parts begin with sizes of their own, and so don't grow
-// together. At most 4/5 of the cells are used: a search for what is not listed looks at 13 cells
-// then; where 2/3 are used, at 5. A tag and a number lie beside each other, so that a look-up waits
-// for memory once.
+// cells, and nobody waits for more. Parts have sizes of their own, and so don't grow together. At
+// most 4/5 of the cells are used: a search for what is not listed looks at 13 cells then; where 2/3
+// are used, at 5. A tag and a number lie beside each other, so that a look-up waits for memory once.
 //
 //   hash = | part: 7 or 10 bits | home: 32 bits | ... | short tag: 8 bits |
 //   cell = | tag | number |
@@ -47,7 +46,7 @@ class Cells {
   template <typename Test>
   Number find(std::uint64_t hash, Test&& is_it) const {
     const Part& part = part_of(hash);
-    return part.num_cells == 0 ? kNone : part.cells[part.find(hash, is_it)].number;
+    return part.num_cells == 0 ? kNone : part.cells[part.find(hash, is_it)].number();
   }
 
   void prefetch(std::uint64_t hash) const {
@@ -77,7 +76,8 @@ class Cells {
     Part& part = part_of(hash);
     if (const std::size_t num = part.num_cells; is_full(part.num_listed + 1, num)) {
       const std::size_t first = kFewestCells + (hash >> kPartShift) % kFewestCells;
-      const std::size_t more = num > 0 ? 2 * num : first;
+      // In the end no two are alike.
+      const std::size_t more = num > 0 ? 2 * num + hash % 2 : first;
       part.move(std::shared_ptr<Cell[]>(new Cell[more]), more, hash_of);
     }
     part.put(tag_of(hash), hash >> kHomeShift, number);
@@ -92,12 +92,12 @@ class Cells {
     if (is_full(part.num_listed + 1, part.num_cells) && find(hash, is_it) == kNone)
       return insert(hash, number, hash_of);
     Cell& cell = part.cells[part.find(hash, is_it)];
-    if (cell.number == kNone) {
+    if (cell.is_empty()) {
       cell.tag = tag_of(hash);
       ++part.num_listed;
       ++num_listed_;
     }
-    cell.number = number;
+    cell.one_more = number + 1;
   }
 
   // The number that was listed, kNone where none was.
@@ -106,7 +106,7 @@ class Cells {
     Part& part = part_of(hash);
     if (part.num_cells == 0) return kNone;
     const std::size_t at = part.find(hash, is_it);
-    const Number number = part.cells[at].number;
+    const Number number = part.cells[at].number();
     if (number == kNone) return kNone;
     part.erase(at, hash_of);
     --part.num_listed;
@@ -129,7 +129,7 @@ class Cells {
     };
     std::size_t at = 0;
     for (std::size_t i = 0; i < parts_.size(); ++i) at += num_cells(i);
-    const std::shared_ptr<Cell[]> cells = allocate_cells(at);
+    const std::shared_ptr<Cell[]> cells = zeroed_pages<Cell>(at);
     for (std::size_t i = parts_.size(); i-- > 0;) {
       at -= num_cells(i);
       if (parts_[i].num_cells < num_cells(i))
@@ -146,9 +146,13 @@ class Cells {
   static constexpr std::size_t kAhead = 16;  // whose cells are fetched at a time
   static_assert(kTagIsHome || sizeof(Tag) == 1);
 
+  // Zeros mean: empty.
   struct [[gnu::packed]] Cell {
     Tag tag = 0;
-    Number number = kNone;  // kNone: empty
+    Number one_more = 0;  // than its number
+
+    Number number() const { return one_more - 1; }
+    bool is_empty() const { return one_more == 0; }
   };
   static_assert(sizeof(Cell) == sizeof(Tag) + sizeof(Number));
 
@@ -169,7 +173,7 @@ class Cells {
     template <typename HashOf>
     std::uint64_t home_bits(const Cell& cell, HashOf&& hash_of) const {
       if constexpr (kTagIsHome) return cell.tag;
-      else return hash_of(cell.number) >> kHomeShift;
+      else return hash_of(cell.number()) >> kHomeShift;
     }
 
     // The cell, or the empty one behind those where it could be.
@@ -177,15 +181,15 @@ class Cells {
     std::size_t find(std::uint64_t hash, Test&& is_it) const {
       const Tag tag = tag_of(hash);
       std::size_t at = home(hash >> kHomeShift);
-      for (; cells[at].number != kNone; at = next(at))
-        if (cells[at].tag == tag && is_it(cells[at].number)) break;
+      for (; !cells[at].is_empty(); at = next(at))
+        if (cells[at].tag == tag && is_it(cells[at].number())) break;
       return at;
     }
 
     void put(Tag tag, std::uint64_t bits, Number number) {
       std::size_t at = home(bits);
-      while (cells[at].number != kNone) at = next(at);
-      cells[at] = {tag, number};
+      while (!cells[at].is_empty()) at = next(at);
+      cells[at] = {tag, number + 1};
     }
 
     // Cells that were pushed on by this one move back, so that no search ends too early.
@@ -194,7 +198,7 @@ class Cells {
       const auto distance = [&](std::size_t from, std::size_t to) {
         return to >= from ? to - from : to + num_cells - from;
       };
-      for (std::size_t at = next(hole); cells[at].number != kNone; at = next(at)) {
+      for (std::size_t at = next(hole); !cells[at].is_empty(); at = next(at)) {
         if (distance(home(home_bits(cells[at], hash_of)), at) < distance(hole, at)) continue;
         cells[hole] = cells[at];
         hole = at;
@@ -209,16 +213,9 @@ class Cells {
       const std::size_t num_before = num_cells;
       num_cells = static_cast<std::uint32_t>(num);
       for (const Cell* cell = to.get(); cell != to.get() + num_before; ++cell)
-        if (cell->number != kNone) put(cell->tag, home_bits(*cell, hash_of), cell->number);
+        if (!cell->is_empty()) put(cell->tag, home_bits(*cell, hash_of), cell->number());
     }
   };
-
-  static std::shared_ptr<Cell[]> allocate_cells(std::size_t num) {
-    const bool is_large = num * sizeof(Cell) >= static_cast<std::size_t>(PageSize::huge);
-    Pages<Cell> pages = allocate_pages<Cell>(num, is_large ? PageSize::huge : PageSize::usual);
-    std::uninitialized_fill_n(pages.get(), num, Cell{});
-    return pages;
-  }
 
   Part& part_of(std::uint64_t hash) { return parts_[hash >> kPartShift]; }
   const Part& part_of(std::uint64_t hash) const { return parts_[hash >> kPartShift]; }

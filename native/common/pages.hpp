@@ -19,25 +19,44 @@ struct FreePages {
 template <typename Item>
 using Pages = std::unique_ptr<Item[], FreePages>;
 
-// Huge pages make look-ups in a large table faster; but to find some, a system may move memory
-// around for milliseconds: they are for what is made before any request comes.
-enum class PageSize : std::size_t { usual = 4096, huge = 2 << 20 };
-
 // Room for `num` items, which hold nothing defined. All pages are brought in at once: while an
-// index grows, one call in many pays for it, and not every call.
+// index grows, one call in many pays for it, and not every call. Not huge pages: to find some, a
+// system may move memory around for milliseconds, in the middle of a request.
 template <typename Item>
-Pages<Item> allocate_pages(std::size_t num, PageSize size = PageSize::usual) {
-  const auto page = static_cast<std::size_t>(size);
-  const std::size_t num_bytes = (num * sizeof(Item) + page - 1) / page * page;
-  void* const memory = std::aligned_alloc(page, num_bytes);
+Pages<Item> allocate_pages(std::size_t num) {
+  constexpr std::size_t kPage = 4096;
+  const std::size_t num_bytes = (num * sizeof(Item) + kPage - 1) / kPage * kPage;
+  void* const memory = std::aligned_alloc(kPage, num_bytes);
   if (memory == nullptr) throw std::bad_alloc();
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  if (size == PageSize::huge) ::madvise(memory, num_bytes, MADV_HUGEPAGE);
-#endif
 #if defined(__linux__) && defined(MADV_POPULATE_WRITE)
   ::madvise(memory, num_bytes, MADV_POPULATE_WRITE);  // older kernels refuse: then they fault
 #endif
   return Pages<Item>(static_cast<Item*>(memory));
+}
+
+// `num` items of zeros, at least one, in huge pages where the system has some: for large tables
+// that are made whole. The system's zeros are enough; to write others takes as long again.
+template <typename Item>
+std::shared_ptr<Item[]> zeroed_pages(std::size_t num) {
+  const std::size_t num_bytes = num * sizeof(Item);
+#if defined(__linux__)
+  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS;
+  void* const memory = ::mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, kFlags, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+  constexpr std::size_t kHugePage = std::size_t{2} << 20;
+  if (num_bytes >= kHugePage) ::madvise(memory, num_bytes, MADV_HUGEPAGE);
+#endif
+#if defined(MADV_POPULATE_WRITE)
+  ::madvise(memory, num_bytes, MADV_POPULATE_WRITE);
+#endif
+  const auto give_back = [num_bytes](Item* items) { ::munmap(items, num_bytes); };
+  return {static_cast<Item*>(memory), give_back};
+#else
+  void* const memory = std::calloc(num, sizeof(Item));
+  if (memory == nullptr) throw std::bad_alloc();
+  return {static_cast<Item*>(memory), FreePages()};
+#endif
 }
 
 }  // namespace kvtier
