@@ -91,6 +91,15 @@ class RowCache(KeyedCache):
         found = self._index.find(key)
         return found is not None and self._storage_of(*found) is not None
 
+    def known(self, keys: Sequence[bytes]) -> list[BlockId]:
+        """The blocks of those that the index knows."""
+        blocks, _ = self._index.find_all(keys)
+        return [block for block in blocks if block is not None]
+
+    def stored(self, keys: Sequence[bytes]) -> list[BlockId]:
+        """The blocks of those that storage has."""
+        return [block for block, states in self._found(keys) if self._storage_of(block, states)]
+
     def _keep(self, blocks: Sequence[BlockId], storage: str) -> None:
         self._index.lease(blocks, storage)
         self._kept.update((block, storage) for block in blocks)

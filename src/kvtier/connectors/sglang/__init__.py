@@ -1,0 +1,13 @@
+"""Under SGLang: its host pools' pages on disk, behind its own hierarchical cache.
+
+    storage.py     what SGLang's controller calls; the only one that knows its classes
+    shelf.py       one pool: its pages, and the slab that keeps them
+    pages.py       where the pages of a pool lie, in any layout
+    identity.py    what must agree before two processes share a page
+    settings.py    what a user may set
+    refusals.py    what can't be served, and why
+
+How the words translate. What SGLang calls a *page* is a *block* elsewhere in kvtier: what one key
+names. A *pool* is what a group is elsewhere. SGLang's own host pool is its L2, and its tree decides
+what is there; the slabs below it are kvtier's, one for each rank and pool.
+"""

@@ -1,0 +1,83 @@
+"""One pool's pages on disk: where they lie in memory, and the slab that keeps them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtier.connectors.sglang.identity import StorageConfig, folder_of, page_key
+from kvtier.connectors.sglang.pages import Pages
+from kvtier.connectors.sglang.settings import Settings
+from kvtier.connectors.shared.slab_calls import SlabCalls
+from kvtier.errors import TierError
+from kvtier.layout import opaque
+from kvtier.tiers import Pieces, StorageTier
+from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.tiers.none import NoStorage
+from kvtier.types import DISK, Durability, Verify
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """What SGLang calls by key, in the words of the slab. before: keys of the pages of the prompt
+    that come before those of a call."""
+
+    pages: Pages
+    calls: SlabCalls
+
+    def num_found(self, keys: Sequence[str], before: Sequence[str] = ()) -> int:
+        return self.calls.num_found(_all(keys), _all(before))
+
+    def load(self, keys: Sequence[str], pages: Pieces) -> list[bool]:
+        return self.calls.load(_all(keys), pages)
+
+    def store(self, keys: Sequence[str], pages: Pieces, before: Sequence[str] = ()) -> list[bool]:
+        depths = range(len(before), len(before) + len(keys))
+        return self.calls.store(_all(keys), depths, pages)
+
+
+def _all(keys: Sequence[str]) -> list[bytes]:
+    return [page_key(key) for key in keys]
+
+
+def open_shelf(
+    settings: Settings,
+    config: StorageConfig,
+    name: str,
+    pages: Pages,
+    capacity_bytes: int,
+    digest: Callable[[], bytes],
+) -> Shelf:
+    """The slab of a rank's pool. Raises ``ConfigError`` for settings that can't be used, and for a
+    slab that somebody else has; a disk that can't be read is left alone, and SGLang serves without
+    it."""
+    tier = _open(settings, folder_of(config, name), pages, capacity_bytes)
+    calls = SlabCalls(
+        tier,
+        pages.sizes.tolist(),
+        digest,
+        hold_s=settings.hold_s,
+        bytes_per_day=settings.bytes_per_day,
+    )
+    return Shelf(pages, calls)
+
+
+def _open(settings: Settings, folder: str, pages: Pages, capacity_bytes: int) -> StorageTier:
+    group = opaque(pages.num_bytes)
+    options = DiskOptions(
+        settings.folder / folder,
+        capacity_bytes,
+        durability=Durability(settings.disk_durability),
+        verify=Verify(settings.disk_verify),
+    )
+    try:
+        tier = DiskTier(options, group)
+    except TierError as error:
+        logger.error("kvtier: SGLang serves without the disk: %s", error)
+        return NoStorage(DISK, group)
+    for finding in tier.findings():
+        logger.info("kvtier %s: %s %s", finding.topic, finding.found, finding.note)
+    return tier

@@ -1,0 +1,1 @@
+"""What connectors have in common: parts that translate for an engine, whichever it is."""
