@@ -55,7 +55,7 @@ class Caller:
         for at, number in enumerate(numbers):
             self.write(at, bytes_of(key_of(number)))
         keys = [key_of(number) for number in numbers]
-        return self.calls.store(keys, range(len(keys)), self._pieces.pick(slice(len(keys))))
+        return self.calls.store(keys, self._pieces.pick(slice(len(keys))))
 
     def load(self, *numbers: int) -> list[bool]:
         """Which are said to be in place; these have the right bytes."""

@@ -88,12 +88,13 @@ class Pages:
 def _page(pool: HostPool, page: int) -> tuple[Int64s, Int64s]:
     """int64 [num_pieces] each: where the pieces of one page begin, and their sizes."""
     start = page * pool.page_size
-    found = pool.get_page_buffer_meta(torch.arange(start, start + pool.page_size))
-    if found is None:
+    try:
+        found = pool.get_page_buffer_meta(torch.arange(start, start + pool.page_size))
+    except (AttributeError, NotImplementedError, ValueError) as error:
         raise LayoutError(
-            f"{type(pool).__name__}: does not say where its pages are in {pool.layout!r}; use "
-            "another --hicache-mem-layout, or no storage"
-        )
+            f"{type(pool).__name__}: does not say where its pages are in {pool.layout!r} "
+            f"({error}); use another --hicache-mem-layout, or no storage"
+        ) from error
     addresses, sizes = found
     return np.array(addresses, np.int64), np.array(sizes, np.int64)
 

@@ -35,8 +35,7 @@ class Shelf:
         return self.calls.load(_all(keys), pages)
 
     def store(self, keys: Sequence[str], pages: Pieces, before: Sequence[str] = ()) -> list[bool]:
-        depths = range(len(before), len(before) + len(keys))
-        return self.calls.store(_all(keys), depths, pages)
+        return self.calls.store(_all(keys), pages, _all(before))
 
 
 def _all(keys: Sequence[str]) -> list[bytes]:

@@ -110,32 +110,37 @@ class SlabCalls:
         place = {key: at for at, key in enumerate(keys)}  # of a key that is there twice, the last
         return [key in arrived and place[key] == at for at, key in enumerate(keys)]
 
-    def store(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Pieces) -> list[bool]:
+    def store(
+        self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes] = ()
+    ) -> list[bool]:
         """Write blocks that are not there yet; which are there now. Nothing is begun after a
         failure: a prompt without its beginning is of no use.
 
-        keys: in prompt order. depths: place of each in its prompt.
+        keys: in prompt order. before: those of the prompt that come before.
         """
         done: list[bool] = []
         for at in range(0, len(keys), CALL_BLOCKS):
             if not all(done):
                 return done + [False] * (len(keys) - len(done))
             some = slice(at, at + CALL_BLOCKS)
-            done += self._store(keys[some], depths[some], blocks.pick(some))
+            done += self._store(keys[some], blocks.pick(some), [*before, *keys[:at]])
         return done
 
-    def _store(self, keys: Sequence[bytes], depths: Sequence[int], blocks: Pieces) -> list[bool]:
+    def _store(self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes]) -> list[bool]:
+        prompt = [*before, *keys]
         with self._lock:
             self._tend()
+            self._slab.touch(prompt)  # what makes room for it is not its beginning
             places = self._slab.find_all(keys)
             new = [at for at, place in enumerate(places) if place is not Place.STORAGE]
             slots = self._memory.place(blocks.pick(new))
             job = next(self._jobs)
-            self._slab.store(job, [keys[at] for at in new], [depths[at] for at in new], slots)
+            depths = [len(before) + at for at in new]
+            self._slab.store(job, [keys[at] for at in new], depths, slots)
         self._wait(job)
         with self._lock:
             self._memory.take_back(slots)
-            self._slab.touch(keys)
+            self._slab.touch(prompt)
             return [place is Place.STORAGE for place in self._slab.find_all(keys)]
 
     def clear(self) -> None:
