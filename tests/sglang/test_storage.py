@@ -11,7 +11,13 @@ import pytest
 pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang")
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+)
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from kvtier.connectors.sglang.pages import Pages
@@ -33,7 +39,14 @@ def opens(tmp_path: Path) -> Iterator[Opens]:
     """Makes storage as SGLang's controller does, over a pool; all is closed in the end."""
     made: list[Any] = []
 
-    def make(pool: Any, is_mla: bool = False, rank: int = 0, size: int = 1, **extra: object) -> Any:
+    def make(
+        pool: Any,
+        is_mla: bool = False,
+        rank: int = 0,
+        size: int = 1,
+        sides: dict[PoolName, Any] | None = None,
+        **extra: object,
+    ) -> Any:
         settings = {
             "backend_name": "kvtier",
             "module_path": "kvtier.connectors.sglang.entry",
@@ -51,6 +64,8 @@ def opens(tmp_path: Path) -> Iterator[Opens]:
         storage = StorageBackendFactory.create_backend("dynamic", config, pool)
         made.append(storage)
         storage.register_mem_pool_host(pool)
+        for name, side in (sides or {}).items():
+            storage.register_mem_host_pool_v2(side, name)
         storage.on_host_pools_registered()
         return storage
 
@@ -89,6 +104,41 @@ def test_both_ways_to_a_page_agree(opens: Opens, kind: str, layout: str) -> None
     fill(pool, 1)
     assert storage.batch_get_v1([key_of(1)], tokens(8)) == [True]
     assert torch.equal(content(pool, 8), before)
+
+
+def _transfer(name: PoolName, keys: list[str], *pages: int) -> PoolTransfer:
+    needs_all = name is PoolName.INDEXER
+    policy = PoolHitPolicy.ALL_PAGES if needs_all else PoolHitPolicy.TRAILING_PAGES
+    indices = tokens(*pages) if pages else None
+    return PoolTransfer(name, host_indices=indices, keys=keys, hit_policy=policy)
+
+
+def test_side_pools_cut_a_prompt_where_all_have_what_they_need(opens: Opens) -> None:
+    kv, swa, indexer = (host_pool("mha", "page_first") for _ in range(3))
+    fill(swa, 1)
+    storage = opens(kv, sides={PoolName.SWA: swa, PoolName.INDEXER: indexer})
+    keys = [key_of(number) for number in range(6)]
+    assert storage.batch_set_v1(keys, tokens(*range(6))) == [True] * 6
+    window = content(swa, 7)
+    stored = storage.batch_set_v2(
+        [
+            _transfer(PoolName.SWA, keys[2:4], 6, 7),
+            _transfer(PoolName.INDEXER, keys[:5], *range(5)),
+        ],
+    )
+    assert stored == {PoolName.SWA: [True] * 2, PoolName.INDEXER: [True] * 5}
+    asked = [_transfer(PoolName.SWA, keys[:2]), _transfer(PoolName.INDEXER, keys)]
+    found = storage.batch_exists_v2(keys, asked)
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [4])
+    assert found.extra_pool_hit_pages == {"kv": 6, PoolName.SWA: 4, PoolName.INDEXER: 5}
+    fill(swa, 2)
+    wanted = _transfer(PoolName.SWA, [keys[3], keys[5]], 9, 10)
+    assert storage.batch_get_v2([wanted]) == {PoolName.SWA: [True, False]}
+    assert torch.equal(content(swa, 9), window)
+    blocks = PoolTransfer(PoolName.INDEXER, keys=keys, hit_policy=PoolHitPolicy.BLOCK_GROUPS)
+    assert storage.batch_exists_v2(keys, [blocks]).kv_hit_pages == 0
+    late = _transfer(PoolName.MAMBA, keys[:1], 0)
+    assert storage.batch_set_v2([late]) == {PoolName.MAMBA: [False]}
 
 
 def test_generic_calls(opens: Opens) -> None:

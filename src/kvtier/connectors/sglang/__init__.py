@@ -2,6 +2,7 @@
 
     storage.py     what SGLang's controller calls; the only one that knows its classes
     shelf.py       one pool: its pages, and the slab that keeps them
+    hits.py        where a prompt may be cut, when several pools must agree
     pages.py       where the pages of a pool lie, in any layout
     identity.py    what must agree before two processes share a page
     settings.py    what a user may set

@@ -14,7 +14,6 @@ from typing import Protocol
 
 from blake3 import blake3
 
-from kvtier.connectors.sglang.pages import HostPool, Pages
 from kvtier.connectors.shared.weights import Source
 from kvtier.keys import Namespace
 
@@ -78,6 +77,9 @@ RANK_FACTS = (
     "tp_size",
 )
 
+SHARDED_STATE = "mamba"
+"""A pool that is cut over ranks also where KV is not."""
+
 
 class StorageConfig(Protocol):
     """What is used of SGLang's ``HiCacheStorageConfig``."""
@@ -88,10 +90,15 @@ class StorageConfig(Protocol):
     pp_size: int
     attn_cp_rank: int
     attn_cp_size: int
-    dp_rank: int
     is_mla_model: bool
     model_name: str | None
     extra_config: Mapping[str, object] | None
+
+
+def is_replicated(config: StorageConfig, name: str) -> bool:
+    """Whether all ranks of a tensor-parallel group have the same bytes in a pool, and the first one
+    stores them for all."""
+    return config.is_mla_model and name != SHARDED_STATE
 
 
 def engine_digest(weights: str, version: str, options: object, salt: str) -> bytes:
@@ -110,20 +117,18 @@ def engine_digest(weights: str, version: str, options: object, salt: str) -> byt
     ).digest
 
 
-def pool_digest(engine: bytes, config: StorageConfig, name: str, pool: HostPool) -> bytes:
-    """32 bytes that name the pages of one pool on one rank. engine: see ``engine_digest``; b""
-    where that is not known, and then so is this."""
-    if not engine:
-        return b""
-    sizes = Pages(pool).sizes.tolist()
-    # Ranks of an MLA model have the same bytes; the others have a part each.
-    rank = 0 if config.is_mla_model else config.tp_rank
+def pool_facts(config: StorageConfig, name: str, pool: object, sizes: Sequence[int]) -> bytes:
+    """All that decides on the bytes of one pool's pages on one rank, beside the engine.
+
+    sizes: of the pieces of a page, in their order.
+    """
+    rank = 0 if is_replicated(config, name) else config.tp_rank
     facts = {
-        "pool": [name, type(pool).__name__, sizes],
+        "pool": [name, type(pool).__name__, list(sizes)],
         "bytes": {each: str(getattr(pool, each, None)) for each in POOL_FACTS},
         "ranks": {each: getattr(config, each, None) for each in RANK_FACTS} | {"tp_rank": rank},
     }
-    return blake3(engine + json.dumps(facts, sort_keys=True).encode()).digest()
+    return json.dumps(facts, sort_keys=True).encode()
 
 
 def sources(options: object, config: StorageConfig) -> Sequence[Source]:
@@ -164,7 +169,7 @@ def folder_of(config: StorageConfig, name: str) -> str:
         ("pp", config.pp_rank, config.pp_size),
         ("cp", config.attn_cp_rank, config.attn_cp_size),
     ]
-    parts.append(("tp", 0 if config.is_mla_model else config.tp_rank, config.tp_size))
-    rank = "-".join(f"{part}{rank}" for part, rank, size in parts if size > 1) or "rank0"
-    replica = f"replica{config.dp_rank}-" if config.dp_rank else ""
-    return f"{replica}{rank}-{name}"
+    parts.append(("tp", 0 if is_replicated(config, name) else config.tp_rank, config.tp_size))
+    place = "-".join(f"{part}{rank}" for part, rank, size in parts if size > 1) or "rank0"
+    replica = f"replica{rank}-" if (rank := getattr(config, "dp_rank", 0)) else ""
+    return f"{replica}{place}-{name}"

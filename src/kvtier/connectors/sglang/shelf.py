@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtier.connectors.sglang.identity import StorageConfig, folder_of, page_key
+from kvtier.connectors.sglang.identity import StorageConfig, folder_of, is_replicated, page_key
 from kvtier.connectors.sglang.pages import Pages
 from kvtier.connectors.sglang.settings import Settings
 from kvtier.connectors.shared.slab_calls import SlabCalls
-from kvtier.errors import TierError
+from kvtier.errors import ConfigError, TierError
 from kvtier.layout import opaque
 from kvtier.tiers import Pieces, StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
@@ -18,6 +18,9 @@ from kvtier.tiers.none import NoStorage
 from kvtier.types import DISK, Durability, Verify
 
 logger = logging.getLogger(__name__)
+
+SLOT_BYTES = 4096
+"""A page takes a multiple of so many on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,9 @@ class Shelf:
     def num_found(self, keys: Sequence[str], before: Sequence[str] = ()) -> int:
         return self.calls.num_found(_all(keys), _all(before))
 
+    def find(self, keys: Sequence[str], before: Sequence[str] = ()) -> list[bool]:
+        return self.calls.find(_all(keys), _all(before))
+
     def load(self, keys: Sequence[str], pages: Pieces) -> list[bool]:
         return self.calls.load(_all(keys), pages)
 
@@ -40,6 +46,28 @@ class Shelf:
 
 def _all(keys: Sequence[str]) -> list[bytes]:
     return [page_key(key) for key in keys]
+
+
+def capacities(
+    settings: Settings, config: StorageConfig, options: object, pools: Mapping[str, Pages]
+) -> dict[str, int]:
+    """Bytes of this rank's slab for each pool: all get room for as many pages. options: SGLang's
+    ``ServerArgs``, or None. Raises ``ConfigError`` where that is not a single one."""
+    replicas: int = getattr(options, "dp_size", 1) or 1
+    machines: int = getattr(options, "nnodes", 1) or 1
+    groups = config.pp_size * config.attn_cp_size * replicas / machines
+    slots = {name: -(-pages.num_bytes // SLOT_BYTES) * SLOT_BYTES for name, pages in pools.items()}
+    bytes_per_page = sum(
+        num_bytes * (1 if is_replicated(config, name) else config.tp_size) * groups
+        for name, num_bytes in slots.items()
+    )
+    num_pages = int(settings.disk_bytes / bytes_per_page)
+    if num_pages < 1:
+        raise ConfigError(
+            f"disk_capacity: {settings.disk_bytes} bytes are below one page of all ranks and pools "
+            f"({bytes_per_page:.0f} bytes); raise it"
+        )
+    return {name: num_pages * num_bytes for name, num_bytes in slots.items()}
 
 
 def open_shelf(

@@ -8,27 +8,42 @@ ladder's business (``shared/slab_calls.py``). It calls from threads of its own: 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import sglang
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from blake3 import blake3
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolTransferResult,
+)
+from sglang.srt.runtime_context import get_server_args
 
-from kvtier.connectors.sglang.identity import engine_digest, pool_digest, sources
+from kvtier.connectors.sglang.hits import SidePool, common_hits
+from kvtier.connectors.sglang.identity import engine_digest, pool_facts, sources
 from kvtier.connectors.sglang.pages import HostPool, Pages
 from kvtier.connectors.sglang.refusals import refuse
 from kvtier.connectors.sglang.settings import Settings
-from kvtier.connectors.sglang.shelf import Shelf, open_shelf
+from kvtier.connectors.sglang.shelf import Shelf, capacities, open_shelf
 from kvtier.connectors.shared.names import Names
 
 if TYPE_CHECKING:
     import torch
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo
+    from sglang.srt.mem_cache.hicache_storage import (
+        HiCacheStorageConfig,
+        HiCacheStorageExtraInfo,
+        PoolTransfer,
+    )
+
+    from kvtier.tiers import Pieces
 
 logger = logging.getLogger(__name__)
 
 KV = "kv"
 """SGLang's name of the pool that others stand beside."""
+SERVED_POLICIES = (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
 
 
 class KvtierStorage(HiCacheStorage):
@@ -43,6 +58,7 @@ class KvtierStorage(HiCacheStorage):
         refuse(storage_config, self._options, self._settings)
         self._pools: dict[str, HostPool] = {}
         self._shelves: dict[str, Shelf] = {}
+        self._said: set[str] = set()
         self._names = Names(self._engine_digest, self._settings.namespace)
 
     def _engine_digest(self, weights: str) -> bytes:
@@ -54,23 +70,43 @@ class KvtierStorage(HiCacheStorage):
         super().register_mem_pool_host(mem_pool_host)
         self._pools[KV] = mem_pool_host
 
+    def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if self._shelves and str(host_pool_name) not in self._shelves:
+            logger.warning("kvtier keeps nothing of pool=%s: it came late", host_pool_name)
+        self._pools[str(host_pool_name)] = host_pool
+
     def on_host_pools_registered(self) -> None:
         """All pools are known: open their slabs."""
         self._names.settle(sources(self._options, self._config))
-        capacity_bytes = self._settings.disk_bytes // num_shards(self._config, self._options)
-        for name, pool in self._pools.items():
-            self._shelves[name] = self._open(name, pool, capacity_bytes)
+        pages = {name: Pages(pool) for name, pool in self._pools.items()}
+        room = capacities(self._settings, self._config, self._options, pages)
+        for name, each in pages.items():
+            self._shelves[name] = self._open(name, each, room[name])
 
-    def _open(self, name: str, pool: HostPool, capacity_bytes: int) -> Shelf:
-        def digest() -> bytes:
-            return pool_digest(self._names.digest, self._config, name, pool)
+    def _open(self, name: str, pages: Pages, capacity_bytes: int) -> Shelf:
+        facts = pool_facts(self._config, name, self._pools[name], pages.sizes.tolist())
 
-        return open_shelf(self._settings, self._config, name, Pages(pool), capacity_bytes, digest)
+        @lru_cache(maxsize=2)
+        def digest_of(engine: bytes) -> bytes:
+            return blake3(engine + facts).digest() if engine else b""
+
+        return open_shelf(
+            self._settings,
+            self._config,
+            name,
+            pages,
+            capacity_bytes,
+            lambda: digest_of(self._names.digest),
+        )
 
     def _shelf(self, name: str = KV) -> Shelf:
+        return self._opened()[name]
+
+    def _opened(self) -> dict[str, Shelf]:
         if not self._shelves:  # before 0.5.23 nobody says that all pools are known
             self.on_host_pools_registered()
-        return self._shelves[name]
+        return self._shelves
 
     # -- what SGLang's controller calls ------------------------------------------------------------
 
@@ -96,6 +132,67 @@ class KvtierStorage(HiCacheStorage):
     ) -> list[bool]:
         shelf = self._shelf()
         return shelf.store(keys, shelf.pages.at(host_indices), _before(extra_info))
+
+    # -- the same for pools beside the KV ----------------------------------------------------------
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        before, shelves = _before(extra_info), self._opened()
+        num_pages = shelves[KV].num_found(keys, before)
+        sides = {}
+        for transfer in pool_transfers or []:
+            name, shelf = str(transfer.name), shelves.get(str(transfer.name))
+            if shelf is None or transfer.hit_policy not in SERVED_POLICIES:
+                self._say_once(f"kvtier finds nothing in pool {name}, by {transfer.hit_policy}")
+                return PoolTransferResult.empty()
+            needs_last = transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES
+            num_last = max(1, len(transfer.keys or ())) if needs_last else 0
+            sides[name] = SidePool(shelf.find(keys[:num_pages], before), num_last)
+        hits = common_hits((KV, num_pages), sides)
+        found = PoolTransferResult(hits.longest, dict(hits.by_pool))
+        found.restorable_prefix_pages = list(hits.cuts)  # before 0.5.23 nobody reads it
+        return found
+
+    def batch_get_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        return self._each_pool(transfers, lambda shelf, keys, pages: shelf.load(keys, pages))
+
+    def batch_set_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        before = _before(extra_info)
+        return self._each_pool(
+            transfers, lambda shelf, keys, pages: shelf.store(keys, pages, before)
+        )
+
+    def _each_pool(
+        self, transfers: list[PoolTransfer], move: Callable[[Shelf, list[str], Pieces], list[bool]]
+    ) -> dict[str, list[bool]]:
+        """What became of the pages of each; of a pool that is named twice, of both in a row."""
+        done: dict[str, list[bool]] = {}
+        for transfer in transfers:
+            keys, shelf = transfer.keys or [], self._opened().get(str(transfer.name))
+            moved = [False] * len(keys)
+            if shelf is not None and transfer.host_indices is not None:
+                pages = shelf.pages.at(transfer.host_indices)
+                if len(pages) == len(keys):
+                    moved = move(shelf, keys, pages)
+            done.setdefault(transfer.name, []).extend(moved)
+        return done
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            logger.warning(sentence)
 
     # -- the same for pages in tensors of their own ------------------------------------------------
 
@@ -161,24 +258,12 @@ class KvtierStorage(HiCacheStorage):
             shelf.calls.close()
 
 
-def num_shards(config: HiCacheStorageConfig, options: object) -> int:
-    """Slabs of one pool that share this machine's disk."""
-    replicas: int = getattr(options, "dp_size", 1) or 1
-    machines: int = getattr(options, "nnodes", 1) or 1
-    ranks: int = config.pp_size * config.attn_cp_size * replicas
-    return max(1, ranks * (1 if config.is_mla_model else config.tp_size) // machines)
-
-
 def _before(extra_info: HiCacheStorageExtraInfo | None) -> list[str]:
     return (extra_info.prefix_keys if extra_info is not None else None) or []
 
 
 def _server_args() -> object:
     """SGLang's options; None where nobody has published them, as in a test of one part."""
-    try:
-        from sglang.srt.runtime_context import get_server_args
-    except ImportError:
-        from sglang.srt.server_args import get_global_server_args as get_server_args
     try:
         return get_server_args()
     except ValueError:

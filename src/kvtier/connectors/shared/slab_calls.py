@@ -79,16 +79,29 @@ class SlabCalls:
     def num_found(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> int:
         """How many of the first of ``keys`` there are; they stay for ``hold_s``, or until they are
         loaded. before: the keys of the prompt that come before, which count as used as well."""
+        are_there = self._find(keys)
+        num = are_there.index(False) if False in are_there else len(keys)
+        self._keep(keys[:num], before)
+        return num
+
+    def find(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> list[bool]:
+        """The same for each of ``keys``, whatever comes before it."""
+        are_there = self._find(keys)
+        self._keep([key for key, is_there in zip(keys, are_there, strict=True) if is_there], before)
+        return are_there
+
+    def _find(self, keys: Sequence[bytes]) -> list[bool]:
         with self._lock:
             self._tend()
             if self._slab.reads_for_s > self._late_s:
-                return 0
-            places = self._slab.find_all(keys)
-            num = next((at for at, p in enumerate(places) if p is not Place.STORAGE), len(keys))
-            if num:
-                self._slab.touch([*before, *keys[:num]])
-                self._slab.hold(keys[:num], self._clock() + self._hold_s)
-            return num
+                return [False] * len(keys)
+            return [place is Place.STORAGE for place in self._slab.find_all(keys)]
+
+    def _keep(self, keys: Sequence[bytes], before: Sequence[bytes]) -> None:
+        if keys:
+            with self._lock:
+                self._slab.touch([*before, *keys])
+                self._slab.hold(keys, self._clock() + self._hold_s)
 
     def load(self, keys: Sequence[bytes], blocks: Pieces) -> list[bool]:
         """Read blocks; which of them are in place. Memory of the others may hold anything."""
