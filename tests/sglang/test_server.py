@@ -8,28 +8,52 @@ import pytest
 
 pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang")
 
-from tests.sglang.servers import PAGE, prompt, server, storage
+from tests.sglang.models import make_mla
+from tests.sglang.servers import MODEL, PAGE, Answer, Server, prompt, server, storage
 
 LONG = 20 * PAGE + 30
 """Tokens of a prompt: its last page is not full."""
+NUM_WHOLE = LONG // PAGE * PAGE
+LAYOUTS = {1: "page_first", 2: "page_first_direct"}
+"""By the number of ranks."""
 
 
-@pytest.mark.timeout(900)
-def test_pages_come_from_disk_after_a_flush_and_after_a_kill(tmp_path: Path) -> None:
+def _check_stored(answer: Answer, device: Answer) -> None:
+    """It came from storage, all of it, and is what the device had."""
+    assert answer.num_stored == NUM_WHOLE
+    assert answer.logprobs == device.logprobs
+
+
+def _warm(running: Server, prompts: list[list[int]]) -> list[Answer]:
+    """What each prompt gives when the device has all of it."""
+    assert [running.ask(each).num_cached for each in prompts] == [0] * len(prompts)
+    warm = [running.ask(each) for each in prompts]
+    assert [(each.num_cached, each.num_stored) for each in warm] == [(NUM_WHOLE, 0)] * len(prompts)
+    return warm
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_pages_come_from_disk_after_a_flush_and_after_a_kill(
+    tmp_path: Path, kind: str, num_ranks: int
+) -> None:
     folder, log = tmp_path / "slab", tmp_path / "log"
+    model = MODEL if kind == "mha" else make_mla(tmp_path / "mla")
+    options = [*storage(folder), "--tp-size", str(num_ranks)]
+    options += ["--hicache-mem-layout", LAYOUTS[num_ranks], "--hicache-io-backend", "direct"]
+    how = {"model": model, "cores": "|".join(map(str, range(num_ranks)))}
     prompts = [prompt(seed, LONG) for seed in range(3)]
-    with server(log, *storage(folder)) as first:
-        cold = [first.ask(each) for each in prompts]
-        warm = [first.ask(each) for each in prompts]
-        first.settle(folder, len(prompts) * (LONG // PAGE))
+    num_slabs = num_ranks if kind == "mha" else 1
+    with server(log, *options, **how) as first:
+        warm = _warm(first, prompts)
+        first.settle(folder, num_slabs * len(prompts) * (LONG // PAGE))
         first.flush()
         flushed = [first.ask(each) for each in prompts]
         first.kill()
-    with server(log, *storage(folder)) as second:
+    assert len(list(folder.iterdir())) == num_slabs
+    with server(log, *options, **how) as second:
         restarted = [second.ask(each) for each in prompts]
-    assert [each.num_cached for each in cold] == [0] * len(prompts)
     for device, *stored in zip(warm, flushed, restarted, strict=True):
-        assert (device.num_cached, device.num_stored) == (LONG // PAGE * PAGE, 0)
         for answer in stored:
-            assert answer.num_stored == LONG // PAGE * PAGE
-            assert answer.logprobs == device.logprobs
+            _check_stored(answer, device)

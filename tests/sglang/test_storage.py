@@ -206,6 +206,21 @@ def test_ranks_have_slabs_of_their_own(opens: Opens) -> None:
     assert [each.batch_exists([key_of(0)]) for each in ranks] == [1, 0]
 
 
+def test_of_mla_one_rank_writes_and_all_find(opens: Opens) -> None:
+    pools = [host_pool("mla", "page_first") for _ in range(2)]
+    ranks = [opens(pool, True, rank=rank, size=2) for rank, pool in enumerate(pools)]
+    keys = [key_of(number) for number in range(3)]
+    assert ranks[1].batch_set_v1(keys, tokens(3, 1, 7)) == [False] * 3
+    assert ranks[0].batch_set_v1(keys, tokens(3, 1, 7)) == [True] * 3
+    assert [each.batch_exists([*keys, key_of(9)]) for each in ranks] == [3, 3]
+    fill(pools[1], 1)
+    assert ranks[1].batch_get_v1(keys, tokens(2, 5, 9)) == [True] * 3
+    for own, written in zip((2, 5, 9), (3, 1, 7), strict=True):
+        assert torch.equal(content(pools[1], own), content(pools[0], written))
+    assert ranks[0].clear()
+    assert [each.batch_exists(keys) for each in ranks] == [0, 0]
+
+
 def test_pool_that_cannot_be_served_gets_one_sentence(opens: Opens) -> None:
     pool = host_pool("mha", "page_first")
     pool.layout = "page_unified"

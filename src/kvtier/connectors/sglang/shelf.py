@@ -10,10 +10,11 @@ from kvtier.connectors.sglang.identity import StorageConfig, folder_of, is_repli
 from kvtier.connectors.sglang.pages import Pages
 from kvtier.connectors.sglang.settings import Settings
 from kvtier.connectors.shared.slab_calls import SlabCalls
+from kvtier.connectors.shared.slab_reads import SlabReads
 from kvtier.errors import ConfigError, TierError
-from kvtier.layout import opaque
+from kvtier.layout import KVGroup, opaque
 from kvtier.tiers import Pieces, StorageTier
-from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.tiers.disk import DiskOptions, DiskReader, DiskTier
 from kvtier.tiers.none import NoStorage
 from kvtier.types import DISK, Durability, Verify
 
@@ -29,7 +30,7 @@ class Shelf:
     that come before those of a call."""
 
     pages: Pages
-    calls: SlabCalls
+    calls: SlabCalls | SlabReads
 
     def num_found(self, keys: Sequence[str], before: Sequence[str] = ()) -> int:
         return self.calls.num_found(_all(keys), _all(before))
@@ -78,12 +79,20 @@ def open_shelf(
     capacity_bytes: int,
     digest: Callable[[], bytes],
 ) -> Shelf:
-    """The slab of a rank's pool. Raises ``ConfigError`` for settings that can't be used, and for a
-    slab that somebody else has; a disk that can't be read is left alone, and SGLang serves without
-    it."""
-    tier = _open(settings, folder_of(config, name), pages, capacity_bytes)
+    """The slab of a rank's pool, or a look into that of the rank that writes for all. Raises
+    ``ConfigError`` for settings that can't be used, and for a slab that somebody else has; a disk
+    that can't be read is left alone, and SGLang serves without it."""
+    group = opaque(pages.num_bytes)
+    options = DiskOptions(
+        settings.folder / folder_of(config, name),
+        capacity_bytes,
+        durability=Durability(settings.disk_durability),
+        verify=Verify(settings.disk_verify),
+    )
+    if is_replicated(config, name) and config.tp_rank > 0:
+        return Shelf(pages, SlabReads(DiskReader(options, group), digest))
     calls = SlabCalls(
-        tier,
+        _open(options, group),
         pages.sizes.tolist(),
         digest,
         hold_s=settings.hold_s,
@@ -92,14 +101,7 @@ def open_shelf(
     return Shelf(pages, calls)
 
 
-def _open(settings: Settings, folder: str, pages: Pages, capacity_bytes: int) -> StorageTier:
-    group = opaque(pages.num_bytes)
-    options = DiskOptions(
-        settings.folder / folder,
-        capacity_bytes,
-        durability=Durability(settings.disk_durability),
-        verify=Verify(settings.disk_verify),
-    )
+def _open(options: DiskOptions, group: KVGroup) -> StorageTier:
     try:
         tier = DiskTier(options, group)
     except TierError as error:
