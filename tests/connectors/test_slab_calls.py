@@ -25,7 +25,7 @@ def key_of(number: int) -> bytes:
 class Caller:
     """Memory of blocks in three pieces, far from each other. now_s: what the clock shows."""
 
-    def __init__(self, tier: MemoryStorage, num_blocks: int = 600) -> None:
+    def __init__(self, tier: MemoryStorage, num_blocks: int = 600, block_tokens: int = 0) -> None:
         self.tier = tier
         self.now_s = 0.0
         self.digest = DIGEST
@@ -37,7 +37,12 @@ class Caller:
         self._pieces = Pieces((offsets + self._owner.address).astype(np.uint64), np.array(SIZES))
         self._offsets = offsets
         self.calls = SlabCalls(
-            tier, SIZES, lambda: self.digest, hold_s=10.0, clock=lambda: self.now_s
+            tier,
+            SIZES,
+            lambda: self.digest,
+            hold_s=10.0,
+            block_tokens=block_tokens,
+            clock=lambda: self.now_s,
         )
 
     def write(self, at: int, content: np.ndarray) -> None:
@@ -206,4 +211,22 @@ def test_nothing_is_found_while_a_read_takes_too_long() -> None:
         caller.tier.open_reads.set()
         reader.join(PATIENCE_S)
     assert caller.num_found(2) == 1
+    caller.calls.close()
+
+
+def test_what_is_faster_to_compute_is_not_found_but_for_a_probe() -> None:
+    caller = Caller(memory(128), block_tokens=64)
+    numbers = range(100)
+    caller.store(*numbers)
+    assert caller.num_found(*numbers) == 100  # nothing is known of prefill yet
+    caller.calls._slab.costs.observe_copy(("disk", "host"), 100 * BLOCK_BYTES, 10.0)
+    caller.calls.observe_prefill(0, 6400, 1.0)
+    assert caller.num_found(*numbers) == 0
+    assert caller.calls.num_recomputed == 100
+    caller.now_s = 40.0
+    assert caller.num_found(*numbers) == 8  # 512 tokens, to see whether it is so still
+    assert caller.num_found(*numbers) == 0
+    for _ in range(100):
+        caller.calls._slab.costs.observe_copy(("disk", "host"), 100 * BLOCK_BYTES, 0.01)
+    assert caller.num_found(*numbers) == 100
     caller.calls.close()

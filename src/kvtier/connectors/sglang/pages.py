@@ -38,12 +38,12 @@ class Pages:
     """Of one pool. Raises ``LayoutError`` for one that does not say where its pages are, or whose
     pages lie otherwise.
 
-    sizes: int64 [num_pieces], bytes of each. The bytes of a page are in the order in which its own
-    ``get_data_page`` has them, so that both ways to reach it agree.
+    page_size: tokens. sizes: int64 [num_pieces], bytes of each. The bytes of a page are in the
+    order in which its own ``get_data_page`` has them, so that both ways to reach it agree.
     """
 
     def __init__(self, pool: HostPool) -> None:
-        self._page_size = pool.page_size
+        self.page_size = pool.page_size
         first, sizes = _page(pool, 0)
         step = _page(pool, 1)[0] - first if pool.page_num > 1 else np.zeros_like(first)
         last = pool.page_num - 1
@@ -64,10 +64,10 @@ class Pages:
 
     def at(self, indices: torch.Tensor) -> Pieces:
         """The pages of these tokens, a multiple of ``page_size`` of them, page after page."""
-        starts = indices.cpu().numpy()[:: self._page_size].astype(np.int64)
-        pages = starts // self._page_size
-        if (starts % self._page_size).any():
-            raise ValueError(f"host indices begin pages of {self._page_size} at {starts.tolist()}")
+        starts = indices.cpu().numpy()[:: self.page_size].astype(np.int64)
+        pages = starts // self.page_size
+        if (starts % self.page_size).any():
+            raise ValueError(f"host indices begin pages of {self.page_size} at {starts.tolist()}")
         addresses = self._first + pages[:, None] * self._step
         return Pieces(addresses.astype(np.uint64), self.sizes)
 

@@ -8,17 +8,20 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Bring what SGLang lacks where it runs. Called whether kvtier is asked for or not: so it never
-    raises, and does nothing on an accelerator."""
+    """Watch what steps take, and bring the copies that SGLang lacks on a CPU. Called whether kvtier
+    is asked for or not: so it never raises, and what it hooks passes on what nobody listens to."""
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
         from sglang.srt.utils import is_cpu
 
-        if not is_cpu():
-            return
-        from kvtier.connectors.sglang.cpu_copies import hooks
+        from kvtier.connectors.sglang.prefill import WATCH
 
-        for name, hook in hooks().items():
-            HookRegistry.register(name, hook, HookType.REPLACE)
+        for name, hook in WATCH.hooks().items():
+            HookRegistry.register(name, hook, HookType.AROUND)
+        if is_cpu():
+            from kvtier.connectors.sglang.cpu_copies import hooks
+
+            for name, hook in hooks().items():
+                HookRegistry.register(name, hook, HookType.REPLACE)
     except (ImportError, AttributeError, TypeError) as error:
-        logger.warning("kvtier brings no copies to this SGLang: %r", error)
+        logger.warning("kvtier can not hook into this SGLang: %r", error)

@@ -16,7 +16,7 @@ from kvtier.layout import KVGroup, opaque
 from kvtier.tiers import Pieces, StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskReader, DiskTier
 from kvtier.tiers.none import NoStorage
-from kvtier.types import DISK, Durability, Verify
+from kvtier.types import DISK, Durability, LoadPolicy, Verify
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ def open_shelf(
         pages.sizes.tolist(),
         digest,
         hold_s=settings.hold_s,
+        block_tokens=0 if settings.load_policy == LoadPolicy.ALWAYS else pages.page_size,
         bytes_per_day=settings.bytes_per_day,
     )
     return Shelf(pages, calls)

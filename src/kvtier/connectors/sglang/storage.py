@@ -24,6 +24,7 @@ from sglang.srt.runtime_context import get_server_args
 from kvtier.connectors.sglang.hits import SidePool, common_hits
 from kvtier.connectors.sglang.identity import engine_digest, pool_facts, sources
 from kvtier.connectors.sglang.pages import HostPool, Pages
+from kvtier.connectors.sglang.prefill import WATCH
 from kvtier.connectors.sglang.refusals import refuse
 from kvtier.connectors.sglang.settings import Settings
 from kvtier.connectors.sglang.shelf import Shelf, capacities, open_shelf
@@ -83,6 +84,10 @@ class KvtierStorage(HiCacheStorage):
         room = capacities(self._settings, self._config, self._options, pages)
         for name, each in pages.items():
             self._shelves[name] = self._open(name, each, room[name])
+        WATCH.listen(self._observe_prefill)
+
+    def _observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
+        self._shelves[KV].calls.observe_prefill(num_before, num_tokens, seconds)
 
     def _open(self, name: str, pages: Pages, capacity_bytes: int) -> Shelf:
         facts = pool_facts(self._config, name, self._pools[name], pages.sizes.tolist())
@@ -252,6 +257,8 @@ class KvtierStorage(HiCacheStorage):
 
     def close(self) -> None:
         """SGLang's threads have ended. The slabs are free for their next owner."""
+        if self._shelves:
+            WATCH.leave(self._observe_prefill)
         self._names.close()
         while self._shelves:
             _, shelf = self._shelves.popitem()

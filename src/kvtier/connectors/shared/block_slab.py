@@ -17,6 +17,8 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.index import make_key_index
 from kvtier.keyed_cache import Change, Place
 from kvtier.ladder import Ladder, LadderOptions
+from kvtier.plan import CostModel
+from kvtier.plan.worth import num_worth_loading
 from kvtier.tiers import LentMemory, MemoryTier, StorageTier
 from kvtier.tiers.row import rooms_of
 from kvtier.transfer import LocalMover
@@ -28,6 +30,8 @@ DIGEST_BYTES = 32
 """Of a namespace, as storage keeps it beside each block."""
 CLOSE_WAIT_S = 10.0
 """For stores that are queued when the slab is closed; the rest are dropped."""
+THERE_ALREADY = "device"
+"""A tier above the engine's memory: what is there costs nothing."""
 HELD_SHARE = 2
 """At most one block in so many can be held: the others make room for what is stored."""
 END_WAIT_S = 90.0
@@ -313,6 +317,26 @@ class BlockSlab:
             while job.waiting and not self._cache.is_moving(job.waiting[0]):
                 job.waiting.popleft()
         return any(job.waiting for job in self._jobs)
+
+    @property
+    def costs(self) -> CostModel:
+        """What reads and prefill took: to be told of more."""
+        return self._ladder.costs
+
+    def num_worth_reading(
+        self, num_before: int, num_found: int, num_asked: int, block_tokens: int
+    ) -> int:
+        """Of ``num_found`` blocks that follow ``num_before`` others of a prompt: how many of the
+        first ones to read rather than compute. num_asked: blocks that follow, in all."""
+        worth = num_worth_loading(
+            self._ladder.cost_snapshot(),
+            [THERE_ALREADY] * num_before + [self._tier.name] * num_found,
+            num_tokens=(num_before + num_asked) * block_tokens,
+            block_size=block_tokens,
+            bytes_per_block=self._tier.bytes_per_block,
+            num_staging_slots=num_found,
+        )
+        return min(num_found, max(0, worth - num_before))
 
     def tell_of_ends(self, tell: Callable[[], object]) -> None:
         """Call ``tell`` when ``take_finished`` may have something, on a thread that moves blocks:

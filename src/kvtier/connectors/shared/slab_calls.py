@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -23,6 +24,11 @@ CALL_BLOCKS = 256
 NUM_CALLS = 8
 """That may be moving something at a time, with room for as much again: a quarter of the memory may
 be on its way to storage."""
+PROBE_S = 30.0
+"""How often some blocks are read that are faster to compute, by what is known."""
+PROBE_TOKENS = 512
+"""So many: engines don't begin to read for less."""
+MOST_PREFILLS = 256
 LOOK_S = 1.0
 """How often a caller looks at least, whatever it hears."""
 
@@ -33,7 +39,8 @@ class SlabCalls:
     sizes: int64 [num_pieces], bytes of each piece of a block. digest: of the namespace, b"" while
     nobody knows it: nothing is found then, and nothing stored. hold_s: how long a block that was
     found stays for whoever asked. late_s: a read that takes longer means that nothing can be
-    found for now. clock: seconds.
+    found for now. block_tokens: in a block, for a planner that leaves what is faster to compute
+    than to read; 0 for none. clock: seconds.
 
     The caller guarantees
         the memory of a call's blocks is alive and touched by nobody else until the call returns.
@@ -50,6 +57,7 @@ class SlabCalls:
         *,
         hold_s: float = 60.0,
         late_s: float = 5.0,
+        block_tokens: int = 0,
         bytes_per_day: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -58,6 +66,11 @@ class SlabCalls:
         self._hold_s = hold_s
         self._late_s = late_s
         self._clock = clock
+        self._block_tokens = block_tokens
+        self._prefills: deque[tuple[int, int, float]] = deque(maxlen=MOST_PREFILLS)
+        self._probed_s = clock()
+        self.num_recomputed = 0
+        """Blocks that were found, and not told of: computing them is faster."""
         num_slots = 4 * CALL_BLOCKS * NUM_CALLS
         self._memory = CallMemory(self.sizes, num_slots)
         self._slab = BlockSlab(
@@ -81,8 +94,29 @@ class SlabCalls:
         loaded. before: the keys of the prompt that come before, which count as used as well."""
         are_there = self._find(keys)
         num = are_there.index(False) if False in are_there else len(keys)
+        if num and self._block_tokens:
+            num = self._worth(len(before), num, len(keys))
         self._keep(keys[:num], before)
         return num
+
+    def _worth(self, num_before: int, num_found: int, num_asked: int) -> int:
+        """How many of the blocks that were found are faster to read than to compute. Some are read
+        all the same, now and then: or one slow read would be believed for ever."""
+        with self._lock:
+            now_s = self._clock()
+            num = self._slab.num_worth_reading(num_before, num_found, num_asked, self._block_tokens)
+            if num == num_found:
+                return num
+            is_due = now_s - self._probed_s >= PROBE_S
+            self._probed_s = now_s if is_due else self._probed_s
+            probe = -(-PROBE_TOKENS // self._block_tokens) if is_due else 0
+        num = min(num_found, max(num, probe))
+        self.num_recomputed += num_found - num
+        return num
+
+    def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
+        """Computing so many tokens after others took so long. Never waits: on whatever thread."""
+        self._prefills.append((num_before, num_tokens, seconds))
 
     def find(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> list[bool]:
         """The same for each of ``keys``, whatever comes before it."""
@@ -175,6 +209,8 @@ class SlabCalls:
 
     def _tend(self) -> None:
         """Notice what has become known meanwhile, and what is over."""
+        while self._prefills:
+            self._slab.costs.observe_prefill(*self._prefills.popleft())
         self._slab.digest = self._digest()
         self._collect()
 

@@ -39,6 +39,9 @@ class SlabReads:
     ) -> list[bool]:
         return [False] * len(keys)
 
+    def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
+        """Its owner decides what is worth reading."""
+
     def clear(self) -> None:
         """Its owner does."""
 
