@@ -31,9 +31,21 @@ def make_mla(folder: Path) -> Path:
         num_experts_per_tok=2,
         n_shared_experts=1,
         moe_intermediate_size=64,
+        moe_layer_freq=1,
         n_group=1,
         topk_group=1,
         max_position_embeddings=8192,
+        # The only rotary embedding that SGLang has for MLA on a CPU.
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.7,
+        },
         initializer_range=0.08,  # larger than usual: logits of random weights would be alike
         eos_token_id=2,
         bos_token_id=None,

@@ -14,8 +14,8 @@ from tests.sglang.servers import MODEL, PAGE, Answer, Server, prompt, server, st
 LONG = 20 * PAGE + 30
 """Tokens of a prompt: its last page is not full."""
 NUM_WHOLE = LONG // PAGE * PAGE
-LAYOUTS = {1: "page_first", 2: "page_first_direct"}
-"""By the number of ranks."""
+LAYOUTS = {1: ("page_first", "kernel"), 2: ("page_first_direct", "direct")}
+"""And the way to copy that goes with it, by the number of ranks."""
 
 
 def _check_stored(answer: Answer, device: Answer) -> None:
@@ -41,7 +41,8 @@ def test_pages_come_from_disk_after_a_flush_and_after_a_kill(
     folder, log = tmp_path / "slab", tmp_path / "log"
     model = MODEL if kind == "mha" else make_mla(tmp_path / "mla")
     options = [*storage(folder), "--tp-size", str(num_ranks)]
-    options += ["--hicache-mem-layout", LAYOUTS[num_ranks], "--hicache-io-backend", "direct"]
+    layout, way = LAYOUTS[num_ranks]
+    options += ["--hicache-mem-layout", layout, "--hicache-io-backend", way]
     how = {"model": model, "cores": "|".join(map(str, range(num_ranks)))}
     prompts = [prompt(seed, LONG) for seed in range(3)]
     num_slabs = num_ranks if kind == "mha" else 1
