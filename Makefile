@@ -76,7 +76,8 @@ test-vllm-quick:
 
 # Of the quick ones one starts servers; the others ask SGLang's classes.
 SGLANG_TESTS := tests/sglang
-SGLANG_QUICK := tests/sglang/test_storage.py tests/sglang/test_server.py::test_pages_come_from_disk_after_a_flush_and_after_a_kill
+SGLANG_QUICK := $(addprefix tests/sglang/test_,contract.py cpu_copies.py storage.py \
+	server.py::test_pages_come_from_disk_after_a_flush_and_after_a_kill[mha-1])
 
 test-sglang: kvtier-in-sglang
 	$(PEERS)/sglang-server/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis
