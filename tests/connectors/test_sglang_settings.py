@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.sglang.identity import engine_digest, folder_of, page_key, pool_facts
+from kvtier.connectors.sglang.identity import engine_digest, folder_of, page_keys, pool_facts
 from kvtier.connectors.sglang.refusals import refuse
 from kvtier.connectors.sglang.settings import Settings
 from kvtier.errors import ConfigError
@@ -72,8 +72,10 @@ def test_who_vouches_for_adapters_is_served() -> None:
 
 def test_keys_are_32_bytes_and_all_different() -> None:
     keys = ["ab" * 32, "cd" * 32, "xy" * 32, "ab" * 31, "a name"]
-    assert page_key(keys[0]) == bytes.fromhex(keys[0])
-    found = {page_key(key) for key in keys}
+    assert page_keys(keys[:2]) == [bytes.fromhex(key) for key in keys[:2]]
+    assert page_keys([]) == []
+    found = set(page_keys(keys))
+    assert found == {page_keys([key])[0] for key in keys}
     assert len(found) == len(keys)
     assert {len(each) for each in found} == {32}
 

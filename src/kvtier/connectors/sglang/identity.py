@@ -77,6 +77,7 @@ RANK_FACTS = (
     "tp_size",
 )
 
+KEY_BYTES = 32
 SHARDED_STATE = "mamba"
 """A pool that is cut over ranks also where KV is not."""
 
@@ -153,9 +154,19 @@ def sources(options: object, config: StorageConfig) -> Sequence[Source]:
     ]
 
 
-def page_key(key: str) -> bytes:
-    """A key of SGLang's, as 32 bytes: it is a digest of so many already, in hex."""
-    if len(key) == 64:
+def page_keys(keys: Sequence[str]) -> list[bytes]:
+    """Keys of SGLang's, 32 bytes each: they are digests of so many already, in hex."""
+    try:
+        joined = bytes.fromhex("".join(keys))
+    except ValueError:
+        joined = b""
+    if len(joined) == KEY_BYTES * len(keys) and all(len(key) == 2 * KEY_BYTES for key in keys):
+        return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
+    return [_page_key(key) for key in keys]
+
+
+def _page_key(key: str) -> bytes:
+    if len(key) == 2 * KEY_BYTES:
         try:
             return bytes.fromhex(key)
         except ValueError:

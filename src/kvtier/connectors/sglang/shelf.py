@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtier.connectors.sglang.identity import StorageConfig, folder_of, is_replicated, page_key
+from kvtier.connectors.sglang.identity import StorageConfig, folder_of, is_replicated, page_keys
 from kvtier.connectors.sglang.pages import Pages
 from kvtier.connectors.sglang.settings import Settings
 from kvtier.connectors.shared.slab_calls import SlabCalls
@@ -33,20 +33,16 @@ class Shelf:
     calls: SlabCalls | SlabReads
 
     def num_found(self, keys: Sequence[str], before: Sequence[str] = ()) -> int:
-        return self.calls.num_found(_all(keys), _all(before))
+        return self.calls.num_found(page_keys(keys), page_keys(before))
 
     def find(self, keys: Sequence[str], before: Sequence[str] = ()) -> list[bool]:
-        return self.calls.find(_all(keys), _all(before))
+        return self.calls.find(page_keys(keys), page_keys(before))
 
     def load(self, keys: Sequence[str], pages: Pieces) -> list[bool]:
-        return self.calls.load(_all(keys), pages)
+        return self.calls.load(page_keys(keys), pages)
 
     def store(self, keys: Sequence[str], pages: Pieces, before: Sequence[str] = ()) -> list[bool]:
-        return self.calls.store(_all(keys), pages, _all(before))
-
-
-def _all(keys: Sequence[str]) -> list[bytes]:
-    return [page_key(key) for key in keys]
+        return self.calls.store(page_keys(keys), pages, page_keys(before))
 
 
 def capacities(

@@ -11,18 +11,20 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvtier.connectors.shared.holds import Holds
-from kvtier.connectors.shared.row_cache import RowCache
+from kvtier.connectors.shared.row_cache import Look, RowCache
 from kvtier.errors import ConfigError, TierError
 from kvtier.index import make_key_index
 from kvtier.keyed_cache import Change, Place
 from kvtier.ladder import Ladder, LadderOptions
 from kvtier.plan import CostModel
-from kvtier.plan.worth import num_worth_loading
+from kvtier.plan.worth import is_worth_loading
 from kvtier.tiers import LentMemory, MemoryTier, StorageTier
 from kvtier.tiers.row import rooms_of
 from kvtier.transfer import LocalMover
-from kvtier.types import Slot
+from kvtier.types import BlockId, Slot
 
 PIECE_BYTES = 16 << 20
 """Read or written at a time, so that whoever closes does not wait for a long job."""
@@ -30,8 +32,6 @@ DIGEST_BYTES = 32
 """Of a namespace, as storage keeps it beside each block."""
 CLOSE_WAIT_S = 10.0
 """For stores that are queued when the slab is closed; the rest are dropped."""
-THERE_ALREADY = "device"
-"""A tier above the engine's memory: what is there costs nothing."""
 HELD_SHARE = 2
 """At most one block in so many can be held: the others make room for what is stored."""
 END_WAIT_S = 90.0
@@ -179,31 +179,29 @@ class BlockSlab:
         A block that a restart found is claimed by that; see ``KeyedCache.find``."""
         if not self.is_readable:
             return Place.NOWHERE
-        return self._seen(key, self._cache.find(key, following))
-
-    def find_all(self, keys: Sequence[bytes]) -> list[Place]:
-        """``find`` of each; see ``KeyedCache.find_all``."""
-        if not self.is_readable:
-            return [Place.NOWHERE] * len(keys)
-        places = self._cache.find_all(keys)
-        return [self._seen(key, place) for key, place in zip(keys, places, strict=True)]
-
-    def _seen(self, key: bytes, place: Place) -> Place:
-        """From outside: what is in memory is there because some job has it."""
+        place = self._cache.find(key, following)
         if place not in (Place.MEMORY, Place.ARRIVING):
             return place
+        # Some job has it.
         if self._cache.is_stored(key):
             return Place.STORAGE
         return Place.ARRIVING if self._cache.is_moving(key) else Place.NOWHERE
 
+    def look(self, keys: Sequence[bytes]) -> Look:
+        """Which of ``keys``, of one prompt and in its order, can be loaded."""
+        if not self.is_readable:
+            return Look(np.zeros(len(keys), bool), [None] * len(keys))
+        return self._cache.look(keys)
+
+    def keep(self, blocks: Sequence[BlockId], before: Sequence[bytes], until_s: float) -> None:
+        """They were used, and stay until ``until_s``, by ``clock``, or until ``let_go``. before: of
+        their prompt, keys of what comes before, which was used as well."""
+        self._cache.use([*self._cache.known(before), *blocks])
+        self._holds.hold(blocks, until_s)
+
     def touch(self, keys: Collection[bytes]) -> None:
         """They were used just now. The first ones, the beginning of a prompt, leave last."""
         self._cache.touch(keys)
-
-    def hold(self, keys: Sequence[bytes], until_s: float) -> None:
-        """Those of ``keys`` that storage has stay there until then, by ``clock``, or until
-        ``let_go``."""
-        self._holds.hold(self._cache.stored(keys), until_s)
 
     def let_go(self, keys: Sequence[bytes]) -> None:
         """They need not stay any longer."""
@@ -323,20 +321,12 @@ class BlockSlab:
         """What reads and prefill took: to be told of more."""
         return self._ladder.costs
 
-    def num_worth_reading(
-        self, num_before: int, num_found: int, num_asked: int, block_tokens: int
-    ) -> int:
-        """Of ``num_found`` blocks that follow ``num_before`` others of a prompt: how many of the
-        first ones to read rather than compute. num_asked: blocks that follow, in all."""
-        worth = num_worth_loading(
-            self._ladder.cost_snapshot(),
-            [THERE_ALREADY] * num_before + [self._tier.name] * num_found,
-            num_tokens=(num_before + num_asked) * block_tokens,
-            block_size=block_tokens,
-            bytes_per_block=self._tier.bytes_per_block,
-            num_staging_slots=num_found,
-        )
-        return min(num_found, max(0, worth - num_before))
+    def is_worth_reading(self, num_blocks: int, first: int, end: int) -> bool:
+        """Whether to read blocks rather than compute their tokens, from ``first`` up to ``end`` of
+        a prompt. There is nothing between: reading costs a line, and computing what is left a line
+        less a square, so that their sum is lowest at an end."""
+        num_bytes = {self._tier.name: num_blocks * self._tier.bytes_per_block}
+        return is_worth_loading(self._ladder.cost_snapshot(), num_bytes, first, end)
 
     def tell_of_ends(self, tell: Callable[[], object]) -> None:
         """Call ``tell`` when ``take_finished`` may have something, on a thread that moves blocks:

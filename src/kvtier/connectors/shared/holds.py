@@ -34,8 +34,11 @@ class Holds:
         new = [block for block in blocks if block not in self._ends]
         new = new[: max(0, self._most - len(self._ends))]
         self._index.lease(new, self._tier)
-        self._ends.update(dict.fromkeys(new, until_s))
-        held = [block for block in blocks if block in self._ends]
+        if len(new) == len(blocks):
+            held: Sequence[BlockId] = new
+        else:
+            added = set(new)
+            held = [block for block in blocks if block in self._ends or block in added]
         self._ends.update(dict.fromkeys(held, until_s))
         if held:
             self._line.append((until_s, held))

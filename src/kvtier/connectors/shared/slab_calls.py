@@ -14,7 +14,7 @@ import numpy as np
 
 from kvtier.connectors.shared.block_slab import BlockSlab, FinishedJob, SlabCounts
 from kvtier.connectors.shared.call_memory import CallMemory
-from kvtier.keyed_cache import Place
+from kvtier.connectors.shared.row_cache import Look
 from kvtier.tiers import Pieces, StorageTier
 
 logger = logging.getLogger(__name__)
@@ -92,50 +92,45 @@ class SlabCalls:
     def num_found(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> int:
         """How many of the first of ``keys`` there are; they stay for ``hold_s``, or until they are
         loaded. before: the keys of the prompt that come before, which count as used as well."""
-        are_there = self._find(keys)
-        num = are_there.index(False) if False in are_there else len(keys)
-        if num and self._block_tokens:
-            num = self._worth(len(before), num, len(keys))
-        self._keep(keys[:num], before)
-        return num
-
-    def _worth(self, num_before: int, num_found: int, num_asked: int) -> int:
-        """How many of the blocks that were found are faster to read than to compute. Some are read
-        all the same, now and then: or one slow read would be believed for ever."""
         with self._lock:
-            now_s = self._clock()
-            num = self._slab.num_worth_reading(num_before, num_found, num_asked, self._block_tokens)
-            if num == num_found:
-                return num
-            is_due = now_s - self._probed_s >= PROBE_S
-            self._probed_s = now_s if is_due else self._probed_s
-            probe = -(-PROBE_TOKENS // self._block_tokens) if is_due else 0
-        num = min(num_found, max(num, probe))
+            look = self._look(keys)
+            num = len(keys) if look.are_there.all() else int(look.are_there.argmin())
+            if num and self._block_tokens:
+                num = self._worth(len(before), num)
+            if num:
+                self._slab.keep(look.first(num), before, self._clock() + self._hold_s)
+            return num
+
+    def find(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> list[bool]:
+        """The same for each of ``keys``, whatever comes before it."""
+        with self._lock:
+            look = self._look(keys)
+            self._slab.keep(look.there(), before, self._clock() + self._hold_s)
+            return look.flags()
+
+    def _look(self, keys: Sequence[bytes]) -> Look:
+        self._tend()
+        if self._slab.reads_for_s > self._late_s:
+            return Look(np.zeros(len(keys), bool), [None] * len(keys))
+        return self._slab.look(keys)
+
+    def _worth(self, num_before: int, num_found: int) -> int:
+        """How many of the blocks that were found to tell of: all, or none where computing them is
+        faster. Some are read all the same, now and then: or one slow read would be believed for
+        ever."""
+        first, end = (num * self._block_tokens for num in (num_before, num_before + num_found))
+        if self._slab.is_worth_reading(num_found, first, end):
+            return num_found
+        num, now_s = 0, self._clock()
+        if now_s - self._probed_s >= PROBE_S:
+            self._probed_s = now_s
+            num = min(num_found, -(-PROBE_TOKENS // self._block_tokens))
         self.num_recomputed += num_found - num
         return num
 
     def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
         """Computing so many tokens after others took so long. Never waits: on whatever thread."""
         self._prefills.append((num_before, num_tokens, seconds))
-
-    def find(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> list[bool]:
-        """The same for each of ``keys``, whatever comes before it."""
-        are_there = self._find(keys)
-        self._keep([key for key, is_there in zip(keys, are_there, strict=True) if is_there], before)
-        return are_there
-
-    def _find(self, keys: Sequence[bytes]) -> list[bool]:
-        with self._lock:
-            self._tend()
-            if self._slab.reads_for_s > self._late_s:
-                return [False] * len(keys)
-            return [place is Place.STORAGE for place in self._slab.find_all(keys)]
-
-    def _keep(self, keys: Sequence[bytes], before: Sequence[bytes]) -> None:
-        if keys:
-            with self._lock:
-                self._slab.touch([*before, *keys])
-                self._slab.hold(keys, self._clock() + self._hold_s)
 
     def load(self, keys: Sequence[bytes], blocks: Pieces) -> list[bool]:
         """Read blocks; which of them are in place. Memory of the others may hold anything."""
@@ -178,8 +173,7 @@ class SlabCalls:
         with self._lock:
             self._tend()
             self._slab.touch(prompt)  # what makes room for it is not its beginning
-            places = self._slab.find_all(keys)
-            new = [at for at, place in enumerate(places) if place is not Place.STORAGE]
+            new = np.flatnonzero(~self._slab.look(keys).are_there).tolist()
             slots = self._memory.place(blocks.pick(new))
             job = next(self._jobs)
             depths = [len(before) + at for at in new]
@@ -188,7 +182,7 @@ class SlabCalls:
         with self._lock:
             self._memory.take_back(slots)
             self._slab.touch(prompt)
-            return [place is Place.STORAGE for place in self._slab.find_all(keys)]
+            return self._slab.look(keys).flags()
 
     def clear(self) -> None:
         """Forget everything, for good."""
