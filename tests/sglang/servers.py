@@ -36,8 +36,10 @@ OPTIONS = (
 )
 
 
-def storage(folder: Path, capacity: str = "256MiB", **settings: object) -> tuple[str, ...]:
-    """As ``kvtier sglang-args`` prints it."""
+def storage(
+    folder: Path, capacity: str = "256MiB", waits: str = "wait_complete", **settings: object
+) -> tuple[str, ...]:
+    """As ``kvtier sglang-args`` prints it, and how SGLang waits for reads."""
     extra = {
         "backend_name": "kvtier",
         "module_path": "kvtier.connectors.sglang.entry",
@@ -53,7 +55,7 @@ def storage(folder: Path, capacity: str = "256MiB", **settings: object) -> tuple
     name = "--hicache-storage-backend"
     return (
         *(name, "dynamic", f"{name}-extra-config", json.dumps(extra)),
-        *("--hicache-storage-prefetch-policy", "wait_complete"),
+        *("--hicache-storage-prefetch-policy", waits),
     )
 
 

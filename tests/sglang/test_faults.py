@@ -122,7 +122,8 @@ def test_killed_and_damaged(tmp_path: Path) -> None:
 def test_disk_that_does_not_do_what_it_should(tmp_path: Path, fault: str) -> None:
     folder, log = tmp_path / "slab", tmp_path / "log"
     prompts = [prompt(seed, SHORT) for seed in range(6)]
-    with server(log, *storage(folder), KVTIER_TEST_DISK=fault) as running:
+    waits = "timeout" if fault == "reads hang" else "wait_complete"
+    with server(log, *storage(folder, waits=waits), KVTIER_TEST_DISK=fault) as running:
         warm = []
         for each in prompts:
             running.ask(each)

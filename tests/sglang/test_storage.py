@@ -82,10 +82,14 @@ def test_pages_come_back_to_other_places_bit_for_bit(opens: Opens, kind: str, la
     stored = [content(pool, page) for page in (3, 1, 7)]
     assert storage.batch_exists(keys) == 0
     assert storage.batch_set_v1(keys, tokens(3, 1, 7)) == [True] * 3
+    stats = storage.get_stats()
+    assert (stats.backup_pgs, stats.prefetch_pgs) == ([3], [])
+    assert stats.backup_bandwidth[0] > 0
     fill(pool, 1)
     others = [content(pool, page) for page in (0, 1, 3, 4, 6, 7, 8)]
     assert storage.batch_exists([*keys, key_of(9)]) == 3
     assert storage.batch_get_v1(keys, tokens(2, 5, 9)) == [True] * 3
+    assert storage.get_stats().prefetch_pgs == [3]
     for page, bytes_before in zip((2, 5, 9), stored, strict=True):
         assert torch.equal(content(pool, page), bytes_before)
     for page, bytes_before in zip((0, 1, 3, 4, 6, 7, 8), others, strict=True):

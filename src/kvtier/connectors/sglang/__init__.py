@@ -5,6 +5,10 @@
     hits.py        where a prompt may be cut, when several pools must agree
     pages.py       where the pages of a pool lie, in any layout
     identity.py    what must agree before two processes share a page
+    moves.py       what calls moved, for SGLang's metrics
+    prefill.py     what its steps take, for the planner
+    plugin.py      what SGLang calls in each process: these hooks, and on a CPU cpu_copies.py
+    contract.py    what all of them rely on; compared before anything else (entry.py)
     settings.py    what a user may set
     refusals.py    what can't be served, and why
 

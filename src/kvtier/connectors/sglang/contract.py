@@ -31,6 +31,7 @@ OVERRIDDEN: Mapping[str, Mapping[str, Takes]] = {
         "batch_set": Takes("keys, values=, target_locations=, target_sizes="),
         "exists": Takes("key"),
         "clear": Takes(),
+        "get_stats": Takes(),
     },
 }
 CALLED: Mapping[str, Mapping[str, Takes]] = {
@@ -39,7 +40,10 @@ CALLED: Mapping[str, Mapping[str, Takes]] = {
 }
 BUILT: Mapping[str, tuple[str, ...]] = {
     "PoolTransferResult": ("kv_hit_pages", "extra_pool_hit_pages"),
-}
+    "StorageMetrics": (
+        "prefetch_pgs", "backup_pgs", "prefetch_bandwidth", "backup_bandwidth",
+    ),
+}  # fmt: skip
 READ: Mapping[str, tuple[str, ...]] = {
     "HiCacheStorageConfig": (
         "tp_rank", "tp_size", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size",
@@ -74,6 +78,7 @@ STORAGE = Contract(
         f"{CACHE}/pool_host/mla.py",
         "srt/managers/schedule_batch.py",
         "srt/managers/scheduler.py",
+        "srt/observability/metrics_collector.py",
         "srt/plugins/hook_registry.py",
         "srt/runtime_context.py",
     ),

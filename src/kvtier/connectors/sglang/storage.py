@@ -19,10 +19,12 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolHitPolicy,
     PoolTransferResult,
 )
+from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_server_args
 
 from kvtier.connectors.sglang.hits import SidePool, common_hits
 from kvtier.connectors.sglang.identity import engine_digest, pool_facts, sources
+from kvtier.connectors.sglang.moves import Moves
 from kvtier.connectors.sglang.pages import HostPool, Pages
 from kvtier.connectors.sglang.prefill import WATCH
 from kvtier.connectors.sglang.refusals import refuse
@@ -60,6 +62,7 @@ class KvtierStorage(HiCacheStorage):
         self._pools: dict[str, HostPool] = {}
         self._shelves: dict[str, Shelf] = {}
         self._said: set[str] = set()
+        self._moves = Moves()
         self._names = Names(self._engine_digest, self._settings.namespace)
 
     def _engine_digest(self, weights: str) -> bytes:
@@ -127,7 +130,7 @@ class KvtierStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         shelf = self._shelf()
-        return shelf.load(keys, shelf.pages.at(host_indices))
+        return self._load(shelf, keys, shelf.pages.at(host_indices))
 
     def batch_set_v1(
         self,
@@ -136,7 +139,19 @@ class KvtierStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         shelf = self._shelf()
-        return shelf.store(keys, shelf.pages.at(host_indices), _before(extra_info))
+        return self._store(shelf, keys, shelf.pages.at(host_indices), _before(extra_info))
+
+    def _load(self, shelf: Shelf, keys: list[str], pages: Pieces) -> list[bool]:
+        with self._moves.timing(True, shelf.pages.num_bytes) as are_moved:
+            are_moved += shelf.load(keys, pages)
+        return are_moved
+
+    def _store(
+        self, shelf: Shelf, keys: list[str], pages: Pieces, before: Sequence[str] = ()
+    ) -> list[bool]:
+        with self._moves.timing(False, shelf.pages.num_bytes) as are_moved:
+            are_moved += shelf.store(keys, pages, before)
+        return are_moved
 
     # -- the same for pools beside the KV ----------------------------------------------------------
 
@@ -167,7 +182,7 @@ class KvtierStorage(HiCacheStorage):
         transfers: list[PoolTransfer],
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
-        return self._each_pool(transfers, lambda shelf, keys, pages: shelf.load(keys, pages))
+        return self._each_pool(transfers, self._load)
 
     def batch_set_v2(
         self,
@@ -176,7 +191,7 @@ class KvtierStorage(HiCacheStorage):
     ) -> dict[str, list[bool]]:
         before = _before(extra_info)
         return self._each_pool(
-            transfers, lambda shelf, keys, pages: shelf.store(keys, pages, before)
+            transfers, lambda shelf, keys, pages: self._store(shelf, keys, pages, before)
         )
 
     def _each_pool(
@@ -222,7 +237,7 @@ class KvtierStorage(HiCacheStorage):
         shelf = self._shelf()
         if target_locations is None:
             target_locations = [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
-        are_there = shelf.load(keys, shelf.pages.in_tensors(target_locations))
+        are_there = self._load(shelf, keys, shelf.pages.in_tensors(target_locations))
         pairs = zip(target_locations, are_there, strict=True)
         return [page if is_there else None for page, is_there in pairs]
 
@@ -246,9 +261,19 @@ class KvtierStorage(HiCacheStorage):
             return False
         shelf = self._shelf()
         pages = [each.contiguous() for each in values]
-        return all(shelf.store(keys, shelf.pages.in_tensors(pages)))
+        return all(self._store(shelf, keys, shelf.pages.in_tensors(pages)))
 
     # -- upkeep ------------------------------------------------------------------------------------
+
+    def get_stats(self) -> StorageMetrics:
+        """What was moved since the last call; on the scheduler's thread."""
+        reads, writes = self._moves.take()
+        return StorageMetrics(
+            prefetch_pgs=reads.pages,
+            backup_pgs=writes.pages,
+            prefetch_bandwidth=reads.gib_per_s,
+            backup_bandwidth=writes.gib_per_s,
+        )
 
     def clear(self) -> bool:
         for shelf in self._shelves.values():
