@@ -86,7 +86,8 @@ def test_ranks_pools_and_replicas_have_folders_of_their_own() -> None:
     assert folder_of(config(**rank), "swa") == "tp1-swa"
     assert folder_of(config(**rank, is_mla_model=True), "kv") == "tp0-kv"
     assert folder_of(config(**rank, is_mla_model=True), "mamba") == "tp1-mamba"
-    assert folder_of(config(**rank, pp_rank=1, pp_size=2, dp_rank=3), "kv") == "replica3-pp1-tp1-kv"
+    assert folder_of(config(**rank, pp_rank=1, pp_size=2, dp_rank=3), "kv") == "dp3-pp1-tp1-kv"
+    assert folder_of(config(), "kv", replica=2) == "replica2-kv"
 
 
 def test_whatever_decides_on_bytes_is_another_namespace() -> None:

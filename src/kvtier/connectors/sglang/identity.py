@@ -174,13 +174,16 @@ def _page_key(key: str) -> bytes:
     return blake3(key.encode()).digest()
 
 
-def folder_of(config: StorageConfig, name: str) -> str:
-    """Of a slab: ranks that have pages of their own, replicas and pools have one each."""
+def folder_of(config: StorageConfig, name: str, replica: int = 0) -> str:
+    """Of a slab: ranks that have pages of their own, replicas and pools have one each. replica: of
+    engines that share nothing; beside it, attention may be in parallel over data (``dp_rank``)."""
+    tp_rank = 0 if is_replicated(config, name) else config.tp_rank
     parts = [
+        ("replica", replica, replica + 1),
+        ("dp", dp_rank := getattr(config, "dp_rank", 0), dp_rank + 1),
         ("pp", config.pp_rank, config.pp_size),
         ("cp", config.attn_cp_rank, config.attn_cp_size),
+        ("tp", tp_rank, config.tp_size),
     ]
-    parts.append(("tp", 0 if is_replicated(config, name) else config.tp_rank, config.tp_size))
     place = "-".join(f"{part}{rank}" for part, rank, size in parts if size > 1) or "rank0"
-    replica = f"replica{rank}-" if (rank := getattr(config, "dp_rank", 0)) else ""
-    return f"{replica}{place}-{name}"
+    return f"{place}-{name}"

@@ -74,13 +74,14 @@ def open_shelf(
     pages: Pages,
     capacity_bytes: int,
     digest: Callable[[], bytes],
+    replica: int = 0,
 ) -> Shelf:
     """The slab of a rank's pool, or a look into that of the rank that writes for all. Raises
     ``ConfigError`` for settings that can't be used, and for a slab that somebody else has; a disk
     that can't be read is left alone, and SGLang serves without it."""
     group = opaque(pages.num_bytes)
     options = DiskOptions(
-        settings.folder / folder_of(config, name),
+        settings.folder / folder_of(config, name, replica),
         capacity_bytes,
         durability=Durability(settings.disk_durability),
         verify=Verify(settings.disk_verify),

@@ -20,7 +20,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_parallel, get_server_args
 
 from kvtier.connectors.sglang.hits import SidePool, common_hits
 from kvtier.connectors.sglang.identity import engine_digest, pool_facts, sources
@@ -106,6 +106,7 @@ class KvtierStorage(HiCacheStorage):
             pages,
             capacity_bytes,
             lambda: digest_of(self._names.digest),
+            _replica(),
         )
 
     def _shelf(self, name: str = KV) -> Shelf:
@@ -300,3 +301,12 @@ def _server_args() -> object:
         return get_server_args()
     except ValueError:
         return None
+
+
+def _replica() -> int:
+    """Which of several engines this is that serve the same model beside each other; 0 for one, and
+    where nobody says."""
+    try:
+        return get_parallel().dp_rank or 0
+    except (AttributeError, RuntimeError, ValueError):  # of a part alone, or before 0.5.23
+        return 0
