@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang")
 
+import pkgutil
+
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorageConfig,
@@ -20,7 +22,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
+from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS, UPDATER
 from kvtier.connectors.sglang.pages import Pages
+from kvtier.connectors.sglang.prefill import WATCH
 from kvtier.errors import ConfigError
 from tests.sglang.pools import MHA_LAYOUTS, MLA_LAYOUTS, content, fill, host_pool, tokens
 
@@ -194,6 +198,32 @@ def test_end_of_a_prompt_leaves_before_its_beginning(opens: Opens) -> None:
     storage.batch_set_v1(second, tokens(2, 3), HiCacheStorageExtraInfo(prefix_keys=first))
     storage.batch_set_v1([key_of(8), key_of(9)], tokens(8, 9))
     assert storage.batch_exists([*first, *second]) == 3
+
+
+def test_pages_of_weights_that_were_replaced_are_forgotten(opens: Opens) -> None:
+    pool = host_pool("mha", "page_first")
+    storage = opens(pool)
+    storage.batch_set_v1([key_of(0)], tokens(3))
+    update = NEW_WEIGHTS.hooks()[f"{UPDATER}.update_weights_from_tensor"]
+
+    def replaced(_: object, new: str) -> str:
+        assert storage.batch_exists([key_of(0)]) == 0
+        assert storage.batch_set_v1([key_of(1)], tokens(3)) == [False]
+        return new
+
+    assert update(replaced, None, new="weights") == "weights"
+    assert storage.batch_exists([key_of(0), key_of(1)]) == 0
+    assert storage.batch_set_v1([key_of(0)], tokens(4)) == [True]
+    assert storage.batch_exists([key_of(0)]) == 1
+    storage.close()
+    again = opens(pool)  # with the weights that are in the files
+    assert again.batch_exists([key_of(0)]) == 0
+
+
+def test_hooks_are_around_what_is_there() -> None:
+    for name in WATCH.hooks() | NEW_WEIGHTS.hooks():
+        module, _, attribute = name.rpartition(".")
+        assert callable(getattr(pkgutil.resolve_name(module), attribute)), name
 
 
 def test_second_owner_is_refused_with_one_sentence(opens: Opens) -> None:

@@ -7,6 +7,7 @@
     identity.py    what must agree before two processes share a page
     moves.py       what calls moved, for SGLang's metrics
     prefill.py     what its steps take, for the planner
+    new_weights.py when it replaces its weights, for what pages are called
     plugin.py      what SGLang calls in each process: these hooks, and on a CPU cpu_copies.py
     contract.py    what all of them rely on; compared before anything else (entry.py)
     settings.py    what a user may set

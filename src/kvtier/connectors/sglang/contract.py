@@ -60,6 +60,10 @@ READ: Mapping[str, tuple[str, ...]] = {
         "get_page_buffer_meta", "backup_from_device_all_layer", "load_to_device_per_layer",
     ),
     "RuntimeContext": ("server_args",),
+    "SchedulerWeightUpdaterManager": (
+        "update_weights_from_disk", "update_weights_from_distributed",
+        "update_weights_from_tensor", "update_weights_from_ipc",
+    ),
     "Scheduler": ("run_batch", "process_batch_result"),
     "ScheduleBatch": ("forward_mode", "prefix_lens", "extend_lens"),
     "HookType": ("AROUND", "REPLACE"),
@@ -78,6 +82,7 @@ STORAGE = Contract(
         f"{CACHE}/pool_host/mla.py",
         "srt/managers/schedule_batch.py",
         "srt/managers/scheduler.py",
+        "srt/managers/scheduler_components/weight_updater.py",
         "srt/observability/metrics_collector.py",
         "srt/plugins/hook_registry.py",
         "srt/runtime_context.py",

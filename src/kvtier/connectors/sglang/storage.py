@@ -25,6 +25,7 @@ from sglang.srt.runtime_context import get_parallel, get_server_args
 from kvtier.connectors.sglang.hits import SidePool, common_hits
 from kvtier.connectors.sglang.identity import engine_digest, pool_facts, sources
 from kvtier.connectors.sglang.moves import Moves
+from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
 from kvtier.connectors.sglang.pages import HostPool, Pages
 from kvtier.connectors.sglang.prefill import WATCH
 from kvtier.connectors.sglang.refusals import refuse
@@ -88,6 +89,7 @@ class KvtierStorage(HiCacheStorage):
         for name, each in pages.items():
             self._shelves[name] = self._open(name, each, room[name])
         WATCH.listen(self._observe_prefill)
+        NEW_WEIGHTS.listen(self)
 
     def _observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
         self._shelves[KV].calls.observe_prefill(num_before, num_tokens, seconds)
@@ -266,6 +268,15 @@ class KvtierStorage(HiCacheStorage):
 
     # -- upkeep ------------------------------------------------------------------------------------
 
+    def before_new_weights(self) -> None:
+        """Pages of the old weights are forgotten: SGLang's keys stay the same."""
+        self.clear()
+        self._names.forget()
+
+    def after_new_weights(self) -> None:
+        """From now on pages have names that no other process knows."""
+        self._names.disown("its weights were replaced in memory")
+
     def get_stats(self) -> StorageMetrics:
         """What was moved since the last call; on the scheduler's thread."""
         reads, writes = self._moves.take()
@@ -285,6 +296,7 @@ class KvtierStorage(HiCacheStorage):
         """SGLang's threads have ended. The slabs are free for their next owner."""
         if self._shelves:
             WATCH.leave(self._observe_prefill)
+            NEW_WEIGHTS.leave(self)
         self._names.close()
         while self._shelves:
             _, shelf = self._shelves.popitem()

@@ -47,6 +47,11 @@ class Names:
             self._digest = self._digest_of(self._found.digest)
         return self._digest
 
+    def forget(self) -> None:
+        """From now on nobody knows what blocks are called, until ``disown``."""
+        self.close()
+        self._found, self._digest = None, b""
+
     def disown(self, reason: str) -> None:
         """From now on blocks have names that no other process knows: the weights in memory may be
         others than those in the files."""
