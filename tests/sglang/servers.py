@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,12 +163,12 @@ def server(
             made.wait()
             yield made
         finally:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(60)
-                finally:
-                    os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            with suppress(ProcessLookupError):  # whoever is left of its processes
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(60)
 
 
 def prompt(seed: int, num_tokens: int) -> list[int]:
