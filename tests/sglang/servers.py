@@ -25,7 +25,7 @@ MODEL = Path(kvtier.__file__).parent / "engine/builtin/kvtier-tiny"
 STAND_INS = Path(__file__).parent / "stand_ins"
 PAGE = 64
 """Tokens."""
-START_S = 300
+START_S = 600
 ANSWER_S = 120
 OPTIONS = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
