@@ -13,8 +13,8 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup demo test test-vllm test-vllm-quick test-vllm-upstream check lint check-native crash-test fuzz bench bench-vllm \
-	kvtier-in-vllm peers peers-sglang peers-lmcache peers-vllm peers-vllm-lmcache clean
+.PHONY: help setup demo test test-sglang test-sglang-quick test-vllm test-vllm-quick test-vllm-upstream check lint check-native crash-test fuzz bench bench-vllm \
+	kvtier-in-vllm kvtier-in-sglang peers peers-sglang peers-lmcache peers-vllm peers-vllm-lmcache clean
 
 help:
 	@echo "make demo    serve real prompts through a two-tier cache, and show what it saved"
@@ -22,6 +22,8 @@ help:
 	@echo "make test-vllm  a real vLLM with kvtier under it, on the CPU; makes .peers/vllm (3 GB) first"
 	@echo "make test-vllm-quick  a part of them"
 	@echo "make test-vllm-upstream  vLLM's own unit tests, with kvtier in the place of its halves"
+	@echo "make test-sglang  real SGLang servers with kvtier under them, on the CPU; makes .peers/sglang-server (3 GB) first"
+	@echo "make test-sglang-quick  a part of them"
 	@echo "make lint    format, lint, types, import contracts, stubs"
 	@echo "make check   the same, and the fast tests"
 	@echo "make check-native   the native core's tests under address, undefined and thread sanitizers"
@@ -73,6 +75,19 @@ test-vllm: kvtier-in-vllm
 test-vllm-quick:
 	$(MAKE) test-vllm VLLM_TESTS="$(VLLM_QUICK)"
 
+# Of the quick ones one starts servers; the others ask SGLang's classes.
+SGLANG_TESTS := tests/sglang
+SGLANG_QUICK := $(addprefix tests/sglang/test_,contract.py cpu_copies.py storage.py \
+	server.py::test_pages_come_from_disk_after_a_flush_and_after_a_kill[mha-1])
+
+test-sglang: kvtier-in-sglang
+	$(PEERS)/sglang-server/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis
+	SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$(CURDIR)/tests/sglang/stand_ins $(PEERS)/sglang-server/bin/python -m pytest $(SGLANG_TESTS) \
+		-W default --timeout 900 -o faulthandler_timeout=880
+
+test-sglang-quick:
+	$(MAKE) test-sglang SGLANG_TESTS="$(SGLANG_QUICK)"
+
 # Real servers, driven by vLLM's own benchmark, on the CPU: half an hour.
 bench-vllm: kvtier-in-vllm peers-vllm peers-vllm-lmcache
 	@mkdir -p reports
@@ -82,6 +97,11 @@ bench-vllm: kvtier-in-vllm peers-vllm peers-vllm-lmcache
 kvtier-in-vllm: setup $(PEERS)/vllm/.installed
 	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
 	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall build/wheel/kvtier-*.whl
+
+# The same for SGLang.
+kvtier-in-sglang: setup $(PEERS)/sglang-server/.installed
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
+	$(PEERS)/sglang-server/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall build/wheel/kvtier-*.whl
 
 # vLLM's own unit tests of what kvtier stands in for; they come from its source distribution.
 UPSTREAM = $(PEERS)/vllm-tests
@@ -159,6 +179,12 @@ $(PEERS)/sglang/.installed: | $(BIN)/python
 	$(PEER_PIP) orjson psutil pybase64 requests triton pillow starlette msgspec pyzmq tqdm IPython \
 		pydantic aiohttp transformers dill apache-tvm-ffi==0.1.11
 	$(PEER_PIP) --no-deps sentencepiece compressed_tensors loguru gguf openai sniffio partial_json_parser
+	@touch $@
+
+# A server of SGLang's on the CPU, with all that it imports there, in the versions that go together.
+$(PEERS)/sglang-server/.installed: tests/sglang/requirements.txt | $(BIN)/python
+	$(BIN)/python -m venv --clear $(@D)
+	$(PEER_PIP) --no-deps -r $<
 	@touch $@
 
 # grpcio-status: without a bound pip tries dozens of its versions.

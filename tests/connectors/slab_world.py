@@ -10,12 +10,12 @@ from hashlib import shake_128
 
 import numpy as np
 
-from kvtier.connectors.vllm.pieces.block_slab import BlockSlab, FinishedJob
+from kvtier.connectors.shared.block_slab import BlockSlab, FinishedJob
 from kvtier.layout import opaque
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.testing.storage import MemoryStorage, Shelf
-from kvtier.tiers import StorageTier
-from kvtier.types import Slot
+from kvtier.tiers import LentMemory, StorageTier
+from kvtier.types import HOST, Slot
 
 BLOCK_BYTES = 4096
 GROUP = opaque(BLOCK_BYTES)
@@ -48,7 +48,7 @@ class World:
         self._memory = host_memory(num_rows * BLOCK_BYTES)
         self.slab = BlockSlab(
             tier,
-            self._memory,
+            LentMemory.of_rows(HOST, self._memory, BLOCK_BYTES),
             digest,
             most_queued=most_queued,
             bytes_per_day=bytes_per_day,

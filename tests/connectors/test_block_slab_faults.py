@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.connectors.vllm.identity import block_key
+from kvtier.connectors.shared.names import block_key
 from kvtier.errors import TierError
 from kvtier.keyed_cache import Change, Place
 from kvtier.testing.storage import Shelf
@@ -163,7 +163,7 @@ def test_queued_stores_are_finished_before_the_end() -> None:
 
 
 def test_stores_that_take_too_long_are_dropped_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.connectors.vllm.pieces.block_slab.CLOSE_WAIT_S", 0.01)
+    monkeypatch.setattr("kvtier.connectors.shared.block_slab.CLOSE_WAIT_S", 0.01)
     shelf = Shelf()
     tier = memory(8, shelf)
     world = World(tier)
@@ -185,8 +185,8 @@ def test_stores_that_take_too_long_are_dropped_at_the_end(monkeypatch: pytest.Mo
 
 
 def test_write_that_does_not_end_keeps_the_memory_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.connectors.vllm.pieces.block_slab.CLOSE_WAIT_S", 0.01)
-    monkeypatch.setattr("kvtier.connectors.vllm.pieces.block_slab.END_WAIT_S", 0.01)
+    monkeypatch.setattr("kvtier.connectors.shared.block_slab.CLOSE_WAIT_S", 0.01)
+    monkeypatch.setattr("kvtier.connectors.shared.block_slab.END_WAIT_S", 0.01)
     tier = memory(8)
     world = World(tier)
     tier.open_writes.clear()

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.connectors.vllm.identity import block_key
+from kvtier.connectors.shared.names import block_key
 from kvtier.keyed_cache import Place
 from kvtier.testing.storage import Shelf
 from tests.connectors.slab_world import DIGEST, World, key_of, memory

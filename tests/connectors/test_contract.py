@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from kvtier.cli.detect import engines
+from kvtier.connectors.shared.contract import Contract
 from kvtier.connectors.vllm import contract, entry
 from kvtier.errors import ConfigError
 
@@ -57,8 +59,8 @@ def sources(tmp_path: Path) -> Callable[..., Path]:
 
 def test_vllm_as_it_is_known_differs_in_nothing(sources: Callable[..., Path]) -> None:
     folder = sources()
-    assert contract.differences(folder) == []
-    contract.require(folder)
+    assert contract.VLLM.differences(folder) == []
+    contract.VLLM.require(folder)
 
 
 @pytest.mark.parametrize(
@@ -112,16 +114,16 @@ def test_each_change_is_one_sentence_with_a_way_out(
     sources: Callable[..., Path], change: tuple[str, str, str], sentence: str
 ) -> None:
     folder = sources(change)
-    assert contract.differences(folder) == [f"vLLM 0.34.0: {sentence}: {ADVICE}"]
+    assert contract.VLLM.differences(folder) == [f"vLLM 0.34.0: {sentence}: {ADVICE}"]
     with pytest.raises(ConfigError, match="kvtier can't serve this vLLM"):
-        contract.require(folder)
+        contract.VLLM.require(folder)
 
 
 def test_what_a_version_may_lack_is_no_difference(sources: Callable[..., Path]) -> None:
     folder = sources(
         ("OffloadingWorker", ", expedited=None", ""),
     )
-    assert contract.differences(folder) == []
+    assert contract.VLLM.differences(folder) == []
 
 
 def test_additions_that_nobody_has_to_know_are_no_difference(
@@ -133,7 +135,7 @@ def test_additions_that_nobody_has_to_know_are_no_difference(
         ("OffloadingConfig", "    ...\n", "    max_model_len: int\n    ...\n"),
         ("OffloadingConnectorWorker", "self, kv_caches", "self, kv_caches, hurry=False"),
     )
-    assert contract.differences(folder) == []
+    assert contract.VLLM.differences(folder) == []
 
 
 def test_what_a_base_class_has_counts(sources: Callable[..., Path]) -> None:
@@ -144,31 +146,44 @@ def test_what_a_base_class_has_counts(sources: Callable[..., Path]) -> None:
     (folder / contract.FILES[-1]).write_text(
         "class Base:\n    def build_connector_worker_meta(self): ...\n"
     )
-    assert contract.differences(folder) == []
+    assert contract.VLLM.differences(folder) == []
 
 
 def test_sources_that_cannot_be_read_are_differences(tmp_path: Path) -> None:
     (tmp_path / "_version.py").write_text("oh no (")
     (tmp_path / contract.FILES[0]).parent.mkdir(parents=True)
     (tmp_path / contract.FILES[0]).write_text("class OffloadingManager(")
-    found = contract.differences(tmp_path)
+    found = contract.VLLM.differences(tmp_path)
     assert (
         f"vLLM of unknown version: there is no OffloadingManager where kvtier knows it: {ADVICE}"
         in found
     )
 
 
+Installs = Callable[[Path | None], None]
+
+
+@pytest.fixture
+def installs(monkeypatch: pytest.MonkeyPatch) -> Installs:
+    """Makes a folder the vLLM that is installed, or none; and no other engine."""
+
+    def install(folder: Path | None) -> None:
+        monkeypatch.setattr(
+            Contract, "installed", lambda self: folder if self is contract.VLLM else None
+        )
+
+    return install
+
+
 def test_classes_are_handed_out_only_after_a_look_at_vllm(
-    sources: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    sources: Callable[..., Path], installs: Installs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = ModuleType("kvtier.connectors.vllm.spec")
     spec.__dict__["KvtierSpec"] = made = object()
     monkeypatch.setitem(sys.modules, "kvtier.connectors.vllm.spec", spec)
-    monkeypatch.setattr(contract, "installed", sources)
+    installs(sources())
     assert entry.KvtierSpec is made
-    monkeypatch.setattr(
-        contract, "installed", lambda: sources(("Medium", "CPU: object", "HOST: object"))
-    )
+    installs(sources(("Medium", "CPU: object", "HOST: object")))
     with pytest.raises(ConfigError, match="Medium has no CPU: use vLLM"):
         _ = entry.KvtierSpec
     with pytest.raises(AttributeError, match="no attribute 'KvtierSpecs'"):
@@ -176,24 +191,21 @@ def test_classes_are_handed_out_only_after_a_look_at_vllm(
 
 
 def test_doctor_says_whether_the_installed_vllm_is_served(
-    sources: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    sources: Callable[..., Path], installs: Installs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = sources()
-    monkeypatch.setattr(contract, "installed", lambda: folder)
+    installs(sources())
     (found,) = engines()
     assert (found.topic, found.found) == ("vllm", "0.34.0")
     assert found.note.endswith("but it was never run with it")
-    monkeypatch.setattr(contract, "RUN_WITH", ("0.33", "0.34"))
-    assert engines()[0].note.startswith("served")
+    with monkeypatch.context() as patch:
+        patch.setattr(Contract, "was_run_with", lambda self, version: version == "0.34.0")
+        assert engines()[0].note == "served: kvtier vllm-args prints the option for it"
     sources(("Medium", "CPU: object", "HOST: object"))
     assert "kvtier can't serve it: vLLM 0.34.0: Medium has no CPU" in engines()[0].note
-    monkeypatch.setattr(contract, "installed", lambda: None)
+    installs(None)
     assert engines() == ()
 
 
 @pytest.mark.parametrize(("version", "known"), [("0.3.1", True), ("0.3", True), ("0.31.0", False)])
-def test_a_version_is_known_with_all_its_patches(
-    monkeypatch: pytest.MonkeyPatch, version: str, known: bool
-) -> None:
-    monkeypatch.setattr(contract, "RUN_WITH", ("0.3",))
-    assert contract.was_run_with(version) is known
+def test_a_version_is_known_with_all_its_patches(version: str, known: bool) -> None:
+    assert replace(contract.VLLM, run_with=("0.3",)).was_run_with(version) is known

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.vllm.identity import block_key, namespace
+from kvtier.connectors.shared.names import block_key
+from kvtier.connectors.vllm.identity import namespace
 
 
 def _config(model: str = "org/model") -> Any:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.connectors.vllm.names import Names
-from kvtier.connectors.vllm.weights import Source, identify
+from kvtier.connectors.shared.weights import Source, identify
+from kvtier.connectors.vllm.names import Names, vllm_source
 from kvtier.identity import Basis, Identification, Identity
 
 from .test_identity import _config
@@ -22,7 +22,9 @@ NEVER_STARTED_NS = 1 << 62
 @pytest.fixture(autouse=True)
 def _before_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that a test makes were there when its process began."""
-    monkeypatch.setattr("kvtier.connectors.vllm.weights.process_start_ns", lambda: NEVER_STARTED_NS)
+    monkeypatch.setattr(
+        "kvtier.connectors.shared.weights.process_start_ns", lambda: NEVER_STARTED_NS
+    )
     monkeypatch.delenv("VLLM_USE_MODELSCOPE", raising=False)
 
 
@@ -55,7 +57,7 @@ def overwrite(file: Path, at: int) -> None:
 def test_replacement_in_place_with_size_and_time_kept_is_another_model(folder: Path) -> None:
     for file in folder.iterdir():
         os.utime(file, (0, 0))
-    source = Source(str(folder))
+    source = vllm_source(str(folder))
     before = digest(source)
     assert len(before) == 32
     assert digest(source) == before
@@ -65,7 +67,7 @@ def test_replacement_in_place_with_size_and_time_kept_is_another_model(folder: P
 
 def test_copy_in_another_place_is_the_same_model(folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
-    assert digest(Source(str(copy))) == digest(Source(str(folder)))
+    assert digest(vllm_source(str(copy))) == digest(vllm_source(str(folder)))
 
 
 def test_link_that_was_moved_on_is_another_model(folder: Path, tmp_path: Path) -> None:
@@ -73,26 +75,29 @@ def test_link_that_was_moved_on_is_another_model(folder: Path, tmp_path: Path) -
     (other / "model.safetensors").write_bytes(b"v" * (3 << 20))
     link = tmp_path / "current"
     link.symlink_to(folder)
-    before = digest(Source(str(link)))
+    before = digest(vllm_source(str(link)))
     link.unlink()
     link.symlink_to(other)
-    assert digest(Source(str(link))) != before
+    assert digest(vllm_source(str(link))) != before
 
 
 def test_model_that_drafts_counts(folder: Path, tmp_path: Path) -> None:
     draft = shutil.copytree(folder, tmp_path / "draft")
-    alone, both = digest(Source(str(folder))), digest(Source(str(folder)), Source(str(draft)))
+    alone, both = (
+        digest(vllm_source(str(folder))),
+        digest(vllm_source(str(folder)), vllm_source(str(draft))),
+    )
     overwrite(draft / "model.safetensors", 5)
-    assert len({alone, both, digest(Source(str(folder)), Source(str(draft)))}) == 3
+    assert len({alone, both, digest(vllm_source(str(folder)), vllm_source(str(draft)))}) == 3
 
 
 def test_gguf_file_is_known_by_its_bytes(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"one")
     os.utime(file, (0, 0))
-    before = digest(Source(str(file), load_format="gguf"))
+    before = digest(vllm_source(str(file), load_format="gguf"))
     overwrite(file, 1)
-    assert digest(Source(str(file), load_format="gguf")) != before
+    assert digest(vllm_source(str(file), load_format="gguf")) != before
 
 
 # -- names on the hub ------------------------------------------------------------------------------
@@ -113,19 +118,19 @@ def fetched(home: Path, commit: str, content: bytes, name: str = "models--org--m
 def test_name_on_the_hub_is_known_by_what_was_fetched(tmp_path: Path) -> None:
     one, two = "1" * 40, "2" * 40
     fetched(tmp_path, one, b"one")
-    newest = Source("org/model", download_dir=str(tmp_path))
+    newest = vllm_source("org/model", download_dir=str(tmp_path))
     first = digest(newest)
     fetched(tmp_path, two, b"two")
     second = digest(newest)
     assert first != second
-    assert digest(Source("org/model", one, str(tmp_path))) == first
-    assert digest(Source("org/model", two, str(tmp_path))) == second
+    assert digest(vllm_source("org/model", one, str(tmp_path))) == first
+    assert digest(vllm_source("org/model", two, str(tmp_path))) == second
 
 
 @pytest.mark.parametrize("name", ["org/model:Q4_K_M", "org/model/model-Q4.gguf"])
 def test_gguf_in_a_repository_is_known_by_the_repository(tmp_path: Path, name: str) -> None:
     fetched(tmp_path, "1" * 40, b"one")
-    assert isinstance(identify([Source(name, "", str(tmp_path), "gguf")]), Identification)
+    assert isinstance(identify([vllm_source(name, "", str(tmp_path), "gguf")]), Identification)
 
 
 def test_what_was_fetched_at_this_very_start_is_known(
@@ -133,10 +138,13 @@ def test_what_was_fetched_at_this_very_start_is_known(
 ) -> None:
     """The hub's client writes a file once; in a folder of the user's anything may happen."""
     fetched(tmp_path, "1" * 40, b"one")
-    monkeypatch.setattr("kvtier.connectors.vllm.weights.process_start_ns", lambda: 1)
+    monkeypatch.setattr("kvtier.connectors.shared.weights.process_start_ns", lambda: 1)
     hub, local = (
         identify([source])
-        for source in (Source("org/model", download_dir=str(tmp_path)), Source(str(folder)))
+        for source in (
+            vllm_source("org/model", download_dir=str(tmp_path)),
+            vllm_source(str(folder)),
+        )
     )
     assert isinstance(hub, Identification)
     assert isinstance(local, Identification)
@@ -150,13 +158,13 @@ def test_what_was_fetched_at_this_very_start_is_known(
 @pytest.mark.parametrize(
     "source",
     [
-        Source("org/absent"),
-        Source("no name at all"),
-        Source("s3://bucket/model"),
-        Source("s3://bucket/model", load_format="runai_streamer"),
-        Source("kvtier", load_format="dummy"),
-        Source("kvtier", load_format="tensorizer"),
-        Source("kvtier", load_format="somebody's plug-in"),
+        vllm_source("org/absent"),
+        vllm_source("no name at all"),
+        vllm_source("s3://bucket/model"),
+        vllm_source("s3://bucket/model", load_format="runai_streamer"),
+        vllm_source("kvtier", load_format="dummy"),
+        vllm_source("kvtier", load_format="tensorizer"),
+        vllm_source("kvtier", load_format="somebody's plug-in"),
     ],
 )
 def test_weights_that_nobody_can_read_have_a_name_of_this_process_only(
@@ -168,11 +176,11 @@ def test_weights_that_nobody_can_read_have_a_name_of_this_process_only(
     named = digest(source, namespace="weights of May")
     assert named == digest(source, namespace="weights of May"), "the user vouches for them"
     assert named != digest(source, namespace="weights of June")
-    assert named != digest(Source("org/other"), namespace="weights of May")
+    assert named != digest(vllm_source("org/other"), namespace="weights of May")
 
 
 def test_random_weights_of_a_real_models_shape_are_not_that_model(folder: Path) -> None:
-    real, dummy = Source(str(folder)), Source(str(folder), load_format="dummy")
+    real, dummy = vllm_source(str(folder)), vllm_source(str(folder), load_format="dummy")
     assert digest(real, namespace="n") != digest(dummy, namespace="n")
 
 
@@ -181,7 +189,7 @@ def test_modelscopes_files_are_not_looked_for_in_the_hubs_cache(
 ) -> None:
     fetched(tmp_path, "1" * 40, b"one")
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
-    assert isinstance(identify([Source("org/model", download_dir=str(tmp_path))]), Identity)
+    assert isinstance(identify([vllm_source("org/model", download_dir=str(tmp_path))]), Identity)
 
 
 # -- while they are read ---------------------------------------------------------------------------
@@ -207,7 +215,7 @@ def test_large_weights_have_a_name_when_all_of_them_were_read(
     folder: Path, held: threading.Event
 ) -> None:
     names = Names(_config(), 4096, "vllm 0.32")
-    names.settle([Source(str(folder))])
+    names.settle([vllm_source(str(folder))])
     assert names.digest == b""
     held.set()
     assert names._weights is not None
@@ -219,7 +227,7 @@ def test_large_weights_have_a_name_when_all_of_them_were_read(
 
 def test_nobody_waits_for_the_reading_at_the_end(folder: Path, held: threading.Event) -> None:
     names = Names(_config(), 4096, "vllm 0.32")
-    names.settle([Source(str(folder))])
+    names.settle([vllm_source(str(folder))])
     names.close()
     assert names.digest == b""
     assert not any(each.name == "kvtier-weights" for each in threading.enumerate())
@@ -227,7 +235,7 @@ def test_nobody_waits_for_the_reading_at_the_end(folder: Path, held: threading.E
 
 def test_reset_cache_may_mean_other_weights_in_memory(folder: Path) -> None:
     names = Names(_config(), 4096, "vllm 0.32")
-    names.settle([Source(str(folder))])
+    names.settle([vllm_source(str(folder))])
     before = names.digest
     names.disown()
     once = names.digest
@@ -239,7 +247,7 @@ def test_reset_while_weights_are_read_leaves_them_without_a_name(
     folder: Path, held: threading.Event
 ) -> None:
     names = Names(_config(), 4096, "vllm 0.32")
-    names.settle([Source(str(folder))])
+    names.settle([vllm_source(str(folder))])
     assert names._weights is not None
     reader = names._weights._reader
     assert reader is not None

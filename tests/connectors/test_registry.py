@@ -35,7 +35,7 @@ def _connector(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("kvtier.connectors.vllm.connector")
     module.__dict__.update(KvtierConnector=Ours, over=_over)
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(contract, "differences", list)
+    monkeypatch.setattr(type(contract.VLLM), "differences", lambda _: [])
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -62,7 +62,7 @@ def test_table_that_is_made_twice_has_ours_once() -> None:
 
 
 def test_vllm_that_kvtier_cannot_serve_gets_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "differences", lambda: ["something moved"])
+    monkeypatch.setattr(type(contract.VLLM), "differences", lambda _: ["something moved"])
     assert Connectors({"name": lambda: Theirs}, "name")["name"]() is Theirs
 
 

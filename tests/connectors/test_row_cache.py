@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.connectors.vllm.pieces.row_cache import RowCache
+from kvtier.connectors.shared.row_cache import RowCache
 from kvtier.index import make_key_index
 from kvtier.ladder import Ladder, LadderOptions
 from kvtier.layout import named_layout, opaque

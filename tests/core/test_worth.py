@@ -20,7 +20,7 @@ WAYS = ways_of([DEVICE, HOST], [DISK], ())
 def _costs(disk_s: float = 0.0, host_s: float = 1e-4, queued_bytes: int = 0) -> Costs:
     """host_s, disk_s: per block. 0: never measured."""
     model = CostModel()
-    clock = StepClock(model)
+    clock = StepClock(model.observe_prefill)
     for end in range(1, 20):
         step = clock.begin(float(end), [(0, 1000)])
         assert step is not None
@@ -83,7 +83,7 @@ def test_nobody_waits_longer_than_computing_takes() -> None:
 
 def test_overlapping_steps_are_told_apart() -> None:
     model = CostModel()
-    clock = StepClock(model)
+    clock = StepClock(model.observe_prefill)
     assert (clock.begin(0.0, [(0, 100)]), clock.begin(0.0, [(100, 100)])) == (1, 2)
     clock.end(1, 1.0)
     clock.end(2, 2.0)
@@ -91,6 +91,6 @@ def test_overlapping_steps_are_told_apart() -> None:
 
 
 def test_steps_without_prompts_say_nothing() -> None:
-    clock = StepClock(CostModel())
+    clock = StepClock(CostModel().observe_prefill)
     assert clock.begin(0.0, []) is None
     assert clock.begin(0.0, [(500, 8)]) is None

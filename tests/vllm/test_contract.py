@@ -13,11 +13,12 @@ import pytest
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
+from kvtier.connectors.shared.contract import Sources, version_of  # noqa: E402
 from kvtier.connectors.vllm import contract  # noqa: E402
 
 
 def _folder() -> Path:
-    folder = contract.installed()
+    folder = contract.VLLM.installed()
     assert folder is not None
     return folder
 
@@ -32,14 +33,14 @@ def _classes() -> dict[str, type]:
 
 
 def test_installed_vllm_is_as_kvtier_knows_it() -> None:
-    assert contract.version_of(_folder()) == vllm.__version__
-    assert contract.differences() == []
+    assert version_of(_folder()) == vllm.__version__
+    assert contract.VLLM.differences() == []
 
 
 def test_written_sources_say_what_the_imported_classes_say() -> None:
     """No decorator, patch or generated method stands between the two."""
     classes = _classes()
-    sources = contract.Sources(_folder())
+    sources = Sources(_folder(), contract.FILES)
     for name, methods in (*contract.OVERRIDDEN.items(), *contract.CALLED.items()):
         for method in methods:
             written = sources.parameters(name, method)
@@ -55,7 +56,7 @@ def test_written_sources_say_what_the_imported_classes_say() -> None:
 
 def test_doctor_can_ask_without_importing_vllm_or_torch() -> None:
     script = (
-        "import sys; from kvtier.connectors.vllm import contract; contract.differences();"
+        "import sys; from kvtier.connectors.vllm import contract; contract.VLLM.differences();"
         "print([name for name in ('vllm', 'torch') if name in sys.modules])"
     )
     done = subprocess.run(
@@ -74,7 +75,7 @@ def test_moved_signature_of_the_real_thing_is_a_sentence(tmp_path: Path) -> None
     base.write_text(
         text.replace("def wait(self, job_ids: set[int])", "def wait(self, deadline: float)")
     )
-    (sentence,) = contract.differences(tmp_path)
+    (sentence,) = contract.VLLM.differences(tmp_path)
     assert sentence.startswith(
         f"vLLM {vllm.__version__}: OffloadingWorker.wait takes (deadline); kvtier knows (job_ids): "
     )

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from kvtier import __version__
 from kvtier.devices.base import Device, Finding, Memory
 from kvtier.errors import CacheError
 from kvtier.tiers.system_memory import available_bytes
+
+if TYPE_CHECKING:
+    from kvtier.connectors.shared.contract import Contract
 
 PACKAGES = ("numpy", "torch", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn")
 ACCELERATORS = ("cuda", "npu", "xpu", "mps")
@@ -108,18 +112,27 @@ def packages() -> tuple[Finding, ...]:
 def engines() -> tuple[Finding, ...]:
     """Those that are installed and that kvtier has a connector for, and whether it serves them.
     None of them is imported."""
-    from kvtier.connectors.vllm import contract
+    from kvtier.connectors.sglang.contract import STORAGE
+    from kvtier.connectors.vllm.contract import VLLM
+
+    found = (_engine(VLLM, "kvtier vllm-args"), _engine(STORAGE, "kvtier sglang-args"))
+    return tuple(each for each in found if each is not None)
+
+
+def _engine(contract: Contract, command: str) -> Finding | None:
+    """command: prints the options for it."""
+    from kvtier.connectors.shared.contract import version_of
 
     folder = contract.installed()
     if folder is None:
-        return ()
-    version = contract.version_of(folder)
+        return None
+    version = version_of(folder)
     if found := contract.differences(folder):
-        return (Finding("vllm", version, f"kvtier can't serve it: {'; '.join(found)}"),)
+        return Finding(contract.package, version, f"kvtier can't serve it: {'; '.join(found)}")
     if not contract.was_run_with(version):
         note = "served: what kvtier relies on is as it knows it, but it was never run with it"
-        return (Finding("vllm", version, note),)
-    return (Finding("vllm", version, "served: kvtier vllm-args prints the option for it"),)
+        return Finding(contract.package, version, note)
+    return Finding(contract.package, version, f"served: {command} prints the option for it")
 
 
 def native_core() -> Finding:

@@ -12,6 +12,7 @@ from kvtier.cli.doctor import doctor
 from kvtier.cli.inspect import inspect
 from kvtier.cli.renamed import telling
 from kvtier.cli.serve import serve
+from kvtier.cli.sglang_args import sglang_args
 from kvtier.cli.verify import verify
 from kvtier.cli.vllm_args import vllm_args
 
@@ -26,6 +27,7 @@ app.command()(doctor)
 app.command()(inspect)
 app.command()(verify)
 app.command("vllm-args", cls=telling("vllm-args"))(vllm_args)
+app.command("sglang-args")(sglang_args)
 app.add_typer(bench, name="bench")
 
 

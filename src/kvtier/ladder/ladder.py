@@ -81,6 +81,11 @@ class Ladder:
         """Somebody wants to know what comes and goes."""
         self._traffic.on_change = on_change
 
+    def tell_of_ends(self, tell: Callable[[], object]) -> None:
+        """Call ``tell`` when a ``poll`` has something to do, on a thread of the mover's: for owners
+        that sleep meanwhile."""
+        self._traffic.tell_of_ends(tell)
+
     @property
     def fastest(self) -> str:
         """The tier that an engine computes in, or copies from and to."""

@@ -69,6 +69,10 @@ class Traffic:
         """The last ones that began."""
         return self._under_way.newest(num)
 
+    def tell_of_ends(self, tell: Callable[[], object]) -> None:
+        """Call ``tell`` when a ``poll`` has something to do, on the thread that ended it."""
+        self._under_way.when_ended = tell
+
     # -- begin ------------------------------------------------------------------------------------
 
     def begin(

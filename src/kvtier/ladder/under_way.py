@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice, pairwise
 
@@ -35,6 +35,8 @@ class UnderWay:
         self._transfers: dict[int, Transfer] = {}  # by number, the oldest first
         self._num_begun = 0
         self._ended: deque[Transfer] = deque()  # filled by the threads that end jobs
+        self.when_ended: Callable[[], object] | None = None
+        """Called by these threads, each time there is something to take."""
 
     @property
     def all(self) -> Collection[Transfer]:
@@ -56,7 +58,12 @@ class UnderWay:
     def watch(self, transfer: Transfer, job: Job) -> None:
         """Its job has begun; ``take_ended`` gives it once that is done."""
         transfer.job = job
-        job.when_done(partial(self._ended.append, transfer))
+        job.when_done(partial(self._note_end, transfer))
+
+    def _note_end(self, transfer: Transfer) -> None:
+        self._ended.append(transfer)
+        if self.when_ended is not None:
+            self.when_ended()
 
     def remove(self, transfer: Transfer) -> None:
         """It is finished."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from kvtier.plan.cost import CostModel
-
+Observe = Callable[[int, int, float], object]
+"""Told of tokens before, tokens computed, and seconds: ``CostModel.observe_prefill``, or who passes
+it on."""
 MIN_STEP_TOKENS = 32
 """A step that computes fewer tokens says little about prefill."""
 
 
 class StepClock:
-    """Teaches ``costs`` what steps take. Time is an argument."""
+    """Tells ``observe`` what steps take. Time is an argument."""
 
-    def __init__(self, costs: CostModel) -> None:
-        self._costs = costs
+    def __init__(self, observe: Observe) -> None:
+        self._observe = observe
         self._steps: dict[int, tuple[float, int, int]] = {}
         self._num_steps = 0
         self._last_end_s = 0.0
@@ -36,5 +37,5 @@ class StepClock:
         if began is not None:
             start_s, num_before, num_tokens = began
             took_s = now_s - max(start_s, self._last_end_s)
-            self._costs.observe_prefill(num_before, num_tokens, took_s)
+            self._observe(num_before, num_tokens, took_s)
         self._last_end_s = now_s

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtier.devices.base import Memory
-from kvtier.layout import Layout
+from kvtier.layout import Layout, named_layout, opaque
 from kvtier.tiers.base import MemoryTier
 from kvtier.types import Slot
 
@@ -15,6 +15,12 @@ from kvtier.types import Slot
 class LentMemory(MemoryTier):
     """Slots that are ours from ``lend`` until ``free``; its owner chooses them, so that nobody is
     given one here. The memory outlives the tier."""
+
+    @classmethod
+    def of_rows(cls, name: str, memory: Memory, bytes_per_row: int) -> LentMemory:
+        """Memory in rows of one block each."""
+        num_rows = memory.nbytes // bytes_per_row
+        return cls(name, memory, named_layout("block_first", opaque(bytes_per_row), num_rows))
 
     def __init__(self, name: str, memory: Memory, layout: Layout) -> None:
         super().__init__(name, memory, layout)

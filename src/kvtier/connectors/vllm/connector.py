@@ -32,12 +32,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
+from kvtier.connectors.shared.weights import Source
 from kvtier.connectors.vllm.ascend import split_caches
 from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.manager import TierManager
+from kvtier.connectors.vllm.names import vllm_source
 from kvtier.connectors.vllm.spec import KvtierSpec
 from kvtier.connectors.vllm.visit import Advice
-from kvtier.connectors.vllm.weights import Source
 from kvtier.connectors.vllm.worker import TierWorker
 from kvtier.transfer.ranks import Order, Report
 
@@ -268,7 +269,7 @@ def _models(config: VllmConfig) -> list[ModelConfig]:
 def _sources(config: VllmConfig) -> list[Source]:
     load = config.load_config
     return [
-        Source(
+        vllm_source(
             # Of a model in an object store, ``model`` is a local folder without the weights.
             getattr(model, "model_weights", "") or model.model,
             getattr(model.hf_config, "_commit_hash", None) or model.revision or "",

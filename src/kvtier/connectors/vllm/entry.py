@@ -16,6 +16,6 @@ def __getattr__(name: str) -> object:
     differences from the vLLM that kvtier knows."""
     if name != "KvtierSpec":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    contract.require()
+    contract.VLLM.require()
     found: object = import_module("kvtier.connectors.vllm.spec").KvtierSpec
     return found

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from kvtier.keys import Namespace, next_key
-from kvtier.types import BlockKey
+from kvtier.keys import Namespace
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
@@ -42,11 +41,6 @@ def namespace(
         block_size=config.cache.tokens_per_hash,
         salt=salt,
     )
-
-
-def block_key(digest: bytes, key: bytes) -> BlockKey:
-    """What a block is called outside the process. digest: of its namespace. key: vLLM's."""
-    return next_key(digest, key)
 
 
 def _layout(config: OffloadingConfig, bytes_per_block: int) -> str:

@@ -102,7 +102,7 @@ class TierManager(OffloadingManager):
         self.cache = KeyedCache(
             index, self.ladder, lambda: names.digest, time.monotonic, lambda: mover.is_complete
         )
-        self.steps = StepClock(self.ladder.costs)
+        self.steps = StepClock(self.ladder.costs.observe_prefill)
         self._always_loads = policy is LoadPolicy.ALWAYS
         self._shape = shape
         self._publishes_events = publishes_events

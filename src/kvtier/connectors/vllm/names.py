@@ -1,88 +1,71 @@
-"""What blocks are called outside the process: on disk, and by other processes."""
+"""What vLLM's blocks are called outside the process, and where their weights are."""
 
 from __future__ import annotations
 
-import logging
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvtier.connectors.vllm.identity import block_key, namespace
-from kvtier.connectors.vllm.weights import Source, identify
-from kvtier.identity import Identification, Identity, unknown
-from kvtier.types import BlockKey
+from kvtier.connectors.shared.names import Names as SharedNames
+from kvtier.connectors.shared.weights import Source
+from kvtier.connectors.vllm.identity import namespace
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-logger = logging.getLogger(__name__)
+FROM_FILES = frozenset(
+    {
+        "auto",
+        "bitsandbytes",
+        "fastsafetensors",
+        "gguf",
+        "hf",
+        "instanttensor",
+        "mistral",
+        "npcache",
+        "pt",
+        "runai_streamer",
+        "safetensors",
+        "sharded_state",
+    }
+)
+"""Load formats of vLLM's that read the model's own files, and nothing else."""
 
 
-class Names:
+class Names(SharedNames):
     """Of the blocks of one engine. The scheduler's process alone knows them, and tells the ranks.
 
     bytes_per_block: of all ranks that keep a block together, or on one rank. salt: the user's
-    ``namespace``. Nothing has a name before ``settle`` was called and all bytes of the weights were
-    read: what was stored under a wrong name could not be called back from vLLM's own memory.
+    ``namespace``.
     """
 
     def __init__(
         self, config: OffloadingConfig, bytes_per_block: int, engine: str, salt: str = ""
     ) -> None:
-        self._config = config
-        self._bytes_per_block = bytes_per_block
-        self._engine = engine
-        self._salt = salt
+        def digest_of(weights: str) -> bytes:
+            return namespace(config, bytes_per_block, engine, weights, self._traits, salt).digest
+
+        super().__init__(digest_of, salt)
         self._traits = ""
-        self._weights: Identification | None = None
-        self._found: Identity | None = None
-        self._digest = b""
 
     def settle(self, sources: Sequence[Source], traits: str = "") -> None:
-        """Small weights are read at once, large ones in the background.
-
-        traits: of the model, what the offloading config does not say.
-        """
+        """As ever. traits: of the model, what the offloading config does not say."""
         self._traits = traits
-        found = identify(sources, self._salt)
-        if isinstance(found, Identity):
-            self._found = found
-        elif found.is_small:
-            self._found = found.read()
-        else:
-            self._weights = found
-            logger.info("KV on disk is used once the weights were read bytes=%d", found.num_bytes)
-            found.check(self._hear)
+        super().settle(sources)
 
-    @property
-    def digest(self) -> bytes:
-        """Of the namespace, 32 bytes; none while the weights are being read."""
-        if not self._digest and self._found is not None:
-            self._digest = namespace(
-                self._config,
-                self._bytes_per_block,
-                self._engine,
-                self._found.digest,
-                self._traits,
-                self._salt,
-            ).digest
-        return self._digest
+    def disown(self, reason: str = "") -> None:
+        super().disown(reason or "its cache was reset, as it is when weights are replaced")
 
-    def disown(self) -> None:
-        """From now on blocks have names that no other process knows: the weights in memory may be
-        others than those in the files."""
-        self.close()
-        self._found = unknown("its cache was reset, as it is when weights are replaced in memory")
-        self._digest = b""
 
-    def close(self) -> None:
-        """Read no further."""
-        if self._weights is not None:
-            self._weights.stop()
-            self._weights = None
-
-    def __call__(self, key: bytes) -> BlockKey:
-        assert self.digest, "nobody knows yet what the blocks belong to"
-        return block_key(self.digest, key)
-
-    def _hear(self, found: Identity) -> None:
-        self._found = found
+def vllm_source(
+    model: str, revision: str = "", download_dir: str = "", load_format: str = "auto"
+) -> Source:
+    """Where vLLM loads a model from, by what it was told."""
+    return Source(
+        model,
+        revision,
+        download_dir,
+        load_format,
+        is_in_files=load_format in FROM_FILES,
+        has_other_hub=os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"),
+    )

@@ -40,7 +40,7 @@ class InPlaceOf:
         self._theirs = theirs
 
     def __call__(self) -> type:
-        if contract.differences():
+        if contract.VLLM.differences():
             return self._theirs()
         from kvtier.connectors.vllm.connector import KvtierConnector, over
 

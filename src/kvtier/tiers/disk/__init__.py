@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvtier.tiers.disk.blocks import DiskBlocks
 from kvtier.tiers.disk.options import DiskOptions
+from kvtier.tiers.disk.reader import DiskReader
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.disk.tier import DiskTier, make_disk
 from kvtier.types import Durability, IoKind, Verify
@@ -11,6 +12,7 @@ from kvtier.types import Durability, IoKind, Verify
 __all__ = [
     "DiskBlocks",
     "DiskOptions",
+    "DiskReader",
     "DiskSystem",
     "DiskTier",
     "Durability",

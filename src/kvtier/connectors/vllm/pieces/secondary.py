@@ -35,18 +35,18 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvtier.connectors.vllm.names import Names
-from kvtier.connectors.vllm.pieces.block_slab import BlockSlab
+from kvtier.connectors.shared.block_slab import BlockSlab
+from kvtier.connectors.vllm.names import Names, vllm_source
 from kvtier.connectors.vllm.pieces.settings import TierSettings
 from kvtier.connectors.vllm.prompt import blocks_of, depth
-from kvtier.connectors.vllm.weights import Source
 from kvtier.devices.base import Memory
 from kvtier.errors import TierError
 from kvtier.keyed_cache import Place
 from kvtier.layout import opaque
+from kvtier.tiers import LentMemory
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.none import NoStorage
-from kvtier.types import DISK, Slot
+from kvtier.types import DISK, HOST, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class KvtierTier(SecondaryTierManager):
             f"vllm {'.'.join(vllm.__version__.split('.')[:2])}",
             settings.namespace,
         )
-        self._names.settle([Source(offloading_spec.config.model.name)])
+        self._names.settle([vllm_source(offloading_spec.config.model.name)])
         # vLLM takes events only where it publishes them.
         publishes = offloading_spec.kv_events_config.enable_kv_cache_events
         if settings.enable_kv_events and not publishes:
@@ -107,7 +107,7 @@ class KvtierTier(SecondaryTierManager):
         self._disk = self._open(settings.disk_options(subfolder), rows)
         self.slab = BlockSlab(
             self._disk,
-            rows,
+            LentMemory.of_rows(HOST, rows, self.block_size_bytes),
             self._names.digest,
             most_queued=num_rows // QUEUED_SHARE,
             bytes_per_day=settings.bytes_per_day,

@@ -1,4 +1,4 @@
-"""Where vLLM has its weights from: the files that say who they are, or why nobody can."""
+"""Where an engine has its weights from: the files that say who they are, or why nobody can."""
 
 from __future__ import annotations
 
@@ -9,34 +9,20 @@ from pathlib import Path
 
 from kvtier.identity import Basis, Identification, Identity, process_start_ns, unknown
 
-FROM_FILES = frozenset(
-    {
-        "auto",
-        "bitsandbytes",
-        "fastsafetensors",
-        "gguf",
-        "hf",
-        "instanttensor",
-        "mistral",
-        "npcache",
-        "pt",
-        "runai_streamer",
-        "safetensors",
-        "sharded_state",
-    }
-)
-"""Load formats that read the model's own files, and nothing else."""
-
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What vLLM was told. model: a folder, a file, or a name on the hub. revision: of that; "" for
-    the newest. download_dir: where the hub's files go; "" for the hub's own cache."""
+    """What an engine was told. model: a folder, a file, or a name on the hub. revision: of that; ""
+    for the newest. download_dir: where the hub's files go; "" for the hub's own cache. is_in_files:
+    whether it reads the model's own files, and nothing else. has_other_hub: whether names are those
+    of a hub that is not asked here."""
 
     model: str
     revision: str = ""
     download_dir: str = ""
     load_format: str = "auto"
+    is_in_files: bool = True
+    has_other_hub: bool = False
 
 
 def identify(sources: Sequence[Source], namespace: str = "") -> Identification | Identity:
@@ -54,19 +40,19 @@ def identify(sources: Sequence[Source], namespace: str = "") -> Identification |
                 "that can be found; if they stay the same, say so by the setting 'namespace'"
             )
         places.append(place)
-    # vLLM makes the connector when the weights are loaded already. Of files that changed since its
-    # process began nobody can say what they held then. What the hub's cache has is never changed
-    # in place, and is often fetched at that very start.
+    # Connectors are made when weights are loaded already. Of files that changed since the process
+    # began nobody can say what they held then. What the hub's cache has is never changed in place,
+    # and is often fetched at that very start.
     is_local = any(os.path.exists(source.model) for source in sources)
     return Identification(places, since_ns=process_start_ns() if is_local else None)
 
 
 def _place(source: Source) -> Path | None:
-    if source.load_format not in FROM_FILES:
+    if not source.is_in_files:
         return None
     if os.path.exists(source.model):
         return Path(source.model)
-    if "://" in source.model or os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+    if "://" in source.model or source.has_other_hub:
         return None
     try:
         from huggingface_hub import snapshot_download

@@ -1,7 +1,7 @@
 """Blocks in a slab, by the engine's own keys, as jobs over the rows of its host memory.
 
-vLLM's scheduler asks and must never wait. What is there, what leaves and what is on its way is the
-ladder's business: vLLM's host memory is its memory tier, for as long as a job lasts.
+Whoever asks never waits. What is there, what leaves and what is on its way is the ladder's
+business: the engine's host memory is its memory tier, for as long as a job lasts.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvtier.connectors.vllm.pieces.row_cache import RowCache
-from kvtier.devices.base import Memory
+import numpy as np
+
+from kvtier.connectors.shared.holds import Holds
+from kvtier.connectors.shared.row_cache import Look, RowCache
 from kvtier.errors import ConfigError, TierError
 from kvtier.index import make_key_index
 from kvtier.keyed_cache import Change, Place
 from kvtier.ladder import Ladder, LadderOptions
-from kvtier.layout import named_layout, opaque
+from kvtier.plan import CostModel
+from kvtier.plan.worth import is_worth_loading
 from kvtier.tiers import LentMemory, MemoryTier, StorageTier
 from kvtier.tiers.row import rooms_of
 from kvtier.transfer import LocalMover
-from kvtier.types import HOST, Slot
+from kvtier.types import BlockId, Slot
 
 PIECE_BYTES = 16 << 20
 """Read or written at a time, so that whoever closes does not wait for a long job."""
@@ -29,6 +32,8 @@ DIGEST_BYTES = 32
 """Of a namespace, as storage keeps it beside each block."""
 CLOSE_WAIT_S = 10.0
 """For stores that are queued when the slab is closed; the rest are dropped."""
+HELD_SHARE = 2
+"""At most one block in so many can be held: the others make room for what is stored."""
 END_WAIT_S = 90.0
 """For reads and writes under way; the disk tier's own deadlines come first."""
 
@@ -60,7 +65,7 @@ class FinishedJob:
 
 @dataclass(slots=True)
 class _Job:
-    """A job of vLLM's. asked: its blocks. placed: those of them whose rows are lent. moving: those
+    """A job. asked: its blocks. placed: those of them whose rows are lent. moving: those
     that are on their way, or wait for it. waiting: ``moving``, from the first that has not
     ended."""
 
@@ -79,7 +84,7 @@ class _Job:
 class BlockSlab:
     """A storage tier as a cache of jobs: the block that was used least recently leaves first.
 
-    memory: the engine's host memory, in rows of a block each. digest: of the namespace that the
+    rows: the engine's host memory, in slots of a block each. digest: of the namespace that the
     blocks belong to, 32 bytes; while it is empty nobody knows what they are called: none is found,
     and none is stored. most_queued: blocks that may wait for the disk; more are refused, since each
     of them holds a row. bytes_per_day: see ``LadderOptions``. tells_changes: whether
@@ -96,7 +101,7 @@ class BlockSlab:
     def __init__(
         self,
         tier: StorageTier,
-        memory: Memory,
+        rows: LentMemory,
         digest: bytes,
         *,
         most_queued: int,
@@ -106,12 +111,9 @@ class BlockSlab:
     ) -> None:
         self.digest = digest  # first: where it is wrong nothing was begun
         bytes_per_block = tier.bytes_per_block
-        num_rows = memory.nbytes // bytes_per_block
-        rows = LentMemory(
-            HOST, memory, named_layout("block_first", opaque(bytes_per_block), num_rows)
-        )
-        tiers: dict[str, MemoryTier | StorageTier] = {HOST: rows, tier.name: tier}
+        tiers: dict[str, MemoryTier | StorageTier] = {rows.name: rows, tier.name: tier}
         self._tier = tier
+        self._memory = rows.name
         self._clock = clock
         self._mover = LocalMover(tiers, None, clock)
         self._index = make_key_index(tuple(tiers), lambda: self.digest)
@@ -133,6 +135,7 @@ class BlockSlab:
         self._changes: list[Change] = []
         self._num_gone = 0
         self._jobs: list[_Job] = []
+        self._holds = Holds(self._index, tier.name, tier.num_blocks // HELD_SHARE)
 
     @property
     def digest(self) -> bytes:
@@ -155,6 +158,16 @@ class BlockSlab:
         return self._index.num_held(self._tier.name)
 
     @property
+    def is_readable(self) -> bool:
+        """False while storage is left alone, for it failed again and again."""
+        return self._mover.accepts((self._tier.name, self._memory))
+
+    @property
+    def reads_for_s(self) -> float:
+        """How long the read that is under way has taken; 0 for none."""
+        return self._mover.queued_s((self._tier.name, self._memory), lambda num_bytes: 0.0)
+
+    @property
     def num_jobs(self) -> int:
         """Jobs that ``take_finished`` has not returned yet."""
         return len(self._jobs)
@@ -164,7 +177,7 @@ class BlockSlab:
     def find(self, key: bytes, following: Callable[[], Sequence[bytes]] | None = None) -> Place:
         """``STORAGE`` where ``key`` can be loaded, ``ARRIVING`` where it is on its way to the slab.
         A block that a restart found is claimed by that; see ``KeyedCache.find``."""
-        if not self._mover.accepts((self._tier.name, HOST)):
+        if not self.is_readable:
             return Place.NOWHERE
         place = self._cache.find(key, following)
         if place not in (Place.MEMORY, Place.ARRIVING):
@@ -174,9 +187,25 @@ class BlockSlab:
             return Place.STORAGE
         return Place.ARRIVING if self._cache.is_moving(key) else Place.NOWHERE
 
+    def look(self, keys: Sequence[bytes]) -> Look:
+        """Which of ``keys``, of one prompt and in its order, can be loaded."""
+        if not self.is_readable:
+            return Look(np.zeros(len(keys), bool), [None] * len(keys))
+        return self._cache.look(keys)
+
+    def keep(self, blocks: Sequence[BlockId], before: Sequence[bytes], until_s: float) -> None:
+        """They were used, and stay until ``until_s``, by ``clock``, or until ``let_go``. before: of
+        their prompt, keys of what comes before, which was used as well."""
+        self._cache.use([*self._cache.known(before), *blocks])
+        self._holds.hold(blocks, until_s)
+
     def touch(self, keys: Collection[bytes]) -> None:
         """They were used just now. The first ones, the beginning of a prompt, leave last."""
         self._cache.touch(keys)
+
+    def let_go(self, keys: Sequence[bytes]) -> None:
+        """They need not stay any longer."""
+        self._holds.let_go(self._cache.known(keys))
 
     def take_changes(self) -> list[Change]:
         """What came to the slab and left it since the last call, in order."""
@@ -206,7 +235,7 @@ class BlockSlab:
             lost=num_gone - evicted,
             refused=count("kvtier_refused_blocks_total", disk),
             over_budget=count("kvtier_unwritten_blocks_total", disk),
-            failed=count("kvtier_failed_blocks_total", HOST, disk),
+            failed=count("kvtier_failed_blocks_total", self._memory, disk),
         )
 
     # -- jobs --------------------------------------------------------------------------------------
@@ -280,11 +309,35 @@ class BlockSlab:
 
     def _poll(self) -> bool:
         """Notice what has ended. True while something waits or moves."""
+        self._holds.expire(self._clock())
         self._cache.poll()
         for job in self._jobs:
             while job.waiting and not self._cache.is_moving(job.waiting[0]):
                 job.waiting.popleft()
         return any(job.waiting for job in self._jobs)
+
+    @property
+    def costs(self) -> CostModel:
+        """What reads and prefill took: to be told of more."""
+        return self._ladder.costs
+
+    def is_worth_reading(self, num_blocks: int, first: int, end: int) -> bool:
+        """Whether to read blocks rather than compute their tokens, from ``first`` up to ``end`` of
+        a prompt. There is nothing between: reading costs a line, and computing what is left a line
+        less a square, so that their sum is lowest at an end."""
+        num_bytes = {self._tier.name: num_blocks * self._tier.bytes_per_block}
+        return is_worth_loading(self._ladder.cost_snapshot(), num_bytes, first, end)
+
+    def tell_of_ends(self, tell: Callable[[], object]) -> None:
+        """Call ``tell`` when ``take_finished`` may have something, on a thread that moves blocks:
+        for owners that sleep meanwhile."""
+        self._ladder.tell_of_ends(tell)
+
+    def clear(self) -> None:
+        """Forget every block, in storage as well and for good, when the jobs have ended."""
+        self.drain()
+        self._holds.clear()
+        self._cache.clear()
 
     def drain(self) -> None:
         """Wait until nothing is read or written any more. ``take_finished`` tells what became."""

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.index import KeyIndex, State
 from kvtier.keyed_cache import KeyedCache
@@ -10,6 +15,27 @@ from kvtier.ladder import Ladder
 from kvtier.plan import Copy
 from kvtier.tiers import LentMemory
 from kvtier.types import BlockId, Slot
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Look:
+    """are_there: bool [n], by key, whether storage has it. blocks: what the index calls them, None
+    for those that it does not know."""
+
+    are_there: npt.NDArray[np.bool_]
+    blocks: Sequence[BlockId | None]
+
+    def flags(self) -> list[bool]:
+        """``are_there``, for those who want no array."""
+        return cast("list[bool]", self.are_there.tolist())
+
+    def first(self, num: int) -> list[BlockId]:
+        """The first ``num`` blocks, all of which are there."""
+        return cast("list[BlockId]", self.blocks[:num])
+
+    def there(self) -> list[BlockId]:
+        """Those that are there."""
+        return [self.blocks[at] for at in np.flatnonzero(self.are_there).tolist()]  # type: ignore[misc]
 
 
 class RowCache(KeyedCache):
@@ -90,6 +116,28 @@ class RowCache(KeyedCache):
         """Whether storage has a block."""
         found = self._index.find(key)
         return found is not None and self._storage_of(*found) is not None
+
+    def look(self, keys: Sequence[bytes]) -> Look:
+        """Which of ``keys`` storage has, whatever is in memory."""
+        blocks, states = self._index.find_all(keys)
+        if None in blocks:
+            super().find_all(keys)  # takes in what storage has kept
+            blocks, states = self._index.find_all(keys)
+        by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
+        are_there = (by_tier[:, 1:] == State.READY).any(axis=1)
+        if self._lost:
+            gone = {block for block, tier in self._lost if tier != self.memory}
+            are_there &= [block not in gone for block in blocks]
+        return Look(are_there, blocks)
+
+    def use(self, blocks: Sequence[BlockId]) -> None:
+        """They were used just now, in prompt order; see ``touch``."""
+        self._use(blocks)
+
+    def known(self, keys: Sequence[bytes]) -> list[BlockId]:
+        """The blocks of those that the index knows."""
+        blocks, _ = self._index.find_all(keys)
+        return [block for block in blocks if block is not None]
 
     def _keep(self, blocks: Sequence[BlockId], storage: str) -> None:
         self._index.lease(blocks, storage)

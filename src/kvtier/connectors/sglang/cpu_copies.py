@@ -1,0 +1,87 @@
+"""Copies between SGLang's device and host pools on a CPU, where SGLang has none of its own.
+
+SGLang's cache in host memory runs on kernels of accelerators only. Where its device is the CPU both
+of its pools are plain memory, and a copy is an indexed assignment, layer by layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+POOLS = {
+    "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost": (
+        ("k_buffer", "device_k_buffers"),
+        ("v_buffer", "device_v_buffers"),
+    ),
+    "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost": (
+        ("kv_buffer", "device_kv_buffers"),
+    ),
+}
+"""By class: its buffers in host memory, and those of the device, a list of layers, that they
+mirror."""
+
+
+def hooks() -> dict[str, Any]:
+    """What stands in for SGLang's own, by the full name of that."""
+    found: dict[str, Any] = {}
+    for name, buffers in POOLS.items():
+        found[f"{name}.backup_from_device_all_layer"] = _backup(buffers)
+        found[f"{name}.load_to_device_per_layer"] = _load(buffers)
+    # There is no driver that would have to know of the memory.
+    found["sglang.srt.mem_cache.pool_host.common._cuda_host_register"] = lambda *_, **__: None
+    return found
+
+
+def _backup(buffers: tuple[tuple[str, str], ...]) -> Any:
+    def backup_from_device_all_layer(
+        self: Any, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str
+    ) -> None:
+        del device_pool, io_backend
+        for host, device in buffers:
+            for layer, source in enumerate(getattr(self, device)):
+                view, at = _layer(getattr(self, host), self, layer, host_indices)
+                view[at] = source[device_indices]
+
+    return backup_from_device_all_layer
+
+
+def _load(buffers: tuple[tuple[str, str], ...]) -> Any:
+    def load_to_device_per_layer(
+        self: Any,
+        device_pool: Any,
+        host_indices: Any,
+        device_indices: Any,
+        layer_id: int,
+        io_backend: str,
+        *,
+        is_draft: bool = False,
+    ) -> None:
+        del device_pool, io_backend, is_draft
+        for host, device in buffers:
+            view, at = _layer(getattr(self, host), self, layer_id, host_indices)
+            getattr(self, device)[layer_id][device_indices] = view[at]
+
+    return load_to_device_per_layer
+
+
+def _layer(
+    buffer: torch.Tensor, pool: Any, layer: int, tokens: torch.Tensor
+) -> tuple[torch.Tensor, Any]:
+    """A view of one layer, and where in it the tokens are: [tokens] or [pages, page_size]."""
+    match pool.layout:
+        case "layer_first":
+            return buffer[layer], tokens
+        case "page_first":
+            return buffer[:, layer], tokens
+        case "page_first_direct":
+            view = buffer[:, layer]
+        case "page_head":  # heads before tokens
+            view = buffer[..., layer, :].transpose(1, 2)
+        case layout:
+            raise NotImplementedError(
+                f"--hicache-mem-layout {layout} on a CPU; use page_first, page_first_direct, "
+                "page_head or layer_first"
+            )
+    return view, (tokens // pool.page_size, tokens % pool.page_size)

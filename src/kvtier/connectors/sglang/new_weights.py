@@ -1,0 +1,49 @@
+"""When SGLang replaces its weights while it serves: hooks around the four ways to do that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+WAYS = ("disk", "distributed", "tensor", "ipc")
+
+
+class Keeper(Protocol):
+    """Keeps KV that the weights have made."""
+
+    def before_new_weights(self) -> None:
+        """They are about to be replaced: keep nothing more, and give nothing out."""
+
+    def after_new_weights(self) -> None:
+        """They were, or not; SGLang has emptied its own cache."""
+
+
+class WeightsWatch:
+    """On the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._keepers: list[Keeper] = []
+
+    def listen(self, keeper: Keeper) -> None:
+        self._keepers.append(keeper)
+
+    def leave(self, keeper: Keeper) -> None:
+        self._keepers.remove(keeper)
+
+    def hooks(self) -> dict[str, Callable[..., Any]]:
+        """What stands around SGLang's own, by its full name; each is given that first."""
+        return {f"{UPDATER}.update_weights_from_{way}": self._update for way in WAYS}
+
+    def _update(self, update: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        for keeper in self._keepers:
+            keeper.before_new_weights()
+        try:
+            return update(*args, **more)
+        finally:
+            for keeper in self._keepers:
+                keeper.after_new_weights()
+
+
+NEW_WEIGHTS = WeightsWatch()
+"""Of this process: a scheduler has one."""

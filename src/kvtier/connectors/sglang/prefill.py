@@ -1,0 +1,69 @@
+"""What SGLang's steps take: hooks around its scheduler's, for the planner."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from kvtier.plan.steps import Observe, StepClock
+
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+MOST_STEPS = 16
+"""That have begun and not ended; more were forgotten by SGLang."""
+
+
+class PrefillWatch:
+    """Knows what each step computes when it begins, and that it is done when its result is
+    processed. On the scheduler's thread. clock: seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._listeners: list[Observe] = []
+        self._steps = StepClock(self._tell)
+        self._begun: OrderedDict[int, int] = OrderedDict()  # by the result that stands for it
+
+    def listen(self, observe: Observe) -> None:
+        """Somebody wants to know; on the scheduler's thread."""
+        self._listeners.append(observe)
+
+    def leave(self, observe: Observe) -> None:
+        """And no more."""
+        self._listeners.remove(observe)
+
+    def hooks(self) -> dict[str, Callable[..., Any]]:
+        """What stands around SGLang's own, by its full name; each is given that first."""
+        return {
+            f"{SCHEDULER}.run_batch": self._run_batch,
+            f"{SCHEDULER}.process_batch_result": self._process_batch_result,
+        }
+
+    def _run_batch(self, run: Callable[..., Any], scheduler: Any, batch: Any, *rest: Any) -> Any:
+        if not self._listeners or not batch.forward_mode.is_extend():
+            return run(scheduler, batch, *rest)
+        pieces = list(zip(batch.prefix_lens or (), batch.extend_lens or (), strict=False))
+        step = self._steps.begin(self._clock(), pieces)
+        result = run(scheduler, batch, *rest)
+        if step is not None:
+            self._begun[id(result)] = step
+            while len(self._begun) > MOST_STEPS:
+                self._begun.popitem(last=False)
+        return result
+
+    def _process_batch_result(
+        self, process: Callable[..., Any], scheduler: Any, batch: Any, result: Any
+    ) -> Any:
+        done = process(scheduler, batch, result)
+        if self._listeners:
+            # A step without a number has ended, too: the next one did not begin before.
+            self._steps.end(self._begun.pop(id(result), 0), self._clock())
+        return done
+
+    def _tell(self, num_before: int, num_tokens: int, seconds: float) -> None:
+        for observe in self._listeners:
+            observe(num_before, num_tokens, seconds)
+
+
+WATCH = PrefillWatch()
+"""Of this process: a scheduler has one."""

@@ -1,0 +1,29 @@
+"""What can't be served, and why: one sentence each, at start-up."""
+
+from __future__ import annotations
+
+from kvtier.connectors.sglang.identity import StorageConfig
+from kvtier.connectors.sglang.settings import Settings
+from kvtier.errors import ConfigError
+
+
+def refuse(config: StorageConfig, options: object, settings: Settings) -> None:
+    """Raises ``ConfigError`` for an engine whose pages can't be kept. options: SGLang's
+    ``ServerArgs``, or None."""
+    if getattr(config, "dcp_size", 1) > 1:
+        raise ConfigError(
+            f"decode context parallelism of {config.dcp_size}: pages are cut over its ranks, and "  # type: ignore[attr-defined]
+            "SGLang takes no plug-in for them; leave --dcp-size at 1, or use its file back end"
+        )
+    num_machines = getattr(options, "nnodes", 1) or 1
+    if config.is_mla_model and num_machines > 1:
+        raise ConfigError(
+            f"an MLA model on {num_machines} machines: one rank writes for all of them, and the "
+            "others do not see its local disk; serve on one machine, or without storage"
+        )
+    if getattr(options, "enable_lora", False) and not settings.namespace:
+        raise ConfigError(
+            "adapters (--enable-lora): SGLang's keys hold an adapter's name and path, and another "
+            "one may lie there next time; serve without storage, or set 'namespace' to a text that "
+            "changes with your adapters"
+        )

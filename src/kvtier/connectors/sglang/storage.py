@@ -1,0 +1,324 @@
+"""``--hicache-storage-backend dynamic``: pages of SGLang's host pools in slabs on disk.
+
+SGLang decides what is stored and when it is asked for; what is kept, and what leaves, is the
+ladder's business (``shared/slab_calls.py``). It calls from threads of its own: ``exists`` from one,
+``get`` from another, ``set`` from a third; each may wait for the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import sglang
+from blake3 import blake3
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    PoolHitPolicy,
+    PoolTransferResult,
+)
+from sglang.srt.observability.metrics_collector import StorageMetrics
+from sglang.srt.runtime_context import get_parallel, get_server_args
+
+from kvtier.connectors.sglang.hits import SidePool, common_hits
+from kvtier.connectors.sglang.identity import engine_digest, pool_facts, sources
+from kvtier.connectors.sglang.moves import Moves
+from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
+from kvtier.connectors.sglang.pages import HostPool, Pages
+from kvtier.connectors.sglang.prefill import WATCH
+from kvtier.connectors.sglang.refusals import refuse
+from kvtier.connectors.sglang.settings import Settings
+from kvtier.connectors.sglang.shelf import Shelf, capacities, open_shelf
+from kvtier.connectors.shared.names import Names
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.mem_cache.hicache_storage import (
+        HiCacheStorageConfig,
+        HiCacheStorageExtraInfo,
+        PoolTransfer,
+    )
+
+    from kvtier.tiers import Pieces
+
+logger = logging.getLogger(__name__)
+
+KV = "kv"
+"""SGLang's name of the pool that others stand beside."""
+SERVED_POLICIES = (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
+
+
+class KvtierStorage(HiCacheStorage):
+    """Whatever the disk does after the start is a miss, or a page that was not stored. At the
+    start, what can't be served raises ``ConfigError`` or ``LayoutError``: one sentence."""
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object]) -> None:
+        del kwargs  # SGLang passes none
+        self._config = storage_config
+        self._settings = Settings.read(storage_config.extra_config or {})
+        self._options = _server_args()
+        refuse(storage_config, self._options, self._settings)
+        self._pools: dict[str, HostPool] = {}
+        self._shelves: dict[str, Shelf] = {}
+        self._said: set[str] = set()
+        self._moves = Moves()
+        self._names = Names(self._engine_digest, self._settings.namespace)
+
+    def _engine_digest(self, weights: str) -> bytes:
+        return engine_digest(weights, sglang.__version__, self._options, self._settings.namespace)
+
+    # -- pools -------------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: HostPool) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        self._pools[KV] = mem_pool_host
+
+    def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: str) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        if self._shelves and str(host_pool_name) not in self._shelves:
+            logger.warning("kvtier keeps nothing of pool=%s: it came late", host_pool_name)
+        self._pools[str(host_pool_name)] = host_pool
+
+    def on_host_pools_registered(self) -> None:
+        """All pools are known: open their slabs."""
+        self._names.settle(sources(self._options, self._config))
+        pages = {name: Pages(pool) for name, pool in self._pools.items()}
+        room = capacities(self._settings, self._config, self._options, pages)
+        for name, each in pages.items():
+            self._shelves[name] = self._open(name, each, room[name])
+        WATCH.listen(self._observe_prefill)
+        NEW_WEIGHTS.listen(self)
+
+    def _observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
+        self._shelves[KV].calls.observe_prefill(num_before, num_tokens, seconds)
+
+    def _open(self, name: str, pages: Pages, capacity_bytes: int) -> Shelf:
+        facts = pool_facts(self._config, name, self._pools[name], pages.sizes.tolist())
+
+        @lru_cache(maxsize=2)
+        def digest_of(engine: bytes) -> bytes:
+            return blake3(engine + facts).digest() if engine else b""
+
+        return open_shelf(
+            self._settings,
+            self._config,
+            name,
+            pages,
+            capacity_bytes,
+            lambda: digest_of(self._names.digest),
+            _replica(),
+        )
+
+    def _shelf(self, name: str = KV) -> Shelf:
+        return self._opened()[name]
+
+    def _opened(self) -> dict[str, Shelf]:
+        if not self._shelves:  # before 0.5.23 nobody says that all pools are known
+            self.on_host_pools_registered()
+        return self._shelves
+
+    # -- what SGLang's controller calls ------------------------------------------------------------
+
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        return self._shelf().num_found(keys, _before(extra_info))
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        shelf = self._shelf()
+        return self._load(shelf, keys, shelf.pages.at(host_indices))
+
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        shelf = self._shelf()
+        return self._store(shelf, keys, shelf.pages.at(host_indices), _before(extra_info))
+
+    def _load(self, shelf: Shelf, keys: list[str], pages: Pieces) -> list[bool]:
+        with self._moves.timing(True, shelf.pages.num_bytes) as are_moved:
+            are_moved += shelf.load(keys, pages)
+        return are_moved
+
+    def _store(
+        self, shelf: Shelf, keys: list[str], pages: Pieces, before: Sequence[str] = ()
+    ) -> list[bool]:
+        with self._moves.timing(False, shelf.pages.num_bytes) as are_moved:
+            are_moved += shelf.store(keys, pages, before)
+        return are_moved
+
+    # -- the same for pools beside the KV ----------------------------------------------------------
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        before, shelves = _before(extra_info), self._opened()
+        num_pages = shelves[KV].num_found(keys, before)
+        sides = {}
+        for transfer in pool_transfers or []:
+            name, shelf = str(transfer.name), shelves.get(str(transfer.name))
+            if shelf is None or transfer.hit_policy not in SERVED_POLICIES:
+                self._say_once(f"kvtier finds nothing in pool {name}, by {transfer.hit_policy}")
+                return PoolTransferResult.empty()
+            needs_last = transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES
+            num_last = max(1, len(transfer.keys or ())) if needs_last else 0
+            sides[name] = SidePool(shelf.find(keys[:num_pages], before), num_last)
+        hits = common_hits((KV, num_pages), sides)
+        found = PoolTransferResult(hits.longest, dict(hits.by_pool))
+        found.restorable_prefix_pages = list(hits.cuts)  # before 0.5.23 nobody reads it
+        return found
+
+    def batch_get_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        return self._each_pool(transfers, self._load)
+
+    def batch_set_v2(
+        self,
+        transfers: list[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        before = _before(extra_info)
+        return self._each_pool(
+            transfers, lambda shelf, keys, pages: self._store(shelf, keys, pages, before)
+        )
+
+    def _each_pool(
+        self, transfers: list[PoolTransfer], move: Callable[[Shelf, list[str], Pieces], list[bool]]
+    ) -> dict[str, list[bool]]:
+        """What became of the pages of each; of a pool that is named twice, of both in a row."""
+        done: dict[str, list[bool]] = {}
+        for transfer in transfers:
+            keys, shelf = transfer.keys or [], self._opened().get(str(transfer.name))
+            moved = [False] * len(keys)
+            if shelf is not None and transfer.host_indices is not None:
+                pages = shelf.pages.at(transfer.host_indices)
+                if len(pages) == len(keys):
+                    moved = move(shelf, keys, pages)
+            done.setdefault(transfer.name, []).extend(moved)
+        return done
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._said:
+            self._said.add(sentence)
+            logger.warning(sentence)
+
+    # -- the same for pages in tensors of their own ------------------------------------------------
+
+    def exists(self, key: str) -> bool:
+        return self._shelf().num_found([key]) == 1
+
+    def get(
+        self,
+        key: str,
+        target_location: torch.Tensor | None = None,
+        target_sizes: object = None,
+    ) -> torch.Tensor | None:
+        locations = None if target_location is None else [target_location]
+        return self.batch_get([key], locations)[0]
+
+    def batch_get(
+        self,
+        keys: list[str],
+        target_locations: Sequence[torch.Tensor] | None = None,
+        target_sizes: object = None,
+    ) -> list[torch.Tensor | None]:
+        shelf = self._shelf()
+        if target_locations is None:
+            target_locations = [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
+        are_there = self._load(shelf, keys, shelf.pages.in_tensors(target_locations))
+        pairs = zip(target_locations, are_there, strict=True)
+        return [page if is_there else None for page, is_there in pairs]
+
+    def set(
+        self,
+        key: str,
+        value: torch.Tensor | None = None,
+        target_location: object = None,
+        target_sizes: object = None,
+    ) -> bool:
+        return self.batch_set([key], None if value is None else [value])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Sequence[torch.Tensor] | None = None,
+        target_locations: object = None,
+        target_sizes: object = None,
+    ) -> bool:
+        if values is None:
+            return False
+        shelf = self._shelf()
+        pages = [each.contiguous() for each in values]
+        return all(self._store(shelf, keys, shelf.pages.in_tensors(pages)))
+
+    # -- upkeep ------------------------------------------------------------------------------------
+
+    def before_new_weights(self) -> None:
+        """Pages of the old weights are forgotten: SGLang's keys stay the same."""
+        self.clear()
+        self._names.forget()
+
+    def after_new_weights(self) -> None:
+        """From now on pages have names that no other process knows."""
+        self._names.disown("its weights were replaced in memory")
+
+    def get_stats(self) -> StorageMetrics:
+        """What was moved since the last call; on the scheduler's thread."""
+        reads, writes = self._moves.take()
+        return StorageMetrics(
+            prefetch_pgs=reads.pages,
+            backup_pgs=writes.pages,
+            prefetch_bandwidth=reads.gib_per_s,
+            backup_bandwidth=writes.gib_per_s,
+        )
+
+    def clear(self) -> bool:
+        for shelf in self._shelves.values():
+            shelf.calls.clear()
+        return True
+
+    def close(self) -> None:
+        """SGLang's threads have ended. The slabs are free for their next owner."""
+        if self._shelves:
+            WATCH.leave(self._observe_prefill)
+            NEW_WEIGHTS.leave(self)
+        self._names.close()
+        while self._shelves:
+            _, shelf = self._shelves.popitem()
+            shelf.calls.close()
+
+
+def _before(extra_info: HiCacheStorageExtraInfo | None) -> list[str]:
+    return (extra_info.prefix_keys if extra_info is not None else None) or []
+
+
+def _server_args() -> object:
+    """SGLang's options; None where nobody has published them, as in a test of one part."""
+    try:
+        return get_server_args()
+    except ValueError:
+        return None
+
+
+def _replica() -> int:
+    """Which of several engines this is that serve the same model beside each other; 0 for one, and
+    where nobody says."""
+    try:
+        return get_parallel().dp_rank or 0
+    except (AttributeError, RuntimeError, ValueError):  # of a part alone, or before 0.5.23
+        return 0

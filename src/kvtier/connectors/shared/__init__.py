@@ -1,0 +1,10 @@
+"""What connectors have in common: parts that translate for an engine, whichever it is.
+
+block_slab.py    a storage tier as jobs over an engine's memory; the ladder below it decides
+row_cache.py     the keyed cache over memory that the engine lends
+slab_calls.py    the same for threads that wait for their calls, with call_memory.py for blocks that
+                 lie anywhere, and holds.py for blocks that somebody was told of
+slab_reads.py    a slab of another process's, to be read
+names.py         what blocks are called outside the process, by the weights (weights.py)
+contract.py      what a connector relies on in its engine, compared with the one that is installed
+"""

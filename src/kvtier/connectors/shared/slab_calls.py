@@ -1,0 +1,235 @@
+"""A slab that several threads call, each of which waits for its call to end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from threading import Condition, Lock
+
+import numpy as np
+
+from kvtier.connectors.shared.block_slab import BlockSlab, FinishedJob, SlabCounts
+from kvtier.connectors.shared.call_memory import CallMemory
+from kvtier.connectors.shared.row_cache import Look
+from kvtier.tiers import Pieces, StorageTier
+
+logger = logging.getLogger(__name__)
+
+CALL_BLOCKS = 256
+"""What a call moves at a time; longer ones go in turns."""
+NUM_CALLS = 8
+"""That may be moving something at a time, with room for as much again: a quarter of the memory may
+be on its way to storage."""
+PROBE_S = 30.0
+"""How often some blocks are read that are faster to compute, by what is known."""
+PROBE_TOKENS = 512
+"""So many: engines don't begin to read for less."""
+MOST_PREFILLS = 256
+LOOK_S = 1.0
+"""How often a caller looks at least, whatever it hears."""
+
+
+class SlabCalls:
+    """Blocks by the engine's keys, of 32 bytes, wherever in memory each call has them.
+
+    sizes: int64 [num_pieces], bytes of each piece of a block. digest: of the namespace, b"" while
+    nobody knows it: nothing is found then, and nothing stored. hold_s: how long a block that was
+    found stays for whoever asked. late_s: a read that takes longer means that nothing can be
+    found for now. block_tokens: in a block, for a planner that leaves what is faster to compute
+    than to read; 0 for none. clock: seconds.
+
+    The caller guarantees
+        the memory of a call's blocks is alive and touched by nobody else until the call returns.
+    Outcomes and errors
+        nothing raises: what can't be stored or loaded is not there. A call returns when nothing of
+        it is under way any more.
+    """
+
+    def __init__(
+        self,
+        tier: StorageTier,
+        sizes: Sequence[int],
+        digest: Callable[[], bytes],
+        *,
+        hold_s: float = 60.0,
+        late_s: float = 5.0,
+        block_tokens: int = 0,
+        bytes_per_day: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.sizes = np.array(sizes, np.int64)
+        self._digest = digest
+        self._hold_s = hold_s
+        self._late_s = late_s
+        self._clock = clock
+        self._block_tokens = block_tokens
+        self._prefills: deque[tuple[int, int, float]] = deque(maxlen=MOST_PREFILLS)
+        self._probed_s = clock()
+        self.num_recomputed = 0
+        """Blocks that were found, and not told of: computing them is faster."""
+        num_slots = 4 * CALL_BLOCKS * NUM_CALLS
+        self._memory = CallMemory(self.sizes, num_slots)
+        self._slab = BlockSlab(
+            tier,
+            self._memory,
+            b"",
+            most_queued=num_slots,
+            bytes_per_day=bytes_per_day,
+            tells_changes=False,
+            clock=clock,
+        )
+        self._lock = Lock()  # around the slab, which belongs to one thread at a time
+        self._bell = Condition(Lock())
+        self._num_rings = 0
+        self._jobs = count()
+        self._finished: dict[int, FinishedJob] = {}
+        self._slab.tell_of_ends(self._ring)
+
+    def num_found(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> int:
+        """How many of the first of ``keys`` there are; they stay for ``hold_s``, or until they are
+        loaded. before: the keys of the prompt that come before, which count as used as well."""
+        with self._lock:
+            look = self._look(keys)
+            num = len(keys) if look.are_there.all() else int(look.are_there.argmin())
+            if num and self._block_tokens:
+                num = self._worth(len(before), num)
+            if num:
+                self._slab.keep(look.first(num), before, self._clock() + self._hold_s)
+            return num
+
+    def find(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> list[bool]:
+        """The same for each of ``keys``, whatever comes before it."""
+        with self._lock:
+            look = self._look(keys)
+            self._slab.keep(look.there(), before, self._clock() + self._hold_s)
+            return look.flags()
+
+    def _look(self, keys: Sequence[bytes]) -> Look:
+        self._tend()
+        if self._slab.reads_for_s > self._late_s:
+            return Look(np.zeros(len(keys), bool), [None] * len(keys))
+        return self._slab.look(keys)
+
+    def _worth(self, num_before: int, num_found: int) -> int:
+        """How many of the blocks that were found to tell of: all, or none where computing them is
+        faster. Some are read all the same, now and then: or one slow read would be believed for
+        ever."""
+        first, end = (num * self._block_tokens for num in (num_before, num_before + num_found))
+        if self._slab.is_worth_reading(num_found, first, end):
+            return num_found
+        num, now_s = 0, self._clock()
+        if now_s - self._probed_s >= PROBE_S:
+            self._probed_s = now_s
+            num = min(num_found, -(-PROBE_TOKENS // self._block_tokens))
+        self.num_recomputed += num_found - num
+        return num
+
+    def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
+        """Computing so many tokens after others took so long. Never waits: on whatever thread."""
+        self._prefills.append((num_before, num_tokens, seconds))
+
+    def load(self, keys: Sequence[bytes], blocks: Pieces) -> list[bool]:
+        """Read blocks; which of them are in place. Memory of the others may hold anything."""
+        done: list[bool] = []
+        for at in range(0, len(keys), CALL_BLOCKS):
+            some = slice(at, at + CALL_BLOCKS)
+            done += self._load(keys[some], blocks.pick(some))
+        return done
+
+    def _load(self, keys: Sequence[bytes], blocks: Pieces) -> list[bool]:
+        with self._lock:
+            self._tend()
+            slots = self._memory.place(blocks)
+            self._slab.load(job := next(self._jobs), keys, slots)
+        arrived = set(self._wait(job).keys)
+        with self._lock:
+            self._memory.take_back(slots)
+            self._slab.let_go(keys)
+        place = {key: at for at, key in enumerate(keys)}  # of a key that is there twice, the last
+        return [key in arrived and place[key] == at for at, key in enumerate(keys)]
+
+    def store(
+        self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes] = ()
+    ) -> list[bool]:
+        """Write blocks that are not there yet; which are there now. Nothing is begun after a
+        failure: a prompt without its beginning is of no use.
+
+        keys: in prompt order. before: those of the prompt that come before.
+        """
+        done: list[bool] = []
+        for at in range(0, len(keys), CALL_BLOCKS):
+            if not all(done):
+                return done + [False] * (len(keys) - len(done))
+            some = slice(at, at + CALL_BLOCKS)
+            done += self._store(keys[some], blocks.pick(some), [*before, *keys[:at]])
+        return done
+
+    def _store(self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes]) -> list[bool]:
+        prompt = [*before, *keys]
+        with self._lock:
+            self._tend()
+            self._slab.touch(prompt)  # what makes room for it is not its beginning
+            new = np.flatnonzero(~self._slab.look(keys).are_there).tolist()
+            slots = self._memory.place(blocks.pick(new))
+            job = next(self._jobs)
+            depths = [len(before) + at for at in new]
+            self._slab.store(job, [keys[at] for at in new], depths, slots)
+        self._wait(job)
+        with self._lock:
+            self._memory.take_back(slots)
+            self._slab.touch(prompt)
+            return self._slab.look(keys).flags()
+
+    def clear(self) -> None:
+        """Forget everything, for good."""
+        with self._lock:
+            self._slab.clear()
+
+    def take_counts(self) -> SlabCounts:
+        """What happened since the last call."""
+        with self._lock:
+            return self._slab.take_counts()
+
+    def close(self) -> None:
+        """Finish what is under way, and give the slab to its next owner. As ``BlockSlab``."""
+        with self._lock:
+            self._slab.close()
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def _tend(self) -> None:
+        """Notice what has become known meanwhile, and what is over."""
+        while self._prefills:
+            self._slab.costs.observe_prefill(*self._prefills.popleft())
+        self._slab.digest = self._digest()
+        self._collect()
+
+    def _collect(self) -> None:
+        finished = self._slab.take_finished()
+        self._finished.update((job.job_id, job) for job in finished)
+        if finished:
+            self._ring()
+
+    def _wait(self, job: int) -> FinishedJob:
+        """Until the job is finished. Whoever is first to look finishes those of others, too."""
+        while True:
+            num_rings = self._num_rings
+            with self._lock:
+                self._collect()
+                if job in self._finished:
+                    return self._finished.pop(job)
+            with self._bell:
+                self._bell.wait_for(partial(self._has_rung, num_rings), LOOK_S)
+
+    def _has_rung(self, num_rings: int) -> bool:
+        return self._num_rings != num_rings
+
+    def _ring(self) -> None:
+        """Something has ended. Never waits for the slab: a thread of the slab's own calls."""
+        with self._bell:
+            self._num_rings += 1
+            self._bell.notify_all()

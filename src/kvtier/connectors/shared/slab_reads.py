@@ -1,0 +1,53 @@
+"""A slab of somebody else's, for the threads of an engine that read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvtier.connectors.shared.names import block_key
+from kvtier.tiers import Outcome, Pieces, StorageTier
+
+FIND_S = 1.0
+READ_S = 10.0
+"""What takes longer is not there."""
+
+
+class SlabReads:
+    """What ``SlabCalls`` says of what is there, without a say in it: nothing is stored, held or
+    counted as used. That is its owner's business, who is asked the same."""
+
+    def __init__(self, tier: StorageTier, digest: Callable[[], bytes]) -> None:
+        self._tier = tier
+        self._digest = digest
+
+    def num_found(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> int:
+        are_there = self.find(keys)
+        return are_there.index(False) if False in are_there else len(keys)
+
+    def find(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> list[bool]:
+        if not (digest := self._digest()):
+            return [False] * len(keys)
+        return _there(self._tier.find([block_key(digest, key) for key in keys], FIND_S))
+
+    def load(self, keys: Sequence[bytes], blocks: Pieces) -> list[bool]:
+        if not (digest := self._digest()):
+            return [False] * len(keys)
+        return _there(self._tier.get([block_key(digest, key) for key in keys], blocks, READ_S))
+
+    def store(
+        self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes] = ()
+    ) -> list[bool]:
+        return [False] * len(keys)
+
+    def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
+        """Its owner decides what is worth reading."""
+
+    def clear(self) -> None:
+        """Its owner does."""
+
+    def close(self) -> None:
+        self._tier.close()
+
+
+def _there(outcomes: Sequence[Outcome]) -> list[bool]:
+    return [outcome is Outcome.THERE for outcome in outcomes]

@@ -1,0 +1,64 @@
+"""Blocks that stay for a while."""
+
+from __future__ import annotations
+
+from kvtier.connectors.shared.holds import Holds
+from kvtier.index import make_key_index
+from kvtier.types import Slot
+
+TIERS = ("host", "disk")
+
+
+class World:
+    """An index with blocks 0 to 7 in storage."""
+
+    def __init__(self, most: int = 8) -> None:
+        self.index = make_key_index(TIERS, lambda: b"n" * 32)
+        self.index.expect(16)
+        self.blocks = self.index.make([b"%032d" % number for number in range(8)])
+        self.index.begin_write_all(self.blocks, "disk", [Slot(at) for at in range(8)])
+        self.index.commit_all(self.blocks, "disk", 0.0)
+        self.holds = Holds(self.index, "disk", most)
+
+    def num_leases(self) -> list[int]:
+        return [self.index.num_leases(block, "disk") for block in self.blocks]
+
+
+def test_hold_ends_when_its_time_is_over() -> None:
+    world = World()
+    world.holds.hold(world.blocks[:2], 10.0)
+    world.holds.hold(world.blocks[2:3], 11.0)
+    world.holds.expire(9.9)
+    assert world.num_leases() == [1, 1, 1, 0, 0, 0, 0, 0]
+    world.holds.expire(10.1)
+    assert world.num_leases() == [0, 0, 1, 0, 0, 0, 0, 0]
+
+
+def test_block_that_is_held_again_stays_until_the_later_time_with_one_lease() -> None:
+    world = World()
+    world.holds.hold(world.blocks[:1], 10.0)
+    world.holds.hold(world.blocks[:1], 20.0)
+    assert world.num_leases()[0] == 1
+    world.holds.expire(15.0)
+    assert world.num_leases()[0] == 1
+    world.holds.expire(25.0)
+    assert world.num_leases()[0] == 0
+
+
+def test_what_is_let_go_is_not_released_twice() -> None:
+    world = World()
+    world.holds.hold(world.blocks[:2], 10.0)
+    world.holds.let_go(world.blocks)
+    assert len(world.holds) == 0
+    world.holds.expire(20.0)
+    world.holds.clear()
+    assert world.num_leases() == [0] * 8
+    world.index.check_invariants()
+
+
+def test_no_more_than_the_most_are_held() -> None:
+    world = World(most=3)
+    world.holds.hold(world.blocks, 10.0)
+    assert world.num_leases() == [1, 1, 1, 0, 0, 0, 0, 0]
+    world.holds.clear()
+    assert world.num_leases() == [0] * 8

@@ -1,0 +1,118 @@
+"""What a user may set under SGLang, what can't be served, and what pages are called."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.connectors.sglang.identity import engine_digest, folder_of, page_keys, pool_facts
+from kvtier.connectors.sglang.refusals import refuse
+from kvtier.connectors.sglang.settings import Settings
+from kvtier.errors import ConfigError
+
+DISK = {"disk_path": "/nvme/kv", "disk_capacity": "1MiB"}
+
+
+def config(**changes: object) -> Any:
+    """As SGLang tells a rank that it is alone."""
+    known = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "model_name": "m"}
+    known |= {"attn_cp_rank": 0, "attn_cp_size": 1, "dcp_size": 1, "is_mla_model": False}
+    return SimpleNamespace(**{**known, "extra_config": None, **changes})
+
+
+def test_settings_are_read_and_sglangs_own_are_left_to_it() -> None:
+    own = {"backend_name": "kvtier", "interface_v1": 1, "prefetch_threshold": 64}
+    found = Settings.read({**DISK, **own, "hold_s": 5})
+    assert (found.disk_bytes, found.hold_s, found.load_policy) == (1 << 20, 5, "auto")
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        ({"disk_capacity": 1}, "disk_path is missing; kvtier sglang-args prints"),
+        ({**DISK, "disk_pth": "x"}, "no setting is called 'disk_pth'; did you mean 'disk_path'?"),
+        ({**DISK, "zzz": 1}, "no setting is called 'zzz'; known: disk_path"),
+        ({**DISK, "disk_path": ""}, "disk_path is empty; name a directory"),
+        ({**DISK, "disk_path": 1}, "disk_path can't be 1; write it in quotes"),
+        ({**DISK, "disk_capacity": "plenty"}, "can't read 'plenty' as a size"),
+        ({**DISK, "disk_capacity": 0}, "the first and the last are above 0"),
+        ({**DISK, "hold_s": "5"}, "hold_s can't be '5'; write a number"),
+        ({**DISK, "load_policy": "never"}, "load_policy can't be 'never'; use one of auto, always"),
+    ],
+)
+def test_setting_that_cant_be_used_is_one_sentence(extra: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.read(extra)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "sentence"),
+    [
+        ({"dcp_size": 2}, {}, "decode context parallelism of 2"),
+        ({"is_mla_model": True}, {"nnodes": 2}, "an MLA model on 2 machines"),
+        ({}, {"enable_lora": True}, "adapters"),
+    ],
+)
+def test_engine_that_cant_be_served_is_one_sentence(
+    changes: dict[str, object], options: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        refuse(config(**changes), SimpleNamespace(**options), Settings.read(DISK))
+
+
+def test_who_vouches_for_adapters_is_served() -> None:
+    given = Settings.read({**DISK, "namespace": "adapters of May"})
+    refuse(config(), SimpleNamespace(enable_lora=True), given)
+    refuse(config(), None, Settings.read(DISK))
+
+
+def test_keys_are_32_bytes_and_all_different() -> None:
+    keys = ["ab" * 32, "cd" * 32, "xy" * 32, "ab" * 31, "a name"]
+    assert page_keys(keys[:2]) == [bytes.fromhex(key) for key in keys[:2]]
+    assert page_keys([]) == []
+    found = set(page_keys(keys))
+    assert found == {page_keys([key])[0] for key in keys}
+    assert len(found) == len(keys)
+    assert {len(each) for each in found} == {32}
+
+
+def test_ranks_pools_and_replicas_have_folders_of_their_own() -> None:
+    assert folder_of(config(), "kv") == "rank0-kv"
+    rank = {"tp_rank": 1, "tp_size": 2}
+    assert folder_of(config(**rank), "swa") == "tp1-swa"
+    assert folder_of(config(**rank, is_mla_model=True), "kv") == "tp0-kv"
+    assert folder_of(config(**rank, is_mla_model=True), "mamba") == "tp1-mamba"
+    assert folder_of(config(**rank, pp_rank=1, pp_size=2, dp_rank=3), "kv") == "dp3-pp1-tp1-kv"
+    assert folder_of(config(), "kv", replica=2) == "replica2-kv"
+
+
+def test_whatever_decides_on_bytes_is_another_namespace() -> None:
+    def pool(**changes: object) -> object:
+        known = {"dtype": "bf16", "layout": "page_first", "page_size": 64, "layer_num": 2}
+        return SimpleNamespace(**{**known, **changes})
+
+    facts = [
+        pool_facts(config(), "kv", pool(), [4096, 4096]),
+        pool_facts(config(), "swa", pool(), [4096, 4096]),
+        pool_facts(config(), "kv", pool(), [8192]),
+        pool_facts(config(), "kv", pool(dtype="fp16"), [4096, 4096]),
+        pool_facts(config(), "kv", pool(layout="layer_first"), [4096, 4096]),
+        pool_facts(config(), "kv", pool(storage_format_tag="x"), [4096, 4096]),
+        pool_facts(config(tp_rank=1, tp_size=2), "kv", pool(), [4096, 4096]),
+        pool_facts(config(tp_size=2), "kv", pool(), [4096, 4096]),
+    ]
+    assert len(set(facts)) == len(facts)
+    ranks = [config(tp_rank=rank, tp_size=2, is_mla_model=True) for rank in range(2)]
+    assert len({pool_facts(each, "kv", pool(), [1]) for each in ranks}) == 1
+    engines = [
+        engine_digest("w", "0.5.23", None, ""),
+        engine_digest("v", "0.5.23", None, ""),
+        engine_digest("w", "0.5.22", None, ""),
+        engine_digest("w", "0.5.23", SimpleNamespace(kv_cache_dtype="fp8_e4m3"), ""),
+        engine_digest("w", "0.5.23", None, "salt"),
+    ]
+    assert len(set(engines)) == len(engines)

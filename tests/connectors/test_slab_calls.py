@@ -1,0 +1,232 @@
+"""A slab that several threads call: what each of them is told, and when."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from kvtier.connectors.shared.names import block_key
+from kvtier.connectors.shared.slab_calls import CALL_BLOCKS, SlabCalls
+from kvtier.testing import MemoryStorage, Shelf, host_memory, memory_bytes
+from kvtier.tiers import Pieces
+from tests.connectors.slab_world import BLOCK_BYTES, DIGEST, bytes_of, memory
+
+SIZES = (BLOCK_BYTES // 4, BLOCK_BYTES // 2, BLOCK_BYTES // 4)
+PATIENCE_S = 60
+
+
+def key_of(number: int) -> bytes:
+    return b"%032d" % number
+
+
+class Caller:
+    """Memory of blocks in three pieces, far from each other. now_s: what the clock shows."""
+
+    def __init__(self, tier: MemoryStorage, num_blocks: int = 600, block_tokens: int = 0) -> None:
+        self.tier = tier
+        self.now_s = 0.0
+        self.digest = DIGEST
+        self._owner = host_memory(num_blocks * BLOCK_BYTES)
+        starts = np.cumsum((0, *SIZES[:-1])) * num_blocks
+        steps = np.arange(num_blocks)[:, None] * np.array(SIZES)
+        offsets = starts + steps
+        self._bytes = memory_bytes(self._owner)
+        self._pieces = Pieces((offsets + self._owner.address).astype(np.uint64), np.array(SIZES))
+        self._offsets = offsets
+        self.calls = SlabCalls(
+            tier,
+            SIZES,
+            lambda: self.digest,
+            hold_s=10.0,
+            block_tokens=block_tokens,
+            clock=lambda: self.now_s,
+        )
+
+    def write(self, at: int, content: np.ndarray) -> None:
+        for offset, piece in zip(
+            self._offsets[at], np.split(content, np.cumsum(SIZES)[:-1]), strict=True
+        ):
+            self._bytes[offset : offset + len(piece)] = piece
+
+    def read(self, at: int) -> np.ndarray:
+        return np.concatenate(
+            [self._bytes[o : o + s] for o, s in zip(self._offsets[at], SIZES, strict=True)]
+        )
+
+    def store(self, *numbers: int) -> list[bool]:
+        for at, number in enumerate(numbers):
+            self.write(at, bytes_of(key_of(number)))
+        keys = [key_of(number) for number in numbers]
+        return self.calls.store(keys, self._pieces.pick(slice(len(keys))))
+
+    def load(self, *numbers: int) -> list[bool]:
+        """Which are said to be in place; these have the right bytes."""
+        self._bytes[:] = 0
+        keys = [key_of(number) for number in numbers]
+        found = self.calls.load(keys, self._pieces.pick(slice(len(keys))))
+        for at, (key, is_there) in enumerate(zip(keys, found, strict=True)):
+            assert not is_there or (self.read(at) == bytes_of(key)).all(), "wrong bytes"
+        return found
+
+    def num_found(self, *numbers: int, before: Sequence[int] = ()) -> int:
+        return self.calls.num_found([key_of(n) for n in numbers], [key_of(n) for n in before])
+
+
+@pytest.fixture
+def caller() -> Iterator[Caller]:
+    made = Caller(memory(8))
+    yield made
+    made.tier.open_reads.set()
+    made.tier.open_writes.set()
+    made.calls.close()
+
+
+def test_what_was_stored_is_found_and_loaded(caller: Caller) -> None:
+    assert caller.num_found(1, 2) == 0
+    assert caller.store(1, 2, 3) == [True] * 3
+    assert caller.num_found(1, 2, 3, 4) == 3
+    assert caller.num_found(9, 1) == 0
+    assert caller.load(1, 9, 3) == [True, False, True]
+
+
+def test_long_call_goes_in_turns() -> None:
+    num = 2 * CALL_BLOCKS + 5
+    caller = Caller(memory(num))
+    assert caller.store(*range(num)) == [True] * num
+    assert caller.num_found(*range(num)) == num
+    assert caller.load(*range(num)) == [True] * num
+    caller.calls.close()
+
+
+def test_restart_finds_what_was_acknowledged() -> None:
+    shelf = Shelf()
+    before = Caller(memory(4, shelf))
+    before.store(1, 2)
+    before.calls.close()
+    after = Caller(memory(4, shelf))
+    assert after.num_found(1, 2, 3) == 2
+    assert after.load(1, 2) == [True, True]
+    after.calls.close()
+
+
+def test_end_of_a_prompt_leaves_before_its_beginning(caller: Caller) -> None:
+    caller.store(*range(4))
+    caller.num_found(2, 3, before=[0, 1])
+    caller.store(*range(10, 14))
+    caller.now_s = 100.0  # nobody has held on to what was found
+    assert caller.store(20, 21) == [True, True]
+    assert caller.num_found(0, 1, 2, 3) == 2
+
+
+def test_block_that_was_found_stays_until_its_time_is_over(caller: Caller) -> None:
+    caller.store(*range(4))
+    assert caller.num_found(0, 1, 2, 3) == 4
+    caller.store(*range(10, 18))
+    assert caller.load(0, 1, 2, 3) == [True] * 4
+    assert caller.num_found(0, 1, 2, 3) == 4
+    caller.now_s = 11.0
+    caller.store(*range(20, 28))
+    assert caller.num_found(0, 1, 2, 3) == 0
+
+
+def test_holds_leave_room_for_what_is_stored(caller: Caller) -> None:
+    caller.store(*range(8))
+    assert caller.num_found(*range(8)) == 8
+    assert caller.store(*range(10, 18)).count(True) == 4
+
+
+def test_nothing_is_known_before_the_weights_are(caller: Caller) -> None:
+    caller.digest = b""
+    assert caller.store(1) == [False]
+    assert caller.num_found(1) == 0
+    caller.digest = DIGEST
+    assert caller.store(1) == [True]
+
+
+def test_nothing_is_stored_past_a_failure() -> None:
+    num = 2 * CALL_BLOCKS
+    caller = Caller(memory(2 * num))
+    caller.tier.refused.add(block_key(DIGEST, key_of(3)))
+    stored = caller.store(*range(num))
+    assert stored[:3] == [True] * 3
+    assert not any(stored[CALL_BLOCKS:])
+    assert caller.num_found(*range(CALL_BLOCKS, num)) == 0
+    caller.calls.close()
+
+
+def test_damaged_block_is_not_there_and_can_be_stored_again(caller: Caller) -> None:
+    caller.store(1, 2)
+    caller.tier.spoiled.add(block_key(DIGEST, key_of(1)))
+    assert caller.load(1, 2) == [False, True]
+    assert caller.num_found(1) == 0
+    caller.tier.spoiled.clear()
+    assert caller.store(1) == [True]
+    assert caller.load(1) == [True]
+
+
+def test_key_twice_in_a_call_is_in_place_once(caller: Caller) -> None:
+    caller.store(1)
+    assert sorted(caller.load(1, 1)) == [False, True]
+
+
+def test_cleared_slab_is_empty_and_usable(caller: Caller) -> None:
+    caller.store(1, 2)
+    caller.num_found(1, 2)
+    caller.calls.clear()
+    assert caller.num_found(1) == 0
+    assert caller.store(1) == [True]
+
+
+def test_read_does_not_wait_for_a_write(caller: Caller) -> None:
+    caller.store(1)
+    caller.tier.open_writes.clear()
+    caller.tier.is_writing.clear()
+    writer = threading.Thread(target=caller.store, args=(5,))
+    writer.start()
+    try:
+        assert caller.tier.is_writing.wait(PATIENCE_S)
+        assert caller.num_found(1) == 1
+        keys, pieces = [key_of(1)], caller._pieces.pick(slice(9, 10))
+        assert caller.calls.load(keys, pieces) == [True]
+    finally:
+        caller.tier.open_writes.set()
+        writer.join(PATIENCE_S)
+    assert caller.num_found(5) == 1
+
+
+def test_nothing_is_found_while_a_read_takes_too_long() -> None:
+    caller = Caller(memory(8))
+    caller.calls._late_s = 0.0  # any read does
+    caller.store(1, 2)
+    caller.tier.open_reads.clear()
+    reader = threading.Thread(target=caller.load, args=(1,))
+    reader.start()
+    try:
+        assert caller.tier.is_reading.wait(PATIENCE_S)
+        assert caller.num_found(2) == 0
+    finally:
+        caller.tier.open_reads.set()
+        reader.join(PATIENCE_S)
+    assert caller.num_found(2) == 1
+    caller.calls.close()
+
+
+def test_what_is_faster_to_compute_is_not_found_but_for_a_probe() -> None:
+    caller = Caller(memory(128), block_tokens=64)
+    numbers = range(100)
+    caller.store(*numbers)
+    assert caller.num_found(*numbers) == 100  # nothing is known of prefill yet
+    caller.calls._slab.costs.observe_copy(("disk", "host"), 100 * BLOCK_BYTES, 10.0)
+    caller.calls.observe_prefill(0, 6400, 1.0)
+    assert caller.num_found(*numbers) == 0
+    assert caller.calls.num_recomputed == 100
+    caller.now_s = 40.0
+    assert caller.num_found(*numbers) == 8  # 512 tokens, to see whether it is so still
+    assert caller.num_found(*numbers) == 0
+    for _ in range(100):
+        caller.calls._slab.costs.observe_copy(("disk", "host"), 100 * BLOCK_BYTES, 0.01)
+    assert caller.num_found(*numbers) == 100
+    caller.calls.close()

@@ -1,0 +1,43 @@
+"""``kvtier sglang-args``: options, to be pasted."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+from typer.testing import CliRunner
+
+from kvtier.cli import app
+
+DISK = ["--disk-path", "/nvme/kv", "--disk-capacity", "200GiB"]
+
+
+def test_options_are_what_sglang_reads() -> None:
+    done = CliRunner().invoke(app, ["sglang-args", *DISK, "--load-policy", "always"])
+    assert done.exit_code == 0
+    *options, value = shlex.split(done.stdout)
+    assert options == [
+        "--enable-hierarchical-cache",
+        "--hicache-storage-backend",
+        "dynamic",
+        "--hicache-storage-backend-extra-config",
+    ]
+    assert json.loads(value) == {
+        "backend_name": "kvtier",
+        "module_path": "kvtier.connectors.sglang.entry",
+        "class_name": "KvtierStorage",
+        "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
+        "disk_path": "/nvme/kv",
+        "disk_capacity": "200GiB",
+        "load_policy": "always",
+    }
+
+
+def test_value_that_cant_be_used_is_refused() -> None:
+    done = CliRunner().invoke(app, ["sglang-args", *DISK, "--load-policy", "never"])
+    assert done.exit_code == 2
+    assert "load_policy can't be 'never'; use one of auto, always" in " ".join(done.stderr.split())
+    done = CliRunner().invoke(app, ["sglang-args", *DISK[:3], "plenty"])
+    assert done.exit_code == 2
+    assert "can't read 'plenty' as a size" in " ".join(done.stderr.split())

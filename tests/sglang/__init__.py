@@ -1,0 +1,1 @@
+"""A real SGLang server on the CPU with kvtier under it: make test-sglang."""

@@ -1,0 +1,62 @@
+"""SGLang's own host pools on the CPU, small, with bytes that can be told apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+NUM_PAGES = 12
+PAGE = 16
+LAYERS = 3
+MHA_LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+MLA_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+
+
+def host_pool(kind: str, layout: str, dtype: torch.dtype = torch.float32) -> Any:
+    """kind: "mha" or "mla". Its memory is filled with bytes that follow from a seed."""
+    size = (NUM_PAGES - 2) * PAGE
+    common = {"size": size, "page_size": PAGE, "dtype": dtype, "layer_num": LAYERS}
+    common |= {"device": "cpu", "enable_memory_saver": False}
+    if kind == "mha":
+        device = MHATokenToKVPool(head_num=2, head_dim=8, **common)
+        host, info, own = MHATokenToKVPoolHost, device._mha_buffer_info(), {}
+    else:
+        device = MLATokenToKVPool(kv_lora_rank=24, qk_rope_head_dim=8, **common)
+        host, info = MLATokenToKVPoolHost, device._mla_buffer_info()
+        own = {"target_layer_num": LAYERS}
+    pool = host(
+        info,
+        1.1,
+        0,
+        PAGE,
+        layout,
+        pin_memory=False,
+        device_capacity_tokens=size,
+        start_layer=0,
+        end_layer=LAYERS,
+        **own,
+    )
+    pool.device_pool = device  # its tensors are the copies' other side
+    fill(pool, 0)
+    return pool
+
+
+def fill(pool: Any, seed: int) -> None:
+    """Other bytes in all of a pool's pages."""
+    torch.manual_seed(seed)
+    raw = pool.kv_buffer.view(torch.uint8)
+    raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8))
+
+
+def tokens(*pages: int) -> torch.Tensor:
+    """Host indices of the tokens of pages."""
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+def content(pool: Any, page: int) -> torch.Tensor:
+    """A copy of a page's bytes, as SGLang reads it."""
+    return pool.get_data_page(page * PAGE, flat=True).clone().view(torch.uint8)

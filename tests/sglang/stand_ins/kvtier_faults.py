@@ -1,0 +1,28 @@
+"""A disk that fails or hangs under kvtier, in each process of a server: ``KVTIER_TEST_DISK``."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+
+def register() -> None:
+    """SGLang calls it in each of its processes."""
+    fault = os.environ.get("KVTIER_TEST_DISK")
+    if not fault:
+        return
+    from kvtier.connectors.sglang import shelf
+    from kvtier.testing import FaultyDisk
+    from kvtier.tiers.disk import DiskTier
+
+    disk = FaultyDisk()
+    what, how = fault.split()
+    if how == "hang":
+        disk.hold(what.removesuffix("s"))
+    else:
+        disk.fail(what.removesuffix("s"), 1, errno.EIO if what == "reads" else errno.ENOSPC, 10_000)
+
+    def faulty(options: object, group: object) -> DiskTier:
+        return DiskTier(options, group, system=disk)  # type: ignore[arg-type]
+
+    shelf.DiskTier = faulty  # type: ignore[misc,assignment]

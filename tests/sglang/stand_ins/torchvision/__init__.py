@@ -1,0 +1,43 @@
+"""In the place of torchvision, which has no CPU build in the registry: SGLang imports names of it
+for models with pictures, and calls none for others."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import ClassVar
+
+__version__ = "0.0"
+__path__: list[str] = []
+
+
+class _Words(type):
+    """Every name of the class is that name."""
+
+    def __getattr__(cls, name: str) -> str:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return name.lower()
+
+
+class _Anything(metaclass=_Words):
+    """A class for every name that is asked for."""
+
+
+class _Module(ModuleType):
+    __path__: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> type:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything
+
+
+for _name in ("io", "ops", "transforms", "transforms.functional", "transforms.v2",
+              "transforms.v2.functional"):  # fmt: skip
+    _made = _Module(f"{__name__}.{_name}")
+    _made.__spec__ = ModuleSpec(_made.__name__, None, is_package=True)
+    sys.modules[_made.__name__] = _made
+    _parent, _, _leaf = _made.__name__.rpartition(".")
+    setattr(sys.modules[_parent], _leaf, _made)

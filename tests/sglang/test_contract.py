@@ -1,0 +1,51 @@
+"""The contract with SGLang, compared with the SGLang that is installed."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang")
+
+import sglang
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
+from kvtier.cli.detect import engines
+from kvtier.connectors.sglang.contract import OVERRIDDEN, STORAGE
+from kvtier.connectors.sglang.entry import KvtierStorage
+from kvtier.connectors.shared.contract import version_of
+
+
+def test_installed_sglang_differs_in_nothing() -> None:
+    folder = STORAGE.installed()
+    assert folder is not None
+    assert version_of(folder) == sglang.__version__
+    assert STORAGE.differences() == []
+    assert [each.note for each in engines() if each.topic == "sglang"] == [
+        "served: kvtier sglang-args prints the option for it"
+    ]
+
+
+def test_everything_that_is_overridden_is_in_the_contract() -> None:
+    ours = {name for name in vars(KvtierStorage) if not name.startswith("_")}
+    theirs = {name for name in dir(HiCacheStorage) if not name.startswith("_")}
+    new = {"on_host_pools_registered"}  # since 0.5.23
+    assert ours & theirs - new == set(OVERRIDDEN["HiCacheStorage"])
+    for name in OVERRIDDEN["HiCacheStorage"]:
+        own = inspect.signature(getattr(KvtierStorage, name))
+        base = inspect.signature(getattr(HiCacheStorage, name))
+        assert list(own.parameters) == list(base.parameters), name
+
+
+def test_comparison_imports_neither_sglang_nor_torch() -> None:
+    script = (
+        "import sys; from kvtier.connectors.sglang.contract import STORAGE; STORAGE.differences();"
+        "print([name for name in ('sglang', 'torch') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
