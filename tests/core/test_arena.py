@@ -187,7 +187,7 @@ def test_slots_open_as_their_segment_becomes_ready() -> None:
 
 def test_closed_slots_can_not_be_freed() -> None:
     pool = SlotPool(4, num_open=2)
-    with pytest.raises(ValueError, match="slot 2 is none of the tier's 2"):
+    with pytest.raises(ValueError, match="slot 2 is none of the 2 that are open"):
         pool.free([Slot(2)])
     with pytest.raises(AssertionError, match="more slots"):
         pool.open(3)
