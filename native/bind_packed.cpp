@@ -16,7 +16,8 @@ using namespace bound;
 Numbers counted(nb::handle first, nb::handle end) {
   const std::uint64_t begin = Packable<std::uint64_t>::take(first.ptr());
   const std::uint64_t stop = Packable<std::uint64_t>::take(end.ptr());
-  if (stop < begin) fail(PyExc_ValueError, "the end %R is before the first %R", end.ptr(), first.ptr());
+  if (stop < begin)
+    fail(PyExc_ValueError, "the end %R is before the first %R", end.ptr(), first.ptr());
   if (stop - begin > kMostNumber / sizeof(std::uint64_t)) throw std::bad_alloc();
   Numbers made(stop - begin);
   for (std::uint64_t i = begin; i < stop; ++i) made.data()[i - begin] = i;
@@ -83,7 +84,10 @@ struct Slots {
     if (PySlice_Unpack(at, &start, &stop, &step) < 0) return nullptr;
     const auto size = static_cast<std::size_t>(PySlice_AdjustIndices(num, &start, &stop, step));
     return guarded([&] {
-      if (step == 1) return of(self).part(size == 0 ? 0 : static_cast<std::size_t>(start), size).given();
+      if (step == 1) {
+        const std::size_t first = size == 0 ? 0 : static_cast<std::size_t>(start);
+        return of(self).part(first, size).given();
+      }
       It made(size);
       for (std::size_t i = 0; i < size; ++i, start += step) made.data()[i] = of(self).data()[start];
       return std::move(made).given();
@@ -99,12 +103,14 @@ struct Slots {
       are_equal = mine.size() == theirs->size() &&
                   std::equal(mine.data(), mine.data() + mine.size(), theirs->data());
     } else if (PyList_Check(other) || PyTuple_Check(other)) {
-      are_equal = length(self) == PySequence_Fast_GET_SIZE(other);
-      for (Py_ssize_t i = 0; are_equal && i < length(self); ++i) {
-        if (i >= PySequence_Fast_GET_SIZE(other)) return nb::bool_(how == Py_NE).release().ptr();
-        const nb::object theirs_at = nb::borrow(PySequence_Fast_GET_ITEM(other, i));
-        const nb::object mine_at = nb::steal(item(self, i));
-        const int same = mine_at.is_valid() ? PyObject_RichCompareBool(mine_at.ptr(), theirs_at.ptr(), Py_EQ) : -1;
+      // To compare may run Python, which may shorten the list.
+      for (Py_ssize_t i = 0; are_equal; ++i) {
+        are_equal = length(self) == PySequence_Fast_GET_SIZE(other);
+        if (!are_equal || i == length(self)) break;
+        const nb::object there = nb::borrow(PySequence_Fast_GET_ITEM(other, i));
+        const nb::object here = nb::steal(item(self, i));
+        if (!here.is_valid()) return nullptr;
+        const int same = PyObject_RichCompareBool(here.ptr(), there.ptr(), Py_EQ);
         if (same < 0) return nullptr;
         are_equal = same == 1;
       }
@@ -140,7 +146,7 @@ struct Slots {
     view->itemsize = stride;
     view->readonly = 1;
     view->ndim = 1;
-    view->format = (flags & PyBUF_FORMAT) == PyBUF_FORMAT ? const_cast<char*>(Look::kFormat) : nullptr;
+    if ((flags & PyBUF_FORMAT) == PyBUF_FORMAT) view->format = const_cast<char*>(Look::kFormat);
     view->shape = (flags & PyBUF_ND) == PyBUF_ND ? num : nullptr;
     view->strides = (flags & PyBUF_STRIDES) == PyBUF_STRIDES ? &stride : nullptr;
     view->internal = num;
@@ -163,20 +169,25 @@ struct Slots {
 
 template <typename Item>
 nb::class_<Packed<Item>> bind(nb::module_& module, const char* doc) {
-  nb::class_<Packed<Item>> made(module, Packable<Item>::kName, doc, nb::type_slots(Slots<Item>::all),
-                                nb::is_final());
-  Packed<Item>::set_type(made);
-  made.def("__init__",
-           [](Packed<Item>* self, nb::handle items) { new (self) Packed<Item>(packed_from<Item>(items)); },
-           nb::arg("items").none());
+  using It = Packed<Item>;
+  nb::class_<It> made(module, Packable<Item>::kName, doc, nb::type_slots(Slots<Item>::all),
+                      nb::is_final());
+  It::set_type(made);
+  made.def(
+      "__init__", [](It* self, nb::handle items) { new (self) It(packed_from<Item>(items)); },
+      nb::arg("items").none());
   // What sequences of Python can besides, and is seldom asked for.
   made.def("__reduce__", [](nb::handle self) {
     return nb::make_tuple(nb::borrow(self.type()), nb::make_tuple(nb::list(self)));
   });
-  made.def("index", [](nb::handle self, nb::handle item) { return nb::list(self).attr("index")(item); },
-           nb::arg("item").none());
-  made.def("count", [](nb::handle self, nb::handle item) { return nb::list(self).attr("count")(item); },
-           nb::arg("item").none());
+  const auto index = [](nb::handle self, nb::handle item) {
+    return nb::list(self).attr("index")(item);
+  };
+  const auto count = [](nb::handle self, nb::handle item) {
+    return nb::list(self).attr("count")(item);
+  };
+  made.def("index", index, nb::arg("item").none());
+  made.def("count", count, nb::arg("item").none());
   made.def_static("joined", &joined<Item>);
   return made;
 }

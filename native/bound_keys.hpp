@@ -14,7 +14,7 @@ namespace kvtier::bound {
 
 inline nb::object bytes(trie::Label label) { return nb::bytes(label.data, label.size); }
 
-// (namespace of each, depths, keys, whether there is a key for each). A block without one has zeros.
+// (namespace of each, depths, keys, whether there is a key for each). One without has zeros.
 inline nb::object names_of(const trie::BlockTrie& trie, const std::vector<trie::BlockId>& blocks) {
   return checked([&] {
     trie::Label last{nullptr, 0};

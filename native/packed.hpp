@@ -1,5 +1,5 @@
-// Numbers and keys side by side in memory, which are a sequence to Python: what takes and gives many
-// blocks makes no object for each.
+// Numbers and keys side by side in memory, which are a sequence to Python: what takes and gives
+// many blocks makes no object for each.
 #pragma once
 
 #include <cstddef>
@@ -45,9 +45,7 @@ template <>
 struct Packable<trie::Key> {
   static constexpr const char* kName = "Keys";
   static constexpr char kFormat[] = "32x";
-  static nb::object give(const trie::Key& item) {
-    return nb::bytes(item.data(), item.size());
-  }
+  static nb::object give(const trie::Key& item) { return nb::bytes(item.data(), item.size()); }
   static trie::Key take(PyObject* item) {
     const std::string_view text = to_bytes(item, "a key");
     trie::Key key;
@@ -113,8 +111,8 @@ Packed<Item> packed_from(nb::handle from) {
   return made;
 }
 
-// Blocks or slots as they are given: packed ones, or any iterable. All that may run Python, and call
-// us again, is over when this is made.
+// Blocks or slots as they are given: packed ones, or any iterable. All that may run Python, and
+// call us again, is over when this is made.
 class Given {
  public:
   Given(nb::handle numbers, const char* what) : packed_(Numbers::in(numbers)) {

@@ -14,6 +14,14 @@ class _Packed(list[Item], Generic[Item]):
     themselves, side by side: whoever takes a part has a view of it, and the core, numpy and the
     collector of garbage meet no object for each."""
 
+    __hash__ = None
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(list(other) if isinstance(other, tuple) else other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     @classmethod
     def joined(cls, *parts: Iterable[Item]) -> _Packed[Item]:
         """The items of all parts, in order."""
