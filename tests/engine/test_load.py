@@ -35,7 +35,7 @@ def plain(text: str) -> list[tuple[list[int], Completion]]:
     """Prompts, and the answers to them without a cache."""
     params = SamplingParams(max_tokens=4, keep_logits=True, ignore_eos=True)
     with Engine(changed(prefix_cache=False, host=0, max_running=16)) as engine:
-        prompts = requests(engine.tokenizer.encode(text), 200, seed=7)
+        prompts = requests(engine.tokenizer.encode(text), 120, seed=7)
         handles = [engine.submit(prompt, params) for prompt in prompts]
         return [(each, handle.result(120)) for each, handle in zip(prompts, handles, strict=True)]
 

@@ -9,7 +9,6 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import Numbers
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import Layout, fragments, named_layout
 from kvtier.tiers.pieces import Pieces
@@ -161,6 +160,9 @@ class Quota(Room):
         return self._num_given - len(self._back)
 
     def allocate(self, num_slots: int) -> Sequence[Slot] | None:
+        # Here, so that ``kvtier doctor`` can say why the core can't be used.
+        from kvtier._hot import Numbers
+
         if num_slots > self.num_free:
             return None
         rest = max(0, len(self._back) - num_slots)
