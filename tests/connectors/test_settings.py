@@ -17,20 +17,20 @@ def test_settings_are_read_and_refused_by_name() -> None:
             "no setting is called 'hosts_capacity'; did you mean 'host_capacity'",
         ),
         ({"host_capacity": "lots"}, "host_capacity: can't read 'lots' as a size"),
-        ({"host_capacity": 2.5}, "host_capacity: 2.5 is no size"),
+        ({"host_capacity": 2.5}, "host_capacity can't be 2.5; write for instance"),
         ({"host_capacity": 0}, "host_capacity: 0 is no room"),
         (
             {"zzz": 1},
-            "known: disk_bytes_per_day, disk_bytes_per_s, disk_capacity, disk_durability",
+            "known: disk_path, disk_capacity, disk_durability, disk_verify, disk_bytes_per_day",
         ),
         ({"disk_path": "/nvme"}, "disk_path: '/nvme' with disk_capacity: 0; give both"),
         ({"disk_capacity": "1GiB"}, "disk_path: '' with disk_capacity: '1GiB'; give both"),
-        ({"disk_path": 7, "disk_capacity": "1GiB"}, "disk_path: 7 is no text"),
-        ({"load_policy": "never"}, "load_policy: 'never' is unknown; use one of auto, always"),
+        ({"disk_path": 7, "disk_capacity": "1GiB"}, "disk_path can't be 7; name a folder"),
+        ({"load_policy": "never"}, "load_policy can't be 'never'; use one of auto, always"),
         ({"host": "2GiB"}, "kv_connector_extra_config: host is called host_capacity"),
         ({"disk": "/nvme"}, "kv_connector_extra_config: disk is called disk_path"),
         ({"load": "always"}, "kv_connector_extra_config: load is called load_policy"),
-        ({"disk_durability": "some"}, "disk_durability: 'some' is unknown"),
+        ({"disk_durability": "some"}, "disk_durability can't be 'some'; use one of process"),
     ):
         with pytest.raises(ConfigError, match=told):
             Settings.read(extra)

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.connectors.sglang.identity import engine_digest, folder_of, page_keys, pool_facts
 from kvtier.connectors.sglang.refusals import refuse
-from kvtier.connectors.sglang.settings import Settings
+from kvtier.connectors.sglang.settings import StorageSettings
 from kvtier.errors import ConfigError
 
 DISK = {"disk_path": "/nvme/kv", "disk_capacity": "1MiB"}
@@ -24,27 +24,31 @@ def config(**changes: object) -> Any:
 
 def test_settings_are_read_and_sglangs_own_are_left_to_it() -> None:
     own = {"backend_name": "kvtier", "interface_v1": 1, "prefetch_threshold": 64}
-    found = Settings.read({**DISK, **own, "hold_s": 5})
+    found = StorageSettings.read({**DISK, **own, "hold_s": 5})
     assert (found.disk_bytes, found.hold_s, found.load_policy) == (1 << 20, 5, "auto")
 
 
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
-        ({"disk_capacity": 1}, "disk_path is missing; kvtier sglang-args prints"),
+        ({}, "disk_path and disk_capacity are missing; kvtier sglang-args prints"),
+        ({"disk_capacity": 1}, "disk_path: '' with disk_capacity: 1; give both, a folder"),
         ({**DISK, "disk_pth": "x"}, "no setting is called 'disk_pth'; did you mean 'disk_path'?"),
         ({**DISK, "zzz": 1}, "no setting is called 'zzz'; known: disk_path"),
-        ({**DISK, "disk_path": ""}, "disk_path is empty; name a directory"),
-        ({**DISK, "disk_path": 1}, "disk_path can't be 1; write it in quotes"),
+        (
+            {**DISK, "disk_path": ""},
+            "disk_path: '' with disk_capacity: '1MiB'; give both, a folder",
+        ),
+        ({**DISK, "disk_path": 1}, "disk_path can't be 1; name a folder"),
         ({**DISK, "disk_capacity": "plenty"}, "can't read 'plenty' as a size"),
-        ({**DISK, "disk_capacity": 0}, "the first and the last are above 0"),
+        ({**DISK, "disk_capacity": 0}, "with disk_capacity: 0; give both"),
         ({**DISK, "hold_s": "5"}, "hold_s can't be '5'; write a number"),
         ({**DISK, "load_policy": "never"}, "load_policy can't be 'never'; use one of auto, always"),
     ],
 )
 def test_setting_that_cant_be_used_is_one_sentence(extra: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Settings.read(extra)
+        StorageSettings.read(extra)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -61,13 +65,13 @@ def test_engine_that_cant_be_served_is_one_sentence(
     changes: dict[str, object], options: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        refuse(config(**changes), SimpleNamespace(**options), Settings.read(DISK))
+        refuse(config(**changes), SimpleNamespace(**options), StorageSettings.read(DISK))
 
 
 def test_who_vouches_for_adapters_is_served() -> None:
-    given = Settings.read({**DISK, "namespace": "adapters of May"})
+    given = StorageSettings.read({**DISK, "namespace": "adapters of May"})
     refuse(config(), SimpleNamespace(enable_lora=True), given)
-    refuse(config(), None, Settings.read(DISK))
+    refuse(config(), None, StorageSettings.read(DISK))
 
 
 def test_keys_are_32_bytes_and_all_different() -> None:

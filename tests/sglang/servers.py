@@ -32,8 +32,9 @@ OPTIONS = (
     *("--grammar-backend", "none", "--dtype", "float32", "--host", "127.0.0.1"),
     *("--page-size", str(PAGE), "--max-total-tokens", "8192", "--mem-fraction-static", "0.3"),
     *("--disable-overlap-schedule", "--disable-cuda-graph", "--enable-cache-report"),
-    *("--skip-server-warmup", "--enable-hierarchical-cache", "--hicache-ratio", "1.5"),
+    "--skip-server-warmup",
 )
+HIERARCHICAL = ("--enable-hierarchical-cache", "--hicache-ratio", "1.5")
 
 
 def storage(
@@ -54,8 +55,26 @@ def storage(
     }
     name = "--hicache-storage-backend"
     return (
+        *HIERARCHICAL,
         *(name, "dynamic", f"{name}-extra-config", json.dumps(extra)),
         *("--hicache-storage-prefetch-policy", waits),
+    )
+
+
+def linker(folder: Path | None, capacity: str = "256MiB", **settings: object) -> tuple[str, ...]:
+    """The same in the place of SGLang's host memory. folder: None for host memory alone."""
+    extra: dict[str, object] = {"host_capacity": capacity, "load_policy": "always"}
+    if folder is not None:
+        extra |= {"disk_path": str(folder), "disk_capacity": "256MiB"}
+    config = {
+        "linker": "KvtierLinker",
+        "linker_module_path": "kvtier.connectors.sglang.entry",
+        "linker_extra_config": extra | settings,
+    }
+    name = "--unified-cache-external-linker"
+    return (
+        "--enable-unified-cache-external-linker",
+        *(f"{name}-backend", "dynamic", f"{name}-config", json.dumps(config)),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang")
 
 from tests.sglang.models import make_mla
-from tests.sglang.servers import MODEL, PAGE, Answer, Server, prompt, server, storage
+from tests.sglang.servers import MODEL, PAGE, Answer, Server, linker, prompt, server, storage
 
 LONG = 20 * PAGE + 30
 """Tokens of a prompt: its last page is not full."""
@@ -58,3 +58,29 @@ def test_pages_come_from_disk_after_a_flush_and_after_a_kill(
     for device, *stored in zip(warm, flushed, restarted, strict=True):
         for answer in stored:
             _check_stored(answer, device)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_linker_has_pages_after_a_flush_and_after_a_kill(
+    tmp_path: Path, kind: str, num_ranks: int
+) -> None:
+    folder, log = tmp_path / "slab", tmp_path / "log"
+    model = MODEL if kind == "mha" else make_mla(tmp_path / "mla")
+    options = [*linker(folder), "--tp-size", str(num_ranks)]
+    how = {"model": model, "cores": "|".join(map(str, range(num_ranks)))}
+    prompts = [prompt(seed, LONG) for seed in range(3)]
+    with server(log, *options, **how) as first:
+        warm = _warm(first, prompts)
+        first.settle(folder, num_ranks * len(prompts) * (LONG // PAGE))
+        first.flush()
+        flushed = [first.ask(each) for each in prompts]
+        first.kill()
+    assert len(list(folder.iterdir())) == num_ranks
+    with server(log, *options, **how) as second:
+        restarted = [second.ask(each) for each in prompts]
+    for device, *found in zip(warm, flushed, restarted, strict=True):
+        for answer in found:
+            assert answer.num_cached == NUM_WHOLE
+            assert answer.logprobs == device.logprobs

@@ -31,6 +31,7 @@ with warnings.catch_warnings():
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+    from kvtier.connectors.shared import opening
     from kvtier.connectors.vllm.pieces import secondary
     from tests.vllm.tiering import (
         ROW_BYTES,
@@ -53,7 +54,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> FaultyDisk:
     """A disk that fails when it is told to."""
     system = FaultyDisk()
     monkeypatch.setattr(
-        secondary, "DiskTier", lambda options, group, rows: DiskTier(options, group, rows, system)
+        opening, "DiskTier", lambda options, group, rows: DiskTier(options, group, rows, system)
     )
     return system
 

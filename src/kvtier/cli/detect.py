@@ -112,27 +112,32 @@ def packages() -> tuple[Finding, ...]:
 def engines() -> tuple[Finding, ...]:
     """Those that are installed and that kvtier has a connector for, and whether it serves them.
     None of them is imported."""
-    from kvtier.connectors.sglang.contract import STORAGE
+    from kvtier.connectors.sglang.contract import LINKER, STORAGE
     from kvtier.connectors.vllm.contract import VLLM
 
-    found = (_engine(VLLM, "kvtier vllm-args"), _engine(STORAGE, "kvtier sglang-args"))
+    found = (
+        _engine(VLLM, "kvtier vllm-args"),
+        _engine(STORAGE, "kvtier sglang-args"),
+        _engine(LINKER, "kvtier sglang-args --host-capacity", "sglang: linker"),
+    )
     return tuple(each for each in found if each is not None)
 
 
-def _engine(contract: Contract, command: str) -> Finding | None:
-    """command: prints the options for it."""
+def _engine(contract: Contract, command: str, topic: str = "") -> Finding | None:
+    """command: prints the options for it. topic: that the contract is of; the whole engine if it
+    has no name of its own."""
     from kvtier.connectors.shared.contract import version_of
 
     folder = contract.installed()
     if folder is None:
         return None
-    version = version_of(folder)
+    version, topic = version_of(folder), topic or contract.package
     if found := contract.differences(folder):
-        return Finding(contract.package, version, f"kvtier can't serve it: {'; '.join(found)}")
+        return Finding(topic, version, f"kvtier can't serve it: {'; '.join(found)}")
     if not contract.was_run_with(version):
         note = "served: what kvtier relies on is as it knows it, but it was never run with it"
-        return Finding(contract.package, version, note)
-    return Finding(contract.package, version, f"served: {command} prints the option for it")
+        return Finding(topic, version, note)
+    return Finding(topic, version, f"served: {command} prints the option for it")
 
 
 def native_core() -> Finding:

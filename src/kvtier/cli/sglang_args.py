@@ -11,12 +11,21 @@ import typer
 from kvtier.cli.failure import fail
 from kvtier.errors import CacheError
 
+ENTRY = "kvtier.connectors.sglang.entry"
+
 
 def sglang_args(
-    disk_path: Annotated[str, typer.Option(help="Directory for KV on a local disk.")],
+    disk_path: Annotated[str, typer.Option(help="Directory for KV on a local disk.")] = "",
     disk_capacity: Annotated[
         str, typer.Option(help="How much of that disk to use, of all ranks together.")
-    ],
+    ] = "",
+    host_capacity: Annotated[
+        str,
+        typer.Option(
+            help="Host DRAM of kvtier's, of all ranks together: it takes the place of SGLang's own "
+            "hierarchical cache (the linker). Without, the disk is put below that."
+        ),
+    ] = "",
     load_policy: Annotated[
         str, typer.Option(help="auto: what is faster to compute is not read; always: to measure.")
     ] = "auto",
@@ -25,27 +34,36 @@ def sglang_args(
     ] = "",
 ) -> None:
     """Print the options that put kvtier under SGLang, to be pasted behind its launch command."""
-    from kvtier.connectors.sglang.settings import OPTION, Settings
+    from kvtier.connectors.sglang.settings import LinkerSettings, StorageSettings
 
-    extra: dict[str, object] = {
-        "backend_name": "kvtier",
-        "module_path": "kvtier.connectors.sglang.entry",
-        "class_name": "KvtierStorage",
-        "interface_v1": 1,
-        "hicache_storage_pass_prefix_keys": True,
+    given = {
+        "host_capacity": host_capacity,
         "disk_path": disk_path,
         "disk_capacity": disk_capacity,
+        "load_policy": "" if load_policy == "auto" else load_policy,
+        "namespace": namespace,
     }
-    if load_policy != "auto":
-        extra["load_policy"] = load_policy
-    if namespace:
-        extra["namespace"] = namespace
+    ours: dict[str, object] = {name: value for name, value in given.items() if value}
     try:
-        Settings.read(extra)
+        settings = LinkerSettings.read(ours) if host_capacity else StorageSettings.read(ours)
     except CacheError as error:
         fail("sglang-args", error)
-    text = json.dumps(extra, separators=(",", ":"))
-    typer.echo(
-        "--enable-hierarchical-cache --hicache-storage-backend dynamic "
-        f"{OPTION} {shlex.quote(text)}"
-    )
+    if host_capacity:
+        option, name = "--unified-cache-external-linker", "--enable-unified-cache-external-linker"
+        config: dict[str, object] = {
+            "linker": "KvtierLinker",
+            "linker_module_path": ENTRY,
+            "linker_extra_config": ours,
+        }
+    else:
+        option, name = "--hicache-storage", "--enable-hierarchical-cache"
+        config = {
+            "backend_name": "kvtier",
+            "module_path": ENTRY,
+            "class_name": "KvtierStorage",
+            "interface_v1": 1,
+            "hicache_storage_pass_prefix_keys": True,
+            **ours,
+        }
+    text = shlex.quote(json.dumps(config, separators=(",", ":")))
+    typer.echo(f"{name} {option}-backend dynamic {settings.option} {text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,12 +21,29 @@ STEP_BYTES = 1 << 20
 """What a step moves at least: less is not worth a submission and a fence of its own."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Steps:
-    """A copy of slot ``src_slots[i]`` to slot ``dst_slots[i]`` in steps, worked out where it is
-    gone through: by the worker that does it, not by the thread that plans it. Layer l arrives with
-    step ``l // layers_per_step``. num_bytes: of all steps.
-    """
+class Steps(ABC):
+    """A copy in steps, worked out where it is gone through: by the worker that does it, not by the
+    thread that plans it. Layer l arrives with step ``l // layers_per_step``. num_bytes: of all."""
+
+    num_bytes: int
+
+    @property
+    @abstractmethod
+    def layers_per_step(self) -> int:
+        """How many layers a step brings; the last one may bring fewer."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many steps."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[CopyBatch]:
+        """The steps, in their order."""
+
+
+@dataclass(frozen=True, eq=False)
+class SlotSteps(Steps):
+    """Of slot ``src_slots[i]`` to slot ``dst_slots[i]``."""
 
     src: MemoryTier
     src_slots: Sequence[Slot]
@@ -36,7 +54,6 @@ class Steps:
 
     @property
     def layers_per_step(self) -> int:
-        """How many layers a step brings; the last one may bring fewer."""
         return self.stepped.layers_per_step
 
     def __len__(self) -> int:
@@ -57,6 +74,12 @@ class Steps:
             )
             yield coalesce(step, src.seams, dst.seams) if can_touch else step
             start = part.stop
+
+
+def layers_per_step(num_layers: int, num_bytes: int) -> int:
+    """How many layers go together, so that a step is worth its submission."""
+    num_steps = min(num_layers, max(1, num_bytes // STEP_BYTES))
+    return -(-num_layers // num_steps)
 
 
 def stage(
@@ -89,9 +112,10 @@ def stage_steps(
     """
     group = src.layout.group
     num_bytes = len(src_slots) * group.bytes_per_block
-    num_steps = min(group.num_layers, max(1, num_bytes // STEP_BYTES))
-    stepped = stepped_fragments(src.layout, dst.layout, -(-group.num_layers // num_steps))
-    return Steps(src, src_slots, dst, dst_slots, stepped, num_bytes)
+    stepped = stepped_fragments(
+        src.layout, dst.layout, layers_per_step(group.num_layers, num_bytes)
+    )
+    return SlotSteps(src, src_slots, dst, dst_slots, stepped, num_bytes)
 
 
 def _by_fragment(offset: Int64s, stride: Int64s, slots: Sequence[Slot]) -> Int64s:

@@ -11,7 +11,7 @@ def register() -> None:
     fault = os.environ.get("KVTIER_TEST_DISK")
     if not fault:
         return
-    from kvtier.connectors.sglang import shelf
+    from kvtier.connectors.shared import opening
     from kvtier.testing import FaultyDisk
     from kvtier.tiers.disk import DiskTier
 
@@ -22,7 +22,7 @@ def register() -> None:
     else:
         disk.fail(what.removesuffix("s"), 1, errno.EIO if what == "reads" else errno.ENOSPC, 10_000)
 
-    def faulty(options: object, group: object) -> DiskTier:
-        return DiskTier(options, group, system=disk)  # type: ignore[arg-type]
+    def faulty(options: object, group: object, memory: object) -> DiskTier:
+        return DiskTier(options, group, memory, disk)  # type: ignore[arg-type]
 
-    shelf.DiskTier = faulty  # type: ignore[misc,assignment]
+    opening.DiskTier = faulty  # type: ignore[misc,assignment]

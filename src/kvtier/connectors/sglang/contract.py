@@ -93,3 +93,73 @@ STORAGE = Contract(
     read=READ,
 )
 """Of the storage back end."""
+
+LINKER = Contract(
+    "SGLang",
+    "sglang",
+    "0.5.23",
+    "0.5.23",
+    ("0.5.23",),
+    (
+        f"{CACHE}/base_prefix_cache.py",
+        f"{CACHE}/cache_init_params.py",
+        f"{CACHE}/hicache_storage.py",
+        f"{CACHE}/hybrid_cache/linker_pool_assembler.py",
+        f"{CACHE}/memory_pool.py",
+        f"{CACHE}/swa_memory_pool.py",
+        f"{CACHE}/unified_cache/unified_cache_linker.py",
+        f"{CACHE}/unified_radix_cache.py",
+        "srt/managers/schedule_batch.py",
+        "srt/managers/scheduler.py",
+        "srt/managers/scheduler_components/weight_updater.py",
+        "srt/plugins/hook_registry.py",
+    ),
+    overridden={
+        "UnifiedCacheLinker": {
+            "lookup": Takes("rid, transfers"),
+            "load": Takes("rid, transfers"),
+            "start_layer_wise_loading": Takes(),
+            "finish_layer_wise_loading": Takes("counter_index"),
+            "cancel_queued_load": Takes("rid"),
+            "offload": Takes("transfers, session_id="),
+            "num_completed_offloads": Takes(),
+            "pop_completed_offload": Takes(),
+            "reset": Takes(),
+            "close": Takes(),
+        },
+        "Scheduler": {"get_new_batch_prefill": Takes("running_batch")},
+        "UnifiedCacheLinkerWrapper": {"match": Takes("key, req, result")},
+    },
+    called={
+        "HookRegistry": CALLED["HookRegistry"],
+        "Req": {"init_next_round_input": Takes("tree_cache, cow_mamba")},
+        "UnifiedRadixCache": {"_all_reduce_attn_groups": Takes("tensor, op")},
+    },
+    read={
+        "CacheInitParams": (
+            "attn_cp_rank", "attn_cp_size", "attn_tp_cache_group", "mtp_draft_device_pools",
+            "page_size", "pp_rank", "pp_size", "req_to_token_pool", "sidecar_draft_device_pools",
+            "token_to_kv_pool_allocator", "tp_cache_group",
+        ),
+        "DevicePoolEntry": (
+            "buffer_meta", "components", "device_pool", "indices_from_pool", "layer_mapping",
+            "name", "page_size",
+        ),
+        "DevicePoolGroup": ("entries", "num_layers"),
+        "MHATokenToKVPool": ("k_buffer", "v_buffer", "k_scale_buffer", "use_hnd"),
+        "MLATokenToKVPool": ("kv_buffer",),
+        "MatchResult": ("device_prefix_len",),
+        "PoolTransfer": ("name", "device_indices", "keys", "hit_policy"),
+        "PoolHitPolicy": ("ALL_PAGES", "TRAILING_PAGES"),
+        "PoolName": ("KV", "SWA", "MAMBA"),
+        "Req": ("rid",),
+        "SWAKVPool": ("full_kv_pool", "layers_mapping", "start_layer", "swa_kv_pool"),
+        "Scheduler": (
+            "process_batch_result", "run_batch", "tree_cache", "waiting_queue",
+        ),
+        "SchedulerWeightUpdaterManager": READ["SchedulerWeightUpdaterManager"],
+        "UnifiedCacheLinkerWrapper": ("cache_linker",),
+        "UnifiedRadixCache": ("linker",),
+    },
+)  # fmt: skip
+"""Of the linker."""

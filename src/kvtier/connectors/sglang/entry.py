@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from kvtier.connectors.sglang.contract import STORAGE
+from kvtier.connectors.sglang.contract import LINKER, STORAGE
+
+CLASSES = {
+    "KvtierStorage": (STORAGE, "kvtier.connectors.sglang.storage"),
+    "KvtierLinker": (LINKER, "kvtier.connectors.sglang.linker"),
+}
+"""By the name that SGLang's factories were given: what it relies on, and where it is."""
 
 
 def __getattr__(name: str) -> object:
-    """The class that SGLang's factory of storage back ends was given by name. Raises
-    ``ConfigError`` with all differences from the SGLang that kvtier knows."""
-    if name != "KvtierStorage":
+    """Raises ``ConfigError`` with all differences from the SGLang that kvtier knows."""
+    if name not in CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    STORAGE.require()
-    found: object = import_module("kvtier.connectors.sglang.storage").KvtierStorage
+    contract, module = CLASSES[name]
+    contract.require()
+    found: object = getattr(import_module(module), name)
     return found

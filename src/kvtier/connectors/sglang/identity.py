@@ -118,10 +118,10 @@ def engine_digest(weights: str, version: str, options: object, salt: str) -> byt
     ).digest
 
 
-def pool_facts(config: StorageConfig, name: str, pool: object, sizes: Sequence[int]) -> bytes:
+def pool_facts(config: StorageConfig, name: str, pool: object, sizes: Sequence[object]) -> bytes:
     """All that decides on the bytes of one pool's pages on one rank, beside the engine.
 
-    sizes: of the pieces of a page, in their order.
+    sizes: of the pieces of a page, in their order; with their kinds where these differ.
     """
     rank = 0 if is_replicated(config, name) else config.tp_rank
     facts = {

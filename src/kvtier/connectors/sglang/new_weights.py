@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+LOSS = "weights that are replaced while it serves would leave old KV behind: restart it instead"
+"""Where the hooks did not take."""
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 WAYS = ("disk", "distributed", "tensor", "ipc")
 

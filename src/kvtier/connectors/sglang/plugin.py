@@ -1,24 +1,28 @@
-"""What SGLang calls in each of its processes (entry point group ``sglang.srt.plugins``)."""
+"""What SGLang calls in each of its processes, by the entry point group ``sglang.srt.plugins``."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
+from pkgutil import resolve_name
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
+Hooks = Mapping[str, Callable[..., Any]]
+"""What stands around SGLang's own, or in its place, by the full name of that."""
+
 
 def register() -> None:
-    """Watch what steps take and when weights are replaced, and bring the copies that SGLang lacks
-    on a CPU. Called whether kvtier is asked for or not: so it never raises, and what it hooks
-    passes on what nobody listens to."""
+    """Watch what steps take and when weights are replaced, let requests wait for the linker, and
+    bring the copies that SGLang lacks on a CPU. Called whether kvtier is asked for or not: so it
+    never raises, and what it hooks passes on what nobody listens to."""
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
         from sglang.srt.utils import is_cpu
 
-        from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
-        from kvtier.connectors.sglang.prefill import WATCH
-
-        for name, hook in (WATCH.hooks() | NEW_WEIGHTS.hooks()).items():
+        for name, hook in around().items():
             HookRegistry.register(name, hook, HookType.AROUND)
         if is_cpu():
             from kvtier.connectors.sglang.cpu_copies import hooks
@@ -27,3 +31,27 @@ def register() -> None:
                 HookRegistry.register(name, hook, HookType.REPLACE)
     except (ImportError, AttributeError, TypeError) as error:
         logger.warning("kvtier can not hook into this SGLang: %r", error)
+
+
+def around() -> Hooks:
+    """Those that stand around SGLang's own; none for what an older one does not have."""
+    from kvtier.connectors.sglang import gate
+    from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
+    from kvtier.connectors.sglang.prefill import WATCH
+
+    found = {**WATCH.hooks(), **NEW_WEIGHTS.hooks()}
+    return {**found, **gate.hooks()} if find_spec(gate.LINKER) else found
+
+
+def tell_missing(names: Iterable[str], loss: str) -> None:
+    """SGLang logs a hook that failed among much else: say what is lost by it."""
+    missing = [name for name in names if not _has_taken(name)]
+    if missing:
+        logger.warning("kvtier's hooks did not take: %s; %s", ", ".join(missing), loss)
+
+
+def _has_taken(name: str) -> bool:
+    try:
+        return hasattr(resolve_name(name), "__wrapped__")
+    except (ImportError, AttributeError):
+        return False

@@ -9,6 +9,8 @@ from typing import Any
 
 from kvtier.plan.steps import Observe, StepClock
 
+LOSS = "what prefill takes is not known, and all KV that is found is loaded"
+"""Where the hooks did not take."""
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 MOST_STEPS = 16
 """That have begun and not ended; more were forgotten by SGLang."""

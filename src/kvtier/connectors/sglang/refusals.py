@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvtier.connectors.sglang.identity import StorageConfig
-from kvtier.connectors.sglang.settings import Settings
+from kvtier.connectors.shared.settings import Settings
 from kvtier.errors import ConfigError
 
 

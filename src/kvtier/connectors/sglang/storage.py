@@ -9,28 +9,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import sglang
-from blake3 import blake3
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     PoolHitPolicy,
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_parallel, get_server_args
+from sglang.srt.runtime_context import get_server_args
 
+from kvtier.connectors.sglang import new_weights, prefill
 from kvtier.connectors.sglang.hits import SidePool, common_hits
 from kvtier.connectors.sglang.identity import engine_digest, pool_facts, sources
 from kvtier.connectors.sglang.moves import Moves
 from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
 from kvtier.connectors.sglang.pages import HostPool, Pages
+from kvtier.connectors.sglang.plugin import tell_missing
 from kvtier.connectors.sglang.prefill import WATCH
+from kvtier.connectors.sglang.ranks import replica_of
 from kvtier.connectors.sglang.refusals import refuse
-from kvtier.connectors.sglang.settings import Settings
-from kvtier.connectors.sglang.shelf import Shelf, capacities, open_shelf
+from kvtier.connectors.sglang.room import room
+from kvtier.connectors.sglang.settings import StorageSettings
+from kvtier.connectors.sglang.shelf import Shelf, open_shelf
 from kvtier.connectors.shared.names import Names
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ class KvtierStorage(HiCacheStorage):
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object]) -> None:
         del kwargs  # SGLang passes none
         self._config = storage_config
-        self._settings = Settings.read(storage_config.extra_config or {})
+        self._settings = StorageSettings.read(storage_config.extra_config or {})
         self._options = _server_args()
         refuse(storage_config, self._options, self._settings)
         self._pools: dict[str, HostPool] = {}
@@ -85,30 +87,30 @@ class KvtierStorage(HiCacheStorage):
         """All pools are known: open their slabs."""
         self._names.settle(sources(self._options, self._config))
         pages = {name: Pages(pool) for name, pool in self._pools.items()}
-        room = capacities(self._settings, self._config, self._options, pages)
+        page_bytes = {name: each.num_bytes for name, each in pages.items()}
+        room_of = room(
+            "disk_capacity", self._settings.disk_bytes, self._config, self._options, page_bytes
+        )
         for name, each in pages.items():
-            self._shelves[name] = self._open(name, each, room[name])
+            self._shelves[name] = self._open(name, each, room_of[name])
         WATCH.listen(self._observe_prefill)
         NEW_WEIGHTS.listen(self)
+        tell_missing(WATCH.hooks(), prefill.LOSS)
+        tell_missing(NEW_WEIGHTS.hooks(), new_weights.LOSS)
 
     def _observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
         self._shelves[KV].calls.observe_prefill(num_before, num_tokens, seconds)
 
     def _open(self, name: str, pages: Pages, capacity_bytes: int) -> Shelf:
         facts = pool_facts(self._config, name, self._pools[name], pages.sizes.tolist())
-
-        @lru_cache(maxsize=2)
-        def digest_of(engine: bytes) -> bytes:
-            return blake3(engine + facts).digest() if engine else b""
-
         return open_shelf(
             self._settings,
             self._config,
             name,
             pages,
             capacity_bytes,
-            lambda: digest_of(self._names.digest),
-            _replica(),
+            self._names.digest_of_part(facts),
+            replica_of(),
         )
 
     def _shelf(self, name: str = KV) -> Shelf:
@@ -313,12 +315,3 @@ def _server_args() -> object:
         return get_server_args()
     except ValueError:
         return None
-
-
-def _replica() -> int:
-    """Which of several engines this is that serve the same model beside each other; 0 for one, and
-    where nobody says."""
-    try:
-        return get_parallel().dp_rank or 0
-    except (AttributeError, RuntimeError, ValueError):  # of a part alone, or before 0.5.23
-        return 0

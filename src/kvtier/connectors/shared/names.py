@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from blake3 import blake3
+
 from kvtier.connectors.shared.weights import Source, identify
 from kvtier.identity import Identification, Identity, unknown
 from kvtier.keys import next_key
@@ -46,6 +48,19 @@ class Names:
         if not self._digest and self._found is not None:
             self._digest = self._digest_of(self._found.digest)
         return self._digest
+
+    def digest_of_part(self, facts: bytes) -> Callable[[], bytes]:
+        """The digest of what only some blocks belong to, such as those of one pool; none while
+        ``digest`` is. facts: all that decides on their bytes beside the engine."""
+        known = (b"", b"")
+
+        def digest() -> bytes:
+            nonlocal known
+            if self.digest != known[0]:
+                known = self.digest, blake3(self.digest + facts).digest() if self.digest else b""
+            return known[1]
+
+        return digest
 
     def forget(self) -> None:
         """From now on nobody knows what blocks are called, until ``disown``."""

@@ -27,7 +27,7 @@ from kvtier.devices import find_device
 from kvtier.errors import ConfigError
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.transfer.ranks import RankMover
-from kvtier.types import DISK, HOST, Durability, LoadPolicy
+from kvtier.types import DISK, HOST, LoadPolicy
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
@@ -119,12 +119,9 @@ class KvtierSpec(OffloadingSpec):
         rank = self.config.parallel.rank
         if not self.num_disk_slots or rank >= self._num_shards:
             return None
-        return DiskOptions(
-            path=Path(self.settings.disk_path) / self._folder(rank),
-            capacity_bytes=self.num_disk_slots * self.slot_bytes,
-            durability=Durability(self.settings.disk_durability),
-            rank=rank,
-            num_ranks=self._num_shards,
+        num_bytes = self.num_disk_slots * self.slot_bytes
+        return self.settings.disk_options(
+            self._folder(rank), num_bytes, rank=rank, num_ranks=self._num_shards
         )
 
     def _folder(self, rank: int) -> str:

@@ -16,8 +16,8 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
+from kvtier.connectors.shared.paged_pool import GroupPages, PagedPool, Share
 from kvtier.connectors.vllm.host_slots import HostSlots
-from kvtier.connectors.vllm.pages import GroupPages, PagedPool, Share
 from kvtier.devices import Device, Direction, Finding
 from kvtier.layout import opaque
 from kvtier.tiers import HostTier

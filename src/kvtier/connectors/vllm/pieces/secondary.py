@@ -36,17 +36,15 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvtier.connectors.shared.block_slab import BlockSlab
+from kvtier.connectors.shared.opening import open_disk
 from kvtier.connectors.vllm.names import Names, vllm_source
 from kvtier.connectors.vllm.pieces.settings import TierSettings
 from kvtier.connectors.vllm.prompt import blocks_of, depth
 from kvtier.devices.base import Memory
-from kvtier.errors import TierError
 from kvtier.keyed_cache import Place
 from kvtier.layout import opaque
 from kvtier.tiers import LentMemory
-from kvtier.tiers.disk import DiskOptions, DiskTier
-from kvtier.tiers.none import NoStorage
-from kvtier.types import DISK, HOST, Slot
+from kvtier.types import HOST, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +102,9 @@ class KvtierTier(SecondaryTierManager):
         if settings.enable_kv_events and not publishes:
             logger.warning("kvtier: enable_kv_events has no effect, vLLM publishes no KV events")
         publishes = publishes and settings.enable_kv_events
-        self._disk = self._open(settings.disk_options(subfolder), rows)
+        self._disk = open_disk(
+            settings.disk_options(subfolder), opaque(self.block_size_bytes), rows
+        )
         self.slab = BlockSlab(
             self._disk,
             LentMemory.of_rows(HOST, rows, self.block_size_bytes),
@@ -113,17 +113,6 @@ class KvtierTier(SecondaryTierManager):
             bytes_per_day=settings.bytes_per_day,
             tells_changes=publishes,
         )
-
-    def _open(self, options: DiskOptions, rows: Memory) -> DiskTier | NoStorage:
-        group = opaque(self.block_size_bytes)
-        try:
-            tier = DiskTier(options, group, rows)
-        except TierError as error:
-            logger.error("kvtier: vLLM serves without the disk: %s", error)
-            return NoStorage(DISK, group)
-        for finding in tier.findings():
-            logger.info("kvtier %s: %s %s", finding.topic, finding.found, finding.note)
-        return tier
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         self.slab.digest = self._names.digest

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.connectors.vllm.pages import GroupPages, PagedPool, Share
+from kvtier.connectors.shared.paged_pool import GroupPages, PagedPool, Share
 from kvtier.devices import Direction
 from kvtier.devices.cpu import CpuDevice
 from kvtier.testing import host_memory, memory_bytes

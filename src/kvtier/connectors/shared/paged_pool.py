@@ -4,22 +4,25 @@ A *share* is what one tensor keeps of a page. A block of n pages lies in its slo
 
     slot(s) + n * (bytes of the shares before p) + j * bytes(p)      share p of page j of the block
 
-so that neighbouring pages of one tensor are neighbours in the slot, and one copy.
+so that neighbouring pages of one tensor are neighbours in the slot, and one copy. Where an engine's
+compute follows a load, the shares of a layer stand together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.devices import CopyBatch, Direction, Memory
+from kvtier.transfer import Steps
 from kvtier.transfer.batching import NO_SEAMS, coalesce
 from kvtier.types import Slot
 
 Int64s = npt.NDArray[np.int64]
+ALL = slice(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +79,17 @@ class PagedPool:
         host: Memory,
         direction: Direction,
         seams: Int64s = NO_SEAMS,
+        some: slice = ALL,
     ) -> CopyBatch:
         """All copies of some blocks; groups: all of them, empty where one has no pages. seams:
-        offsets of ``host`` that no copy may run across."""
+        offsets of ``host`` that no copy may run across. some: which shares of each group."""
         at_device: list[Int64s] = []
         at_host: list[Int64s] = []
         sizes: list[Int64s] = []
-        for shares, group in zip(self._groups, groups, strict=True):
+        for columns, group in zip(self._groups, groups, strict=True):
             if not len(group.pages):
                 continue
+            shares = columns.pick(some)
             place = group.first + np.arange(len(group.pages))
             block, within = np.divmod(place, self._pages_per_block)
             slots = np.asarray(group.slots, np.int64)[block] * self._slot_bytes
@@ -104,6 +109,36 @@ class PagedPool:
         return coalesce(batch, dst_seams=seams)
 
 
+@dataclass(frozen=True, eq=False)
+class LayerSteps(Steps):
+    """A load into a pool of one group, some layers after others.
+
+    pages: of that group. ends: for each step, how many of the shares have come with it.
+    """
+
+    pool: PagedPool
+    pages: GroupPages
+    host: Memory
+    seams: Int64s
+    ends: Sequence[int]
+    step_layers: int
+    num_bytes: int
+
+    @property
+    def layers_per_step(self) -> int:
+        return self.step_layers
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __iter__(self) -> Iterator[CopyBatch]:
+        begin = 0
+        for end in self.ends:
+            some = slice(begin, end)
+            yield self.pool.stage([self.pages], self.host, Direction.LOAD, self.seams, some)
+            begin = end
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Columns:
     """Shares as arrays: int64 [num_shares]. before: bytes of a page in the shares before each."""
@@ -120,3 +155,9 @@ class _Columns:
         )
         nbytes = table[:, 2].copy()
         return cls(table[:, 0].copy(), table[:, 1].copy(), nbytes, np.cumsum(nbytes) - nbytes)
+
+    def pick(self, some: slice) -> _Columns:
+        """Some of the shares; where they lie in a slot stays the same."""
+        if some == ALL:
+            return self
+        return _Columns(self.offset[some], self.stride[some], self.nbytes[some], self.before[some])

@@ -1,0 +1,156 @@
+"""What storage has of prompts is brought to host memory, and their requests wait for it: for no
+longer than computing it would take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvtier.connectors.sglang.device_pools import KV
+from kvtier.connectors.sglang.hits import SidePool, common_hits
+from kvtier.connectors.shared.pool_cache import PoolCache
+from kvtier.keyed_cache import Place
+from kvtier.plan import Costs, is_worth_loading, num_worth_loading, patience_s
+from kvtier.types import DEVICE, DISK, HOST
+from kvtier.watch import Watch
+
+READY = (Place.MEMORY,)
+TO_COME = (Place.MEMORY, Place.ARRIVING, Place.STORAGE)
+MOST_VISITS = 4096
+"""Requests that are remembered where nobody says which have gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Tokens of a prompt, and how many of the first ones the device has."""
+
+    num_cached: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class Visit:
+    """A request that something is brought for. until_s: when it has waited for long enough."""
+
+    until_s: float
+    watches: list[Watch] = field(default_factory=list)
+
+    def must_wait(self, now_s: float) -> bool:
+        return now_s < self.until_s and not all(watch.is_over for watch in self.watches)
+
+
+class Bringing:
+    """caches: by pool, that of the KV first. page_size: tokens."""
+
+    def __init__(
+        self,
+        caches: Mapping[str, PoolCache],
+        page_size: int,
+        always: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._caches = caches
+        self._page_size = page_size
+        self._always = always
+        self._clock = clock
+        self._visits: dict[str, Visit] = {}
+
+    def cuts(
+        self,
+        rid: str,
+        prompt: Prompt,
+        keys: Sequence[bytes],
+        places: Mapping[str, Sequence[Place]],
+        needs: Mapping[str, int],
+    ) -> list[int]:
+        """Lengths of prefixes of ``keys``, in pages, whose load can begin now. What else there is
+        begins to come to host memory, once for each request.
+
+        keys: of the pages that the device does not have. places: of each, by pool. needs: by pool,
+        how many pages before a cut must be there; 0 for all of them.
+        """
+        ready = _cuts(places, needs, READY)
+        to_come = _cuts(places, needs, TO_COME)
+        longest = to_come[-1] if to_come else 0
+        if not longest:
+            return []
+        worth = longest if self._always else self._num_worth(prompt, places, longest)
+        now = [cut for cut in ready if cut <= worth]
+        wanted = max((cut for cut in to_come if cut <= worth), default=0)
+        if wanted > (now[-1] if now else 0) and rid not in self._visits:
+            self._visits[rid] = self._bring(prompt, keys[:wanted], places, needs)
+            while len(self._visits) > MOST_VISITS:
+                self._visits.pop(next(iter(self._visits)))
+        return now
+
+    def _num_worth(
+        self, prompt: Prompt, places: Mapping[str, Sequence[Place]], longest: int
+    ) -> int:
+        """How many of the first pages to load, rather than compute."""
+        costs, first = self._costs(), prompt.num_cached // self._page_size
+        tiers = [HOST if place is Place.MEMORY else DISK for place in places[KV][:longest]]
+        if len(self._caches) == 1:
+            cache = self._caches[KV]
+            num = num_worth_loading(
+                costs,
+                [DEVICE] * first + tiers,
+                num_tokens=prompt.num_tokens,
+                block_size=self._page_size,
+                bytes_per_block=cache.bytes_per_block,
+                num_staging_slots=cache.host.num_open,
+            )
+            return max(0, num - first)
+        page_bytes = sum(cache.bytes_per_block for cache in self._caches.values())
+        num_bytes = {tier: tiers.count(tier) * page_bytes for tier in dict.fromkeys(tiers)}
+        end = prompt.num_cached + longest * self._page_size
+        return longest if is_worth_loading(costs, num_bytes, prompt.num_cached, end) else 0
+
+    def _bring(
+        self,
+        prompt: Prompt,
+        keys: Sequence[bytes],
+        places: Mapping[str, Sequence[Place]],
+        needs: Mapping[str, int],
+    ) -> Visit:
+        """Begin to bring what the pools need for a cut after ``keys``."""
+        end = prompt.num_cached + len(keys) * self._page_size
+        visit = Visit(self._clock() + patience_s(self._costs(), prompt.num_cached, end))
+        for name, cache in self._caches.items():
+            first = max(0, len(keys) - needs[name]) if needs[name] else 0
+            there = zip(keys[first:], places[name][first:], strict=False)
+            coming = [key for key, place in there if place is not Place.MEMORY]
+            stored = zip(keys[first:], places[name][first:], strict=False)
+            cache.cache.promote([key for key, place in stored if place is Place.STORAGE])
+            visit.watches.append(cache.cache.watch(coming))
+        return visit
+
+    def _costs(self) -> Costs:
+        return self._caches[KV].ladder.cost_snapshot()
+
+    # -- to wait or not ----------------------------------------------------------------------------
+
+    def must_wait(self, rid: str) -> bool:
+        """Whether something is on its way for a request, and it is not yet time to compute it."""
+        visit = self._visits.get(rid)
+        return visit is not None and visit.must_wait(self._clock())
+
+    def keep_only(self, rids: Collection[str]) -> None:
+        """All other requests have gone."""
+        for rid in [rid for rid in self._visits if rid not in rids]:
+            del self._visits[rid]
+
+    def forget(self) -> None:
+        """All requests have gone."""
+        self._visits.clear()
+
+
+def _cuts(
+    places: Mapping[str, Sequence[Place]], needs: Mapping[str, int], wanted: Collection[Place]
+) -> Sequence[int]:
+    """Lengths of prefixes for which every pool has what it needs in ``wanted`` places."""
+    there = {name: [place in wanted for place in each] for name, each in places.items()}
+    kv = there.pop(KV)
+    num_pages = kv.index(False) if False in kv else len(kv)
+    sides = {name: SidePool(flags, needs[name]) for name, flags in there.items()}
+    return common_hits((KV, num_pages), sides).cuts

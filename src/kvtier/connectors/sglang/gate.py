@@ -1,0 +1,105 @@
+"""Requests wait in SGLang's queue while their KV is brought to host memory: hooks around its
+scheduler's choice of what to compute next.
+
+SGLang takes whatever is first in its queue, and asks what is kept of it only then. So the requests
+near the head are looked up before, and those that wait are taken out of the queue while it chooses.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:  # a process that does not ask for kvtier pays for nothing
+    from kvtier.connectors.sglang.bringing import Bringing
+
+LOSS = "no request waits for KV on disk: it is found by the next one that begins alike"
+"""Where the hooks did not take."""
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+LINKER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker"
+WRAPPER = f"{LINKER}.UnifiedCacheLinkerWrapper"
+NUM_AHEAD = 32
+"""Requests at the head of the queue that are looked up before their turn."""
+REST_S = 2e-4
+"""Slept in a step in which everything waits: SGLang's loop would hold up those who read."""
+
+
+class Gate:
+    """Of one scheduler, on its thread. Every rank holds back the same requests: those that wait on
+    one of them. Nobody waits for longer than each rank's own patience."""
+
+    def __init__(self, bringing: Bringing) -> None:
+        self._bringing = bringing
+        self._looked_up: set[str] = set()
+        self._passed: set[str] = set()
+
+    def choose(self, scheduler: Any, is_idle: bool, choose: Callable[[], Any]) -> Any:
+        """What SGLang chooses to compute, without the requests that wait. is_idle: nothing else
+        is computed."""
+        held = self._held(scheduler)
+        if not held:
+            return choose()
+        queue = scheduler.waiting_queue
+        scheduler.waiting_queue = [req for req in queue if req.rid not in held]
+        try:
+            return choose()
+        finally:
+            waiting = [req for req in queue if req.rid in held]
+            scheduler.waiting_queue = waiting + scheduler.waiting_queue
+            if is_idle and len(waiting) == len(queue):
+                time.sleep(REST_S)
+
+    def _held(self, scheduler: Any) -> set[str]:
+        queue, cache = scheduler.waiting_queue, scheduler.tree_cache
+        if not queue:
+            self._looked_up.clear()
+            self._passed.clear()
+            self._bringing.forget()
+            return set()
+        asked = [req for req in queue[:NUM_AHEAD] if req.rid not in self._passed]
+        if not asked:
+            return set()
+        waits = torch.tensor([self._must_wait(req, cache) for req in asked], dtype=torch.int)
+        cache._all_reduce_attn_groups(waits, torch.distributed.ReduceOp.MAX)
+        held = {req.rid for req, must in zip(asked, waits.tolist(), strict=True) if must}
+        self._passed.update(req.rid for req in asked if req.rid not in held)
+        there = {req.rid for req in queue}
+        self._passed &= there
+        self._looked_up &= there
+        self._bringing.keep_only(there)
+        return held
+
+    def _must_wait(self, req: Any, cache: Any) -> bool:
+        if req.rid not in self._looked_up:  # the same on all ranks: they reduce what they find
+            self._looked_up.add(req.rid)
+            req.init_next_round_input(cache, cow_mamba=False)  # looks it up
+        return self._bringing.must_wait(req.rid)
+
+
+def hooks() -> dict[str, Callable[..., Any]]:
+    """What stands around SGLang's own, by its full name; each is given that first."""
+    return {f"{SCHEDULER}.get_new_batch_prefill": _choose, f"{WRAPPER}.match": _match}
+
+
+def _linker(wrapper: Any) -> Any:
+    """Ours; None where SGLang has another, or none."""
+    linker = getattr(wrapper, "cache_linker", None)
+    return linker if isinstance(getattr(linker, "gate", None), Gate) else None
+
+
+def _choose(choose: Callable[..., Any], scheduler: Any, running_batch: Any) -> Any:
+    linker = _linker(getattr(scheduler.tree_cache, "linker", None))
+    if linker is None:
+        return choose(scheduler, running_batch)
+    is_idle = running_batch.is_empty()
+    return linker.gate.choose(scheduler, is_idle, lambda: choose(scheduler, running_batch))
+
+
+def _match(match: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any) -> Any:
+    linker = _linker(wrapper)
+    if linker is not None:
+        linker.note_prompt(result.device_prefix_len, len(key))
+    return match(wrapper, key, req, result)

@@ -1,0 +1,41 @@
+"""Where SGLang's forward waits for the layers of its prefix, on its way through the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from kvtier.errors import DeviceError
+from kvtier.transfer import CopyJob
+
+logger = logging.getLogger(__name__)
+
+
+class LayerCounter:
+    """What SGLang's pools know as ``LayerDoneCounter``. Nothing raises: a load that failed is told
+    of when its batch is finished, and what was computed from it does not count."""
+
+    def __init__(self) -> None:
+        self.consumer_index = -1
+        """Of the batch whose forward runs now; -1 for one that loads nothing."""
+        self._loads: dict[int, Sequence[CopyJob]] = {}
+
+    def begin(self, index: int, loads: Sequence[CopyJob]) -> None:
+        """A batch whose forward follows these loads."""
+        self._loads[index] = loads
+
+    def end(self, index: int) -> None:
+        """Its forward is over."""
+        self._loads.pop(index, None)
+
+    def set_consumer(self, index: int) -> None:
+        """The next forward is of this batch."""
+        self.consumer_index = index
+
+    def wait_until(self, layer: int) -> None:
+        """Compute that is queued from now on finds the KV of ``layer``."""
+        for job in self._loads.get(self.consumer_index, ()):
+            try:
+                job.hold_compute(layer // job.layers_per_step)
+            except DeviceError as error:
+                logger.error("kvtier: a layer did not arrive layer=%d error=%s", layer, error)

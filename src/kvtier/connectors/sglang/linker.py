@@ -1,0 +1,361 @@
+"""``--enable-unified-cache-external-linker``: between SGLang's device pools and kvtier's tiers.
+
+SGLang's tree says what is computed, and asks at each look-up what is kept of the rest of a prompt.
+Told of is only what is in host memory: a load from there can't fail but with the device itself.
+What storage has is brought there meanwhile (``bringing.py``), and requests wait for it
+(``gate.py``).
+
+All calls are the scheduler's, on its thread, the same on every rank: answers may differ between
+ranks, for SGLang takes what all of them have; whether an answer comes may not. So nothing raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import sglang
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+
+from kvtier.connectors.sglang import gate, new_weights, prefill
+from kvtier.connectors.sglang.bringing import Bringing, Prompt
+from kvtier.connectors.sglang.device_pools import KV, DevicePool, find_pools
+from kvtier.connectors.sglang.identity import engine_digest, page_keys, sources
+from kvtier.connectors.sglang.layer_counter import LayerCounter
+from kvtier.connectors.sglang.linked import Linked, link
+from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
+from kvtier.connectors.sglang.plugin import tell_missing
+from kvtier.connectors.sglang.prefill import WATCH
+from kvtier.connectors.sglang.ranks import RankConfig
+from kvtier.connectors.sglang.refusals import refuse
+from kvtier.connectors.sglang.settings import LinkerSettings
+from kvtier.connectors.shared.names import Names
+from kvtier.connectors.shared.pool_cache import Load, Store
+from kvtier.devices import find_device
+from kvtier.keyed_cache import Place
+from kvtier.transfer import TransferEngine
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 60.0
+"""For what is on its way when SGLang empties its cache, or ends."""
+MOST_DEPTHS = 1 << 20
+"""Pages of which it is remembered where in their prompt they are, until they are stored."""
+
+
+@dataclass(slots=True)
+class Offload:
+    """A node's pages on their way to host memory, by pool."""
+
+    stores: Sequence[tuple[Linked, Store]]
+
+    @property
+    def done(self) -> bool:
+        return all(store.done for _, store in self.stores)
+
+
+@dataclass(slots=True)
+class Batch:
+    """Loads that one forward follows, by pool; is_whole: everything was there that was asked
+    for."""
+
+    loads: list[tuple[Linked, Load]] = field(default_factory=list)
+    is_whole: bool = True
+
+
+class KvtierLinker(UnifiedCacheLinker):
+    """Raises ``ConfigError`` at the start for what can't be served: one sentence. Later nothing."""
+
+    def __init__(
+        self,
+        server_args: object,
+        params: Any,
+        *,
+        components: Collection[object],
+        extra_config: Mapping[str, object] | None = None,
+        forward_stream: Any = None,
+    ) -> None:
+        settings = LinkerSettings.read(extra_config or {})
+        config = RankConfig.of(params, server_args)
+        refuse(config, server_args, settings)
+        pools = find_pools(params.token_to_kv_pool_allocator.get_kvcache(), params, components)
+        self.forward_stream = forward_stream
+        self._page_size = params.page_size
+        self._names = Names(
+            lambda weights: engine_digest(
+                weights, sglang.__version__, server_args, settings.namespace
+            ),
+            settings.namespace,
+        )
+        self._names.settle(sources(server_args, config))
+        self._engine = self._start_engine(pools)
+        self._linked = link(
+            pools, settings, config, server_args, self._names, self._device, self._engine
+        )
+        self.pools = {PoolName(name): each.pool for name, each in self._linked.items()}
+        self.layer_done_counter = LayerCounter()
+        if PoolName.MAMBA in self.pools:
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+        caches = {name: each.cache for name, each in self._linked.items()}
+        self._bringing = Bringing(caches, self._page_size, settings.always_loads)
+        self.gate = gate.Gate(self._bringing)
+        self._prompt = Prompt(0, 0)
+        self._promised: dict[str, Sequence[bytes]] = {}
+        self._queued: dict[str, list[tuple[Linked, list[bytes], list[int]]]] = {}
+        self._batches: dict[int, Batch] = {}
+        self._num_batches = 0
+        self._is_closed = False
+        self._offloads: deque[Offload] = deque()
+        self._depths: dict[bytes, int] = {}
+        WATCH.listen(self._observe_prefill)
+        NEW_WEIGHTS.listen(self)
+        tell_missing(WATCH.hooks(), prefill.LOSS)
+        tell_missing(NEW_WEIGHTS.hooks(), new_weights.LOSS)
+        tell_missing(gate.hooks(), gate.LOSS)
+
+    def _start_engine(self, pools: Sequence[DevicePool]) -> TransferEngine:
+        place = pools[0].buffers[0].rows.device
+        name = place.type if place.index is None else f"{place.type}:{place.index}"
+        self._device = find_device(name)
+        self._device.prepare()
+        engine = TransferEngine(self._device)
+        engine.start()
+        for finding in self._device.findings():
+            logger.info("kvtier %s: %s %s", finding.topic, finding.found, finding.note)
+        return engine
+
+    # -- what is there -----------------------------------------------------------------------------
+
+    def note_prompt(self, num_cached: int, num_tokens: int) -> None:
+        """The next look-up is of a prompt of so many tokens, the first of which the device has."""
+        self._prompt = Prompt(num_cached, num_tokens)
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        try:
+            return self._look_up(rid, transfers)
+        except Exception:
+            logger.exception("kvtier: a look-up failed, its prompt is computed rid=%s", rid)
+            return []
+
+    def _look_up(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        self._let_go()
+        prompt, self._prompt = self._prompt, Prompt(0, 0)
+        needs = _needs(transfers)
+        if needs is None or not set(self._linked) <= set(needs):
+            return []
+        keys = page_keys(next(each for each in transfers if each.name == PoolName.KV).keys)
+        self._remember(keys, prompt.num_cached // self._page_size)
+        places = {name: each.cache.cache.find_all(keys) for name, each in self._linked.items()}
+        cuts = self._bringing.cuts(rid, prompt, keys, places, needs)
+        if cuts:
+            self._hold(keys, cuts[-1], needs)
+        return cuts
+
+    def _remember(self, keys: Sequence[bytes], first: int) -> None:
+        if len(self._depths) + len(keys) > MOST_DEPTHS:
+            self._depths.clear()
+        self._depths.update(zip(keys, range(first, first + len(keys)), strict=True))
+
+    def _hold(self, keys: Sequence[bytes], num_pages: int, needs: Mapping[str, int]) -> None:
+        """What SGLang is told of stays until it loads it, or looks something else up: between
+        both nothing else happens."""
+        for name, num_last in needs.items():
+            first = max(0, num_pages - num_last) if num_last else 0
+            self._promised[name] = keys[first:num_pages]
+            self._linked[name].cache.cache.hold(self._promised[name])
+
+    def _let_go(self) -> None:
+        for name, keys in self._promised.items():
+            self._linked[name].cache.cache.release(keys)
+        self._promised.clear()
+
+    # -- to the device -----------------------------------------------------------------------------
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Its answer depends on the transfers alone: ranks must agree."""
+        wanted = [each for each in transfers if each.keys and each.device_indices is not None]
+        if not wanted:
+            return False
+        try:
+            self._queued[rid] = [self._queue(each) for each in wanted]
+        except Exception:
+            logger.exception("kvtier: a load can't begin, its request fails rid=%s", rid)
+            self._queued[rid] = []
+        self._let_go()
+        return True
+
+    def _queue(self, transfer: PoolTransfer) -> tuple[Linked, list[bytes], list[int]]:
+        linked, keys = self._linked[transfer.name.value], page_keys(transfer.keys)
+        pages = linked.pool.pages(transfer.device_indices)
+        places = linked.cache.cache.find_all(keys)
+        if any(place is not Place.MEMORY for place in places):
+            raise LookupError(f"pages of pool {transfer.name} have left host memory")
+        linked.cache.cache.hold(keys)
+        return linked, keys, pages
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        queued = self._queued.pop(rid, None)
+        for linked, keys, _ in queued or ():
+            linked.cache.cache.release(keys)
+        return queued is not None
+
+    def start_layer_wise_loading(self) -> int:
+        if not self._queued:
+            return -1
+        queued, self._queued = self._queued, {}
+        batch = Batch(is_whole=all(queued.values()))
+        index = self._num_batches
+        self._num_batches += 1
+        self._batches[index] = batch
+        try:
+            with self._after_forward():
+                for linked, keys, pages in _by_pool(queued.values()):
+                    batch.loads.append((linked, linked.cache.load(keys, pages)))
+        except Exception:
+            logger.exception("kvtier: a load could not be begun")
+            batch.is_whole = False
+        finally:
+            for linked, keys, _ in (each for some in queued.values() for each in some):
+                linked.cache.cache.release(keys)
+        self.layer_done_counter.begin(index, [load.job for _, load in batch.loads])
+        return index
+
+    @contextmanager
+    def _after_forward(self) -> Iterator[None]:
+        """Copies that are submitted in here start after what the forward's stream has to do by
+        now: it may read the pages that they overwrite, or write those that they read."""
+        if self.forward_stream is None or self._device.name == "cpu":
+            yield
+            return
+        with torch.get_device_module(self.forward_stream.device.type).stream(self.forward_stream):
+            yield
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        self.layer_done_counter.end(counter_index)
+        batch = self._batches.pop(counter_index, None)
+        if batch is None:
+            return True
+        are_there = batch.is_whole
+        for linked, load in batch.loads:
+            load.job.wait()
+            are_there &= linked.cache.end_load(load)
+        return are_there
+
+    # -- from the device ---------------------------------------------------------------------------
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        """Its answer depends on the transfers alone: ranks must agree."""
+        wanted = [each for each in transfers if each.keys and each.device_indices is not None]
+        if not wanted:
+            return False
+        stores: list[tuple[Linked, Store]] = []
+        try:
+            with self._after_forward():
+                for each in wanted:
+                    linked, keys = self._linked[each.name.value], page_keys(each.keys)
+                    pages = linked.pool.pages(each.device_indices)
+                    stores.append((linked, linked.cache.store(keys, self._depths_of(keys), pages)))
+        except Exception:
+            logger.exception("kvtier: pages could not be stored")
+        self._offloads.append(Offload(stores))
+        return True
+
+    def _depths_of(self, keys: Sequence[bytes]) -> list[int]:
+        """Where in the prompt they are; those that were generated come after those that were asked
+        for."""
+        depths: list[int] = []
+        for key in keys:
+            after = depths[-1] + 1 if depths else 0
+            depths.append(self._depths.pop(key, after))
+        return depths
+
+    def num_completed_offloads(self) -> int:
+        """Of the first ones, so that they end in their order. SGLang asks in each step."""
+        for linked in self._linked.values():
+            linked.cache.cache.poll()
+        num = 0
+        while num < len(self._offloads) and self._offloads[num].done:
+            num += 1
+        return num
+
+    def pop_completed_offload(self) -> bool:
+        offload = self._offloads.popleft()
+        stored = [linked.cache.end_store(store) for linked, store in offload.stores]
+        return bool(stored) and all(stored)
+
+    # -- upkeep ------------------------------------------------------------------------------------
+
+    def _observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
+        if not self._batches:  # else it waited for layers, too
+            self._linked[KV].cache.ladder.costs.observe_prefill(num_before, num_tokens, seconds)
+
+    def before_new_weights(self) -> None:
+        """Pages of the old weights are forgotten: SGLang's keys stay the same."""
+        self.reset()
+        for linked in self._linked.values():
+            linked.cache.cache.clear()
+        self._names.forget()
+
+    def after_new_weights(self) -> None:
+        """From now on pages have names that no other process knows."""
+        self._names.disown("its weights were replaced in memory")
+
+    def reset(self) -> None:
+        """The device's pages mean nothing any more; what is kept below them stays."""
+        self._let_go()
+        for rid in list(self._queued):
+            self.cancel_queued_load(rid)
+        for index in list(self._batches):
+            self.finish_layer_wise_loading(index)
+        while self._offloads:
+            for _, store in self._offloads[0].stores:
+                if store.job is not None:
+                    store.job.wait()
+            self.pop_completed_offload()
+        self._bringing.forget()
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.reset()
+        WATCH.leave(self._observe_prefill)
+        NEW_WEIGHTS.leave(self)
+        self._names.close()
+        is_over = self._engine.close(DRAIN_S)
+        for linked in self._linked.values():
+            is_over &= linked.cache.close()
+        if is_over:
+            self._device.close()
+
+
+def _needs(transfers: Sequence[PoolTransfer]) -> dict[str, int] | None:
+    """By pool: how many pages before a cut it must have there, 0 for all of them. None for a
+    look-up of a kind that nobody knows."""
+    needs: dict[str, int] = {}
+    for each in transfers:
+        if each.hit_policy is PoolHitPolicy.TRAILING_PAGES:
+            needs[each.name.value] = max(1, len(each.keys or ()))
+        elif each.hit_policy is PoolHitPolicy.ALL_PAGES:
+            needs[each.name.value] = 0
+        else:
+            return None
+    return needs
+
+
+def _by_pool(
+    queued: Collection[list[tuple[Linked, list[bytes], list[int]]]],
+) -> Iterator[tuple[Linked, list[bytes], list[int]]]:
+    """What all requests want of each pool, in one."""
+    found: dict[str, tuple[Linked, list[bytes], list[int]]] = {}
+    for linked, keys, pages in (each for some in queued for each in some):
+        _, all_keys, all_pages = found.setdefault(linked.pool.name, (linked, [], []))
+        all_keys += keys
+        all_pages += pages
+    yield from found.values()
