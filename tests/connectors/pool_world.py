@@ -1,0 +1,111 @@
+"""A device pool of a few layers, and what is kept of it in host memory and storage.
+
+Bytes follow from keys, and are compared wherever a load says that they are in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import shake_128
+
+import numpy as np
+
+from kvtier.connectors.shared.paged_pool import PagedPool, Share
+from kvtier.connectors.shared.pool_cache import Load, PoolCache, Store
+from kvtier.devices.cpu import CpuDevice
+from kvtier.keyed_cache import Place
+from kvtier.layout import opaque
+from kvtier.testing import FaultyStorage, MemoryStorage, Shelf
+from kvtier.tiers import HostTier
+from kvtier.transfer import TransferEngine
+
+SHARES = (64, 192, 64, 128)
+"""Bytes of a page in each buffer."""
+ENDS = (1, 3, 3, 4)
+"""By layer: buffers up to it; the third layer has none."""
+PAGE_BYTES = sum(SHARES)
+SLOT_BYTES = 512
+NUM_PAGES = 64
+DIGEST = b"d" * 32
+
+
+def key_of(number: int) -> bytes:
+    return b"%032d" % number
+
+
+def bytes_of(key: bytes) -> bytes:
+    return shake_128(key).digest(PAGE_BYTES)
+
+
+class PoolWorld:
+    """num_host, num_stored: blocks that there is room for."""
+
+    def __init__(
+        self,
+        num_host: int = 8,
+        num_stored: int = 16,
+        shelf: Shelf | None = None,
+        engine: TransferEngine | None = None,
+    ) -> None:
+        group = opaque(SLOT_BYTES)
+        self.buffers = [np.zeros((NUM_PAGES, size), np.uint8) for size in SHARES]
+        shares = [Share(each.ctypes.data, each.shape[1], each.shape[1]) for each in self.buffers]
+        pool = PagedPool([shares], NUM_PAGES, 1, SLOT_BYTES, "cpu", self.buffers)
+        self.device = CpuDevice()
+        self.engine = engine or TransferEngine(self.device)
+        self.storage = FaultyStorage(MemoryStorage(group, num_stored, shelf or Shelf()))
+        self.digest = DIGEST
+        host = HostTier(group, num_host * SLOT_BYTES, self.device)
+        self.pool = PoolCache(pool, ENDS, host, [self.storage], self.engine, lambda: self.digest)
+
+    def compute(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+        """The device has the blocks of ``keys`` in ``pages``."""
+        for key, page in zip(keys, pages, strict=True):
+            content, at = np.frombuffer(bytes_of(key), np.uint8), 0
+            for buffer in self.buffers:
+                buffer[page] = content[at : at + buffer.shape[1]]
+                at += buffer.shape[1]
+
+    def scribble(self, pages: Sequence[int]) -> None:
+        for buffer in self.buffers:
+            buffer[list(pages)] = 0xEE
+
+    def has(self, key: bytes, page: int, num_buffers: int = len(SHARES)) -> bool:
+        """Whether the first buffers have the block of ``key`` in ``page``."""
+        found = b"".join(buffer[page].tobytes() for buffer in self.buffers[:num_buffers])
+        return found == bytes_of(key)[: len(found)]
+
+    def store(self, keys: Sequence[bytes], pages: Sequence[int]) -> Store:
+        self.compute(keys, pages)
+        return self.pool.store(keys, range(len(keys)), pages)
+
+    def keep(self, *numbers: int) -> bool:
+        """Store a prompt, to its end."""
+        store = self.store([key_of(number) for number in numbers], range(len(numbers)))
+        if store.job is not None:
+            store.job.wait()
+        return self.pool.end_store(store)
+
+    def finish(self, load: Load, pages: Sequence[int]) -> bool:
+        """Whether it succeeded; its bytes are compared."""
+        load.job.wait()
+        is_there = self.pool.end_load(load)
+        if is_there:
+            assert all(self.has(key, page) for key, page in zip(load.keys, pages, strict=True)), (
+                "a block is not what it was"
+            )
+        return is_there
+
+    def places(self, *numbers: int) -> list[Place]:
+        return self.pool.cache.find_all([key_of(number) for number in numbers])
+
+    def settle(self) -> None:
+        assert self.pool.drain(60)
+        self.pool.cache.poll()
+
+    def close(self) -> None:
+        self.storage.let_go()
+        self.settle()
+        self.pool.ladder.check_invariants(0)
+        assert self.engine.close(60)
+        assert self.pool.close()

@@ -1,0 +1,173 @@
+"""A device pool over host memory and storage: what comes back is what was there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvtier.connectors.shared.pool_cache import Load, Store
+from kvtier.devices import Direction
+from kvtier.devices.cpu import CpuDevice
+from kvtier.keyed_cache import Place
+from kvtier.testing import FaultyDevice, Shelf
+from kvtier.transfer import TransferEngine
+from tests.connectors.pool_world import ENDS, NUM_PAGES, PoolWorld, key_of
+
+
+@pytest.fixture
+def world() -> Iterator[PoolWorld]:
+    made = PoolWorld()
+    yield made
+    made.close()
+
+
+def test_prompt_comes_back_to_other_pages_layer_by_layer(world: PoolWorld) -> None:
+    assert world.keep(1, 2, 3)
+    world.scribble(range(NUM_PAGES))
+    keys, pages = [key_of(2), key_of(3), key_of(1)], [40, 7, 41]
+    load = world.pool.load(keys, pages)
+    for layer, num_buffers in enumerate(ENDS):
+        load.job.hold_compute(layer // load.job.layers_per_step)
+        assert world.has(key_of(2), 40, num_buffers)
+    assert world.finish(load, pages)
+    assert not world.has(key_of(1), 0)
+
+
+def test_what_left_host_memory_comes_back_from_storage(world: PoolWorld) -> None:
+    assert world.keep(1, 2, 3)
+    world.settle()
+    for first in (10, 20):
+        assert world.keep(*range(first, first + 4))
+        world.settle()
+    assert world.places(1, 2, 3) == [Place.STORAGE] * 3
+    keys = [key_of(1), key_of(2), key_of(3)]
+    assert world.pool.cache.promote(keys) == 3
+    world.settle()
+    assert world.places(1, 2, 3) == [Place.MEMORY] * 3
+    assert world.finish(world.pool.load(keys, [9, 8, 7]), [9, 8, 7])
+
+
+def test_prompt_larger_than_host_memory_keeps_its_beginning(world: PoolWorld) -> None:
+    assert not world.keep(*range(12))
+    assert world.places(*range(8)) == [Place.MEMORY] * 8
+    assert world.places(8, 9) == [Place.NOWHERE] * 2
+
+
+def test_copy_to_host_memory_that_fails_leaves_nothing() -> None:
+    device = FaultyDevice(CpuDevice())
+    world = PoolWorld(engine=TransferEngine(device))
+    device.fail(Direction.STORE, 1)
+    assert not world.keep(1, 2)
+    assert world.places(1, 2) == [Place.NOWHERE] * 2
+    assert world.keep(1, 2)
+    world.close()
+
+
+def test_load_that_fails_is_told_of_and_leaves_host_memory_as_it_is() -> None:
+    device = FaultyDevice(CpuDevice())
+    world = PoolWorld(engine=TransferEngine(device))
+    assert world.keep(1, 2)
+    device.fail(Direction.LOAD, 1)
+    load = world.pool.load([key_of(1)], [30])
+    assert not world.finish(load, [30])
+    assert world.finish(world.pool.load([key_of(1)], [30]), [30])
+    world.close()
+
+
+def test_another_process_finds_what_storage_has() -> None:
+    shelf = Shelf()
+    first = PoolWorld(shelf=shelf)
+    assert first.keep(1, 2)
+    first.close()
+    second = PoolWorld(shelf=shelf)
+    assert second.places(1, 2, 3) == [Place.STORAGE, Place.STORAGE, Place.NOWHERE]
+    second.close()
+    stranger = PoolWorld(shelf=shelf)
+    stranger.digest = b"x" * 32
+    assert stranger.places(1, 2) == [Place.NOWHERE] * 2
+    stranger.close()
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Prompts that share blocks, stored and loaded in any order; storage fails now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = PoolWorld()
+        self.stores: list[tuple[Store, list[int]]] = []
+        self.loads: list[tuple[Load, list[int]]] = []
+
+    def _free_pages(self) -> list[int]:
+        used = {page for _, pages in (*self.stores, *self.loads) for page in pages}
+        return [page for page in range(NUM_PAGES) if page not in used]
+
+    @rule(first=st.integers(0, 20), num=st.integers(1, 5))
+    def store(self, first: int, num: int) -> None:
+        pages = self._free_pages()[:num]
+        if len(pages) == num:
+            keys = [key_of(number) for number in range(first, first + num)]
+            self.stores.append((self.world.store(keys, pages), pages))
+
+    @rule(first=st.integers(0, 20), num=st.integers(1, 5))
+    def load(self, first: int, num: int) -> None:
+        keys = [key_of(number) for number in range(first, first + num)]
+        places = self.world.pool.cache.find_all(keys)
+        num_there = next((at for at, p in enumerate(places) if p is not Place.MEMORY), num)
+        pages = self._free_pages()[:num_there]
+        if num_there and len(pages) == num_there:
+            self.loads.append((self.world.pool.load(keys[:num_there], pages), pages))
+
+    @rule(first=st.integers(0, 20), num=st.integers(1, 5))
+    def promote(self, first: int, num: int) -> None:
+        keys = [key_of(number) for number in range(first, first + num)]
+        places = self.world.pool.cache.find_all(keys)
+        pairs = zip(keys, places, strict=True)
+        self.world.pool.cache.promote([key for key, place in pairs if place is Place.STORAGE])
+
+    @rule(call=st.sampled_from(["get", "put"]))
+    def break_storage(self, call: str) -> None:
+        self.world.storage.fail(call)
+
+    @rule(data=st.data())
+    def end_store(self, data: st.DataObject) -> None:
+        if self.stores:
+            at = data.draw(st.integers(0, len(self.stores) - 1))
+            store, _ = self.stores.pop(at)
+            if store.job is not None:
+                store.job.wait()
+            self.world.pool.end_store(store)
+
+    @rule(data=st.data())
+    def end_load(self, data: st.DataObject) -> None:
+        if self.loads:
+            load, pages = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
+            assert self.world.finish(load, pages)
+
+    @rule()
+    def poll(self) -> None:
+        self.world.pool.cache.poll()
+
+    @rule()
+    def settle(self) -> None:
+        self.world.settle()
+
+    @invariant()
+    def slots_add_up(self) -> None:
+        self.world.pool.ladder.check_invariants(0)
+
+    def teardown(self) -> None:
+        for store, _ in self.stores:
+            if store.job is not None:
+                store.job.wait()
+            self.world.pool.end_store(store)
+        for load, pages in self.loads:
+            assert self.world.finish(load, pages)
+        self.world.close()
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(stateful_step_count=30, deadline=None)

@@ -1,0 +1,214 @@
+"""Requests that wait in SGLang's queue while their KV is brought to host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvtier.connectors.sglang.bringing import Bringing, Prompt
+from kvtier.connectors.sglang.gate import NUM_AHEAD, Gate
+from kvtier.keyed_cache import Place
+from kvtier.testing import Shelf
+from tests.connectors.pool_world import PoolWorld, key_of
+
+PAGE = 16
+NUM_STORED = 6
+PROMPT = Prompt(0, 10 * PAGE)
+
+
+class World:
+    """A pool whose storage has the blocks 0 to 5, found again after a restart; a request's blocks
+    are those from its number on. now_s: what the clock shows."""
+
+    def __init__(self, always: bool = True) -> None:
+        shelf = Shelf()
+        first = PoolWorld(shelf=shelf)
+        assert first.keep(*range(NUM_STORED))
+        first.close()
+        self.pools = PoolWorld(shelf=shelf)
+        self.now_s = 0.0
+        self.bringing = Bringing({"kv": self.pools.pool}, PAGE, always, lambda: self.now_s)
+        self.gate = Gate(self.bringing)
+        self.num_looked = 0
+
+    def look(self, rid: str, *numbers: int, prompt: Prompt = PROMPT) -> list[int]:
+        keys = [key_of(number) for number in numbers]
+        places = {"kv": self.pools.pool.cache.find_all(keys)}
+        return self.bringing.cuts(rid, prompt, keys, places, {"kv": 0})
+
+    def request(self, *numbers: int) -> Any:
+        """That is looked up as SGLang does it."""
+        req = SimpleNamespace(rid=f"r{numbers}")
+
+        def init_next_round_input(cache: object, cow_mamba: bool) -> None:
+            self.num_looked += 1
+            self.look(req.rid, *numbers)
+
+        req.init_next_round_input = init_next_round_input
+        return req
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.pools.close()
+
+
+def scheduler(queue: Sequence[Any], others: Callable[[int], int] = lambda at: 0) -> Any:
+    """others: whether another rank waits for what this one asks as its nth question."""
+
+    def reduce(tensor: torch.Tensor, op: object) -> None:
+        assert op is torch.distributed.ReduceOp.MAX
+        for at in range(len(tensor)):
+            tensor[at] = max(int(tensor[at]), others(at))
+
+    cache = SimpleNamespace(_all_reduce_attn_groups=reduce)
+    return SimpleNamespace(waiting_queue=list(queue), tree_cache=cache)
+
+
+def take_first(made: Any) -> Any:
+    """As SGLang: the first request in the queue is computed."""
+    taken, made.waiting_queue = made.waiting_queue[:1], made.waiting_queue[1:]
+    return [req.rid for req in taken]
+
+
+def choose(world: World, made: Any) -> Any:
+    return world.gate.choose(made, False, lambda: take_first(made))
+
+
+# -- what is brought ------------------------------------------------------------------------------
+
+
+def test_first_look_brings_and_a_later_one_tells(world: World) -> None:
+    assert world.look("r", 0, 1, 2, 99) == []
+    assert world.bringing.must_wait("r")
+    world.pools.settle()
+    assert not world.bringing.must_wait("r")
+    assert world.look("r", 0, 1, 2, 99) == [1, 2, 3]
+
+
+def test_what_is_in_memory_is_told_of_while_the_rest_comes(world: World) -> None:
+    assert world.look("a", 0, 1) == []
+    world.pools.settle()
+    world.pools.storage.hold("get")
+    assert world.look("b", 0, 1, 2, 3) == [1, 2]
+    assert world.bringing.must_wait("b")
+    world.pools.storage.let_go()
+
+
+def test_nobody_waits_for_longer_than_computing_takes(world: World) -> None:
+    world.pools.storage.hold("get")
+    costs = world.pools.pool.ladder.costs
+    for num_tokens in (64, 128, 256, 512):
+        costs.observe_prefill(0, num_tokens, num_tokens * 1e-3)
+    world.look("r", *range(NUM_STORED))
+    world.now_s = 0.5 * NUM_STORED * PAGE * 1e-3
+    assert world.bringing.must_wait("r")
+    world.now_s = 1.5 * NUM_STORED * PAGE * 1e-3
+    assert not world.bringing.must_wait("r")
+    world.pools.storage.let_go()
+
+
+def test_read_that_fails_ends_the_wait_and_is_not_begun_again(world: World) -> None:
+    world.pools.storage.fail("get")
+    world.look("r", 0, 1)
+    world.pools.settle()
+    assert not world.bringing.must_wait("r")
+    num_reads = world.pools.storage.num_calls["get"]
+    assert world.look("r", 0, 1) == []
+    world.pools.settle()
+    assert not world.bringing.must_wait("r")
+    assert world.pools.storage.num_calls["get"] == num_reads
+
+
+def test_what_is_slower_than_computing_is_not_brought() -> None:
+    world = World(always=False)
+    costs = world.pools.pool.ladder.costs
+    for num_tokens in (64, 128, 256, 512):
+        costs.observe_prefill(0, num_tokens, num_tokens * 1e-6)
+    costs.observe_copy(("disk", "host"), 4096, 10.0)
+    costs.observe_copy(("host", "device"), 4096, 1e-9)
+    assert world.look("r", *range(NUM_STORED)) == []
+    assert not world.bringing.must_wait("r")
+    assert world.pools.storage.num_calls["get"] == 0
+    world.pools.close()
+
+
+def test_window_needs_only_what_lies_before_the_cut() -> None:
+    """A pool that keeps a window has its last two blocks there, the other one everything."""
+    full, window = PoolWorld(), PoolWorld()
+    assert full.keep(0, 1, 2, 3)
+    assert window.keep(2, 3)
+    caches = {"kv": full.pool, "swa": window.pool}
+    keys = [key_of(number) for number in range(5)]
+    places = {name: cache.cache.find_all(keys) for name, cache in caches.items()}
+    assert places["swa"][:2] == [Place.NOWHERE] * 2
+    bringing = Bringing(caches, PAGE, always=True)
+    assert bringing.cuts("r", PROMPT, keys, places, {"kv": 0, "swa": 2}) == [4]
+    assert bringing.cuts("r", PROMPT, keys, places, {"kv": 0, "swa": 1}) == [3, 4]
+    full.close()
+    window.close()
+
+
+# -- who waits ------------------------------------------------------------------------------------
+
+
+def test_request_whose_kv_comes_lets_others_pass_and_keeps_its_place(world: World) -> None:
+    world.pools.storage.hold("get")
+    waits, passes, last = world.request(0, 1), world.request(50), world.request(60)
+    made = scheduler([waits, passes, last])
+    assert choose(world, made) == [passes.rid]
+    assert made.waiting_queue == [waits, last]
+    world.pools.storage.let_go()
+    world.pools.settle()
+    assert choose(world, made) == [waits.rid]
+    assert made.waiting_queue == [last]
+    assert world.num_looked == 3  # each once
+
+
+def test_rank_waits_as_long_as_another_one_does(world: World) -> None:
+    others = [1]
+    made = scheduler([world.request(50)], lambda at: others[at])
+    assert choose(world, made) == []
+    assert choose(world, made) == []
+    assert world.num_looked == 1  # ranks look together: they reduce what they find
+    others[0] = 0
+    assert choose(world, made) == ["r(50,)"]
+
+
+def test_only_the_head_of_a_long_queue_is_looked_up(world: World) -> None:
+    made = scheduler([world.request(100 + number) for number in range(3 * NUM_AHEAD)])
+    choose(world, made)
+    assert world.num_looked == NUM_AHEAD
+    for _ in range(3):
+        choose(world, made)
+    assert world.num_looked == NUM_AHEAD + 3
+
+
+def test_request_that_went_is_forgotten(world: World) -> None:
+    world.pools.storage.hold("get")
+    made = scheduler([world.request(0, 1)])
+    assert choose(world, made) == []
+    made.waiting_queue.clear()
+    assert choose(world, made) == []
+    assert not world.bringing.must_wait("r(0, 1)")
+    world.pools.storage.let_go()
+
+
+def test_choice_that_fails_loses_no_request(world: World) -> None:
+    world.pools.storage.hold("get")
+    queue = [world.request(0, 1), world.request(50)]
+    made = scheduler(queue)
+
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        world.gate.choose(made, False, fail)
+    assert made.waiting_queue == queue
+    world.pools.storage.let_go()
