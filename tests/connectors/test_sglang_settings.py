@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from kvtier.connectors.sglang.identity import engine_digest, folder_of, page_keys, pool_facts
-from kvtier.connectors.sglang.refusals import refuse
-from kvtier.connectors.sglang.settings import StorageSettings
+from kvtier.connectors.sglang.refusals import refuse, refuse_linked
+from kvtier.connectors.sglang.settings import LinkerSettings, StorageSettings
 from kvtier.errors import ConfigError
 
 DISK = {"disk_path": "/nvme/kv", "disk_capacity": "1MiB"}
@@ -66,6 +66,41 @@ def test_engine_that_cant_be_served_is_one_sentence(
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         refuse(config(**changes), SimpleNamespace(**options), StorageSettings.read(DISK))
+
+
+def test_stages_of_a_pipeline_are_not_linked() -> None:
+    with pytest.raises(ConfigError, match="pipeline parallelism of 2"):
+        refuse_linked(config(pp_size=2))
+    refuse_linked(config())
+
+
+def test_adapters_are_served_from_memory_alone() -> None:
+    adapters = SimpleNamespace(enable_lora=True)
+    refuse(config(), adapters, LinkerSettings.read({"host_capacity": "1GiB"}))
+    with pytest.raises(ConfigError, match="adapters"):
+        refuse(config(), adapters, LinkerSettings.read({"host_capacity": "1GiB", **DISK}))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"host_capacity": 0}, "host_capacity: 0 is no room at all"),
+        ({"hold_s": 5}, "no setting is called 'hold_s'"),
+        ({"disk_capacity": "1GiB"}, "disk_path: '' with disk_capacity: '1GiB'; give both"),
+    ],
+)
+def test_linkers_setting_that_cant_be_used_is_one_sentence(
+    given: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        LinkerSettings.read(given)
+
+
+def test_several_disks_cut_each_page() -> None:
+    given = StorageSettings.read({**DISK, "disk_path": ["/a", "/b"]})
+    options = given.disk_options("rank0-kv", 4096)
+    assert [str(options.path), *map(str, options.more_paths)] == ["/a/rank0-kv", "/b/rank0-kv"]
+    assert options.capacity_bytes == 4096
 
 
 def test_who_vouches_for_adapters_is_served() -> None:

@@ -27,12 +27,18 @@ PAGE = 64
 """Tokens."""
 START_S = 600
 ANSWER_S = 120
+DEVICE = os.environ.get("KVTIER_TEST_DEVICE", "cpu")
+"""What SGLang calls it."""
+ON_CPU = (
+    *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none", "--mem-fraction-static", "0.3"),
+    *("--disable-overlap-schedule", "--disable-cuda-graph"),
+)
 OPTIONS = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--grammar-backend", "none", "--dtype", "float32", "--host", "127.0.0.1"),
-    *("--page-size", str(PAGE), "--max-total-tokens", "8192", "--mem-fraction-static", "0.3"),
-    *("--disable-overlap-schedule", "--disable-cuda-graph", "--enable-cache-report"),
-    "--skip-server-warmup",
+    *("--device", DEVICE, "--dtype", "float32", "--host", "127.0.0.1"),
+    *("--page-size", str(PAGE), "--max-total-tokens", "8192"),
+    *("--enable-cache-report", "--skip-server-warmup"),
+    *(ON_CPU if DEVICE == "cpu" else ()),
 )
 HIERARCHICAL = ("--enable-hierarchical-cache", "--hicache-ratio", "1.5")
 
@@ -62,10 +68,11 @@ def storage(
 
 
 def linker(folder: Path | None, capacity: str = "256MiB", **settings: object) -> tuple[str, ...]:
-    """The same in the place of SGLang's host memory. folder: None for host memory alone."""
+    """The same in the place of SGLang's host memory. folder: None for host memory alone. capacity:
+    of each tier."""
     extra: dict[str, object] = {"host_capacity": capacity, "load_policy": "always"}
     if folder is not None:
-        extra |= {"disk_path": str(folder), "disk_capacity": "256MiB"}
+        extra |= {"disk_path": str(folder), "disk_capacity": capacity}
     config = {
         "linker": "KvtierLinker",
         "linker_module_path": "kvtier.connectors.sglang.entry",
@@ -162,13 +169,13 @@ def server(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-    given = {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": cores,
-        "PYTHONPATH": str(STAND_INS),
-        "HF_HUB_OFFLINE": "1",
-        **environment,
-    }
+    given = {"HF_HUB_OFFLINE": "1", **environment}
+    if DEVICE == "cpu":
+        given |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_CPU_OMP_THREADS_BIND": cores,
+            "PYTHONPATH": str(STAND_INS),
+        }
     with log.open("ab") as file:
         process = subprocess.Popen(
             [*command, "--port", str(port), *OPTIONS, *options],

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,13 @@ import requests
 
 from kvtier.tiers.disk.records import Kind, Records
 from kvtier.tiers.disk.replay import read_journal, replay
-from tests.sglang.servers import PAGE, Answer, Server, prompt, server, storage
+from tests.sglang.servers import PAGE, Answer, Server, linker, prompt, server, storage
 
 NUM_PAGES = 3
 SHORT = NUM_PAGES * PAGE + 10
 NUM_PROMPTS = 20
 LONG_PAGES = 20
+KINDS = {"storage": storage, "linker": linker}
 CLOSE = 1e-4
 """Of log-probabilities that were computed in other pieces."""
 
@@ -41,6 +43,15 @@ def _same(answer: Answer, device: Answer) -> None:
     assert answer.tokens == device.tokens
     for got, wanted in zip(answer.logprobs[0], device.logprobs[0], strict=True):
         assert abs(got[0] - wanted[0]) < CLOSE
+
+
+def _warm(running: Server, prompts: Sequence[list[int]]) -> list[Answer]:
+    """What each prompt gives when the device has all of it."""
+    warm = []
+    for each in prompts:
+        running.ask(each)
+        warm.append(running.ask(each))
+    return warm
 
 
 def _damage(folder: Path) -> None:
@@ -93,28 +104,26 @@ def _store_until_killed(running: Server, folder: Path, num_before: int) -> None:
 
 
 @pytest.mark.timeout(1800)
-def test_killed_and_damaged(tmp_path: Path) -> None:
-    folder, log = tmp_path / "slab", tmp_path / "log"
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_and_damaged(tmp_path: Path, kind: str) -> None:
+    folder, log, options = tmp_path / "slab", tmp_path / "log", KINDS[kind](tmp_path / "slab")
     prompts = [prompt(seed, SHORT) for seed in range(NUM_PROMPTS)]
-    with server(log, *storage(folder)) as first:
-        warm = []
-        for each in prompts:
-            first.ask(each)
-            warm.append(first.ask(each))
+    with server(log, *options) as first:
+        warm = _warm(first, prompts)
         num_short = NUM_PROMPTS * NUM_PAGES
         first.settle(folder, num_short)
         _store_until_killed(first, folder, num_short)
     num_acknowledged = len(_blocks(folder)) - num_short
     assert num_acknowledged >= LONG_PAGES // 2
     _damage(folder)
-    with server(log, *storage(folder)) as second:
+    with server(log, *options) as second:
         again = [second.ask(each) for each in prompts]
         killed = [second.ask(prompt(seed, LONG_PAGES * PAGE + 10)) for seed in range(100, 110)]
     assert [each.num_cached for each in warm] == [NUM_PAGES * PAGE] * NUM_PROMPTS
-    assert [each.num_stored for each in again] == [PAGE] * NUM_PROMPTS  # 20 of 20 noticed
+    assert [each.num_cached for each in again] == [PAGE] * NUM_PROMPTS  # 20 of 20 noticed
     for answer, device in zip(again, warm, strict=True):
         _same(answer, device)
-    assert sum(each.num_stored for each in killed) == num_acknowledged * PAGE
+    assert sum(each.num_cached for each in killed) == num_acknowledged * PAGE
 
 
 @pytest.mark.timeout(1800)
@@ -124,10 +133,7 @@ def test_disk_that_does_not_do_what_it_should(tmp_path: Path, fault: str) -> Non
     prompts = [prompt(seed, SHORT) for seed in range(6)]
     waits = "timeout" if fault == "reads hang" else "wait_complete"
     with server(log, *storage(folder, waits=waits), KVTIER_TEST_DISK=fault) as running:
-        warm = []
-        for each in prompts:
-            running.ask(each)
-            warm.append(running.ask(each))
+        warm = _warm(running, prompts)
         if fault != "writes fail":
             running.settle(folder, len(prompts) * NUM_PAGES)
         running.flush()
@@ -137,6 +143,31 @@ def test_disk_that_does_not_do_what_it_should(tmp_path: Path, fault: str) -> Non
     assert [each.num_stored for each in again] == [0] * len(prompts)
     for answer, device in zip(again, warm, strict=True):
         _same(answer, device)
+    assert took_s < 90, "requests waited for the disk one after another"
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("fault", ["reads fail", "writes fail", "reads hang"])
+def test_linker_over_such_a_disk(tmp_path: Path, fault: str) -> None:
+    """What it has written before is found by nobody; requests wait as long as computing takes."""
+    folder, log = tmp_path / "slab", tmp_path / "log"
+    prompts = [prompt(seed, SHORT) for seed in range(6)]
+    broken = {"KVTIER_TEST_DISK": fault}
+    with server(log, *linker(folder), **(broken if fault == "writes fail" else {})) as first:
+        warm = _warm(first, prompts)
+        if fault != "writes fail":
+            first.settle(folder, len(prompts) * NUM_PAGES)
+        first.flush()
+        flushed = [first.ask(each) for each in prompts]
+        first.kill()
+    with server(log, *linker(folder), **broken) as second:
+        began = time.monotonic()
+        again = [second.ask(each) for each in prompts]
+        took_s = time.monotonic() - began
+    for device, in_host, recomputed in zip(warm, flushed, again, strict=True):
+        assert (in_host.num_cached, recomputed.num_cached) == (NUM_PAGES * PAGE, 0)
+        _same(in_host, device)
+        _same(recomputed, device)
     assert took_s < 90, "requests waited for the disk one after another"
 
 

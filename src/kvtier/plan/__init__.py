@@ -9,7 +9,7 @@ from kvtier.plan.operations import Copy, Plan
 from kvtier.plan.planner import plan_groups, plan_load
 from kvtier.plan.prefill import PrefillCost
 from kvtier.plan.steps import StepClock
-from kvtier.plan.worth import is_worth_loading, num_worth_loading, patience_s
+from kvtier.plan.worth import end_worth_loading, is_worth_loading, num_worth_loading, patience_s
 
 __all__ = [
     "Copy",
@@ -22,6 +22,7 @@ __all__ = [
     "StepClock",
     "Ways",
     "WriteBudget",
+    "end_worth_loading",
     "is_worth_loading",
     "num_worth_loading",
     "patience_s",

@@ -6,12 +6,43 @@ from collections.abc import Mapping, Sequence
 
 from kvtier.plan.cost import Costs
 from kvtier.plan.planner import plan_load
-from kvtier.types import BlockId, Match
+from kvtier.types import DEVICE, BlockId, Match
 
 MAX_CUTS = 64
 """Places at which a prompt may be cut: with thousands of blocks, several of them go together."""
 MAX_PATIENCE_S = 10.0
 """While nothing is known about prefill yet."""
+
+
+def end_worth_loading(
+    costs: Costs,
+    tiers: Sequence[str],
+    *,
+    first: int,
+    found: int,
+    num_tokens: int,
+    block_size: int,
+    bytes_per_block: int,
+    num_staging_slots: int,
+) -> int:
+    """The token up to which loading beats computing.
+
+    tiers: of the blocks behind the ``first`` tokens, which the device has; they end at the token
+    ``found``. num_tokens: of the prompt. block_size: tokens; 0 where each block needs others beside
+    it, so that all are loaded or none. num_staging_slots: see ``num_worth_loading``.
+    """
+    if block_size:
+        num = num_worth_loading(
+            costs,
+            [DEVICE] * (first // block_size) + list(tiers),
+            num_tokens=num_tokens,
+            block_size=block_size,
+            bytes_per_block=bytes_per_block,
+            num_staging_slots=num_staging_slots,
+        )
+        return num * block_size
+    num_bytes = {tier: tiers.count(tier) * bytes_per_block for tier in dict.fromkeys(tiers)}
+    return found if is_worth_loading(costs, num_bytes, first, found) else first
 
 
 def num_worth_loading(

@@ -1,19 +1,28 @@
-"""Under SGLang: its host pools' pages on disk, behind its own hierarchical cache.
+"""Under SGLang, in two ways: a disk below its own hierarchical cache, or in the place of that.
 
-    storage.py     what SGLang's controller calls; the only one that knows its classes
-    shelf.py       one pool: its pages, and the slab that keeps them
-    hits.py        where a prompt may be cut, when several pools must agree
-    pages.py       where the pages of a pool lie, in any layout
-    identity.py    what must agree before two processes share a page
-    moves.py       what calls moved, for SGLang's metrics
-    prefill.py     what its steps take, for the planner
-    new_weights.py when it replaces its weights, for what pages are called
-    plugin.py      what SGLang calls in each process: these hooks, and on a CPU cpu_copies.py
-    contract.py    what all of them rely on; compared before anything else (entry.py)
-    settings.py    what a user may set
-    refusals.py    what can't be served, and why
+    storage.py       the disk below: what its controller calls
+    shelf.py         one pool: its pages, and the slab that keeps them
+    pages.py         where the pages of a host pool lie, in any layout
+    moves.py         what calls moved, for SGLang's metrics
+
+    linker.py        in its place: between device pools and kvtier's tiers; what its tree calls
+    linked.py        one pool, and the tiers that keep its pages (``shared/pool_cache.py``)
+    device_pools.py  where the pages of a device pool lie
+    layer_counter.py where its forward waits for layers
+    bringing.py      what comes from storage to host memory, and for how long it is waited for
+    gate.py          requests that wait in its queue for that
+
+    hits.py          where a prompt may be cut, when several pools must agree
+    identity.py      what must agree before two processes share a page
+    ranks.py         which rank this is; room.py: how much of what a user gives is its own
+    prefill.py       what its steps take, for the planner
+    new_weights.py   when it replaces its weights, for what pages are called
+    plugin.py        what SGLang calls in each process: hooks, and on a CPU cpu_copies.py
+    contract.py      what all of them rely on; compared before anything else (entry.py)
+    settings.py      what a user may set
+    refusals.py      what can't be served, and why
 
 How the words translate. What SGLang calls a *page* is a *block* elsewhere in kvtier: what one key
 names. A *pool* is what a group is elsewhere. SGLang's own host pool is its L2, and its tree decides
-what is there; the slabs below it are kvtier's, one for each rank and pool.
+what is there; with the linker there is none, and host memory is kvtier's.
 """

@@ -11,8 +11,8 @@ from kvtier.connectors.sglang.device_pools import KV
 from kvtier.connectors.sglang.hits import SidePool, common_hits
 from kvtier.connectors.shared.pool_cache import PoolCache
 from kvtier.keyed_cache import Place
-from kvtier.plan import Costs, is_worth_loading, num_worth_loading, patience_s
-from kvtier.types import DEVICE, DISK, HOST
+from kvtier.plan import Costs, end_worth_loading, patience_s
+from kvtier.types import DISK, HOST
 from kvtier.watch import Watch
 
 READY = (Place.MEMORY,)
@@ -75,7 +75,9 @@ class Bringing:
         longest = to_come[-1] if to_come else 0
         if not longest:
             return []
-        worth = longest if self._always else self._num_worth(prompt, places, longest)
+        worth = self._num_worth(prompt, places, longest)
+        if not worth and ready:  # where all is loaded or nothing, less may be worth it
+            worth = self._num_worth(prompt, places, ready[-1])
         now = [cut for cut in ready if cut <= worth]
         wanted = max((cut for cut in to_come if cut <= worth), default=0)
         if wanted > (now[-1] if now else 0) and rid not in self._visits:
@@ -87,24 +89,22 @@ class Bringing:
     def _num_worth(
         self, prompt: Prompt, places: Mapping[str, Sequence[Place]], longest: int
     ) -> int:
-        """How many of the first pages to load, rather than compute."""
-        costs, first = self._costs(), prompt.num_cached // self._page_size
+        """How many of the first pages to load, rather than compute; ``longest`` at most."""
+        if self._always:
+            return longest
+        page_size, caches = self._page_size, list(self._caches.values())
         tiers = [HOST if place is Place.MEMORY else DISK for place in places[KV][:longest]]
-        if len(self._caches) == 1:
-            cache = self._caches[KV]
-            num = num_worth_loading(
-                costs,
-                [DEVICE] * first + tiers,
-                num_tokens=prompt.num_tokens,
-                block_size=self._page_size,
-                bytes_per_block=cache.bytes_per_block,
-                num_staging_slots=cache.host.num_open,
-            )
-            return max(0, num - first)
-        page_bytes = sum(cache.bytes_per_block for cache in self._caches.values())
-        num_bytes = {tier: tiers.count(tier) * page_bytes for tier in dict.fromkeys(tiers)}
-        end = prompt.num_cached + longest * self._page_size
-        return longest if is_worth_loading(costs, num_bytes, prompt.num_cached, end) else 0
+        end = end_worth_loading(
+            self._costs(),
+            tiers,
+            first=prompt.num_cached,
+            found=prompt.num_cached + longest * page_size,
+            num_tokens=prompt.num_tokens,
+            block_size=page_size if len(caches) == 1 else 0,
+            bytes_per_block=sum(cache.bytes_per_block for cache in caches),
+            num_staging_slots=caches[0].host.num_open,
+        )
+        return max(0, (end - prompt.num_cached) // page_size)
 
     def _bring(
         self,

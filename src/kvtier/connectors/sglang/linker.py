@@ -33,7 +33,7 @@ from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
 from kvtier.connectors.sglang.plugin import tell_missing
 from kvtier.connectors.sglang.prefill import WATCH
 from kvtier.connectors.sglang.ranks import RankConfig
-from kvtier.connectors.sglang.refusals import refuse
+from kvtier.connectors.sglang.refusals import refuse, refuse_linked
 from kvtier.connectors.sglang.settings import LinkerSettings
 from kvtier.connectors.shared.names import Names
 from kvtier.connectors.shared.pool_cache import Load, Store
@@ -84,6 +84,7 @@ class KvtierLinker(UnifiedCacheLinker):
         settings = LinkerSettings.read(extra_config or {})
         config = RankConfig.of(params, server_args)
         refuse(config, server_args, settings)
+        refuse_linked(config)
         pools = find_pools(params.token_to_kv_pool_allocator.get_kvcache(), params, components)
         self.forward_stream = forward_stream
         self._page_size = params.page_size

@@ -21,9 +21,20 @@ def refuse(config: StorageConfig, options: object, settings: Settings) -> None:
             f"an MLA model on {num_machines} machines: one rank writes for all of them, and the "
             "others do not see its local disk; serve on one machine, or without storage"
         )
-    if getattr(options, "enable_lora", False) and not settings.namespace:
+    has_adapters = getattr(options, "enable_lora", False)
+    if has_adapters and settings.disk_path and not settings.namespace:
         raise ConfigError(
             "adapters (--enable-lora): SGLang's keys hold an adapter's name and path, and another "
             "one may lie there next time; serve without storage, or set 'namespace' to a text that "
             "changes with your adapters"
+        )
+
+
+def refuse_linked(config: StorageConfig) -> None:
+    """Raises ``ConfigError`` for an engine whose device pools can't be linked."""
+    if config.pp_size > 1:
+        raise ConfigError(
+            f"pipeline parallelism of {config.pp_size}: each stage looks KV up for itself, and "
+            "SGLang does not bring them to one answer; leave --pp-size at 1, or use the storage "
+            "back end"
         )

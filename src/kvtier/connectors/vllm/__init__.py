@@ -3,7 +3,7 @@
     scheduler's process                          one process per rank
     manager.py   what vLLM asks, to the ladder   worker.py   copies, device <-> host slots
                  below it (KeyedCache)                       orders, to a RankExecutor
-                                                 pages.py    blocks from and to vLLM's pages
+                                                 (blocks: shared/paged_pool.py)
 
 How the words translate. What vLLM calls a *chunk*, its unit of offloading (``blocks_per_chunk``,
 ``OffloadKey``), is a *block* here, as everywhere in kvtier: what one key names. What vLLM calls a

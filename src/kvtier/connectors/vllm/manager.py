@@ -32,7 +32,7 @@ from kvtier.connectors.vllm.visit import Advice, Visit, Wait
 from kvtier.index import make_key_index
 from kvtier.keyed_cache import KeyedCache, Place
 from kvtier.ladder import Ladder, LadderOptions
-from kvtier.plan import Costs, StepClock, is_worth_loading, num_worth_loading, patience_s
+from kvtier.plan import Costs, StepClock, end_worth_loading, patience_s
 from kvtier.tiers import DistantRoom, Quota, Room
 from kvtier.transfer.ranks import Order, RankMover, Report
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
@@ -331,21 +331,16 @@ class TierManager(OffloadingManager):
         if self._always_loads:
             return found
         tiers = [DISK if place is Place.STORAGE else HOST for place in visit.places.values()]
-        if self._shape.has_one_group:
-            (step,) = self._shape.block_sizes
-            num = num_worth_loading(
-                self._costs(),
-                [DEVICE] * (first // step) + tiers,
-                num_tokens=num_tokens,
-                block_size=step,
-                bytes_per_block=self._shape.bytes_per_block,
-                num_staging_slots=self._host.num_open,
-            )
-            return num * step
-        num_bytes = {
-            tier: tiers.count(tier) * self._shape.bytes_per_block for tier in dict.fromkeys(tiers)
-        }
-        return found if is_worth_loading(self._costs(), num_bytes, first, found) else first
+        return end_worth_loading(
+            self._costs(),
+            tiers,
+            first=first,
+            found=found,
+            num_tokens=num_tokens,
+            block_size=self._shape.block_sizes[0] if self._shape.has_one_group else 0,
+            bytes_per_block=self._shape.bytes_per_block,
+            num_staging_slots=self._host.num_open,
+        )
 
     def _costs(self) -> Costs:
         return self.ladder.cost_snapshot()
