@@ -49,3 +49,21 @@ def test_comparison_imports_neither_sglang_nor_torch() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_hooks_that_did_not_take_are_told_with_what_is_lost(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from kvtier.connectors.sglang.plugin import around, register, tell_missing
+
+    tell_missing(around(), "this and that")
+    assert "kvtier's hooks did not take: " in caplog.text
+    assert "run_batch" in caplog.text  # SGLang's own decorators are no hooks
+    assert caplog.text.strip().endswith("this and that")
+    caplog.clear()
+    register()
+    HookRegistry.apply_hooks()
+    tell_missing(around(), "this and that")
+    assert "did not take" not in caplog.text

@@ -12,9 +12,13 @@ pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang"
 import torch
 
 from kvtier.connectors.sglang.contract import LINKER
-from tests.sglang.trees import FULL, PAGE, SLIDING, WINDOW, Tree, wait_for
+from kvtier.devices import Direction
+from kvtier.devices.cpu import CpuDevice
+from kvtier.errors import ConfigError
+from kvtier.testing import FaultyDevice
+from tests.sglang.trees import FULL, MAMBA, PAGE, SLIDING, WINDOW, Tree, wait_for
 
-CORES = ("python",)
+FULL_PAGE_BYTES = 2 * FULL.num_layers * PAGE * FULL.head_num * FULL.head_dim * 2
 KINDS = {"full": FULL, "sliding": SLIDING}
 
 Grows = Callable[..., Tree]
@@ -25,8 +29,8 @@ def grows() -> Iterator[Grows]:
     """Makes trees that are closed in the end."""
     made: list[Tree] = []
 
-    def make(kind: str, core: str = "python", folder: Path | None = None, **extra: object) -> Tree:
-        made.append(Tree(KINDS[kind], core, folder, **extra))
+    def make(kind: str, folder: Path | None = None, **extra: object) -> Tree:
+        made.append(Tree(KINDS[kind], folder, **extra))
         made[-1].fill(0)
         return made[-1]
 
@@ -49,10 +53,9 @@ def test_installed_sglang_differs_in_nothing() -> None:
     assert LINKER.differences() == []
 
 
-@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_pages_come_back_from_host_memory(grows: Grows, kind: str, core: str) -> None:
-    tree = grows(kind, core)
+def test_pages_come_back_from_host_memory(grows: Grows, kind: str) -> None:
+    tree = grows(kind)
     kept = {seed: tree.compute(prompt(seed, 5)) for seed in (1, 2, 3)}
     tree.settle()
     tree.flush()
@@ -80,3 +83,89 @@ def test_pages_come_back_from_disk_in_another_process(
     slots = second.load(req)
     assert slots is not None
     assert same(second.content(slots, WINDOW), wanted, window=True)
+
+
+def test_what_was_told_of_stays_until_it_is_loaded(grows: Grows) -> None:
+    tree = grows("full", host_capacity=16 * FULL_PAGE_BYTES)
+    wanted = tree.compute(prompt(1, 6))
+    tree.settle()
+    tree.flush()
+    req, found = tree.find("r", prompt(1, 6))
+    assert found == 6 * PAGE
+    for seed in range(2, 6):  # far more than there is room for
+        tree.compute(prompt(seed, 8))
+        tree.settle()
+    slots = tree.load(req)
+    assert slots is not None
+    assert same(tree.content(slots), wanted)
+
+
+def test_load_that_is_cancelled_holds_nothing(grows: Grows) -> None:
+    tree = grows("full", host_capacity=8 * FULL_PAGE_BYTES)
+    tree.compute(prompt(1, 6))
+    tree.settle()
+    tree.flush()
+    req, _ = tree.find("r", prompt(1, 6))
+    tree.cache.linker.load_back(req)
+    tree.cache.linker.release_request("r")
+    assert tree.cache.ready_to_load_host_cache() == -1
+    kept = tree.compute(prompt(2, 8))  # all of host memory: the first prompt has to leave
+    tree.settle()
+    tree.flush()
+    req, found = tree.find("s", prompt(2, 8))
+    assert found == 8 * PAGE
+    slots = tree.load(req)
+    assert slots is not None
+    assert same(tree.content(slots), kept)
+
+
+def test_copy_that_fails_is_told_of_and_another_one_succeeds(grows: Grows) -> None:
+    tree = grows("full")
+    wanted = tree.compute(prompt(1, 4))
+    tree.settle()
+    tree.flush()
+    device = FaultyDevice(CpuDevice())
+    tree.linker._engine._device = device  # what copies from now on
+    device.fail(Direction.LOAD, 1)
+    req, _ = tree.find("r", prompt(1, 4))
+    assert tree.load(req) is None
+    req, found = tree.find("s", prompt(1, 4))
+    assert found == 4 * PAGE
+    slots = tree.load(req)
+    assert slots is not None
+    assert same(tree.content(slots), wanted)
+
+
+def test_new_weights_leave_no_pages_behind(grows: Grows, tmp_path: Path) -> None:
+    tree = grows("full", folder=tmp_path)
+    tree.compute(prompt(1, 4))
+    tree.settle()
+    tree.linker.before_new_weights()
+    tree.linker.after_new_weights()
+    tree.flush()
+    assert tree.find("r", prompt(1, 4))[1] == 0
+    wanted = tree.compute(prompt(2, 4))  # and the new ones' are kept
+    tree.settle()
+    tree.flush()
+    req, found = tree.find("s", prompt(2, 4))
+    assert found == 4 * PAGE
+    slots = tree.load(req)
+    assert slots is not None
+    assert same(tree.content(slots), wanted)
+
+
+def test_other_engines_find_nothing(grows: Grows, tmp_path: Path) -> None:
+    first = grows("full", folder=tmp_path)
+    first.compute(prompt(1, 4))
+    first.settle()
+    first.close()
+    second = grows("full", folder=tmp_path, namespace="other weights")
+    for _ in range(3):
+        assert second.find("r", prompt(1, 4))[1] == 0
+        second.settle()
+
+
+def test_pools_that_sglang_does_not_resolve_are_refused_with_one_sentence(grows: Grows) -> None:
+    with pytest.raises(ConfigError, match="does not say where its pages are") as caught:
+        Tree(MAMBA)
+    assert "\n" not in str(caught.value)

@@ -44,12 +44,10 @@ MAMBA = CacheConfig(
 
 
 class Tree:
-    """core: "python" or "rust". folder: for a disk; None for host memory alone."""
+    """folder: for a disk; None for host memory alone."""
 
-    def __init__(
-        self, config: CacheConfig, core: str, folder: Path | None = None, **extra: object
-    ) -> None:
-        made = build_fixture(config, tree_core_backend=core)
+    def __init__(self, config: CacheConfig, folder: Path | None = None, **extra: object) -> None:
+        made = build_fixture(config, tree_core_backend="python")
         self.cache, self.allocator, self.requests = made
         settings: dict[str, object] = {
             "host_capacity": 8 * MIB,
@@ -152,6 +150,9 @@ class Tree:
         return None if self.cache.linker.finish_loads() else slots
 
     def close(self) -> None:
+        self.linker.reset()
+        for each in self.linker._linked.values():
+            each.cache.ladder.check_invariants(0)
         self.cache.linker.close()
 
 

@@ -45,19 +45,29 @@ logger = logging.getLogger(__name__)
 
 DRAIN_S = 60.0
 """For what is on its way when SGLang empties its cache, or ends."""
-MOST_DEPTHS = 1 << 20
+MOST_DEPTHS = 1 << 16
 """Pages of which it is remembered where in their prompt they are, until they are stored."""
 
 
 @dataclass(slots=True)
 class Offload:
-    """A node's pages on their way to host memory, by pool."""
+    """A node's pages on their way to host memory, by pool. is_whole: every pool's store began."""
 
-    stores: Sequence[tuple[Linked, Store]]
+    stores: list[tuple[Linked, Store]] = field(default_factory=list)
+    is_whole: bool = False
 
     @property
     def done(self) -> bool:
         return all(store.done for _, store in self.stores)
+
+
+@dataclass(slots=True)
+class Queued:
+    """What a request wants loaded: by pool, keys and pages of the device. is_whole: all of it is
+    there."""
+
+    parts: list[tuple[Linked, list[bytes], list[int]]] = field(default_factory=list)
+    is_whole: bool = False
 
 
 @dataclass(slots=True)
@@ -108,9 +118,10 @@ class KvtierLinker(UnifiedCacheLinker):
         self.gate = gate.Gate(self._bringing)
         self._prompt = Prompt(0, 0)
         self._promised: dict[str, Sequence[bytes]] = {}
-        self._queued: dict[str, list[tuple[Linked, list[bytes], list[int]]]] = {}
+        self._queued: dict[str, Queued] = {}
         self._batches: dict[int, Batch] = {}
         self._num_batches = 0
+        self._has_waited = False
         self._is_closed = False
         self._offloads: deque[Offload] = deque()
         self._depths: dict[bytes, int] = {}
@@ -148,28 +159,29 @@ class KvtierLinker(UnifiedCacheLinker):
         self._let_go()
         prompt, self._prompt = self._prompt, Prompt(0, 0)
         needs = _needs(transfers)
-        if needs is None or not set(self._linked) <= set(needs):
+        if needs is None or needs.keys() != self._linked.keys():
             return []
         keys = page_keys(next(each for each in transfers if each.name == PoolName.KV).keys)
-        self._remember(keys, prompt.num_cached // self._page_size)
         places = {name: each.cache.cache.find_all(keys) for name, each in self._linked.items()}
         cuts = self._bringing.cuts(rid, prompt, keys, places, needs)
-        if cuts:
-            self._hold(keys, cuts[-1], needs)
+        num_there = cuts[-1] if cuts else 0
+        self._remember(keys[num_there:], prompt.num_cached // self._page_size + num_there)
+        self._promise(keys[:num_there], places)
         return cuts
 
     def _remember(self, keys: Sequence[bytes], first: int) -> None:
+        """Where in their prompt pages are that will be computed."""
         if len(self._depths) + len(keys) > MOST_DEPTHS:
             self._depths.clear()
         self._depths.update(zip(keys, range(first, first + len(keys)), strict=True))
 
-    def _hold(self, keys: Sequence[bytes], num_pages: int, needs: Mapping[str, int]) -> None:
-        """What SGLang is told of stays until it loads it, or looks something else up: between
-        both nothing else happens."""
-        for name, num_last in needs.items():
-            first = max(0, num_pages - num_last) if num_last else 0
-            self._promised[name] = keys[first:num_pages]
-            self._linked[name].cache.cache.hold(self._promised[name])
+    def _promise(self, keys: Sequence[bytes], places: Mapping[str, Sequence[Place]]) -> None:
+        """What SGLang may load now stays until it does, or looks something else up: between both
+        nothing else happens. Other ranks may have less: all that is in memory stays."""
+        for name, linked in self._linked.items():
+            pairs = zip(keys, places[name], strict=False)
+            self._promised[name] = [key for key, place in pairs if place is Place.MEMORY]
+            linked.cache.cache.hold(self._promised[name])
 
     def _let_go(self) -> None:
         for name, keys in self._promised.items():
@@ -183,11 +195,13 @@ class KvtierLinker(UnifiedCacheLinker):
         wanted = [each for each in transfers if each.keys and each.device_indices is not None]
         if not wanted:
             return False
+        self._queued[rid] = queued = Queued()
         try:
-            self._queued[rid] = [self._queue(each) for each in wanted]
+            for each in wanted:
+                queued.parts.append(self._queue(each))
+            queued.is_whole = True
         except Exception:
             logger.exception("kvtier: a load can't begin, its request fails rid=%s", rid)
-            self._queued[rid] = []
         self._let_go()
         return True
 
@@ -202,27 +216,28 @@ class KvtierLinker(UnifiedCacheLinker):
 
     def cancel_queued_load(self, rid: str) -> bool:
         queued = self._queued.pop(rid, None)
-        for linked, keys, _ in queued or ():
+        for linked, keys, _ in queued.parts if queued else ():
             linked.cache.cache.release(keys)
         return queued is not None
 
     def start_layer_wise_loading(self) -> int:
         if not self._queued:
             return -1
-        queued, self._queued = self._queued, {}
-        batch = Batch(is_whole=all(queued.values()))
+        queued, self._queued = list(self._queued.values()), {}
+        parts = [part for each in queued for part in each.parts]
+        batch = Batch(is_whole=all(each.is_whole for each in queued))
         index = self._num_batches
         self._num_batches += 1
         self._batches[index] = batch
         try:
             with self._after_forward():
-                for linked, keys, pages in _by_pool(queued.values()):
+                for linked, keys, pages in _by_pool(parts):
                     batch.loads.append((linked, linked.cache.load(keys, pages)))
         except Exception:
             logger.exception("kvtier: a load could not be begun")
             batch.is_whole = False
         finally:
-            for linked, keys, _ in (each for some in queued.values() for each in some):
+            for linked, keys, _ in parts:
                 linked.cache.cache.release(keys)
         self.layer_done_counter.begin(index, [load.job for _, load in batch.loads])
         return index
@@ -242,6 +257,7 @@ class KvtierLinker(UnifiedCacheLinker):
         batch = self._batches.pop(counter_index, None)
         if batch is None:
             return True
+        self._has_waited = True
         are_there = batch.is_whole
         for linked, load in batch.loads:
             load.job.wait()
@@ -255,16 +271,18 @@ class KvtierLinker(UnifiedCacheLinker):
         wanted = [each for each in transfers if each.keys and each.device_indices is not None]
         if not wanted:
             return False
-        stores: list[tuple[Linked, Store]] = []
+        self._offloads.append(offload := Offload())
         try:
             with self._after_forward():
+                depths: dict[bytes, int] = {}
                 for each in wanted:
                     linked, keys = self._linked[each.name.value], page_keys(each.keys)
-                    pages = linked.pool.pages(each.device_indices)
-                    stores.append((linked, linked.cache.store(keys, self._depths_of(keys), pages)))
+                    depths = depths or dict(zip(keys, self._depths_of(keys), strict=True))
+                    pages, at = linked.pool.pages(each.device_indices), [depths[k] for k in keys]
+                    offload.stores.append((linked, linked.cache.store(keys, at, pages)))
+            offload.is_whole = True
         except Exception:
             logger.exception("kvtier: pages could not be stored")
-        self._offloads.append(Offload(stores))
         return True
 
     def _depths_of(self, keys: Sequence[bytes]) -> list[int]:
@@ -288,12 +306,13 @@ class KvtierLinker(UnifiedCacheLinker):
     def pop_completed_offload(self) -> bool:
         offload = self._offloads.popleft()
         stored = [linked.cache.end_store(store) for linked, store in offload.stores]
-        return bool(stored) and all(stored)
+        return offload.is_whole and all(stored)
 
     # -- upkeep ------------------------------------------------------------------------------------
 
     def _observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
-        if not self._batches:  # else it waited for layers, too
+        has_waited, self._has_waited = self._has_waited or bool(self._batches), False
+        if not has_waited:  # for layers, too
             self._linked[KV].cache.ladder.costs.observe_prefill(num_before, num_tokens, seconds)
 
     def before_new_weights(self) -> None:
@@ -351,11 +370,11 @@ def _needs(transfers: Sequence[PoolTransfer]) -> dict[str, int] | None:
 
 
 def _by_pool(
-    queued: Collection[list[tuple[Linked, list[bytes], list[int]]]],
+    parts: Sequence[tuple[Linked, list[bytes], list[int]]],
 ) -> Iterator[tuple[Linked, list[bytes], list[int]]]:
     """What all requests want of each pool, in one."""
     found: dict[str, tuple[Linked, list[bytes], list[int]]] = {}
-    for linked, keys, pages in (each for some in queued for each in some):
+    for linked, keys, pages in parts:
         _, all_keys, all_pages = found.setdefault(linked.pool.name, (linked, [], []))
         all_keys += keys
         all_pages += pages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
@@ -43,15 +43,22 @@ def around() -> Hooks:
     return {**found, **gate.hooks()} if find_spec(gate.LINKER) else found
 
 
-def tell_missing(names: Iterable[str], loss: str) -> None:
+def tell_missing(hooks: Hooks, loss: str) -> None:
     """SGLang logs a hook that failed among much else: say what is lost by it."""
-    missing = [name for name in names if not _has_taken(name)]
+    missing = [name for name, hook in hooks.items() if not _has_taken(name, hook)]
     if missing:
         logger.warning("kvtier's hooks did not take: %s; %s", ", ".join(missing), loss)
 
 
-def _has_taken(name: str) -> bool:
+def _has_taken(name: str, hook: Callable[..., Any]) -> bool:
+    """Whether ``hook`` is in what stands there now: SGLang keeps it in a closure around its own."""
     try:
-        return hasattr(resolve_name(name), "__wrapped__")
+        found = resolve_name(name)
     except (ImportError, AttributeError):
         return False
+    while found is not None:
+        cells = getattr(found, "__closure__", None) or ()
+        if any(callable(each.cell_contents) and each.cell_contents == hook for each in cells):
+            return True
+        found = getattr(found, "__wrapped__", None)
+    return False
