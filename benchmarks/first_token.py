@@ -45,7 +45,7 @@ from kvtier.serve_bench.stats import median_with_interval
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 
 PROMPT_TOKENS = 3500
-NUM_ROUNDS = 15
+NUM_ROUNDS = 31
 WANTED = 1.15
 ROUTE_FROM = {HOST: (HOST, DEVICE), DISK: (DISK, HOST)}
 """Where a tier's own rate shows."""

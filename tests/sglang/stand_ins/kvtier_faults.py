@@ -17,7 +17,11 @@ def register() -> None:
 
     disk = FaultyDisk()
     what, how = fault.split()
-    if how == "hang":
+    if what == "some":
+        for nth in range(5, 5000, 5):
+            disk.fail("read", nth, errno.EIO, 1)
+            disk.fail("write", nth, errno.EIO, 1)
+    elif how == "hang":
         disk.hold(what.removesuffix("s"))
     else:
         disk.fail(what.removesuffix("s"), 1, errno.EIO if what == "reads" else errno.ENOSPC, 10_000)
