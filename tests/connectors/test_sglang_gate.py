@@ -181,6 +181,14 @@ def test_rank_waits_as_long_as_another_one_does(world: World) -> None:
     assert choose(world, made) == ["r(50,)"]
 
 
+def test_nothing_is_brought_for_who_is_computed_at_once(world: World) -> None:
+    made = scheduler([world.request(50)])
+    choose(world, made)
+    assert world.look("r", 0, 1) == []
+    assert not world.bringing.must_wait("r")
+    assert world.pools.storage.num_calls["get"] == 0
+
+
 def test_only_the_head_of_a_long_queue_is_looked_up(world: World) -> None:
     made = scheduler([world.request(100 + number) for number in range(3 * NUM_AHEAD)])
     choose(world, made)

@@ -4,7 +4,8 @@ longer than computing it would take."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvtier.connectors.sglang.device_pools import KV
@@ -55,6 +56,17 @@ class Bringing:
         self._always = always
         self._clock = clock
         self._visits: dict[str, Visit] = {}
+        self._brings = True
+
+    @contextmanager
+    def ahead(self) -> Iterator[None]:
+        """Requests are looked up in here that can wait. From now on nothing is brought for others:
+        they are computed at once."""
+        self._brings = True
+        try:
+            yield
+        finally:
+            self._brings = False
 
     def cuts(
         self,
@@ -65,7 +77,7 @@ class Bringing:
         needs: Mapping[str, int],
     ) -> list[int]:
         """Lengths of prefixes of ``keys``, in pages, whose load can begin now. What else there is
-        begins to come to host memory, once for each request.
+        begins to come to host memory, once for each request that can wait.
 
         keys: of the pages that the device does not have. places: of each, by pool. needs: by pool,
         how many pages before a cut must be there; 0 for all of them.
@@ -80,7 +92,8 @@ class Bringing:
             worth = self._num_worth(prompt, places, ready[-1])
         now = [cut for cut in ready if cut <= worth]
         wanted = max((cut for cut in to_come if cut <= worth), default=0)
-        if wanted > (now[-1] if now else 0) and rid not in self._visits:
+        is_new = self._brings and rid not in self._visits
+        if is_new and wanted > (now[-1] if now else 0):
             self._visits[rid] = self._bring(prompt, keys[:wanted], places, needs)
             while len(self._visits) > MOST_VISITS:
                 self._visits.pop(next(iter(self._visits)))

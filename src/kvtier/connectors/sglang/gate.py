@@ -75,7 +75,8 @@ class Gate:
     def _must_wait(self, req: Any, cache: Any) -> bool:
         if req.rid not in self._looked_up:  # the same on all ranks: they reduce what they find
             self._looked_up.add(req.rid)
-            req.init_next_round_input(cache, cow_mamba=False)  # looks it up
+            with self._bringing.ahead():
+                req.init_next_round_input(cache, cow_mamba=False)  # looks it up
         return self._bringing.must_wait(req.rid)
 
 
