@@ -56,14 +56,17 @@ def test_hooks_that_did_not_take_are_told_with_what_is_lost(
 ) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    from kvtier.connectors.sglang import cpu_copies
     from kvtier.connectors.sglang.plugin import around, register, tell_missing
 
-    tell_missing(around(), "this and that")
+    hooks = {**around(), **cpu_copies.hooks()}
+    tell_missing(hooks, "this and that")
     assert "kvtier's hooks did not take: " in caplog.text
     assert "run_batch" in caplog.text  # SGLang's own decorators are no hooks
+    assert "backup_from_device_all_layer" in caplog.text
     assert caplog.text.strip().endswith("this and that")
     caplog.clear()
     register()
     HookRegistry.apply_hooks()
-    tell_missing(around(), "this and that")
+    tell_missing(hooks, "this and that")
     assert "did not take" not in caplog.text

@@ -6,9 +6,13 @@ of its pools are plain memory, and a copy is an indexed assignment, layer by lay
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
+
+LOSS = "SGLang can't copy between its device and host pools on a CPU"
+"""Where the hooks did not take."""
 
 POOLS = {
     "sglang.srt.mem_cache.pool_host.mha.MHATokenToKVPoolHost": (
@@ -23,6 +27,7 @@ POOLS = {
 mirror."""
 
 
+@cache
 def hooks() -> dict[str, Any]:
     """What stands in for SGLang's own, by the full name of that."""
     found: dict[str, Any] = {}

@@ -19,8 +19,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_server_args
+from sglang.srt.utils import is_cpu
 
-from kvtier.connectors.sglang import new_weights, prefill
+from kvtier.connectors.sglang import cpu_copies, new_weights, prefill
 from kvtier.connectors.sglang.hits import SidePool, common_hits
 from kvtier.connectors.sglang.identity import engine_digest, pool_facts, sources
 from kvtier.connectors.sglang.moves import Moves
@@ -97,6 +98,8 @@ class KvtierStorage(HiCacheStorage):
         NEW_WEIGHTS.listen(self)
         tell_missing(WATCH.hooks(), prefill.LOSS)
         tell_missing(NEW_WEIGHTS.hooks(), new_weights.LOSS)
+        if is_cpu():
+            tell_missing(cpu_copies.hooks(), cpu_copies.LOSS)
 
     def _observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
         self._shelves[KV].calls.observe_prefill(num_before, num_tokens, seconds)
