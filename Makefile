@@ -77,8 +77,8 @@ test-vllm-quick:
 
 # Of the quick ones one starts servers; the others ask SGLang's classes.
 SGLANG_TESTS := tests/sglang
-SGLANG_QUICK := $(addprefix tests/sglang/test_,contract.py cpu_copies.py storage.py \
-	server.py::test_pages_come_from_disk_after_a_flush_and_after_a_kill[mha-1])
+SGLANG_QUICK := $(addprefix tests/sglang/test_,contract.py cpu_copies.py storage.py linker.py device_pools.py \
+	server.py::test_linker_has_pages_after_a_flush_and_after_a_kill[mha-1])
 
 test-sglang: kvtier-in-sglang
 	$(PEERS)/sglang-server/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis
