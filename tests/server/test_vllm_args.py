@@ -40,7 +40,7 @@ def test_disk_comes_with_its_capacity() -> None:
     }
     done = CliRunner().invoke(app, ["vllm-args", *both[:2]])
     assert done.exit_code == 2
-    assert "give both, a directory and how much of it to use" in " ".join(done.stderr.split())
+    assert "give both, a folder and how much of it to use" in " ".join(done.stderr.split())
 
 
 def test_size_that_cant_be_read_is_refused() -> None:
