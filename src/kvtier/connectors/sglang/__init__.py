@@ -9,6 +9,8 @@
     prefill.py     what its steps take, for the planner
     new_weights.py when it replaces its weights, for what pages are called
     plugin.py      what SGLang calls in each process: these hooks, and on a CPU cpu_copies.py
+    ascend_copies.py  for those who ask: copies between SGLang's own pools on Ascend, by batch calls
+    ascend_parts.py   where these pools have a page of a layer
     contract.py    what all of them rely on; compared before anything else (entry.py)
     settings.py    what a user may set
     refusals.py    what can't be served, and why
