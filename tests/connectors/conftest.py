@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -16,3 +17,19 @@ def worlds() -> Iterator[list[World]]:
     yield made
     for each in made:
         each.slab.close()
+
+
+@pytest.fixture
+def ascends() -> Iterator[Callable[..., Any]]:
+    """Makes worlds of ``ascend_world``, judged at the end."""
+    from tests.connectors.ascend_world import AscendWorld  # it needs torch
+
+    made: list[AscendWorld] = []
+
+    def make(*args: Any, **more: Any) -> AscendWorld:
+        made.append(AscendWorld(*args, **more))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()

@@ -18,6 +18,8 @@
     prefill.py       what its steps take, for the planner
     new_weights.py   when it replaces its weights, for what pages are called
     plugin.py        what SGLang calls in each process: hooks, and on a CPU cpu_copies.py
+    ascend_copies.py those who ask for it have its own pools' copies on Ascend by batch calls;
+                     ascend_parts.py: where these pools have a page of a layer
     contract.py      what all of them rely on; compared before anything else (entry.py)
     settings.py      what a user may set
     refusals.py      what can't be served, and why

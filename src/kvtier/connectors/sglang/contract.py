@@ -163,3 +163,48 @@ LINKER = Contract(
     },
 )  # fmt: skip
 """Of the linker."""
+
+COPIES = Contract(
+    "SGLang",
+    "sglang",
+    "0.5.23",
+    "0.5.23",
+    (),
+    (
+        f"{CACHE}/device_pool_info.py",
+        f"{CACHE}/l2_transfer.py",
+        f"{CACHE}/pool_host/base.py",
+        f"{CACHE}/pool_host/mha.py",
+        f"{CACHE}/pool_host/mla.py",
+        "srt/plugins/hook_registry.py",
+    ),
+    overridden={
+        "L2TransferEngine": {"__init__": Takes("io_backend")},
+        **{
+            name: {
+                "load_to_device_per_layer": Takes(
+                    "device_pool, host_indices, device_indices, layer_id, io_backend, is_draft="
+                ),
+                "backup_from_device_all_layer": Takes(
+                    "device_pool, host_indices, device_indices, io_backend"
+                ),
+            }
+            for name in ("MHATokenToKVPoolHost", "MLATokenToKVPoolHost")
+        },
+    },
+    called={
+        "HookRegistry": CALLED["HookRegistry"],
+        "MHATokenToKVPoolHost": {"_npu_transfer_buffers": Takes()},
+        "MLATokenToKVPoolHost": {"_npu_transfer_pool_slices": Takes()},
+    },
+    read={
+        "HostKVCache": ("dcp_size", "layout", "page_size"),
+        "HookType": ("AROUND",),
+        "MHATokenToKVPoolHost": ("_transfer_device", "target_layer_num"),
+        "MLATokenToKVPoolHost": (
+            "_is_dummy", "_layer_shard_enabled", "_transfer_device", "target_layer_num",
+        ),
+        "MLASplitBuffers": ("index_k", "index_layer_indices", "index_scales", "k", "v"),
+    },
+)  # fmt: skip
+"""Of the copies on Ascend, which were never run on an NPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pkgutil import resolve_name
@@ -10,14 +11,18 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+COPIES_VARIABLE = "KVTIER_SGLANG_COPIES"
+"""In the environment: "1" has kvtier copy between SGLang's own pools on Ascend."""
+
 Hooks = Mapping[str, Callable[..., Any]]
 """What stands around SGLang's own, or in its place, by the full name of that."""
 
 
 def register() -> None:
     """Watch what steps take and when weights are replaced, let requests wait for the linker, and
-    bring the copies that SGLang lacks on a CPU. Called whether kvtier is asked for or not: so it
-    never raises, and what it hooks passes on what nobody listens to."""
+    bring the copies that SGLang lacks on a CPU, or, to those who ask for them, on Ascend. Called
+    whether kvtier is asked for or not: so it never raises, and what it hooks passes on what nobody
+    listens to."""
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
         from sglang.srt.utils import is_cpu
@@ -29,6 +34,9 @@ def register() -> None:
 
             for name, hook in hooks().items():
                 HookRegistry.register(name, hook, HookType.REPLACE)
+        if os.environ.get(COPIES_VARIABLE, "0") not in ("", "0"):
+            for name, hook in on_ascend().items():
+                HookRegistry.register(name, hook, HookType.AROUND)
     except (ImportError, AttributeError, TypeError) as error:
         logger.warning("kvtier can not hook into this SGLang: %r", error)
 
@@ -41,6 +49,28 @@ def around() -> Hooks:
 
     found = {**WATCH.hooks(), **NEW_WEIGHTS.hooks()}
     return {**found, **gate.hooks()} if find_spec(gate.LINKER) else found
+
+
+def on_ascend() -> Hooks:
+    """Those of the copies on Ascend; none where there is no NPU, or another SGLang than is known,
+    which is said."""
+    from kvtier.connectors.sglang.contract import COPIES
+
+    try:
+        from sglang.srt.utils import is_npu
+
+        if not is_npu():
+            logger.info("%s is set, but SGLang does not run on an NPU", COPIES_VARIABLE)
+            return {}
+    except RuntimeError as error:  # torch_npu is there, and no NPU
+        logger.info("%s is set, but %s", COPIES_VARIABLE, error)
+        return {}
+    from kvtier.connectors.sglang import ascend_copies
+
+    if found := COPIES.differences():
+        logger.warning("kvtier leaves its copies to SGLang: %s; %s", found[0], ascend_copies.LOSS)
+        return {}
+    return ascend_copies.COPIES.hooks
 
 
 def tell_missing(hooks: Hooks, loss: str) -> None:
