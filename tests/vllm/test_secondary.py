@@ -289,7 +289,7 @@ def test_disk_that_can_not_be_opened_is_left_alone(
 ) -> None:
     disk.fail("journal", count=1000)
     with running(tmp_path) as world:
-        assert "vLLM serves without the disk" in caplog.text
+        assert "the engine serves without the disk" in caplog.text
         world.store(keys_of(1, 2))
         assert world.load(keys_of(1, 2)) == [True, True]
         world.forget_host()
