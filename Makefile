@@ -95,7 +95,8 @@ bench-vllm: kvtier-in-vllm peers-vllm peers-vllm-lmcache
 	@mkdir -p reports
 	$(BIN)/python -m benchmarks.vllm_multi_turn --json reports/vllm_multi_turn.json
 
-# The same for SGLang: first its storage back ends behind its controller, then servers.
+# The same for SGLang: first storage back ends behind its controller, then servers, which are driven
+# by vLLM's benchmark, too.
 bench-sglang: kvtier-in-sglang peers-sglang-storage peers-vllm
 	@mkdir -p reports
 	$(BIN)/python -m benchmarks.sglang_storage --json reports/sglang_storage.json

@@ -10,7 +10,6 @@ put it. README.md says the method.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import statistics
@@ -20,10 +19,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.disk import FIO, FIO_DEPTHS, fio
@@ -31,6 +28,7 @@ from benchmarks.machine import machine_facts
 from benchmarks.peer_processes import Worker, start
 from benchmarks.peers import CONTESTANTS, OURS, Contestant
 from benchmarks.peers.store import BATCH
+from benchmarks.report import report
 from benchmarks.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier.serve_bench.stats import Estimate
 
@@ -294,18 +292,6 @@ def main(arguments: list[str] | None = None, sizes: dict[str, int] = SIZES) -> N
         "targets": targets(rows),
     }
     report(result, plan.json, table(rows))
-
-
-def report(result: dict[str, Any], path: str | None, *tables: Table) -> None:
-    """The tables and the targets for who looks, the result where it is wanted."""
-    console = Console(stderr=path == "-")
-    for each in (*tables, *result["targets"]):
-        console.print(each)
-    if path == "-":
-        json.dump(result, sys.stdout, indent=1)
-        print()
-    elif path:
-        Path(path).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from benchmarks.disk_peers import (
     SHARE_OF_CPU,
     SIZES,
     TIMES_FASTER,
-    report,
     run,
     table,
     targets,
@@ -33,6 +32,7 @@ from benchmarks.disk_peers import (
 from benchmarks.machine import machine_facts
 from benchmarks.peer_processes import Worker
 from benchmarks.peers import OURS, Contestant
+from benchmarks.report import report
 from benchmarks.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier.serve_bench.stats import Estimate
 
