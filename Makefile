@@ -32,7 +32,7 @@ help:
 	@echo "make fuzz    damage slabs, and requests to the server, MUTATIONS=100000 times in every mode"
 	@echo "make bench   the benchmarks; results in reports/"
 	@echo "make bench-vllm   vLLM's own multi-turn benchmark, without and with kvtier under it"
-	@echo "make bench-sglang the same of SGLang, and its storage back ends side by side"
+	@echo "make bench-sglang   the same under SGLang, and its storage back ends side by side"
 	@echo "make peers   SGLang, LMCache and vLLM into .peers, for the benchmarks that compare with them;"
 	@echo "             8 GB; one of them: make peers-sglang, peers-lmcache, peers-vllm"
 	@echo "make setup   make .venv (the others do it too)"

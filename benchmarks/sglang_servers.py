@@ -85,9 +85,13 @@ class Sglang(Contestant):
         return ["-m", "sglang.launch_server", *words_of(arguments)]
 
     def environ(self) -> dict[str, str]:
+        """As vLLM's: no messages to anybody, weights in huge pages."""
         return {
             "HF_HUB_OFFLINE": "1",
             "DO_NOT_TRACK": "1",
+            "PYTHONHASHSEED": "0",
+            "THP_MEM_ALLOC_ENABLE": "1",
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_CPU_OMP_THREADS_BIND": compute_cores(),
             "SGLANG_PLUGINS": self.plugins,
