@@ -13,8 +13,9 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup demo test test-sglang test-sglang-quick test-vllm test-vllm-quick test-vllm-upstream check lint check-native crash-test fuzz bench bench-vllm \
-	kvtier-in-vllm kvtier-in-sglang peers peers-sglang peers-lmcache peers-vllm peers-vllm-lmcache clean
+.PHONY: help setup demo test test-sglang test-sglang-quick test-vllm test-vllm-quick test-vllm-upstream check lint check-native crash-test fuzz bench bench-vllm bench-sglang \
+	kvtier-in-vllm kvtier-in-sglang peers peers-sglang peers-sglang-server peers-sglang-storage peers-lmcache peers-vllm \
+	peers-vllm-lmcache clean
 
 help:
 	@echo "make demo    serve real prompts through a two-tier cache, and show what it saved"
@@ -31,6 +32,7 @@ help:
 	@echo "make fuzz    damage slabs, and requests to the server, MUTATIONS=100000 times in every mode"
 	@echo "make bench   the benchmarks; results in reports/"
 	@echo "make bench-vllm   vLLM's own multi-turn benchmark, without and with kvtier under it"
+	@echo "make bench-sglang   the same under SGLang, and its storage back ends side by side"
 	@echo "make peers   SGLang, LMCache and vLLM into .peers, for the benchmarks that compare with them;"
 	@echo "             8 GB; one of them: make peers-sglang, peers-lmcache, peers-vllm"
 	@echo "make setup   make .venv (the others do it too)"
@@ -92,6 +94,13 @@ test-sglang-quick:
 bench-vllm: kvtier-in-vllm peers-vllm peers-vllm-lmcache
 	@mkdir -p reports
 	$(BIN)/python -m benchmarks.vllm_multi_turn --json reports/vllm_multi_turn.json
+
+# The same for SGLang: first storage back ends behind its controller, then servers, which are driven
+# by vLLM's benchmark, too.
+bench-sglang: kvtier-in-sglang peers-sglang-storage peers-vllm
+	@mkdir -p reports
+	$(BIN)/python -m benchmarks.sglang_storage --json reports/sglang_storage.json
+	$(BIN)/python -m benchmarks.sglang_multi_turn --json reports/sglang_multi_turn.json
 
 # kvtier goes into vLLM's environment as a wheel, as it does for those who serve with it.
 kvtier-in-vllm: setup $(PEERS)/vllm/.installed
@@ -166,6 +175,8 @@ PEER_PIP = $(@D)/bin/python -m pip install --disable-pip-version-check $(PIP_ARG
 
 peers: peers-sglang peers-lmcache peers-vllm
 peers-sglang: $(PEERS)/sglang/.installed
+peers-sglang-server: $(PEERS)/sglang-server/.installed
+peers-sglang-storage: $(PEERS)/sglang-storage/.installed
 peers-lmcache: $(PEERS)/lmcache/.installed
 peers-vllm: $(PEERS)/vllm/.installed $(PEERS)/vllm-benchmarks/.fetched
 peers-vllm-lmcache: $(PEERS)/vllm-lmcache/.installed
@@ -185,6 +196,14 @@ $(PEERS)/sglang/.installed: | $(BIN)/python
 $(PEERS)/sglang-server/.installed: tests/sglang/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv --clear $(@D)
 	$(PEER_PIP) --no-deps -r $<
+	@touch $@
+
+# What SGLang's server has, and back ends that others bring. NIXL's own list would bring CUDA.
+$(PEERS)/sglang-storage/.installed: $(PEERS)/sglang-server/.installed
+	$(BIN)/python -m venv --clear $(@D)
+	$(PEER_PIP) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	$(PEERS)/sglang-server/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/peers.pth
 	@touch $@
 
 # grpcio-status: without a bound pip tries dozens of its versions.

@@ -10,27 +10,25 @@ put it. README.md says the method.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import re
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks.disk import FIO, FIO_DEPTHS, fio
 from benchmarks.machine import machine_facts
-from benchmarks.peers import CONTESTANTS, OURS, ROOT, Contestant
+from benchmarks.peer_processes import Worker, start
+from benchmarks.peers import CONTESTANTS, OURS, Contestant
 from benchmarks.peers.store import BATCH
+from benchmarks.report import report
 from benchmarks.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier.serve_bench.stats import Estimate
 
@@ -41,19 +39,6 @@ TIMES_FASTER = 1.5
 SHARE_OF_CPU = 0.2
 COLD = 0.95
 """Of what a contestant read, this much has to come from the disk."""
-
-QUIET = {
-    "LMCACHE_TRACK_USAGE": "false",
-    "LMCACHE_DISABLE_BANNER": "1",
-    "LMCACHE_LOG_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PYTHONHASHSEED": "0",
-    "OMP_NUM_THREADS": "1",
-}
-"""For the peers: no messages, to us or to anybody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,129 +73,33 @@ class Row:
         return estimate(self.cpu_s_per_gb or 0.0, self.cpu_s_per_gb_between)
 
 
-class Worker:
-    """A contestant's process. It waits between its turns."""
-
-    def __init__(
-        self,
-        contestant: Contestant,
-        folder: Path,
-        block_bytes: int,
-        num_blocks: int,
-        small_pages: bool = False,
-    ) -> None:
-        self.contestant = contestant
-        self._complaints = tempfile.TemporaryFile("w+")  # noqa: SIM115  closed in close()
-        (folder / "blocks").mkdir(parents=True)
-        arguments = {
-            "--module": contestant.module,
-            "--options": json.dumps(contestant.options),
-            "--folder": folder / "blocks",
-            "--block-bytes": block_bytes,
-            "--num-blocks": num_blocks,
-        }
-        self._process = subprocess.Popen(
-            [contestant.python, "-W", "ignore", "-m", "benchmarks.peers.worker"]
-            + [str(part) for pair in arguments.items() for part in pair]
-            + ["--small-pages"] * small_pages,
-            cwd=ROOT,
-            env={**os.environ, **QUIET},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._complaints,
-            text=True,
-        )
-
-    def answer(self) -> dict[str, float]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait()
-            self._complaints.seek(0)
-            lines = self._complaints.read().strip().splitlines()
-            # Threads may have more to say after the exception.
-            errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
-            reason = (errors or lines or ["it ended"])[-1]
-            raise RuntimeError(f"{self.contestant.name}: {reason}")
-        return json.loads(line)
-
-    def ask(self, do: str, **what: object) -> dict[str, float]:
-        """Have it do something. Raises AssertionError where bytes were wrong."""
-        assert self._process.stdin is not None
-        print(json.dumps({"do": do, **what}), file=self._process.stdin, flush=True)
-        answer = self.answer()
-        if answer.get("wrong"):
-            raise AssertionError(f"{self.contestant.name}: {answer['wrong']} wrong blocks in {do}")
-        return answer
-
-    def close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
-        self._process.wait()
-        self._complaints.close()
-
-
 class Numbers:
     """Blocks to read, drawn from those that are stored; and numbers of new ones."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
+    def __init__(self, num_blocks: int, batch: int = BATCH) -> None:
+        self._num_blocks, self._batch = num_blocks, batch
         self._next = num_blocks
 
     def stored(self, num_batches: int, seed: int) -> list[list[int]]:
         """All different: the second time a block would come from the page cache."""
         rng = np.random.default_rng(seed)
-        drawn = rng.choice(self._num_blocks, (num_batches, BATCH), replace=False)
+        drawn = rng.choice(self._num_blocks, (num_batches, self._batch), replace=False)
         return [batch.tolist() for batch in drawn]
 
     def new(self, num_batches: int) -> list[list[int]]:
         first = self._next
-        self._next += num_batches * BATCH
-        return [list(range(at, at + BATCH)) for at in range(first, self._next, BATCH)]
-
-
-def start(
-    contestants: Sequence[Contestant],
-    folder: Path,
-    block_bytes: int,
-    num_blocks: int,
-    small_pages: bool = False,
-) -> tuple[list[Worker], dict[str, str]]:
-    """Those that can take part, with their blocks on disk, and the versions; a line on stderr for
-    each that can't."""
-    ready: list[Worker] = []
-    versions: dict[str, str] = {}
-    for number, contestant in enumerate(contestants):
-        if not contestant.python.exists():
-            print(
-                f"{contestant.name}: left out, `make peers-{contestant.peer}` installs it",
-                file=sys.stderr,
-            )
-            continue
-        small = small_pages and contestant.peer != OURS
-        worker = Worker(contestant, folder / str(number), block_bytes, num_blocks, small)
-        try:
-            version = str(worker.answer()["version"])
-            worker.ask("fill")
-        except RuntimeError as error:
-            if contestant.peer == OURS:
-                raise
-            print(f"{error}: left out", file=sys.stderr)
-            worker.close()
-            continue
-        versions[contestant.peer] = version
-        ready.append(worker)
-    return ready, versions
+        self._next += num_batches * self._batch
+        places = range(first, self._next, self._batch)
+        return [list(range(at, at + self._batch)) for at in places]
 
 
 def measure_size(
     workers: Sequence[Worker], block: str, block_bytes: int, plan: argparse.Namespace, path: Path
 ) -> list[Row]:
     """All rows of one size. The first round warms up; whose turn is first changes."""
-    num_blocks = num_blocks_of(plan.gib, block_bytes)
-    numbers = Numbers(num_blocks)
-    gb = plan.batches * BATCH * block_bytes / 1e9
+    num_blocks = num_blocks_of(plan.gib, block_bytes, plan.batch)
+    numbers = Numbers(num_blocks, plan.batch)
+    gb = plan.batches * plan.batch * block_bytes / 1e9
     found: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
     limits: dict[str, list[float]] = defaultdict(list)
     for turn in range(plan.rounds + 1):
@@ -224,7 +113,7 @@ def measure_size(
         if turn and shutil.which(FIO):
             for direction in (READ, WRITE):
                 rates = [
-                    fio(path, direction == WRITE, block_bytes, n, plan.batches * BATCH)
+                    fio(path, direction == WRITE, block_bytes, n, plan.batches * plan.batch)
                     for n in FIO_DEPTHS
                 ]
                 limits[direction].append(max(rates))
@@ -273,9 +162,15 @@ def row(
     )
 
 
-def targets(rows: Sequence[Row]) -> list[dict[str, object]]:
+def targets(
+    rows: Sequence[Row],
+    wanted: Callable[[str], tuple[float, float | None]] = lambda peer: (TIMES_FASTER, SHARE_OF_CPU),
+) -> list[dict[str, object]]:
     """Cold reads: how many times a peer's GB/s, and which share of its CPU time. A peer counts
-    by its fastest and by its cheapest way, and the worst size counts."""
+    by its fastest and by its cheapest way, and the worst size counts.
+
+    wanted: of a peer, both; None where the CPU time is no target.
+    """
     reads = [each for each in rows if each.direction == READ and each.peer != FIO]
     peers = list(dict.fromkeys(each.peer for each in reads if each.peer != OURS))
     found: list[dict[str, object]] = []
@@ -293,16 +188,17 @@ def targets(rows: Sequence[Row]) -> list[dict[str, object]]:
                 min(times, key=lambda each: each.value),
                 max(shares, key=lambda each: each.value),
             )
-            found += [
-                judged("S5", least, TIMES_FASTER, at_least=True, **common, measure="GB/s"),
-                judged("S5", most, SHARE_OF_CPU, at_least=False, **common, measure="CPU"),
-            ]
+            times_faster, share = wanted(peer)
+            found.append(judged("S5", least, times_faster, at_least=True, **common, measure="GB/s"))
+            if share is not None:
+                found.append(judged("S5", most, share, at_least=False, **common, measure="CPU"))
     return found
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(rows: Sequence[Row], batch: int = BATCH) -> Table:
     """A section per size and direction."""
-    result = Table(title="64-block batches; reads are cold, writes until they left the page cache")
+    title = f"{batch}-block batches; reads are cold, writes until they left the page cache"
+    result = Table(title=title)
     for heading in ("block", "direction", "cache"):
         result.add_column(heading, no_wrap=True)
     for heading in ("GB/s", "best", "worst", "CPU s/GB", "acknowledged", "from disk"):
@@ -323,29 +219,38 @@ def table(rows: Sequence[Row]) -> Table:
     return result
 
 
-def num_blocks_of(gib: float, block_bytes: int) -> int:
+def num_blocks_of(gib: float, block_bytes: int, batch: int) -> int:
     """Whole batches."""
-    return max(1, int(gib * (1 << 30)) // (BATCH * block_bytes)) * BATCH
+    return max(1, int(gib * (1 << 30)) // (batch * block_bytes)) * batch
 
 
-def run(plan: argparse.Namespace) -> tuple[list[Row], dict[str, str]]:
-    """All rows, and the contestants' versions."""
-    chosen = [each for each in CONTESTANTS if not plan.peers or each.peer in (OURS, *plan.peers)]
+def run(
+    plan: argparse.Namespace,
+    chosen: Sequence[Contestant],
+    also: Callable[[Sequence[Worker], str, int], None] | None = None,
+) -> tuple[list[Row], dict[str, str]]:
+    """All rows, and the contestants' versions. also: whatever else is asked of those that take part
+    in a size, with its name and the number of stored blocks."""
     rows: list[Row] = []
     versions: dict[str, str] = {}
     for block, block_bytes in plan.sizes.items():
         with tempfile.TemporaryDirectory(prefix="kvtier-peers-", dir=plan.folder) as name:
             folder = Path(name)
             limit = folder / "limit"
-            num_blocks = num_blocks_of(plan.gib, block_bytes)
-            if plan.batches * BATCH > num_blocks:
-                sys.exit(f"--batches {plan.batches} of {BATCH} blocks: more than --gib {plan.gib}")
+            num_blocks = num_blocks_of(plan.gib, block_bytes, plan.batch)
+            if plan.batches * plan.batch > num_blocks:
+                few = f"--batches {plan.batches} of {plan.batch} blocks"
+                sys.exit(f"{few}: more than --gib {plan.gib}")
             if shutil.which(FIO):
                 make_file(limit, num_blocks * block_bytes)
-            workers, found = start(chosen, folder, block_bytes, num_blocks, plan.small_pages)
+            workers, found = start(
+                chosen, folder, block_bytes, num_blocks, plan.small_pages, plan.batch
+            )
             versions.update(found)
             try:
                 rows += measure_size(workers, block, block_bytes, plan, limit)
+                if also is not None:
+                    also(workers, block, num_blocks)
             finally:
                 for worker in workers:
                     worker.close()
@@ -374,7 +279,10 @@ def main(arguments: list[str] | None = None, sizes: dict[str, int] = SIZES) -> N
     plan = parser.parse_args(arguments)
     plan.sizes = sizes
     machine = machine_facts()
-    rows, versions = run(plan)
+    plan.batch = BATCH
+    rows, versions = run(
+        plan, [each for each in CONTESTANTS if not plan.peers or each.peer in (OURS, *plan.peers)]
+    )
     result = {
         "benchmark": "disk_peers",
         "machine": machine,
@@ -383,15 +291,7 @@ def main(arguments: list[str] | None = None, sizes: dict[str, int] = SIZES) -> N
         "rows": [asdict(each) for each in rows],
         "targets": targets(rows),
     }
-    console = Console(stderr=plan.json == "-")
-    console.print(table(rows))
-    for target in result["targets"]:
-        console.print(target)
-    if plan.json == "-":
-        json.dump(result, sys.stdout, indent=1)
-        print()
-    elif plan.json:
-        Path(plan.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    report(result, plan.json, table(rows))
 
 
 if __name__ == "__main__":

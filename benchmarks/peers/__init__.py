@@ -24,13 +24,20 @@ class Contestant:
     """Whose it is: ``kvtier`` or the name of an environment."""
     module: str
     options: dict[str, object] = field(default_factory=dict)
+    environment: str | None = None
+    """Where it runs, if not in that of ``peer``."""
 
     @property
     def python(self) -> Path:
         """The interpreter of its environment."""
-        if self.peer == OURS:
+        if self.peer == OURS and self.environment is None:
             return Path(sys.executable)
-        return ENVIRONMENTS / self.peer / "bin" / "python"
+        return ENVIRONMENTS / (self.environment or self.peer) / "bin" / "python"
+
+    @property
+    def target(self) -> str:
+        """What makes the environment."""
+        return f"peers-{self.environment or self.peer}"
 
 
 CONTESTANTS = (

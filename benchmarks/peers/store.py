@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +14,19 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 BATCH = 64
-"""Blocks that are stored or loaded at a time."""
+"""Blocks that are stored or loaded at a time, where nothing else is said."""
 
 
 class Arena:
     """Memory for one batch: page-aligned, in huge pages if wanted and granted."""
 
-    def __init__(self, block_bytes: int, huge_pages: bool = True) -> None:
-        self.block_bytes = block_bytes
+    def __init__(self, block_bytes: int, huge_pages: bool = True, batch: int = BATCH) -> None:
+        self.block_bytes, self.batch = block_bytes, batch
         self.buffer = mmap.mmap(
-            -1, BATCH * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            -1, batch * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
         self.buffer.madvise(mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE)
-        self.blocks: Bytes = np.frombuffer(self.buffer, np.uint8).reshape(BATCH, block_bytes)
+        self.blocks: Bytes = np.frombuffer(self.buffer, np.uint8).reshape(batch, block_bytes)
         self.blocks[:] = 0
 
 
@@ -34,9 +34,9 @@ class Store(ABC):
     """Blocks on disk, by number. The cache gets nothing but keys and memory.
 
     The caller guarantees
-        a batch has at most ``BATCH`` numbers, all different; what is loaded was stored; what is
-        stored is not there yet. Before a batch is stored its blocks lie in the arena, the i-th at
-        place i.
+        a batch has at most as many numbers as the arena has blocks, all different; what is loaded
+        was stored; what is stored is not there yet. Before a batch is stored its blocks lie in the
+        arena, the i-th at place i.
     The implementer provides
         ``store`` and ``load`` return when the cache says that the whole batch is done; only they
         are timed.
@@ -63,12 +63,20 @@ class Store(ABC):
         """The block that the last ``load`` gave for its number at ``place``. Not timed."""
         return self.arena.blocks[place]
 
+    def clear(self) -> None:
+        """Leave nothing of what was in the memory that ``load`` fills. Not timed."""
+        self.arena.blocks[:] = 0
+
     def release(self) -> None:  # noqa: B027  most need nothing
         """Give back what the last ``load`` gave. Not timed."""
 
     def files(self, numbers: Sequence[int]) -> list[Path]:
         """Those that hold these blocks; all of the folder where blocks share them."""
         return [path for path in self.folder.rglob("*") if path.is_file()]
+
+    def lookup(self, numbers: Sequence[int]) -> Callable[[], int]:
+        """A question that is ready to be asked: how many of the first of these are there?"""
+        raise NotImplementedError
 
     @abstractmethod
     def forget(self, numbers: Sequence[int]) -> None:

@@ -32,7 +32,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 class Contest:
     """A store, the content of its blocks, and a clock around its calls.
 
-    Block n holds its number and then random bytes, which every 64th block has in common.
+    Block n holds its number and then random bytes, which the n-th of every batch have in common.
     """
 
     def __init__(self, store: Store) -> None:
@@ -42,8 +42,8 @@ class Contest:
 
     def fill(self) -> dict[str, object]:
         """Store all blocks, in order."""
-        for first in range(0, self.store.num_blocks, BATCH):
-            numbers = range(first, min(first + BATCH, self.store.num_blocks))
+        for first in range(0, self.store.num_blocks, self.arena.batch):
+            numbers = range(first, min(first + self.arena.batch, self.store.num_blocks))
             self._put(numbers)
             self.store.prepare(numbers)
             self.store.store(numbers)
@@ -57,7 +57,7 @@ class Contest:
         wrong = num_bytes = 0
         before = bytes_from_disk()
         for numbers in batches:
-            self.arena.blocks[:] = 0
+            self.store.clear()
             began, cpu_before = time.perf_counter(), cpu_s()
             self.store.load(numbers)
             seconds += time.perf_counter() - began
@@ -85,7 +85,7 @@ class Contest:
             settle(files)
             seconds += time.perf_counter() - began
             cpu += cpu_s() - cpu_before
-            self.arena.blocks[:] = 0
+            self.store.clear()
             self.store.load(numbers)
             wrong += self._num_wrong(numbers)
             self.store.release()
@@ -97,9 +97,20 @@ class Contest:
             "wrong": wrong,
         }
 
+    def look_up(self, batches: Sequence[Sequence[int]]) -> dict[str, object]:
+        """Ask which of some stored blocks are there; how long each question took."""
+        seconds, wrong = [], 0
+        for numbers in batches:
+            ask = self.store.lookup(numbers)
+            began = time.perf_counter()
+            found = ask()
+            seconds.append(time.perf_counter() - began)
+            wrong += len(numbers) - found
+        return {"each_s": seconds, "wrong": wrong}
+
     def _put(self, numbers: Sequence[int]) -> None:
         for place, number in enumerate(numbers):
-            self.arena.blocks[place] = self.content[number % BATCH]
+            self.arena.blocks[place] = self.content[number % self.arena.batch]
             self.arena.blocks[place, :STAMP_BYTES] = stamp(number)
 
     def _num_wrong(self, numbers: Sequence[int]) -> int:
@@ -110,7 +121,9 @@ class Contest:
         return (
             block.size == self.arena.block_bytes
             and np.array_equal(block[:STAMP_BYTES], stamp(number))
-            and np.array_equal(block[STAMP_BYTES:], self.content[number % BATCH, STAMP_BYTES:])
+            and np.array_equal(
+                block[STAMP_BYTES:], self.content[number % self.arena.batch, STAMP_BYTES:]
+            )
         )
 
 
@@ -164,13 +177,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--block-bytes", type=int, required=True)
     parser.add_argument("--num-blocks", type=int, required=True)
+    parser.add_argument("--batch", type=int, default=BATCH, help="blocks at a time")
     parser.add_argument("--small-pages", action="store_true", help="memory in pages of 4 KiB")
     options = parser.parse_args()
     # Whatever a library prints is no answer, also from C.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     opened = importlib.import_module(f"benchmarks.peers.{options.module}").open_store
-    arena = Arena(options.block_bytes, not options.small_pages)
+    arena = Arena(options.block_bytes, not options.small_pages, options.batch)
     store = opened(arena, options.folder, options.num_blocks, **options.options)
     contest = Contest(store)
     print(json.dumps({"version": store.version}), file=answers, flush=True)

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.vllm_fetch import find_link, unpack
-from benchmarks.vllm_multi_turn import value_of
-from benchmarks.vllm_protocol import (
+from benchmarks.multi_turn_protocol import (
     Process,
     family_of,
     last_error,
@@ -20,9 +18,10 @@ from benchmarks.vllm_protocol import (
     read_counters,
     read_process,
 )
-from benchmarks.vllm_report import Results, result_json, tables
-from benchmarks.vllm_requests import Asked, Burst, Check, NewPrompts, in_turn, tokens
-from benchmarks.vllm_script import (
+from benchmarks.multi_turn_report import Results, tables
+from benchmarks.multi_turn_requests import Asked, Burst, Check, NewPrompts, in_turn, tokens
+from benchmarks.multi_turn_run import value_of
+from benchmarks.multi_turn_script import (
     Run,
     Turn,
     Workload,
@@ -32,9 +31,11 @@ from benchmarks.vllm_script import (
     read_turns,
     words,
 )
+from benchmarks.multi_turn_slow_disk import Asked as AskedOfDisk
+from benchmarks.multi_turn_slow_disk import SlowDisk
+from benchmarks.vllm_fetch import find_link, unpack
+from benchmarks.vllm_report import result_json
 from benchmarks.vllm_servers import ENDLESS, LMCACHE, ON_DISK, OURS, VLLM, with_kvtier
-from benchmarks.vllm_slow_disk import Asked as AskedOfDisk
-from benchmarks.vllm_slow_disk import SlowDisk
 
 
 def test_answer_has_every_step_and_the_usage() -> None:
@@ -183,7 +184,7 @@ def _results(ours: float = 40.0, loss: float = 1.005) -> Results:
     return Results(
         [Check(VLLM, 2, 2, 0, 2, 0, 2)],
         {number: {VLLM: alone, OURS: mine} for number in range(6)},
-        [_new(loss)] * 6,
+        {OURS: [_new(loss)] * 6},
     )
 
 
@@ -223,7 +224,7 @@ def test_t2_wants_no_more_than_a_hundredth_lost(loss: float, met: bool) -> None:
 
 def test_t2_is_the_median_over_starts_of_the_servers() -> None:
     losses = [0.9, 0.95, 1.0, 1.02, 1.1, 1.2]
-    results = replace(_results(), new=[_new(loss) for loss in losses])
+    results = replace(_results(), new={OURS: [_new(loss) for loss in losses]})
     (ratios,) = (each for each in result_json(results)["rows"] if "starts" in each)
     assert ratios["ttft_ratio"] == {"value": 1.01, "low": 0.9, "high": 1.2, "by_start": losses}
 
@@ -239,7 +240,7 @@ def test_t4_of_a_peer_is_its_own_row() -> None:
 @pytest.mark.parametrize(("ours", "met"), [(103.0, [True, True]), (109.0, [False, True])])
 def test_t3_compares_with_a_vllm_that_never_saw_the_prompt(ours: float, met: list[bool]) -> None:
     slow = SlowDisk(1_000_000, 500_000, [AskedOfDisk(ours, 100.0, 0)] * 100)
-    found = result_json(Results(slow_disk=slow))
+    found = result_json(Results(slow_disk={OURS: slow}))
     assert [each["met"] for each in found["targets"]] == met
     assert found["rows"][0]["load_ms"] == 500.0
 

@@ -13,11 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.multi_turn_servers import SERVED_AS, Server
+from benchmarks.peers import ENVIRONMENTS
 from benchmarks.vllm_fetch import FOLDER
-from benchmarks.vllm_servers import QUIET, SERVED_AS, Server, vllm_alone
+from benchmarks.vllm_servers import QUIET
 from kvtier.serve_bench.stats import summarize
 
 SCRIPT = FOLDER / "benchmark_serving_multi_turn.py"
+PYTHON = ENVIRONMENTS / "vllm" / "bin" / "python"
 TEXT = "words.txt"
 LIMIT_S = 900.0
 
@@ -112,8 +115,8 @@ def read_turns(stats: Sequence[Mapping[str, Any]]) -> list[Turn]:
 @dataclass(frozen=True, slots=True)
 class Run:
     """The script once through. answers: a digest per conversation that came to its end.
-    cached_tokens: of all prompts, as vLLM counts them. from_tier_tokens: those of them that were
-    not in vLLM's own pool. cpu_s: of the server's processes."""
+    cached_tokens: of all prompts, as the engine counts them. from_tier_tokens: those of them that
+    were not in its own pool. cpu_s: of the server's processes."""
 
     turns: tuple[Turn, ...]
     answers: Mapping[str, str]
@@ -154,17 +157,13 @@ def mean(values: Sequence[float]) -> float:
     return found.mean
 
 
-HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
-FROM_TIER = "vllm:external_prefix_cache_hits_total"
-
-
 def run_script(server: Server, workload: Workload, seed: int, model: Path, folder: Path) -> Run:
     """All conversations against a server, by a client in vLLM's environment, whoever serves.
     RuntimeError where the script or a request failed."""
     folder.mkdir(parents=True)
     (folder / TEXT).write_text(words(seed), encoding="utf-8")
     (folder / "input.json").write_text(json.dumps(workload.config()), encoding="utf-8")
-    before, cpu_s = server.counters(), server.cpu_s()
+    before, cpu_s = server.tokens(), server.cpu_s()
     arguments: dict[str, object] = {
         "--input-file": "input.json",
         "--stats-json-output": "stats.json",
@@ -178,7 +177,7 @@ def run_script(server: Server, workload: Workload, seed: int, model: Path, folde
         "--no-early-stop": None,
     }
     done = subprocess.run(
-        [vllm_alone().python, SCRIPT]
+        [PYTHON, SCRIPT]
         + [str(word) for pair in arguments.items() for word in pair if word is not None],
         cwd=folder,
         env={**os.environ, **QUIET},
@@ -193,14 +192,13 @@ def run_script(server: Server, workload: Workload, seed: int, model: Path, folde
     conversations = json.loads((folder / "output.json").read_text())
     if failed := num_failures(done.stderr):
         raise RuntimeError(f"{SCRIPT.name}: {failed} requests failed: {done.stderr[-400:]}")
-    after, cpu_s = server.counters(), server.cpu_s() - cpu_s
-    grown = {name: after.get(name, 0) - before.get(name, 0) for name in (HITS, QUERIES, FROM_TIER)}
+    counted, cpu_s = server.tokens().since(before), server.cpu_s() - cpu_s
     return Run(
         turns=tuple(turns),
         answers={each["id"]: digest(each["messages"]) for each in conversations},
-        prompt_tokens=int(grown[QUERIES]),
-        cached_tokens=int(grown[HITS] + grown[FROM_TIER]),
-        from_tier_tokens=int(grown[FROM_TIER]),
+        prompt_tokens=int(counted.prompt),
+        cached_tokens=int(counted.cached),
+        from_tier_tokens=int(counted.from_tier),
         num_requests=len(turns),
         cpu_s=cpu_s,
     )

@@ -1,7 +1,7 @@
-"""A disk slower than computing, under vLLM: what does it cost to have known prompts there?
+"""A disk slower than computing, under an engine: what does it cost to have known prompts there?
 
 kvtier keeps prompts on a throttled disk, host memory being too small for them. Then they are asked
-again, in turn with a vLLM that never saw them. No load is worth waiting for at that rate.
+again, in turn with an engine that never saw them. No load is worth waiting for at that rate.
 """
 
 from __future__ import annotations
@@ -9,20 +9,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.vllm_requests import BEYOND, in_turn, tokens
-from benchmarks.vllm_servers import BLOCK, Server, with_kvtier
-from kvtier.connectors.vllm.settings import Settings
+from benchmarks.multi_turn_requests import BEYOND, in_turn, tokens
+from benchmarks.multi_turn_servers import Contestant, Server, Size
 from kvtier.serve_bench.stats import LEAST_VALUES, P99_VALUES, percentile_ratio, rounded, summarize
 from kvtier.serve_bench.target import is_met
 
-NEEDED = ("disk_path", "disk_capacity", "disk_bytes_per_s")
 SLOWER_THAN_COMPUTING = 2.0
 """A prompt takes so many times as long to read as to compute."""
 OUTPUT_TOKENS = 4
-HOST_PROMPTS = 2
 P50, P99 = 1.03, 1.10
 
 
@@ -43,7 +40,7 @@ class SlowDisk:
     prompt_bytes: int
     asked: list[Asked]
 
-    def rows(self) -> list[dict[str, object]]:
+    def rows(self, contestant: str) -> list[dict[str, object]]:
         """One."""
         ours = summarize([each.ttft_ms for each in self.asked])
         cold = summarize([each.cold_ms for each in self.asked])
@@ -52,6 +49,7 @@ class SlowDisk:
         return [
             {
                 "kind": "slow disk",
+                "contestant": contestant,
                 "prompts": len(self.asked),
                 "bytes_per_s": self.bytes_per_s,
                 "load_ms": round(1000 * self.prompt_bytes / self.bytes_per_s, 1),
@@ -63,7 +61,7 @@ class SlowDisk:
             }
         ]
 
-    def targets(self) -> list[dict[str, object]]:
+    def targets(self, contestant: str) -> list[dict[str, object]]:
         """T3: times as long as cold. met: None where the prompts are too few to tell."""
         found: list[dict[str, object]] = []
         pairs = [(each.ttft_ms, each.cold_ms) for each in self.asked]
@@ -72,6 +70,7 @@ class SlowDisk:
             found.append(
                 {
                     "id": "T3",
+                    "contestant": contestant,
                     "measure": f"p{percentile}",
                     "value": rounded(ratio.value),
                     "interval_95": ratio.interval_json(),
@@ -82,40 +81,39 @@ class SlowDisk:
         return found
 
 
-def missing_settings() -> list[str]:
-    """Of kvtier under vLLM, that this needs."""
-    known = {field.name for field in fields(Settings)}
-    return [name for name in NEEDED if name not in known]
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """Prompts that lie on a disk. num_blocks: of each; more of them than device and host have room
+    for. bytes_per_token: of KV."""
+
+    num_prompts: int
+    num_blocks: int
+    bytes_per_token: int
 
 
 def measure_slow_disk(
     alone: Server,
+    with_disk: Callable[[int, int], Contestant],
+    slow: Slow,
     model: Path,
     folder: Path,
-    num_prompts: int,
-    num_blocks: int,
-    bytes_per_token: int,
-    device_blocks: int,
+    size: Size,
     say: Callable[[str], None],
 ) -> SlowDisk:
-    """alone: a vLLM to compare with. num_blocks: of a prompt; more prompts than the device pool
-    has room for. bytes_per_token: of KV."""
-    prompt_bytes = num_blocks * BLOCK * bytes_per_token
-    length = num_blocks * BLOCK + BEYOND
-    if num_prompts * (num_blocks + 1) <= 2 * device_blocks:
-        raise ValueError(f"{num_prompts} prompts of {num_blocks} blocks: too few for the pool")
+    """alone: an engine to compare with. with_disk: one whose disk moves so many bytes per second,
+    where a prompt has so many bytes."""
+    block, num_prompts = alone.contestant.block, slow.num_prompts
+    prompt_bytes = slow.num_blocks * block * slow.bytes_per_token
+    length = slow.num_blocks * block + BEYOND
+    if num_prompts * (slow.num_blocks + 1) <= 2 * size.device_blocks:
+        raise ValueError(f"{num_prompts} prompts of {slow.num_blocks} blocks: too few for the pool")
     usual = statistics.median(
         alone.ask(tokens(-1 - number, length), OUTPUT_TOKENS).ttft_ms for number in range(4)
     )
     rate = int(prompt_bytes / (SLOWER_THAN_COMPUTING * usual / 1000))
-    contestant = with_kvtier(
-        str(HOST_PROMPTS * prompt_bytes),
-        disk_path=str(folder / "slab"),
-        disk_capacity=2 * num_prompts * prompt_bytes,
-        disk_bytes_per_s=rate,
-    )
+    contestant = with_disk(rate, prompt_bytes)
     prompts = [tokens(50_000 + number, length) for number in range(num_prompts)]
-    server = Server(contestant, model, folder, device_blocks)
+    server = Server(contestant, model, folder, size)
     try:
         server.wait()
         server.ask(tokens(-9, length), OUTPUT_TOKENS)

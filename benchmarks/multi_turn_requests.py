@@ -9,15 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from benchmarks.vllm_protocol import Answer
-from benchmarks.vllm_servers import BLOCK, Server
+from benchmarks.multi_turn_protocol import Answer
+from benchmarks.multi_turn_servers import Server
 
 Each = TypeVar("Each")
 
 VOCABULARY = range(10, 4000)
 BEYOND = 50
-"""Tokens behind the last full block: the hits in vLLM's pool and below it then end at the same
-place, and the rest is computed alike."""
+"""Tokens behind the last full block: the hits in the engine's pool and below it then end at the
+same place, and the rest is computed alike."""
 CHECK_BLOCKS = 7
 CHECK_TOKENS = 8
 RIVALS = 4
@@ -31,7 +31,7 @@ def tokens(seed: int, count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One contestant, several prompts: computed, from vLLM's own pool, and from what is under it.
+    """One contestant, several prompts: computed, from the engine's own pool, and from below it.
 
     same_logprobs: all log-probabilities of the third are those of the second, bit for bit.
     same_as_first: the third's tokens are those of the first contestant's first.
@@ -48,7 +48,7 @@ class Check:
     def failure(self, has_tier: bool) -> str | None:
         """What is wrong, in words."""
         if self.from_pool < self.prompts:
-            return f"only {self.from_pool} of {self.prompts} prompts were found in vLLM's pool"
+            return f"only {self.from_pool} of {self.prompts} prompts were found in the pool"
         if has_tier and self.from_tier < self.prompts:
             return f"only {self.from_tier} of {self.prompts} prompts came back from below"
         for what in ("same_tokens", "same_logprobs", "same_as_first"):
@@ -59,7 +59,7 @@ class Check:
 
 def check(servers: Sequence[Server], num_prompts: int) -> list[Check]:
     """Ask every server the same. Needs room for a prompt in the pools."""
-    cached = CHECK_BLOCKS * BLOCK
+    cached = CHECK_BLOCKS * servers[0].contestant.block
     prompts = [tokens(seed, cached + BEYOND) for seed in range(num_prompts)]
     found, first_texts = [], []
     for server in servers:

@@ -1,4 +1,4 @@
-"""What vLLM's server says, read: streamed answers, metrics, the end of a log; and its processes."""
+"""What an engine's server says: streamed answers, metrics, the end of a log; and its processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ERROR = re.compile(r"\b([\w.]*(?:Error|Exception)\b: .+)")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """ttft_ms: until the first token was here. cached_tokens: of the prompt, as vLLM counts them.
-    steps: per generated token, its log-probability and its rivals'."""
+    """ttft_ms: until the first token was here. cached_tokens: of the prompt, as the engine counts
+    them. steps: per generated token, its log-probability and its rivals'."""
 
     ttft_ms: float
     total_ms: float
@@ -56,6 +56,16 @@ def read_counters(text: str) -> dict[str, float]:
     for line in text.splitlines():
         if match := METRIC.match(line):
             found[match[1]] += float(match[2])
+    return dict(found)
+
+
+def read_by_label(text: str, metric: str, label: str) -> dict[str, float]:
+    """One metric of the same, summed by the values of a label."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for line in text.splitlines():
+        if (match := METRIC.match(line)) and match[1] == metric:
+            value = re.search(rf'\b{label}="([^"]*)"', line)
+            found[value[1] if value else ""] += float(match[2])
     return dict(found)
 
 

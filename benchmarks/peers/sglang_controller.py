@@ -1,0 +1,208 @@
+"""A storage back end of SGLang's, behind its own controller and one of its host pools.
+
+What is timed is `HiCacheController`'s part of a prefetch or of a backup: batches of 128 pages, the
+generic way through a page's own tensor (`file`) or straight into the pool, as SGLang chooses by the
+back end. Its threads, its queues and the agreement between ranks are left out.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+
+from benchmarks.peers import ROOT
+from benchmarks.peers.store import Arena, Bytes, Store, key_of
+
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+sys.path.append(str(ROOT / "tests" / "sglang" / "stand_ins"))
+
+from sglang.srt.managers import cache_controller
+from sglang.srt.managers.cache_controller import (
+    HiCacheController,
+    PrefetchOperation,
+    StorageOperation,
+)
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+PAGE, HEADS, HEAD_DIM = 64, 2, 128
+LAYER_BYTES = 2 * PAGE * HEADS * HEAD_DIM * 2
+"""Of a page: K and V in two bytes each, of a rank that has two heads."""
+FOLDERS = ("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", "SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR")
+KEPT = 4
+"""Batches for which a back end with a bound has room beyond what is stored."""
+OURS = {
+    "backend_name": "kvtier",
+    "module_path": "kvtier.connectors.sglang.entry",
+    "class_name": "KvtierStorage",
+    "interface_v1": 1,
+    "hicache_storage_pass_prefix_keys": True,
+    "namespace": "benchmark",
+    "load_policy": "always",
+}
+
+
+class SglangController(Store):
+    """One rank of one model. A batch is one operation of the controller's.
+
+    backend: by SGLang's name. package: whose version it is. extra: of the back end's settings.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        folder: Path,
+        num_blocks: int,
+        backend: str,
+        package: str,
+        extra: Mapping[str, object],
+    ) -> None:
+        super().__init__(arena, folder, num_blocks)
+        self.version = metadata.version(package)
+        torch.set_num_threads(1)
+        os.environ.update(dict.fromkeys(FOLDERS, str(folder)))
+        settings = dict(extra)
+        if backend == "dynamic":
+            capacity = (num_blocks + KEPT * arena.batch) * arena.block_bytes
+            settings = {**OURS, "disk_path": str(folder), "disk_capacity": capacity, **settings}
+        self._is_ours = backend == "dynamic"
+        self._pool = host_pool(arena.block_bytes, arena.batch)
+        slots = self._pool.alloc(arena.batch * PAGE)
+        assert slots is not None, "the pool has room for a batch"
+        order = torch.randperm(arena.batch, generator=torch.Generator().manual_seed(1))
+        self._places = slots.view(arena.batch, PAGE)[order]
+        self._storage, self._controller = controller(backend, settings, self._pool)
+
+    def prepare(self, numbers: Sequence[int]) -> None:
+        _keys(numbers)
+        for place in range(len(numbers)):
+            page = torch.from_numpy(self.arena.blocks[place]).view(self._pool.dtype)
+            self._pool.set_from_flat_data_page(self._first(place), page)
+
+    def store(self, numbers: Sequence[int]) -> None:
+        operation = StorageOperation(
+            self._slots(numbers), [], hash_value=_keys(numbers), prefix_keys=self._before()
+        )
+        self._controller._page_backup(operation)
+        assert operation.completed_tokens == len(numbers) * PAGE, "a page was not stored"
+
+    def load(self, numbers: Sequence[int]) -> None:
+        operation = PrefetchOperation("request", [], prefix_keys=self._before())
+        operation.hash_value, operation.host_indices = _keys(numbers), self._slots(numbers)
+        num_pages = self._controller._page_transfer(operation)
+        assert num_pages == len(numbers), "a page was not loaded"
+
+    def lookup(self, numbers: Sequence[int]) -> Callable[[], int]:
+        operation = PrefetchOperation("request", _keys(numbers), prefix_keys=self._before())
+        return lambda: len(self._controller._storage_hit_query(operation)[0])
+
+    def loaded(self, place: int) -> Bytes:
+        page = self._pool.get_data_page(self._first(place), flat=True)
+        return page.contiguous().view(torch.uint8).numpy()
+
+    def clear(self) -> None:
+        super().clear()
+        self._pool.kv_buffer.zero_()
+
+    def files(self, numbers: Sequence[int]) -> list[Path]:
+        """A back end that has files of a page's own names them by its key."""
+        every = super().files(numbers)
+        keys = set(_keys(numbers))
+        return every if self._is_ours else [path for path in every if path.name[:64] in keys]
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        if self._is_ours:  # it forgets by itself: those that were not used for the longest time
+            all_others = _keys(range(self.num_blocks))
+            self._storage.batch_exists(all_others[:1], _prompt(all_others))
+        else:
+            for path in self.files(numbers):
+                path.unlink()
+
+    def close(self) -> None:
+        if hasattr(self._storage, "close"):
+            self._storage.close()
+
+    def _slots(self, numbers: Sequence[int]) -> torch.Tensor:
+        return self._places[: len(numbers)].flatten()
+
+    def _first(self, place: int) -> int:
+        return int(self._places[place, 0])
+
+    def _before(self) -> list[str] | None:
+        """As SGLang has it where a back end asks for the keys before an operation's."""
+        return [] if self._is_ours else None
+
+
+def host_pool(page_bytes: int, num_pages: int) -> MHATokenToKVPoolHost:
+    """In SGLang's own memory and its usual layout; the device's pool beside it is as small as can
+    be."""
+    num_layers, rest = divmod(page_bytes, LAYER_BYTES)
+    assert not rest, f"a page has a multiple of {LAYER_BYTES} bytes"
+    device = MHATokenToKVPool(
+        size=PAGE,
+        page_size=PAGE,
+        dtype=torch.bfloat16,
+        head_num=HEADS,
+        head_dim=HEAD_DIM,
+        layer_num=num_layers,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    return MHATokenToKVPoolHost(
+        device._mha_buffer_info(),
+        num_pages + 1,
+        0,
+        PAGE,
+        "page_first",
+        pin_memory=False,
+        device_capacity_tokens=PAGE,
+        start_layer=0,
+        end_layer=num_layers,
+    )
+
+
+def controller(
+    backend: str, settings: dict[str, object], pool: MHATokenToKVPoolHost
+) -> tuple[object, HiCacheController]:
+    """The storage, and as much of a controller above it as moves pages."""
+    config = HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, True, "model")
+    config.extra_config = settings
+    made = HiCacheController.__new__(HiCacheController)
+    made.page_size = PAGE
+    made.mem_pool_host = made.storage_host_pool = pool
+    made.prefetch_sync_queue = SimpleQueue()
+    made.storage_backend = StorageBackendFactory.create_backend(backend, config, pool)
+    made.storage_backend.register_mem_pool_host(pool)
+    made.storage_backend.on_host_pools_registered()
+    generic = backend == "file"
+    made.page_get_func = made._generic_page_get if generic else made._page_get_zero_copy
+    made.page_set_func = made._generic_page_set if generic else made._page_set_zero_copy
+    # Hashing tokens is the same for all, and not their work: "tokens" are the keys.
+    cache_controller.get_storage_hash_str = lambda tokens, *_, **__: tokens
+    return made.storage_backend, made
+
+
+def _prompt(keys: list[str]) -> object:
+    return cache_controller.HiCacheStorageExtraInfo(prefix_keys=keys)
+
+
+@cache
+def _key(number: int) -> str:
+    """Made once: hashes are SGLang's work."""
+    return key_of(number).hex()
+
+
+def _keys(numbers: Sequence[int]) -> list[str]:
+    return [_key(number) for number in numbers]
+
+
+open_store = SglangController
