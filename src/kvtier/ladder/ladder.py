@@ -270,6 +270,13 @@ class Ladder:
             for name, archive in self._archives.items()
         )
 
+    def are_in_line(self, blocks: Sequence[BlockId | None]) -> list[bool]:
+        """Which of them wait for their write to storage; those that are being written do not."""
+        lines = [archive for archive in self._archives.values() if len(archive)]
+        if not lines:
+            return [False] * len(blocks)
+        return [block is not None and any(block in each for each in lines) for block in blocks]
+
     def poll(self) -> bool:
         """Finish the transfers whose copy is done. True if there was one. Never waits."""
         finished = self._traffic.poll()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -160,8 +161,8 @@ def page_keys(keys: Sequence[str]) -> list[bytes]:
         joined = bytes.fromhex("".join(keys))
     except ValueError:
         joined = b""
-    if len(joined) == KEY_BYTES * len(keys) and all(len(key) == 2 * KEY_BYTES for key in keys):
-        return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
+    if len(joined) == KEY_BYTES * len(keys) and set(map(len, keys)) <= {2 * KEY_BYTES}:
+        return list(struct.unpack(f"{KEY_BYTES}s" * len(keys), joined))
     return [_page_key(key) for key in keys]
 
 

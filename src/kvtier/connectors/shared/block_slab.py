@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress, islice
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from kvtier.types import BlockId, Slot
 
 PIECE_BYTES = 16 << 20
 """Read or written at a time, so that whoever closes does not wait for a long job."""
+LOOK_BLOCKS = 64
+"""Of a job, looked at together."""
 DIGEST_BYTES = 32
 """Of a namespace, as storage keeps it beside each block."""
 CLOSE_WAIT_S = 10.0
@@ -106,6 +109,7 @@ class BlockSlab:
         *,
         most_queued: int,
         bytes_per_day: int = 0,
+        piece_bytes: int = PIECE_BYTES,
         tells_changes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -124,7 +128,7 @@ class BlockSlab:
             options=LadderOptions(
                 bytes_per_block,
                 bytes_per_day={tier.name: bytes_per_day},
-                piece_blocks=max(1, PIECE_BYTES // bytes_per_block),
+                piece_blocks=max(1, piece_bytes // bytes_per_block),
             ),
             clock=clock,
         )
@@ -249,8 +253,10 @@ class BlockSlab:
         """
         at = {key: position for position, key in enumerate(keys)}
         self._cache.recall(at)
-        mine = [key for key in at if not self._is_in_a_job(key)]
-        new = [key for key in mine if not self._cache.is_stored(key)]
+        now = self._cache.standing(list(at))
+        free = ~(now.moving | now.in_memory)
+        mine = list(compress(at, free))
+        new = list(compress(at, free & ~now.stored))
         num_new = min(len(new), self._most_queued - self._num_queued) if self.digest else 0
         refused = set(new[num_new:])
         if refused:
@@ -270,7 +276,8 @@ class BlockSlab:
         at = {key: position for position, key in enumerate(keys)}
         self._cache.recall(at)
         self.touch(at)
-        there = [key for key in at if self._cache.is_stored(key) and not self._is_in_a_job(key)]
+        now = self._cache.standing(list(at))
+        there = list(compress(at, now.stored & ~(now.moving | now.in_memory)))
         self._begin(job_id, True, at, there, there)
         self._cache.fetch(there, [rows[at[key]] for key in there])
 
@@ -285,10 +292,6 @@ class BlockSlab:
         job = _Job(job_id, is_load, list(asked), placed, moving, self._clock())
         self._jobs.append(job)
 
-    def _is_in_a_job(self, key: bytes) -> bool:
-        """Whether a row of some job's is lent for it."""
-        return self._cache.is_moving(key) or self._cache.is_in_memory(key)
-
     def take_finished(self) -> list[FinishedJob]:
         """Jobs that were finished since the last call. Their blocks can be found, or not, now."""
         self._poll()
@@ -298,9 +301,10 @@ class BlockSlab:
         return [self._finish(job) for job in ended]
 
     def _finish(self, job: _Job) -> FinishedJob:
-        is_there = self._cache.is_in_memory if job.is_load else self._cache.is_stored
-        moved = [key for key in job.moving if is_there(key)]
-        is_whole = all(map(is_there, job.asked))
+        now = self._cache.standing(job.asked)
+        are_there = now.in_memory if job.is_load else now.stored
+        there = set(compress(job.asked, are_there))
+        moved, is_whole = [key for key in job.moving if key in there], bool(are_there.all())
         self._cache.displace(job.placed)
         if not job.is_load:
             self._num_queued -= len(job.moving)
@@ -312,8 +316,13 @@ class BlockSlab:
         self._holds.expire(self._clock())
         self._cache.poll()
         for job in self._jobs:
-            while job.waiting and not self._cache.is_moving(job.waiting[0]):
-                job.waiting.popleft()
+            while job.waiting:
+                some = list(islice(job.waiting, LOOK_BLOCKS))
+                still = self._cache.standing(some).moving
+                for _ in range(int(still.argmax()) if still.any() else len(some)):
+                    job.waiting.popleft()
+                if still.any():
+                    break
         return any(job.waiting for job in self._jobs)
 
     @property

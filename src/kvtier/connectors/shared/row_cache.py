@@ -38,6 +38,17 @@ class Look:
         return [self.blocks[at] for at in np.flatnonzero(self.are_there).tolist()]  # type: ignore[misc]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Standing:
+    """Where blocks are, all at once: bool [n] each. in_memory: in rows that are lent. moving:
+    between these and storage, or waiting for that. stored: in storage."""
+
+    blocks: Sequence[BlockId | None]
+    in_memory: npt.NDArray[np.bool_]
+    moving: npt.NDArray[np.bool_]
+    stored: npt.NDArray[np.bool_]
+
+
 class RowCache(KeyedCache):
     """Blocks are in memory, or come there, in slots that the engine names; until it takes them back
     with ``displace``. So ``reserve`` finds no room here, and ``promote`` brings nothing.
@@ -77,27 +88,45 @@ class RowCache(KeyedCache):
     def fetch(self, keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
         """Bring blocks from storage into ``slots``; none of them is in memory already."""
         self._rows.lend(list(slots))
-        found = [(self._index.find(key), slot) for key, slot in zip(keys, slots, strict=True)]
-        for storage in self.ladder.storages:
-            there = [
-                (each[0], slot)
-                for each, slot in found
-                if each is not None and self._storage_of(*each) == storage
-            ]
-            blocks = tuple(block for block, _ in there)
-            self.ladder.load(Copy(storage, self.memory, blocks), [slot for _, slot in there])
+        blocks, states = self._index.find_all(keys)
+        by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers)).copy()
+        for at, block in enumerate(blocks) if self._lost else ():
+            for column, tier in enumerate(self._tiers):
+                by_tier[at, column] *= (block, tier) not in self._lost
+        for column, storage in enumerate(self._tiers[1:], 1):
+            here = np.flatnonzero(by_tier[:, column] == State.READY).tolist()
+            by_tier[here] = 0  # the first storage that has a block gives it
+            chosen = tuple(cast("BlockId", blocks[at]) for at in here)
+            self.ladder.load(Copy(storage, self.memory, chosen), [slots[at] for at in here])
 
     def displace(self, keys: Collection[bytes]) -> None:
         """The engine takes the slots of these blocks back; nothing moves from or to them. What did
         not arrive has none."""
-        for block in self._index.make([key for key in keys if self.is_in_memory(key)]):
-            for storage in self.ladder.storages:
-                if (block, storage) in self._kept:
-                    self._kept.discard((block, storage))
-                    self._index.release([block], storage)
-            slot = self._index.lose(block, self.memory)
-            assert slot is not None, "a block whose slot is taken back is being copied"
-            self._rows.free([slot])
+        there = self.standing(list(keys))
+        blocks = [there.blocks[at] for at in np.flatnonzero(there.in_memory).tolist()]
+        for storage in self.ladder.storages:
+            kept = [block for block in blocks if (block, storage) in self._kept]
+            self._kept.difference_update((block, storage) for block in kept)
+            self._index.release(cast("list[BlockId]", kept), storage)
+        slots = [self._index.lose(cast("BlockId", block), self.memory) for block in blocks]
+        assert None not in slots, "a block whose slot is taken back is being copied"
+        self._rows.free(cast("list[Slot]", slots))
+
+    def standing(self, keys: Sequence[bytes]) -> Standing:
+        """Of each of ``keys``: what ``is_in_memory``, ``is_moving`` and ``is_stored`` say."""
+        blocks, states = self._index.find_all(keys)
+        by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
+        in_memory = by_tier[:, 0] == State.READY
+        in_line = np.array(self.ladder.are_in_line(blocks), bool)
+        moving = (by_tier == State.WRITING).any(axis=1) | in_line
+        stored = (by_tier[:, 1:] == State.READY).any(axis=1)
+        if self._lost or self._doubted:
+            for at, block in enumerate(blocks):
+                if block is not None and (in_memory[at] or stored[at]):
+                    in_memory[at] &= not self._is_doubted(block)
+                    at_tiers = tuple(map(State, by_tier[at].tolist()))
+                    stored[at] = self._storage_of(block, at_tiers) is not None
+        return Standing(blocks, in_memory, moving, stored)
 
     def is_moving(self, key: bytes) -> bool:
         """Whether a block is on its way between memory and storage, or waits for that."""

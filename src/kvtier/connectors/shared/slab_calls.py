@@ -24,6 +24,8 @@ CALL_BLOCKS = 256
 NUM_CALLS = 8
 """That may be moving something at a time, with room for as much again: a quarter of the memory may
 be on its way to storage."""
+PIECE_BYTES = 128 << 20
+"""Read or written at a time: whoever calls waits for all of it."""
 PROBE_S = 30.0
 """How often some blocks are read that are faster to compute, by what is known."""
 PROBE_TOKENS = 512
@@ -79,6 +81,7 @@ class SlabCalls:
             b"",
             most_queued=num_slots,
             bytes_per_day=bytes_per_day,
+            piece_bytes=PIECE_BYTES,
             tells_changes=False,
             clock=clock,
         )

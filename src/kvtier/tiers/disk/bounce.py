@@ -1,4 +1,7 @@
-"""Blocks between slots and memory: straight where both are aligned, else by way of a buffer."""
+"""Blocks between slots and memory: straight where both are aligned, else by way of a buffer.
+
+Straight goes also a block in a few large pieces, each by itself.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,14 @@ import numpy.typing as npt
 
 from kvtier._hot import copy_batch, crc32c_many
 from kvtier.devices.base import Memory
+from kvtier.tiers.disk.crc_join import joined_crcs
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.pieces import Pieces
 
 ALIGNMENT: Final = 4096
 """Of slots, and of what O_DIRECT reads and writes."""
+LEAST_PIECE_BYTES: Final = 128 << 10
+"""Smaller pieces are copied faster than they are asked for one by one."""
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
@@ -95,12 +101,12 @@ class BlockPort:
             if time.monotonic() >= ends_at:
                 break
             if is_aligned:
-                at = blocks.addresses[part, 0]
+                some = blocks.pick(part)
             else:
                 self._bounce.copy_in(blocks.pick(part))
-                at = self._bounce.addresses[: len(part)]
-            crcs[part] = crc32c_many(at, self._sizes(len(part)), self._num_threads)
-            done[part] = self._move(self.engine.write, slots[part], at, ends_at)
+                some = self._bounced(len(part))
+            crcs[part] = self._crcs(some, self._num_threads)
+            done[part] = self._move(self.engine.write, slots[part], some, ends_at)
         return done, crcs
 
     def read(
@@ -116,40 +122,48 @@ class BlockPort:
         for part, is_aligned in self._parts(blocks):
             if time.monotonic() >= ends_at:
                 break
-            at = blocks.addresses[part, 0] if is_aligned else self._bounce.addresses[: len(part)]
+            some = blocks.pick(part) if is_aligned else self._bounced(len(part))
             wanted = np.flatnonzero(checked[part])
-            if len(wanted) == len(part):  # while others are on their way
-                read: Transfer = partial(self._read_checked, part, crcs)
-                done[part] = self._move(read, slots[part], at, ends_at)
+            if len(wanted) == len(part) and (some.sizes == some.sizes[0]).all():
+                # while others are on their way
+                of_pieces = np.zeros(some.addresses.shape, np.uint32)
+                read: Transfer = partial(self._read_checked, of_pieces, int(some.sizes[0]))
+                done[part] = self._move(read, slots[part], some, ends_at)
+                crcs[part] = joined_crcs(of_pieces, some.sizes)
             else:
-                done[part] = self._move(self.engine.read, slots[part], at, ends_at)
-                crcs[part[wanted]] = crc32c_many(at[wanted], self._sizes(len(wanted)))
+                done[part] = self._move(self.engine.read, slots[part], some, ends_at)
+                crcs[part[wanted]] = self._crcs(some.pick(wanted))
             if not is_aligned:  # what has not arrived would be of another block
                 arrived = np.flatnonzero(done[part] == self._slot_bytes)
                 self._bounce.copy_out(blocks.pick(part[arrived]), arrived)
         return done, crcs
 
-    def _sizes(self, num_blocks: int) -> Uint64s:
-        return np.full(num_blocks, self._block_bytes, np.uint64)
+    def _bounced(self, num_blocks: int) -> Pieces:
+        """The first blocks in the buffer."""
+        return Pieces.whole(self._bounce.addresses[:num_blocks], self._block_bytes)
+
+    def _crcs(self, blocks: Pieces, num_threads: int = 1) -> Uint32s:
+        of_pieces = crc32c_many(blocks.addresses.ravel(), _sizes(blocks), num_threads)
+        return joined_crcs(of_pieces.reshape(blocks.addresses.shape), blocks.sizes)
 
     def _read_checked(
         self,
-        part: Int64s,
         crcs: Uint32s,
+        num_checked: int,
         offsets: Int64s,
         addresses: Uint64s,
         sizes: Int64s,
         deadline_s: float | None,
     ) -> Int64s:
-        done, crcs[part] = self.engine.read_checked(
-            offsets, addresses, sizes, self._block_bytes, deadline_s
-        )
+        done, found = self.engine.read_checked(offsets, addresses, sizes, num_checked, deadline_s)
+        crcs[:] = found.reshape(crcs.shape)
         return done
 
     def _parts(self, blocks: Pieces) -> Iterator[tuple[Int64s, bool]]:
         """Positions that need no buffer, then the others, a bufferful each."""
-        aligned = blocks.addresses[:, 0] % ALIGNMENT == 0
-        if self._block_bytes != self._slot_bytes or len(blocks.sizes) > 1:
+        aligned = (blocks.addresses % ALIGNMENT == 0).all(axis=1)
+        are_small = len(blocks.sizes) > 1 and (blocks.sizes < LEAST_PIECE_BYTES).any()
+        if self._block_bytes != self._slot_bytes or are_small or (blocks.sizes % ALIGNMENT).any():
             aligned[:] = False
         if aligned.any():
             yield np.flatnonzero(aligned), True
@@ -157,9 +171,16 @@ class BlockPort:
         for start in range(0, len(rest), self._bounce.num_slots):
             yield rest[start : start + self._bounce.num_slots], False
 
-    def _move(self, move: Transfer, slots: Int64s, at: Uint64s, ends_at: float) -> Int64s:
+    def _move(self, move: Transfer, slots: Int64s, blocks: Pieces, ends_at: float) -> Int64s:
+        """Piece by piece; the last one up to the end of the slot."""
         left_s = ends_at - time.monotonic()
         if left_s <= 0:
             return np.full(len(slots), -errno.ETIMEDOUT, np.int64)
-        sizes = np.full(len(slots), self._slot_bytes, np.int64)
-        return move(slots * self._slot_bytes, at, sizes, left_s)
+        begins = np.cumsum(blocks.sizes) - blocks.sizes
+        sizes = np.diff(begins, append=self._slot_bytes)
+        offsets = np.add.outer(slots * self._slot_bytes, begins)
+        wanted = np.tile(sizes, len(slots))
+        done = move(offsets.ravel(), blocks.addresses.ravel(), wanted, left_s)
+        by_block = done.reshape(len(slots), -1)
+        failed, least = (by_block < 0).any(axis=1), by_block.min(axis=1)
+        return np.asarray(np.where(failed, least, by_block.sum(axis=1)))
