@@ -87,6 +87,6 @@ def test_rows_of_what_did_not_arrive_are_not_lent_any_more(world: World) -> None
     assert world.cache.is_moving(b"1")
     world.settle()
     assert not world.cache.is_moving(b"1")
-    assert not world.cache.is_in_memory(b"1")
+    assert not world.cache.standing([b"1"]).in_memory[0]
     assert world.cache.is_stored(b"1"), "a read that failed says nothing about the block"
     assert world.rows.num_used == 0

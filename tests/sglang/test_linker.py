@@ -49,6 +49,15 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor], window: bool = F
     return all(torch.equal(each, other[-len(each) :] if window else other) for each, other in pairs)
 
 
+def check_back(tree: Tree, rid: str, tokens: list[int], wanted: list[torch.Tensor]) -> None:
+    """All of a prompt comes back from host memory, as it was."""
+    req, found = tree.find(rid, tokens)
+    assert found == len(tokens)
+    slots = tree.load(req)
+    assert slots is not None
+    assert same(tree.content(slots, WINDOW), wanted, window=True)
+
+
 def test_installed_sglang_differs_in_nothing() -> None:
     assert LINKER.differences() == []
 
@@ -60,11 +69,7 @@ def test_pages_come_back_from_host_memory(grows: Grows, kind: str) -> None:
     tree.settle()
     tree.flush()
     for seed, wanted in kept.items():
-        req, found = tree.find(f"r{seed}", prompt(seed, 5))
-        assert found == 5 * PAGE
-        slots = tree.load(req)
-        assert slots is not None
-        assert same(tree.content(slots, WINDOW), wanted, window=True)
+        check_back(tree, f"r{seed}", prompt(seed, 5), wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,11 +117,7 @@ def test_load_that_is_cancelled_holds_nothing(grows: Grows) -> None:
     kept = tree.compute(prompt(2, 8))  # all of host memory: the first prompt has to leave
     tree.settle()
     tree.flush()
-    req, found = tree.find("s", prompt(2, 8))
-    assert found == 8 * PAGE
-    slots = tree.load(req)
-    assert slots is not None
-    assert same(tree.content(slots), kept)
+    check_back(tree, "s", prompt(2, 8), kept)
 
 
 def test_copy_that_fails_is_told_of_and_another_one_succeeds(grows: Grows) -> None:
@@ -129,11 +130,7 @@ def test_copy_that_fails_is_told_of_and_another_one_succeeds(grows: Grows) -> No
     device.fail(Direction.LOAD, 1)
     req, _ = tree.find("r", prompt(1, 4))
     assert tree.load(req) is None
-    req, found = tree.find("s", prompt(1, 4))
-    assert found == 4 * PAGE
-    slots = tree.load(req)
-    assert slots is not None
-    assert same(tree.content(slots), wanted)
+    check_back(tree, "s", prompt(1, 4), wanted)
 
 
 def test_new_weights_leave_no_pages_behind(grows: Grows, tmp_path: Path) -> None:
@@ -147,11 +144,36 @@ def test_new_weights_leave_no_pages_behind(grows: Grows, tmp_path: Path) -> None
     wanted = tree.compute(prompt(2, 4))  # and the new ones' are kept
     tree.settle()
     tree.flush()
-    req, found = tree.find("s", prompt(2, 4))
-    assert found == 4 * PAGE
-    slots = tree.load(req)
-    assert slots is not None
-    assert same(tree.content(slots), wanted)
+    check_back(tree, "s", prompt(2, 4), wanted)
+
+
+def test_new_weights_in_the_middle_of_a_store_keep_nothing_of_it(grows: Grows) -> None:
+    """SGLang need not empty its own cache then: it is told of the end, of each store its own."""
+    tree = grows("full")
+    tree.compute(prompt(1, 4))
+    assert len(tree.cache.linker.pending_offloads) == 1
+    tree.linker.before_new_weights()
+    tree.linker.after_new_weights()
+    wanted = tree.compute(prompt(2, 4))
+    tree.settle()  # both are told of
+    tree.flush()
+    assert tree.find("r", prompt(1, 4))[1] == 0
+    check_back(tree, "s", prompt(2, 4), wanted)
+
+
+def test_load_that_is_asked_for_twice_holds_once(grows: Grows) -> None:
+    tree = grows("full", host_capacity=8 * FULL_PAGE_BYTES)
+    tree.compute(prompt(1, 6))
+    tree.settle()
+    tree.flush()
+    for _ in range(2):
+        req, _ = tree.find("r", prompt(1, 6))
+        tree.cache.linker.load_back(req)
+    tree.cache.linker.release_request("r")
+    kept = tree.compute(prompt(2, 8))  # all of host memory
+    tree.settle()
+    tree.flush()
+    check_back(tree, "s", prompt(2, 8), kept)
 
 
 def test_other_engines_find_nothing(grows: Grows, tmp_path: Path) -> None:

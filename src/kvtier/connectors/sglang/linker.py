@@ -195,6 +195,7 @@ class KvtierLinker(UnifiedCacheLinker):
         wanted = [each for each in transfers if each.keys and each.device_indices is not None]
         if not wanted:
             return False
+        self.cancel_queued_load(rid)
         self._queued[rid] = queued = Queued()
         try:
             for each in wanted:
@@ -316,8 +317,12 @@ class KvtierLinker(UnifiedCacheLinker):
             self._linked[KV].cache.ladder.costs.observe_prefill(num_before, num_tokens, seconds)
 
     def before_new_weights(self) -> None:
-        """Pages of the old weights are forgotten: SGLang's keys stay the same."""
-        self.reset()
+        """Pages of the old weights are forgotten: SGLang's keys stay the same. Of what is under way
+        SGLang is told the end as ever, but nothing of it is kept."""
+        self._wait_for_copies()
+        for offload in self._offloads:
+            offload.is_whole = False
+        self._promised.clear()
         for linked in self._linked.values():
             linked.cache.cache.clear()
         self._names.forget()
@@ -326,17 +331,23 @@ class KvtierLinker(UnifiedCacheLinker):
         """From now on pages have names that no other process knows."""
         self._names.disown("its weights were replaced in memory")
 
+    def _wait_for_copies(self) -> None:
+        """From the device and to it."""
+        loads = (load.job for batch in self._batches.values() for _, load in batch.loads)
+        stores = (store.job for each in self._offloads for _, store in each.stores)
+        for job in (*loads, *stores):
+            if job is not None:
+                job.wait()
+
     def reset(self) -> None:
         """The device's pages mean nothing any more; what is kept below them stays."""
+        self._wait_for_copies()
         self._let_go()
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
         for index in list(self._batches):
             self.finish_layer_wise_loading(index)
         while self._offloads:
-            for _, store in self._offloads[0].stores:
-                if store.job is not None:
-                    store.job.wait()
             self.pop_completed_offload()
         self._bringing.forget()
 

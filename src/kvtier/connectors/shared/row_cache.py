@@ -113,7 +113,8 @@ class RowCache(KeyedCache):
         self._rows.free(cast("list[Slot]", slots))
 
     def standing(self, keys: Sequence[bytes]) -> Standing:
-        """Of each of ``keys``: what ``is_in_memory``, ``is_moving`` and ``is_stored`` say."""
+        """Of each of ``keys``, at once: whether it was placed, or has arrived, and was not
+        displaced since; what ``is_moving`` says; what ``is_stored`` says."""
         blocks, states = self._index.find_all(keys)
         by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
         in_memory = by_tier[:, 0] == State.READY
@@ -135,11 +136,6 @@ class RowCache(KeyedCache):
             return False
         block, states = found
         return states[0] is State.WRITING or self.ladder.is_archiving(block)
-
-    def is_in_memory(self, key: bytes) -> bool:
-        """Whether a block was placed, or has arrived, and was not displaced since."""
-        found = self._index.find(key)
-        return found is not None and found[1][0] is State.READY and not self._is_doubted(found[0])
 
     def is_stored(self, key: bytes) -> bool:
         """Whether storage has a block."""
