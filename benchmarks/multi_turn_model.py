@@ -5,6 +5,7 @@ Its size makes computing a prompt far dearer than copying its KV, as it is with 
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +35,8 @@ not be noticed."""
 
 
 def make_model(folder: Path, sizes: Mapping[str, Any] = SIZES) -> Path:
-    """Weights from seed 0, in float32, and a tokenizer that knows chats. Gives ``folder``."""
+    """Weights from seed 0, in float32, and a tokenizer that knows chats; SGLang takes the likeliest
+    token, for the script names no temperature. Gives ``folder``."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -51,6 +53,7 @@ def make_model(folder: Path, sizes: Mapping[str, Any] = SIZES) -> Path:
         torch.manual_seed(0)
         module = Qwen3ForCausalLM(config)
     module.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.0}))
     for name in TOKENIZER_FILES:
         shutil.copy(TOKENIZER / name, folder / name)
     return folder

@@ -63,7 +63,13 @@ PARTS = MULTI_TURN, SECOND_PASS, NEW_PROMPTS, SLOW_DISK = (
 NAMES = {"sglang": SGLANG, "hicache": HICACHE, "file": FILE, "kvtier": OURS, "linker": LINKER}
 WITHOUT = {OURS: HICACHE, LINKER: SGLANG}
 """Of a contestant, what it is without kvtier."""
-USUAL = Plan(known_prompts=100, known_blocks=16, slow_blocks=16)
+USUAL = Plan(
+    Workload(num_conversations=9, num_active=8, turns=(12, 16), opening_tokens=(1800, 2300)),
+    known_prompts=100,
+    known_blocks=16,
+    slow_blocks=16,
+)
+"""The conversations under way have more than device and host memory together."""
 QUICK = Plan(
     Workload(num_conversations=7, num_active=5, turns=(6, 8)),
     rounds=1,
@@ -181,8 +187,8 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--contestants", nargs="*", default=[*NAMES], help=f"{' '.join(NAMES)} (all)"
     )
-    parser.add_argument("--ratio", type=float, default=1.5, help="of host memory (1.5)")
-    parser.add_argument("--device-blocks", type=int, default=96, help="SGLang's own pool (96)")
+    parser.add_argument("--ratio", type=float, default=1.1, help="of host memory (1.1)")
+    parser.add_argument("--device-blocks", type=int, default=128, help="SGLang's own pool (128)")
     return parser.parse_args(arguments)
 
 

@@ -65,7 +65,7 @@ class Sglang(Contestant):
             "--dtype": "float32",
             "--attention-backend": "torch_native",
             "--sampling-backend": "pytorch",
-            "--sampling-defaults": "openai",
+            "--sampling-defaults": "model",
             "--grammar-backend": "none",
             "--page-size": BLOCK,
             "--max-total-tokens": size.device_blocks * BLOCK,

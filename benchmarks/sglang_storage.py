@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,9 @@ LEFT_OUT = {
     "mooncake": "it keeps pages in memory, not on a disk, and its wheel needs libibverbs",
     "sglang-fs-linker": "its linker does not take what SGLang 0.5.23 gives to it: `forward_stream`",
 }
+IN_MEMORY = Path("/dev/shm")
+"""All contestants' host pools lie in one file here. Where in a virtual machine's memory a page lies
+decides how fast it is filled: pools of one process differed by a factor of two."""
 SERVER, STORES = "sglang-server", "sglang-storage"
 """Environments: SGLang's server with kvtier in it; the same with others' back ends."""
 
@@ -163,7 +167,7 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     for name, value in usual.items():
         if getattr(plan, name) is None:
             setattr(plan, name, value)
-    # Pages lie in SGLang's own memory, for all of them: what that is made of is SGLang's choice.
+    # Of what only prepares pages; those that are moved lie in a pool of SGLang's.
     plan.small_pages, plan.batch, plan.sizes = False, PAGES, SIZES
     return plan
 
@@ -184,7 +188,10 @@ def main(arguments: list[str] | None = None) -> None:
     def look_up(workers: Sequence[Worker], block: str, num_blocks: int) -> None:
         lookups.extend(measure_lookups(workers, block, num_blocks, plan.rounds))
 
-    rows, versions = run(plan, chosen, look_up)
+    with tempfile.TemporaryDirectory(prefix="kvtier-pool-", dir=IN_MEMORY) as folder:
+        memory = {"memory": str(Path(folder) / "pages")}
+        shared = [replace(each, options={**each.options, **memory}) for each in chosen]
+        rows, versions = run(plan, shared, look_up)
     result = {
         "benchmark": "sglang_storage",
         "machine": machine,

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import metadata
+from mmap import mmap
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -55,6 +56,7 @@ class SglangController(Store):
     """One rank of one model. A batch is one operation of the controller's.
 
     backend: by SGLang's name. package: whose version it is. extra: of the back end's settings.
+    memory: a file for the host pool's pages, the same one for all contestants.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class SglangController(Store):
         backend: str,
         package: str,
         extra: Mapping[str, object],
+        memory: str,
     ) -> None:
         super().__init__(arena, folder, num_blocks)
         self.version = metadata.version(package)
@@ -76,6 +79,7 @@ class SglangController(Store):
             settings = {**OURS, "disk_path": str(folder), "disk_capacity": capacity, **settings}
         self._is_ours = backend == "dynamic"
         self._pool = host_pool(arena.block_bytes, arena.batch)
+        self._pool.kv_buffer = mapped(Path(memory), self._pool.kv_buffer)
         slots = self._pool.alloc(arena.batch * PAGE)
         assert slots is not None, "the pool has room for a batch"
         order = torch.randperm(arena.batch, generator=torch.Generator().manual_seed(1))
@@ -122,7 +126,7 @@ class SglangController(Store):
     def forget(self, numbers: Sequence[int]) -> None:
         if self._is_ours:  # it forgets by itself: those that were not used for the longest time
             all_others = _keys(range(self.num_blocks))
-            self._storage.batch_exists(all_others[:1], _prompt(all_others))
+            self._storage.batch_set_v1(all_others[:1], self._slots(range(1)), _prompt(all_others))
         else:
             for path in self.files(numbers):
                 path.unlink()
@@ -168,6 +172,13 @@ def host_pool(page_bytes: int, num_pages: int) -> MHATokenToKVPoolHost:
         start_layer=0,
         end_layer=num_layers,
     )
+
+
+def mapped(path: Path, like: torch.Tensor) -> torch.Tensor:
+    """A tensor in a file in memory, which may be smaller or not there yet."""
+    with path.open("a+b") as file:
+        file.truncate(max(like.nbytes, path.stat().st_size))
+        return torch.frombuffer(mmap(file.fileno(), like.nbytes), dtype=like.dtype).view(like.shape)
 
 
 def controller(

@@ -34,11 +34,10 @@ def test_hold_ends_when_its_time_is_over() -> None:
     assert world.num_leases() == [0, 0, 1, 0, 0, 0, 0, 0]
 
 
-def test_block_that_is_held_again_stays_until_the_later_time_with_one_lease() -> None:
+def test_block_that_is_held_again_stays_until_the_later_time() -> None:
     world = World()
     world.holds.hold(world.blocks[:1], 10.0)
     world.holds.hold(world.blocks[:1], 20.0)
-    assert world.num_leases()[0] == 1
     world.holds.expire(15.0)
     assert world.num_leases()[0] == 1
     world.holds.expire(25.0)
@@ -48,10 +47,33 @@ def test_block_that_is_held_again_stays_until_the_later_time_with_one_lease() ->
 def test_what_is_let_go_is_not_released_twice() -> None:
     world = World()
     world.holds.hold(world.blocks[:2], 10.0)
-    world.holds.let_go(world.blocks)
+    world.holds.let_go(world.blocks[0], 2)
     assert len(world.holds) == 0
     world.holds.expire(20.0)
     world.holds.clear()
+    assert world.num_leases() == [0] * 8
+    world.index.check_invariants()
+
+
+def test_what_one_has_read_stays_for_the_other_who_was_told() -> None:
+    world = World()
+    world.holds.hold(world.blocks[:2], 10.0)
+    world.holds.hold(world.blocks[:3], 11.0)
+    world.holds.let_go(world.blocks[0], 2)
+    assert world.num_leases()[:3] == [1, 1, 1]
+    world.holds.let_go(world.blocks[0], 3)
+    assert world.num_leases()[:3] == [0, 0, 0]
+
+
+def test_what_is_read_in_parts_is_let_go_in_parts() -> None:
+    world = World()
+    world.holds.hold(world.blocks, 10.0)
+    world.holds.let_go(world.blocks[0], 3)
+    assert world.num_leases() == [0, 0, 0, 1, 1, 1, 1, 1]
+    world.holds.let_go(world.blocks[3], 4)
+    assert world.num_leases() == [0] * 7 + [1]
+    world.holds.let_go(world.blocks[3], 4)  # nobody was told
+    world.holds.expire(10.0)
     assert world.num_leases() == [0] * 8
     world.index.check_invariants()
 

@@ -113,6 +113,8 @@ def test_keys_are_32_bytes_and_all_different() -> None:
     keys = ["ab" * 32, "cd" * 32, "xy" * 32, "ab" * 31, "a name"]
     assert page_keys(keys[:2]) == [bytes.fromhex(key) for key in keys[:2]]
     assert page_keys([]) == []
+    blanks = ["ab" * 31 + "  ", "  " + "ab" * 31, "ab" * 32 + " "]
+    keys += blanks
     found = set(page_keys(keys))
     assert found == {page_keys([key])[0] for key in keys}
     assert len(found) == len(keys)

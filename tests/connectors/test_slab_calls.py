@@ -62,17 +62,18 @@ class Caller:
         keys = [key_of(number) for number in numbers]
         return self.calls.store(keys, self._pieces.pick(slice(len(keys))))
 
-    def load(self, *numbers: int) -> list[bool]:
+    def load(self, *numbers: int, before: Sequence[int] = ()) -> list[bool]:
         """Which are said to be in place; these have the right bytes."""
         self._bytes[:] = 0
         keys = [key_of(number) for number in numbers]
-        found = self.calls.load(keys, self._pieces.pick(slice(len(keys))))
+        earlier = [key_of(number) for number in before]
+        found = self.calls.load(keys, self._pieces.pick(slice(len(keys))), earlier)
         for at, (key, is_there) in enumerate(zip(keys, found, strict=True)):
             assert not is_there or (self.read(at) == bytes_of(key)).all(), "wrong bytes"
         return found
 
-    def num_found(self, *numbers: int, before: Sequence[int] = ()) -> int:
-        return self.calls.num_found([key_of(n) for n in numbers], [key_of(n) for n in before])
+    def num_found(self, *numbers: int) -> int:
+        return self.calls.num_found([key_of(n) for n in numbers])
 
 
 @pytest.fixture
@@ -114,9 +115,8 @@ def test_restart_finds_what_was_acknowledged() -> None:
 
 def test_end_of_a_prompt_leaves_before_its_beginning(caller: Caller) -> None:
     caller.store(*range(4))
-    caller.num_found(2, 3, before=[0, 1])
+    assert caller.load(2, 3, before=[0, 1]) == [True, True]
     caller.store(*range(10, 14))
-    caller.now_s = 100.0  # nobody has held on to what was found
     assert caller.store(20, 21) == [True, True]
     assert caller.num_found(0, 1, 2, 3) == 2
 
@@ -228,5 +228,6 @@ def test_what_is_faster_to_compute_is_not_found_but_for_a_probe() -> None:
     assert caller.num_found(*numbers) == 0
     for _ in range(100):
         caller.calls._slab.costs.observe_copy(("disk", "host"), 100 * BLOCK_BYTES, 0.01)
+    caller.now_s = 41.0
     assert caller.num_found(*numbers) == 100
     caller.calls.close()

@@ -260,3 +260,11 @@ def test_pool_that_cannot_be_served_gets_one_sentence(opens: Opens) -> None:
     pool.layout = "page_unified"
     with pytest.raises(Exception, match="use another --hicache-mem-layout"):
         opens(pool)
+
+
+@pytest.mark.parametrize(("kind", "layout"), SHAPES)
+def test_memory_of_all_pages_is_that_of_the_pool(kind: str, layout: str) -> None:
+    pool = host_pool(kind, layout)
+    memory = Pages(pool).memory
+    assert memory is not None
+    assert (memory.address, memory.nbytes) == (pool.kv_buffer.data_ptr(), pool.kv_buffer.nbytes)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import struct
+from binascii import unhexlify
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from blake3 import blake3
@@ -157,21 +159,19 @@ def sources(options: object, config: StorageConfig) -> Sequence[Source]:
 
 def page_keys(keys: Sequence[str]) -> list[bytes]:
     """Keys of SGLang's, 32 bytes each: they are digests of so many already, in hex."""
-    try:
-        joined = bytes.fromhex("".join(keys))
-    except ValueError:
-        joined = b""
-    if len(joined) == KEY_BYTES * len(keys) and set(map(len, keys)) <= {2 * KEY_BYTES}:
-        return list(struct.unpack(f"{KEY_BYTES}s" * len(keys), joined))
+    joined = " ".join(keys)
+    if joined[2 * KEY_BYTES :: 2 * KEY_BYTES + 1] == " " * (len(keys) - 1):  # all of one length
+        with suppress(ValueError):
+            packed = bytes.fromhex(joined)  # which passes over blanks
+            if len(packed) == KEY_BYTES * len(keys):
+                return list(struct.unpack(f"{KEY_BYTES}s" * len(keys), packed))
     return [_page_key(key) for key in keys]
 
 
 def _page_key(key: str) -> bytes:
     if len(key) == 2 * KEY_BYTES:
-        try:
-            return bytes.fromhex(key)
-        except ValueError:
-            pass
+        with suppress(ValueError):
+            return unhexlify(key)
     return blake3(key.encode()).digest()
 
 

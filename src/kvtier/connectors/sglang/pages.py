@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtier.devices.base import Memory
 from kvtier.errors import LayoutError
 from kvtier.tiers import Pieces
 
@@ -39,7 +40,8 @@ class Pages:
     pages lie otherwise.
 
     page_size: tokens. sizes: int64 [num_pieces], bytes of each. The bytes of a page are in the
-    order in which its own ``get_data_page`` has them, so that both ways to reach it agree.
+    order in which its own ``get_data_page`` has them, so that both ways to reach it agree. memory:
+    of all pages, None where other things lie between them.
     """
 
     def __init__(self, pool: HostPool) -> None:
@@ -56,6 +58,9 @@ class Pages:
             )
         order = _order_in_page(pool, first)
         self.sizes, self._first, self._step = sizes[order], first[order], step[order]
+        begin, end = int(first.min()), int((addresses + sizes).max())
+        is_whole = end - begin == pool.page_num * self.num_bytes
+        self.memory = Memory(begin, end - begin, "host", pool) if is_whole else None
 
     @property
     def num_bytes(self) -> int:

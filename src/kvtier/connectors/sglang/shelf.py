@@ -13,7 +13,7 @@ from kvtier.connectors.shared.slab_calls import SlabCalls
 from kvtier.connectors.shared.slab_reads import SlabReads
 from kvtier.layout import opaque
 from kvtier.tiers import Pieces
-from kvtier.tiers.disk import DiskReader
+from kvtier.tiers.disk import DiskReader, goes_straight
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +24,14 @@ class Shelf:
     pages: Pages
     calls: SlabCalls | SlabReads
 
-    def num_found(self, keys: Sequence[str], before: Sequence[str] = ()) -> int:
-        return self.calls.num_found(page_keys(keys), page_keys(before))
+    def num_found(self, keys: Sequence[str], num_before: int = 0) -> int:
+        return self.calls.num_found(page_keys(keys), num_before)
 
-    def find(self, keys: Sequence[str], before: Sequence[str] = ()) -> list[bool]:
-        return self.calls.find(page_keys(keys), page_keys(before))
+    def find(self, keys: Sequence[str]) -> list[bool]:
+        return self.calls.find(page_keys(keys))
 
-    def load(self, keys: Sequence[str], pages: Pieces) -> list[bool]:
-        return self.calls.load(page_keys(keys), pages)
+    def load(self, keys: Sequence[str], pages: Pieces, before: Sequence[str] = ()) -> list[bool]:
+        return self.calls.load(page_keys(keys), pages, page_keys(before))
 
     def store(self, keys: Sequence[str], pages: Pieces, before: Sequence[str] = ()) -> list[bool]:
         return self.calls.store(page_keys(keys), pages, page_keys(before))
@@ -54,7 +54,7 @@ def open_shelf(
     if is_replicated(config, name) and config.tp_rank > 0:
         return Shelf(pages, SlabReads(DiskReader(options, group), digest))
     calls = SlabCalls(
-        open_disk(options, group),
+        open_disk(options, group, pages.memory if goes_straight(pages.sizes) else None),
         pages.sizes.tolist(),
         digest,
         hold_s=settings.hold_s,

@@ -129,7 +129,7 @@ class KvtierStorage(HiCacheStorage):
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        return self._shelf().num_found(keys, _before(extra_info))
+        return self._shelf().num_found(keys, len(_before(extra_info)))
 
     def batch_get_v1(
         self,
@@ -138,7 +138,7 @@ class KvtierStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         shelf = self._shelf()
-        return self._load(shelf, keys, shelf.pages.at(host_indices))
+        return self._load(shelf, keys, shelf.pages.at(host_indices), _before(extra_info))
 
     def batch_set_v1(
         self,
@@ -149,9 +149,11 @@ class KvtierStorage(HiCacheStorage):
         shelf = self._shelf()
         return self._store(shelf, keys, shelf.pages.at(host_indices), _before(extra_info))
 
-    def _load(self, shelf: Shelf, keys: list[str], pages: Pieces) -> list[bool]:
+    def _load(
+        self, shelf: Shelf, keys: list[str], pages: Pieces, before: Sequence[str] = ()
+    ) -> list[bool]:
         with self._moves.timing(True, shelf.pages.num_bytes) as are_moved:
-            are_moved += shelf.load(keys, pages)
+            are_moved += shelf.load(keys, pages, before)
         return are_moved
 
     def _store(
@@ -169,8 +171,8 @@ class KvtierStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        before, shelves = _before(extra_info), self._opened()
-        num_pages = shelves[KV].num_found(keys, before)
+        shelves = self._opened()
+        num_pages = shelves[KV].num_found(keys, len(_before(extra_info)))
         sides = {}
         for transfer in pool_transfers or []:
             name, shelf = str(transfer.name), shelves.get(str(transfer.name))
@@ -179,7 +181,7 @@ class KvtierStorage(HiCacheStorage):
                 return PoolTransferResult.empty()
             needs_last = transfer.hit_policy is PoolHitPolicy.TRAILING_PAGES
             num_last = max(1, len(transfer.keys or ())) if needs_last else 0
-            sides[name] = SidePool(shelf.find(keys[:num_pages], before), num_last)
+            sides[name] = SidePool(shelf.find(keys[:num_pages]), num_last)
         hits = common_hits((KV, num_pages), sides)
         found = PoolTransferResult(hits.longest, dict(hits.by_pool))
         found.restorable_prefix_pages = list(hits.cuts)  # before 0.5.23 nobody reads it
@@ -190,7 +192,10 @@ class KvtierStorage(HiCacheStorage):
         transfers: list[PoolTransfer],
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> dict[str, list[bool]]:
-        return self._each_pool(transfers, self._load)
+        before = _before(extra_info)
+        return self._each_pool(
+            transfers, lambda shelf, keys, pages: self._load(shelf, keys, pages, before)
+        )
 
     def batch_set_v2(
         self,

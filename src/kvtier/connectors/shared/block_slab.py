@@ -20,7 +20,7 @@ from kvtier.errors import ConfigError, TierError
 from kvtier.index import make_key_index
 from kvtier.keyed_cache import Change, Place
 from kvtier.ladder import Ladder, LadderOptions
-from kvtier.plan import CostModel
+from kvtier.plan import CostModel, Costs
 from kvtier.plan.worth import is_worth_loading
 from kvtier.tiers import LentMemory, MemoryTier, StorageTier
 from kvtier.tiers.row import rooms_of
@@ -194,13 +194,11 @@ class BlockSlab:
     def look(self, keys: Sequence[bytes]) -> Look:
         """Which of ``keys``, of one prompt and in its order, can be loaded."""
         if not self.is_readable:
-            return Look(np.zeros(len(keys), bool), [None] * len(keys))
+            return Look.nothing(len(keys))
         return self._cache.look(keys)
 
-    def keep(self, blocks: Sequence[BlockId], before: Sequence[bytes], until_s: float) -> None:
-        """They were used, and stay until ``until_s``, by ``clock``, or until ``let_go``. before: of
-        their prompt, keys of what comes before, which was used as well."""
-        self._cache.use([*self._cache.known(before), *blocks])
+    def hold(self, blocks: Sequence[BlockId], until_s: float) -> None:
+        """They are in the slab, and stay until ``until_s``, by ``clock``, or until ``let_go``."""
         self._holds.hold(blocks, until_s)
 
     def touch(self, keys: Collection[bytes]) -> None:
@@ -208,8 +206,9 @@ class BlockSlab:
         self._cache.touch(keys)
 
     def let_go(self, keys: Sequence[bytes]) -> None:
-        """They need not stay any longer."""
-        self._holds.let_go(self._cache.known(keys))
+        """One who was told of them has read them, in the order in which they were held."""
+        if first := self._cache.known(keys[:1]):
+            self._holds.let_go(first[0], len(keys))
 
     def take_changes(self) -> list[Change]:
         """What came to the slab and left it since the last call, in order."""
@@ -330,12 +329,16 @@ class BlockSlab:
         """What reads and prefill took: to be told of more."""
         return self._ladder.costs
 
-    def is_worth_reading(self, num_blocks: int, first: int, end: int) -> bool:
+    def cost_snapshot(self) -> Costs:
+        """What reads and prefill cost now, with the work that stands in line."""
+        return self._ladder.cost_snapshot()
+
+    def is_worth_reading(self, costs: Costs, num_blocks: int, first: int, end: int) -> bool:
         """Whether to read blocks rather than compute their tokens, from ``first`` up to ``end`` of
         a prompt. There is nothing between: reading costs a line, and computing what is left a line
         less a square, so that their sum is lowest at an end."""
         num_bytes = {self._tier.name: num_blocks * self._tier.bytes_per_block}
-        return is_worth_loading(self._ladder.cost_snapshot(), num_bytes, first, end)
+        return is_worth_loading(costs, num_bytes, first, end)
 
     def tell_of_ends(self, tell: Callable[[], object]) -> None:
         """Call ``tell`` when ``take_finished`` may have something, on a thread that moves blocks:

@@ -3,59 +3,83 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvtier.index import KeyIndex
 from kvtier.types import BlockId
 
 
+@dataclass(slots=True, eq=False)
+class _Hold:
+    """What somebody was told of, in one answer. blocks: those that were not read yet."""
+
+    blocks: Sequence[BlockId]
+    until_s: float
+
+
 class Holds:
     """Each ends by itself: whoever was told may never come.
 
-    tier: the storage. most: blocks held at a time; others are not.
+    tier: the storage. most: blocks that can't leave at a time; more are not held.
     """
 
     def __init__(self, index: KeyIndex, tier: str, most: int) -> None:
         self._index = index
         self._tier = tier
         self._most = most
-        self._ends: dict[BlockId, float] = {}
-        self._line: deque[tuple[float, Sequence[BlockId]]] = deque()
+        self._line: deque[_Hold] = deque()
+        self._by_first: dict[BlockId, deque[_Hold]] = {}
 
     def __len__(self) -> int:
-        """Blocks that are held."""
-        return len(self._ends)
+        """Blocks that are held; one that several were told of counts for each."""
+        return sum(len(hold.blocks) for hold in self._line)
 
     def hold(self, blocks: Sequence[BlockId], until_s: float) -> None:
-        """They can't be evicted before ``until_s``; later calls don't end earlier ones.
+        """They can't be evicted before ``until_s``, whatever becomes of what others were told.
 
         blocks: the storage has them all. until_s: never less than in the last call.
         """
-        new = [block for block in blocks if block not in self._ends]
-        new = new[: max(0, self._most - len(self._ends))]
-        self._index.lease(new, self._tier)
-        if len(new) == len(blocks):
-            held: Sequence[BlockId] = new
-        else:
-            added = set(new)
-            held = [block for block in blocks if block in self._ends or block in added]
-        self._ends.update(dict.fromkeys(held, until_s))
-        if held:
-            self._line.append((until_s, held))
+        num_stuck = self._index.num_held(self._tier) - self._index.num_evictable(self._tier)
+        blocks = blocks[: max(0, self._most - num_stuck)]
+        if blocks:
+            self._index.lease(blocks, self._tier)
+            hold = _Hold(blocks, until_s)
+            self._line.append(hold)
+            self._by_first.setdefault(blocks[0], deque()).append(hold)
 
-    def let_go(self, blocks: Iterable[BlockId]) -> None:
-        """They were read, or nobody wants them any more; those that are not held are passed
-        over."""
-        held = [block for block in blocks if self._ends.pop(block, None) is not None]
-        self._index.release(held, self._tier)
+    def let_go(self, first: BlockId, num_blocks: int) -> None:
+        """So many blocks from ``first`` on were read by one who was told of them."""
+        if hold := self._take(first):
+            read, hold.blocks = hold.blocks[:num_blocks], hold.blocks[num_blocks:]
+            self._index.release(read, self._tier)
+            if hold.blocks:
+                self._by_first.setdefault(hold.blocks[0], deque()).append(hold)
 
     def expire(self, now_s: float) -> None:
         """Let go of those whose time is over. Costs nothing while none's is."""
-        while self._line and self._line[0][0] <= now_s:
-            _, blocks = self._line.popleft()
-            self.let_go([block for block in blocks if self._ends.get(block, now_s) < now_s])
+        while self._line and (not self._line[0].blocks or self._line[0].until_s <= now_s):
+            self._end(self._line.popleft())
 
     def clear(self) -> None:
         """Let go of all."""
-        self.let_go(list(self._ends))
-        self._line.clear()
+        while self._line:
+            self._end(self._line.popleft())
+
+    def _end(self, hold: _Hold) -> None:
+        if hold.blocks:
+            same = self._by_first[hold.blocks[0]]
+            same.remove(hold)
+            if not same:
+                del self._by_first[hold.blocks[0]]
+            self._index.release(hold.blocks, self._tier)
+
+    def _take(self, first: BlockId) -> _Hold | None:
+        """The oldest that begins with ``first``, to be put back under another one."""
+        same = self._by_first.get(first)
+        if not same:
+            return None
+        hold = same.popleft()
+        if not same:
+            del self._by_first[first]
+        return hold

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import cast
 
 import numpy as np
@@ -16,18 +17,31 @@ from kvtier.plan import Copy
 from kvtier.tiers import LentMemory
 from kvtier.types import BlockId, Slot
 
+THERE = bytes([State.READY])
+"""Of a block that storage has, as the index marks it."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Look:
-    """are_there: bool [n], by key, whether storage has it. blocks: what the index calls them, None
-    for those that it does not know."""
+    """marks: by key, ``THERE`` where storage has it. blocks: what the index calls them, None for
+    those that it does not know. Bytes, for they are searched faster than an array is made."""
 
-    are_there: npt.NDArray[np.bool_]
+    marks: bytes
     blocks: Sequence[BlockId | None]
 
+    @classmethod
+    def nothing(cls, num_keys: int) -> Look:
+        """None of them is there."""
+        return cls(bytes(num_keys), [None] * num_keys)
+
+    @property
+    def num_first(self) -> int:
+        """How many there are before the first that is missing."""
+        return len(self.marks) - len(self.marks.lstrip(THERE))
+
     def flags(self) -> list[bool]:
-        """``are_there``, for those who want no array."""
-        return cast("list[bool]", self.are_there.tolist())
+        """By key, whether storage has it."""
+        return [mark == THERE[0] for mark in self.marks]
 
     def first(self, num: int) -> list[BlockId]:
         """The first ``num`` blocks, all of which are there."""
@@ -35,7 +49,7 @@ class Look:
 
     def there(self) -> list[BlockId]:
         """Those that are there."""
-        return [self.blocks[at] for at in np.flatnonzero(self.are_there).tolist()]  # type: ignore[misc]
+        return cast("list[BlockId]", list(compress(self.blocks, self.flags())))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,16 +162,16 @@ class RowCache(KeyedCache):
         if None in blocks:
             super().find_all(keys)  # takes in what storage has kept
             blocks, states = self._index.find_all(keys)
-        by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
-        are_there = (by_tier[:, 1:] == State.READY).any(axis=1)
+        marks = states[1::2]
+        if len(self._tiers) > 2:
+            by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
+            marks = by_tier[:, 1:].max(axis=1, where=by_tier[:, 1:] == State.READY, initial=0)
+            marks = marks.tobytes()
         if self._lost:
             gone = {block for block, tier in self._lost if tier != self.memory}
-            are_there &= [block not in gone for block in blocks]
-        return Look(are_there, blocks)
-
-    def use(self, blocks: Sequence[BlockId]) -> None:
-        """They were used just now, in prompt order; see ``touch``."""
-        self._use(blocks)
+            pairs = zip(marks, blocks, strict=True)
+            marks = bytes(0 if block in gone else mark for mark, block in pairs)
+        return Look(marks, blocks)
 
     def known(self, keys: Sequence[bytes]) -> list[BlockId]:
         """The blocks of those that the index knows."""

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from math import inf
 from threading import Condition, Lock
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from kvtier.connectors.shared.block_slab import BlockSlab, FinishedJob, SlabCounts
 from kvtier.connectors.shared.call_memory import CallMemory
 from kvtier.connectors.shared.row_cache import Look
+from kvtier.plan import Costs
 from kvtier.tiers import Pieces, StorageTier
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ PROBE_TOKENS = 512
 MOST_PREFILLS = 256
 LOOK_S = 1.0
 """How often a caller looks at least, whatever it hears."""
+GLANCE_S = 0.002
+"""Of what was known so long ago, calls of one look-up make do."""
 
 
 class SlabCalls:
@@ -90,31 +94,33 @@ class SlabCalls:
         self._num_rings = 0
         self._jobs = count()
         self._finished: dict[int, FinishedJob] = {}
+        self._tended_s, self._num_heard = -inf, 0
+        self._snapshot: Costs | None = None
         self._slab.tell_of_ends(self._ring)
 
-    def num_found(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> int:
+    def num_found(self, keys: Sequence[bytes], num_before: int = 0) -> int:
         """How many of the first of ``keys`` there are; they stay for ``hold_s``, or until they are
-        loaded. before: the keys of the prompt that come before, which count as used as well."""
+        loaded, and count as used when they are. num_before: blocks of the prompt that come
+        before."""
         with self._lock:
             look = self._look(keys)
-            num = len(keys) if look.are_there.all() else int(look.are_there.argmin())
+            num = look.num_first
             if num and self._block_tokens:
-                num = self._worth(len(before), num)
-            if num:
-                self._slab.keep(look.first(num), before, self._clock() + self._hold_s)
+                num = self._worth(num_before, num)
+            self._slab.hold(look.first(num), self._clock() + self._hold_s)
             return num
 
-    def find(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> list[bool]:
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
         """The same for each of ``keys``, whatever comes before it."""
         with self._lock:
             look = self._look(keys)
-            self._slab.keep(look.there(), before, self._clock() + self._hold_s)
+            self._slab.hold(look.there(), self._clock() + self._hold_s)
             return look.flags()
 
     def _look(self, keys: Sequence[bytes]) -> Look:
-        self._tend()
+        self._glance()
         if self._slab.reads_for_s > self._late_s:
-            return Look(np.zeros(len(keys), bool), [None] * len(keys))
+            return Look.nothing(len(keys))
         return self._slab.look(keys)
 
     def _worth(self, num_before: int, num_found: int) -> int:
@@ -122,7 +128,7 @@ class SlabCalls:
         faster. Some are read all the same, now and then: or one slow read would be believed for
         ever."""
         first, end = (num * self._block_tokens for num in (num_before, num_before + num_found))
-        if self._slab.is_worth_reading(num_found, first, end):
+        if self._slab.is_worth_reading(self._costs(), num_found, first, end):
             return num_found
         num, now_s = 0, self._clock()
         if now_s - self._probed_s >= PROBE_S:
@@ -135,15 +141,20 @@ class SlabCalls:
         """Computing so many tokens after others took so long. Never waits: on whatever thread."""
         self._prefills.append((num_before, num_tokens, seconds))
 
-    def load(self, keys: Sequence[bytes], blocks: Pieces) -> list[bool]:
-        """Read blocks; which of them are in place. Memory of the others may hold anything."""
+    def load(
+        self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes] = ()
+    ) -> list[bool]:
+        """Read blocks; which of them are in place. Memory of the others may hold anything.
+
+        before: the keys of the prompt that come before, which count as used as well.
+        """
         done: list[bool] = []
         for at in range(0, len(keys), CALL_BLOCKS):
             some = slice(at, at + CALL_BLOCKS)
-            done += self._load(keys[some], blocks.pick(some))
+            done += self._load(keys[some], blocks.pick(some), [*before, *keys[:at]])
         return done
 
-    def _load(self, keys: Sequence[bytes], blocks: Pieces) -> list[bool]:
+    def _load(self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes]) -> list[bool]:
         with self._lock:
             self._tend()
             slots = self._memory.place(blocks)
@@ -152,6 +163,7 @@ class SlabCalls:
         with self._lock:
             self._memory.take_back(slots)
             self._slab.let_go(keys)
+            self._slab.touch([*before, *keys])
         place = {key: at for at, key in enumerate(keys)}  # of a key that is there twice, the last
         return [key in arrived and place[key] == at for at, key in enumerate(keys)]
 
@@ -176,7 +188,8 @@ class SlabCalls:
         with self._lock:
             self._tend()
             self._slab.touch(prompt)  # what makes room for it is not its beginning
-            new = np.flatnonzero(~self._slab.look(keys).are_there).tolist()
+            are_there = self._slab.look(keys).flags()
+            new = [at for at, is_there in enumerate(are_there) if not is_there]
             slots = self._memory.place(blocks.pick(new))
             job = next(self._jobs)
             depths = [len(before) + at for at in new]
@@ -204,12 +217,26 @@ class SlabCalls:
 
     # -- waiting -----------------------------------------------------------------------------------
 
+    def _glance(self) -> None:
+        """``_tend``, unless somebody has only just done so: a prompt is looked up in several
+        calls."""
+        has_news = self._prefills or self._num_rings != self._num_heard
+        if has_news or self._clock() - self._tended_s >= GLANCE_S:
+            self._tend()
+
     def _tend(self) -> None:
         """Notice what has become known meanwhile, and what is over."""
+        self._tended_s, self._num_heard, self._snapshot = self._clock(), self._num_rings, None
         while self._prefills:
             self._slab.costs.observe_prefill(*self._prefills.popleft())
         self._slab.digest = self._digest()
         self._collect()
+
+    def _costs(self) -> Costs:
+        """What reading and computing take, as it was when somebody last tended."""
+        if self._snapshot is None:
+            self._snapshot = self._slab.cost_snapshot()
+        return self._snapshot
 
     def _collect(self) -> None:
         finished = self._slab.take_finished()

@@ -20,16 +20,18 @@ class SlabReads:
         self._tier = tier
         self._digest = digest
 
-    def num_found(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> int:
+    def num_found(self, keys: Sequence[bytes], num_before: int = 0) -> int:
         are_there = self.find(keys)
         return are_there.index(False) if False in are_there else len(keys)
 
-    def find(self, keys: Sequence[bytes], before: Sequence[bytes] = ()) -> list[bool]:
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
         if not (digest := self._digest()):
             return [False] * len(keys)
         return _there(self._tier.find([block_key(digest, key) for key in keys], FIND_S))
 
-    def load(self, keys: Sequence[bytes], blocks: Pieces) -> list[bool]:
+    def load(
+        self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes] = ()
+    ) -> list[bool]:
         if not (digest := self._digest()):
             return [False] * len(keys)
         return _there(self._tier.get([block_key(digest, key) for key in keys], blocks, READ_S))

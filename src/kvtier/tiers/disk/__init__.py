@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvtier.tiers.disk.blocks import DiskBlocks
+from kvtier.tiers.disk.bounce import goes_straight
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.reader import DiskReader
 from kvtier.tiers.disk.system import DiskSystem
@@ -18,5 +19,6 @@ __all__ = [
     "Durability",
     "IoKind",
     "Verify",
+    "goes_straight",
     "make_disk",
 ]

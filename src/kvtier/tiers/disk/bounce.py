@@ -33,6 +33,12 @@ Bools = npt.NDArray[np.bool_]
 Transfer = Callable[[Int64s, Uint64s, Int64s, float | None], Int64s]
 
 
+def goes_straight(sizes: Int64s) -> bool:
+    """Whether blocks in pieces of so many bytes need no buffer, where they begin at pages."""
+    are_small = len(sizes) > 1 and (sizes < LEAST_PIECE_BYTES).any()
+    return not are_small and not (sizes % ALIGNMENT).any()
+
+
 class Bounce:
     """Room for ``num_slots`` slots of ``slot_bytes``, aligned to pages. One thread uses it.
 
@@ -162,8 +168,7 @@ class BlockPort:
     def _parts(self, blocks: Pieces) -> Iterator[tuple[Int64s, bool]]:
         """Positions that need no buffer, then the others, a bufferful each."""
         aligned = (blocks.addresses % ALIGNMENT == 0).all(axis=1)
-        are_small = len(blocks.sizes) > 1 and (blocks.sizes < LEAST_PIECE_BYTES).any()
-        if self._block_bytes != self._slot_bytes or are_small or (blocks.sizes % ALIGNMENT).any():
+        if self._block_bytes != self._slot_bytes or not goes_straight(blocks.sizes):
             aligned[:] = False
         if aligned.any():
             yield np.flatnonzero(aligned), True

@@ -99,8 +99,8 @@ class DiskPart:
         # Registered memory stays resident: not for buffers that are hardly needed.
         are_needed = self.num_bytes != self.slot_bytes
         buffers = [each.memory for each in bounces if are_needed]
-        if arena is not None:
-            buffers.insert(0, arena)
+        if arena is not None and not are_needed:
+            buffers = [arena]
         engine = self._open_engine(self.options.io, buffers)
         threads = self.options.checksum_threads
         return [
