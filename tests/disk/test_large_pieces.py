@@ -16,7 +16,7 @@ from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers import Outcome, Pieces
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.bounce import ALIGNMENT, LEAST_PIECE_BYTES, Bounce
-from kvtier.tiers.disk.crc_join import joined_crcs
+from kvtier.tiers.crc_join import joined_crcs
 from kvtier.types import BlockKey, BlockName, Verify
 
 PIECES = (LEAST_PIECE_BYTES, LEAST_PIECE_BYTES)

@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, islice
 
-import numpy as np
-
 from kvtier.connectors.shared.holds import Holds
 from kvtier.connectors.shared.row_cache import Look, RowCache
 from kvtier.errors import ConfigError, TierError

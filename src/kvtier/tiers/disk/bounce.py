@@ -15,9 +15,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import copy_batch, crc32c_many
+from kvtier._hot import copy_batch
 from kvtier.devices.base import Memory
-from kvtier.tiers.disk.crc_join import joined_crcs
+from kvtier.tiers.crc_join import block_crcs, joined_crcs
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.pieces import Pieces
 
@@ -111,7 +111,7 @@ class BlockPort:
             else:
                 self._bounce.copy_in(blocks.pick(part))
                 some = self._bounced(len(part))
-            crcs[part] = self._crcs(some, self._num_threads)
+            crcs[part] = block_crcs(some, self._num_threads)
             done[part] = self._move(self.engine.write, slots[part], some, ends_at)
         return done, crcs
 
@@ -138,7 +138,7 @@ class BlockPort:
                 crcs[part] = joined_crcs(of_pieces, some.sizes)
             else:
                 done[part] = self._move(self.engine.read, slots[part], some, ends_at)
-                crcs[part[wanted]] = self._crcs(some.pick(wanted))
+                crcs[part[wanted]] = block_crcs(some.pick(wanted))
             if not is_aligned:  # what has not arrived would be of another block
                 arrived = np.flatnonzero(done[part] == self._slot_bytes)
                 self._bounce.copy_out(blocks.pick(part[arrived]), arrived)
@@ -147,10 +147,6 @@ class BlockPort:
     def _bounced(self, num_blocks: int) -> Pieces:
         """The first blocks in the buffer."""
         return Pieces.whole(self._bounce.addresses[:num_blocks], self._block_bytes)
-
-    def _crcs(self, blocks: Pieces, num_threads: int = 1) -> Uint32s:
-        of_pieces = crc32c_many(blocks.addresses.ravel(), _sizes(blocks), num_threads)
-        return joined_crcs(of_pieces.reshape(blocks.addresses.shape), blocks.sizes)
 
     def _read_checked(
         self,

@@ -11,6 +11,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._hot import crc32c_many
+from kvtier.tiers.pieces import Pieces
+
 Uint32s = npt.NDArray[np.uint32]
 
 POLYNOMIAL = 0x82F63B78
@@ -47,3 +50,10 @@ def _zeros(num_bytes: int) -> Uint32s:
             result = _times(power, result)
         power, left = _times(power, power), left >> 1
     return result
+
+
+def block_crcs(blocks: Pieces, num_threads: int = 1) -> Uint32s:
+    """crc32c of each block: uint32 [num_blocks]. Host memory only."""
+    sizes = np.tile(blocks.sizes.astype(np.uint64), len(blocks))
+    of_pieces = crc32c_many(blocks.addresses.ravel(), sizes, num_threads)
+    return joined_crcs(of_pieces.reshape(blocks.addresses.shape), blocks.sizes)

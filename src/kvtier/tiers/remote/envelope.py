@@ -1,0 +1,109 @@
+"""What stands before the bytes of a block in a store, so that nothing else is taken for it.
+
+    magic   8   "kvtierB1"
+    flags   4   1: it is tagged
+    crc     4   crc32c of the block's bytes
+    size    8   of the block
+    key    32   of the block: prefix, model, dtype and layout are in it
+    tag    32   keyed BLAKE3 of all above and of the block's bytes; zeros where it is not tagged
+    check   4   crc32c of all above
+    zeros   4
+
+Numbers are little-endian. A checksum finds what broke by itself; only a tag, which needs a secret
+that all processes share, finds what somebody else has written.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass
+from struct import Struct
+from typing import Final
+
+import numpy as np
+from blake3 import blake3
+
+from kvtier._hot import crc32c_rows
+from kvtier.tiers.crc_join import block_crcs
+from kvtier.tiers.pieces import Pieces
+from kvtier.types import BlockKey
+
+MAGIC: Final = b"kvtierB1"
+HEAD: Final = Struct("<8sIIQ32s")
+TAG_BYTES: Final = 32
+CHECK: Final = Struct("<I4x")
+HEADER_BYTES: Final = HEAD.size + TAG_BYTES + CHECK.size
+TAGGED: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What was read, and is sound in itself: of the right key and size, but its block was not seen
+    yet."""
+
+    crc: int
+    head: bytes
+    tag: bytes
+
+
+class Envelope:
+    """Makes headers, and checks blocks by them. Any thread may use it.
+
+    secret: for tags; b"" for none, and then none is wanted. block_bytes: of every block.
+    """
+
+    def __init__(self, block_bytes: int, secret: bytes = b"") -> None:
+        self._block_bytes = block_bytes
+        self._tag_key = blake3(secret).digest() if secret else b""
+
+    def __repr__(self) -> str:
+        return f"Envelope({self._block_bytes}, {'tagged' if self._tag_key else 'not tagged'})"
+
+    def headers(self, keys: Sequence[BlockKey], blocks: Pieces) -> list[bytes]:
+        """``HEADER_BYTES`` for each block, which lies in host memory."""
+        flags = TAGGED if self._tag_key else 0
+        made = []
+        for at, crc in enumerate(block_crcs(blocks).tolist()):
+            head = HEAD.pack(MAGIC, flags, crc, self._block_bytes, keys[at])
+            above = head + self._tag(head, blocks, at)
+            made.append(above + CHECK.pack(_check(above)))
+        return made
+
+    def read(self, header: bytes | bytearray | memoryview, key: BlockKey) -> Header | None:
+        """None where it is not that of ``key``, or not as it was written."""
+        header = bytes(header)
+        if len(header) != HEADER_BYTES:
+            return None
+        above = header[: -CHECK.size]
+        magic, flags, crc, num_bytes, of_key = HEAD.unpack_from(above)
+        if CHECK.pack(_check(above)) != header[-CHECK.size :] or magic != MAGIC:
+            return None
+        if of_key != key or num_bytes != self._block_bytes:
+            return None
+        if self._tag_key and not flags & TAGGED:
+            return None
+        return Header(crc, above[: HEAD.size], above[HEAD.size :])
+
+    def are_right(self, headers: Sequence[Header], blocks: Pieces) -> list[bool]:
+        """Whether each block, in host memory, is the one of its header."""
+        crcs = block_crcs(blocks).tolist()
+        return [
+            crc == header.crc
+            and hmac.compare_digest(header.tag, self._tag(header.head, blocks, at))
+            if self._tag_key
+            else crc == header.crc
+            for at, (header, crc) in enumerate(zip(headers, crcs, strict=True))
+        ]
+
+    def _tag(self, head: bytes, blocks: Pieces, at: int) -> bytes:
+        if not self._tag_key:
+            return bytes(TAG_BYTES)
+        made = blake3(head, key=self._tag_key)
+        for view in blocks.views(at):
+            made.update(view)
+        return made.digest()
+
+
+def _check(above: bytes) -> int:
+    return int(crc32c_rows(np.frombuffer(above, np.uint8).reshape(1, -1))[0])
