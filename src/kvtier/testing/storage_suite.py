@@ -175,7 +175,7 @@ class StorageSuite(StorageTimes):
         assert user.put(0, 1, 2, 3) == [THERE] * 4
         more = user.put(4, 5)
         there = user.found(*range(6))
-        assert len(there) <= 4
+        assert len(there) <= 4 or storage.facts.is_shared
         if not storage.facts.evicts:
             assert more == [FAILED] * 2
             assert there == [0, 1, 2, 3]
@@ -190,7 +190,7 @@ class StorageSuite(StorageTimes):
         if not storage.facts.evicts:
             assert outcomes.count(THERE) == 4, "block 0 is there, and there is room for three more"
             assert outcomes[2] is THERE
-        assert len(user.found(*range(6))) <= 4
+        assert len(user.found(*range(6))) <= 4 or storage.facts.is_shared
         self.end(storage)
 
     def test_found_blocks_stay_and_unfound_ones_make_room(self) -> None:
@@ -205,7 +205,7 @@ class StorageSuite(StorageTimes):
             assert user.put(14) == [FAILED]
             assert user.found(*range(6)) == [1, 4]
         assert user.get(1, 4) == [THERE] * 2 or storage.facts.evicts
-        assert len(user.found(*range(15))) <= 6
+        assert len(user.found(*range(15))) <= 6 or storage.facts.is_shared
         self.end(storage)
 
     def test_dropped_block_gives_its_room_to_others(self) -> None:

@@ -37,6 +37,8 @@ class StorageFacts:
 
     reaches: kinds of memory that it reads into and writes from itself.
     evicts: it makes room by itself, so that blocks may go unasked; else whoever puts drops.
+    is_shared: others use it, too: how much there is in all is its own business, and ``num_blocks``
+    how many of them this process will know of.
     finds_at_once: ``find`` answers from memory, never waits, and looks for every key.
     request_s: what a call costs, beside what its bytes cost.
     wants_scrubbing: ``scrub`` finds damage before somebody needs the block.
@@ -45,6 +47,7 @@ class StorageFacts:
 
     reaches: frozenset[str] = frozenset({"host"})
     evicts: bool = False
+    is_shared: bool = False
     finds_at_once: bool = False
     request_s: float = 0.0
     wants_scrubbing: bool = False
@@ -134,7 +137,7 @@ class StorageTier(ABC):
         or soon after; its memory belongs to others then. A block that is ``THERE`` after a
         ``get`` is the block that was put under that key, bit for bit: verified, or never doubtful.
         One that is ``THERE`` after a ``put`` is found by the next process, too. Room for
-        ``num_blocks`` blocks is a hard bound.
+        ``num_blocks`` blocks is a hard bound, where it is not shared.
         A block that was ``THERE`` in any call stays until it is dropped, unless the tier
         ``evicts``; blocks that an earlier process has left, and nobody found yet, go when their
         room is needed.

@@ -1,0 +1,205 @@
+"""A connection to a server that speaks RESP2, as Valkey and Redis do.
+
+Values go from and to the memory that the caller names; no copy is made of them.
+Source: the protocol's specification, valkey.io/topics/protocol.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import islice
+from struct import pack
+from typing import Final
+
+BUFFER_BYTES: Final = 16 << 10
+"""For replies that nobody has named memory for. What it holds of a value is copied once more."""
+MOST_PARTS: Final = 512
+"""Of a message, given to the system at a time."""
+
+Part = bytes | memoryview
+
+
+class ReplyError(Exception):
+    """The server says why it did not do what it was told."""
+
+
+class RespError(OSError):
+    """The connection can't be used any more: it was closed, was too late, or speaks something
+    else."""
+
+
+def command(*words: bytes) -> bytes:
+    """As it is sent."""
+    return b"".join((b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)))
+
+
+class Connection:
+    """One thread uses it at a time. ``until`` says how long its calls may take; what takes longer,
+    and whatever else goes wrong, is ``RespError``, and the connection is of no use then.
+
+    tls: None for none. Raises ``OSError`` where nobody answers by ``ends_at`` (``monotonic``).
+    """
+
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, ends_at: float) -> None:
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._first = self._end = 0  # of what is in the buffer and was not read yet
+        self._ends_at = ends_at
+        made = socket.create_connection((host, port), max(0.001, ends_at - time.monotonic()))
+        try:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if tls is not None:
+                made = tls.wrap_socket(made, server_hostname=host)
+        except BaseException:
+            made.close()
+            raise
+        self._socket = made
+        self._is_plain = tls is None
+        self.until(ends_at)
+
+    def until(self, ends_at: float) -> None:
+        """Calls may take until then."""
+        self._ends_at = ends_at
+        left_s = max(0.001, ends_at - time.monotonic())
+        if not self._is_plain:
+            self._socket.settimeout(left_s)
+            return
+        # The system waits for whole values, which spares a call for each part of one.
+        limit = pack("ll", int(left_s), int(left_s % 1 * 1e6))
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def _left_s(self) -> float:
+        left_s = self._ends_at - time.monotonic()
+        if left_s <= 0:
+            raise RespError("it took too long")
+        return max(left_s, 0.001)
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def send(self, parts: Sequence[Part]) -> None:
+        """All of them, one after the other."""
+        left = iter(parts)
+        while some := [memoryview(part) for part in islice(left, MOST_PARTS)]:
+            if self._is_plain:
+                self._send(some)
+            else:
+                for part in some:
+                    self._socket.sendall(part)
+
+    def _send(self, parts: list[memoryview]) -> None:
+        at = 0
+        while at < len(parts):
+            try:
+                num_sent = self._socket.sendmsg(parts[at:])
+            except BlockingIOError:
+                raise RespError("it took too long") from None
+            while at < len(parts) and num_sent >= len(parts[at]):
+                num_sent -= len(parts[at])
+                at += 1
+            if at < len(parts):
+                self._left_s()
+                parts[at] = parts[at][num_sent:]
+
+    # -- replies -----------------------------------------------------------------------------------
+
+    def reply(self) -> bytes | int | list[object] | None:
+        """The next one, whole. ``ReplyError`` for an error of the server's."""
+        line = self._line()
+        kind, rest = line[:1], line[1:]
+        if kind == b"-":
+            raise ReplyError(rest.decode(errors="replace"))
+        if kind == b"+":
+            return rest
+        if kind not in (b":", b"$", b"*"):
+            raise RespError("this is no RESP server")
+        number = _number(rest)
+        if kind == b":":
+            return number
+        if number < 0:
+            return None
+        if kind == b"*":
+            return [self.reply() for _ in range(number)]
+        value = bytearray(number)
+        self.read_into(memoryview(value))
+        self.end_value()
+        return bytes(value)
+
+    def value_bytes(self) -> int | None:
+        """How long the value is that comes next, None where there is none. It has to be read, by
+        ``read_into`` or ``skip``, and then ``end_value``. ``ReplyError`` as ``reply``."""
+        line = self._line()
+        if line[:1] == b"-":
+            raise ReplyError(line[1:].decode(errors="replace"))
+        if line[:1] != b"$":
+            raise RespError("a reply of another kind")
+        number = _number(line[1:])
+        return None if number < 0 else number
+
+    def read_into(self, view: memoryview) -> None:
+        """The next bytes, as many as there is room for."""
+        num = min(len(view), self._end - self._first)
+        view[:num] = self._buffer[self._first : self._first + num]
+        self._first += num
+        while num < len(view):
+            num += self._receive(view[num:], is_whole=True)
+
+    def skip(self, num_bytes: int) -> None:
+        """The next bytes are of no interest."""
+        while num_bytes:
+            if self._first == self._end:
+                self._fill()
+            num = min(num_bytes, self._end - self._first)
+            self._first, num_bytes = self._first + num, num_bytes - num
+
+    def end_value(self) -> None:
+        """A value was read."""
+        end = bytearray(2)
+        self.read_into(memoryview(end))
+        if end != b"\r\n":
+            raise RespError("a value does not end where it should")
+
+    def _line(self) -> bytes:
+        """The next one, without its end."""
+        line = b""
+        while True:
+            if self._first == self._end:
+                self._fill()
+            there = bytes(self._buffer[self._first : self._end])
+            at = there.find(b"\n")
+            self._first += len(there) if at < 0 else at + 1
+            line += there if at < 0 else there[: at + 1]
+            if at >= 0:
+                return line[:-2]
+            if len(line) > BUFFER_BYTES:
+                raise RespError("this is no RESP server")
+
+    def _fill(self) -> None:
+        self._first, self._end = 0, self._receive(self._buffer, is_whole=False)
+
+    def _receive(self, view: memoryview, is_whole: bool) -> int:
+        """Some bytes, one at least."""
+        self._left_s()
+        flags = socket.MSG_WAITALL if is_whole and self._is_plain else 0
+        try:
+            num = self._socket.recv_into(view, len(view), flags)
+        except (BlockingIOError, TimeoutError):
+            raise RespError("it took too long") from None
+        if not num:
+            raise RespError("the server has closed the connection")
+        return num
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.close()
+
+
+def _number(text: bytes) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise RespError("this is no RESP server") from None

@@ -1,0 +1,88 @@
+"""A network that is slow, or breaks: a proxy between a client and a real server on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+
+class Proxy:
+    """Passes on what comes, ``delay_s`` later each way. Close it.
+
+    hold: nothing is passed on any more, and nobody is told (a black hole), until ``let_go``. cut:
+    all connections end now, by a reset. passes: bytes, either way, after which it holds; None for
+    all.
+    """
+
+    def __init__(self, port: int, delay_s: float = 0.0) -> None:
+        self._to = ("127.0.0.1", port)
+        self.delay_s = delay_s
+        self.passes: int | None = None
+        self.num_connections = 0
+        self._open = threading.Event()
+        self._open.set()
+        self._sockets: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def hold(self, passes: int = 0) -> None:
+        self.passes = passes
+        if not passes:
+            self._open.clear()
+
+    def let_go(self) -> None:
+        self.passes = None
+        self._open.set()
+
+    def cut(self) -> None:
+        with self._lock:
+            sockets, self._sockets = self._sockets, []
+        for each in sockets:
+            with contextlib.suppress(OSError):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self.let_go()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(self._to)
+            except OSError:
+                continue
+            with self._lock:
+                self._sockets += [client, server]
+                self.num_connections += 1
+            for pair in ((client, server), (server, client)):
+                threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
+
+    def _pass_on(self, src: socket.socket, dst: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := src.recv(1 << 16):
+                if self.delay_s:
+                    time.sleep(self.delay_s)
+                if self.passes is not None:
+                    now, data = data[: self.passes], data[self.passes :]
+                    self.passes -= len(now)
+                    dst.sendall(now)
+                    if not data:
+                        continue
+                    self._open.clear()
+                self._open.wait()
+                dst.sendall(data)
+        for each in (src, dst):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
