@@ -82,6 +82,11 @@ class Cache:
         may have to be asked for a prompt that takes long to hash. Any thread may ask."""
         return len(labels) >= LONG_PROMPT and self._ladder.has_unfound
 
+    def is_asking(self, namespace: bytes, labels: Sequence[Label]) -> bool:
+        """Whether a store was asked what it has of a prompt, and is worth waiting for still."""
+        self._must_be_open()
+        return self._ladder.recall(self._index, namespace, labels)
+
     def prefetch(self, namespace: bytes, labels: Sequence[Label]) -> Prefetch | None:
         """While a request waits for its turn, read what storage has of it into host memory.
 
@@ -363,6 +368,7 @@ def _ladder_options(config: CacheConfig, block_bytes: int) -> LadderOptions:
         archive_after_uses=config.archive_after_uses,
         bytes_per_day=write_limits(config),
         piece_blocks=max(1, config.load_batch_bytes // block_bytes),
+        lookup_patience_s=config.lookup_deadline_s,
     )
 
 

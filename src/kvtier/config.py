@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
 
@@ -55,6 +55,10 @@ def parse_capacity(text: str | int, device_bytes: int, field: str) -> int:
     return parse_size(text, field)
 
 
+def _without_password(location: str) -> str:
+    return re.sub(r"//[^/]*@", "//", location)
+
+
 CHOICES: dict[str, type[StrEnum]] = {
     "write_policy": WritePolicy,
     "load_policy": LoadPolicy,
@@ -95,7 +99,7 @@ class CacheConfig:
     """What may be written to the disk in a day, for disks that wear: a size; 0 for no limit."""
     disk_bytes_per_s: str | int = 0
     """What is read from the disk in a second at most, and written; 0 for no limit."""
-    storage: tuple[str, ...] = ()
+    storage: tuple[str, ...] = field(default=(), repr=False)  # a password may be in it
     """More storage, beside the disk and behind it: "plug-in:location" each, where ``plug-in`` is
     one of ``kvtier.tiers``; "name=plug-in:location" gives the tier a name of its own."""
     storage_capacity: str | int = "10GiB"
@@ -108,6 +112,8 @@ class CacheConfig:
     """Whether a request waits for what storage has of it before its turn comes."""
     prefetch_timeout_s: float = 1.0
     """How long it waits at most with ``timeout``."""
+    lookup_deadline_s: float = 0.1
+    """How long it waits to hear what a store that other processes share has of it; 0 for not."""
     eviction_policy: str = "lru"
     """Which blocks leave a full tier first: a plug-in of ``kvtier.policies``."""
     demote_deadline_s: float = 1.0
@@ -126,7 +132,8 @@ class CacheConfig:
         for location in self.storage:
             if not re.fullmatch(r"([\w.-]+=)?[\w.-]+:.*", location):
                 raise ConfigError(
-                    f'storage: {location!r} names no plug-in; write it as "plug-in:location"'
+                    f"storage: {_without_password(location)!r} names no plug-in; write it as "
+                    '"plug-in:location"'
                 )
         for name, kind in CHOICES.items():
             value = getattr(self, name)
@@ -137,8 +144,9 @@ class CacheConfig:
         for name in ("store_after_uses", "archive_after_uses", "load_batch_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
-        if self.store_batch_bytes < 0:
-            raise ConfigError(f"store_batch_bytes: {self.store_batch_bytes} is below 0")
+        for name in ("store_batch_bytes", "lookup_deadline_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: {getattr(self, name)} is below 0")
         for name in ("load_deadline_s", "demote_deadline_s", "prefetch_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}: {getattr(self, name)} is not above 0")

@@ -149,6 +149,9 @@ class Scheduler:
                 self._line.rejoin(request)
 
     def _waits_for_storage(self, request: Request) -> bool:
+        may_load = request.may_load and request.labels
+        if may_load and self._cache.is_asking(request.namespace, request.labels):
+            return True
         if self._cache.config.prefetch_policy is PrefetchPolicy.BEST_EFFORT:
             return False
         self._prefetch(request)

@@ -62,7 +62,9 @@ class Ladder:
         demotes = options.demotes and row.below(row.fastest) is not None
         demote = self._demote if demotes else None
         self._space = Space(row, index, mover, self._traffic, self.metrics, demote)
-        self._recall = Recall(row, index, mover, self._traffic, self._space)
+        self._recall = Recall(
+            row, index, mover, self._traffic, self._space, options.lookup_patience_s, clock
+        )
         self._loads = Loads(row, index, mover, self._traffic, self._space, options.piece_blocks)
         self._archives = {
             name: Archive(
@@ -248,10 +250,11 @@ class Ladder:
         """Whether storage may have blocks that nobody has found yet."""
         return self._recall.has_unfound
 
-    def recall(self, paths: PromptIndex, namespace: bytes, labels: Sequence[Label]) -> None:
+    def recall(self, paths: PromptIndex, namespace: bytes, labels: Sequence[Label]) -> bool:
         """Take into the index what storage has kept of this prompt since an earlier life, or has
-        from another process. Where it has to be asked first, that is for the next time."""
-        self._recall.ask(paths, namespace, labels)
+        from another process. Where it has to be asked first, that is for the next time: whether it
+        is worth waiting until then."""
+        return self._recall.ask(paths, namespace, labels)
 
     def recall_each(
         self, keys: Sequence[BlockKey], make: Callable[[Sequence[int]], Sequence[BlockId]]

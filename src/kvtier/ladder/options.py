@@ -11,7 +11,8 @@ class LadderOptions:
     """block_bytes: of one block. demotes: what leaves the fastest tier goes one down (write_back).
     patience_s: how long that may hold up an eviction. archive_after_uses: when a block in memory is
     worth a write to storage. bytes_per_day: what may be written to a storage tier, 0 or none for no
-    limit. piece_blocks: what is read from storage, or written, at a time.
+    limit. piece_blocks: what is read from storage, or written, at a time. lookup_patience_s: how
+    long a request waits for storage that has to be asked what it has.
     """
 
     block_bytes: int
@@ -20,3 +21,4 @@ class LadderOptions:
     archive_after_uses: int = 1
     bytes_per_day: Mapping[str, int] = field(default_factory=dict)
     piece_blocks: int = 64
+    lookup_patience_s: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,14 +11,20 @@ from kvtier.keys import keys_along
 from kvtier.ladder.row import Row
 from kvtier.ladder.space import Space
 from kvtier.ladder.traffic import Traffic
+from kvtier.tiers import Outcome
 from kvtier.transfer import FindJob, Mover
 from kvtier.types import BlockId, BlockKey, Label, Slot, keys_of
 
+THERE, ABSENT, _, FAILED = Outcome
 FIRST_KEYS = 64
 GROWTH = 16
 MOST_KEYS = 4096
 """How many blocks storage is asked for at a time: few of a prompt of which it may have nothing, for
 keys are hashed one after the other; more when it had them all. 4,096 keys take 2 ms."""
+ABSENT_S = 5.0
+"""So long storage that takes its time is not asked again for what it had not."""
+MOST_ABSENT = 4096
+"""Prompts of which that is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +57,25 @@ class _Question:
         return replace(self, first=first, above=above, before=before, keys=keys)
 
 
+_Name = tuple[str, BlockKey]
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A question under way. until_s: so long a request may wait for the answer."""
+
+    question: _Question
+    job: FindJob
+    until_s: float
+
+
 class Recall:
     """Asks storage for the keys that the index does not know, and takes in what it has. Where a
-    look-up takes its time, the answer is for the next request that begins alike."""
+    look-up takes its time, the answer is for those that wait for it, and for the next request that
+    begins alike.
+
+    patience_s: how long a request waits for an answer.
+    """
 
     def __init__(
         self,
@@ -61,14 +84,20 @@ class Recall:
         mover: Mover,
         traffic: Traffic,
         space: Space,
+        patience_s: float,
+        clock: Callable[[], float],
     ) -> None:
         self._row = row
         self._index = index
         self._mover = mover
         self._traffic = traffic
         self._space = space
+        self._clock = clock
+        self._patience_s = patience_s
         # By storage and the first key that was asked for: a prompt is asked for once at a time.
-        self._asked: dict[tuple[str, BlockKey], tuple[_Question, FindJob]] = {}
+        self._asked: dict[_Name, _Asked] = {}
+        self._absent: OrderedDict[_Name, float] = OrderedDict()  # until when it is not asked again
+        self._late: set[str] = set()  # storage that nobody waits for, until it answers in time
 
     @property
     def has_unfound(self) -> bool:
@@ -77,8 +106,10 @@ class Recall:
 
     # -- a prompt ---------------------------------------------------------------------------------
 
-    def ask(self, paths: PromptIndex, namespace: bytes, labels: Sequence[Label]) -> None:
-        """Ask every storage tier that may have more of this prompt than ``paths`` knows."""
+    def ask(self, paths: PromptIndex, namespace: bytes, labels: Sequence[Label]) -> bool:
+        """Ask every storage tier that may have more of this prompt than ``paths`` knows. Whether it
+        is worth waiting for an answer."""
+        is_asked = False
         for storage in self._row.storages:
             if not self._mover.has_unfound(storage):
                 continue
@@ -87,21 +118,47 @@ class Recall:
             before = namespace if above is None else paths.key(above)
             nothing = _Question(storage, paths, namespace, labels[:], len(known), above, before)
             if nothing.num_left:
-                question = nothing.next(above, FIRST_KEYS)
-                name = storage, question.keys[0]
-                if name not in self._asked:
-                    self._asked[name] = question, self._mover.find(storage, question.keys)
+                is_asked |= self._ask(nothing.next(above, FIRST_KEYS))
         self.hear()
+        return is_asked
+
+    def _ask(self, question: _Question) -> bool:
+        name, now_s = (question.storage, question.keys[0]), self._clock()
+        if self._absent.get(name, now_s) > now_s:
+            return False
+        if name not in self._asked:
+            job = self._mover.find(question.storage, question.keys)
+            self._asked[name] = _Asked(question, job, now_s + self._patience_s)
+        asked = self._asked[name]
+        if asked.job.done or question.storage in self._late:
+            return False
+        if now_s < asked.until_s:
+            return True
+        self._late.add(question.storage)
+        return False
 
     def hear(self) -> None:
         """Take in what storage has answered by now."""
-        for name in [name for name, (_, job) in self._asked.items() if job.done]:
-            question, job = self._asked.pop(name)
-            while job.done and (more := self._take_in(question, job)) is not None:
-                question = more
-                job = self._mover.find(question.storage, question.keys)
-            if not job.done:
-                self._asked[name] = question, job
+        for name in [name for name, asked in self._asked.items() if asked.job.done]:
+            asked = self._asked[name]
+            while asked.job.done and (more := self._take_in(asked.question, asked.job)) is not None:
+                asked.question, asked.job = more, self._mover.find(more.storage, more.keys)
+            if asked.job.done:
+                del self._asked[name]
+                self._note_absent(asked)
+
+    def _note_absent(self, asked: _Asked) -> None:
+        """Storage has said what it has; behind that it has nothing for now."""
+        storage, job = asked.question.storage, asked.job
+        if self._mover.storages[storage].finds_at_once or job.error is not None:
+            return
+        if FAILED not in job.outcomes and self._clock() < asked.until_s:
+            self._late.discard(storage)
+        missing = next((at for at, each in enumerate(job.outcomes) if each is not THERE), None)
+        if missing is not None and job.outcomes[missing] is ABSENT:
+            self._absent[storage, asked.question.keys[missing]] = self._clock() + ABSENT_S
+            while len(self._absent) > MOST_ABSENT:
+                self._absent.popitem(last=False)
 
     def _take_in(self, question: _Question, job: FindJob) -> _Question | None:
         """Blocks turned out to be there; those behind a gap, too, for what was found stays in
