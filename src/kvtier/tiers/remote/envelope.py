@@ -35,6 +35,21 @@ TAG_BYTES: Final = 32
 CHECK: Final = Struct("<I4x")
 HEADER_BYTES: Final = HEAD.size + TAG_BYTES + CHECK.size
 TAGGED: Final = 1
+KEY_BYTES: Final = 32
+KEY: Final = slice(HEAD.size - KEY_BYTES, HEAD.size)
+FIELDS: Final = np.dtype(
+    [
+        ("magic", "V8"),
+        ("flags", "<u4"),
+        ("crc", "<u4"),
+        ("size", "<u8"),
+        ("key", "V32"),
+        ("tag", "V32"),
+        ("check", "<u4"),
+        ("zeros", "<u4"),
+    ]
+)
+"""A header, as numpy reads many of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +99,28 @@ class Envelope:
         if self._tag_key and not flags & TAGGED:
             return None
         return Header(crc, above[: HEAD.size], above[HEAD.size :])
+
+    def are_of(self, headers: Sequence[bytes | None], keys: Sequence[BlockKey]) -> list[bool]:
+        """Whether each is a header of its key, for many at a time. What is not of a header's length
+        is none."""
+        whole = [
+            at for at, each in enumerate(headers) if each is not None and len(each) == HEADER_BYTES
+        ]
+        found = np.zeros(len(headers), bool)
+        if whole:
+            text = b"".join(headers[at] or b"" for at in whole)
+            rows = np.frombuffer(text, np.uint8).reshape(-1, HEADER_BYTES)
+            wanted = np.frombuffer(b"".join(keys[at] for at in whole), np.uint8)
+            checks = crc32c_rows(np.ascontiguousarray(rows[:, : -CHECK.size]))
+            fields = np.frombuffer(text, FIELDS)
+            are_ours = fields["magic"] == np.void(MAGIC)
+            are_ours &= fields["size"] == self._block_bytes
+            are_ours &= (fields["check"] == checks) & (fields["zeros"] == 0)
+            are_ours &= (rows[:, KEY] == wanted.reshape(-1, KEY_BYTES)).all(axis=1)
+            if self._tag_key:
+                are_ours &= (fields["flags"] & TAGGED) != 0
+            found[whole] = are_ours
+        return found.tolist()
 
     def are_right(self, headers: Sequence[Header], blocks: Pieces) -> list[bool]:
         """Whether each block, in host memory, is the one of its header."""

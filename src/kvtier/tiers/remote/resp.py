@@ -129,6 +129,43 @@ class Connection:
         self.end_value()
         return bytes(value)
 
+    def values(self, num: int) -> list[bytes | None]:
+        """The next ``num`` replies, short values all of them; None for those that are something
+        else."""
+        found: list[bytes | None] = []
+        while len(found) < num:
+            there = bytes(self._buffer[self._first : self._end])
+            at = 0
+            while len(found) < num:
+                line_end = there.find(b"\r\n", at)
+                if line_end < 0:
+                    break
+                end = line_end
+                if there[at] == ord("$"):
+                    num_bytes = _number(there[at + 1 : line_end])
+                    end = line_end + 2 + num_bytes if num_bytes >= 0 else line_end
+                    if end + 2 > len(there):
+                        break
+                    found.append(there[line_end + 2 : end] if num_bytes >= 0 else None)
+                elif there[at] in b"-+:":
+                    found.append(None)
+                else:
+                    raise RespError("this is no RESP server")
+                at = end + 2
+            self._first += at
+            if len(found) < num:
+                self._fill_up()
+        return found
+
+    def _fill_up(self) -> None:
+        """Some bytes more, behind those that are there."""
+        left = self._end - self._first
+        if left == len(self._buffer):
+            raise RespError("a value of another size")
+        self._buffer[:left] = bytes(self._buffer[self._first : self._end])
+        self._first, self._end = 0, left
+        self._end += self._receive(self._buffer[left:], is_whole=False)
+
     def value_bytes(self) -> int | None:
         """How long the value is that comes next, None where there is none. It has to be read, by
         ``read_into`` or ``skip``, and then ``end_value``. ``ReplyError`` as ``reply``."""

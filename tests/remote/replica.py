@@ -1,0 +1,39 @@
+"""One process with an engine over a store: asks a prompt, and writes down what came.
+
+python -m tests.remote.replica MODEL LOCATION RESULT
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.engine import Engine, EngineConfig, SamplingParams
+from tests.engine.conftest import SMALL
+
+PROMPT = [7 + number * number % 501 for number in range(300)]
+GREEDY = SamplingParams(max_tokens=4, ignore_eos=True, keep_logits=True)
+
+
+def config(model: str, *locations: str, **settings: object) -> EngineConfig:
+    cache = replace(
+        SMALL.cache, storage=locations, load_policy="always", lookup_deadline_s=10.0, **settings
+    )  # type: ignore[arg-type]
+    return replace(SMALL, model=model, cache=cache)
+
+
+def main(model: str, location: str, result: str) -> None:
+    with Engine(config(model, location)) as engine:
+        completion = engine.submit(PROMPT, GREEDY).result(60)
+        assert engine.drain()
+    assert completion.logits is not None
+    np.save(f"{result}.npy", completion.logits)
+    Path(f"{result}.json").write_text(json.dumps(completion.hit_tokens))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

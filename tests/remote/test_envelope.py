@@ -1,0 +1,80 @@
+"""Headers of blocks, and the URLs that stores are named by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import ConfigError
+from kvtier.tiers import Pieces
+from kvtier.tiers.remote.envelope import HEADER_BYTES, Envelope
+from kvtier.tiers.remote.location import StoreOptions, read_location, read_options
+from kvtier.types import BlockKey
+
+BLOCK_BYTES = 96
+NUM = 4
+KEYS = [BlockKey(bytes([number]) * 32) for number in range(NUM)]
+
+
+def blocks() -> tuple[np.ndarray, Pieces]:
+    memory = np.random.default_rng(1).integers(0, 256, NUM * BLOCK_BYTES, dtype=np.uint8)
+    begins = memory.ctypes.data + np.arange(NUM) * BLOCK_BYTES
+    sizes = np.array([64, BLOCK_BYTES - 64])
+    return memory, Pieces(np.stack([begins, begins + 64], 1).astype(np.uint64), sizes)
+
+
+@pytest.mark.parametrize("secret", [b"", b"ours"])
+@given(
+    flips=st.lists(st.tuples(st.integers(0, NUM - 1), st.integers(0, 8 * HEADER_BYTES - 1))),
+    cut=st.integers(0, HEADER_BYTES),
+)
+def test_many_headers_are_read_as_one_by_one(
+    secret: bytes, flips: list[tuple[int, int]], cut: int
+) -> None:
+    memory, pieces = blocks()
+    envelope = Envelope(BLOCK_BYTES, secret)
+    headers = [bytearray(each) for each in envelope.headers(KEYS, pieces)]
+    for at, bit in flips:
+        headers[at][bit // 8] ^= 1 << bit % 8
+    given_headers: list[bytes | None] = [bytes(each) for each in headers]
+    given_headers += [None, given_headers[0][:cut] if given_headers[0] else None]
+    keys = [*KEYS, KEYS[0], KEYS[0]]
+    one_by_one = [
+        each is not None and envelope.read(each, key) is not None
+        for each, key in zip(given_headers, keys, strict=True)
+    ]
+    assert envelope.are_of(given_headers, keys) == one_by_one
+    for at, (text, original) in enumerate(
+        zip(headers, envelope.headers(KEYS, pieces), strict=True)
+    ):
+        assert one_by_one[at] == (text == original), "a changed header was taken"
+    assert memory.any()
+
+
+def test_block_of_another_size_is_none() -> None:
+    _, pieces = blocks()
+    header = Envelope(BLOCK_BYTES).headers(KEYS, pieces)[0]
+    assert Envelope(BLOCK_BYTES + 1).read(header, KEYS[0]) is None
+    assert Envelope(BLOCK_BYTES + 1).are_of([header], KEYS[:1]) == [False]
+
+
+def test_secret_is_in_no_name(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("sesame\n")
+    location = read_location("s", f"//me:sesame@host:1/place?secret_file={tmp_path / 'secret'}")
+    options = read_options(StoreOptions, location)
+    assert options.secret() == b"sesame"
+    shown = [str(location), repr(location), repr(options), repr(Envelope(1, options.secret()))]
+    assert not any("sesame" in each for each in shown)
+    assert str(location) == "s://host:1/place"
+
+
+@pytest.mark.parametrize("text", ["", "\n"])
+def test_empty_secret_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "secret").write_text(text)
+    location = read_location("s", f"//host?secret_file={tmp_path / 'secret'}")
+    with pytest.raises(ConfigError, match="is empty"):
+        read_options(StoreOptions, location).secret()
