@@ -64,6 +64,8 @@ class Proxy:
                 server = socket.create_connection(self._to)
             except OSError:
                 continue
+            for each in (client, server):
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._sockets += [client, server]
                 self.num_connections += 1

@@ -122,6 +122,21 @@ class Envelope:
             found[whole] = are_ours
         return found.tolist()
 
+    def are_blocks(
+        self, headers: Sequence[bytes], keys: Sequence[BlockKey], blocks: Pieces
+    ) -> list[bool]:
+        """Whether each block, in host memory, is the one of its key, by the header that came with
+        it."""
+        are_ours = np.array(self.are_of(headers, keys), bool)
+        ours = np.flatnonzero(are_ours)
+        if ours.size:
+            fields = np.frombuffer(b"".join(headers[at] for at in ours.tolist()), FIELDS)
+            are_ours[ours] = fields["crc"] == block_crcs(blocks.pick(ours))
+        for at in np.flatnonzero(are_ours).tolist() if self._tag_key else ():
+            head, tag = headers[at][: HEAD.size], headers[at][HEAD.size : -CHECK.size]
+            are_ours[at] = hmac.compare_digest(tag, self._tag(head, blocks, at))
+        return are_ours.tolist()
+
     def are_right(self, headers: Sequence[Header], blocks: Pieces) -> list[bool]:
         """Whether each block, in host memory, is the one of its header."""
         crcs = block_crcs(blocks).tolist()

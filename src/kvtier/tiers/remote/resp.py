@@ -17,6 +17,8 @@ from typing import Final
 
 BUFFER_BYTES: Final = 16 << 10
 """For replies that nobody has named memory for. What it holds of a value is copied once more."""
+SMALL_BYTES: Final = 4 << 10
+"""Fewer come by way of the buffer, together with what follows."""
 MOST_PARTS: Final = 512
 """Of a message, given to the system at a time."""
 
@@ -179,11 +181,17 @@ class Connection:
 
     def read_into(self, view: memoryview) -> None:
         """The next bytes, as many as there is room for."""
-        num = min(len(view), self._end - self._first)
-        view[:num] = self._buffer[self._first : self._first + num]
-        self._first += num
+        num = 0
         while num < len(view):
-            num += self._receive(view[num:], is_whole=True)
+            left = len(view) - num
+            if self._first == self._end:
+                if left >= SMALL_BYTES:
+                    num += self._receive(view[num:], is_whole=True)
+                    continue
+                self._fill()  # and more than is wanted now
+            some = min(left, self._end - self._first)
+            view[num : num + some] = self._buffer[self._first : self._first + some]
+            self._first, num = self._first + some, num + some
 
     def skip(self, num_bytes: int) -> None:
         """The next bytes are of no interest."""

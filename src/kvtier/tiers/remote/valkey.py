@@ -19,7 +19,7 @@ from typing import Final
 from kvtier.devices.base import Finding
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, Envelope, Header
+from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, Envelope
 from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
 from kvtier.tiers.remote.resp import Connection, Part, ReplyError, RespError, command
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageSite, StorageTier
@@ -136,48 +136,58 @@ class ValkeyTier(StorageTier):
 
     def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         outcomes = [FAILED] * len(keys)
-        window = max(1, WINDOW_BYTES // self.bytes_per_block)
+        ahead = max(1, WINDOW_BYTES // self.bytes_per_block // 2)
         num_verified = max(1, VERIFIED_BYTES // self.bytes_per_block)
-        arrived: dict[int, Header] = {}
+        arrived: dict[int, bytes] = {}  # headers, by position
 
         def read(line: Connection) -> None:
-            line.send([command(b"GET", self._prefix + key) for key in keys[:window]])
-            for at, key in enumerate(keys):
-                header = self._read(line, key, blocks.views(at))
-                if isinstance(header, Header):
+            num_asked = 0
+            for at in range(len(keys)):
+                if num_asked < len(keys) and num_asked - at < ahead:
+                    some = keys[num_asked : num_asked + ahead]
+                    line.send([command(b"GET", self._prefix + key) for key in some])
+                    num_asked += len(some)
+                header = self._read(line, blocks.views(at))
+                if isinstance(header, bytes):
                     arrived[at] = header
                 else:
                     outcomes[at] = header
-                if at + window < len(keys):
-                    line.send([command(b"GET", self._prefix + keys[at + window])])
                 if len(arrived) == num_verified:
-                    self._verify(arrived, blocks, outcomes)
+                    self._verify(arrived, keys, blocks, outcomes)
 
         self._use(read, timeout_s)
-        self._verify(arrived, blocks, outcomes)
+        self._verify(arrived, keys, blocks, outcomes)
         self._forget([key for key, each in zip(keys, outcomes, strict=True) if each is DAMAGED])
         return outcomes
 
-    def _read(self, line: Connection, key: BlockKey, into: list[memoryview]) -> Header | Outcome:
-        """The value that comes next, where it looks like the block of ``key``."""
+    def _read(self, line: Connection, into: list[memoryview]) -> bytes | Outcome:
+        """The header of the value that comes next, and its block to where it belongs."""
         num_bytes = line.value_bytes()
         if num_bytes is None:
             return ABSENT
-        start = bytearray(min(HEADER_BYTES, num_bytes))
-        line.read_into(memoryview(start))
-        header = self._envelope.read(start, key)
-        if header is None or num_bytes != HEADER_BYTES + self.bytes_per_block:
-            line.skip(num_bytes - len(start))
+        if num_bytes != HEADER_BYTES + self.bytes_per_block:
+            line.skip(num_bytes)
             line.end_value()
             return DAMAGED
+        header = bytearray(HEADER_BYTES)
+        line.read_into(memoryview(header))
         for view in into:
             line.read_into(view)
         line.end_value()
-        return header
+        return bytes(header)
 
-    def _verify(self, arrived: dict[int, Header], blocks: Pieces, outcomes: list[Outcome]) -> None:
+    def _verify(
+        self,
+        arrived: dict[int, bytes],
+        keys: Sequence[BlockKey],
+        blocks: Pieces,
+        outcomes: list[Outcome],
+    ) -> None:
         if arrived:
-            are_right = self._envelope.are_right(list(arrived.values()), blocks.pick([*arrived]))
+            some = [keys[at] for at in arrived]
+            are_right = self._envelope.are_blocks(
+                [*arrived.values()], some, blocks.pick([*arrived])
+            )
             for at, is_right in zip(arrived, are_right, strict=True):
                 outcomes[at] = THERE if is_right else DAMAGED
             arrived.clear()
