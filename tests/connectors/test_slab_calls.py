@@ -11,7 +11,7 @@ import pytest
 from kvtier.connectors.shared.names import block_key
 from kvtier.connectors.shared.slab_calls import CALL_BLOCKS, SlabCalls
 from kvtier.testing import MemoryStorage, Shelf, host_memory, memory_bytes
-from kvtier.tiers import Pieces
+from kvtier.tiers import Pieces, StorageFacts
 from tests.connectors.slab_world import BLOCK_BYTES, DIGEST, bytes_of, memory
 
 SIZES = (BLOCK_BYTES // 4, BLOCK_BYTES // 2, BLOCK_BYTES // 4)
@@ -111,6 +111,20 @@ def test_restart_finds_what_was_acknowledged() -> None:
     assert after.num_found(1, 2, 3) == 2
     assert after.load(1, 2) == [True, True]
     after.calls.close()
+
+
+def test_store_that_others_use_is_asked_what_it_has() -> None:
+    shelf, facts = Shelf(), StorageFacts(evicts=True, is_shared=True)
+    first = Caller(memory(8, shelf, facts))
+    assert first.store(1, 2, 3) == [True] * 3
+    second = Caller(memory(8, shelf, facts))
+    assert second.num_found(1, 2, 3, 4) == 3
+    assert second.load(1, 2, 3) == [True] * 3
+    second.tier.was_asked.clear()
+    assert second.num_found(1, 2, 3) == 3
+    assert not second.tier.was_asked.is_set(), "it is known by now"
+    first.calls.close()
+    second.calls.close()
 
 
 def test_end_of_a_prompt_leaves_before_its_beginning(caller: Caller) -> None:

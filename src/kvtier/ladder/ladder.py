@@ -18,7 +18,7 @@ from kvtier.plan import Copy, CostModel, Costs, WriteBudget
 from kvtier.runs import has
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Room
-from kvtier.transfer import Mover, Transfer, Waiter
+from kvtier.transfer import FindJob, Mover, Transfer, Waiter
 from kvtier.types import BlockId, BlockKey, Label, Match, Slot
 
 STORABLE = (State.READY, State.EVICTING)
@@ -265,6 +265,23 @@ class Ladder:
         keys: what the blocks are called there. make: the blocks at these positions, made known.
         """
         return self._recall.ask_each(keys, make)
+
+    @property
+    def has_to_ask(self) -> bool:
+        """Whether some storage takes its time to say what it has."""
+        return self._recall.has_to_ask
+
+    def ask_each(self, keys: Sequence[BlockKey]) -> list[tuple[str, FindJob]]:
+        """Ask that storage for single blocks; for ``take_in_each``, when an answer is there."""
+        return self._recall.begin(keys)
+
+    def take_in_each(
+        self,
+        answers: Sequence[tuple[str, FindJob]],
+        make: Callable[[Sequence[int]], Sequence[BlockId]],
+    ) -> int:
+        """``recall_each``, with what was answered by now."""
+        return self._recall.take_in_each(answers, make)
 
     def is_archiving(self, block: BlockId) -> bool:
         """Whether a block waits for its write to storage, or is being written."""

@@ -203,6 +203,28 @@ class Recall:
                 num_known += self._adopt(name, make(there))
         return num_known
 
+    @property
+    def has_to_ask(self) -> bool:
+        """Whether some storage takes its time to say what it has."""
+        return any(not self._mover.storages[name].finds_at_once for name in self._row.storages)
+
+    def begin(self, keys: Sequence[BlockKey]) -> list[tuple[str, FindJob]]:
+        """Ask for single blocks the storage that takes its time. Returns who was asked, and what
+        for an answer will come."""
+        return [
+            (name, self._mover.find(name, keys))
+            for name in self._row.storages
+            if not self._mover.storages[name].finds_at_once and self._mover.has_unfound(name)
+        ]
+
+    def take_in_each(
+        self,
+        answers: Sequence[tuple[str, FindJob]],
+        make: Callable[[Sequence[int]], Sequence[BlockId]],
+    ) -> int:
+        """What was answered by now, as ``ask_each``."""
+        return sum(self._adopt(name, make(job.places_there)) for name, job in answers if job.done)
+
     def were_there(self, blocks: Sequence[BlockId], storage: str) -> set[BlockId]:
         """Those of ``blocks`` that storage has had since an earlier life; the index knows it
         then."""

@@ -16,13 +16,14 @@ def refuse(config: StorageConfig, options: object, settings: Settings) -> None:
             "SGLang takes no plug-in for them; leave --dcp-size at 1, or use its file back end"
         )
     num_machines = getattr(options, "nnodes", 1) or 1
-    if config.is_mla_model and num_machines > 1:
+    if config.is_mla_model and num_machines > 1 and settings.disk_path:
         raise ConfigError(
             f"an MLA model on {num_machines} machines: one rank writes for all of them, and the "
             "others do not see its local disk; serve on one machine, or without storage"
         )
     has_adapters = getattr(options, "enable_lora", False)
-    if has_adapters and settings.disk_path and not settings.namespace:
+    has_storage = settings.disk_path or getattr(settings, "storage", "")
+    if has_adapters and has_storage and not settings.namespace:
         raise ConfigError(
             "adapters (--enable-lora): SGLang's keys hold an adapter's name and path, and another "
             "one may lie there next time; serve without storage, or set 'namespace' to a text that "

@@ -28,16 +28,23 @@ class StorageSettings(Settings):
         }
     )
 
+    storage: str = ""
+    """A store in the place of the disk, which other servers may share: a URL, such as
+    "valkey://host"."""
+    storage_capacity: str | int = "1TiB"
+    """How much of what is in the store a server knows of at a time."""
     hold_s: int = 60
     """Seconds for which a page that SGLang was told of is not given up, if it is never read."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
-        if not self.disk_path:
+        if not self.disk_path and not self.storage:
             raise self.wrong(
                 "disk_path and disk_capacity are missing; kvtier sglang-args prints all that is "
                 "wanted"
             )
+        if self.disk_path and self.storage:
+            raise self.wrong("disk_path and storage stand for each other here; give one of them")
         if self.hold_s < 1:
             raise self.wrong(f"hold_s: {self.hold_s!r} is below 1")
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from kvtier.connectors.sglang.identity import StorageConfig, folder_of, is_replicated, page_keys
 from kvtier.connectors.sglang.pages import Pages
 from kvtier.connectors.sglang.settings import StorageSettings
-from kvtier.connectors.shared.opening import open_disk
+from kvtier.connectors.shared.opening import open_disk, open_store
 from kvtier.connectors.shared.slab_calls import SlabCalls
 from kvtier.connectors.shared.slab_reads import SlabReads
 from kvtier.layout import opaque
-from kvtier.tiers import Pieces
+from kvtier.tiers import Pieces, StorageTier
 from kvtier.tiers.disk import DiskReader, goes_straight
 
 
@@ -50,15 +50,24 @@ def open_shelf(
     ``ConfigError`` for settings that can't be used, and for a slab that somebody else has; a disk
     that can't be read is left alone, and SGLang serves without it."""
     group = opaque(pages.num_bytes)
+    if settings.storage:
+        store = open_store(settings.storage, group, capacity_bytes, pages.memory)
+        return Shelf(pages, _calls(settings, store, pages, digest))
     options = settings.disk_options(folder_of(config, name, replica), capacity_bytes)
     if is_replicated(config, name) and config.tp_rank > 0:
         return Shelf(pages, SlabReads(DiskReader(options, group), digest))
-    calls = SlabCalls(
-        open_disk(options, group, pages.memory if goes_straight(pages.sizes) else None),
+    disk = open_disk(options, group, pages.memory if goes_straight(pages.sizes) else None)
+    return Shelf(pages, _calls(settings, disk, pages, digest))
+
+
+def _calls(
+    settings: StorageSettings, tier: StorageTier, pages: Pages, digest: Callable[[], bytes]
+) -> SlabCalls:
+    return SlabCalls(
+        tier,
         pages.sizes.tolist(),
         digest,
         hold_s=settings.hold_s,
         block_tokens=0 if settings.always_loads else pages.page_size,
         bytes_per_day=settings.bytes_per_day,
     )
-    return Shelf(pages, calls)

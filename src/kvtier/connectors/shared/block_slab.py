@@ -16,7 +16,7 @@ from kvtier.connectors.shared.holds import Holds
 from kvtier.connectors.shared.row_cache import Look, RowCache
 from kvtier.errors import ConfigError, TierError
 from kvtier.index import make_key_index
-from kvtier.keyed_cache import Change, Place
+from kvtier.keyed_cache import Change, Place, Question
 from kvtier.ladder import Ladder, LadderOptions
 from kvtier.plan import CostModel, Costs
 from kvtier.plan.worth import is_worth_loading
@@ -194,6 +194,14 @@ class BlockSlab:
         if not self.is_readable:
             return Look.nothing(len(keys))
         return self._cache.look(keys)
+
+    def ask(self, keys: Sequence[bytes]) -> Question | None:
+        """Have storage that takes its time say which of ``keys`` it has; for ``hear``."""
+        return self._cache.ask(keys) if self.is_readable else None
+
+    def hear(self, question: Question) -> None:
+        """What it has said by now can be found."""
+        self._cache.hear(question)
 
     def hold(self, blocks: Sequence[BlockId], until_s: float) -> None:
         """They are in the slab, and stay until ``until_s``, by ``clock``, or until ``let_go``."""

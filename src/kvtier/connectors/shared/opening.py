@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 
 from kvtier.devices.base import Memory
-from kvtier.errors import TierError
+from kvtier.errors import ConfigError, TierError
 from kvtier.layout import KVGroup
+from kvtier.plugins import load_plugin
+from kvtier.tiers import StorageSite, StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.none import NoStorage
 from kvtier.types import DISK
@@ -27,6 +29,22 @@ def open_disk(
     except TierError as error:
         logger.error("kvtier: the engine serves without the disk: %s", error)
         return NoStorage(DISK, group)
+    for finding in tier.findings():
+        logger.info("kvtier %s: %s %s", finding.topic, finding.found, finding.note)
+    return tier
+
+
+def open_store(
+    location: str, group: KVGroup, capacity_bytes: int, memory: Memory | None = None
+) -> StorageTier:
+    """A tier by its URL. Raises ``ConfigError`` for one that can't be used.
+
+    memory: as ``open_disk``.
+    """
+    plugin, _, rest = location.partition(":")
+    tier = load_plugin("tiers", plugin)(StorageSite(plugin, rest, group, capacity_bytes, memory))
+    if not isinstance(tier, StorageTier):
+        raise ConfigError(f"storage: {plugin!r} makes no storage tier; see kvtier.tiers.storage")
     for finding in tier.findings():
         logger.info("kvtier %s: %s %s", finding.topic, finding.found, finding.note)
     return tier

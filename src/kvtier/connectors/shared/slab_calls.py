@@ -35,6 +35,8 @@ PROBE_TOKENS = 512
 MOST_PREFILLS = 256
 LOOK_S = 1.0
 """How often a caller looks at least, whatever it hears."""
+ANSWER_S = 0.5
+"""So long a look-up waits for a store to say what it has."""
 GLANCE_S = 0.002
 """Of what was known so long ago, calls of one look-up make do."""
 
@@ -79,6 +81,7 @@ class SlabCalls:
         """Blocks that were found, and not told of: computing them is faster."""
         num_slots = 4 * CALL_BLOCKS * NUM_CALLS
         self._memory = CallMemory(self.sizes, num_slots)
+        self._finds_at_once = tier.facts.finds_at_once
         self._slab = BlockSlab(
             tier,
             self._memory,
@@ -102,6 +105,7 @@ class SlabCalls:
         """How many of the first of ``keys`` there are; they stay for ``hold_s``, or until they are
         loaded, and count as used when they are. num_before: blocks of the prompt that come
         before."""
+        self._ask(keys)
         with self._lock:
             look = self._look(keys)
             num = look.num_first
@@ -112,10 +116,23 @@ class SlabCalls:
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """The same for each of ``keys``, whatever comes before it."""
+        self._ask(keys)
         with self._lock:
             look = self._look(keys)
             self._slab.hold(look.there(), self._clock() + self._hold_s)
             return look.flags()
+
+    def _ask(self, keys: Sequence[bytes]) -> None:
+        """Where storage takes its time to say what it has: ask it, and wait, but for others."""
+        if self._finds_at_once:
+            return
+        with self._lock:
+            self._glance()
+            question = self._slab.ask(keys)
+        if question is not None:
+            question.wait(ANSWER_S)
+            with self._lock:
+                self._slab.hear(question)
 
     def _look(self, keys: Sequence[bytes]) -> Look:
         self._glance()

@@ -22,6 +22,7 @@ from struct import Struct
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 from blake3 import blake3
 
 from kvtier._hot import crc32c_rows
@@ -120,7 +121,7 @@ class Envelope:
             if self._tag_key:
                 are_ours &= (fields["flags"] & TAGGED) != 0
             found[whole] = are_ours
-        return found.tolist()
+        return _flags(found)
 
     def are_blocks(
         self, headers: Sequence[bytes], keys: Sequence[BlockKey], blocks: Pieces
@@ -135,7 +136,7 @@ class Envelope:
         for at in np.flatnonzero(are_ours).tolist() if self._tag_key else ():
             head, tag = headers[at][: HEAD.size], headers[at][HEAD.size : -CHECK.size]
             are_ours[at] = hmac.compare_digest(tag, self._tag(head, blocks, at))
-        return are_ours.tolist()
+        return _flags(are_ours)
 
     def are_right(self, headers: Sequence[Header], blocks: Pieces) -> list[bool]:
         """Whether each block, in host memory, is the one of its header."""
@@ -155,6 +156,11 @@ class Envelope:
         for view in blocks.views(at):
             made.update(view)
         return made.digest()
+
+
+def _flags(array: npt.NDArray[np.bool_]) -> list[bool]:
+    flags: list[bool] = array.tolist()
+    return flags
 
 
 def _check(above: bytes) -> int:
