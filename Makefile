@@ -13,7 +13,7 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup demo test test-sglang test-sglang-quick test-vllm test-vllm-quick test-vllm-upstream check lint check-native crash-test fuzz bench bench-vllm bench-sglang \
+.PHONY: help setup demo test test-sglang test-sglang-quick test-vllm test-vllm-quick test-vllm-upstream check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
 	kvtier-in-vllm kvtier-in-sglang peers peers-sglang peers-sglang-server peers-sglang-storage peers-lmcache peers-vllm \
 	peers-vllm-lmcache clean
 
@@ -33,6 +33,7 @@ help:
 	@echo "make bench   the benchmarks; results in reports/"
 	@echo "make bench-vllm   vLLM's own multi-turn benchmark, without and with kvtier under it"
 	@echo "make bench-sglang   the same under SGLang, and its storage back ends side by side"
+	@echo "make bench-stores   stores that replicas share, each with its own client"
 	@echo "make peers   SGLang, LMCache and vLLM into .peers, for the benchmarks that compare with them;"
 	@echo "             8 GB; one of them: make peers-sglang, peers-lmcache, peers-vllm"
 	@echo "make setup   make .venv (the others do it too)"
@@ -101,6 +102,11 @@ bench-sglang: kvtier-in-sglang peers-sglang-storage peers-vllm
 	@mkdir -p reports
 	$(BIN)/python -m benchmarks.sglang_storage --json reports/sglang_storage.json
 	$(BIN)/python -m benchmarks.sglang_multi_turn --json reports/sglang_multi_turn.json
+
+# Stores, each with its own client, over real servers on loopback.
+bench-stores: setup
+	@mkdir -p reports
+	$(BIN)/python -m benchmarks.remote --json reports/remote.json
 
 # kvtier goes into vLLM's environment as a wheel, as it does for those who serve with it.
 kvtier-in-vllm: setup $(PEERS)/vllm/.installed

@@ -34,6 +34,14 @@ def test_options_are_what_sglang_reads() -> None:
     }
 
 
+def test_store_stands_in_the_place_of_the_disk() -> None:
+    done = CliRunner().invoke(app, ["sglang-args", "--storage", "valkey://cache.example"])
+    assert done.exit_code == 0
+    given = json.loads(shlex.split(done.stdout)[-1])
+    assert given["storage"] == "valkey://cache.example"
+    assert "disk_path" not in given
+
+
 def test_value_that_cant_be_used_is_refused() -> None:
     done = CliRunner().invoke(app, ["sglang-args", *DISK, "--load-policy", "never"])
     assert done.exit_code == 2

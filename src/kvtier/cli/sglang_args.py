@@ -26,6 +26,13 @@ def sglang_args(
             "hierarchical cache (the linker). Without, the disk is put below that."
         ),
     ] = "",
+    storage: Annotated[
+        str,
+        typer.Option(
+            help='A store in the place of the disk, which other servers may share: "valkey://host". '
+            "Without a password: name that in the server's environment."
+        ),
+    ] = "",
     load_policy: Annotated[
         str, typer.Option(help="auto: what is faster to compute is not read; always: to measure.")
     ] = "auto",
@@ -40,6 +47,7 @@ def sglang_args(
         "host_capacity": host_capacity,
         "disk_path": disk_path,
         "disk_capacity": disk_capacity,
+        "storage": storage,
         "load_policy": "" if load_policy == "auto" else load_policy,
         "namespace": namespace,
     }
