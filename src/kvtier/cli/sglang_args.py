@@ -29,7 +29,7 @@ def sglang_args(
     storage: Annotated[
         str,
         typer.Option(
-            help='A store in the place of the disk, which other servers may share: "valkey://host". '
+            help='A store that servers share, in the place of the disk: "valkey://host". '
             "Without a password: name that in the server's environment."
         ),
     ] = "",
