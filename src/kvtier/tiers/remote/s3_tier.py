@@ -1,0 +1,396 @@
+"""The tier over a bucket: what is known here, and what is asked of the store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import Any, Final
+
+import numpy as np
+
+from kvtier.devices.base import Finding
+from kvtier.errors import ConfigError, TierError
+from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.remote.catalogue import Catalogue, Place, as_keys
+from kvtier.tiers.remote.envelope import Envelope
+from kvtier.tiers.remote.exchange import Exchange
+from kvtier.tiers.remote.objects import Missing, Objects, Refused, Unreachable, Unsound
+from kvtier.tiers.remote.packs import PackName, PackShape, pack_name, pack_path
+from kvtier.tiers.remote.reading import Wanted
+from kvtier.tiers.remote.requests import RequestLoop
+from kvtier.tiers.remote.self_test import self_test
+from kvtier.tiers.storage import Outcome, StorageFacts, StorageTier
+from kvtier.types import BlockKey, BlockName, keys_of
+
+logger = logging.getLogger(__name__)
+
+OPEN_S: Final = 5.0
+"""So long a process waits at its start; what is not read by then is read in the background."""
+BACKGROUND_S: Final = 30.0
+"""For a look at what others have written, and for telling them."""
+DROP_S: Final = 1.0
+"""The caller waits for it, and is a scheduler perhaps."""
+CLOSE_S: Final = 3.0
+RETRY_S: Final = 5.0
+"""Between attempts to reach a store that could not be reached at the start."""
+MAX_HEADERS: Final = 4096
+"""Of packs that were read: 50 KiB each at the most, and 1 KiB mostly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """where: the store, for people. num_requests: packs that a call moves at a time. The others are
+    options, see ``S3Options``."""
+
+    where: str
+    bucket: str
+    prefix: str
+    endpoint: str
+    region: str
+    poll_s: float
+    publish_s: float
+    max_age_s: float
+    request_s: float
+    num_readers: int
+    num_writers: int
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Blocks of a get that are in one pack. numbers: theirs in the call."""
+
+    place: Place
+    numbers: list[int]
+    wanted: Wanted
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What was read of a pack. headers: one for each of its blocks; None where that is no header of
+    it."""
+
+    headers: list[bytes] | None
+    starts: list[int]
+    parts: list[memoryview]
+
+
+class S3Tier(StorageTier):
+    """Blocks go into packs; which pack has which block is known here, from what this process has
+    written and from the manifests of others. A look-up asks nobody.
+
+    The calling threads copy: a request never has anything to do with a caller's memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        shape: PackShape,
+        num_blocks: int,
+        envelope: Envelope,
+    ) -> None:
+        self.name = name
+        self.bytes_per_block = shape.block_bytes
+        self.settings = settings
+        self._shape = shape
+        self._num_blocks = num_blocks
+        self._envelope = envelope
+        self._objects = Objects(
+            settings.bucket, settings.prefix, settings.endpoint, settings.region
+        )
+        self._catalogue = Catalogue(num_blocks)
+        max_age_ns = int(settings.max_age_s * 1e9)
+        self._exchange = Exchange(self._objects, self._catalogue, shape.block_bytes, max_age_ns)
+        self._headers: OrderedDict[PackName, list[bytes]] = OrderedDict()
+        self._lock = Lock()
+        self._is_sound = False
+        self._refusal = ""
+        self._trouble = ""
+        self._was_polled = False
+        self._request_s = settings.request_s
+        self._loop = RequestLoop(f"kvtier {name}", settings.num_requests)
+        try:
+            self._open()
+        except BaseException:
+            self._loop.close(CLOSE_S)
+            raise
+        self.facts = StorageFacts(
+            reaches=frozenset({"host", "cpu"}),
+            evicts=True,
+            finds_at_once=True,
+            request_s=self._request_s,
+            num_readers=settings.num_readers,
+            num_writers=settings.num_writers,
+        )
+
+    # -- in the background -------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """A store that can't be reached may come later; one that is not fit for use will not."""
+        opening = self._loop.begin(self._look)
+        try:
+            opening.result(OPEN_S)
+        except TimeoutError:
+            self._note_trouble("no answer")
+        if self._refusal:
+            raise ConfigError(f"storage: {self.settings.where}: {self._refusal}")
+        self._loop.begin(self._keep_looking)
+        self._loop.begin(self._keep_publishing)
+
+    async def _keep_looking(self) -> None:
+        while not self._refusal:
+            await asyncio.sleep(self.settings.poll_s or RETRY_S)
+            if self.settings.poll_s or not self._was_polled:
+                await self._look()
+
+    async def _look(self) -> None:
+        """Whether the store is fit for use, and what others have written. Raises nothing."""
+        try:
+            async with asyncio.timeout(BACKGROUND_S):
+                if not self._is_sound:
+                    self._request_s = max(self._request_s, await self_test(self._objects))
+                    self._is_sound = True
+                await self._exchange.poll()
+                self._was_polled = True
+                self._note_trouble("")
+        except (Refused, Unsound) as error:
+            if self._is_sound:  # credentials may come back
+                self._note_trouble(str(error))
+            else:
+                self._refusal = self._words(error)
+                logger.error("not used store=%s reason=%r", self.settings.where, self._refusal)
+        except TimeoutError:
+            self._note_trouble("no answer")
+        except Exception as error:
+            self._note_trouble(str(error))
+
+    def _words(self, error: Exception) -> str:
+        if isinstance(error, Unsound):
+            return f"this store can't be used: {error}"
+        if str(error) == "NoSuchBucket":
+            return f"there is no bucket {self.settings.bucket!r}; make it, or name another"
+        return f"access was refused ({error}); see the credentials and the bucket's rules"
+
+    async def _keep_publishing(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.publish_s)
+            await self._publish()
+
+    async def _publish(self) -> None:
+        if not self._is_sound or not self._exchange.num_pending:
+            return
+        try:
+            async with asyncio.timeout(BACKGROUND_S):
+                await self._exchange.publish()
+        except TimeoutError:
+            self._note_trouble("no answer")
+        except Exception as error:
+            self._note_trouble(str(error))
+
+    def _note_trouble(self, reason: str) -> None:
+        """Said when it begins and when it ends."""
+        if reason and not self._trouble:
+            logger.warning("no use of the store store=%s reason=%r", self.settings.where, reason)
+        elif self._trouble and not reason:
+            logger.info("the store is in use again store=%s", self.settings.where)
+        self._trouble = reason
+
+    # -- blocks ------------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
+        del timeout_s
+        return [
+            Outcome.THERE if is_known else Outcome.ABSENT
+            for is_known in self._catalogue.have(keys, self._exchange.since)
+        ]
+
+    def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
+        end_s = time.monotonic() + timeout_s
+        keys = keys_of(names)
+        known = self._catalogue.have(keys, self._exchange.since)
+        outcomes = [Outcome.THERE if each else Outcome.FAILED for each in known]
+        new = [at for at, each in enumerate(known) if not each]
+        if not new or not self._is_sound:
+            return outcomes
+        num = self._shape.num_blocks
+        cuts = [new[at : at + num] for at in range(0, len(new), num)]
+        writes = [
+            partial(self._write, [keys[at] for at in numbers], blocks.pick(numbers))
+            for numbers in cuts
+        ]
+        for at, result in self._loop.each(writes, end_s):
+            if isinstance(result, BaseException):
+                self._note_failure(result)
+                continue
+            self._exchange.add(as_keys([keys[each] for each in cuts[at]]))
+            for each in cuts[at]:
+                outcomes[each] = Outcome.THERE
+        return outcomes
+
+    def _write(self, keys: Sequence[BlockKey], blocks: Pieces) -> Coroutine[Any, Any, str]:
+        """The blocks are copied at once, in the caller's thread."""
+        content = self._shape.build(keys, blocks, self._envelope)
+        return self._objects.put(pack_path(pack_name(as_keys(keys))), content)
+
+    def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
+        end_s = time.monotonic() + timeout_s
+        places = self._catalogue.places(keys, self._exchange.since)
+        outcomes = [Outcome.ABSENT if place is None else Outcome.FAILED for place in places]
+        asked = self._by_pack(places)
+        reads: list[Callable[[], Coroutine[Any, Any, _Parts]]] = [
+            partial(self._read, each) for each in asked
+        ]
+        for at, result in self._loop.each(reads, end_s):
+            each = asked[at]
+            of_pack = [keys[number] for number in each.numbers]
+            if isinstance(result, Missing):
+                self._catalogue.lose(of_pack[0], each.place.pack)
+                found = [Outcome.ABSENT] * len(of_pack)
+            elif isinstance(result, BaseException):
+                self._note_failure(result)
+                continue
+            else:
+                found = self._take(each, of_pack, result, blocks.pick(each.numbers))
+            for number, outcome in zip(each.numbers, found, strict=True):
+                outcomes[number] = outcome
+        return outcomes
+
+    def _by_pack(self, places: Sequence[Place | None]) -> list[_Asked]:
+        packs: dict[PackName, list[tuple[int, int]]] = {}
+        of: dict[PackName, Place] = {}
+        for number, place in enumerate(places):
+            if place is not None:
+                packs.setdefault(place.pack, []).append((place.at, number))
+                of[place.pack] = place
+        asked = []
+        for pack, found in packs.items():
+            found.sort()
+            wanted = Wanted(self._shape, of[pack].num_blocks, [at for at, _ in found])
+            asked.append(_Asked(of[pack], [number for _, number in found], wanted))
+        return asked
+
+    async def _read(self, asked: _Asked) -> _Parts:
+        with self._lock:
+            headers = self._headers.get(asked.place.pack)
+        ranges = asked.wanted.ranges(with_header=headers is None)
+        path = pack_path(asked.place.pack)
+        reads = [asyncio.ensure_future(self._objects.part(path, *each)) for each in ranges]
+        try:
+            parts = await asyncio.gather(*reads)
+        finally:
+            for each in reads:
+                each.cancel()
+        if any(len(part) != end - start for part, (start, end) in zip(parts, ranges, strict=True)):
+            return _Parts(None, [], [])
+        if headers is None:
+            header = np.frombuffer(parts[0], np.uint8)
+            num_blocks = asked.place.num_blocks
+            header = header[: self._shape.header_bytes(num_blocks)]
+            headers = self._shape.read_header(header, num_blocks)
+        return _Parts(headers, [start for start, _ in ranges], parts)
+
+    def _take(
+        self, asked: _Asked, keys: Sequence[BlockKey], found: _Parts, blocks: Pieces
+    ) -> list[Outcome]:
+        """Copy what was read, and see that it is right."""
+        pack, outcomes = asked.place.pack, [Outcome.DAMAGED] * len(keys)
+        if found.headers is not None:
+            asked.wanted.scatter(found.starts, found.parts, blocks)
+            read = [
+                self._envelope.read(found.headers[at], key)
+                for at, key in zip(asked.wanted.at, keys, strict=True)
+            ]
+            whole = [at for at, header in enumerate(read) if header is not None]
+            headers = [header for header in read if header is not None]
+            right = self._envelope.are_right(headers, blocks.pick(whole))
+            for at, is_right in zip(whole, right, strict=True):
+                if is_right:
+                    outcomes[at] = Outcome.THERE
+            self._keep_headers(pack, found.headers)
+        damaged = [at for at, each in enumerate(outcomes) if each is Outcome.DAMAGED]
+        if damaged:
+            logger.warning(
+                "wrong bytes store=%s pack=%s num_blocks=%d",
+                self.settings.where,
+                pack_path(pack),
+                len(damaged),
+            )
+            self._catalogue.forget([keys[at] for at in damaged], pack)
+            with self._lock:
+                self._headers.pop(pack, None)
+        return outcomes
+
+    def _keep_headers(self, pack: PackName, headers: list[bytes]) -> None:
+        with self._lock:
+            self._headers[pack] = headers
+            self._headers.move_to_end(pack)
+            if len(self._headers) > MAX_HEADERS:
+                self._headers.popitem(last=False)
+
+    def _note_failure(self, error: BaseException) -> None:
+        logger.debug("a request failed store=%s reason=%r", self.settings.where, str(error))
+        if isinstance(error, Unreachable | Refused | Unsound):
+            self._note_trouble(str(error))
+
+    def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
+        """For good: others are told, and packs without other blocks are deleted later, perhaps."""
+        if not for_good:
+            self._catalogue.forget(keys)
+            return
+        if not keys:
+            return
+        empty = self._exchange.bury(keys)
+        try:
+            self._loop.run(self._exchange.publish, DROP_S)
+        except Exception as error:
+            raise TierError(self.name, "drop", str(error) or "no answer") from None
+        if empty:
+            self._loop.begin(partial(self._objects.delete, [pack_path(each) for each in empty]))
+
+    # -- the rest ----------------------------------------------------------------------------------
+
+    def findings(self) -> list[Finding]:
+        known = len(self._catalogue)
+        state = f"not used: {self._refusal}" if self._refusal else self._trouble or "in use"
+        found = (
+            f"{known} blocks known in {self._catalogue.num_packs} packs of {self.settings.where}"
+        )
+        unread = self._exchange.num_unread
+        note = f"{unread} manifests of other formats or sizes of blocks" if unread else ""
+        return [
+            Finding(f"{self.name} tier", found, note),
+            Finding(f"{self.name} store", state, f"{self._request_s * 1e3:.1f} ms a request"),
+        ]
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the books do not add up."""
+        self._catalogue.check_invariants()
+
+    def close(self) -> None:
+        """Others learn of what was written last, if that takes no longer than ``CLOSE_S``."""
+        if self._exchange.num_pending and self._is_sound:
+            try:
+                self._loop.run(self._exchange.publish, CLOSE_S)
+            except Exception as error:
+                logger.warning(
+                    "others do not know what was written last store=%s num_packs=%d reason=%r",
+                    self.settings.where,
+                    self._exchange.num_pending,
+                    str(error) or "no answer",
+                )
+        self.abandon()
+
+    def abandon(self) -> None:
+        """End as a process ends that is killed: nobody is told anything."""
+        self._loop.close(CLOSE_S)
