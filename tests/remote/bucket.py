@@ -7,6 +7,7 @@ from urllib.parse import quote
 from kvtier.layout import KVGroup
 from kvtier.testing.storage_suite import GROUP
 from kvtier.tiers import StorageSite
+from kvtier.tiers.remote.objects import Objects
 from kvtier.tiers.remote.s3 import make_s3
 from kvtier.tiers.remote.s3_tier import S3Tier
 from tests.remote.servers import BUCKET
@@ -49,6 +50,10 @@ class Bucket:
         tier = make_s3(site)
         assert isinstance(tier, S3Tier)
         return tier
+
+    def objects(self) -> Objects:
+        """As a tier asks for them."""
+        return Objects(BUCKET, self.prefix, self.url, "us-east-1")
 
     def paths(self, below: str = "") -> list[str]:
         """Of all objects."""

@@ -126,10 +126,10 @@ class Proxy:
     stall(num_bytes): after so many bytes more from the tier to the server, or back, nothing moves.
     """
 
-    def __init__(self, to_url: str) -> None:
-        host, _, port = to_url.removeprefix("http://").partition(":")
-        self._to = (host, int(port))
-        self._listener = socket.create_server(("127.0.0.1", 0))
+    def __init__(self, to_url: str, port: int = 0) -> None:
+        host, _, to_port = to_url.removeprefix("http://").partition(":")
+        self._to = (host, int(to_port))
+        self._listener = socket.create_server(("127.0.0.1", port))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._open = threading.Event()
         self._open.set()

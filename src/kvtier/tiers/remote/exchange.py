@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import Final
 
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 NUM_READS: Final = 16
 """Manifests that are read at a time."""
+NUM_MERGED: Final = 64
 MOST_AHEAD_NS: Final = 24 * 3600 * 10**9
 """A clock that is further ahead is wrong, and its stamps would hide those of all others."""
 
@@ -54,6 +56,8 @@ class Exchange:
         self._number = 0
         self._read: set[str] = set()
         self._publishing = asyncio.Lock()
+        self._own: list[list[str]] = [[]]
+        """Manifests of ours that are there: small ones, merged ones, and so on."""
 
     @property
     def since(self) -> int:
@@ -93,22 +97,51 @@ class Exchange:
             if not packs and not graves:
                 return
             content = Manifest(self._block_bytes, packs, graves).to_bytes()
-            # Never over a manifest that is there: a copy of this process (a virtual machine's
-            # snapshot) may call itself the same.
-            while True:
-                path = manifest_path(self.writer, self._number)
-                self._number += 1
-                self._read.add(path)
-                try:
-                    await self._objects.put(path, content, create=True)
-                except Taken:
-                    continue
-                break
+            self._own[0].append(await self._write(content))
             with self._lock:
                 del self._packs[: len(packs)]
                 for grave in graves:
                     if self._graves.get(grave.key) is grave:
                         del self._graves[grave.key]
+
+    async def _write(self, content: bytes) -> str:
+        """Returns where it is. Never over a manifest that is there: a copy of this process (a
+        virtual machine's snapshot) may call itself the same."""
+        while True:
+            path = manifest_path(self.writer, self._number)
+            self._number += 1
+            self._read.add(path)
+            try:
+                await self._objects.put(path, content, create=True)
+            except Taken:
+                continue
+            return path
+
+    async def merge(self) -> None:
+        """Where there are many manifests of ours, make one of them, so that a list of all is short:
+        ``NUM_MERGED`` of the small ones, then as many of those. Raises what ``Objects`` raises."""
+        for level, paths in enumerate(self._own):
+            if len(paths) >= NUM_MERGED:
+                await self._merge(level, paths[:NUM_MERGED])
+
+    async def _merge(self, level: int, paths: Sequence[str]) -> None:
+        contents = []
+        for path in paths:
+            with suppress(Missing):  # the bucket's own rules have deleted it
+                contents.append(await self._objects.get(path))
+        read = [each for each in map(Manifest.from_bytes, contents) if each is not None]
+        if sum(map(len, contents)) > MAX_BYTES or not read:
+            del self._own[level][: len(paths)]  # they stay as they are
+            return
+        since = self.since
+        packs = [pack for each in read for pack in each.packs if pack.stamp >= since]
+        graves = {grave.key: grave for each in read for grave in each.graves}
+        merged = Manifest(self._block_bytes, packs, list(graves.values()))
+        if level + 1 == len(self._own):
+            self._own.append([])
+        self._own[level + 1].append(await self._write(merged.to_bytes()))
+        del self._own[level][: len(paths)]
+        await self._objects.delete(paths)
 
     async def poll(self) -> None:
         """Read what others have published since. Raises what ``Objects`` raises; what was read by

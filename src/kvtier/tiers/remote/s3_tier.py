@@ -24,21 +24,15 @@ from kvtier.tiers.remote.objects import Missing, Objects, Refused, Unreachable, 
 from kvtier.tiers.remote.packs import PackName, PackShape, pack_name, pack_path
 from kvtier.tiers.remote.reading import Wanted
 from kvtier.tiers.remote.requests import RequestLoop
-from kvtier.tiers.remote.self_test import self_test
+from kvtier.tiers.remote.upkeep import Upkeep
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageTier
 from kvtier.types import BlockKey, BlockName, keys_of
 
 logger = logging.getLogger(__name__)
 
-OPEN_S: Final = 5.0
-"""So long a process waits at its start; what is not read by then is read in the background."""
-BACKGROUND_S: Final = 30.0
-"""For a look at what others have written, and for telling them."""
 DROP_S: Final = 1.0
 """The caller waits for it, and is a scheduler perhaps."""
 CLOSE_S: Final = 3.0
-RETRY_S: Final = 5.0
-"""Between attempts to reach a store that could not be reached at the start."""
 MAX_HEADERS: Final = 4096
 """Of packs that were read: 50 KiB each at the most, and 1 KiB mostly."""
 
@@ -102,22 +96,26 @@ class S3Tier(StorageTier):
         self._shape = shape
         self._num_blocks = num_blocks
         self._envelope = envelope
-        self._objects = Objects(
-            settings.bucket, settings.prefix, settings.endpoint, settings.region
-        )
         self._catalogue = Catalogue(num_blocks)
+        try:
+            self._objects = Objects(
+                settings.bucket, settings.prefix, settings.endpoint, settings.region
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"storage: {settings.where}: the client refuses its settings "
+                f"({type(error).__name__}); see the environment's AWS_ variables"
+            ) from None
         max_age_ns = int(settings.max_age_s * 1e9)
         self._exchange = Exchange(self._objects, self._catalogue, shape.block_bytes, max_age_ns)
         self._headers: OrderedDict[PackName, list[bytes]] = OrderedDict()
         self._lock = Lock()
-        self._is_sound = False
-        self._refusal = ""
-        self._trouble = ""
-        self._was_polled = False
-        self._request_s = settings.request_s
         self._loop = RequestLoop(f"kvtier {name}", settings.num_requests)
+        self._upkeep = Upkeep(
+            settings.where, settings.bucket, self._objects, self._exchange, settings.poll_s
+        )
         try:
-            self._open()
+            self._upkeep.open(self._loop, settings.publish_s)
         except BaseException:
             self._loop.close(CLOSE_S)
             raise
@@ -125,82 +123,10 @@ class S3Tier(StorageTier):
             reaches=frozenset({"host", "cpu"}),
             evicts=True,
             finds_at_once=True,
-            request_s=self._request_s,
+            request_s=max(settings.request_s, self._upkeep.request_s),
             num_readers=settings.num_readers,
             num_writers=settings.num_writers,
         )
-
-    # -- in the background -------------------------------------------------------------------------
-
-    def _open(self) -> None:
-        """A store that can't be reached may come later; one that is not fit for use will not."""
-        opening = self._loop.begin(self._look)
-        try:
-            opening.result(OPEN_S)
-        except TimeoutError:
-            self._note_trouble("no answer")
-        if self._refusal:
-            raise ConfigError(f"storage: {self.settings.where}: {self._refusal}")
-        self._loop.begin(self._keep_looking)
-        self._loop.begin(self._keep_publishing)
-
-    async def _keep_looking(self) -> None:
-        while not self._refusal:
-            await asyncio.sleep(self.settings.poll_s or RETRY_S)
-            if self.settings.poll_s or not self._was_polled:
-                await self._look()
-
-    async def _look(self) -> None:
-        """Whether the store is fit for use, and what others have written. Raises nothing."""
-        try:
-            async with asyncio.timeout(BACKGROUND_S):
-                if not self._is_sound:
-                    self._request_s = max(self._request_s, await self_test(self._objects))
-                    self._is_sound = True
-                await self._exchange.poll()
-                self._was_polled = True
-                self._note_trouble("")
-        except (Refused, Unsound) as error:
-            if self._is_sound:  # credentials may come back
-                self._note_trouble(str(error))
-            else:
-                self._refusal = self._words(error)
-                logger.error("not used store=%s reason=%r", self.settings.where, self._refusal)
-        except TimeoutError:
-            self._note_trouble("no answer")
-        except Exception as error:
-            self._note_trouble(str(error))
-
-    def _words(self, error: Exception) -> str:
-        if isinstance(error, Unsound):
-            return f"this store can't be used: {error}"
-        if str(error) == "NoSuchBucket":
-            return f"there is no bucket {self.settings.bucket!r}; make it, or name another"
-        return f"access was refused ({error}); see the credentials and the bucket's rules"
-
-    async def _keep_publishing(self) -> None:
-        while True:
-            await asyncio.sleep(self.settings.publish_s)
-            await self._publish()
-
-    async def _publish(self) -> None:
-        if not self._is_sound or not self._exchange.num_pending:
-            return
-        try:
-            async with asyncio.timeout(BACKGROUND_S):
-                await self._exchange.publish()
-        except TimeoutError:
-            self._note_trouble("no answer")
-        except Exception as error:
-            self._note_trouble(str(error))
-
-    def _note_trouble(self, reason: str) -> None:
-        """Said when it begins and when it ends."""
-        if reason and not self._trouble:
-            logger.warning("no use of the store store=%s reason=%r", self.settings.where, reason)
-        elif self._trouble and not reason:
-            logger.info("the store is in use again store=%s", self.settings.where)
-        self._trouble = reason
 
     # -- blocks ------------------------------------------------------------------------------------
 
@@ -221,7 +147,7 @@ class S3Tier(StorageTier):
         known = self._catalogue.have(keys, self._exchange.since)
         outcomes = [Outcome.THERE if each else Outcome.FAILED for each in known]
         new = [at for at, each in enumerate(known) if not each]
-        if not new or not self._is_sound:
+        if not new or not self._upkeep.is_sound:
             return outcomes
         num = self._shape.num_blocks
         cuts = [new[at : at + num] for at in range(0, len(new), num)]
@@ -341,7 +267,7 @@ class S3Tier(StorageTier):
     def _note_failure(self, error: BaseException) -> None:
         logger.debug("a request failed store=%s reason=%r", self.settings.where, str(error))
         if isinstance(error, Unreachable | Refused | Unsound):
-            self._note_trouble(str(error))
+            self._upkeep.note(str(error))
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
         """For good: others are told, and packs without other blocks are deleted later, perhaps."""
@@ -361,17 +287,27 @@ class S3Tier(StorageTier):
     # -- the rest ----------------------------------------------------------------------------------
 
     def findings(self) -> list[Finding]:
-        known = len(self._catalogue)
-        state = f"not used: {self._refusal}" if self._refusal else self._trouble or "in use"
-        found = (
-            f"{known} blocks known in {self._catalogue.num_packs} packs of {self.settings.where}"
-        )
-        unread = self._exchange.num_unread
+        catalogue, unread = self._catalogue, self._exchange.num_unread
+        found = f"{len(catalogue)} blocks known in {catalogue.num_packs} packs"
         note = f"{unread} manifests of other formats or sizes of blocks" if unread else ""
+        request = f"{self._upkeep.request_s * 1e3:.1f} ms a request"
         return [
-            Finding(f"{self.name} tier", found, note),
-            Finding(f"{self.name} store", state, f"{self._request_s * 1e3:.1f} ms a request"),
+            Finding(f"{self.name} tier", f"{self.settings.where}: {found}", note),
+            Finding(f"{self.name} store", self._upkeep.state, request),
         ]
+
+    def exchange(self, timeout_s: float) -> None:
+        """Tell others now what was written, and learn what they have. Raises ``TierError`` where
+        that could not be done."""
+
+        async def both() -> None:
+            await self._exchange.publish()
+            await self._exchange.poll()
+
+        try:
+            self._loop.run(both, timeout_s)
+        except Exception as error:
+            raise TierError(self.name, "exchange", str(error) or "no answer") from None
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the books do not add up."""
@@ -379,7 +315,7 @@ class S3Tier(StorageTier):
 
     def close(self) -> None:
         """Others learn of what was written last, if that takes no longer than ``CLOSE_S``."""
-        if self._exchange.num_pending and self._is_sound:
+        if self._exchange.num_pending and self._upkeep.is_sound:
             try:
                 self._loop.run(self._exchange.publish, CLOSE_S)
             except Exception as error:
