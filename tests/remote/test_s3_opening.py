@@ -45,6 +45,16 @@ def test_store_that_overwrites_what_was_to_be_created_is_refused(bad_server: Ser
         make_s3(site(location))
 
 
+def test_wrong_credentials_are_said_to_be_wrong(
+    bad_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    with pytest.raises(ConfigError, match=r"access was refused \(InvalidAccessKeyId\)") as caught:
+        make_s3(site(f"//{BUCKET}/x?endpoint={bad_server.url}"))
+    assert "somebody" not in str(caught.value)
+
+
 def test_bucket_that_is_missing_is_named(bucket: Bucket) -> None:
     with pytest.raises(ConfigError, match="there is no bucket 'nothing-here'; make it"):
         make_s3(site(f"//nothing-here/x?endpoint={bucket.url}"))
@@ -89,7 +99,11 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(location: str) -> Non
 
 @pytest.mark.parametrize("has_access", [True, False])
 def test_credentials_are_never_shown(
-    bad_server: Server, bucket: Bucket, has_access: bool, caplog: pytest.LogCaptureFixture
+    bad_server: Server,
+    bucket: Bucket,
+    has_access: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.DEBUG)
     shown = []
@@ -105,9 +119,11 @@ def test_credentials_are_never_shown(
         shown += [repr(caught.value), repr(caught.value.__context__), repr(tier.findings())]
         tier.close()
     else:
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY[::-1])
         with pytest.raises(ConfigError) as refused:
             make_s3(site(f"//{BUCKET}/x?endpoint={bad_server.url}"))
         shown += [str(refused.value), repr(refused.value.__context__)]
     for text in (*shown, caplog.text):
         assert SECRET_KEY not in text
+        assert SECRET_KEY[::-1] not in text
         assert KEY_ID not in text
