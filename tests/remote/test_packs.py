@@ -15,7 +15,7 @@ from kvtier.tiers.remote.catalogue import Catalogue, as_keys
 from kvtier.tiers.remote.envelope import Envelope
 from kvtier.tiers.remote.manifests import Grave, Manifest, Pack
 from kvtier.tiers.remote.packs import PackShape, pack_name, pack_path
-from kvtier.tiers.remote.reading import GAP_BYTES, PART_BYTES, Wanted
+from kvtier.tiers.remote.reading import GAP_BYTES, PART_BYTES, Wanted, copy_blocks
 
 BLOCK_BYTES = 1000
 SHAPE = PackShape(BLOCK_BYTES, 16 << 20)
@@ -110,7 +110,14 @@ def test_blocks_come_together_from_any_parts(cut: int) -> None:
     starts = list(range(0, len(everything), cut))
     parts = [memoryview(everything[start : start + cut]) for start in starts]
     memory = Scattered(len(numbers), sizes)
-    Wanted(SHAPE, 9, numbers).scatter(starts, parts, memory.pieces)
+    wanted = Wanted(SHAPE, 9, numbers)
+    addresses = wanted.addresses(starts, parts)
+    for at, address in enumerate(addresses.tolist()):
+        if address:
+            copy_blocks(memory.pieces.pick([at]), addresses[[at]])
+        else:
+            wanted.gather(at, starts, parts, memory.pieces.pick([at]))
+    assert (addresses > 0).all() == (cut == 100_000)
     for at, number in enumerate(numbers):
         begin = SHAPE.offset(9, number)
         assert memory.read(at) == everything[begin : begin + BLOCK_BYTES].tobytes()

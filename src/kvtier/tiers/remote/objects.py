@@ -72,16 +72,25 @@ class Objects:
     ``Unreachable`` or ``Unsound``, and nothing else; their messages have nothing of what the server
     said but its code.
 
-    Credentials are those of the environment, or of the machine's role. Requests are sent unsigned
-    where ``AWS_SKIP_SIGNATURE`` says so.
+    Credentials are those of the environment, or of the machine's role. Requests are signed, but
+    where ``AWS_SKIP_SIGNATURE`` says no; sign_payload: what they bring, too, which blocks, having
+    checksums and perhaps tags of their own, do not need.
     """
 
-    def __init__(self, bucket: str, prefix: str, endpoint: str = "", region: str = "") -> None:
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str,
+        endpoint: str = "",
+        region: str = "",
+        sign_payload: bool = False,
+    ) -> None:
         where = {"endpoint": endpoint} if endpoint else {}
         where |= {"region": region} if region else {}
         self._store = S3Store(
             bucket,
             prefix=prefix or None,
+            unsigned_payload=not sign_payload,
             client_options={
                 "allow_http": endpoint.startswith("http://"),
                 "connect_timeout": timedelta(seconds=CONNECT_S),

@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier._hot import copy_batch
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.packs import PackShape
 
 Range = tuple[int, int]
+Int64s = npt.NDArray[np.int64]
 
 GAP_BYTES: Final = 1 << 20
 """So much is read in vain rather than asking twice: a request costs as much as some MB."""
-PART_BYTES: Final = 16 << 20
-"""The most that is asked for in one request: several connections are faster than one."""
+PART_BYTES: Final = 32 << 20
+"""The most that is asked for in one request: several connections are faster than one. A pack of the
+usual size is one part, with its header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +51,40 @@ class Wanted:
     def _range(self, at: int) -> Range:
         return self.shape.offset(self.num_blocks, at), self.shape.offset(self.num_blocks, at + 1)
 
-    def scatter(self, starts: Sequence[int], parts: Sequence[memoryview], blocks: Pieces) -> None:
-        """Copy the blocks where they belong. starts: where each part begins, in the pack; the parts
-        are whole. blocks: one for each of ``at``."""
-        block_bytes = self.shape.block_bytes
-        begins = np.array([self._range(at)[0] for at in self.at], np.int64)
+    def addresses(self, starts: Sequence[int], parts: Sequence[memoryview]) -> Int64s:
+        """int64 [num_wanted]: where each block begins in memory, as it was read; 0 for one that is
+        in several parts. starts: where each part begins, in the pack; the parts are whole."""
+        begins = self._begins
+        found = np.zeros(len(begins), np.int64)
         for start, part in zip(starts, parts, strict=True):
-            address = np.frombuffer(part, np.uint8).ctypes.data
-            low = np.maximum(begins, start)
-            high = np.minimum(begins + block_bytes, start + len(part))
-            is_whole = high - low == block_bytes
-            whole = np.flatnonzero(is_whole)
-            _copy(blocks.pick(whole), address - start + begins[whole])
-            for each in np.flatnonzero((high > low) & ~is_whole).tolist():
-                first, size = int(low[each] - begins[each]), int(high[each] - low[each])
-                from_address = np.array([address - start + low[each]], np.int64)
-                _copy(blocks.pick([each]).part(first, size), from_address)
+            is_whole = (begins >= start) & (begins + self.shape.block_bytes <= start + len(part))
+            found[is_whole] = _address(part) - start + begins[is_whole]
+        return found
+
+    def gather(
+        self, at: int, starts: Sequence[int], parts: Sequence[memoryview], blocks: Pieces
+    ) -> None:
+        """Copy a wanted block, the ``at``-th, from several parts. blocks: one, where it belongs."""
+        begin = int(self._begins[at])
+        for start, part in zip(starts, parts, strict=True):
+            low = max(begin, start)
+            high = min(begin + self.shape.block_bytes, start + len(part))
+            if low < high:
+                address = np.array([_address(part) - start + low], np.int64)
+                copy_blocks(blocks.part(low - begin, high - low), address)
+
+    @property
+    def _begins(self) -> Int64s:
+        return np.array([self._range(at)[0] for at in self.at], np.int64)
 
 
-def _copy(blocks: Pieces, begins: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
-    """begins: the address that each block's bytes come from, which lie side by side there."""
+def _address(part: memoryview) -> int:
+    return int(np.frombuffer(part, np.uint8).ctypes.data)
+
+
+def copy_blocks(blocks: Pieces, begins: Int64s) -> None:
+    """Copy blocks where they belong. begins: int64 [num_blocks], the address that each one's bytes
+    come from, which lie side by side there."""
     if not len(blocks):
         return
     shifts = np.cumsum(blocks.sizes) - blocks.sizes

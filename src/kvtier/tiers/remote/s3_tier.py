@@ -18,11 +18,11 @@ from kvtier.devices.base import Finding
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.catalogue import Catalogue, Place, as_keys
-from kvtier.tiers.remote.envelope import Envelope
+from kvtier.tiers.remote.envelope import Envelope, Header
 from kvtier.tiers.remote.exchange import Exchange
 from kvtier.tiers.remote.objects import Missing, Objects, Refused, Unreachable, Unsound
 from kvtier.tiers.remote.packs import PackName, PackShape, pack_name, pack_path
-from kvtier.tiers.remote.reading import Wanted
+from kvtier.tiers.remote.reading import Wanted, copy_blocks
 from kvtier.tiers.remote.requests import RequestLoop
 from kvtier.tiers.remote.upkeep import Upkeep
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageTier
@@ -47,6 +47,7 @@ class Settings:
     prefix: str
     endpoint: str
     region: str
+    sign_payload: bool
     poll_s: float
     publish_s: float
     max_age_s: float
@@ -99,7 +100,11 @@ class S3Tier(StorageTier):
         self._catalogue = Catalogue(num_blocks)
         try:
             self._objects = Objects(
-                settings.bucket, settings.prefix, settings.endpoint, settings.region
+                settings.bucket,
+                settings.prefix,
+                settings.endpoint,
+                settings.region,
+                settings.sign_payload,
             )
         except Exception as error:
             raise ConfigError(
@@ -232,17 +237,24 @@ class S3Tier(StorageTier):
         """Copy what was read, and see that it is right."""
         pack, outcomes = asked.place.pack, [Outcome.DAMAGED] * len(keys)
         if found.headers is not None:
-            asked.wanted.scatter(found.starts, found.parts, blocks)
             read = [
                 self._envelope.read(found.headers[at], key)
                 for at, key in zip(asked.wanted.at, keys, strict=True)
             ]
-            whole = [at for at, header in enumerate(read) if header is not None]
-            headers = [header for header in read if header is not None]
-            right = self._envelope.are_right(headers, blocks.pick(whole))
-            for at, is_right in zip(whole, right, strict=True):
-                if is_right:
-                    outcomes[at] = Outcome.THERE
+            addresses = asked.wanted.addresses(found.starts, found.parts)
+            sound = [at for at, header in enumerate(read) if header is not None]
+            for at in sound:
+                if not addresses[at]:
+                    asked.wanted.gather(at, found.starts, found.parts, blocks.pick([at]))
+            # Checked where they were read: there each block lies in one piece, which is a good deal
+            # faster to check than the many that it may lie in at its destination.
+            whole = [at for at in sound if addresses[at]]
+            right = self._right(whole, read, Pieces.whole(addresses[whole], self.bytes_per_block))
+            copy_blocks(blocks.pick(right), addresses[right])
+            split = [at for at in sound if not addresses[at]]
+            right += self._right(split, read, blocks.pick(split))
+            for at in right:
+                outcomes[at] = Outcome.THERE
             self._keep_headers(pack, found.headers)
         damaged = [at for at, each in enumerate(outcomes) if each is Outcome.DAMAGED]
         if damaged:
@@ -256,6 +268,16 @@ class S3Tier(StorageTier):
             with self._lock:
                 self._headers.pop(pack, None)
         return outcomes
+
+    def _right(
+        self, at: Sequence[int], headers: Sequence[Header | None], blocks: Pieces
+    ) -> list[int]:
+        """Those of ``at`` whose bytes, in ``blocks``, are the ones of their headers."""
+        if not at:
+            return []
+        some = [header for each in at if (header := headers[each]) is not None]
+        are_right = self._envelope.are_right(some, blocks)
+        return [each for each, is_right in zip(at, are_right, strict=True) if is_right]
 
     def _keep_headers(self, pack: PackName, headers: list[bytes]) -> None:
         with self._lock:
