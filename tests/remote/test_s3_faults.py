@@ -6,6 +6,8 @@ import logging
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.errors import Closed
 from kvtier.layout import DType, full_attention
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome
@@ -169,6 +172,47 @@ def test_server_killed_in_mid_transfer_fails_and_comes_back(tmp_path: Path, buck
         tier.close()
     finally:
         server.kill()
+
+
+@pytest.mark.slow
+def test_process_starts_and_ends_in_time_though_nobody_answers(bucket: Bucket) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hole:
+        began = time.monotonic()
+        tier = bucket.tier(url=f"http://127.0.0.1:{hole.getsockname()[1]}")
+        assert User(tier).find(0) == User(tier).get(0) == [ABSENT]
+        assert User(tier).put(0) == [FAILED]
+        tier.close()
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.slow
+def test_process_may_end_without_a_close(bucket: Bucket) -> None:
+    """While requests are under way, too."""
+    script = f"""
+from threading import Thread
+from kvtier.testing.storage_suite import GROUP
+from kvtier.testing.storage_user import User
+from kvtier.tiers import StorageSite
+from kvtier.tiers.remote.s3 import make_s3
+site = StorageSite("s3", {bucket.location(poll_s=0.01, publish_s=0.01)!r}, GROUP, 1 << 20)
+tier = make_s3(site)
+assert [each.value for each in User(tier).put(*range(10))] == ["there"] * 10
+Thread(target=lambda: [User(tier).get(*range(10)) for _ in range(10**6)], daemon=True).start()
+"""
+    for _ in range(3):
+        ended = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_closed_tier_begins_nothing(bucket: Bucket) -> None:
+    tier = bucket.tier()
+    User(tier).put(0)
+    tier.close()
+    tier.close()
+    with pytest.raises(Closed):
+        User(tier).get(0)
 
 
 @pytest.mark.slow

@@ -21,6 +21,8 @@ Int64s = npt.NDArray[np.int64]
 
 NO_ROW: Final = -1
 MAX_GRAVES: Final = 1 << 20
+ADD_AT_ONCE: Final = 256
+"""Packs: some thousand blocks, a few milliseconds. A look-up has to wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +82,33 @@ class Catalogue:
         """Where each block is; None where that is not known, or its pack is older than ``since``, a
         stamp."""
         with self._lock:
-            found = self._table.find(as_keys(keys)).tolist()
-            return [None if slot < 0 else self._place(slot, since) for slot in found]
-
-    def _place(self, slot: int, since: int) -> Place | None:
-        row = self._rows[int(self._row_of[slot])]
-        if row.stamp < since:
-            return None
-        return Place(row.name, row.num_blocks, int(self._at[slot]))
+            slots = self._slots(keys, since)
+            there = np.flatnonzero(slots >= 0)
+            rows = self._row_of[slots[there]].tolist()
+            numbers = self._at[slots[there]].tolist()
+            found: list[Place | None] = [None] * len(keys)
+            for at, row, number in zip(there.tolist(), rows, numbers, strict=True):
+                pack = self._rows[row]
+                found[at] = Place(pack.name, pack.num_blocks, number)
+            return found
 
     def have(self, keys: Sequence[BlockKey], since: int = 0) -> list[bool]:
         """Whether each block is known, in a pack that is not older than ``since``."""
         with self._lock:
-            found = self._table.find(as_keys(keys)).tolist()
-            if not since:
-                return [slot >= 0 for slot in found]
-            return [
-                slot >= 0 and self._rows[int(self._row_of[slot])].stamp >= since for slot in found
-            ]
+            return [slot >= 0 for slot in self._slots(keys, since).tolist()]
+
+    def _slots(self, keys: Sequence[BlockKey], since: int) -> Int64s:
+        """int64 [n]: the place of each block in the ring; -1 for none."""
+        slots = self._table.find(as_keys(keys))
+        self._pass_over_old(slots, since)
+        return slots
+
+    def _pass_over_old(self, slots: Int64s, since: int) -> None:
+        """Those of packs that are older than ``since`` become -1."""
+        if since:
+            for at in np.flatnonzero(slots >= 0).tolist():
+                if self._rows[int(self._row_of[slots[at]])].stamp < since:
+                    slots[at] = -1
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -110,8 +121,10 @@ class Catalogue:
     def add(self, packs: Sequence[Pack], since: int = 0) -> None:
         """Their blocks are there. Those that are known already stay where they are, unless that is
         older than ``since``."""
-        if not packs:
-            return
+        for at in range(0, len(packs), ADD_AT_ONCE):
+            self._add(packs[at : at + ADD_AT_ONCE], since)
+
+    def _add(self, packs: Sequence[Pack], since: int) -> None:
         keys = np.concatenate([pack.keys for pack in packs])
         lengths = np.array([len(pack.keys) for pack in packs])
         pack_of = np.repeat(np.arange(len(packs)), lengths)
@@ -137,10 +150,8 @@ class Catalogue:
     def _new_ones(self, keys: Keys, stamps: npt.NDArray[np.uint64], since: int) -> Int64s:
         """int64 [n]: which of these keys become known, each but once."""
         slots = self._table.find(keys)
+        self._pass_over_old(slots, since)
         new = slots < 0
-        if since:
-            for at in np.flatnonzero(~new).tolist():
-                new[at] = self._rows[int(self._row_of[slots[at]])].stamp < since
         last = {
             key: at
             for at, key in zip(np.flatnonzero(new).tolist(), _as_bytes(keys[new]), strict=True)

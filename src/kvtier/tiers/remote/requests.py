@@ -10,6 +10,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
+from kvtier.errors import Closed
+
 Result = TypeVar("Result")
 Request = Callable[[], Coroutine[Any, Any, Result]]
 """Begins a request when it is called."""
@@ -34,8 +36,13 @@ class RequestLoop:
         self._loop.close()
 
     def begin(self, request: Request[Result]) -> Future[Result]:
-        """Go on with something in the background."""
-        return asyncio.run_coroutine_threadsafe(request(), self._loop)
+        """Go on with something in the background. Raises ``Closed`` where the loop was closed."""
+        coroutine = request()
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            coroutine.close()
+            raise Closed("this tier was closed; make a new one") from None
 
     def run(self, request: Request[Result], timeout_s: float) -> Result:
         """What comes of a request, or what it raises; ``TimeoutError`` when its time is over."""

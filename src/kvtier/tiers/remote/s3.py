@@ -29,8 +29,8 @@ class S3Options(StoreOptions):
     nothing loses so much."""
     max_age_s: float = 0.0
     """Older packs are not used; 0 for no limit. A little less than the bucket's own rule."""
-    requests: int = 16
-    """Packs that one call reads or writes at a time."""
+    requests: int = 8
+    """Packs that one call reads or writes at a time; each takes memory while it does."""
     sign_payload: bool = False
     """Whether the bytes are signed beside the request, which takes 0.7 s of a core for each GB."""
 
