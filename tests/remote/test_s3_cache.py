@@ -62,7 +62,7 @@ def test_what_one_replica_computed_another_one_loads(bucket: Bucket) -> None:
     assert one.serve(PROMPT) == 0
     one.cache.drain()
     end_s = time.monotonic() + 20
-    while not any("8 blocks known in 3 packs" in each for each in found(other)):
+    while not any("8 blocks known" in each for each in found(other)):
         assert time.monotonic() < end_s, found(other)
         time.sleep(0.02)
     assert other.serve(PROMPT) == len(PROMPT)

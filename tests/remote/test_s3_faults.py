@@ -104,7 +104,9 @@ def test_black_hole_returns_in_time(bucket: Bucket) -> None:
     tier = bucket.tier()
     User(tier).put(0, 1)
     with socket.create_server(("127.0.0.1", 0)) as hole:
-        tier._objects = Bucket(f"http://127.0.0.1:{hole.getsockname()[1]}", "x").objects()
+        tier._objects = tier._reader._objects = Bucket(
+            f"http://127.0.0.1:{hole.getsockname()[1]}", "x"
+        ).objects()
         for timeout_s in (0.05, 0.5):
             hurried = User(tier, timeout_s=timeout_s)
             began = time.monotonic()

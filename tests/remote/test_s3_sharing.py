@@ -138,7 +138,7 @@ def test_block_dropped_for_good_is_gone_for_others_and_its_pack_deleted(bucket: 
 def test_drop_for_good_that_nobody_heard_of_raises(bucket: Bucket) -> None:
     tier = bucket.tier()
     User(tier).put(0)
-    tier._objects = tier._exchange._objects = Bucket("http://127.0.0.1:1", "nowhere").objects()
+    tier._exchange._objects = Bucket("http://127.0.0.1:1", "nowhere").objects()
     with pytest.raises(TierError):
         User(tier).drop(0, for_good=True)
     assert User(tier).find(0) == [ABSENT]

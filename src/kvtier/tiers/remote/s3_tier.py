@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock
 from typing import Any, Final
-
-import numpy as np
 
 from kvtier.devices.base import Finding
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.remote.catalogue import Catalogue, Place, as_keys
-from kvtier.tiers.remote.envelope import Envelope, Header
+from kvtier.tiers.remote.catalogue import Catalogue, as_keys
+from kvtier.tiers.remote.envelope import Envelope
 from kvtier.tiers.remote.exchange import Exchange
 from kvtier.tiers.remote.objects import Missing, Objects, Refused, Unreachable, Unsound
+from kvtier.tiers.remote.pack_reader import PackReader, Parts
 from kvtier.tiers.remote.packs import PackName, PackShape, pack_name, pack_path
-from kvtier.tiers.remote.reading import Wanted, copy_blocks
 from kvtier.tiers.remote.requests import RequestLoop
 from kvtier.tiers.remote.upkeep import Upkeep
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageTier
@@ -33,8 +28,6 @@ logger = logging.getLogger(__name__)
 DROP_S: Final = 1.0
 """The caller waits for it, and is a scheduler perhaps."""
 CLOSE_S: Final = 3.0
-MAX_HEADERS: Final = 4096
-"""Of packs that were read: 50 KiB each at the most, and 1 KiB mostly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +48,6 @@ class Settings:
     num_readers: int
     num_writers: int
     num_requests: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """Blocks of a get that are in one pack. numbers: theirs in the call."""
-
-    place: Place
-    numbers: list[int]
-    wanted: Wanted
-
-
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """What was read of a pack. headers: one for each of its blocks; None where that is no header of
-    it."""
-
-    headers: list[bytes] | None
-    starts: list[int]
-    parts: list[memoryview]
 
 
 class S3Tier(StorageTier):
@@ -113,8 +87,7 @@ class S3Tier(StorageTier):
             ) from None
         max_age_ns = int(settings.max_age_s * 1e9)
         self._exchange = Exchange(self._objects, self._catalogue, shape.block_bytes, max_age_ns)
-        self._headers: OrderedDict[PackName, list[bytes]] = OrderedDict()
-        self._lock = Lock()
+        self._reader = PackReader(self._objects, shape, envelope)
         self._loop = RequestLoop(f"kvtier {name}", settings.num_requests)
         self._upkeep = Upkeep(
             settings.where, settings.bucket, self._objects, self._exchange, settings.poll_s
@@ -178,85 +151,33 @@ class S3Tier(StorageTier):
         end_s = time.monotonic() + timeout_s
         places = self._catalogue.places(keys, self._exchange.since)
         outcomes = [Outcome.ABSENT if place is None else Outcome.FAILED for place in places]
-        asked = self._by_pack(places)
-        reads: list[Callable[[], Coroutine[Any, Any, _Parts]]] = [
-            partial(self._read, each) for each in asked
+        asked = self._reader.by_pack(places)
+        reads: list[Callable[[], Coroutine[Any, Any, Parts]]] = [
+            partial(self._reader.read, each) for each in asked
         ]
         for at, result in self._loop.each(reads, end_s):
-            each = asked[at]
-            of_pack = [keys[number] for number in each.numbers]
+            of_pack = [keys[number] for number in asked[at].numbers]
             if isinstance(result, Missing):
-                self._catalogue.lose(of_pack[0], each.place.pack)
+                self._catalogue.lose(of_pack[0], asked[at].place.pack)
                 found = [Outcome.ABSENT] * len(of_pack)
             elif isinstance(result, BaseException):
                 self._note_failure(result)
                 continue
             else:
-                found = self._take(each, of_pack, result, blocks.pick(each.numbers))
-            for number, outcome in zip(each.numbers, found, strict=True):
+                found = self._reader.take(
+                    asked[at], of_pack, result, blocks.pick(asked[at].numbers)
+                )
+                self._forget_damaged(asked[at].place.pack, of_pack, found)
+            for number, outcome in zip(asked[at].numbers, found, strict=True):
                 outcomes[number] = outcome
         return outcomes
 
-    def _by_pack(self, places: Sequence[Place | None]) -> list[_Asked]:
-        packs: dict[PackName, list[tuple[int, int]]] = {}
-        of: dict[PackName, Place] = {}
-        for number, place in enumerate(places):
-            if place is not None:
-                packs.setdefault(place.pack, []).append((place.at, number))
-                of[place.pack] = place
-        asked = []
-        for pack, found in packs.items():
-            found.sort()
-            wanted = Wanted(self._shape, of[pack].num_blocks, [at for at, _ in found])
-            asked.append(_Asked(of[pack], [number for _, number in found], wanted))
-        return asked
-
-    async def _read(self, asked: _Asked) -> _Parts:
-        with self._lock:
-            headers = self._headers.get(asked.place.pack)
-        ranges = asked.wanted.ranges(with_header=headers is None)
-        path = pack_path(asked.place.pack)
-        reads = [asyncio.ensure_future(self._objects.part(path, *each)) for each in ranges]
-        try:
-            parts = await asyncio.gather(*reads)
-        finally:
-            for each in reads:
-                each.cancel()
-        if any(len(part) != end - start for part, (start, end) in zip(parts, ranges, strict=True)):
-            return _Parts(None, [], [])
-        if headers is None:
-            header = np.frombuffer(parts[0], np.uint8)
-            num_blocks = asked.place.num_blocks
-            header = header[: self._shape.header_bytes(num_blocks)]
-            headers = self._shape.read_header(header, num_blocks)
-        return _Parts(headers, [start for start, _ in ranges], parts)
-
-    def _take(
-        self, asked: _Asked, keys: Sequence[BlockKey], found: _Parts, blocks: Pieces
-    ) -> list[Outcome]:
-        """Copy what was read, and see that it is right."""
-        pack, outcomes = asked.place.pack, [Outcome.DAMAGED] * len(keys)
-        if found.headers is not None:
-            read = [
-                self._envelope.read(found.headers[at], key)
-                for at, key in zip(asked.wanted.at, keys, strict=True)
-            ]
-            addresses = asked.wanted.addresses(found.starts, found.parts)
-            sound = [at for at, header in enumerate(read) if header is not None]
-            for at in sound:
-                if not addresses[at]:
-                    asked.wanted.gather(at, found.starts, found.parts, blocks.pick([at]))
-            # Checked where they were read: there each block lies in one piece, which is a good deal
-            # faster to check than the many that it may lie in at its destination.
-            whole = [at for at in sound if addresses[at]]
-            right = self._right(whole, read, Pieces.whole(addresses[whole], self.bytes_per_block))
-            copy_blocks(blocks.pick(right), addresses[right])
-            split = [at for at in sound if not addresses[at]]
-            right += self._right(split, read, blocks.pick(split))
-            for at in right:
-                outcomes[at] = Outcome.THERE
-            self._keep_headers(pack, found.headers)
-        damaged = [at for at, each in enumerate(outcomes) if each is Outcome.DAMAGED]
+    def _forget_damaged(
+        self, pack: PackName, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]
+    ) -> None:
+        damaged = [
+            key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.DAMAGED
+        ]
         if damaged:
             logger.warning(
                 "wrong bytes store=%s pack=%s num_blocks=%d",
@@ -264,27 +185,7 @@ class S3Tier(StorageTier):
                 pack_path(pack),
                 len(damaged),
             )
-            self._catalogue.forget([keys[at] for at in damaged], pack)
-            with self._lock:
-                self._headers.pop(pack, None)
-        return outcomes
-
-    def _right(
-        self, at: Sequence[int], headers: Sequence[Header | None], blocks: Pieces
-    ) -> list[int]:
-        """Those of ``at`` whose bytes, in ``blocks``, are the ones of their headers."""
-        if not at:
-            return []
-        some = [header for each in at if (header := headers[each]) is not None]
-        are_right = self._envelope.are_right(some, blocks)
-        return [each for each, is_right in zip(at, are_right, strict=True) if is_right]
-
-    def _keep_headers(self, pack: PackName, headers: list[bytes]) -> None:
-        with self._lock:
-            self._headers[pack] = headers
-            self._headers.move_to_end(pack)
-            if len(self._headers) > MAX_HEADERS:
-                self._headers.popitem(last=False)
+            self._catalogue.forget(damaged, pack)
 
     def _note_failure(self, error: BaseException) -> None:
         logger.debug("a request failed store=%s reason=%r", self.settings.where, str(error))
