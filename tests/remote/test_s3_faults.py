@@ -19,6 +19,7 @@ from kvtier.errors import Closed
 from kvtier.layout import DType, full_attention
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome
+from kvtier.tiers.remote import reading
 from tests.remote.bucket import SECRET_KEY, Bucket
 from tests.remote.servers import Proxy, find_binary, make_bucket, seaweed
 
@@ -77,6 +78,38 @@ def test_block_under_a_false_name_is_damaged(bucket: Bucket) -> None:
     bucket.write(second, bucket.read(first))
     assert user.get(2, 3) == [DAMAGED] * 2
     assert user.get(0, 1) == [THERE] * 2
+    tier.close()
+
+
+def test_block_of_another_secret_is_damaged(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever can write to the bucket has no say in what is read from it."""
+    monkeypatch.setenv("KVTIER_STORE_SECRET", "of somebody else")
+    stranger = bucket.tier()
+    User(stranger).put(0, 1)
+    stranger.close()
+    monkeypatch.setenv("KVTIER_STORE_SECRET", "ours")
+    tier = bucket.tier()
+    user = User(tier)
+    assert user.find(0, 1) == [THERE] * 2
+    assert user.get(0, 1) == [DAMAGED] * 2
+    assert user.put(0, 1) == user.get(0, 1) == [THERE] * 2
+    tier.close()
+
+
+def test_blocks_may_come_in_several_parts(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part ends within the second block, of 256 bytes each behind 4096 of the header."""
+    monkeypatch.setattr(reading, "PART_BYTES", 4096 + 256 + 100)
+    tier = bucket.tier()
+    user = User(tier)
+    user.put(*range(10))
+    assert user.get(*range(10)) == user.get(*range(10)) == [THERE] * 10
+    (path,) = bucket.paths("packs")
+    content = bytearray(bucket.read(path))
+    content[4096 + 2 * 256 - 1] ^= 1
+    bucket.write(path, bytes(content))
+    assert user.get(*range(10)) == [THERE, DAMAGED, *[THERE] * 8]
     tier.close()
 
 

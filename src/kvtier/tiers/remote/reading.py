@@ -20,7 +20,7 @@ GAP_BYTES: Final = 1 << 20
 """So much is read in vain rather than asking twice: a request costs as much as some MB."""
 PART_BYTES: Final = 32 << 20
 """The most that is asked for in one request: several connections are faster than one. A pack of the
-usual size is one part, with its header."""
+usual size is one part, with its header; a header alone is always much less."""
 
 
 @dataclass(frozen=True, slots=True)
