@@ -55,6 +55,17 @@ def test_wrong_credentials_are_said_to_be_wrong(
     assert "somebody" not in str(caught.value)
 
 
+def test_missing_credentials_are_said_to_be_missing(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine is asked for its role then; this one has none."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="no credentials; set AWS_ACCESS_KEY_ID"):
+        make_s3(site(bucket.location()))
+
+
 def test_bucket_that_is_missing_is_named(bucket: Bucket) -> None:
     with pytest.raises(ConfigError, match="there is no bucket 'nothing-here'; make it"):
         make_s3(site(f"//nothing-here/x?endpoint={bucket.url}"))

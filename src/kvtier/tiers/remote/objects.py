@@ -165,7 +165,7 @@ def _translated(error: Exception) -> Exception:
     said = code[1] if code else f"status {status[1]}" if status else "no answer"
     if isinstance(error, AlreadyExistsError):
         return Taken(said)
-    if "169.254." in text and not code:
+    if re.search(r"//169\.254\.|/latest/(api/token|meta-data)", text) and not code:
         return Refused(
             "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine "
             "a role"
