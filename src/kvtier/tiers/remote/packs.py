@@ -1,0 +1,133 @@
+"""Several blocks in one object, and what stands before them.
+
+    magic    8   "kvtierP1"
+    number   4   of blocks
+    check    4   crc32c of the header, with zeros here
+    size     8   of each block
+    of each block
+      offset   8
+      size     8
+      envelope     its key, size, checksum and tag: see ``envelope``
+    zeros        up to a multiple of 4 KiB: the header ends here, and the first block begins
+
+Numbers are little-endian. A pack is called by the key of its last block, so that packs of a prompt
+lie under names that follow from the prompt, and by a hash of all its keys: two packs of one name
+are equal byte for byte, and it does not matter which of them is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from struct import Struct
+from typing import Final, NewType
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from kvtier._hot import copy_batch, crc32c_rows
+from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.remote.envelope import HEADER_BYTES, Envelope
+from kvtier.tiers.storage import Keys
+from kvtier.types import BlockKey
+
+Uint8s = npt.NDArray[np.uint8]
+PackName = NewType("PackName", bytes)
+"""The key of the last block, and ``DIGEST_BYTES`` of a hash of all keys."""
+
+MAGIC: Final = b"kvtierP1"
+HEAD: Final = Struct("<8sIIQ")
+PLACE: Final = Struct("<QQ")
+ENTRY_BYTES: Final = PLACE.size + HEADER_BYTES
+ALIGNMENT: Final = 4096
+"""Of the header's end: a device may read blocks straight out of an object that was cached."""
+DIGEST_BYTES: Final = 8
+NAME_BYTES: Final = 32 + DIGEST_BYTES
+MAX_BLOCKS: Final = 512
+"""In a pack: its header is read whenever a block is, and is to be small beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackShape:
+    """How packs of blocks of ``block_bytes`` are laid out. pack_bytes: about the size of one."""
+
+    block_bytes: int
+    pack_bytes: int
+
+    @property
+    def num_blocks(self) -> int:
+        """In a full pack."""
+        return min(MAX_BLOCKS, max(1, self.pack_bytes // self.block_bytes))
+
+    def header_bytes(self, num_blocks: int) -> int:
+        """Of a pack of so many blocks."""
+        return -(-(HEAD.size + num_blocks * ENTRY_BYTES) // ALIGNMENT) * ALIGNMENT
+
+    def offset(self, num_blocks: int, at: int) -> int:
+        """Where block ``at`` begins; that of block ``num_blocks`` is the pack's size."""
+        return self.header_bytes(num_blocks) + at * self.block_bytes
+
+    def build(self, keys: Sequence[BlockKey], blocks: Pieces, envelope: Envelope) -> Uint8s:
+        """The bytes of a pack: a copy of its blocks, which lie in host memory."""
+        num_blocks = len(keys)
+        made = np.empty(self.offset(num_blocks, num_blocks), np.uint8)
+        header = made[: self.header_bytes(num_blocks)]
+        header[:] = 0
+        # Blocks are copied first, and checked as they lie in the pack: memory that somebody writes
+        # to meanwhile, against the rules, can't get a checksum that is not its own.
+        begin = made.ctypes.data + self.header_bytes(num_blocks)
+        begins = begin + self.block_bytes * np.arange(num_blocks, dtype=np.uint64)
+        shifts = np.cumsum(blocks.sizes) - blocks.sizes
+        places = begins[:, None] + shifts.astype(np.uint64)
+        sizes = np.tile(blocks.sizes.astype(np.uint64), num_blocks)
+        copy_batch(places.ravel(), np.ascontiguousarray(blocks.addresses).ravel(), sizes)
+        envelopes = envelope.headers(keys, Pieces.whole(begins, self.block_bytes))
+        entries = b"".join(
+            PLACE.pack(self.offset(num_blocks, at), self.block_bytes) + each
+            for at, each in enumerate(envelopes)
+        )
+        self._fill(header, num_blocks, 0)
+        header[HEAD.size : HEAD.size + len(entries)] = np.frombuffer(entries, np.uint8)
+        self._fill(header, num_blocks, _check(header))
+        return made
+
+    def _fill(self, header: Uint8s, num_blocks: int, check: int) -> None:
+        head = HEAD.pack(MAGIC, num_blocks, check, self.block_bytes)
+        header[: HEAD.size] = np.frombuffer(head, np.uint8)
+
+    def read_header(self, header: Uint8s, num_blocks: int) -> list[bytes] | None:
+        """The envelope header of each block; None where that is no header of such a pack."""
+        if len(header) != self.header_bytes(num_blocks):
+            return None
+        whole = header.tobytes()
+        magic, number, check, block_bytes = HEAD.unpack_from(whole)
+        if (magic, number, block_bytes) != (MAGIC, num_blocks, self.block_bytes):
+            return None
+        copied = header.copy()
+        self._fill(copied, num_blocks, 0)
+        if _check(copied) != check:
+            return None
+        found = []
+        for at in range(num_blocks):
+            begin = HEAD.size + at * ENTRY_BYTES
+            place = PLACE.unpack_from(whole, begin)
+            if place != (self.offset(num_blocks, at), self.block_bytes):
+                return None
+            found.append(whole[begin + PLACE.size : begin + ENTRY_BYTES])
+        return found
+
+
+def pack_name(keys: Keys) -> PackName:
+    """What the pack of these blocks is called. keys: V32 [num_blocks]."""
+    return PackName(keys[-1:].tobytes() + blake3(keys.tobytes()).digest(DIGEST_BYTES))
+
+
+def pack_path(name: PackName) -> str:
+    """Where it is, below the prefix. Fanned out, for servers that keep objects in folders."""
+    key, digest = name[:-DIGEST_BYTES].hex(), name[-DIGEST_BYTES:].hex()
+    return f"packs/{key[:2]}/{key}-{digest}"
+
+
+def _check(header: Uint8s) -> int:
+    return int(crc32c_rows(header.reshape(1, -1))[0])

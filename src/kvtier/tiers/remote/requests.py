@@ -1,0 +1,105 @@
+"""Requests that run beside the calling threads, end when their time is over, and are few."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
+
+from kvtier.errors import Closed
+
+Result = TypeVar("Result")
+Request = Callable[[], Coroutine[Any, Any, Result]]
+"""Begins a request when it is called."""
+
+
+class RequestLoop:
+    """A thread with an event loop. What is asked of it is cancelled when the asker's time is over:
+    its connection is closed then.
+
+    num_at_once: requests of one call that are under way, or done and not yet taken.
+    """
+
+    def __init__(self, name: str, num_at_once: int) -> None:
+        self._num_at_once = num_at_once
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def begin(self, request: Request[Result]) -> Future[Result]:
+        """Go on with something in the background. Raises ``Closed`` where the loop was closed."""
+        coroutine = request()
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            coroutine.close()
+            raise Closed("this tier was closed; make a new one") from None
+
+    def run(self, request: Request[Result], timeout_s: float) -> Result:
+        """What comes of a request, or what it raises; ``TimeoutError`` when its time is over."""
+        future = self.begin(request)
+        try:
+            return future.result(max(0.0, timeout_s))
+        except CancelledError:
+            raise TimeoutError("it was cancelled") from None
+        finally:
+            future.cancel()
+
+    def each(
+        self, requests: Sequence[Request[Result]], end_s: float
+    ) -> Iterator[tuple[int, Result | BaseException]]:
+        """Number and result of each request, or what it raised, in the order in which they end.
+
+        end_s: of ``time.monotonic``. Those that have not ended by then are cancelled, and are not
+        among the results; so are all when the iterator is closed.
+        """
+        ended: SimpleQueue[int] = SimpleQueue()
+        running: dict[int, Future[Result]] = {}
+        next_one = 0
+        try:
+            while next_one < len(requests) or running:
+                while next_one < len(requests) and len(running) < self._num_at_once:
+                    if time.monotonic() >= end_s:
+                        return
+                    future = self.begin(requests[next_one])
+                    running[next_one] = future
+                    future.add_done_callback(lambda _, at=next_one: ended.put(at))  # type: ignore[misc]
+                    next_one += 1
+                try:
+                    at = ended.get(timeout=max(0.0, end_s - time.monotonic()))
+                except Empty:
+                    return
+                done = running.pop(at)
+                error = CancelledError() if done.cancelled() else done.exception()
+                yield at, done.result() if error is None else error
+        finally:
+            for future in running.values():
+                future.cancel()
+
+    def close(self, timeout_s: float) -> None:
+        """End what is under way, and the thread."""
+
+        async def cancel_all() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+
+        if self._loop.is_closed():
+            return
+        ending = asyncio.run_coroutine_threadsafe(cancel_all(), self._loop)
+        try:
+            ending.result(timeout_s)
+        except TimeoutError:
+            ending.cancel()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_s)
