@@ -5,12 +5,12 @@ from __future__ import annotations
 from urllib.parse import quote
 
 from kvtier.layout import KVGroup
+from kvtier.testing.servers import BUCKET
 from kvtier.testing.storage_suite import GROUP
 from kvtier.tiers import StorageSite
 from kvtier.tiers.remote.objects import Objects
 from kvtier.tiers.remote.s3 import make_s3
 from kvtier.tiers.remote.s3_tier import S3Tier
-from tests.remote.servers import BUCKET
 
 KEY_ID = "AKIDKVTIERTEST"
 SECRET_KEY = "not-to-be-seen-anywhere"

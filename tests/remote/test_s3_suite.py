@@ -9,12 +9,13 @@ from contextlib import contextmanager
 import pytest
 
 from kvtier.testing import StorageSuite
+from kvtier.testing.proxy import Proxy
+from kvtier.testing.servers import port_of
 from kvtier.tiers import StorageTier
 from kvtier.tiers.remote.packs import pack_path
 from kvtier.tiers.remote.s3_tier import S3Tier
 from kvtier.types import BlockKey
 from tests.remote.bucket import Bucket
-from tests.remote.servers import Proxy
 
 
 class TestS3Tier(StorageSuite):
@@ -23,7 +24,7 @@ class TestS3Tier(StorageSuite):
     @pytest.fixture(autouse=True)
     def _place(self, bucket: Bucket) -> Iterator[None]:
         self.bucket = bucket
-        self.proxy = Proxy(bucket.url)
+        self.proxy = Proxy(port_of(bucket.url))
         yield
         self.proxy.close()
 

@@ -2,101 +2,139 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
+
+LOOPBACK = "127.0.0.1"
+RESET = b"\1\0\0\0\0\0\0\0"
+"""SO_LINGER: a close tells the other side that something went wrong."""
+
+Line = SimpleQueue[tuple[float, bytes]]
 
 
 class Proxy:
     """Passes on what comes, ``delay_s`` later each way. Close it.
 
-    hold: nothing is passed on any more, and nobody is told (a black hole), until ``let_go``. cut:
-    all connections end now, by a reset. passes: bytes, either way, after which it holds; None for
-    all.
+    to_port: of the server. port: of its own; 0 for any. hold: after so many bytes more, either way,
+    nothing is passed on, and nobody is told (a black hole), until ``let_go``. cut: all connections
+    end now.
     """
 
-    def __init__(self, port: int, delay_s: float = 0.0) -> None:
-        self._to = ("127.0.0.1", port)
+    def __init__(self, to_port: int, delay_s: float = 0.0, port: int = 0) -> None:
+        self._to = (LOOPBACK, to_port)
         self.delay_s = delay_s
-        self.passes: int | None = None
-        self.num_connections = 0
+        self._left: int | None = None
         self._open = threading.Event()
         self._open.set()
         self._sockets: list[socket.socket] = []
         self._lock = threading.Lock()
-        self._is_closed = False
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server((LOOPBACK, port))
         self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    @property
+    def url(self) -> str:
+        """For clients that speak HTTP."""
+        return f"http://{LOOPBACK}:{self.port}"
 
     def hold(self, passes: int = 0) -> None:
-        self.passes = passes
-        if not passes:
-            self._open.clear()
+        with self._lock:
+            self._left = passes
+            if not passes:
+                self._open.clear()
 
     def let_go(self) -> None:
-        self.passes = None
+        with self._lock:
+            self._left = None
         self._open.set()
+
+    @contextmanager
+    def stalled(self, passes: int = 0) -> Iterator[None]:
+        """``hold``, and ``let_go`` at the end."""
+        self.hold(passes)
+        try:
+            yield
+        finally:
+            self.let_go()
 
     def cut(self) -> None:
         with self._lock:
             sockets, self._sockets = self._sockets, []
         for each in sockets:
-            with contextlib.suppress(OSError):
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            with suppress(OSError):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
 
     def close(self) -> None:
-        self._is_closed = True
         self.let_go()
-        with contextlib.suppress(OSError):
+        with suppress(OSError):  # a thread in accept() is not woken by a close alone
             self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join(10)
         self._listener.close()
         self.cut()
+        for each in self._threads:
+            each.join(10)
 
     def _accept(self) -> None:
-        while not self._is_closed:
+        while True:
             try:
                 client, _ = self._listener.accept()
+            except OSError:
+                return
+            try:
                 server = socket.create_connection(self._to)
             except OSError:
+                client.close()
                 continue
             for each in (client, server):
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._sockets += [client, server]
-                self.num_connections += 1
-            for pair in ((client, server), (server, client)):
-                threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
+            for src, dst in ((client, server), (server, client)):
+                line: Line = SimpleQueue()
+                self._start(self._read, src, line)
+                self._start(self._write, line, src, dst)
 
-    def _pass_on(self, src: socket.socket, dst: socket.socket) -> None:
-        line: SimpleQueue[tuple[float, bytes]] = SimpleQueue()
-        threading.Thread(target=self._deliver, args=(line, src, dst), daemon=True).start()
-        with contextlib.suppress(OSError):
+    def _start(self, work: object, *arguments: object) -> None:
+        thread = threading.Thread(target=work, args=arguments, daemon=True)  # type: ignore[arg-type]
+        self._threads.append(thread)
+        thread.start()
+
+    def _read(self, src: socket.socket, line: Line) -> None:
+        with suppress(OSError):
             while data := src.recv(1 << 16):
                 line.put((time.monotonic() + self.delay_s, data))
         line.put((0.0, b""))
 
-    def _deliver(
-        self, line: SimpleQueue[tuple[float, bytes]], src: socket.socket, dst: socket.socket
-    ) -> None:
+    def _write(self, line: Line, src: socket.socket, dst: socket.socket) -> None:
         """Each part when its time has come: many may be under way."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             while (part := line.get())[1]:
                 due_s, data = part
                 time.sleep(max(0.0, due_s - time.monotonic()))
-                if self.passes is not None:
-                    now, data = data[: self.passes], data[self.passes :]
-                    self.passes -= len(now)
-                    dst.sendall(now)
-                    if not data:
-                        continue
-                    self._open.clear()
-                self._open.wait()
-                dst.sendall(data)
+                while data:
+                    now = self._passed(data)
+                    dst.sendall(data[:now])
+                    data = data[now:]
+                    self._open.wait()
         for each in (src, dst):
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+    def _passed(self, data: bytes) -> int:
+        """How many bytes of ``data`` may go on."""
+        self._open.wait()
+        with self._lock:
+            if self._left is None:
+                return len(data)
+            now = min(len(data), self._left)
+            self._left -= now
+            if not self._left:
+                self._open.clear()
+            return now

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -79,3 +84,122 @@ def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
         else:
             return
     raise AssertionError("the server does not answer")
+
+
+# -- S3 ------------------------------------------------------------------------------------------
+
+START_S = 60.0
+BUCKET = "kvtier"
+
+
+def find_binary(name: str) -> str | None:
+    """Beside the interpreter, or on the PATH."""
+    beside = Path(sys.executable).parent / name
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+def free_ports(num: int) -> list[int]:
+    """Of the loopback address. SeaweedFS takes each port's gRPC twin 10000 above, too."""
+    taken: list[socket.socket] = []
+    ports: list[int] = []
+    try:
+        while len(ports) < num:
+            one = socket.socket()
+            taken.append(one)
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            twin = socket.socket()
+            taken.append(twin)
+            with suppress(OSError, OverflowError):
+                twin.bind(("127.0.0.1", port - 10000))
+                ports.append(port - 10000)
+        return ports
+    finally:
+        for one in taken:
+            one.close()
+
+
+class HttpServer:
+    """A process that is started, killed and started again. url: where it answers."""
+
+    def __init__(self, command: list[str], url: str, log: Path) -> None:
+        self.url = url
+        self._command = command
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns when it answers, whatever it says."""
+        # SeaweedFS takes credentials that it finds there for those of its users.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=env)
+        end_s = time.monotonic() + START_S
+        while not self._answers():
+            if time.monotonic() > end_s or self._process.poll() is not None:
+                self.kill()
+                raise RuntimeError(f"no server: {self._log.read_text(errors='replace')[-2000:]}")
+            time.sleep(0.05)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.url, timeout=2):
+                return True
+        except urllib.error.HTTPError:
+            return True
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def seaweed(binary: str, folder: Path) -> HttpServer:
+    """A server of S3; the bucket is to be made."""
+    master, volume, filer, s3 = free_ports(4)
+    (folder / "data").mkdir(parents=True)
+    command = [binary, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+    command += [f"-master.port={master}", f"-volume.port={volume}", "-filer"]
+    command += [f"-filer.port={filer}", "-s3", f"-s3.port={s3}"]
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # at fixed ports else
+    command += ["-master.volumeSizeLimitMB=64", "-volume.max=16", "-master.telemetry=false"]
+    return HttpServer(command, f"http://127.0.0.1:{s3}", folder / "log")
+
+
+def rclone(binary: str, folder: Path, user: str) -> HttpServer:
+    """A server that is called S3, and writes over what was only to be created.
+
+    user: "key,secret", the only one that it lets in.
+    """
+    (port,) = free_ports(1)
+    (folder / "data" / BUCKET).mkdir(parents=True)
+    command = [binary, "serve", "s3", str(folder / "data"), "--addr", f"127.0.0.1:{port}"]
+    command += ["--auth-key", user]
+    return HttpServer(command, f"http://127.0.0.1:{port}", folder / "log")
+
+
+def make_bucket(url: str) -> None:
+    """Ask for it until it is there, and has taken an object: the first one takes seconds."""
+    end_s = time.monotonic() + START_S
+    for path in (BUCKET, f"{BUCKET}/first"):
+        while not _is_put(f"{url}/{path}"):
+            if time.monotonic() > end_s:
+                raise RuntimeError(f"{url}: no {path} could be made")
+            time.sleep(0.1)
+
+
+def _is_put(url: str) -> bool:
+    request = urllib.request.Request(url, method="PUT", data=b"1" if url.endswith("first") else b"")
+    try:
+        with urllib.request.urlopen(request, timeout=3):
+            return True
+    except OSError:
+        return False
+
+
+def port_of(url: str) -> int:
+    """Of a server on loopback."""
+    return int(url.rsplit(":", 1)[1])
