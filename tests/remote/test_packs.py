@@ -41,7 +41,7 @@ def test_pack_has_its_blocks_behind_its_header(num_blocks: int, sizes: list[int]
     assert SHAPE.header_bytes(num_blocks) % 4096 == 0
     headers = SHAPE.read_header(made[: SHAPE.header_bytes(num_blocks)], num_blocks)
     assert headers is not None
-    assert all(envelope.read(headers[at], key) is not None for at, key in enumerate(keys))
+    assert all(envelope.are_of(headers, keys))
     for at, key in enumerate(keys):
         begin = SHAPE.offset(num_blocks, at)
         assert made[begin : begin + BLOCK_BYTES].tobytes() == stored_bytes(key, BLOCK_BYTES)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Sequence
-from dataclasses import dataclass
 from struct import Struct
 from typing import Final
 
@@ -53,16 +52,6 @@ FIELDS: Final = np.dtype(
 """A header, as numpy reads many of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What was read, and is sound in itself: of the right key and size, but its block was not seen
-    yet."""
-
-    crc: int
-    head: bytes
-    tag: bytes
-
-
 class Envelope:
     """Makes headers, and checks blocks by them. Any thread may use it.
 
@@ -85,21 +74,6 @@ class Envelope:
             above = head + self._tag(head, blocks, at)
             made.append(above + CHECK.pack(_check(above)))
         return made
-
-    def read(self, header: bytes | bytearray | memoryview, key: BlockKey) -> Header | None:
-        """None where it is not that of ``key``, or not as it was written."""
-        header = bytes(header)
-        if len(header) != HEADER_BYTES:
-            return None
-        above = header[: -CHECK.size]
-        magic, flags, crc, num_bytes, of_key = HEAD.unpack_from(above)
-        if CHECK.pack(_check(above)) != header[-CHECK.size :] or magic != MAGIC:
-            return None
-        if of_key != key or num_bytes != self._block_bytes:
-            return None
-        if self._tag_key and not flags & TAGGED:
-            return None
-        return Header(crc, above[: HEAD.size], above[HEAD.size :])
 
     def are_of(self, headers: Sequence[bytes | None], keys: Sequence[BlockKey]) -> list[bool]:
         """Whether each is a header of its key, for many at a time. What is not of a header's length
@@ -137,17 +111,6 @@ class Envelope:
             head, tag = headers[at][: HEAD.size], headers[at][HEAD.size : -CHECK.size]
             are_ours[at] = hmac.compare_digest(tag, self._tag(head, blocks, at))
         return _flags(are_ours)
-
-    def are_right(self, headers: Sequence[Header], blocks: Pieces) -> list[bool]:
-        """Whether each block, in host memory, is the one of its header."""
-        crcs = block_crcs(blocks).tolist()
-        return [
-            crc == header.crc
-            and hmac.compare_digest(header.tag, self._tag(header.head, blocks, at))
-            if self._tag_key
-            else crc == header.crc
-            for at, (header, crc) in enumerate(zip(headers, crcs, strict=True))
-        ]
 
     def _tag(self, head: bytes, blocks: Pieces, at: int) -> bytes:
         if not self._tag_key:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.catalogue import Place
-from kvtier.tiers.remote.envelope import Envelope, Header
+from kvtier.tiers.remote.envelope import Envelope
 from kvtier.tiers.remote.objects import Objects
 from kvtier.tiers.remote.packs import PackName, PackShape, pack_path
 from kvtier.tiers.remote.reading import Wanted, copy_blocks
@@ -96,40 +96,48 @@ class PackReader:
         """Copy what was read to ``blocks``, and see that it is right: ``THERE`` or ``DAMAGED``."""
         outcomes = [Outcome.DAMAGED] * len(keys)
         if found.headers is not None:
-            headers = [
-                self._envelope.read(found.headers[at], key)
-                for at, key in zip(asked.wanted.at, keys, strict=True)
-            ]
-            for at in self._copy(asked.wanted, headers, found, blocks):
+            headers = [found.headers[at] for at in asked.wanted.at]
+            for at in self._copy(asked.wanted, headers, keys, found, blocks):
                 outcomes[at] = Outcome.THERE
         self._remember(asked.place.pack, None if Outcome.DAMAGED in outcomes else found.headers)
         return outcomes
 
     def _copy(
-        self, wanted: Wanted, headers: Sequence[Header | None], found: Parts, blocks: Pieces
+        self,
+        wanted: Wanted,
+        headers: Sequence[bytes],
+        keys: Sequence[BlockKey],
+        found: Parts,
+        blocks: Pieces,
     ) -> list[int]:
         """Copy blocks, and return those that are right."""
-        sound = [at for at, header in enumerate(headers) if header is not None]
+        are_sound = self._envelope.are_of(headers, keys)
+        sound = [at for at, is_sound in enumerate(are_sound) if is_sound]
         addresses = wanted.addresses(found.starts, found.parts)
         # Checked where they were read: there each block lies in one piece, which is a good deal
         # faster to check than the many that it may lie in at its destination.
         whole = [at for at in sound if addresses[at]]
         as_read = Pieces.whole(addresses[whole], self._shape.block_bytes)
-        right = self._right(whole, headers, as_read)
+        right = self._right(whole, headers, keys, as_read)
         copy_blocks(blocks.pick(right), addresses[right])
         split = [at for at in sound if not addresses[at]]
         for at in split:
             wanted.gather(at, found.starts, found.parts, blocks.pick([at]))
-        return right + self._right(split, headers, blocks.pick(split))
+        return right + self._right(split, headers, keys, blocks.pick(split))
 
     def _right(
-        self, at: Sequence[int], headers: Sequence[Header | None], blocks: Pieces
+        self,
+        at: Sequence[int],
+        headers: Sequence[bytes],
+        keys: Sequence[BlockKey],
+        blocks: Pieces,
     ) -> list[int]:
         """Those of ``at`` whose bytes, in ``blocks``, are the ones of their headers."""
         if not at:
             return []
-        some = [header for each in at if (header := headers[each]) is not None]
-        are_right = self._envelope.are_right(some, blocks)
+        are_right = self._envelope.are_blocks(
+            [headers[each] for each in at], [keys[each] for each in at], blocks
+        )
         return [each for each, is_right in zip(at, are_right, strict=True) if is_right]
 
     def _remember(self, pack: PackName, headers: list[bytes] | None) -> None:
