@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -270,6 +271,31 @@ def test_server_that_is_not_there_can_come_later(tmp_path: Path) -> None:
     tier.close()
     proxy_to.close()
     server.close()
+
+
+def test_server_that_answers_drop_by_drop_is_too_late() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    tier = open_tier(listener.getsockname()[1], "drops")  # nobody accepts: it is not reached
+    stop = threading.Event()
+
+    def answer() -> None:
+        while not stop.is_set():
+            client, _ = listener.accept()
+            with client, contextlib.suppress(OSError):
+                client.sendall(b"$352\r\n")
+                while not stop.wait(0.02):
+                    client.sendall(b"x")
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    began = time.monotonic()
+    assert User(tier, timeout_s=0.5).get(1) == [FAILED]
+    assert time.monotonic() - began < 5
+    stop.set()
+    socket.create_connection(listener.getsockname()).close()  # wakes it
+    thread.join(10)
+    tier.close()
+    listener.close()
 
 
 def test_server_that_speaks_something_else_is_of_no_use() -> None:

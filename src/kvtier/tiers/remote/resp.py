@@ -19,6 +19,8 @@ BUFFER_BYTES: Final = 16 << 10
 """For replies that nobody has named memory for. What it holds of a value is copied once more."""
 SMALL_BYTES: Final = 4 << 10
 """Fewer come by way of the buffer, together with what follows."""
+LEAST_SHARE: Final = 0.75
+"""Of what a call may take, while so much is left of the time in all."""
 MOST_PARTS: Final = 512
 """Of a message, given to the system at a time."""
 
@@ -65,12 +67,16 @@ class Connection:
     def until(self, ends_at: float) -> None:
         """Calls may take until then."""
         self._ends_at = ends_at
-        left_s = max(0.001, ends_at - time.monotonic())
+        self._limit(max(0.001, ends_at - time.monotonic()))
+
+    def _limit(self, seconds: float) -> None:
+        """Of a single call of the system's."""
+        self._limit_s = seconds
         if not self._is_plain:
-            self._socket.settimeout(left_s)
+            self._socket.settimeout(seconds)
             return
         # The system waits for whole values, which spares a call for each part of one.
-        limit = pack("ll", int(left_s), int(left_s % 1 * 1e6))
+        limit = pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self._socket.settimeout(None)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -79,7 +85,10 @@ class Connection:
         left_s = self._ends_at - time.monotonic()
         if left_s <= 0:
             raise RespError("it took too long")
-        return max(left_s, 0.001)
+        left_s = max(left_s, 0.001)
+        if left_s < LEAST_SHARE * self._limit_s:  # seldom: it is a call itself
+            self._limit(left_s)
+        return left_s
 
     # -- sending -----------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from typing import Final
 
 from kvtier.devices.base import Finding
 from kvtier.errors import ConfigError, TierError
+from kvtier.process import OwnerProcess
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, Envelope
 from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
@@ -98,6 +99,7 @@ class ValkeyTier(StorageTier):
         self._age = [b"PX", b"%d" % (1000 * options.max_age_s)] if options.max_age_s else []
         self._envelope = Envelope(self.bytes_per_block, options.secret())
         self._tls = _tls(options, location) if location.scheme == "valkeys" else None
+        self._process = OwnerProcess()
         self._idle: list[Connection] = []
         self._lock = Lock()
         self._is_closed = False
@@ -269,6 +271,8 @@ class ValkeyTier(StorageTier):
         with self._lock:
             if self._is_closed:
                 raise RespError("the tier is closed")
+            if not self._process.is_here:  # a forked child has its parent's connections
+                self._process, self._idle = OwnerProcess(), []
             line = self._idle.pop() if self._idle else None
         if line is None:
             return self._connect(ends_at)
