@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from benchmarks.remote_stores import STORES, Client, Memory, Place, Tier
 from benchmarks.report import report
 from benchmarks.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier.serve_bench.stats import Estimate, summarize
+from kvtier.types import BlockKey
 
 MIB = 1 << 20
 SIZES = {"64 KiB": MIB // 16, "1 MiB": MIB, "2.5 MiB": 5 * MIB // 2}
@@ -93,6 +95,9 @@ class Lookup:
         return judged("R2", found, wanted, at_least=False, store=self.store, measure="p99, ms")
 
 
+Move = Callable[[Sequence[BlockKey], Memory, slice], None]
+
+
 def timed(work: Callable[[], None], num_bytes: int) -> tuple[float, float]:
     """GB/s, and CPU seconds of this process per GB."""
     began, cpu = time.perf_counter(), time.process_time()
@@ -101,12 +106,13 @@ def timed(work: Callable[[], None], num_bytes: int) -> tuple[float, float]:
     return num_bytes / 1e9 / seconds, cpu * 1e9 / num_bytes
 
 
-def in_threads(work: Callable[[slice], None], num: int, pool: ThreadPoolExecutor) -> None:
+def in_threads(
+    move: Move, keys: Sequence[BlockKey], memory: Memory, num_threads: int, pool: ThreadPoolExecutor
+) -> None:
     """All blocks, in as many parts as there are threads."""
-    workers = pool._max_workers
-    cuts = np.linspace(0, num, workers + 1).astype(int).tolist()
+    cuts = np.linspace(0, len(keys), num_threads + 1).astype(int).tolist()
     parts = [slice(first, end) for first, end in pairwise(cuts)]
-    for each in [pool.submit(work, part) for part in parts]:
+    for each in [pool.submit(move, keys[part], memory, part) for part in parts]:
         each.result()
 
 
@@ -133,10 +139,8 @@ def measure(
                     if direction == GET:
                         memory.clear()
 
-                    def move(part: slice, work=work, keys=keys) -> None:  # type: ignore[no-untyped-def]
-                        work(keys[part], memory, part)
-
-                    figures = timed(lambda move=move: in_threads(move, num, pool), num_bytes)  # type: ignore[misc]
+                    job = partial(in_threads, work, keys, memory, options.threads, pool)
+                    figures = timed(job, num_bytes)
                     if turn:
                         found[at, direction, "rate"].append(figures[0])
                         found[at, direction, "cpu"].append(figures[1])

@@ -13,17 +13,16 @@ import pytest
 
 import kvtier.cache
 import kvtier.keys
-from kvtier.engine import Completion, Engine, EngineConfig, SamplingParams
+from kvtier.engine import Engine, EngineConfig
 from kvtier.index import native_index
 from kvtier.keys import next_keys
 from kvtier.testing import FaultyDisk
 from kvtier.types import DEVICE, DISK, HOST, BlockKey, Label
 
+from .asking import GREEDY, ask, same
 from .conftest import SMALL, changed
 
 pytestmark = pytest.mark.engine
-
-GREEDY = SamplingParams(max_tokens=4, ignore_eos=True, keep_logits=True)
 
 
 def with_disk(folder: Path, model: str = "random-gqa", **settings: object) -> EngineConfig:
@@ -31,18 +30,6 @@ def with_disk(folder: Path, model: str = "random-gqa", **settings: object) -> En
         SMALL.cache, disk_path=str(folder), disk_capacity="16MiB", load_policy="always", **settings
     )  # type: ignore[arg-type]
     return replace(SMALL, model=model, cache=cache)
-
-
-def ask(engine: Engine, prompt: list[int]) -> Completion:
-    completion = engine.submit(prompt, GREEDY).result(60)
-    assert engine.drain()
-    return completion
-
-
-def same(one: Completion, another: Completion) -> bool:
-    assert one.logits is not None
-    assert another.logits is not None
-    return np.array_equal(one.logits, another.logits)
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.engine import Engine, EngineConfig, SamplingParams
+from kvtier.engine import Engine, EngineConfig
+from tests.engine.asking import GREEDY
 from tests.engine.conftest import SMALL
 
 PROMPT = [7 + number * number % 501 for number in range(300)]
-GREEDY = SamplingParams(max_tokens=4, ignore_eos=True, keep_logits=True)
 
 
 def config(model: str, *locations: str, **settings: object) -> EngineConfig:

@@ -16,11 +16,12 @@ import pytest
 
 pytest.importorskip("transformers", reason="the embedded engine is not installed")
 
-from kvtier.engine import Completion, Engine
+from kvtier.engine import Engine
 from kvtier.testing.proxy import Proxy
 from kvtier.testing.servers import ValkeyServer, has_valkey
 from kvtier.types import DEVICE, HOST
-from tests.remote.replica import GREEDY, PROMPT, config
+from tests.engine.asking import GREEDY, ask, same
+from tests.remote.replica import PROMPT, config
 
 pytestmark = [
     pytest.mark.engine,
@@ -33,18 +34,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
     made = ValkeyServer(tmp_path_factory.mktemp("valkey"))
     yield made
     made.close()
-
-
-def ask(engine: Engine, prompt: list[int]) -> Completion:
-    completion = engine.submit(prompt, GREEDY).result(60)
-    assert engine.drain()
-    return completion
-
-
-def same(one: Completion, another: Completion) -> bool:
-    assert one.logits is not None
-    assert another.logits is not None
-    return np.array_equal(one.logits, another.logits)
 
 
 @pytest.mark.slow

@@ -152,7 +152,8 @@ class Recall:
         storage, job = asked.question.storage, asked.job
         if self._mover.storages[storage].finds_at_once or job.error is not None:
             return
-        if FAILED not in job.outcomes and self._clock() < asked.until_s:
+        # What it took, and not when it was heard: a step of the engine's may lie between.
+        if FAILED not in job.outcomes and job.seconds < self._patience_s:
             self._late.discard(storage)
         missing = next((at for at, each in enumerate(job.outcomes) if each is not THERE), None)
         if missing is not None and job.outcomes[missing] is ABSENT:

@@ -30,11 +30,11 @@ class Shelf:
 class MemoryStorage(StorageTier):
     """``num_blocks`` blocks on a shelf; another tier over the same shelf finds them.
 
-    open_reads, open_writes: gates, open at first; ``clear`` holds the next call, until it has taken
-    too long. spoiled: keys that come back ``DAMAGED``, until they are put again. refused: keys that
-    can't be put. unreachable: every get and put fails. num_written: blocks, in all. reads: the keys
-    of each get that has begun; is_reading, is_writing: there was a get, a put; was_asked: there was
-    a look-up. scrubs: how many bytes each scrub was to look at.
+    open_finds, open_reads, open_writes: gates, open at first; ``clear`` holds the next call, until
+    it has taken too long. spoiled: keys that come back ``DAMAGED``, until they are put again.
+    refused: keys that can't be put. unreachable: every get and put fails. num_written: blocks, in
+    all. reads: the keys of each get that has begun; is_reading, is_writing: there was a get, a put;
+    was_asked: there was a look-up. scrubs: how many bytes each scrub was to look at.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class MemoryStorage(StorageTier):
         self.name = name
         self.bytes_per_block = group.bytes_per_block
         self.facts = facts or StorageFacts(finds_at_once=True, wants_scrubbing=True)
-        self.open_reads, self.open_writes = Event(), Event()
+        self.open_finds, self.open_reads, self.open_writes = Event(), Event(), Event()
         self.is_reading, self.is_writing, self.was_asked = Event(), Event(), Event()
-        self.open_reads.set()
-        self.open_writes.set()
+        for gate in (self.open_finds, self.open_reads, self.open_writes):
+            gate.set()
         self.spoiled = shelf.spoiled
         self.refused: set[BlockKey] = set()
         self.unreachable = False
@@ -91,6 +91,8 @@ class MemoryStorage(StorageTier):
     def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
         outcomes = []
         self.was_asked.set()
+        if not self.open_finds.wait(timeout_s):
+            return [Outcome.FAILED] * len(keys)
         with self._lock:
             for key in keys:
                 if key in self._unfound:

@@ -71,17 +71,25 @@ def _storages(
         made.append(disk)
     capacity_bytes = parse_size(config.storage_capacity, "storage_capacity")
     for location in config.storage:
-        name, plugin, rest = _read(location)
-        site = StorageSite(name, rest, group, capacity_bytes, memory)
-        tier = load_plugin("tiers", plugin)(site)
-        if not isinstance(tier, StorageTier):
-            raise ConfigError(
-                f"storage: {plugin!r} makes a {type(tier).__name__}, no storage tier; see "
-                "kvtier.tiers.storage"
-            )
+        tier = make_storage(location, group, capacity_bytes, memory)
         undo.callback(tier.close)
         made.append(tier)
     return made
+
+
+def make_storage(
+    location: str, group: KVGroup, capacity_bytes: int, memory: Memory | None
+) -> StorageTier:
+    """The tier that ``storage="name=plug-in:place"`` asks for. memory: that most of its blocks come
+    from and go to."""
+    name, plugin, rest = _read(location)
+    tier = load_plugin("tiers", plugin)(StorageSite(name, rest, group, capacity_bytes, memory))
+    if not isinstance(tier, StorageTier):
+        raise ConfigError(
+            f"storage: {plugin!r} makes a {type(tier).__name__}, no storage tier; see "
+            "kvtier.tiers.storage"
+        )
+    return tier
 
 
 def _read(location: str) -> tuple[str, str, str]:

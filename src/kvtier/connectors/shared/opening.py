@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 
 from kvtier.devices.base import Memory
-from kvtier.errors import ConfigError, TierError
+from kvtier.errors import TierError
 from kvtier.layout import KVGroup
-from kvtier.plugins import load_plugin
-from kvtier.tiers import StorageSite, StorageTier
+from kvtier.tiers import StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.none import NoStorage
+from kvtier.tiers.row import make_storage
 from kvtier.types import DISK
 
 logger = logging.getLogger(__name__)
@@ -41,10 +41,7 @@ def open_store(
 
     memory: as ``open_disk``.
     """
-    plugin, _, rest = location.partition(":")
-    tier = load_plugin("tiers", plugin)(StorageSite(plugin, rest, group, capacity_bytes, memory))
-    if not isinstance(tier, StorageTier):
-        raise ConfigError(f"storage: {plugin!r} makes no storage tier; see kvtier.tiers.storage")
+    tier = make_storage(location, group, capacity_bytes, memory)
     for finding in tier.findings():
         logger.info("kvtier %s: %s %s", finding.topic, finding.found, finding.note)
     return tier
