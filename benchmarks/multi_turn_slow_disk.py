@@ -84,11 +84,12 @@ class SlowDisk:
 @dataclass(frozen=True, slots=True)
 class Slow:
     """Prompts that lie on a disk. num_blocks: of each; more of them than device and host have room
-    for. bytes_per_token: of KV."""
+    for. bytes_per_token: of KV. bytes_per_s: the rate; 0 for twice as slow as computing."""
 
     num_prompts: int
     num_blocks: int
     bytes_per_token: int
+    bytes_per_s: int = 0
 
 
 def measure_slow_disk(
@@ -110,7 +111,7 @@ def measure_slow_disk(
     usual = statistics.median(
         alone.ask(tokens(-1 - number, length), OUTPUT_TOKENS).ttft_ms for number in range(4)
     )
-    rate = int(prompt_bytes / (SLOWER_THAN_COMPUTING * usual / 1000))
+    rate = slow.bytes_per_s or int(prompt_bytes / (SLOWER_THAN_COMPUTING * usual / 1000))
     contestant = with_disk(rate, prompt_bytes)
     prompts = [tokens(50_000 + number, length) for number in range(num_prompts)]
     server = Server(contestant, model, folder, size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -74,6 +75,16 @@ class Caller:
 
     def num_found(self, *numbers: int) -> int:
         return self.calls.num_found([key_of(n) for n in numbers])
+
+
+def until_over(caller: Caller) -> None:
+    """The read that nobody waits for."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while caller.calls._probes:
+        assert time.monotonic() < deadline_s
+        caller.num_found(1)
+        caller.now_s += 0.01
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -228,20 +239,28 @@ def test_nothing_is_found_while_a_read_takes_too_long() -> None:
     caller.calls.close()
 
 
-def test_what_is_faster_to_compute_is_not_found_but_for_a_probe() -> None:
+def test_what_is_faster_to_compute_is_not_found_and_some_of_it_read_by_nobody_who_waits() -> None:
     caller = Caller(memory(128), block_tokens=64)
     numbers = range(100)
     caller.store(*numbers)
     assert caller.num_found(*numbers) == 100  # nothing is known of prefill yet
-    caller.calls._slab.costs.observe_copy(("disk", "host"), 100 * BLOCK_BYTES, 10.0)
+    costs, route = caller.calls._slab.costs, ("disk", "host")
+    costs.observe_copy(route, 100 * BLOCK_BYTES, 10.0)
     caller.calls.observe_prefill(0, 6400, 1.0)
     assert caller.num_found(*numbers) == 0
     assert caller.calls.num_recomputed == 100
+    assert not caller.tier.reads
     caller.now_s = 40.0
-    assert caller.num_found(*numbers) == 8  # 512 tokens, to see whether it is so still
+    caller.tier.open_reads.clear()
     assert caller.num_found(*numbers) == 0
+    assert caller.num_found(*numbers) == 0
+    assert caller.tier.is_reading.wait(PATIENCE_S)
+    assert [len(keys) for keys in caller.tier.reads] == [8]  # 512 tokens, once
+    caller.tier.open_reads.set()
+    until_over(caller)
     for _ in range(100):
-        caller.calls._slab.costs.observe_copy(("disk", "host"), 100 * BLOCK_BYTES, 0.01)
+        costs.observe_copy(route, 100 * BLOCK_BYTES, 0.01)
     caller.now_s = 41.0
     assert caller.num_found(*numbers) == 100
+    assert caller.load(*numbers) == [True] * 100
     caller.calls.close()

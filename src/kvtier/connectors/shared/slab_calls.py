@@ -16,6 +16,7 @@ import numpy as np
 from kvtier.connectors.shared.block_slab import BlockSlab, FinishedJob, SlabCounts
 from kvtier.connectors.shared.call_memory import CallMemory
 from kvtier.connectors.shared.row_cache import Look
+from kvtier.connectors.shared.spare_memory import SpareMemory
 from kvtier.plan import Costs
 from kvtier.tiers import Pieces, StorageTier
 
@@ -31,7 +32,7 @@ PIECE_BYTES = 128 << 20
 PROBE_S = 30.0
 """How often some blocks are read that are faster to compute, by what is known."""
 PROBE_TOKENS = 512
-"""So many: engines don't begin to read for less."""
+"""So many."""
 MOST_PREFILLS = 256
 LOOK_S = 1.0
 """How often a caller looks at least, whatever it hears."""
@@ -96,6 +97,7 @@ class SlabCalls:
         self._bell = Condition(Lock())
         self._num_rings = 0
         self._jobs = count()
+        self._probes: dict[int, SpareMemory] = {}
         self._finished: dict[int, FinishedJob] = {}
         self._tended_s, self._num_heard = -inf, 0
         self._snapshot: Costs | None = None
@@ -110,7 +112,7 @@ class SlabCalls:
             look = self._look(keys)
             num = look.num_first
             if num and self._block_tokens:
-                num = self._worth(num_before, num)
+                num = self._worth(num_before, num, keys)
             self._slab.hold(look.first(num), self._clock() + self._hold_s)
             return num
 
@@ -140,19 +142,23 @@ class SlabCalls:
             return Look.nothing(len(keys))
         return self._slab.look(keys)
 
-    def _worth(self, num_before: int, num_found: int) -> int:
+    def _worth(self, num_before: int, num_found: int, keys: Sequence[bytes]) -> int:
         """How many of the blocks that were found to tell of: all, or none where computing them is
-        faster. Some are read all the same, now and then: or one slow read would be believed for
-        ever."""
+        faster."""
         first, end = (num * self._block_tokens for num in (num_before, num_before + num_found))
         if self._slab.is_worth_reading(self._costs(), num_found, first, end):
             return num_found
-        num, now_s = 0, self._clock()
-        if now_s - self._probed_s >= PROBE_S:
-            self._probed_s = now_s
-            num = min(num_found, -(-PROBE_TOKENS // self._block_tokens))
-        self.num_recomputed += num_found - num
-        return num
+        self.num_recomputed += num_found
+        if self._clock() - self._probed_s >= PROBE_S and not self._probes:
+            self._probed_s = self._clock()
+            self._probe(keys[: min(num_found, -(-PROBE_TOKENS // self._block_tokens))])
+        return 0
+
+    def _probe(self, keys: Sequence[bytes]) -> None:
+        """Read blocks that nobody waits for: or one slow read would be believed for ever."""
+        job = next(self._jobs)
+        spare = self._probes[job] = SpareMemory(self._memory, self.sizes.tolist(), len(keys))
+        self._slab.load(job, keys, spare.slots)
 
     def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
         """Computing so many tokens after others took so long. Never waits: on whatever thread."""
@@ -231,6 +237,7 @@ class SlabCalls:
         """Finish what is under way, and give the slab to its next owner. As ``BlockSlab``."""
         with self._lock:
             self._slab.close()
+            self._collect()
 
     # -- waiting -----------------------------------------------------------------------------------
 
@@ -257,7 +264,11 @@ class SlabCalls:
 
     def _collect(self) -> None:
         finished = self._slab.take_finished()
-        self._finished.update((job.job_id, job) for job in finished)
+        for job in finished:
+            if spare := self._probes.pop(job.job_id, None):
+                spare.close()
+            else:
+                self._finished[job.job_id] = job
         if finished:
             self._ring()
 
