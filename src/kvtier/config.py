@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
@@ -53,6 +54,16 @@ def parse_capacity(text: str | int, device_bytes: int, field: str) -> int:
     if isinstance(text, str) and (found := re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*[xX]\s*", text)):
         return int(Fraction(found[1]) * device_bytes)
     return parse_size(text, field)
+
+
+def check_storage(locations: Sequence[str]) -> None:
+    """Raises ``ConfigError`` where one can't be that of a store."""
+    for location in locations:
+        if not re.fullmatch(r"([\w.-]+=)?[\w.-]+:.*", location):
+            raise ConfigError(
+                f"storage: {_without_password(location)!r} names no plug-in; write it as "
+                '"plug-in:location"'
+            )
 
 
 def _without_password(location: str) -> str:
@@ -129,12 +140,7 @@ class CacheConfig:
         parse_size(self.disk_bytes_per_day, "disk_bytes_per_day")
         parse_size(self.disk_bytes_per_s, "disk_bytes_per_s")
         parse_size(self.storage_capacity, "storage_capacity")
-        for location in self.storage:
-            if not re.fullmatch(r"([\w.-]+=)?[\w.-]+:.*", location):
-                raise ConfigError(
-                    f"storage: {_without_password(location)!r} names no plug-in; write it as "
-                    '"plug-in:location"'
-                )
+        check_storage(self.storage)
         for name, kind in CHOICES.items():
             value = getattr(self, name)
             if value not in list(kind):

@@ -9,19 +9,18 @@ else is the ladder's.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
 import numpy as np
 
 from kvtier.index import KeyIndex, State
 from kvtier.keys import next_key
-from kvtier.ladder import Ladder
-from kvtier.transfer import FindJob
-from kvtier.types import BlockId, Slot
+from kvtier.ladder import Asked, Ladder
+from kvtier.types import BlockId, BlockKey, Slot
 from kvtier.watch import StoreWatches, Watch
 
 ABSENT, WRITING, READY = State.ABSENT, State.WRITING, State.READY
@@ -39,7 +38,8 @@ class Place(Enum):
     MEMORY = "memory"
     STORAGE = "storage"
     UNKNOWN = "unknown"
-    """Storage has not yet said all that it has, and nothing of this block."""
+    """Storage has not yet said all that it has, or was asked for it, and has said nothing of this
+    block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +58,6 @@ class Reserved:
     keys: list[bytes]
     slots: Sequence[Slot]
     evicted: list[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What storage was asked for, and its answers, which come when they come."""
-
-    keys: Sequence[bytes]
-    answers: Sequence[tuple[str, FindJob]]
-
-    def wait(self, timeout_s: float) -> bool:
-        """Until all have answered; False where that took longer."""
-        ends_s = time.monotonic() + timeout_s
-        return all(job.wait(max(0.0, ends_s - time.monotonic())) for _, job in self.answers)
 
 
 PLACES = (Place.NOWHERE, Place.ARRIVING, Place.MEMORY, Place.STORAGE)
@@ -152,6 +139,28 @@ class KeyedCache:
                         places[at] = Place.UNKNOWN
         return places
 
+    def find_or_ask(
+        self, keys: Sequence[bytes], has_gaps: bool = False
+    ) -> tuple[list[Place], list[Asked]]:
+        """``find_all``; and storage that takes its time is asked for what is known nowhere. Where
+        that is worth waiting for it is ``UNKNOWN``, until one of the questions is over.
+
+        has_gaps: where a block is missing those behind it may be of use.
+        """
+        places = self.find_all(keys)
+        namespace = self._namespace()
+        if not namespace or not self.ladder.has_to_ask:
+            return places, []
+        lacking = (Place.NOWHERE, Place.UNKNOWN)
+        wanted = [key for key, place in zip(keys, places, strict=True) if place in lacking]
+        asked: list[Asked] = []
+        if wanted:
+            names = partial(_names, namespace)
+            asked = self.ladder.ask_along(wanted, names, self._index.make, has_gaps)
+        if asked:
+            places = [Place.UNKNOWN if place in lacking else place for place in places]
+        return places, asked
+
     def _places(self, keys: Sequence[bytes]) -> tuple[list[Place], list[bytes]]:
         """Where each is, and which of them the index does not know."""
         blocks, states = self._index.find_all(keys)
@@ -189,33 +198,14 @@ class KeyedCache:
         """Take in which blocks, of those that are known nowhere, storage has kept since an earlier
         life. Returns how many."""
         namespace = self._namespace()
-        if not namespace or not self.ladder.has_unfound:
+        if not namespace or not self.ladder.has_unfound_at_once:
             return 0
         asked = list(dict.fromkeys(keys))
         blocks, _ = self._index.find_all(asked)
         unknown = [key for key, block in zip(asked, blocks, strict=True) if block is None]
-        names = [next_key(namespace, key) for key in unknown]
+        names = _names(namespace, unknown)
         return self.ladder.recall_each(
             names, lambda places: self._index.make([unknown[at] for at in places])
-        )
-
-    def ask(self, keys: Sequence[bytes]) -> Question | None:
-        """Ask storage that takes its time for those of ``keys`` that are known nowhere; None where
-        there is nothing to ask. For ``hear``."""
-        namespace = self._namespace()
-        if not namespace or not self.ladder.has_to_ask:
-            return None
-        blocks, _ = self._index.find_all(keys)
-        unknown = [key for key, block in zip(keys, blocks, strict=True) if block is None]
-        if not unknown:
-            return None
-        return Question(unknown, self.ladder.ask_each([next_key(namespace, k) for k in unknown]))
-
-    def hear(self, question: Question) -> int:
-        """Take in what was answered by now. Returns how many blocks are known by that."""
-        keys = question.keys
-        return self.ladder.take_in_each(
-            question.answers, lambda places: self._index.make([keys[at] for at in places])
         )
 
     def _is_doubted(self, block: BlockId) -> bool:
@@ -229,6 +219,15 @@ class KeyedCache:
             if state is READY and (block, tier) not in self._lost:
                 return tier
         return None
+
+    def sources(self, keys: Sequence[bytes]) -> list[str]:
+        """The tier that each would come from now: memory, too, where it is on its way there, or
+        nowhere."""
+        _, states = self._index.find_all(keys)
+        by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
+        is_there = by_tier == READY
+        is_there[:, 0] |= by_tier[:, 0] > ABSENT
+        return [self._tiers[tier] for tier in is_there.argmax(axis=1).tolist()]
 
     def origins(self, keys: Sequence[bytes]) -> list[str]:
         """The tiers that blocks in memory came from: storage, until they were used once."""
@@ -429,3 +428,8 @@ def _growing(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
     while at < len(keys):
         yield keys[at : at + num]
         at, num = at + num, 4 * num
+
+
+def _names(namespace: bytes, keys: Sequence[bytes]) -> list[BlockKey]:
+    """What blocks are called in storage."""
+    return [next_key(namespace, key) for key in keys]

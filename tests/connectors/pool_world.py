@@ -16,7 +16,7 @@ from kvtier.devices.cpu import CpuDevice
 from kvtier.keyed_cache import Place
 from kvtier.layout import opaque
 from kvtier.testing import FaultyStorage, MemoryStorage, Shelf
-from kvtier.tiers import HostTier
+from kvtier.tiers import HostTier, StorageTier
 from kvtier.transfer import TransferEngine
 
 SHARES = (64, 192, 64, 128)
@@ -38,7 +38,8 @@ def bytes_of(key: bytes) -> bytes:
 
 
 class PoolWorld:
-    """num_host, num_stored: blocks that there is room for."""
+    """num_host, num_stored: blocks that there is room for. storages: in the place of one in memory
+    that fails when it is told to."""
 
     def __init__(
         self,
@@ -46,6 +47,8 @@ class PoolWorld:
         num_stored: int = 16,
         shelf: Shelf | None = None,
         engine: TransferEngine | None = None,
+        storages: Sequence[StorageTier] = (),
+        lookup_deadline_s: float = 0.0,
     ) -> None:
         group = opaque(SLOT_BYTES)
         self.buffers = [np.zeros((NUM_PAGES, size), np.uint8) for size in SHARES]
@@ -56,7 +59,15 @@ class PoolWorld:
         self.storage = FaultyStorage(MemoryStorage(group, num_stored, shelf or Shelf()))
         self.digest = DIGEST
         host = HostTier(group, num_host * SLOT_BYTES, self.device)
-        self.pool = PoolCache(pool, ENDS, host, [self.storage], self.engine, lambda: self.digest)
+        self.pool = PoolCache(
+            pool,
+            ENDS,
+            host,
+            storages or [self.storage],
+            self.engine,
+            lambda: self.digest,
+            lookup_deadline_s=lookup_deadline_s,
+        )
 
     def compute(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
         """The device has the blocks of ``keys`` in ``pages``."""

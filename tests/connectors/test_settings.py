@@ -7,6 +7,8 @@ import pytest
 from kvtier.connectors.vllm.settings import Settings
 from kvtier.errors import ConfigError
 
+DISK = {"disk_path": "/nvme", "disk_capacity": "1GiB"}
+
 
 def test_settings_are_read_and_refused_by_name() -> None:
     assert Settings.read({"spec_name": "kvtier", "host_capacity": "2GiB"}).host_bytes == 2 << 30
@@ -31,6 +33,31 @@ def test_settings_are_read_and_refused_by_name() -> None:
         ({"disk": "/nvme"}, "kv_connector_extra_config: disk is called disk_path"),
         ({"load": "always"}, "kv_connector_extra_config: load is called load_policy"),
         ({"disk_durability": "some"}, "disk_durability can't be 'some'; use one of process"),
+        ({"storage": 7}, "storage can't be 7; write a URL such as"),
+        ({"storage": []}, "storage can't be \\[\\]; write a URL such as"),
+        ({"storage": "cache.example"}, "storage: 'cache.example' names no plug-in; write it as"),
+        ({"storage": "disk=valkey://a", **DISK}, "two tiers are called 'disk'"),
+        ({"storage": "valkey://a", "storage_capacity": 0}, "storage_capacity: 0 is no room at all"),
+        ({"lookup_deadline_s": "1"}, "lookup_deadline_s can't be '1'; write a number"),
+        ({"lookup_deadline_s": True}, "lookup_deadline_s can't be True; write a number"),
+        ({"lookup_deadline_s": -1}, "lookup_deadline_s: -1 is below 0"),
     ):
         with pytest.raises(ConfigError, match=told):
             Settings.read(extra)
+
+
+def test_stores_stand_in_the_order_given_and_are_not_shown() -> None:
+    one = Settings.read({"storage": "valkey://me:secret@host", "lookup_deadline_s": 1})
+    assert one.stores == ["valkey://me:secret@host"]
+    assert one.store_bytes == 1 << 40
+    assert one.has_storage
+    assert "secret" not in repr(one)
+    row = ["valkey://host", "far=valkey://elsewhere"]
+    assert Settings.read({**DISK, "storage": row}).stores == row
+    assert not Settings.read({}).has_storage
+
+
+def test_password_of_a_store_that_cant_be_read_is_not_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.read({"storage": "//me:secret@host"})
+    assert "secret" not in str(caught.value)

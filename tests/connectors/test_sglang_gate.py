@@ -86,9 +86,9 @@ def choose(world: World, made: Any) -> Any:
 
 def test_first_look_brings_and_a_later_one_tells(world: World) -> None:
     assert world.look("r", 0, 1, 2, 99) == []
-    assert world.bringing.must_wait("r")
+    assert world.bringing.wait("r")
     world.pools.settle()
-    assert not world.bringing.must_wait("r")
+    assert not world.bringing.wait("r")
     assert world.look("r", 0, 1, 2, 99) == [1, 2, 3]
 
 
@@ -97,7 +97,7 @@ def test_what_is_in_memory_is_told_of_while_the_rest_comes(world: World) -> None
     world.pools.settle()
     world.pools.storage.hold("get")
     assert world.look("b", 0, 1, 2, 3) == [1, 2]
-    assert world.bringing.must_wait("b")
+    assert world.bringing.wait("b")
     world.pools.storage.let_go()
 
 
@@ -108,9 +108,9 @@ def test_nobody_waits_for_longer_than_computing_takes(world: World) -> None:
         costs.observe_prefill(0, num_tokens, num_tokens * 1e-3)
     world.look("r", *range(NUM_STORED))
     world.now_s = 0.5 * NUM_STORED * PAGE * 1e-3
-    assert world.bringing.must_wait("r")
+    assert world.bringing.wait("r")
     world.now_s = 1.5 * NUM_STORED * PAGE * 1e-3
-    assert not world.bringing.must_wait("r")
+    assert not world.bringing.wait("r")
     world.pools.storage.let_go()
 
 
@@ -118,11 +118,11 @@ def test_read_that_fails_ends_the_wait_and_is_not_begun_again(world: World) -> N
     world.pools.storage.fail("get")
     world.look("r", 0, 1)
     world.pools.settle()
-    assert not world.bringing.must_wait("r")
+    assert not world.bringing.wait("r")
     num_reads = world.pools.storage.num_calls["get"]
     assert world.look("r", 0, 1) == []
     world.pools.settle()
-    assert not world.bringing.must_wait("r")
+    assert not world.bringing.wait("r")
     assert world.pools.storage.num_calls["get"] == num_reads
 
 
@@ -134,7 +134,7 @@ def test_what_is_slower_than_computing_is_not_brought() -> None:
     costs.observe_copy(("disk", "host"), 4096, 10.0)
     costs.observe_copy(("host", "device"), 4096, 1e-9)
     assert world.look("r", *range(NUM_STORED)) == []
-    assert not world.bringing.must_wait("r")
+    assert not world.bringing.wait("r")
     assert world.pools.storage.num_calls["get"] == 0
     world.pools.close()
 
@@ -185,7 +185,7 @@ def test_nothing_is_brought_for_who_is_computed_at_once(world: World) -> None:
     made = scheduler([world.request(50)])
     choose(world, made)
     assert world.look("r", 0, 1) == []
-    assert not world.bringing.must_wait("r")
+    assert not world.bringing.wait("r")
     assert world.pools.storage.num_calls["get"] == 0
 
 
@@ -204,7 +204,7 @@ def test_request_that_went_is_forgotten(world: World) -> None:
     assert choose(world, made) == []
     made.waiting_queue.clear()
     assert choose(world, made) == []
-    assert not world.bringing.must_wait("r(0, 1)")
+    assert not world.bringing.wait("r(0, 1)")
     world.pools.storage.let_go()
 
 

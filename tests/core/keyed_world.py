@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from kvtier.index import State, make_key_index
 from kvtier.keyed_cache import KeyedCache, Place
 from kvtier.keys import next_key
 from kvtier.ladder import Ladder, LadderOptions
-from kvtier.tiers import DistantRoom, Quota, StorageFacts
+from kvtier.tiers import DistantRoom, Quota, Room, StorageFacts
 from kvtier.transfer.ranks import Done, Found, Hello, Order, RankMover, Report
 from kvtier.types import DISK, HOST, BlockKey
 
 KEYS = [bytes([number]) * 3 for number in range(10)]
 NS = b"n" * 32
 BLOCK_BYTES = 64
+PATIENCE_S = 0.1
+NUM_STORED = 1000
+"""Blocks of each store that are known at a time."""
 
 
 def name(key: bytes) -> BlockKey:
@@ -37,20 +40,28 @@ class Engine:
         num_ranks: int = 1,
         says_hello: bool = True,
         bytes_per_day: int = 0,
+        stores: Sequence[str] = (),
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        facts = StorageFacts(finds_at_once=True)
+        facts = {DISK: StorageFacts(finds_at_once=True)}
+        facts |= dict.fromkeys(stores, StorageFacts(is_shared=True))
         self.num_ranks = num_ranks
-        self.mover = RankMover({DISK: facts}, BLOCK_BYTES, num_ranks, num_ranks)
-        self.host = DistantRoom(num_host)
         ticks = count()
-        clock = lambda: float(next(ticks))  # noqa: E731
-        rooms = {HOST: self.host, DISK: Quota(lambda: num_disk)}
+        clock = clock or (lambda: float(next(ticks)))
+        self.mover = RankMover(facts, BLOCK_BYTES, num_ranks, num_ranks, PATIENCE_S, clock)
+        self.host = DistantRoom(num_host)
+        rooms: dict[str, Room] = {HOST: self.host, DISK: Quota(lambda: num_disk)}
+        rooms |= {name: Quota(lambda: NUM_STORED) for name in stores}
         self.index = make_key_index(tuple(rooms), lambda: NS)
         self.ladder = Ladder(
             self.index,
             rooms,
             self.mover,
-            options=LadderOptions(BLOCK_BYTES, bytes_per_day={DISK: bytes_per_day}),
+            options=LadderOptions(
+                BLOCK_BYTES,
+                bytes_per_day={DISK: bytes_per_day},
+                lookup_patience_s=PATIENCE_S,
+            ),
             clock=clock,
         )
         self.cache = KeyedCache(

@@ -18,8 +18,8 @@ from kvtier.devices import Direction
 from kvtier.index import native_index, python_index
 from kvtier.keys import token_labels
 from kvtier.ladder.loads import GROWTH, SHARE, piece_sizes
-from kvtier.ladder.recall import FIRST_KEYS
-from kvtier.ladder.recall import GROWTH as MORE_KEYS
+from kvtier.ladder.questions import FIRST_KEYS
+from kvtier.ladder.questions import GROWTH as MORE_KEYS
 from kvtier.ladder.under_way import LEAST_BLOCKS, POLL_BLOCKS, UnderWay
 from kvtier.runs import runs_of
 from kvtier.testing import Shelf

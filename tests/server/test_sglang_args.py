@@ -42,6 +42,19 @@ def test_store_stands_in_the_place_of_the_disk() -> None:
     assert "disk_path" not in given
 
 
+def test_stores_stand_behind_the_disk_of_the_linker() -> None:
+    stores = ["--storage", "valkey://cache.example", "--storage", "s3://bucket/kv"]
+    host = ["--host-capacity", "64GiB"]
+    done = CliRunner().invoke(app, ["sglang-args", *host, *DISK, *stores])
+    assert done.exit_code == 0
+    given = json.loads(shlex.split(done.stdout)[-1])["linker_extra_config"]
+    assert given["storage"] == ["valkey://cache.example", "s3://bucket/kv"]
+    assert given["disk_path"] == "/nvme/kv"
+    done = CliRunner().invoke(app, ["sglang-args", *stores])
+    assert done.exit_code == 2
+    assert "one store stands here" in " ".join(done.stderr.split())
+
+
 def test_value_that_cant_be_used_is_refused() -> None:
     done = CliRunner().invoke(app, ["sglang-args", *DISK, "--load-policy", "never"])
     assert done.exit_code == 2

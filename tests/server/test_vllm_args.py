@@ -43,6 +43,22 @@ def test_disk_comes_with_its_capacity() -> None:
     assert "give both, a folder and how much of it to use" in " ".join(done.stderr.split())
 
 
+def test_stores_stand_in_a_row() -> None:
+    one = ["--storage", "valkey://cache.example"]
+    done = CliRunner().invoke(app, ["vllm-args", *one])
+    given = json.loads(shlex.split(done.stdout)[1])["kv_connector_extra_config"]
+    assert given["storage"] == "valkey://cache.example"
+    assert "storage_capacity" not in given
+    both = [*one, "--storage", "s3://bucket/kv", "--storage-capacity", "10TiB"]
+    done = CliRunner().invoke(app, ["vllm-args", *both])
+    given = json.loads(shlex.split(done.stdout)[1])["kv_connector_extra_config"]
+    assert given["storage"] == ["valkey://cache.example", "s3://bucket/kv"]
+    assert given["storage_capacity"] == "10TiB"
+    done = CliRunner().invoke(app, ["vllm-args", *one, *one])
+    assert done.exit_code == 2
+    assert "two tiers are called 'valkey'" in " ".join(done.stderr.split())
+
+
 def test_size_that_cant_be_read_is_refused() -> None:
     done = CliRunner().invoke(app, ["vllm-args", "--host-capacity", "plenty"])
     assert done.exit_code == 2

@@ -174,7 +174,7 @@ def server(
         given |= {
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_CPU_OMP_THREADS_BIND": cores,
-            "PYTHONPATH": str(STAND_INS),
+            "PYTHONPATH": os.pathsep.join([str(STAND_INS), *_path()]),
         }
     with log.open("ab") as file:
         process = subprocess.Popen(
@@ -195,6 +195,11 @@ def server(
             with suppress(ProcessLookupError):  # whoever is left of its processes
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(60)
+
+
+def _path() -> list[str]:
+    """Where this process looks for packages, beside its own."""
+    return [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
 
 
 def prompt(seed: int, num_tokens: int) -> list[int]:

@@ -27,11 +27,15 @@ def sglang_args(
         ),
     ] = "",
     storage: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help='A store that servers share, in the place of the disk: "valkey://host". '
-            "Without a password: name that in the server's environment."
+            help='A store that servers share: "valkey://host". Behind the linker, below the disk '
+            "where there is one, and several by the option again, the fastest first; else one, in "
+            "the place of the disk. Without a password: name that in the server's environment."
         ),
+    ] = None,
+    storage_capacity: Annotated[
+        str, typer.Option(help="How much of each store to know of at a time; 1TiB without.")
     ] = "",
     load_policy: Annotated[
         str, typer.Option(help="auto: what is faster to compute is not read; always: to measure.")
@@ -47,7 +51,8 @@ def sglang_args(
         "host_capacity": host_capacity,
         "disk_path": disk_path,
         "disk_capacity": disk_capacity,
-        "storage": storage,
+        "storage": storage[0] if storage and len(storage) == 1 else storage,
+        "storage_capacity": storage_capacity,
         "load_policy": "" if load_policy == "auto" else load_policy,
         "namespace": namespace,
     }

@@ -22,6 +22,17 @@ def vllm_args(
     disk_capacity: Annotated[
         str, typer.Option(help="How much of that disk to use, of all ranks together.")
     ] = "",
+    storage: Annotated[
+        list[str] | None,
+        typer.Option(
+            help='A store that servers share, below host memory and the disk: "valkey://host". '
+            "Several: the option again, the fastest first. Without a password: name that in the "
+            "server's environment."
+        ),
+    ] = None,
+    storage_capacity: Annotated[
+        str, typer.Option(help="How much of each store to know of at a time; 1TiB without.")
+    ] = "",
     blocks_per_chunk: Annotated[
         int, typer.Option(min=1, help="Blocks of vLLM's that make one of kvtier's.")
     ] = 1,
@@ -33,6 +44,10 @@ def vllm_args(
     extra: dict[str, object] = {"spec_name": SPEC_NAME, "host_capacity": host_capacity}
     if disk_path or disk_capacity:
         extra |= {"disk_path": disk_path, "disk_capacity": disk_capacity}
+    if storage:
+        extra["storage"] = storage[0] if len(storage) == 1 else storage
+    if storage_capacity:
+        extra["storage_capacity"] = storage_capacity
     if blocks_per_chunk > 1:
         extra["blocks_per_chunk"] = blocks_per_chunk
     try:

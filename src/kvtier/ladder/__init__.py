@@ -5,5 +5,6 @@ from __future__ import annotations
 from kvtier.ladder.ladder import Ladder
 from kvtier.ladder.options import LadderOptions
 from kvtier.ladder.prefetch import Prefetch
+from kvtier.ladder.recall import Asked
 
-__all__ = ["Ladder", "LadderOptions", "Prefetch"]
+__all__ = ["Asked", "Ladder", "LadderOptions", "Prefetch"]

@@ -10,7 +10,7 @@ from kvtier.ladder.archive import Archive
 from kvtier.ladder.loads import Loads
 from kvtier.ladder.options import LadderOptions
 from kvtier.ladder.prefetch import Prefetch
-from kvtier.ladder.recall import Recall
+from kvtier.ladder.recall import Asked, Recall
 from kvtier.ladder.row import Row
 from kvtier.ladder.space import Space
 from kvtier.ladder.traffic import OnChange, Traffic
@@ -18,7 +18,7 @@ from kvtier.plan import Copy, CostModel, Costs, WriteBudget
 from kvtier.runs import has
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Room
-from kvtier.transfer import FindJob, Mover, Transfer, Waiter
+from kvtier.transfer import Mover, Transfer, Waiter
 from kvtier.types import BlockId, BlockKey, Label, Match, Slot
 
 STORABLE = (State.READY, State.EVICTING)
@@ -145,6 +145,7 @@ class Ladder:
         """Forget every block that nobody holds, in storage as well and for good. What is on its way
         arrives nowhere."""
         self._traffic.void()
+        self._recall.forget()
         for archive in self._archives.values():
             archive.clear()
         self._space.clear()
@@ -267,21 +268,33 @@ class Ladder:
         return self._recall.ask_each(keys, make)
 
     @property
+    def has_unfound_at_once(self) -> bool:
+        """The same of storage that says at once what it has."""
+        return self._recall.has_unfound_at_once
+
+    @property
     def has_to_ask(self) -> bool:
         """Whether some storage takes its time to say what it has."""
         return self._recall.has_to_ask
 
-    def ask_each(self, keys: Sequence[BlockKey]) -> list[tuple[str, FindJob]]:
-        """Ask that storage for single blocks; for ``take_in_each``, when an answer is there."""
-        return self._recall.begin(keys)
-
-    def take_in_each(
+    def ask_along(
         self,
-        answers: Sequence[tuple[str, FindJob]],
-        make: Callable[[Sequence[int]], Sequence[BlockId]],
-    ) -> int:
-        """``recall_each``, with what was answered by now."""
-        return self._recall.take_in_each(answers, make)
+        wanted: Sequence[bytes],
+        names: Callable[[Sequence[bytes]], Sequence[BlockKey]],
+        make: Callable[[Sequence[bytes]], Sequence[BlockId]],
+        has_gaps: bool,
+    ) -> list[Asked]:
+        """Ask that storage for blocks of one prompt that are known nowhere, in its order, piece by
+        piece. Returns the questions that are worth waiting for.
+
+        names: what keys are called in storage. make: their blocks, made known. has_gaps: where a
+        block is missing those behind it may be of use.
+        """
+        return self._recall.ask_along(wanted, names, make, has_gaps)
+
+    def hear(self) -> None:
+        """Take in what storage that was asked has answered by now; so does every ``poll``."""
+        self._recall.hear()
 
     def is_archiving(self, block: BlockId) -> bool:
         """Whether a block waits for its write to storage, or is being written."""

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 from kvtier.index import BlockIndex, PromptIndex, State
-from kvtier.keys import keys_along
+from kvtier.ladder.questions import (
+    FIRST_KEYS,
+    GapsQuestion,
+    KeyQuestion,
+    PathQuestion,
+    Question,
+)
 from kvtier.ladder.row import Row
 from kvtier.ladder.space import Space
 from kvtier.ladder.traffic import Traffic
@@ -16,57 +23,23 @@ from kvtier.transfer import FindJob, Mover
 from kvtier.types import BlockId, BlockKey, Label, Slot, keys_of
 
 THERE, ABSENT, _, FAILED = Outcome
-FIRST_KEYS = 64
-GROWTH = 16
-MOST_KEYS = 4096
-"""How many blocks storage is asked for at a time: few of a prompt of which it may have nothing, for
-keys are hashed one after the other; more when it had them all. 4,096 keys take 2 ms."""
 ABSENT_S = 5.0
 """So long storage that takes its time is not asked again for what it had not."""
 MOST_ABSENT = 4096
 """Prompts of which that is remembered."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """Which blocks of a prompt from ``first`` on ``storage`` has, as many as there are keys.
-
-    before: the key of the block in front of them, or the namespace; above: the block, None where
-    there is none.
-    """
-
-    storage: str
-    paths: PromptIndex
-    namespace: bytes
-    labels: Sequence[Label]
-    first: int
-    above: BlockId | None
-    before: bytes
-    keys: Sequence[BlockKey] = ()
-
-    @property
-    def num_left(self) -> int:
-        """Blocks that were not asked for yet."""
-        return len(self.labels) - self.first - len(self.keys)
-
-    def next(self, above: BlockId | None, num_keys: int) -> _Question:
-        """The same of the next blocks, behind those that were there."""
-        first = self.first + len(self.keys)
-        before = self.keys[-1] if self.keys else self.before
-        keys = keys_along(self.namespace, self.labels, first, num_keys, before)
-        return replace(self, first=first, above=above, before=before, keys=keys)
-
-
 _Name = tuple[str, BlockKey]
 
 
-@dataclass(slots=True)
-class _Asked:
-    """A question under way. until_s: so long a request may wait for the answer."""
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A question under way. until_s: so long a request may wait for the answer. is_over: it was
+    answered, or is late: time for another look."""
 
-    question: _Question
+    question: Question
     job: FindJob
-    until_s: float
+    until_s: float = 0.0
+    is_over: bool = False
 
 
 class Recall:
@@ -95,7 +68,7 @@ class Recall:
         self._clock = clock
         self._patience_s = patience_s
         # By storage and the first key that was asked for: a prompt is asked for once at a time.
-        self._asked: dict[_Name, _Asked] = {}
+        self._asked: dict[_Name, Asked] = {}
         self._absent: OrderedDict[_Name, float] = OrderedDict()  # until when it is not asked again
         self._late: set[str] = set()  # storage that nobody waits for, until it answers in time
 
@@ -103,6 +76,16 @@ class Recall:
     def has_unfound(self) -> bool:
         """Whether storage may have blocks that nobody has found yet."""
         return any(self._mover.has_unfound(name) for name in self._row.storages)
+
+    @property
+    def has_unfound_at_once(self) -> bool:
+        """The same of storage that answers at once."""
+        return any(self._is_asked_at_once(name) for name in self._row.storages)
+
+    @property
+    def has_to_ask(self) -> bool:
+        """Whether some storage takes its time to say what it has."""
+        return any(not self._mover.storages[name].finds_at_once for name in self._row.storages)
 
     # -- a prompt ---------------------------------------------------------------------------------
 
@@ -116,77 +99,120 @@ class Recall:
             known = paths.match(namespace, labels).blocks
             above = known[-1] if known else None
             before = namespace if above is None else paths.key(above)
-            nothing = _Question(storage, paths, namespace, labels[:], len(known), above, before)
+            nothing = PathQuestion(storage, paths, namespace, labels[:], len(known), above, before)
             if nothing.num_left:
-                is_asked |= self._ask(nothing.next(above, FIRST_KEYS))
+                asked = self._ask(nothing.next(above, FIRST_KEYS))
+                is_asked |= asked is not None and not asked.job.done
         self.hear()
         return is_asked
 
-    def _ask(self, question: _Question) -> bool:
-        name, now_s = (question.storage, question.keys[0]), self._clock()
-        if self._absent.get(name, now_s) > now_s:
+    def ask_along(
+        self,
+        wanted: Sequence[bytes],
+        names: Callable[[Sequence[bytes]], Sequence[BlockKey]],
+        make: Callable[[Sequence[bytes]], Sequence[BlockId]],
+        has_gaps: bool,
+    ) -> list[Asked]:
+        """Ask the storage that takes its time for blocks that are known nowhere, of one prompt and
+        in its order. Returns what is worth waiting for. See ``Ladder.ask_along``."""
+        (first,) = names(wanted[:1])
+        kind = GapsQuestion if has_gaps else KeyQuestion
+        waits: list[Asked] = []
+        for storage in self._row.storages:
+            if not self._is_asked_slowly(storage):
+                continue
+            known = (storage, first) in self._asked or self._is_absent((storage, first))
+            question = kind(storage, wanted, names, make).next(1 if known else FIRST_KEYS)
+            if (asked := self._ask(question)) is not None:
+                waits.append(asked)
+        return waits
+
+    def _ask(self, question: Question) -> Asked | None:
+        """None where nobody should wait for an answer."""
+        name = (question.storage, question.name)
+        if self._is_absent(name):
+            return None
+        asked = self._asked.get(name) or self._begin(question)
+        if not self._patience_s or question.storage in self._late or self._give_up(asked):
+            return None
+        return asked
+
+    def _is_absent(self, name: _Name) -> bool:
+        return name in self._absent and self._absent[name] > self._clock()
+
+    def _begin(self, question: Question, before: Asked | None = None) -> Asked:
+        """before: what this goes on with."""
+        job = self._mover.find(question.storage, question.keys)
+        asked = before or Asked(question, job)
+        asked.question, asked.job = question, job
+        asked.until_s = self._clock() + self._patience_s
+        self._asked[question.storage, question.name] = asked
+        return asked
+
+    def _give_up(self, asked: Asked) -> bool:
+        """Where it has been waited for long enough nobody waits for this storage any more. Whether
+        that is so."""
+        is_late = asked.job.is_late or (
+            not self._mover.tells_late and self._clock() >= asked.until_s
+        )
+        if asked.job.done or not is_late:
             return False
-        if name not in self._asked:
-            job = self._mover.find(question.storage, question.keys)
-            self._asked[name] = _Asked(question, job, now_s + self._patience_s)
-        asked = self._asked[name]
-        if asked.job.done or question.storage in self._late:
-            return False
-        if now_s < asked.until_s:
-            return True
-        self._late.add(question.storage)
-        return False
+        asked.is_over = True
+        self._late.add(asked.question.storage)
+        return True
 
     def hear(self) -> None:
         """Take in what storage has answered by now."""
-        for name in [name for name, asked in self._asked.items() if asked.job.done]:
-            asked = self._asked[name]
-            while asked.job.done and (more := self._take_in(asked.question, asked.job)) is not None:
-                asked.question, asked.job = more, self._mover.find(more.storage, more.keys)
-            if asked.job.done:
-                del self._asked[name]
-                self._note_absent(asked)
+        for asked in list(self._asked.values()):
+            self._hear(asked)
 
-    def _note_absent(self, asked: _Asked) -> None:
+    def _hear(self, asked: Asked) -> None:
+        while asked.job.done:
+            more = self._take_in(asked)
+            if more is None or (more.storage, more.name) in self._asked:
+                asked.is_over = True
+                return
+            goes_on = more.name == asked.question.name
+            asked.is_over |= not goes_on
+            asked = self._begin(more, asked if goes_on else None)
+        self._give_up(asked)
+
+    def _take_in(self, asked: Asked) -> Question | None:
+        """An answer is there. The next question, if there is one."""
+        question, job = asked.question, asked.job
+        del self._asked[question.storage, question.name]
+        adopt = partial(self._adopt, question.storage)
+        more = question.take_in(job.places_there, adopt, self._is_known)
+        if job.error is not None or FAILED in job.outcomes:
+            more = None
+        if not self._mover.storages[question.storage].finds_at_once and job.error is None:
+            self._note_answer(question, job, is_last=more is None)
+        return more
+
+    def _note_answer(self, question: Question, job: FindJob, is_last: bool) -> None:
         """Storage has said what it has; behind that it has nothing for now."""
-        storage, job = asked.question.storage, asked.job
-        if self._mover.storages[storage].finds_at_once or job.error is not None:
-            return
+        storage = question.storage
         # What it took, and not when it was heard: a step of the engine's may lie between.
         if FAILED not in job.outcomes and job.seconds < self._patience_s:
             self._late.discard(storage)
         missing = next((at for at, each in enumerate(job.outcomes) if each is not THERE), None)
-        if missing is not None and job.outcomes[missing] is ABSENT:
-            self._absent[storage, asked.question.keys[missing]] = self._clock() + ABSENT_S
+        lacked = question.lacked
+        if lacked is None and missing is not None and job.outcomes[missing] is ABSENT:
+            lacked = question.keys[missing]
+        if is_last and lacked is not None:
+            self._absent[storage, lacked] = self._clock() + ABSENT_S
             while len(self._absent) > MOST_ABSENT:
                 self._absent.popitem(last=False)
 
-    def _take_in(self, question: _Question, job: FindJob) -> _Question | None:
-        """Blocks turned out to be there; those behind a gap, too, for what was found stays in
-        storage until it is dropped. The next question, if there was no gap."""
-        there = job.places_there
-        if not there:
-            return None
-        num = there[-1] + 1
-        path = self._path(question, num)
-        question.paths.set_keys(path, question.keys[:num])
-        found = path if len(there) == num else [path[at] for at in there]
-        self._adopt(question.storage, found)
-        if len(there) < len(question.keys) or not question.num_left:
-            return None
-        return question.next(path[-1], min(MOST_KEYS, GROWTH * len(there)))
-
-    def _path(self, question: _Question, num: int) -> Sequence[BlockId]:
-        """The first ``num`` blocks that a question is about; what is in front of them may have
-        been forgotten meanwhile."""
-        first, labels, above = question.first, question.labels, question.above
-        if above is None or self._is_known(above):
-            rest = labels[first : first + num]
-            return question.paths.extend(question.namespace, rest, above)
-        return question.paths.extend(question.namespace, labels[: first + num])[first:]
-
     def _is_known(self, block: BlockId) -> bool:
         return any(self._index.state(block, name) is not State.ABSENT for name in self._row.rooms)
+
+    def forget(self) -> None:
+        """Nobody wants to hear what was asked until now."""
+        for asked in self._asked.values():
+            asked.is_over = True
+        self._asked.clear()
+        self._absent.clear()
 
     # -- single blocks, where storage answers at once ---------------------------------------------
 
@@ -204,28 +230,6 @@ class Recall:
                 num_known += self._adopt(name, make(there))
         return num_known
 
-    @property
-    def has_to_ask(self) -> bool:
-        """Whether some storage takes its time to say what it has."""
-        return any(not self._mover.storages[name].finds_at_once for name in self._row.storages)
-
-    def begin(self, keys: Sequence[BlockKey]) -> list[tuple[str, FindJob]]:
-        """Ask for single blocks the storage that takes its time. Returns who was asked, and what
-        for an answer will come."""
-        return [
-            (name, self._mover.find(name, keys))
-            for name in self._row.storages
-            if not self._mover.storages[name].finds_at_once and self._mover.has_unfound(name)
-        ]
-
-    def take_in_each(
-        self,
-        answers: Sequence[tuple[str, FindJob]],
-        make: Callable[[Sequence[int]], Sequence[BlockId]],
-    ) -> int:
-        """What was answered by now, as ``ask_each``."""
-        return sum(self._adopt(name, make(job.places_there)) for name, job in answers if job.done)
-
     def were_there(self, blocks: Sequence[BlockId], storage: str) -> set[BlockId]:
         """Those of ``blocks`` that storage has had since an earlier life; the index knows it
         then."""
@@ -237,6 +241,10 @@ class Recall:
 
     def _is_asked_at_once(self, storage: str) -> bool:
         return self._mover.storages[storage].finds_at_once and self._mover.has_unfound(storage)
+
+    def _is_asked_slowly(self, storage: str) -> bool:
+        takes_time = not self._mover.storages[storage].finds_at_once
+        return takes_time and self._mover.has_unfound(storage)
 
     # -- what was found ---------------------------------------------------------------------------
 

@@ -35,7 +35,10 @@ def make_tiers(
 
     storage: those that were made elsewhere, in the place of those that ``config`` names.
     """
-    _check_names([made.name for made in storage] if storage else _names(config))
+    if storage:
+        _check_names([made.name for made in storage])
+    else:
+        storage_names(config.storage, bool(config.disk_path))
     tiers: dict[str, MemoryTier | StorageTier] = {DEVICE: pool}
     group = pool.layout.group
     capacity = parse_capacity(config.host_capacity, pool.layout.block_bytes, "host_capacity")
@@ -99,9 +102,12 @@ def _read(location: str) -> tuple[str, str, str]:
     return name or plugin, plugin, place
 
 
-def _names(config: CacheConfig) -> list[str]:
-    """Of the storage tiers that ``config`` asks for."""
-    return [DISK] * bool(config.disk_path) + [_read(each)[0] for each in config.storage]
+def storage_names(locations: Sequence[str], has_disk: bool) -> list[str]:
+    """Of the storage tiers that a user asks for, in their order. Raises ``ConfigError`` where two
+    have the same."""
+    names = [DISK] * has_disk + [_read(each)[0] for each in locations]
+    _check_names(names)
+    return names
 
 
 def _check_names(names: Sequence[str]) -> None:

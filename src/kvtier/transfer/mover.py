@@ -73,6 +73,8 @@ class Mover(ABC):
 
     storages: dict[str, StorageFacts]
     """The storage tiers by name, in the order of their speed."""
+    tells_late: bool = False
+    """Whether the job of a look-up says by itself that nobody should wait for it any more."""
 
     @abstractmethod
     def begin(self, move: Move, urgent: bool = True) -> Job:

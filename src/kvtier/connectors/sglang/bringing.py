@@ -1,5 +1,5 @@
-"""What storage has of prompts is brought to host memory, and their requests wait for it: for no
-longer than computing it would take."""
+"""What storage has of prompts is brought to host memory, and their requests wait for it, and for
+stores to say what they have: for no longer than computing it would take."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 from kvtier.connectors.sglang.device_pools import KV
 from kvtier.connectors.sglang.hits import SidePool, common_hits
+from kvtier.connectors.sglang.waits import Wait
 from kvtier.connectors.shared.pool_cache import PoolCache
 from kvtier.keyed_cache import Place
+from kvtier.ladder import Asked
 from kvtier.plan import Costs, end_worth_loading, patience_s
-from kvtier.types import DISK, HOST
 from kvtier.watch import Watch
 
 READY = (Place.MEMORY,)
@@ -32,13 +33,20 @@ class Prompt:
 
 @dataclass(slots=True)
 class Visit:
-    """A request that something is brought for. until_s: when it has waited for long enough."""
+    """A request that something is brought for, or asked. until_s: when it has waited for long
+    enough."""
 
     until_s: float
     watches: list[Watch] = field(default_factory=list)
+    asked: Sequence[Asked] = ()
 
-    def must_wait(self, now_s: float) -> bool:
-        return now_s < self.until_s and not all(watch.is_over for watch in self.watches)
+    def wait(self, now_s: float) -> Wait:
+        if now_s >= self.until_s:
+            return Wait.OVER
+        if self.asked and not any(question.is_over for question in self.asked):
+            return Wait.ANSWERS
+        are_over = all(watch.is_over for watch in self.watches)
+        return Wait.OVER if are_over else Wait.READS
 
 
 class Bringing:
@@ -75,38 +83,44 @@ class Bringing:
         keys: Sequence[bytes],
         places: Mapping[str, Sequence[Place]],
         needs: Mapping[str, int],
+        asked: Sequence[Asked] = (),
     ) -> list[int]:
         """Lengths of prefixes of ``keys``, in pages, whose load can begin now. What else there is
-        begins to come to host memory, once for each request that can wait.
+        begins to come to host memory, once for each request that can wait, and again when it has
+        heard what stores have.
 
         keys: of the pages that the device does not have. places: of each, by pool. needs: by pool,
-        how many pages before a cut must be there; 0 for all of them.
+        how many pages before a cut must be there; 0 for all of them. asked: what stores were asked
+        about them, and is worth waiting for.
         """
         ready = _cuts(places, needs, READY)
         to_come = _cuts(places, needs, TO_COME)
         longest = to_come[-1] if to_come else 0
-        if not longest:
-            return []
-        worth = self._num_worth(prompt, places, longest)
+        worth = self._num_worth(prompt, keys, longest)
         if not worth and ready:  # where all is loaded or nothing, less may be worth it
-            worth = self._num_worth(prompt, places, ready[-1])
+            worth = self._num_worth(prompt, keys, ready[-1])
         now = [cut for cut in ready if cut <= worth]
         wanted = max((cut for cut in to_come if cut <= worth), default=0)
-        is_new = self._brings and rid not in self._visits
-        if is_new and wanted > (now[-1] if now else 0):
-            self._visits[rid] = self._bring(prompt, keys[:wanted], places, needs)
+        if wanted <= (now[-1] if now else 0):
+            wanted = 0
+        visit = self._visits.get(rid)
+        is_new = self._brings and (visit is None or bool(visit.asked))
+        if is_new and (wanted or asked or visit):
+            end = prompt.num_cached + (len(keys) if asked else wanted) * self._page_size
+            patience = patience_s(self._costs(), prompt.num_cached, end)
+            until_s = visit.until_s if visit else self._clock() + patience
+            watches = self._bring(keys[:wanted], places, needs) if wanted else []
+            self._visits[rid] = Visit(until_s, watches, asked)
             while len(self._visits) > MOST_VISITS:
                 self._visits.pop(next(iter(self._visits)))
         return now
 
-    def _num_worth(
-        self, prompt: Prompt, places: Mapping[str, Sequence[Place]], longest: int
-    ) -> int:
+    def _num_worth(self, prompt: Prompt, keys: Sequence[bytes], longest: int) -> int:
         """How many of the first pages to load, rather than compute; ``longest`` at most."""
-        if self._always:
+        if self._always or not longest:
             return longest
         page_size, caches = self._page_size, list(self._caches.values())
-        tiers = [HOST if place is Place.MEMORY else DISK for place in places[KV][:longest]]
+        tiers = self._caches[KV].cache.sources(keys[:longest])
         end = end_worth_loading(
             self._costs(),
             tiers,
@@ -121,32 +135,30 @@ class Bringing:
 
     def _bring(
         self,
-        prompt: Prompt,
         keys: Sequence[bytes],
         places: Mapping[str, Sequence[Place]],
         needs: Mapping[str, int],
-    ) -> Visit:
+    ) -> list[Watch]:
         """Begin to bring what the pools need for a cut after ``keys``."""
-        end = prompt.num_cached + len(keys) * self._page_size
-        visit = Visit(self._clock() + patience_s(self._costs(), prompt.num_cached, end))
+        watches: list[Watch] = []
         for name, cache in self._caches.items():
             first = max(0, len(keys) - needs[name]) if needs[name] else 0
             there = zip(keys[first:], places[name][first:], strict=False)
             coming = [key for key, place in there if place is not Place.MEMORY]
             stored = zip(keys[first:], places[name][first:], strict=False)
             cache.cache.promote([key for key, place in stored if place is Place.STORAGE])
-            visit.watches.append(cache.cache.watch(coming))
-        return visit
+            watches.append(cache.cache.watch(coming))
+        return watches
 
     def _costs(self) -> Costs:
         return self._caches[KV].ladder.cost_snapshot()
 
     # -- to wait or not ----------------------------------------------------------------------------
 
-    def must_wait(self, rid: str) -> bool:
-        """Whether something is on its way for a request, and it is not yet time to compute it."""
+    def wait(self, rid: str) -> Wait:
+        """What a request waits for; for nothing, when it is time to compute it."""
         visit = self._visits.get(rid)
-        return visit is not None and visit.must_wait(self._clock())
+        return Wait.OVER if visit is None else visit.wait(self._clock())
 
     def keep_only(self, rids: Collection[str]) -> None:
         """All other requests have gone."""

@@ -17,7 +17,8 @@ from kvtier.errors import ConfigError
 
 KV, SWA = "kv", "swa"
 """SGLang's names."""
-PLAIN = ("MHATokenToKVPool", "MLATokenToKVPool", "NPUMHATokenToKVPool", "NPUMLATokenToKVPool")
+LATENTS = ("MLATokenToKVPool", "NPUMLATokenToKVPool")
+PLAIN = ("MHATokenToKVPool", "NPUMHATokenToKVPool", *LATENTS)
 """Classes whose buffers are one row per token, or per page, and nothing beside them."""
 BESIDE = ("k_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer", "index_k_buffer")
 
@@ -77,6 +78,12 @@ class DevicePool:
             [each.layer, str(each.rows.dtype), list(each.rows.shape[1:]), each.page_rows]
             for each in self.buffers
         ]
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether it has latents and nothing else: the same on all ranks of a tensor-parallel
+        group."""
+        return type(self.source).__name__ in LATENTS
 
     @property
     def page_bytes(self) -> int:

@@ -1,5 +1,5 @@
-"""Requests wait in SGLang's queue while their KV is brought to host memory: hooks around its
-scheduler's choice of what to compute next.
+"""Requests wait in SGLang's queue while their KV is brought to host memory, or stores are asked for
+it: hooks around its scheduler's choice of what to compute next.
 
 SGLang takes whatever is first in its queue, and asks what is kept of it only then. So the requests
 near the head are looked up before, and those that wait are taken out of the queue while it chooses.
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from kvtier.connectors.sglang.waits import Wait
 
 if TYPE_CHECKING:  # a process that does not ask for kvtier pays for nothing
     from kvtier.connectors.sglang.bringing import Bringing
@@ -34,6 +36,7 @@ class Gate:
     def __init__(self, bringing: Bringing) -> None:
         self._bringing = bringing
         self._looked_up: set[str] = set()
+        self._asking: set[str] = set()  # that wait for answers, on some rank
         self._passed: set[str] = set()
 
     def choose(self, scheduler: Any, is_idle: bool, choose: Callable[[], Any]) -> Any:
@@ -56,28 +59,41 @@ class Gate:
         queue, cache = scheduler.waiting_queue, scheduler.tree_cache
         if not queue:
             self._looked_up.clear()
+            self._asking.clear()
             self._passed.clear()
             self._bringing.forget()
             return set()
         asked = [req for req in queue[:NUM_AHEAD] if req.rid not in self._passed]
         if not asked:
             return set()
-        waits = torch.tensor([self._must_wait(req, cache) for req in asked], dtype=torch.int)
+        waits = torch.tensor([self._wait(req, cache) for req in asked], dtype=torch.int)
         cache._all_reduce_attn_groups(waits, torch.distributed.ReduceOp.MAX)
-        held = {req.rid for req, must in zip(asked, waits.tolist(), strict=True) if must}
+        pairs = zip(asked, waits.tolist(), strict=True)
+        held = {req.rid for req, wait in pairs if self._is_held(req.rid, wait)}
         self._passed.update(req.rid for req in asked if req.rid not in held)
         there = {req.rid for req in queue}
         self._passed &= there
         self._looked_up &= there
+        self._asking &= there
         self._bringing.keep_only(there)
         return held
 
-    def _must_wait(self, req: Any, cache: Any) -> bool:
+    def _is_held(self, rid: str, wait: int) -> bool:
+        """wait: of all ranks together. When all have heard what stores have, all look again."""
+        if wait == Wait.ANSWERS:
+            self._asking.add(rid)
+        elif rid in self._asking:
+            self._asking.discard(rid)
+            self._looked_up.discard(rid)
+            return True
+        return wait != Wait.OVER
+
+    def _wait(self, req: Any, cache: Any) -> Wait:
         if req.rid not in self._looked_up:  # the same on all ranks: they reduce what they find
             self._looked_up.add(req.rid)
             with self._bringing.ahead():
                 req.init_next_round_input(cache, cow_mamba=False)  # looks it up
-        return self._bringing.must_wait(req.rid)
+        return self._bringing.wait(req.rid)
 
 
 def hooks() -> dict[str, Callable[..., Any]]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.connectors.sglang.device_pools import DevicePool
-from kvtier.connectors.sglang.identity import StorageConfig, folder_of, pool_facts
-from kvtier.connectors.sglang.ranks import replica_of
+from kvtier.connectors.sglang.identity import folder_of, pool_facts
+from kvtier.connectors.sglang.ranks import RankConfig, replica_of
 from kvtier.connectors.sglang.room import room, slot_bytes
 from kvtier.connectors.sglang.settings import LinkerSettings
 from kvtier.connectors.shared.names import Names
-from kvtier.connectors.shared.opening import open_disk
+from kvtier.connectors.shared.opening import open_disk, open_store
 from kvtier.connectors.shared.pool_cache import PoolCache
 from kvtier.devices import Device
 from kvtier.layout import opaque
-from kvtier.tiers import HostTier
+from kvtier.tiers import HostTier, StorageTier
 from kvtier.transfer import TransferEngine
 
 
@@ -30,13 +30,14 @@ class Linked:
 def link(
     pools: Sequence[DevicePool],
     settings: LinkerSettings,
-    config: StorageConfig,
+    config: RankConfig,
     options: object,
     names: Names,
     device: Device,
     engine: TransferEngine,
 ) -> Mapping[str, Linked]:
-    """Host memory for each pool, and a slab where the settings name a disk, by the pool's name.
+    """Host memory for each pool, a slab where the settings name a disk, and stores, by the pool's
+    name.
 
     options: SGLang's ``ServerArgs``. engine: copies for ``device``. Raises ``ConfigError`` for room
     that can't be had.
@@ -46,23 +47,36 @@ def link(
     on_disk = {}
     if settings.disk_path:
         on_disk = room("disk_capacity", settings.disk_bytes, config, options, page_bytes)
+    in_stores = {}
+    if settings.stores:
+        in_stores = room("storage_capacity", settings.store_bytes, config, options, page_bytes)
     linked = {}
     for pool in pools:
         group = opaque(slot_bytes(pool.page_bytes))
         host = HostTier(group, in_host[pool.name], device)
-        storages = []
+        storages: list[StorageTier] = []
         if on_disk:
             folder = f"{folder_of(config, pool.name, replica_of())}-linked"
             slab = settings.disk_options(folder, on_disk[pool.name])
             storages.append(open_disk(slab, group, host.ready_memory))
+        for location in settings.stores:
+            store = open_store(location, group, in_stores[pool.name], host.ready_memory)
+            storages.append(store)
         cache = PoolCache(
             pool.paged(group.bytes_per_block),
             pool.ends,
             host,
             storages,
             engine,
-            names.digest_of_part(pool_facts(config, pool.name, pool.source, pool.shapes)),
+            names.digest_of_part(_facts(config, pool)),
             settings.bytes_per_day,
+            settings.lookup_deadline_s,
         )
         linked[pool.name] = Linked(pool, cache)
     return linked
+
+
+def _facts(config: RankConfig, pool: DevicePool) -> bytes:
+    """What all ranks have alike has one name on all of them: so it is in a store once."""
+    as_named = replace(config, is_mla_model=pool.has_latents)
+    return pool_facts(as_named, pool.name, pool.source, pool.shapes)

@@ -162,8 +162,13 @@ class KvtierLinker(UnifiedCacheLinker):
         if needs is None or needs.keys() != self._linked.keys():
             return []
         keys = page_keys(next(each for each in transfers if each.name == PoolName.KV).keys)
-        places = {name: each.cache.cache.find_all(keys) for name, each in self._linked.items()}
-        cuts = self._bringing.cuts(rid, prompt, keys, places, needs)
+        looks = {
+            name: each.cache.cache.find_or_ask(keys, has_gaps=name != KV)
+            for name, each in self._linked.items()
+        }
+        places = {name: found for name, (found, _) in looks.items()}
+        asked = [question for _, questions in looks.values() for question in questions]
+        cuts = self._bringing.cuts(rid, prompt, keys, places, needs, asked)
         num_there = cuts[-1] if cuts else 0
         self._remember(keys[num_there:], prompt.num_cached // self._page_size + num_there)
         self._promise(keys[:num_there], places)

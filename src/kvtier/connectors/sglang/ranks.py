@@ -13,7 +13,8 @@ from sglang.srt.runtime_context import get_parallel
 @dataclass(slots=True)
 class RankConfig:
     """What SGLang tells a storage back end as ``HiCacheStorageConfig``, for those who are not told.
-    is_mla_model: False here also for such models, since every rank keeps its own pages."""
+    is_mla_model: False here also for such models, since every rank keeps its own pages in memory
+    and on disk."""
 
     tp_rank: int
     tp_size: int

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvtier.connectors.sglang.identity import StorageConfig
-from kvtier.connectors.shared.settings import Settings
+from kvtier.connectors.shared.settings import StoreSettings
 from kvtier.errors import ConfigError
 
 
-def refuse(config: StorageConfig, options: object, settings: Settings) -> None:
+def refuse(config: StorageConfig, options: object, settings: StoreSettings) -> None:
     """Raises ``ConfigError`` for an engine whose pages can't be kept. options: SGLang's
     ``ServerArgs``, or None."""
     if getattr(config, "dcp_size", 1) > 1:
@@ -22,8 +22,7 @@ def refuse(config: StorageConfig, options: object, settings: Settings) -> None:
             "others do not see its local disk; serve on one machine, or without storage"
         )
     has_adapters = getattr(options, "enable_lora", False)
-    has_storage = settings.disk_path or getattr(settings, "storage", "")
-    if has_adapters and has_storage and not settings.namespace:
+    if has_adapters and settings.has_storage and not settings.namespace:
         raise ConfigError(
             "adapters (--enable-lora): SGLang's keys hold an adapter's name and path, and another "
             "one may lie there next time; serve without storage, or set 'namespace' to a text that "

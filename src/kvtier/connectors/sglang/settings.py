@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtier.connectors.shared.settings import HostSettings, Settings
+from kvtier.connectors.shared.settings import HostSettings, StoreSettings
 
 
 @dataclass(frozen=True, slots=True)
-class StorageSettings(Settings):
-    """Below SGLang's own host memory, on a disk."""
+class StorageSettings(StoreSettings):
+    """Below SGLang's own host memory, on a disk, or in a store in its place."""
 
     option: ClassVar[str] = "--hicache-storage-backend-extra-config"
     own: ClassVar[frozenset[str]] = frozenset(
@@ -28,16 +28,11 @@ class StorageSettings(Settings):
         }
     )
 
-    storage: str = ""
-    """A store in the place of the disk, which other servers may share: a URL, such as
-    "valkey://host"."""
-    storage_capacity: str | int = "1TiB"
-    """How much of what is in the store a server knows of at a time."""
     hold_s: int = 60
     """Seconds for which a page that SGLang was told of is not given up, if it is never read."""
 
     def __post_init__(self) -> None:
-        Settings.__post_init__(self)
+        StoreSettings.__post_init__(self)
         if not self.disk_path and not self.storage:
             raise self.wrong(
                 "disk_path and disk_capacity are missing; kvtier sglang-args prints all that is "
@@ -45,12 +40,18 @@ class StorageSettings(Settings):
             )
         if self.disk_path and self.storage:
             raise self.wrong("disk_path and storage stand for each other here; give one of them")
+        if len(self.stores) > 1:
+            raise self.wrong(
+                f"storage: one store stands here, and not {len(self.stores)}; give one, or use the "
+                "linker"
+            )
         if self.hold_s < 1:
             raise self.wrong(f"hold_s: {self.hold_s!r} is below 1")
 
 
 @dataclass(frozen=True, slots=True)
 class LinkerSettings(HostSettings):
-    """In the place of SGLang's host memory: kvtier's, and a disk below it where one is named."""
+    """In the place of SGLang's host memory: kvtier's, and a disk and stores below it where they are
+    named."""
 
     option: ClassVar[str] = "--unified-cache-external-linker-config"

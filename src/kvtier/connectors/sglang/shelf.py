@@ -50,8 +50,9 @@ def open_shelf(
     ``ConfigError`` for settings that can't be used, and for a slab that somebody else has; a disk
     that can't be read is left alone, and SGLang serves without it."""
     group = opaque(pages.num_bytes)
-    if settings.storage:
-        store = open_store(settings.storage, group, capacity_bytes, pages.memory)
+    if settings.stores:
+        (location,) = settings.stores
+        store = open_store(location, group, capacity_bytes, pages.memory)
         return Shelf(pages, _calls(settings, store, pages, digest))
     options = settings.disk_options(folder_of(config, name, replica), capacity_bytes)
     if is_replicated(config, name) and config.tp_rank > 0:

@@ -89,7 +89,7 @@ class KvtierStorage(HiCacheStorage):
         self._names.settle(sources(self._options, self._config))
         pages = {name: Pages(pool) for name, pool in self._pools.items()}
         page_bytes = {name: each.num_bytes for name, each in pages.items()}
-        name = "storage_capacity" if self._settings.storage else "disk_capacity"
+        name = "storage_capacity" if self._settings.stores else "disk_capacity"
         num_bytes = self._settings.size(name)
         room_of = room(name, num_bytes, self._config, self._options, page_bytes)
         for name, each in pages.items():

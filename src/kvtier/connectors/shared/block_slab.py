@@ -16,8 +16,8 @@ from kvtier.connectors.shared.holds import Holds
 from kvtier.connectors.shared.row_cache import Look, RowCache
 from kvtier.errors import ConfigError, TierError
 from kvtier.index import make_key_index
-from kvtier.keyed_cache import Change, Place, Question
-from kvtier.ladder import Ladder, LadderOptions
+from kvtier.keyed_cache import Change, Place
+from kvtier.ladder import Asked, Ladder, LadderOptions
 from kvtier.plan import CostModel, Costs
 from kvtier.plan.worth import is_worth_loading
 from kvtier.tiers import LentMemory, MemoryTier, StorageTier
@@ -88,7 +88,8 @@ class BlockSlab:
     rows: the engine's host memory, in slots of a block each. digest: of the namespace that the
     blocks belong to, 32 bytes; while it is empty nobody knows what they are called: none is found,
     and none is stored. most_queued: blocks that may wait for the disk; more are refused, since each
-    of them holds a row. bytes_per_day: see ``LadderOptions``. tells_changes: whether
+    of them holds a row. bytes_per_day, lookup_patience_s: see
+    ``LadderOptions``. tells_changes: whether
     ``take_changes`` is called. clock: seconds.
 
     The caller guarantees
@@ -108,6 +109,7 @@ class BlockSlab:
         most_queued: int,
         bytes_per_day: int = 0,
         piece_bytes: int = PIECE_BYTES,
+        lookup_patience_s: float = 0.0,
         tells_changes: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -127,6 +129,7 @@ class BlockSlab:
                 bytes_per_block,
                 bytes_per_day={tier.name: bytes_per_day},
                 piece_blocks=max(1, piece_bytes // bytes_per_block),
+                lookup_patience_s=lookup_patience_s,
             ),
             clock=clock,
         )
@@ -195,13 +198,14 @@ class BlockSlab:
             return Look.nothing(len(keys))
         return self._cache.look(keys)
 
-    def ask(self, keys: Sequence[bytes]) -> Question | None:
-        """Have storage that takes its time say which of ``keys`` it has; for ``hear``."""
-        return self._cache.ask(keys) if self.is_readable else None
+    def ask(self, keys: Sequence[bytes], has_gaps: bool = False) -> list[Asked]:
+        """Have storage that takes its time say which of ``keys`` it has; what is worth waiting for,
+        and then to ``hear``. has_gaps: see ``KeyedCache.find_or_ask``."""
+        return self._cache.find_or_ask(keys, has_gaps)[1] if self.is_readable else []
 
-    def hear(self, question: Question) -> None:
+    def hear(self) -> None:
         """What it has said by now can be found."""
-        self._cache.hear(question)
+        self._ladder.hear()
 
     def hold(self, blocks: Sequence[BlockId], until_s: float) -> None:
         """They are in the slab, and stay until ``until_s``, by ``clock``, or until ``let_go``."""

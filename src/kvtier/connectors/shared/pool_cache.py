@@ -22,7 +22,7 @@ from kvtier.tiers import HostTier, MemoryTier, StorageTier
 from kvtier.tiers.row import rooms_of
 from kvtier.transfer import CopyJob, LocalMover, TransferEngine
 from kvtier.transfer.staging import layers_per_step
-from kvtier.types import DEVICE, HOST
+from kvtier.types import DEVICE, DISK, HOST
 
 PIECE_BYTES = 16 << 20
 """What is read from storage, or written to it, at a time."""
@@ -56,8 +56,9 @@ class PoolCache:
     """One thread calls. A block is a page of the pool.
 
     pool: of one group. ends: for each of the engine's layers, how many of the pool's shares belong
-    to it or to those before it. engine: copies between the device and ``host``. digest: of the
-    namespace, b"" while nobody knows it.
+    to it or to those before it. storages: fastest first. engine: copies between the device and
+    ``host``. digest: of the namespace, b"" while nobody knows it. bytes_per_day: of the disk.
+    lookup_deadline_s: how long somebody may wait to hear what a store has.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class PoolCache:
         engine: TransferEngine,
         digest: Callable[[], bytes],
         bytes_per_day: int = 0,
+        lookup_deadline_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         tiers: dict[str, MemoryTier | StorageTier] = {host.name: host}
@@ -88,8 +90,9 @@ class PoolCache:
             self._mover,
             options=LadderOptions(
                 self.bytes_per_block,
-                bytes_per_day={each.name: bytes_per_day for each in storages},
+                bytes_per_day={DISK: bytes_per_day},
                 piece_blocks=max(1, PIECE_BYTES // self.bytes_per_block),
+                lookup_patience_s=lookup_deadline_s,
             ),
             clock=clock,
             device=DEVICE,

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType
 from typing import ClassVar, Self
 
-from kvtier.config import parse_size
+from kvtier.config import check_storage, parse_size
 from kvtier.errors import ConfigError
 from kvtier.tiers.disk import DiskOptions
+from kvtier.tiers.row import storage_names
 from kvtier.types import Durability, LoadPolicy, Verify
 
 CHOICES: Mapping[str, type[StrEnum]] = {
@@ -22,6 +23,7 @@ CHOICES: Mapping[str, type[StrEnum]] = {
 }
 KINDS: Mapping[str, tuple[type, ...]] = {
     "bool": (bool,),
+    "float": (int, float),
     "int": (int,),
     "str": (str,),
     "str | None": (str, NoneType),
@@ -30,12 +32,15 @@ KINDS: Mapping[str, tuple[type, ...]] = {
 }
 HINTS = {
     "bool": "use true or false",
+    "float": "write a number",
     "int": "write a number",
     "str": "write it in quotes",
     "str | None": "write it in quotes",
     "str | int": 'write for instance "200GiB", or bytes',
-    "str | list[str]": "name a folder, or a list of folders",
+    "disk_path": "name a folder, or a list of folders",
+    "storage": 'write a URL such as "valkey://host", or a list of them',
 }
+"""What to write for a kind of value, or for one setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,7 @@ class Settings:
     @classmethod
     def read(cls, given: Mapping[str, object]) -> Self:
         """Raises ``ConfigError`` for a key that nobody knows, or a value that can't be read."""
-        known = {field.name: str(field.type) for field in fields(cls)}
+        known = {each.name: str(each.type) for each in fields(cls)}
         for key in given:
             if key in cls.renamed:
                 raise cls.wrong(f"{key} is called {cls.renamed[key]}")
@@ -132,33 +137,79 @@ class Settings:
                 near = get_close_matches(key, sorted({*known, *cls.own}), 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
                 raise cls.wrong(f"no setting is called {key!r}; {hint}")
+
+        def hint_of(key: str) -> str:
+            return HINTS.get(key) or HINTS[known[key]]
+
         ours = {key: value for key, value in given.items() if key in known}
         for key, value in ours.items():
             is_bool = isinstance(value, bool)
             if not isinstance(value, KINDS[known[key]]) or is_bool != (known[key] == "bool"):
-                raise cls.wrong(f"{key} can't be {value!r}; {HINTS[known[key]]}")
-            if isinstance(value, list) and not (value and all(map(_is_path, value))):
-                raise cls.wrong(f"{key} can't be {value!r}; {HINTS[known[key]]}")
+                raise cls.wrong(f"{key} can't be {value!r}; {hint_of(key)}")
+            if isinstance(value, list) and not (value and all(map(_is_text, value))):
+                raise cls.wrong(f"{key} can't be {value!r}; {hint_of(key)}")
         return cls(**ours)  # type: ignore[arg-type]
 
 
-def _is_path(value: object) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value)
 
 
 @dataclass(frozen=True, slots=True)
-class HostSettings(Settings):
+class StoreSettings(Settings):
+    """Of those who keep KV where other servers find it, too."""
+
+    storage: str | list[str] = field(default="", repr=False)  # a password may be in it
+    """Stores that other servers may share, fastest first: URLs such as "valkey://host"."""
+    storage_capacity: str | int = "1TiB"
+    """How much of what is in each store the engine knows of at a time."""
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        try:
+            check_storage(self.stores)
+            storage_names(self.stores, bool(self.disk_path))
+        except ConfigError as error:
+            raise self.wrong(str(error)) from None
+        if self.stores and not self.store_bytes:
+            raise self.wrong(
+                f'storage_capacity: {self.storage_capacity!r} is no room at all; write "1TiB"'
+            )
+
+    @property
+    def stores(self) -> list[str]:
+        """URLs, fastest first."""
+        if isinstance(self.storage, str):
+            return [self.storage] if self.storage else []
+        return self.storage
+
+    @property
+    def store_bytes(self) -> int:
+        return self.size("storage_capacity")
+
+    @property
+    def has_storage(self) -> bool:
+        """Whether anything is kept outside of memory."""
+        return bool(self.disk_path or self.stores)
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings(StoreSettings):
     """Of those who keep KV in host memory, too."""
 
     host_capacity: str | int = "4GiB"
     """Host DRAM for KV."""
+    lookup_deadline_s: float = 0.1
+    """How long a request waits to hear what a store has of it; 0 for not."""
 
     def __post_init__(self) -> None:
-        Settings.__post_init__(self)
+        StoreSettings.__post_init__(self)
         if self.host_bytes < 1:
             raise self.wrong(
                 f'host_capacity: {self.host_capacity!r} is no room at all; write "8GiB"'
             )
+        if self.lookup_deadline_s < 0:
+            raise self.wrong(f"lookup_deadline_s: {self.lookup_deadline_s!r} is below 0")
 
     @property
     def host_bytes(self) -> int:

@@ -37,7 +37,8 @@ MOST_PREFILLS = 256
 LOOK_S = 1.0
 """How often a caller looks at least, whatever it hears."""
 ANSWER_S = 0.5
-"""So long a look-up waits for a store to say what it has."""
+"""So long a look-up waits for a store to say what it has. When it has not, nobody waits until it
+answers in time."""
 GLANCE_S = 0.002
 """Of what was known so long ago, calls of one look-up make do."""
 
@@ -90,6 +91,7 @@ class SlabCalls:
             most_queued=num_slots,
             bytes_per_day=bytes_per_day,
             piece_bytes=PIECE_BYTES,
+            lookup_patience_s=ANSWER_S,
             tells_changes=False,
             clock=clock,
         )
@@ -118,23 +120,25 @@ class SlabCalls:
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """The same for each of ``keys``, whatever comes before it."""
-        self._ask(keys)
+        self._ask(keys, has_gaps=True)
         with self._lock:
             look = self._look(keys)
             self._slab.hold(look.there(), self._clock() + self._hold_s)
             return look.flags()
 
-    def _ask(self, keys: Sequence[bytes]) -> None:
+    def _ask(self, keys: Sequence[bytes], has_gaps: bool = False) -> None:
         """Where storage takes its time to say what it has: ask it, and wait, but for others."""
-        if self._finds_at_once:
-            return
-        with self._lock:
-            self._glance()
-            question = self._slab.ask(keys)
-        if question is not None:
-            question.wait(ANSWER_S)
+        ends_s = time.monotonic() + ANSWER_S
+        while not self._finds_at_once:
             with self._lock:
-                self._slab.hear(question)
+                self._glance()
+                questions = self._slab.ask(keys, has_gaps)
+            for each in questions:
+                each.job.wait(max(0.0, ends_s - time.monotonic()))
+            if not questions or time.monotonic() >= ends_s:
+                return
+            with self._lock:
+                self._slab.hear()
 
     def _look(self, keys: Sequence[bytes]) -> Look:
         self._glance()

@@ -99,7 +99,7 @@ class KvtierConnector(OffloadingConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._loading: dict[int, str] = {}
         self._steps: list[int] = []
-        if self.connector_scheduler and self._manager.has_disk:
+        if self.connector_scheduler and self._manager.has_storage:
             with off_compute_cores():
                 self._manager.names.settle(_sources(vllm_config), _traits(vllm_config))
 

@@ -138,8 +138,8 @@ READ: Mapping[str, tuple[str, ...]] = {
     "ReqContext": ("req_id", "load_tier_filter", "_offload_key_positions"),
     "LookupResult": ("MISS", "HIT", "HIT_PENDING", "RETRY"),
     "Medium": ("CPU", "STORAGE"),
-    "Locality": ("LOCAL",),
-    "CacheHitSource": ("HOST", "DISK"),
+    "Locality": ("LOCAL", "REMOTE"),
+    "CacheHitSource": ("HOST", "DISK", "EXTERNAL_UNSPECIFIED"),
     "VllmConfig": (
         "kv_transfer_config", "model_config", "cache_config", "load_config", "speculative_config",
     ),

@@ -22,7 +22,9 @@ LOADED = Metric(
 )
 EVICTED = Metric("vllm:kvtier_evicted_chunks", "Blocks that left a tier for others.", ("tier",))
 MOVED_BYTES = Metric(
-    "vllm:kvtier_moved_bytes", "Bytes moved between host and disk, per rank.", ("src", "dst")
+    "vllm:kvtier_moved_bytes",
+    "Bytes moved between host memory and storage, per rank.",
+    ("src", "dst"),
 )
 MOVED_SECONDS = Metric(
     "vllm:kvtier_moved_seconds", "What that took, without the time in line.", ("src", "dst")

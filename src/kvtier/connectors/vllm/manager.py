@@ -12,9 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
     OffloadingConnectorStats,
 )
 from vllm.v1.kv_offload.base import (
-    Locality,
     LookupResult,
-    Medium,
     OffloadingEvent,
     OffloadingManager,
     OffloadKey,
@@ -29,6 +27,7 @@ from kvtier.connectors.vllm.host_slots import HostSlots
 from kvtier.connectors.vllm.names import Names
 from kvtier.connectors.vllm.prompt import blocks_after, depth
 from kvtier.connectors.vllm.visit import Advice, Visit, Wait
+from kvtier.connectors.vllm.words import FOUND, kind_of, source_of
 from kvtier.index import make_key_index
 from kvtier.keyed_cache import KeyedCache, Place
 from kvtier.ladder import Ladder, LadderOptions
@@ -37,15 +36,6 @@ from kvtier.tiers import DistantRoom, Quota, Room
 from kvtier.transfer.ranks import Order, RankMover, Report
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 
-FOUND = {
-    Place.NOWHERE: LookupResult.MISS,
-    Place.ARRIVING: LookupResult.HIT_PENDING,
-    Place.MEMORY: LookupResult.HIT,
-    Place.STORAGE: LookupResult.RETRY,
-    Place.UNKNOWN: LookupResult.RETRY,
-}
-MEDIUM = {HOST: Medium.CPU, DISK: Medium.STORAGE}
-SOURCE = {HOST: CacheHitSource.HOST, DISK: CacheHitSource.DISK}
 PIECE_BYTES = 16 << 20
 """Of a rank, what is read from its disk, or written to it, at a time."""
 
@@ -67,7 +57,8 @@ class TierManager(OffloadingManager):
     """Translates: what vLLM asks to what ``KeyedCache`` answers. In the scheduler's process, on its
     thread.
 
-    room: blocks, per tier; of each rank. bytes_per_day: of a rank's disk.
+    room: blocks, per tier; of each rank. bytes_per_day: of a rank's disk. lookup_deadline_s: how
+    long a request waits to hear what a store has.
     """
 
     def __init__(
@@ -79,6 +70,7 @@ class TierManager(OffloadingManager):
         policy: LoadPolicy,
         bytes_per_day: int,
         publishes_events: bool,
+        lookup_deadline_s: float = 0.0,
     ) -> None:
         self.names = names
         self.counts = Counts()
@@ -95,12 +87,17 @@ class TierManager(OffloadingManager):
                 shape.bytes_per_block,
                 bytes_per_day={DISK: bytes_per_day},
                 piece_blocks=max(1, PIECE_BYTES // max(1, shape.bytes_per_block)),
+                lookup_patience_s=lookup_deadline_s,
             ),
             clock=time.monotonic,
             device=DEVICE,
         )
         self.cache = KeyedCache(
-            index, self.ladder, lambda: names.digest, time.monotonic, lambda: mover.is_complete
+            index,
+            self.ladder,
+            lambda: names.digest,
+            time.monotonic,
+            knows_storage=lambda: mover.is_complete,
         )
         self.steps = StepClock(self.ladder.costs.observe_prefill)
         self._always_loads = policy is LoadPolicy.ALWAYS
@@ -111,7 +108,7 @@ class TierManager(OffloadingManager):
         self._events: list[OffloadingEvent] = []
 
     @property
-    def has_disk(self) -> bool:
+    def has_storage(self) -> bool:
         return bool(self.ladder.storages)
 
     # -- what vLLM asks ----------------------------------------------------------------------------
@@ -133,7 +130,7 @@ class TierManager(OffloadingManager):
         if visit.limit is not None and end is not None and end > visit.limit:
             return LookupResult.MISS
         place = self._find(key, visit)
-        if not _is_allowed(place, req_context):
+        if not self._is_allowed(key, place, req_context):
             return LookupResult.MISS
         if visit.is_off_disk and place in (Place.STORAGE, Place.UNKNOWN):
             return LookupResult.MISS
@@ -147,15 +144,34 @@ class TierManager(OffloadingManager):
         for. Where storage may have more than turned up then, it is asked again."""
         if visit.found is None:
             keys = blocks_after(visit.context, visit.num_computed)
-            visit.found = dict(zip(keys, self.cache.find_all(keys), strict=True))
+            if visit.is_off_disk:
+                places = self.cache.find_all(keys)
+            else:
+                has_gaps = not self._shape.has_one_group
+                places, visit.asked = self.cache.find_or_ask(keys, has_gaps)
+            visit.found = dict(zip(keys, places, strict=True))
         place = visit.found.get(key)
-        if place is None or (place is Place.NOWHERE and self.ladder.has_unfound):
+        if place is None or (place is Place.NOWHERE and self.ladder.has_unfound_at_once):
             place = self.cache.find(key)
         return place
 
+    def _is_allowed(self, key: OffloadKey, place: Place, context: ReqContext) -> bool:
+        """Whether a request may load from there; its ``kv_load_tiers`` say."""
+        (tier,) = self._tiers({key: place})
+        return bool(context.load_tier_filter.allows(*kind_of(tier)))
+
+    def _tiers(self, places: Mapping[OffloadKey, Place]) -> list[str]:
+        """Where each would be read from: host memory, too, where it is on its way there."""
+        if Place.STORAGE not in places.values():
+            return [HOST] * len(places)
+        if len(self.ladder.storages) > 1:
+            return self.cache.sources(list(places))
+        (storage,) = self.ladder.storages
+        return [storage if place is Place.STORAGE else HOST for place in places.values()]
+
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         (origin,) = self.cache.origins([key])
-        return SOURCE[origin]
+        return source_of(origin)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.cache.touch(keys)
@@ -205,8 +221,8 @@ class TierManager(OffloadingManager):
         """Called often enough that nothing piles up where nobody wants events."""
         for each in self.cache.take_changes():
             if self._publishes_events:
-                medium = MEDIUM[each.tier]
-                event = OffloadingEvent(each.keys, medium, each.is_removed, Locality.LOCAL)
+                medium, locality = kind_of(each.tier)
+                event = OffloadingEvent(each.keys, medium, each.is_removed, locality)
                 self._events.append(event)
 
     def has_pending_work(self) -> bool:
@@ -214,7 +230,7 @@ class TierManager(OffloadingManager):
 
     def reset_cache(self) -> None:
         self.cache.clear()
-        if self.has_disk:
+        if self.has_storage:
             self.names.disown()
         for visit in self._visits.values():
             visit.limit = visit.wait = None
@@ -236,7 +252,7 @@ class TierManager(OffloadingManager):
         return stats
 
     def shutdown(self) -> None:
-        if self.has_disk:
+        if self.has_storage:
             self.names.close()
 
     # -- to wait or not ----------------------------------------------------------------------------
@@ -252,7 +268,7 @@ class TierManager(OffloadingManager):
             wait.first == first
             and time.monotonic() < wait.until
             and wait.num_ended_loads in (None, self._num_ended_loads)
-            and not (wait.watch is not None and wait.watch.is_over)
+            and not any(sign.is_over for sign in wait.signs)
             and (wait.unknown is None or self.cache.find(wait.unknown) is Place.UNKNOWN)
         ):
             return True
@@ -309,9 +325,12 @@ class TierManager(OffloadingManager):
         unknown = next((key for key, at in visit.places.items() if at is Place.UNKNOWN), None)
         coming = [key for key, at in visit.places.items() if at in (Place.ARRIVING, Place.STORAGE)]
         if coming or unknown is not None:
-            visit.wait = Wait(first, until_s, self.cache.watch(coming), unknown)
+            watches = [self.cache.watch(coming)] if coming else []
+            if self._mover.is_complete:  # then stores were asked for it
+                unknown = None
+            visit.wait = Wait(first, until_s, [*watches, *visit.asked], unknown)
         elif visit.places:
-            visit.wait = Wait(first, until_s, None, None, self._num_ended_loads)
+            visit.wait = Wait(first, until_s, num_ended_loads=self._num_ended_loads)
 
     def num_worth_loading(self, request_id: str, first: int, found: int, num_tokens: int) -> int:
         """Of ``found`` tokens after the ``first`` ones, all in host memory: how many to load."""
@@ -330,10 +349,9 @@ class TierManager(OffloadingManager):
         found = max(ends.values(), default=first)
         if self._always_loads:
             return found
-        tiers = [DISK if place is Place.STORAGE else HOST for place in visit.places.values()]
         return end_worth_loading(
             self._costs(),
-            tiers,
+            self._tiers(visit.places),
             first=first,
             found=found,
             num_tokens=num_tokens,
@@ -376,9 +394,3 @@ class TierManager(OffloadingManager):
         for step in report.steps:
             self.steps.end(step, now_s)
         self._note_changes()
-
-
-def _is_allowed(place: Place, context: ReqContext) -> bool:
-    """Whether a request may load from there; its ``kv_load_tiers`` say."""
-    medium = Medium.STORAGE if place is Place.STORAGE else Medium.CPU
-    return bool(context.load_tier_filter.allows(medium, Locality.LOCAL))

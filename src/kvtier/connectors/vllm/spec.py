@@ -25,7 +25,9 @@ from kvtier.connectors.vllm.settings import Settings
 from kvtier.connectors.vllm.worker import RankRoom, TierWorker
 from kvtier.devices import find_device
 from kvtier.errors import ConfigError
+from kvtier.tiers import StorageFacts
 from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.tiers.row import storage_names
 from kvtier.transfer.ranks import RankMover
 from kvtier.types import DISK, HOST, LoadPolicy
 
@@ -65,6 +67,8 @@ class KvtierSpec(OffloadingSpec):
         self._num_shards = 1 if self.replicated_layout else self._num_ranks
         self.num_slots = self._num_slots_in("host_capacity", self.settings.host_bytes)
         self.num_disk_slots = self._num_slots_in("disk_capacity", self.settings.disk_bytes)
+        store_bytes = self.settings.store_bytes if self.settings.stores else 0
+        self.num_store_slots = self._num_slots_in("storage_capacity", store_bytes)
         self._manager: TierManager | None = None
         self._worker: TierWorker | None = None
 
@@ -81,15 +85,29 @@ class KvtierSpec(OffloadingSpec):
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             tokens = tuple(each * self.blocks_per_chunk for each in self.tokens_per_block)
-            facts = {DISK: DiskTier.facts} if self.num_disk_slots else {}
+            stores = storage_names(self.settings.stores, bool(self.num_disk_slots))
+            facts = {
+                name: DiskTier.facts if name == DISK else StorageFacts(is_shared=True)
+                for name in stores
+            }
+            room = dict.fromkeys(stores, self.num_store_slots)
+            room |= {HOST: self.num_slots, DISK: self.num_disk_slots}
+            mover = RankMover(
+                facts,
+                self.slot_bytes,
+                self._num_ranks,
+                self._num_shards,
+                self.settings.lookup_deadline_s,
+            )
             self._manager = TierManager(
-                RankMover(facts, self.slot_bytes, self._num_ranks, self._num_shards),
-                {HOST: self.num_slots, DISK: self.num_disk_slots},
+                mover,
+                room,
                 self.names,
                 Shape(tokens, self.slot_bytes),
                 LoadPolicy(self.settings.load_policy),
                 self.settings.bytes_per_day // self._num_shards,
                 self.kv_events_config.enable_kv_cache_events,
+                self.settings.lookup_deadline_s,
             )
         return self._manager
 
@@ -97,12 +115,16 @@ class KvtierSpec(OffloadingSpec):
         if self._worker is None:
             first = kv_caches.tensors[0].tensor.device
             name = first.type if first.index is None else f"{first.type}:{first.index}"
+            has_storage = self.config.parallel.rank < self._num_shards
             room = RankRoom(
                 self.slot_bytes,
                 self.num_slots,
                 self._disk_options(),
                 self.settings.bytes_per_s // self._num_shards,
                 self._shared_file(),
+                self.settings.stores if has_storage else (),
+                self.num_store_slots * self.slot_bytes,
+                self._num_shards,
             )
             with off_compute_cores():
                 self._worker = TierWorker(

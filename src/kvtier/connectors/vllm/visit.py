@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -9,6 +10,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from kvtier.connectors.vllm.prompt import blocks_of
 from kvtier.keyed_cache import Place
+from kvtier.ladder import Asked
 from kvtier.watch import Watch
 
 
@@ -16,14 +18,15 @@ from kvtier.watch import Watch
 class Wait:
     """Why a request waits.
 
-    first: tokens that it had when it was told to. until: when it has waited for long enough. watch:
-    what is on its way to memory for it. unknown: a block of which storage has not said whether it
-    has it. num_ended_loads: how many loads of vLLM's had ended by then, where it waits for one.
+    first: tokens that it had when it was told to. until: when it has waited for long enough. signs:
+    it is time for another look when one of these is over. unknown: a block of which the ranks'
+    disks have not said whether they have it. num_ended_loads: how many loads of vLLM's had ended by
+    then, where it waits for one.
     """
 
     first: int
     until: float
-    watch: Watch | None
+    signs: Sequence[Watch | Asked] = ()
     unknown: OffloadKey | None = None
     num_ended_loads: int | None = None
 
@@ -33,7 +36,8 @@ class Visit:
     """What is known of one request.
 
     num_computed: tokens that it had at its last look-up. found: where its blocks are, all of those
-    behind these tokens; None before the first is asked for. wait: why it waits, if it does.
+    behind these tokens; None before the first is asked for. asked: what stores were asked about
+    them. wait: why it waits, if it does.
 
     places: of the blocks that its last look-up met, in that look-up's order. promoted: blocks that
     were brought from storage for it. limit: no block that ends beyond this token is loaded.
@@ -44,6 +48,7 @@ class Visit:
     context: ReqContext
     num_computed: int = 0
     found: dict[OffloadKey, Place] | None = None
+    asked: Sequence[Asked] = ()
     wait: Wait | None = None
     places: dict[OffloadKey, Place] = field(default_factory=dict)
     promoted: set[OffloadKey] = field(default_factory=set)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm.v1.kv_offload.base import (
@@ -20,14 +21,15 @@ from kvtier.connectors.shared.paged_pool import GroupPages, PagedPool, Share
 from kvtier.connectors.vllm.host_slots import HostSlots
 from kvtier.devices import Device, Direction, Finding
 from kvtier.layout import opaque
-from kvtier.tiers import HostTier
+from kvtier.tiers import HostTier, StorageTier
 from kvtier.tiers.arena import ArenaOptions
 from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.tiers.row import make_storage
 from kvtier.tiers.slots import check_slots
-from kvtier.tiers.wrappers import ThrottledTier
+from kvtier.tiers.wrappers import ShardTier, ThrottledTier
 from kvtier.transfer import Job, LocalMover, TransferEngine
 from kvtier.transfer.ranks import Hello, Order, RankExecutor, Report
-from kvtier.types import Slot
+from kvtier.types import DISK, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +45,20 @@ copy is done meanwhile. vLLM sleeps as long between such steps."""
 class RankRoom:
     """What a rank keeps blocks in. num_slots: of host memory. disk: None for none, or where another
     rank has it. bytes_per_s: of it, at most; 0 for no limit. shared: file of host memory that all
-    ranks map, where they keep the same."""
+    ranks map, where they keep the same.
+
+    stores: URLs, in each of which ``store_bytes`` are this rank's. num_shards: into how many a
+    block is cut, each of which is another rank's.
+    """
 
     slot_bytes: int
     num_slots: int
     disk: DiskOptions | None = None
     bytes_per_s: int = 0
     shared: Path | None = None
+    stores: Sequence[str] = field(default=(), repr=False)  # a password may be in it
+    store_bytes: int = 0
+    num_shards: int = 1
 
 
 class TierWorker(OffloadingWorker):
@@ -79,15 +88,14 @@ class TierWorker(OffloadingWorker):
         arena = ArenaOptions(file=room.shared)
         self._host = HostTier(group, room.num_slots * room.slot_bytes, device, arena)
         self._executor: RankExecutor | None = None
-        self._disk: DiskTier | None = None
-        if room.disk is not None:
-            try:
-                self._disk = disk = DiskTier(room.disk, group, self._host.ready_memory)
-            except BaseException:
-                self._host.close()  # shared memory would stay when the process has gone
-                raise
-            self._executor = _executor(self._host, disk, room, rank)
-            _log(disk.findings())
+        try:
+            self._storages = _storages(room, self._host, rank)
+        except BaseException:
+            self._host.close()  # shared memory would stay when the process has gone
+            raise
+        if self._storages:
+            self._executor = _executor(self._host, self._storages, room, rank)
+            _log([finding for each in self._storages for finding in each.findings()])
         self._engine = TransferEngine(device)
         self._engine.start()
         self._jobs: dict[int, tuple[Job, Direction, frozenset[Slot]]] = {}
@@ -123,11 +131,11 @@ class TierWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         is_over = self._engine.close(CLOSE_WAIT_S)
-        if self._executor is not None and self._disk is not None:
+        if self._executor is not None:
             is_idle = self._executor.close(CLOSE_WAIT_S)
             is_over = is_over and is_idle
-            if is_idle:
-                self._disk.close()
+            for storage in self._storages if is_idle else ():
+                storage.close()
         if is_over:
             self._host.close()
             self._device.close()
@@ -140,7 +148,7 @@ class TierWorker(OffloadingWorker):
         return self._jobs.keys()
 
     def carry_out(self, order: Order) -> None:
-        """Begin what the scheduler ordered, on the ranks that have a disk."""
+        """Begin what the scheduler ordered, on the ranks that have storage."""
         if self._executor is not None:
             self._executor.carry_out(order)
 
@@ -224,13 +232,32 @@ class TierWorker(OffloadingWorker):
         return TransferResult(job_id, True, job.num_bytes, job.seconds)
 
 
-def _executor(host: HostTier, disk: DiskTier, room: RankRoom, rank: int) -> RankExecutor:
-    """Carries out orders for ``disk``, in the background."""
-    tier = ThrottledTier(disk, room.bytes_per_s) if room.bytes_per_s else disk
-    num_ranks = 1 if room.disk is None else room.disk.num_ranks
-    mover = LocalMover({host.name: host, tier.name: tier}, None)
+def _storages(room: RankRoom, host: HostTier, rank: int) -> list[StorageTier]:
+    """This rank's, fastest first; what can't be made leaves nothing open."""
+    group, memory = host.layout.group, host.ready_memory
+    made: list[StorageTier] = []
+    with ExitStack() as undo:
+        if room.disk is not None:
+            disk: StorageTier = DiskTier(room.disk, group, memory)
+            undo.callback(disk.close)
+            made.append(ThrottledTier(disk, room.bytes_per_s) if room.bytes_per_s else disk)
+        for location in room.stores:
+            store = make_storage(location, group, room.store_bytes, memory)
+            undo.callback(store.close)
+            several = room.num_shards > 1
+            made.append(ShardTier(store, f"{rank}/{room.num_shards}") if several else store)
+        undo.pop_all()
+    return made
+
+
+def _executor(
+    host: HostTier, storages: Sequence[StorageTier], room: RankRoom, rank: int
+) -> RankExecutor:
+    """Carries out orders for ``storages``, in the background."""
+    mover = LocalMover({host.name: host} | {each.name: each for each in storages}, None)
     mover.start()
-    return RankExecutor(host, mover, {tier.name: tier.kept_keys()}, rank, num_ranks)
+    kept = {each.name: each.kept_keys() for each in storages if each.name == DISK}
+    return RankExecutor(host, mover, kept, rank, room.num_shards)
 
 
 def _log(findings: Sequence[Finding]) -> None:

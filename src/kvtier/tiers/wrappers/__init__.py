@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtier.tiers.wrappers.shard import ShardTier
 from kvtier.tiers.wrappers.throttled import ThrottledTier
 
-__all__ = ["ThrottledTier"]
+__all__ = ["ShardTier", "ThrottledTier"]

@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from kvtier._hot import KeyTable
 from kvtier.transfer.ranks.digests import (
-    KEY_BYTES,
     Keys,
     as_keys,
     buckets_of,
     differing,
+    keys_in,
     num_buckets_for,
 )
 from kvtier.transfer.ranks.messages import Found, Piece, Verb
@@ -228,10 +228,7 @@ class Adoption:
             ranks = self._ranks_of.find(np.ascontiguousarray(keys))
             keys = np.ascontiguousarray(keys[(ranks > 0) & (ranks < self._num_ranks)])
             self._take_out(keys)
-            content = keys.tobytes()
-            erased += [
-                BlockKey(content[at : at + KEY_BYTES]) for at in range(0, len(content), KEY_BYTES)
-            ]
+            erased += keys_in(keys.tobytes())
         return erased
 
 

@@ -14,6 +14,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.types import BlockKey
+
 KEY_BYTES: Final = 32
 MAX_BUCKETS: Final = 1 << 16
 DIGEST_BYTES: Final = 16
@@ -28,6 +30,11 @@ Uint64s = npt.NDArray[np.uint64]
 def as_keys(content: bytes) -> Keys:
     """V32 [n] of keys of 32 bytes each, one behind the other."""
     return np.frombuffer(content, f"V{KEY_BYTES}")
+
+
+def keys_in(content: bytes) -> list[BlockKey]:
+    """The same keys, each by itself."""
+    return [BlockKey(content[at : at + KEY_BYTES]) for at in range(0, len(content), KEY_BYTES)]
 
 
 def num_buckets_for(num_keys: int) -> int:

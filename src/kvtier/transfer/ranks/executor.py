@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvtier.tiers import KeptKeys, MemoryTier
+from kvtier.tiers import KeptKeys, MemoryTier, Outcome
 from kvtier.transfer.job import Job
 from kvtier.transfer.local import TIMEOUT_S
-from kvtier.transfer.mover import Move, Mover, Scrubbed
+from kvtier.transfer.mover import FindJob, Move, Mover, Scrubbed
+from kvtier.transfer.ranks.digests import keys_in
 from kvtier.transfer.ranks.messages import Done, Found, Order, Piece, Verb
 from kvtier.transfer.ranks.telling import Telling
 
@@ -39,9 +40,9 @@ class _UnderWay:
 
 class RankExecutor:
     """Owned by one thread. memory: the tier that blocks come from and go to; its slots are what
-    orders name. mover: moves them, within this process. kept: by storage tier, what an earlier life
-    has left there. rank: number of this one; num_ranks: that have such storage. clock: seconds, for
-    what is late.
+    orders name. mover: moves them, within this process. kept: by storage tier that is this rank's
+    own, what an earlier life has left there. rank: number of this one; num_ranks: that have such
+    storage. clock: seconds, for what is late.
     """
 
     def __init__(
@@ -79,6 +80,9 @@ class RankExecutor:
                 self._turn(order)
             case Verb.READ | Verb.WRITE:
                 self._begin(order)
+            case Verb.FIND:
+                job = self._mover.find(order.tier, keys_in(order.keys))
+                self._under_way[order.order_id] = _UnderWay(order, job, self._clock())
             case Verb.DIGEST | Verb.LIST | Verb.CLEAR:
                 self._tellings[order.tier].begin(order)
 
@@ -133,18 +137,22 @@ class RankExecutor:
             if not each.is_late and self._takes_too_long(each):
                 each.is_late = True
                 tier, verb = each.route
-                logger.warning("%s is late tier=%s order=%d", verb.value, tier, order_id)
+                level = logging.DEBUG if verb is Verb.FIND else logging.WARNING
+                logger.log(level, "%s is late tier=%s order=%d", verb.value, tier, order_id)
                 self._done[order_id] = LATE
         done, self._done = self._done, {}
         return done
 
     def _note_progress(self, route: tuple[str, Verb]) -> None:
         for each in self._under_way.values():
-            if each.route == route:
+            if each.route == route and each.order.verb is not Verb.FIND:
                 each.since = self._clock()
 
     def _takes_too_long(self, each: _UnderWay) -> bool:
-        return self._clock() - each.since > TIMEOUT_S[each.order.verb.value] + LATE_S
+        limit_s = TIMEOUT_S[each.order.verb.value] + LATE_S
+        if each.order.verb is Verb.FIND:  # for requests, not for storage
+            limit_s = each.order.patience_s
+        return self._clock() - each.since > limit_s
 
     def take_scrubbed(self) -> tuple[Scrubbed, ...]:
         """What idle storage has verified since the last call."""
@@ -157,10 +165,22 @@ class RankExecutor:
 
 def _done(ended: _UnderWay) -> Done:
     job = ended.job
+    if isinstance(job, FindJob):
+        return _found(ended.order, job)
     failed = _all_of(ended.order) if job.error is not None else job.lost
     return Done(
         failed, job.gone, job.num_damaged, 1, job.num_bytes, job.seconds, withdrawn=job.withdrawn
     )
+
+
+def _found(order: Order, job: FindJob) -> Done:
+    """What a look-up said, or that it came to nothing."""
+    outcomes = job.outcomes
+    if job.error is not None:
+        outcomes = [Outcome.FAILED] * len(keys_in(order.keys))
+    missing = [at for at, each in enumerate(outcomes) if each is not Outcome.THERE]
+    gone = frozenset(at for at in missing if outcomes[at] is Outcome.ABSENT)
+    return Done(frozenset(missing), gone, seconds=job.seconds)
 
 
 def _all_of(order: Order) -> frozenset[int]:

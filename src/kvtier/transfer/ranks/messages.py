@@ -17,6 +17,8 @@ class Verb(Enum):
     """From slots in memory to storage."""
     READ = "read"
     """From storage to slots in memory."""
+    FIND = "find"
+    """Say which of these storage has, where it has to be asked."""
     DROP = "drop"
     """Storage need not keep them."""
     ERASE = "erase"
@@ -43,6 +45,8 @@ class Order:
     ranks: whom it is for; () for all. num: for ``DIGEST``, of buckets; for ``LIST``, of keys per
     report at most. buckets: how many there are, and a bit for each, the lowest one first, whose
     keys are to be listed; None for all keys.
+
+    keys: for ``FIND``, one behind the other. patience_s: after which a ``FIND`` is late.
     """
 
     order_id: int
@@ -55,17 +59,19 @@ class Order:
     ranks: tuple[int, ...] = ()
     num: int = 0
     buckets: tuple[int, bytes] | None = None
+    keys: bytes = b""
+    patience_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """An order to read or write that was carried out.
+    """An order to read, to write or to find that was carried out.
 
-    failed: positions of blocks that were not moved. gone: those of them that storage does not have;
-    num_damaged: how many of these it had, but not as they were. num_ranks: where it has ended.
-    num_bytes, seconds: what was moved, and how long it took without the time in line. withdrawn: it
-    never began. is_late: somewhere it takes longer than anything should. Nobody should wait for it,
-    and its slots in memory are in use until all ranks have ended.
+    failed: positions of blocks that were not moved, or found. gone: those of them that storage does
+    not have; num_damaged: how many of these it had, but not as they were. num_ranks: where it has
+    ended. num_bytes, seconds: what was moved, and how long it took without the time in line.
+    withdrawn: it never began. is_late: somewhere it takes longer than anything should. Nobody
+    should wait for it, and its slots in memory are in use until all ranks have ended.
     """
 
     failed: frozenset[int] = frozenset()

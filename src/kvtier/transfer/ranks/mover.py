@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from math import inf
 
 from kvtier.plan import Route
 from kvtier.tiers import Outcome, StorageFacts
+from kvtier.tiers.breaker import Breaker
 from kvtier.transfer.job import Job
+from kvtier.transfer.local import FAILURES_UNTIL_OPEN, TIMEOUT_S
 from kvtier.transfer.mover import FindJob, Move, Mover, Scrubbed
 from kvtier.transfer.ranks.adoption import Adoption
 from kvtier.transfer.ranks.messages import Done, Found, Hello, Order, Report, Verb
@@ -23,6 +26,17 @@ class _Moving:
     route: Route
     num_bytes: int
     num_ranks_left: int
+    done: Done | None = None
+
+
+@dataclass(slots=True)
+class _Finding:
+    """A look-up that ranks make. num_ranks: that have to answer."""
+
+    job: FindJob
+    tier: str
+    num_keys: int
+    num_ranks: int
     done: Done | None = None
 
 
@@ -45,9 +59,15 @@ class RankMover(Mover):
     While a rank is late with a move, its slots stay in use, and no more moves along the same route
     are accepted.
 
-    storages: what each rank has of storage. block_bytes: of one rank. num_ranks: that say hello.
-    num_storage_ranks: those of them that have the storage.
+    What a rank's own storage has kept, the ranks tell by themselves. A store has to be asked: each
+    rank asks for its shard, and a block is there where all have found it.
+
+    storages: what each rank has of storage; those that don't find at once are asked. block_bytes:
+    of one rank. num_ranks: that say hello. num_storage_ranks: those of them that have the storage.
+    lookup_patience_s: after which ranks say that a look-up is late.
     """
+
+    tells_late = True
 
     def __init__(
         self,
@@ -55,8 +75,11 @@ class RankMover(Mover):
         block_bytes: int,
         num_ranks: int,
         num_storage_ranks: int,
+        lookup_patience_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.storages = dict(storages)
+        self._lookup_patience_s = lookup_patience_s
         self._block_bytes = block_bytes
         self._num_ranks = num_ranks
         self._num_storage_ranks = num_storage_ranks if storages else 0
@@ -68,7 +91,17 @@ class RankMover(Mover):
         self._num_orders = 0
         self._scrubbed: list[Scrubbed] = []
         self._adoptions = {
-            name: Adoption(num_storage_ranks, partial(self._ask, name)) for name in storages
+            name: Adoption(num_storage_ranks, partial(self._ask, name))
+            for name, facts in storages.items()
+            if facts.finds_at_once
+        }
+        self._finding: dict[int, _Finding] = {}
+        self._num_late_finds = 0
+        self._breakers = {
+            (name, verb): Breaker(clock, FAILURES_UNTIL_OPEN, 2 * TIMEOUT_S[verb.value])
+            for name in storages
+            for verb in (Verb.FIND, Verb.READ, Verb.WRITE)
+            if name not in self._adoptions
         }
 
     # -- what the ladder wants ---------------------------------------------------------------------
@@ -77,9 +110,12 @@ class RankMover(Mover):
         is_read = move.src in self.storages
         tier, slots = (move.src, move.dst_slots) if is_read else (move.dst, move.src_slots)
         job = Job(move.num_blocks * self._block_bytes)
-        if not is_read:
-            self._adoptions[tier].touch([name.key for name in move.names])
         verb = Verb.READ if is_read else Verb.WRITE
+        if (tier, verb) in self._breakers and not self._breakers[tier, verb].enter():
+            job.finish(lost=range(move.num_blocks))
+            return job
+        if not is_read:
+            self._touch(tier, [name.key for name in move.names])
         order = self._order(verb, tier, move.names, tuple(slots), urgent)
         route = (move.src, move.dst)
         self._moving[order.order_id] = _Moving(job, route, job.num_bytes, self._num_storage_ranks)
@@ -88,13 +124,25 @@ class RankMover(Mover):
         return job
 
     def drop(self, tier: str, keys: Sequence[BlockKey], for_good: bool = False) -> None:
-        self._adoptions[tier].touch(keys)
+        self._touch(tier, keys)
         if keys:
             names = [BlockName(b"", 0, key) for key in keys]
             self._order(Verb.ERASE if for_good else Verb.DROP, tier, names)
 
+    def _touch(self, tier: str, keys: Sequence[BlockKey]) -> None:
+        if tier in self._adoptions:
+            self._adoptions[tier].touch(keys)
+
     def accepts(self, route: Route) -> bool:
-        return not self._lines[route].num_late
+        breaker = self._breaker(route)
+        is_passable = breaker is None or breaker.is_passable
+        return is_passable and not self._lines[route].num_late
+
+    def _breaker(self, route: Route) -> Breaker | None:
+        """Of a store that is read from, or written to."""
+        src, dst = route
+        reads = self._breakers.get((src, Verb.READ))
+        return reads or self._breakers.get((dst, Verb.WRITE))
 
     def hurry(self, route: Route, job: Job) -> None:
         if job in self._ids:
@@ -107,18 +155,38 @@ class RankMover(Mover):
         return False
 
     def find(self, tier: str, keys: Sequence[BlockKey]) -> FindJob:
-        """What all ranks are known to have, and nobody has asked for yet; what is not known yet is
-        absent until it is."""
-        job, there = FindJob(), self._adoptions[tier].find(keys)
+        """Of a store, what all ranks will have found. Else what all are known to have, and nobody
+        has asked for yet; what is not known yet is absent until it is."""
+        job = FindJob()
+        if tier not in self._adoptions:
+            self._begin_find(job, tier, keys)
+            return job
+        there = self._adoptions[tier].find(keys)
         job.outcomes = [Outcome.THERE if each else Outcome.ABSENT for each in there]
         job.finish()
         return job
 
+    def _begin_find(self, job: FindJob, tier: str, keys: Sequence[BlockKey]) -> None:
+        if not self._breakers[tier, Verb.FIND].enter():
+            job.outcomes = [Outcome.FAILED] * len(keys)
+            job.finish(lost=range(len(keys)))
+            return
+        self._num_orders += 1
+        content, patience_s = b"".join(keys), self._lookup_patience_s
+        order = Order(self._num_orders, Verb.FIND, tier, keys=content, patience_s=patience_s)
+        self._orders.append(order)
+        self._finding[order.order_id] = _Finding(job, tier, len(keys), self._num_storage_ranks)
+
     def has_unfound(self, tier: str) -> bool:
+        if tier not in self._adoptions:
+            return self._breakers[tier, Verb.FIND].is_passable
         return self._adoptions[tier].num_unfound > 0
 
     def drop_unfound(self, tier: str) -> None:
-        """Nothing of an earlier life is wanted: not what ranks have yet to tell of, either."""
+        """Nothing of an earlier life is wanted: not what ranks have yet to tell of, either. What a
+        store has is others' as well."""
+        if tier not in self._adoptions:
+            return
         adoption = self._adoptions[tier]
         if adoption.num_unfound or not adoption.is_complete:
             self._order(Verb.CLEAR, tier)
@@ -196,6 +264,7 @@ class RankMover(Mover):
     def is_busy(self) -> bool:
         """Orders are to be sent, or to be carried out; what is late is not waited for."""
         is_waited_for = any(line.num_moves > line.num_late for line in self._lines.values())
+        is_waited_for |= len(self._finding) > self._num_late_finds
         is_erasing = any(each.has_to_erase for each in self._adoptions.values())
         return bool(self._orders) or is_waited_for or is_erasing
 
@@ -220,6 +289,8 @@ class RankMover(Mover):
             self._note(order_id, done)
 
     def _note(self, order_id: int, done: Done) -> None:
+        if order_id in self._finding:
+            self._note_found(order_id, done)
         moving = self._moving.get(order_id)
         if moving is None:
             return
@@ -237,8 +308,34 @@ class RankMover(Mover):
         self._lines[moving.route].count(-1, -moving.num_bytes)
         self._lines[moving.route].num_late -= moving.job.is_late
         all_done, job = moving.done, moving.job
+        if (breaker := self._breaker(moving.route)) is not None and not all_done.withdrawn:
+            num_blocks = moving.num_bytes // self._block_bytes
+            breaker.note(len(all_done.failed - all_done.gone) < num_blocks)
         job.gone, job.num_damaged = all_done.gone, all_done.num_damaged
         job.withdrawn = all_done.withdrawn
         job.num_bytes = all_done.num_bytes
         job.finish(lost=all_done.failed)
         job.seconds = all_done.seconds
+
+    def _note_found(self, order_id: int, done: Done) -> None:
+        """Some ranks have said what they found, or that it takes too long."""
+        finding = self._finding[order_id]
+        job = finding.job
+        if done.is_late and not job.is_late:
+            job.is_late = True
+            self._num_late_finds += 1
+        if not done.num_ranks:
+            return
+        finding.done = done if finding.done is None else finding.done.and_also(done)
+        if finding.done.num_ranks < finding.num_ranks:
+            return
+        del self._finding[order_id]
+        self._num_late_finds -= job.is_late
+        failed, gone = finding.done.failed, finding.done.gone
+        job.outcomes = [
+            Outcome.THERE if at not in failed else Outcome.ABSENT if at in gone else Outcome.FAILED
+            for at in range(finding.num_keys)
+        ]
+        self._breakers[finding.tier, Verb.FIND].note(len(failed - gone) < finding.num_keys)
+        job.finish(lost=failed - gone)
+        job.seconds = finding.done.seconds

@@ -9,13 +9,13 @@ import numpy as np
 
 from kvtier.tiers import KeptKeys
 from kvtier.transfer.ranks.digests import (
-    KEY_BYTES,
     MAX_BUCKETS,
     Keys,
     Uint64s,
     buckets_of,
     digests_of,
     fold,
+    keys_in,
 )
 from kvtier.transfer.ranks.messages import Found, Order, Piece, Verb
 from kvtier.types import BlockKey
@@ -115,4 +115,4 @@ class Telling:
         end = self._num_cleared + CLEARED_PER_STEP
         keys = self._kept.in_order(self._num_cleared, end).tobytes()
         self._num_cleared = end if end < self._kept.num_keys else None
-        return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+        return keys_in(keys)

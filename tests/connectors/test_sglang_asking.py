@@ -1,0 +1,148 @@
+"""Requests that wait in SGLang's queue to hear what a store has of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvtier.connectors.sglang.bringing import Bringing, Prompt
+from kvtier.connectors.sglang.gate import Gate
+from kvtier.connectors.sglang.waits import Wait
+from kvtier.layout import opaque
+from kvtier.testing import MemoryStorage, Shelf
+from kvtier.tiers import StorageFacts
+from tests.connectors.pool_world import SLOT_BYTES, PoolWorld, key_of
+from tests.connectors.test_sglang_gate import PAGE, scheduler, take_first
+
+PATIENCE_S = 30.0
+
+
+class World:
+    """A rank whose store has the blocks 0 to 5, from another replica; it answers look-ups while
+    ``store.open_finds`` is set."""
+
+    def __init__(self, lookup_deadline_s: float = PATIENCE_S) -> None:
+        shelf = Shelf()
+        first = PoolWorld(shelf=shelf)
+        assert first.keep(*range(6))
+        first.close()
+        facts = StorageFacts(is_shared=True)
+        self.store = MemoryStorage(opaque(SLOT_BYTES), 16, shelf, "store", facts)
+        self.pools = PoolWorld(storages=[self.store], lookup_deadline_s=lookup_deadline_s)
+        self.bringing = Bringing({"kv": self.pools.pool}, PAGE, always=True)
+        self.gate = Gate(self.bringing)
+        self.cuts: list[list[int]] = []
+
+    def look(self, rid: str, *numbers: int) -> None:
+        keys = [key_of(number) for number in numbers]
+        places, asked = self.pools.pool.cache.find_or_ask(keys)
+        cuts = self.bringing.cuts(rid, Prompt(0, 160), keys, {"kv": places}, {"kv": 0}, asked)
+        self.cuts.append(cuts)
+
+    def request(self, *numbers: int) -> Any:
+        req = SimpleNamespace(rid=f"r{numbers}")
+        req.init_next_round_input = lambda cache, cow_mamba: self.look(req.rid, *numbers)
+        return req
+
+    def choose(self, made: Any) -> Any:
+        self.pools.pool.cache.poll()  # as SGLang has the linker do in each step
+        return self.gate.choose(made, False, lambda: take_first(made))
+
+    def until_heard(self) -> None:
+        """The store has answered, and a step has noticed."""
+        self.store.open_finds.set()
+        end_s = time.monotonic() + PATIENCE_S
+        while any(visit.wait(0.0) is Wait.ANSWERS for visit in self.bringing._visits.values()):
+            assert time.monotonic() < end_s, "nothing is heard"
+            self.pools.pool.cache.poll()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    made.store.open_finds.clear()
+    yield made
+    made.store.open_finds.set()
+    made.pools.close()
+
+
+def test_request_waits_for_the_answer_and_then_for_what_comes(world: World) -> None:
+    req = world.request(0, 1, 2, 99)
+    made = scheduler([req])
+    assert world.choose(made) == []
+    assert world.bringing.wait(req.rid) is Wait.ANSWERS
+    assert world.choose(made) == []
+    assert world.cuts == [[]], "it is looked up once while it waits"
+    world.until_heard()
+    assert world.choose(made) == []
+    assert world.choose(made) == []
+    assert world.bringing.wait(req.rid) is Wait.READS
+    world.pools.settle()
+    assert world.choose(made) == [req.rid]
+    world.look("turn", 0, 1, 2, 99)
+    assert world.cuts == [[], [], [1, 2, 3]]
+
+
+def test_request_that_the_store_has_nothing_of_is_computed(world: World) -> None:
+    req = world.request(50, 51)
+    made = scheduler([req])
+    assert world.choose(made) == []
+    world.until_heard()
+    assert world.choose(made) == []
+    assert world.choose(made) == [req.rid]
+    assert world.cuts == [[], []]
+
+
+def test_others_pass_meanwhile(world: World) -> None:
+    waits, passes = world.request(0, 1), world.request()
+    made = scheduler([waits, passes])
+    assert world.choose(made) == [passes.rid]
+    assert made.waiting_queue == [waits]
+
+
+def test_ranks_look_again_when_all_have_heard(world: World) -> None:
+    """Each look-up is a reduction of SGLang's: all make it in the same step, or none."""
+    others = [int(Wait.ANSWERS)]
+    req = world.request(0, 1)
+    made = scheduler([req], lambda at: others[at])
+    assert world.choose(made) == []
+    world.until_heard()
+    for _ in range(3):
+        assert world.choose(made) == []
+    assert len(world.cuts) == 1, "this rank has heard, the other one has not"
+    others[0] = 0
+    assert world.choose(made) == []
+    assert world.choose(made) == []
+    assert len(world.cuts) == 2
+    world.pools.settle()
+    assert world.choose(made) == [req.rid]
+
+
+def test_rank_that_asked_nobody_looks_again_with_the_others(world: World) -> None:
+    others = [int(Wait.ANSWERS)]
+    req = world.request()
+    made = scheduler([req], lambda at: others[at])
+    assert world.choose(made) == []
+    others[0] = 0
+    assert world.choose(made) == []
+    assert len(world.cuts) == 1
+    assert world.choose(made) == [req.rid]
+    assert len(world.cuts) == 2
+
+
+def test_nobody_waits_for_longer_than_for_an_answer() -> None:
+    world = World(lookup_deadline_s=0.05)
+    world.store.open_finds.clear()
+    first, second = world.request(0, 1), world.request(2, 3)
+    made = scheduler([first])
+    end_s = time.monotonic() + PATIENCE_S
+    while world.choose(made) == []:
+        assert time.monotonic() < end_s, "it waits for ever"
+    made = scheduler([second])
+    assert world.choose(made) == [second.rid], "others wait for a store that is late"
+    world.store.open_finds.set()
+    world.pools.close()

