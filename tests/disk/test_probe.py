@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from kvtier.tiers.disk.io import probe as probing
+from kvtier.tiers.disk.io.cufile import CUFILE
+from kvtier.tiers.disk.io.nds import NDS
 from kvtier.tiers.disk.io.probe import KILLED_S, Probe, Reach, findings, main, probe
 from tests.fakes.storage import STORAGE, StorageFake
 
@@ -127,6 +129,22 @@ def test_a_disk_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     other = tmp_path / "other"
     other.mkdir()
     assert probed(fake, other) is first, "the same disk"
+
+
+def test_a_library_leaves_no_log_behind_unless_somebody_wants_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUFILE_LOGFILE_PATH", raising=False)
+    assert probing._variables(CUFILE, True) == {
+        "CUFILE_ALLOW_COMPAT_MODE": "true",
+        "CUFILE_LOGFILE_PATH": os.devnull,
+    }
+    monkeypatch.setenv("CUFILE_LOGFILE_PATH", "mine.log")
+    assert probing._variables(CUFILE, False) == {
+        "CUFILE_ALLOW_COMPAT_MODE": "false",
+        "CUFILE_FORCE_COMPAT_MODE": "false",
+    }
+    assert probing._variables(NDS, False) == {}
 
 
 def test_no_process_is_begun_for_a_library_that_is_not_there(

@@ -97,6 +97,7 @@ CUFILE = Vendor(
     version=_version,
     limits=asked_limits(CuFileProperties),
     compat=("CUFILE_ALLOW_COMPAT_MODE", "CUFILE_FORCE_COMPAT_MODE"),
+    log="CUFILE_LOGFILE_PATH",
 )
 
 

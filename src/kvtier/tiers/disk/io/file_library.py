@@ -128,7 +128,8 @@ class Vendor:
     files: of the library, in the order they are tried. wheel: a pattern of it below site-packages.
     override: an environment variable that names another. descriptor: makes what ``HandleRegister``
     wants of an fd. version: (major, minor), ``UNKNOWN`` where it can't be asked. compat: the
-    environment variables that allow, and force, the library's way through host memory.
+    environment variables that allow, and force, the library's way through host memory. log: the one
+    that names its log, which it writes to the current folder otherwise.
     """
 
     name: str
@@ -141,6 +142,7 @@ class Vendor:
     version: Callable[[FileLibrary], tuple[int, int]]
     limits: Callable[[FileLibrary], Limits]
     compat: tuple[str, str] | None = None
+    log: str = ""
 
 
 def shared_calls(

@@ -115,12 +115,12 @@ def _tried(
     except OSError as error:
         return Probe(kind, library, Reach.NONE, Tried(), str(error))
     try:
-        strictly = _run([*command, path], _compat(vendor, False), ends_at, limit_s)
+        strictly = _run([*command, path], _variables(vendor, False), ends_at, limit_s)
         if not strictly.why_not:
             return Probe(kind, library, Reach.DIRECT, strictly, "")
         if vendor.compat is None or time.monotonic() >= ends_at:
             return Probe(kind, library, Reach.NONE, strictly, strictly.why_not)
-        freely = _run([*command, path], _compat(vendor, True), ends_at, limit_s)
+        freely = _run([*command, path], _variables(vendor, True), ends_at, limit_s)
         if freely.why_not:
             return Probe(kind, library, Reach.NONE, freely, freely.why_not)
         return Probe(kind, library, Reach.BOUNCED, freely, strictly.why_not)
@@ -128,12 +128,15 @@ def _tried(
         os.unlink(path)
 
 
-def _compat(vendor: Vendor, allowed: bool) -> dict[str, str]:
-    """The environment of a child."""
-    if vendor.compat is None:
-        return {}
-    allow, force = vendor.compat
-    return {allow: "true"} if allowed else {allow: "false", force: "false"}
+def _variables(vendor: Vendor, may_bounce: bool) -> dict[str, str]:
+    """The environment of a child, beside our own."""
+    made = {}
+    if vendor.log and vendor.log not in os.environ:
+        made[vendor.log] = os.devnull
+    if vendor.compat is not None:
+        allow, force = vendor.compat
+        made |= {allow: "true"} if may_bounce else {allow: "false", force: "false"}
+    return made
 
 
 def _run(command: list[str], variables: dict[str, str], ends_at: float, limit_s: float) -> Tried:
