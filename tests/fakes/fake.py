@@ -7,10 +7,12 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from ctypes import c_char_p, c_int, c_long, c_size_t, c_uint, c_void_p
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +58,10 @@ ARGUMENTS = {
     "fake_leaks": (c_char_p, c_size_t),
 }
 POINTERS = ("fake_allocate", "fake_compute_stream")
-COUNTS = ("fake_count", "fake_num_pending", "fake_violations", "fake_leaks")
+COUNTS = (
+    "fake_count", "fake_num_pending", "fake_violations", "fake_leaks", "fake_storage_num_moving",
+    "fake_storage_num_transfers", "fake_storage_leaks",
+)  # fmt: skip
 
 
 @cache
@@ -73,11 +78,16 @@ def _folder() -> Path:
 def build(variant: str, *flags: str) -> Path:
     """The shared library of ``variant``, compiled once. Skips the test where no compiler is."""
     vendor, version = VARIANTS[variant]
-    core = [_compile(f"{file}.cpp", 0, flags) for file in CORE]
-    parts = [*core, _compile(f"{vendor}.cpp", version, flags)]
-    library = _folder() / f"{variant}{''.join(flags)}.so"
+    return link(f"{variant}{''.join(flags)}", [(vendor, version)], flags)
+
+
+def link(name: str, parts: Sequence[tuple[str, int]], flags: tuple[str, ...] = ()) -> Path:
+    """A shared library of these parts, each a file and its version, over the machine."""
+    files = [*((file, 0) for file in CORE), *parts]
+    objects = [_compile(f"{file}.cpp", version, flags) for file, version in files]
+    library = _folder() / f"{name}.so"
     if not library.exists():
-        _run("-shared", *flags, *map(str, parts), "-lpthread", to=library)
+        _run("-shared", *flags, *map(str, objects), "-lpthread", to=library)
     return library
 
 
@@ -108,18 +118,21 @@ def _run(*arguments: str, to: Path) -> None:
 class Fake:
     """One variant: what tests tell it, and what it has seen. Also the product loads ``path``."""
 
-    def __init__(self, variant: str) -> None:
+    def __init__(self, variant: str, path: Path | None = None) -> None:
         self.variant = variant
         self.vendor, self.version = VARIANTS[variant]
-        self.path = build(variant)
+        self.path = path or build(variant)
         self._library = ctypes.CDLL(str(self.path))
-        for name, arguments in ARGUMENTS.items():
+        self._declare(ARGUMENTS)
+        self.reset()
+
+    def _declare(self, calls: Mapping[str, tuple[Any, ...]]) -> None:
+        for name, arguments in calls.items():
             function = getattr(self._library, name)
             function.argtypes = arguments
             function.restype = c_long if name in COUNTS else c_int
             if name in POINTERS:
                 function.restype = c_void_p
-        self.reset()
 
     @property
     def library(self) -> ctypes.CDLL:

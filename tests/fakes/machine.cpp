@@ -26,6 +26,7 @@ void Machine::reset(unsigned seed, bool late_reads, int max_delay_us) {
     events_.clear();
     for (Range &range : ranges_) drop_memory(range);
     ranges_.clear();
+    claims_.clear();
     violations_.clear();
     counts_.clear();
     failing_calls_.clear();
@@ -250,6 +251,12 @@ void Machine::judge(Stream *stream, const std::vector<Copy> &copies) {
     for (std::size_t at = 1; at < sorted.size(); ++at)
         if (sorted[at - 1].dst + sorted[at - 1].size > sorted[at].dst)
             violations_.push_back("two copies of a batch write the same bytes");
+    for (const Claim &claim : claims_)
+        for (const Copy &copy : copies)
+            if (claim.conflicts(copy)) {
+                violations_.push_back("a stream touches bytes that storage moves");
+                return;
+            }
     for (auto &other : streams_) {
         if (other.get() == stream) continue;
         for (Op &op : other->ops) {

@@ -126,6 +126,11 @@ public:
     enum class Place { device, pinned, pageable, broken, other_device };
     Place place(Address at, std::size_t size, int device);
 
+    // Bytes that storage moves, on no stream: until `unclaim` no stream may touch them, unless both
+    // only read. `is_written`: the memory is.
+    void claim(Address at, std::size_t size, bool is_written);
+    void unclaim(Address at, std::size_t size);
+
     // Streams and events.
     Stream *make_stream(int device, bool is_compute = false);
     bool is_stream(const void *stream);
@@ -168,6 +173,19 @@ private:
     void judge(Stream *stream, const std::vector<Copy> &copies);
     bool has_pending(Address at, std::size_t size);
     void drop_memory(Range &range);
+
+    struct Claim {
+        Address at;
+        std::size_t size;
+        bool is_written;
+        bool conflicts(Address other, std::size_t other_size, bool other_is_written) const {
+            return (is_written || other_is_written) && overlap(at, size, other, other_size);
+        }
+        bool conflicts(const Copy &copy) const {
+            return conflicts(copy.dst, copy.size, true) || conflicts(copy.src, copy.size, false);
+        }
+    };
+    std::vector<Claim> claims_;
 
     std::mutex mutex_;
     std::condition_variable changed_;

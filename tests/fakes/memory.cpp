@@ -124,7 +124,33 @@ Machine::Place Machine::place(Address at, std::size_t size, int device) {
     return Place::pageable;
 }
 
+void Machine::claim(Address at, std::size_t size, bool is_written) {
+    std::lock_guard lock(mutex_);
+    const Claim made{at, size, is_written};
+    for (const Claim &other : claims_)
+        if (other.conflicts(at, size, is_written))
+            violations_.push_back("storage moves the same bytes twice at a time");
+    for (auto &stream : streams_)
+        for (Op &op : stream->ops)
+            for (Copy &copy : op.copies)
+                if (made.conflicts(copy)) {
+                    violations_.push_back("storage moves bytes that a stream is not done with");
+                    claims_.push_back(made);
+                    return;
+                }
+    claims_.push_back(made);
+}
+
+void Machine::unclaim(Address at, std::size_t size) {
+    std::lock_guard lock(mutex_);
+    auto found = std::find_if(claims_.begin(), claims_.end(),
+                              [&](Claim &each) { return each.at == at && each.size == size; });
+    if (found != claims_.end()) claims_.erase(found);
+}
+
 bool Machine::has_pending(Address at, std::size_t size) {
+    for (const Claim &claim : claims_)
+        if (overlap(claim.at, claim.size, at, size)) return true;
     for (auto &stream : streams_)
         for (Op &op : stream->ops)
             for (Copy &copy : op.copies)

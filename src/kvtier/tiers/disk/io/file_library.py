@@ -1,0 +1,367 @@
+"""A vendor's library that moves bytes between a file and accelerator memory, by ctypes.
+
+NVIDIA's cuFile, AMD's hipFile and Ascend's NDS have the same calls under names that begin
+otherwise. What each vendor has, and what is done without:
+
+    call                              cuFile      hipFile   NDS
+    DriverOpen, DriverClose           yes         yes       yes
+    HandleRegister, HandleDeregister  yes         yes       yes
+    Read, Write                       yes         yes       yes
+    BufRegister, BufDeregister        yes         yes       no: it looks memory up by itself
+    Readv, Writev                     from 1.20   no        no: a batch, or one call per piece
+    BatchIO*                          yes         not used  no: one call per piece
+    SetParameterPosixPoolSlabArray    from 1.15   no        no: smaller batches
+
+Loading one is harmless. Opening its driver may not be: cuFile 1.20 spins for ever where there is no
+driver, so ``probe`` tries that in a process of its own first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sysconfig
+import threading
+from collections.abc import Callable
+from ctypes import POINTER, Structure, Union, byref, c_int, c_size_t, c_ssize_t, c_void_p
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from kvtier.devices.library import Call, Library
+
+ALREADY_OPEN: Final = 5026
+
+MEANINGS: Final = {
+    5001: "the driver is not initialised",
+    5004: "library and kernel module are of different versions",
+    5007: "not on this platform",
+    5008: "not on this file system",
+    5009: "not with this accelerator",
+    5011: "the accelerator's driver refused",
+    5012: "not an address of the accelerator",
+    5013: "not memory that it can reach",
+    5014: "beyond the end of the memory",
+    5015: "memory of another context",
+    5016: "more memory than may be pinned",
+    5018: "not a regular file",
+    5019: "the file was opened in a way that it can't use",
+    5020: "the file was opened without O_DIRECT",
+    5022: "wrong arguments",
+    5023: "the memory is registered already",
+    5024: "the memory is not registered",
+    5025: "not permitted",
+    5026: "the driver is open already",
+    5027: "the file is not registered",
+    5028: "the file is registered already",
+    5029: "no accelerator",
+    5033: "the driver can't be set up; is the accelerator's driver installed?",
+    5034: "switched off by its configuration",
+    5036: "the memory can't be pinned; is there room in the accelerator's BAR?",
+    5037: "the batch is full",
+}
+"""Of the codes that all three share, what people may have to act on."""
+
+ERRNOS: Final = {
+    5012: errno.EFAULT,
+    5013: errno.EFAULT,
+    5014: errno.EFAULT,
+    5022: errno.EINVAL,
+    5024: errno.EFAULT,
+    5025: errno.EACCES,
+    5027: errno.EBADF,
+    5043: errno.ENOMEM,
+}
+"""What codes mean where a transfer answers them. Others are EIO."""
+
+_LAST_ERRNO: Final = 4095
+
+
+class FileStatus(Structure):
+    """What calls answer by value: the library's code, and the accelerator driver's."""
+
+    _fields_ = (("code", c_int), ("driver_code", c_int))
+
+
+class FileName(Union):
+    """A descriptor of the system, or a pointer."""
+
+    _fields_ = (("fd", c_int), ("pointer", c_void_p))
+
+
+class FileDescriptor(Structure):
+    """Names a file, which is a descriptor of the system where ``kind`` is ``OF_SYSTEM``."""
+
+    _fields_ = (("kind", c_int), ("name", FileName), ("operations", c_void_p))
+
+
+class Vector(Structure):
+    """A piece of memory: of ``Readv`` and ``Writev``."""
+
+    _fields_ = (("address", c_void_p), ("num_bytes", c_size_t))
+
+
+OF_SYSTEM: Final = 1
+UNKNOWN: Final = (0, 0)
+"""A version."""
+
+
+def of_system(fd: int) -> FileDescriptor:
+    """The name of a file that is open here."""
+    return FileDescriptor(OF_SYSTEM, FileName(fd=fd))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the driver says of itself. max_batch: requests in one batch. max_pinned_bytes: of all
+    memory that is registered. 0: it does not say."""
+
+    max_batch: int = 0
+    max_pinned_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Vendor:
+    """A vendor's names for what all have.
+
+    files: of the library, in the order they are tried. wheel: a pattern of it below site-packages.
+    override: an environment variable that names another. descriptor: makes what ``HandleRegister``
+    wants of an fd. version: (major, minor), ``UNKNOWN`` where it can't be asked. compat: the
+    environment variables that allow, and force, the library's way through host memory. log: the one
+    that names its log, which it writes to the current folder otherwise.
+    """
+
+    name: str
+    prefix: str
+    files: tuple[str, ...]
+    wheel: str
+    override: str
+    calls: tuple[Call, ...]
+    descriptor: Callable[[int], Structure]
+    version: Callable[[FileLibrary], tuple[int, int]]
+    limits: Callable[[FileLibrary], Limits]
+    compat: tuple[str, str] | None = None
+    log: str = ""
+
+
+def shared_calls(
+    prefix: str, status: type[Structure], descriptor: type[Structure]
+) -> tuple[Call, ...]:
+    """The calls that nothing works without."""
+    move = (c_void_p, c_void_p, c_size_t, c_ssize_t, c_ssize_t)
+    handle = POINTER(c_void_p)
+    return (
+        Call(f"{prefix}DriverOpen", (), returns=status),
+        Call(f"{prefix}DriverClose", (), returns=status),
+        Call(f"{prefix}HandleRegister", (handle, POINTER(descriptor)), returns=status),
+        Call(f"{prefix}HandleDeregister", (c_void_p,), returns=None),
+        Call(f"{prefix}Read", move, returns=c_ssize_t),
+        Call(f"{prefix}Write", move, returns=c_ssize_t),
+    )
+
+
+def buffer_calls(prefix: str, status: type[Structure]) -> tuple[Call, ...]:
+    """Of libraries that want to know the memory first."""
+    return (
+        Call(f"{prefix}BufRegister", (c_void_p, c_size_t, c_int), returns=status),
+        Call(f"{prefix}BufDeregister", (c_void_p,), returns=status),
+        Call(
+            f"{prefix}DriverSetMaxPinnedMemSize",
+            (c_size_t,),
+            without="no more memory than its configuration allows",
+            returns=status,
+        ),
+    )
+
+
+@dataclass(slots=True)
+class _Opened:
+    """A driver that is open in this process. memory: (size, users) of what is registered, by its
+    first address."""
+
+    is_ours: bool
+    has_bounce_pool: bool
+    num_users: int = 0
+    memory: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+_lock = threading.Lock()
+_opened: dict[tuple[int, str], _Opened] = {}
+"""By process, for a forked child has its parent's drivers no more, and by library."""
+
+
+class FileLibrary:
+    """A vendor's library, loaded. Raises ``DeviceError`` where it is not there, and from every call
+    that it refuses."""
+
+    def __init__(self, vendor: Vendor) -> None:
+        self.vendor = vendor
+        names = (*vendor.files, *map(str, _in_wheels(vendor.wheel)))
+        self._library = Library(names, vendor.override, vendor.calls, _meaning)
+        for name in ("Read", "Write", "Readv", "Writev"):
+            if self.has(name):
+                self._keep_errno(vendor.prefix + name)
+        self.version = vendor.version(self)
+
+    @property
+    def path(self) -> str:
+        """The file that was loaded."""
+        return self._library.path
+
+    def __str__(self) -> str:
+        name = self.vendor.name
+        return name if self.version == UNKNOWN else f"{name} {'.'.join(map(str, self.version))}"
+
+    def has(self, name: str) -> bool:
+        """Whether it has the call ``name``, which is given without the prefix."""
+        return self._library.has(self.vendor.prefix + name)
+
+    def code(self, name: str, *arguments: object) -> int:
+        """Call ``name``; the code that it answers, 0 for success."""
+        status: Any = self._library.function(self.vendor.prefix + name)(*arguments)
+        return int(status.code)
+
+    def check(self, name: str, *arguments: object) -> None:
+        """Call ``name``; ``DriverError`` unless it answers 0."""
+        self._library.check(self.vendor.prefix + name, self.code(name, *arguments))
+
+    def tell(self, name: str, *arguments: object) -> None:
+        """Call ``name``, which answers nothing."""
+        self._library.function(self.vendor.prefix + name)(*arguments)
+
+    # -- the driver, which a process has once -----------------------------------------------------
+
+    def open(self, bounce_pool: tuple[tuple[int, int], ...] = ()) -> bool:
+        """Open the driver, or use the one that is open.
+
+        bounce_pool: (KiB, number) of the buffers that its way through host memory may use. It can
+        be said only before the driver is open. Gives whether it was.
+        """
+        with _lock:
+            opened = _opened.get(self._key)
+            if opened is None:
+                has_pool = self._set_bounce_pool(bounce_pool)
+                code = self.code("DriverOpen")
+                if code != ALREADY_OPEN:
+                    self._library.check(f"{self.vendor.prefix}DriverOpen", code)
+                opened = _Opened(code != ALREADY_OPEN, has_pool)
+                _opened[self._key] = opened
+            opened.num_users += 1
+            return opened.has_bounce_pool
+
+    def close(self) -> None:
+        """The last user closes it, if it was opened here."""
+        with _lock:
+            opened = _opened[self._key]
+            opened.num_users -= 1
+            if opened.num_users:
+                return
+            del _opened[self._key]
+            if opened.is_ours:
+                self.check("DriverClose_v2" if self.has("DriverClose_v2") else "DriverClose")
+
+    @property
+    def _key(self) -> tuple[int, str]:
+        return os.getpid(), self.path
+
+    def _set_bounce_pool(self, pool: tuple[tuple[int, int], ...]) -> bool:
+        if not pool or not self.has("SetParameterPosixPoolSlabArray"):
+            return False
+        sizes, counts = ((c_size_t * len(pool))(*column) for column in zip(*pool, strict=True))
+        return not self.code("SetParameterPosixPoolSlabArray", sizes, counts, len(pool))
+
+    # -- files and memory -------------------------------------------------------------------------
+
+    def register_file(self, fd: int) -> int:
+        """The library's name for a file, which stays open."""
+        handle, descriptor = c_void_p(), self.vendor.descriptor(fd)
+        self.check("HandleRegister", byref(handle), byref(descriptor))
+        return handle.value or 0
+
+    def deregister_file(self, handle: int) -> None:
+        self.tell("HandleDeregister", handle)
+
+    def register_memory(self, address: int, nbytes: int) -> None:
+        """Memory that several engines use is registered once, where it is the same for all."""
+        if not self.has("BufRegister"):
+            return
+        with _lock:
+            memory = _opened[self._key].memory
+            known, num_users = memory.get(address, (0, 0))
+            if known != nbytes:
+                self.check("BufRegister", address, nbytes, 0)
+            memory[address] = nbytes, num_users + 1
+
+    def deregister_memory(self, address: int) -> None:
+        """The last user of it lets it go."""
+        if not self.has("BufDeregister"):
+            return
+        with _lock:
+            memory = _opened[self._key].memory
+            nbytes, num_users = memory.pop(address)
+            if num_users > 1:
+                memory[address] = nbytes, num_users - 1
+            else:
+                self.check("BufDeregister", address)
+
+    # -- transfers that return when they are done -------------------------------------------------
+
+    def move(
+        self, write: bool, handle: int, base: int, address: int, size: int, offset: int
+    ) -> int:
+        """One piece at ``address``; bytes, or -errno. base: of the registration that holds it."""
+        name = f"{self.vendor.prefix}{'Write' if write else 'Read'}"
+        base = base if self.has("BufRegister") else address
+        ctypes.set_errno(0)
+        done = self._library.function(name)(handle, base, size, offset, address - base)
+        return outcome(done, size, ctypes.get_errno())
+
+    def move_vectors(
+        self, write: bool, handle: int, vectors: ctypes.Array[Vector], size: int, offset: int
+    ) -> int:
+        """Neighbours in the file, of ``size`` bytes together; bytes, or -errno."""
+        name = f"{self.vendor.prefix}{'Writev' if write else 'Readv'}"
+        ctypes.set_errno(0)
+        done = self._library.function(name)(handle, vectors, len(vectors), offset, 0)
+        return outcome(done, size, ctypes.get_errno())
+
+    def _keep_errno(self, name: str) -> None:
+        """Bind a call once more, such that ``ctypes.get_errno`` has what it leaves behind."""
+        function: Any = self._library.function(name)
+        kind = ctypes.CFUNCTYPE(function.restype, *function.argtypes, use_errno=True)
+        call = Call(name, function.argtypes, returns=function.restype)
+        self._library.bind(call, kind(ctypes.cast(function, c_void_p).value or 0))
+
+
+def asked_limits(properties: type[Structure]) -> Callable[[FileLibrary], Limits]:
+    """What ``DriverGetProperties`` says. properties: its structure, sizes in KiB."""
+
+    def ask(library: FileLibrary) -> Limits:
+        answer: Any = properties()
+        if library.code("DriverGetProperties", byref(answer)):
+            return Limits()
+        return Limits(answer.max_batch, answer.max_pinned << 10)
+
+    return ask
+
+
+def outcome(done: int, size: int, left_errno: int = 0) -> int:
+    """What a transfer of ``size`` bytes came to: bytes, or -errno. More than was asked for is an
+    error, too: nobody knows what was moved then."""
+    if done >= 0:
+        return done if done <= size else -errno.EIO
+    if done == -1:
+        return -(left_errno or errno.EIO)
+    return -ERRNOS.get(-done, -done if -done <= _LAST_ERRNO else errno.EIO)
+
+
+def _meaning(library: Library, code: int) -> str:
+    del library
+    return MEANINGS.get(code, "no words for it")
+
+
+def _in_wheels(pattern: str) -> list[Path]:
+    """Libraries that came with Python packages, the newest name first."""
+    site = Path(sysconfig.get_paths()["purelib"])
+    return sorted(site.glob(pattern), reverse=True) if pattern else []

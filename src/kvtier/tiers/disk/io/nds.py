@@ -1,0 +1,56 @@
+"""Ascend: NDS (NPU Direct Storage) by ctypes. Source: nds_api.h as UCM has it.
+
+It reads and writes, and no more: no vectors, no batches, no registration of memory, no version. A
+transfer waits for no stream and no stream for it, so the device's fence has to be waited for first;
+who forgot that has stored KV that was half computed. Addresses, sizes and offsets are multiples of
+4 KiB. Letting a file go takes seconds: it is registered once, and kept.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_int
+from typing import Final
+
+from kvtier.tiers.disk.io.direct import DirectEngine
+from kvtier.tiers.disk.io.file_library import UNKNOWN, Limits, Vendor, shared_calls
+
+LIBRARY_VARIABLE: Final = "KVTIER_NDS_LIBRARY"
+
+
+class NdsStatus(Structure):
+    """NdsFileError_t."""
+
+    _fields_ = (("code", c_int),)
+
+
+class NdsDescriptor(Structure):
+    """NdsFileDescr_t."""
+
+    _fields_ = (("fd", c_int),)
+
+
+CALLS = shared_calls("NdsFile", NdsStatus, NdsDescriptor)
+
+
+NDS = Vendor(
+    name="NDS",
+    prefix="NdsFile",
+    files=(
+        "libndsfs.so",
+        "libdpc_nds.so",
+        "/opt/oceanstor/dataturbo/sdk/lib/libdpc_nds.so",
+    ),
+    wheel="",
+    override=LIBRARY_VARIABLE,
+    calls=CALLS,
+    descriptor=NdsDescriptor,
+    version=lambda library: UNKNOWN,
+    limits=lambda library: Limits(),
+)
+
+
+class NdsEngine(DirectEngine):
+    """An NPU of Ascend. use: of its driver, ``AscendDriver.use``."""
+
+    name = "nds"
+    vendor = NDS

@@ -1,0 +1,194 @@
+"""Whether bytes go between a disk and an accelerator, and which way: tried in a process of its own.
+
+In a process of its own, for a driver that is not there may never answer (cuFile 1.20), end its
+process, or leave threads behind. The child gets a time limit, and is killed at it.
+
+    python -m kvtier.tiers.disk.io.probe /nvme0 --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from kvtier.devices.base import Finding
+from kvtier.errors import DeviceError
+from kvtier.tiers.disk.io.file_library import FileLibrary, Vendor
+from kvtier.tiers.disk.io.trial import KINDS, Tried
+
+logger = logging.getLogger(__name__)
+
+LIMIT_S: Final = 30.0
+"""Of all that a probe tries. Opening cuFile's driver and its first transfer take a few seconds."""
+KILLED_S: Final = 2.0
+"""For a killed process to be gone. One that hangs in the kernel is left behind."""
+OF_DEVICE: Final = {"cuda": ("cufile", "hipfile"), "npu": ("nds",)}
+"""Libraries for an accelerator, by what torch calls it."""
+
+
+class Reach(Enum):
+    """How bytes go."""
+
+    DIRECT = "GPU-direct"
+    BOUNCED = "compatibility mode"
+    NONE = "no"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What was found. library: its name and version; "" where it is not there. why_not: of a
+    better way; "" where there is none better."""
+
+    kind: str
+    library: str
+    reach: Reach
+    tried: Tried
+    why_not: str
+
+    def finding(self) -> Finding:
+        """A line of ``kvtier doctor``."""
+        topic = f"disk to accelerator: {self.kind}"
+        if self.reach is Reach.NONE:
+            return Finding(topic, "no", self.why_not)
+        found = f"{self.reach.value}: {self.tried.engine}"
+        speed = (
+            f"{self.tried.accelerator}; wrote {self.tried.write_gb_per_s:.1f}, "
+            f"read {self.tried.read_gb_per_s:.1f} GB/s in its first call"
+        )
+        if self.reach is Reach.DIRECT:
+            return Finding(topic, found, speed)
+        bounce = "every byte goes through host memory, inside the library; not direct because"
+        return Finding(topic, found, f"{bounce} {self.why_not}; {speed}")
+
+
+_lock = threading.Lock()
+_known: dict[tuple[str, str, int, str], Probe] = {}
+"""By library, its version, the disk and the accelerator."""
+
+
+def probe(kind: str, folder: str, device: str = "cuda:0", limit_s: float = LIMIT_S) -> Probe:
+    """Try ``kind``, "cufile", "hipfile" or "nds", between ``folder`` and ``device``.
+
+    Tried once per process for each disk, library, version and accelerator. Costs one or two
+    processes, ``limit_s`` at most and ``KILLED_S``. Never raises for what it finds.
+    """
+    vendor = KINDS[kind][0].vendor
+    try:
+        library = FileLibrary(vendor)
+        disk = os.stat(folder).st_dev
+    except (DeviceError, OSError) as error:
+        return Probe(kind, "", Reach.NONE, Tried(), str(error))
+    key = (f"{library.path} {library}", kind, disk, device)
+    with _lock:
+        if key not in _known:
+            _known[key] = _tried(kind, vendor, str(library), folder, device, limit_s)
+        return _known[key]
+
+
+def findings(folder: str, device: str, limit_s: float = LIMIT_S) -> list[Finding]:
+    """For ``kvtier doctor``: every library for ``device``, "cuda" or "npu", with or without a
+    number."""
+    kind, _, number = device.partition(":")
+    named = f"{kind}:{number or 0}"
+    return [probe(each, folder, named, limit_s).finding() for each in OF_DEVICE.get(kind, ())]
+
+
+def _tried(
+    kind: str, vendor: Vendor, library: str, folder: str, device: str, limit_s: float
+) -> Probe:
+    """First with the way through host memory forbidden: what works then is direct."""
+    ends_at = time.monotonic() + limit_s
+    command = [sys.executable, "-m", "kvtier.tiers.disk.io.trial", kind, device]
+    try:
+        fd, path = tempfile.mkstemp(prefix=".kvtier-probe-", dir=folder)
+        os.close(fd)
+    except OSError as error:
+        return Probe(kind, library, Reach.NONE, Tried(), str(error))
+    try:
+        strictly = _run([*command, path], _variables(vendor, False), ends_at, limit_s)
+        if not strictly.why_not:
+            return Probe(kind, library, Reach.DIRECT, strictly, "")
+        if vendor.compat is None or time.monotonic() >= ends_at:
+            return Probe(kind, library, Reach.NONE, strictly, strictly.why_not)
+        freely = _run([*command, path], _variables(vendor, True), ends_at, limit_s)
+        if freely.why_not:
+            return Probe(kind, library, Reach.NONE, freely, freely.why_not)
+        return Probe(kind, library, Reach.BOUNCED, freely, strictly.why_not)
+    finally:
+        os.unlink(path)
+
+
+def _variables(vendor: Vendor, may_bounce: bool) -> dict[str, str]:
+    """The environment of a child, beside our own."""
+    made = {}
+    if vendor.log and vendor.log not in os.environ:
+        made[vendor.log] = os.devnull
+    if vendor.compat is not None:
+        allow, force = vendor.compat
+        made |= {allow: "true"} if may_bounce else {allow: "false", force: "false"}
+    return made
+
+
+def _run(command: list[str], variables: dict[str, str], ends_at: float, limit_s: float) -> Tried:
+    """Run a trial; never longer than until ``ends_at``."""
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=os.environ | variables,
+        start_new_session=True,
+    )
+    try:
+        output, errors = child.communicate(timeout=max(0.0, ends_at - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return Tried(why_not=f"it did not answer within {limit_s:g} s, and was {_kill(child)}")
+    except BaseException:
+        _kill(child)
+        raise
+    if child.returncode < 0:
+        return Tried(why_not=f"its process ended by signal {-child.returncode}")
+    for line in reversed(output.splitlines()):
+        if line.startswith("{"):
+            return Tried(**json.loads(line))
+    last = (errors.strip().splitlines() or ["without a word"])[-1]
+    return Tried(why_not=f"its process ended with {child.returncode}: {last}")
+
+
+def _kill(child: subprocess.Popen[str]) -> str:
+    """What happened to it."""
+    child.kill()
+    try:
+        child.communicate(timeout=KILLED_S)
+    except subprocess.TimeoutExpired:
+        logger.warning("a probe can't be killed pid=%d", child.pid)
+        return f"left behind: process {child.pid} can't be killed"
+    return "killed"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Which way bytes go between a disk and an accelerator."
+    )
+    parser.add_argument("folder", help="on the disk that is meant, e.g. where the slab is")
+    parser.add_argument("--device", default="cuda", help='"cuda" or "npu", or one with a number')
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S)
+    arguments = parser.parse_args()
+    for each in findings(arguments.folder, arguments.device, arguments.limit_s):
+        print(f"{each.topic}: {each.found}\n    {each.note}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Accelerator memory to a file and back, once: what ``probe`` runs in a process of its own.
+
+The last line that it prints is what became of it, as JSON.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Final, Protocol, cast
+
+import numpy as np
+
+from kvtier.devices.base import CopyBatch, Direction, Memory
+from kvtier.errors import CacheError
+from kvtier.plugins import load_plugin
+from kvtier.tiers.disk.io.base import IO_ALIGNMENT, Int64s, Uint64s
+from kvtier.tiers.disk.io.cufile import CuFileEngine
+from kvtier.tiers.disk.io.direct import DirectEngine
+from kvtier.tiers.disk.io.hipfile import HipFileEngine
+from kvtier.tiers.disk.io.nds import NdsEngine
+
+NUM_BYTES: Final = 32 << 20
+"""Moved each way."""
+PIECE_BYTES: Final = 128 << 10
+"""A layer of a block, about; pieces lie scattered in memory."""
+
+KINDS: Final[dict[str, tuple[type[DirectEngine], str]]] = {
+    "cufile": (CuFileEngine, "cuda"),
+    "hipfile": (HipFileEngine, "hip"),
+    "nds": (NdsEngine, "ascend"),
+}
+"""Per library what uses it, and the plug-in of the device whose memory it reaches."""
+
+
+class Driver(Protocol):
+    """Of a device: what a trial wants of it."""
+
+    @property
+    def identity(self) -> str: ...
+
+    def use(self) -> None: ...
+
+
+class DriverDevice(Protocol):
+    """A device over a vendor's driver."""
+
+    name: str
+    driver: Driver
+
+    def allocate(self, nbytes: int) -> Memory: ...
+
+    def free(self, memory: Memory) -> None: ...
+
+    def copy(self, batch: CopyBatch, direction: Direction) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What became of a trial. engine, accelerator: what was used, in words. why_not: "" where the
+    bytes came back as they were; GB/s only then."""
+
+    engine: str = ""
+    accelerator: str = ""
+    why_not: str = ""
+    write_gb_per_s: float = 0.0
+    read_gb_per_s: float = 0.0
+
+
+def run(kind: str, device_name: str, path: str, num_bytes: int = NUM_BYTES) -> Tried:
+    """Write a pattern from accelerator memory to the file at ``path``, which exists; read it back
+    to other places, and compare. Raises ``CacheError`` and ``OSError``."""
+    make_engine, plugin = KINDS[kind]
+    with ExitStack() as stack:
+        device = cast(DriverDevice, load_plugin("devices", plugin)(device_name, _no_compute))
+        stack.callback(device.close)
+        accelerator = device.driver.identity
+        # Twice the bytes: those read back lie elsewhere. A page more, to begin at one.
+        whole = device.allocate(2 * num_bytes + IO_ALIGNMENT)
+        stack.callback(device.free, whole)
+        begin = -(-whole.address // IO_ALIGNMENT) * IO_ALIGNMENT
+        memory = Memory(begin, 2 * num_bytes, device.name, whole)
+        fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+        stack.callback(os.close, fd)
+        os.posix_fallocate(fd, 0, num_bytes)
+        engine = make_engine(fd, [memory], device.driver.use)
+        stack.callback(engine.close)
+        words = ", ".join(each.found for each in engine.findings())
+
+        random = np.random.default_rng()
+        content = random.integers(0, 256, num_bytes, np.uint8)
+        _copy(device, memory, np.concatenate([content, np.zeros_like(content)]), Direction.LOAD)
+        places = random.permutation(num_bytes // PIECE_BYTES)
+        began = time.perf_counter()
+        _move(engine.write, memory.address, places)
+        engine.sync()
+        wrote = time.perf_counter()
+        others = random.permutation(num_bytes // PIECE_BYTES)
+        _move(engine.read, memory.address + num_bytes, others)
+        read = time.perf_counter()
+        found = np.empty(2 * num_bytes, np.uint8)
+        _copy(device, memory, found, Direction.STORE)
+        pieces = found.reshape(2, -1, PIECE_BYTES)
+        if not np.array_equal(pieces[1][others], content.reshape(-1, PIECE_BYTES)[places]):
+            return Tried(words, accelerator, "it brought wrong bytes")
+        if not np.array_equal(found[:num_bytes], content):
+            return Tried(words, accelerator, "it changed bytes that it was to write")
+        gigabytes = num_bytes / 1e9
+        return Tried(
+            words, accelerator, "", gigabytes / (wrote - began), gigabytes / (read - wrote)
+        )
+
+
+def _no_compute() -> None:
+    """Nothing is computed here."""
+
+
+def _copy(
+    device: DriverDevice, memory: Memory, content: np.ndarray[tuple[int], np.dtype[np.uint8]],
+    direction: Direction,
+) -> None:  # fmt: skip
+    """``content`` to the accelerator, or from it."""
+    arena = mmap.mmap(-1, len(content))
+    view = np.frombuffer(arena, np.uint8)
+    host = Memory(view.ctypes.data, len(content), "host", arena)
+    start, size = np.zeros(1, np.int64), np.array([len(content)], np.int64)
+    if direction is Direction.LOAD:
+        view[:] = content
+        device.copy(CopyBatch(host, memory, start, start, size), direction)
+    else:
+        device.copy(CopyBatch(memory, host, start, start, size), direction)
+        content[:] = view
+
+
+def _move(move: Callable[[Int64s, Uint64s, Int64s], Int64s], address: int, places: Int64s) -> None:
+    """The file's pieces, from or to ``places`` in the memory at ``address``."""
+    num = len(places)
+    offsets = np.arange(num) * PIECE_BYTES
+    addresses = (places * PIECE_BYTES).astype(np.uint64) + np.uint64(address)
+    done = move(offsets, addresses, np.full(num, PIECE_BYTES, np.int64))
+    if (done != PIECE_BYTES).any():
+        bad = int(done[done != PIECE_BYTES][0])
+        words = os.strerror(-bad) if bad < 0 else f"{bad} of {PIECE_BYTES} bytes moved"
+        raise OSError(-bad if bad < 0 else errno.EIO, words)
+
+
+def main(kind: str, device_name: str, path: str) -> None:
+    try:
+        tried = run(kind, device_name, path)
+    except (CacheError, OSError) as error:
+        tried = Tried(why_not=str(error))
+    print(json.dumps(asdict(tried)), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    os._exit(0)  # what a driver does at the end of a process is not asked
