@@ -55,7 +55,8 @@ def parse_capacity(text: str | int, device_bytes: int, field: str) -> int:
     return parse_size(text, field)
 
 
-def _without_password(location: str) -> str:
+def without_password(location: str) -> str:
+    """Of a store, for people."""
     return re.sub(r"//[^/]*@", "//", location)
 
 
@@ -113,7 +114,8 @@ class CacheConfig:
     prefetch_timeout_s: float = 1.0
     """How long it waits at most with ``timeout``."""
     lookup_deadline_s: float = 0.1
-    """How long it waits to hear what a store that other processes share has of it; 0 for not."""
+    """How long it waits, at most, to hear what a store that other processes share has of it; with
+    ``auto`` loads no longer than computing it would take. 0 for not."""
     eviction_policy: str = "lru"
     """Which blocks leave a full tier first: a plug-in of ``kvtier.policies``."""
     demote_deadline_s: float = 1.0
@@ -132,7 +134,7 @@ class CacheConfig:
         for location in self.storage:
             if not re.fullmatch(r"([\w.-]+=)?[\w.-]+:.*", location):
                 raise ConfigError(
-                    f"storage: {_without_password(location)!r} names no plug-in; write it as "
+                    f"storage: {without_password(location)!r} names no plug-in; write it as "
                     '"plug-in:location"'
                 )
         for name, kind in CHOICES.items():

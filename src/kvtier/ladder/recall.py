@@ -11,6 +11,7 @@ from kvtier.keys import keys_along
 from kvtier.ladder.row import Row
 from kvtier.ladder.space import Space
 from kvtier.ladder.traffic import Traffic
+from kvtier.telemetry import Metrics
 from kvtier.tiers import Outcome
 from kvtier.transfer import FindJob, Mover
 from kvtier.types import BlockId, BlockKey, Label, Slot, keys_of
@@ -62,11 +63,11 @@ _Name = tuple[str, BlockKey]
 
 @dataclass(slots=True)
 class _Asked:
-    """A question under way. until_s: so long a request may wait for the answer."""
+    """A question under way. began_s: when it was asked."""
 
     question: _Question
     job: FindJob
-    until_s: float
+    began_s: float
 
 
 class Recall:
@@ -74,7 +75,9 @@ class Recall:
     look-up takes its time, the answer is for those that wait for it, and for the next request that
     begins alike.
 
-    patience_s: how long a request waits for an answer.
+    patience_s: how long a request waits for an answer at most; storage that takes longer is late.
+    computing_s: what computing a prompt's blocks from one up to another takes: an answer that takes
+    as long is not waited for.
     """
 
     def __init__(
@@ -85,6 +88,8 @@ class Recall:
         traffic: Traffic,
         space: Space,
         patience_s: float,
+        computing_s: Callable[[int, int], float],
+        metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
         self._row = row
@@ -92,12 +97,15 @@ class Recall:
         self._mover = mover
         self._traffic = traffic
         self._space = space
+        self._metrics = metrics
         self._clock = clock
         self._patience_s = patience_s
+        self._computing_s = computing_s
         # By storage and the first key that was asked for: a prompt is asked for once at a time.
         self._asked: dict[_Name, _Asked] = {}
         self._absent: OrderedDict[_Name, float] = OrderedDict()  # until when it is not asked again
         self._late: set[str] = set()  # storage that nobody waits for, until it answers in time
+        self._took_s: dict[str, float] = {}  # a first look-up, the last time
 
     @property
     def has_unfound(self) -> bool:
@@ -118,34 +126,41 @@ class Recall:
             before = namespace if above is None else paths.key(above)
             nothing = _Question(storage, paths, namespace, labels[:], len(known), above, before)
             if nothing.num_left:
-                is_asked |= self._ask(nothing.next(above, FIRST_KEYS))
+                is_asked |= self._ask(nothing.next(above, FIRST_KEYS), len(labels))
         self.hear()
         return is_asked
 
-    def _ask(self, question: _Question) -> bool:
+    def _ask(self, question: _Question, end: int) -> bool:
+        """Whether a prompt of ``end`` blocks should wait for the answer."""
         name, now_s = (question.storage, question.keys[0]), self._clock()
         if self._absent.get(name, now_s) > now_s:
             return False
         if name not in self._asked:
             job = self._mover.find(question.storage, question.keys)
-            self._asked[name] = _Asked(question, job, now_s + self._patience_s)
+            self._asked[name] = _Asked(question, job, now_s)
         asked = self._asked[name]
+        self._note_late(asked, now_s)
         if asked.job.done or question.storage in self._late:
             return False
-        if now_s < asked.until_s:
-            return True
-        self._late.add(question.storage)
-        return False
+        took_s = max(now_s - asked.began_s, self._took_s.get(question.storage, 0.0))
+        return took_s < self._computing_s(question.first, end)
+
+    def _note_late(self, asked: _Asked, now_s: float) -> None:
+        if not asked.job.done and now_s - asked.began_s >= self._patience_s:
+            self._late.add(asked.question.storage)
 
     def hear(self) -> None:
-        """Take in what storage has answered by now."""
-        for name in [name for name, asked in self._asked.items() if asked.job.done]:
-            asked = self._asked[name]
-            while asked.job.done and (more := self._take_in(asked.question, asked.job)) is not None:
+        """Take in what storage has answered by now, and note what it has not."""
+        now_s = self._clock() if self._asked else 0.0
+        for name, asked in list(self._asked.items()):
+            self._note_late(asked, now_s)
+            while asked.job.done:
+                more = self._take_in(asked.question, asked.job)
+                if more is None:
+                    del self._asked[name]
+                    self._note_absent(asked)
+                    break
                 asked.question, asked.job = more, self._mover.find(more.storage, more.keys)
-            if asked.job.done:
-                del self._asked[name]
-                self._note_absent(asked)
 
     def _note_absent(self, asked: _Asked) -> None:
         """Storage has said what it has; behind that it has nothing for now."""
@@ -164,6 +179,7 @@ class Recall:
     def _take_in(self, question: _Question, job: FindJob) -> _Question | None:
         """Blocks turned out to be there; those behind a gap, too, for what was found stays in
         storage until it is dropped. The next question, if there was no gap."""
+        self._note_time(question, job)
         there = job.places_there
         if not there:
             return None
@@ -175,6 +191,13 @@ class Recall:
         if len(there) < len(question.keys) or not question.num_left:
             return None
         return question.next(path[-1], min(MOST_KEYS, GROWTH * len(there)))
+
+    def _note_time(self, question: _Question, job: FindJob) -> None:
+        storage = question.storage
+        if not self._mover.storages[storage].finds_at_once and job.error is None:
+            self._metrics.observe("kvtier_lookup_seconds", job.seconds, tier=storage)
+            if len(question.keys) <= FIRST_KEYS:
+                self._took_s[storage] = job.seconds
 
     def _path(self, question: _Question, num: int) -> Sequence[BlockId]:
         """The first ``num`` blocks that a question is about; what is in front of them may have
