@@ -270,3 +270,26 @@ def test_bucket_is_checked_by_its_self_test(bucket: Bucket) -> None:
     assert told.exit_code == 0
     assert "ms a request" in told.stdout
     assert "1 pack, 4.8 KiB; written" in told.stdout
+
+
+@pytest.mark.engine
+def test_scratch_place_in_a_bucket_is_its_own_and_is_left_empty(bucket: Bucket) -> None:
+    pytest.importorskip("transformers", reason="the embedded engine is not installed")
+    from kvtier.serve_bench.store import scratch_place
+
+    mine = bucket.tier()
+    User(mine).put(0, 1)
+    mine.close()
+    before = bucket.paths()
+    with scratch_place(f"s3:{bucket.location()}") as (url, where):
+        assert where == f"s3://kvtier/{bucket.prefix}"
+        place, _, query = url.partition("?")
+        name = place.rsplit("/", 1)[1]
+        assert query == bucket.location().partition("?")[2]
+        tier = Bucket(bucket.url, f"{bucket.prefix}/{name}").tier()
+        assert User(tier).found(0, 1) == []
+        assert User(tier).put(0, 2) == [THERE] * 2
+        tier.close()
+        assert len(bucket.paths(name)) == 3, "a pack, a manifest, and what the opening test needs"
+    assert bucket.paths(name) == [f"{name}/self-test/probe"]
+    assert [path for path in bucket.paths() if not path.startswith(name)] == before
