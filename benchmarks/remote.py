@@ -1,4 +1,4 @@
-"""R1, R2: stores, each against its own client.
+"""R1, R2, R3: stores, each against its own client; and what a dead one costs.
 
     python -m benchmarks.remote            a table
     python -m benchmarks.remote --json -   one JSON object on stdout, the table on stderr
@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.table import Table
@@ -32,8 +33,12 @@ from benchmarks.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier.serve_bench.stats import Estimate, summarize
 from kvtier.types import BlockKey
 
+if TYPE_CHECKING:
+    from benchmarks.remote_dead import DeadRow
+
 MIB = 1 << 20
 SIZES = {"64 KiB": MIB // 16, "1 MiB": MIB, "2.5 MiB": 5 * MIB // 2}
+PARTS = CLIENTS, DEAD = "clients", "dead-store"
 GET, PUT = "get", "put"
 LEAST_SHARE, MOST_CPU = 0.90, 1.15
 ROUND_TRIP_S, ASKED, LOOKUPS = 0.02, 1000, 100
@@ -231,20 +236,27 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
     parser.add_argument("--quick", action="store_true", help="fewer of everything: to see it run")
     parser.add_argument("--stores", nargs="*", default=[*STORES], help=f"{' '.join(STORES)} (all)")
+    parser.add_argument("--parts", nargs="*", default=[*PARTS], choices=PARTS, help="(all)")
     parser.add_argument("--rounds", type=int, help="(7)")
+    parser.add_argument("--pairs", type=int, help="of prompts, beside a dead store (400)")
     parser.add_argument("--mib", type=int, help="moved at a time (128)")
     parser.add_argument("--threads", type=int, default=2, help="of each side (2)")
     options = parser.parse_args(arguments)
-    usual = {"rounds": 1, "mib": 8} if options.quick else {"rounds": 7, "mib": 128}
+    usual = {"rounds": 7, "mib": 128, "pairs": 400}
+    if options.quick:
+        usual = {"rounds": 1, "mib": 8, "pairs": 8}
     for name, value in usual.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     machine, rows, lookups = machine_facts(), [], []
     versions: dict[str, str] = {}
+    there = []
     for name in options.stores:
         if reason := STORES[name].missing():
             print(f"{name}: left out: {reason}", file=sys.stderr)
-            continue
+        else:
+            there.append(name)
+    for name in there if CLIENTS in options.parts else ():
         with tempfile.TemporaryDirectory(prefix="kvtier-store-") as folder:
             place = STORES[name](Path(folder))
             versions |= place.versions()
@@ -255,18 +267,29 @@ def main(arguments: list[str] | None = None) -> None:
                     lookups += more
             finally:
                 place.close()
+    tables = [table(rows), lookup_table(lookups)] if CLIENTS in options.parts else []
+    dead: list[DeadRow] = []
+    if DEAD in options.parts:
+        from benchmarks.remote_dead import dead_table, measure_dead
+
+        dead = measure_dead([STORES[name] for name in there], options.pairs)
+        tables.append(dead_table(dead))
     result = {
         "benchmark": "remote",
         "machine": machine,
         "versions": versions,
-        "plan": {name: getattr(options, name) for name in ("rounds", "mib", "threads")},
-        "rows": [asdict(each) for each in (*rows, *lookups)],
+        "plan": {name: getattr(options, name) for name in ("parts", *usual, "threads")},
+        "rows": [
+            *(asdict(each) for each in (*rows, *lookups)),
+            *(each.as_json() for each in dead),
+        ],
         "targets": [
             *(target for each in rows for target in each.targets()),
             *(each.target() for each in lookups),
+            *(each.target() for each in dead),
         ],
     }
-    report(result, options.json, table(rows), lookup_table(lookups))
+    report(result, options.json, *tables)
 
 
 if __name__ == "__main__":

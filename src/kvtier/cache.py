@@ -22,6 +22,7 @@ from kvtier.errors import Closed, ConfigError
 from kvtier.index import make_index
 from kvtier.index.policies import EvictionPolicy
 from kvtier.ladder import Ladder, LadderOptions, Prefetch
+from kvtier.layout import KVGroup
 from kvtier.lease import Lease
 from kvtier.plan import Plan, plan_load
 from kvtier.plugins import load_plugin
@@ -71,7 +72,7 @@ class Cache:
             self._index,
             rooms_of(self._tiers),
             LocalMover(self._tiers, device, clock),
-            options=_ladder_options(config, self.group.bytes_per_block),
+            options=_ladder_options(config, self.group),
             clock=clock,
         )
 
@@ -360,7 +361,8 @@ class Cache:
         self._ladder.check_invariants(sum(len(lease.room) for lease in self._leases))
 
 
-def _ladder_options(config: CacheConfig, block_bytes: int) -> LadderOptions:
+def _ladder_options(config: CacheConfig, group: KVGroup) -> LadderOptions:
+    block_bytes = group.bytes_per_block
     return LadderOptions(
         block_bytes=block_bytes,
         demotes=config.write_policy is WritePolicy.WRITE_BACK,
@@ -369,6 +371,7 @@ def _ladder_options(config: CacheConfig, block_bytes: int) -> LadderOptions:
         bytes_per_day=write_limits(config),
         piece_blocks=max(1, config.load_batch_bytes // block_bytes),
         lookup_patience_s=config.lookup_deadline_s,
+        block_size=group.block_size if config.load_policy is LoadPolicy.AUTO else 0,
     )
 
 

@@ -61,12 +61,13 @@ def check_storage(locations: Sequence[str]) -> None:
     for location in locations:
         if not re.fullmatch(r"([\w.-]+=)?[\w.-]+:.*", location):
             raise ConfigError(
-                f"storage: {_without_password(location)!r} names no plug-in; write it as "
+                f"storage: {without_password(location)!r} names no plug-in; write it as "
                 '"plug-in:location"'
             )
 
 
-def _without_password(location: str) -> str:
+def without_password(location: str) -> str:
+    """Of a store, for people."""
     return re.sub(r"//[^/]*@", "//", location)
 
 
@@ -124,7 +125,8 @@ class CacheConfig:
     prefetch_timeout_s: float = 1.0
     """How long it waits at most with ``timeout``."""
     lookup_deadline_s: float = 0.1
-    """How long it waits to hear what a store that other processes share has of it; 0 for not."""
+    """How long it waits, at most, to hear what a store that other processes share has of it; with
+    ``auto`` loads no longer than computing it would take. 0 for not."""
     eviction_policy: str = "lru"
     """Which blocks leave a full tier first: a plug-in of ``kvtier.policies``."""
     demote_deadline_s: float = 1.0

@@ -9,6 +9,7 @@ import pytest
 from kvtier.devices import Direction
 from kvtier.keys import token_labels
 from kvtier.testing import Shelf
+from kvtier.tiers import StorageFacts
 from kvtier.types import DEVICE, DISK, HOST, BlockKey, WritePolicy
 
 from .world import BLOCK_SIZE, NS, A, B, C, Request, World, count, until
@@ -236,6 +237,33 @@ def test_a_write_that_fails_is_tried_again_with_the_next_use(make_world: MakeWor
     other.storage.refused = set()
     other.serve(LONG)
     assert other.held(DISK) == 4
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_write_that_fails_takes_nothing_from_others(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, is_shared: bool
+) -> None:
+    """Some of it may have come to be there, and there it stays, where another process may have put
+    it: every copy is the right one."""
+    shelf, facts = Shelf(), StorageFacts(evicts=True, finds_at_once=True, is_shared=is_shared)
+    world = make_world(disk_blocks=30, shelf=shelf, storage_facts=facts)
+    dropped: list[BlockKey] = []
+    drop = world.storage.drop
+
+    def noted(keys: list[BlockKey], for_good: bool = False) -> None:
+        dropped.extend(keys)
+        drop(keys, for_good)
+
+    monkeypatch.setattr(world.storage, "drop", noted)
+    make_world(disk_blocks=30, shelf=shelf).serve(LONG)
+    put_by_another = dict(shelf.blocks)
+    world.storage.unreachable = True
+    world.serve(LONG)
+    mover = world.cache._ladder._mover
+    until(world, lambda: all(gate.lane.is_idle for gate in mover._gates.values()))
+    assert len(dropped) == (0 if is_shared else 4)
+    assert len(shelf.blocks) == (4 if is_shared else 0)
+    shelf.blocks.update(put_by_another)
 
 
 @pytest.mark.parametrize("policy", WritePolicy)

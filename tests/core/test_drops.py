@@ -108,6 +108,12 @@ def quick() -> Iterator[Rig]:
     yield from a_rig(StorageFacts(finds_at_once=True))
 
 
+@pytest.fixture
+def shared() -> Iterator[Rig]:
+    """Storage that answers at once, and tells others what it drops."""
+    yield from a_rig(StorageFacts(finds_at_once=True, is_shared=True))
+
+
 # -- storage that has to be asked first ------------------------------------------------------------
 
 
@@ -348,3 +354,36 @@ def test_storage_that_can_not_drop_is_asked_again_after_a_pause(quick: Rig) -> N
     quick.drop(1)
     assert quick.kept == set()
     assert quick.storage.num_calls["drop"] == 4, "both in one call"
+
+
+# -- storage that answers at once, and that others use ---------------------------------------------
+
+
+def test_drop_that_others_are_told_of_is_waited_for_by_nobody(shared: Rig) -> None:
+    shared.fill(0, 1)
+    shared.storage.hold("drop")
+    shared.drop(0)
+    assert shared.find(0, 1) == [ABSENT, THERE]
+    assert shared.kept == {0, 1}, "nobody was told yet"
+    assert shared.moved("write", 0).lost == {0}
+    shared.storage.let_go("drop")
+    until(lambda: shared.kept == {1})
+    until(shared.is_idle)
+    assert shared.moved("write", 0).succeeded
+    assert shared.find(0) == [THERE]
+
+
+def test_drop_that_others_do_not_hear_of_is_repeated_after_a_pause(shared: Rig) -> None:
+    shared.fill(0, 1)
+    for nth in range(1, 4):
+        shared.storage.fail("drop", nth)
+    shared.drop(0)
+    for _ in range(5):
+        until(shared.is_idle)
+        shared.mover.scrub()
+    until(shared.is_idle)
+    assert shared.storage.num_calls["drop"] == 3
+    assert shared.kept == {0, 1}
+    shared.now += 1
+    shared.mover.scrub()
+    until(lambda: shared.kept == {1})

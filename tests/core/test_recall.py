@@ -81,3 +81,40 @@ def test_storage_that_was_heard_late_is_waited_for(world: World) -> None:
     ask_until_late(world, A)
     hear(world, A)
     assert is_asking(world, B)
+
+
+def test_nobody_waits_for_longer_than_computing_takes(world: World) -> None:
+    world.cache.observe_prefill(0, len(A), PATIENCE_S / 4)
+    storage_of(world).open_finds.clear()
+    assert is_asking(world, A)
+    world.clock.now += PATIENCE_S / 3
+    assert not is_asking(world, A)
+    assert is_asking(world, A * 2), "to compute all of that takes longer"
+    assert is_asking(world, B), "storage is not late"
+    world.clock.now += PATIENCE_S
+    assert not is_asking(world, A * 20), "it is now"
+    hear(world, A)
+
+
+def test_storage_that_takes_longer_than_computing_is_asked_and_not_waited_for(
+    world: World,
+) -> None:
+    world.cache.observe_prefill(0, len(A), 1e-9)
+    storage_of(world).open_finds.clear()
+    assert is_asking(world, A), "nobody knows yet how long it takes"
+    hear(world, A)
+    storage_of(world).open_finds.clear()
+    assert not is_asking(world, B)
+    hear(world, B)
+
+
+def test_storage_is_late_though_nobody_who_asked_waits_any_more(world: World) -> None:
+    world.cache.observe_prefill(0, len(A), PATIENCE_S / 4)
+    storage_of(world).open_finds.clear()
+    assert is_asking(world, A)
+    world.clock.now += PATIENCE_S / 2
+    assert not is_asking(world, A)
+    world.clock.now += PATIENCE_S
+    world.cache.poll()
+    assert not is_asking(world, B)
+    hear(world, A)

@@ -1,4 +1,4 @@
-"""An S3 server for all tests of this folder, and a place in it for each."""
+"""Servers for the tests of this folder, and a place in the bucket for each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.testing.servers import HttpServer, find_binary, make_bucket, rclone, seaweed
+from kvtier.testing.proxy import Proxy
+from kvtier.testing.servers import (
+    HttpServer,
+    ValkeyServer,
+    find_binary,
+    make_bucket,
+    rclone,
+    seaweed,
+)
 from tests.remote.bucket import KEY_ID, SECRET_KEY, Bucket
 
 
@@ -49,3 +57,17 @@ def bad_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]
     server.start()
     yield server
     server.kill()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    made = ValkeyServer(tmp_path_factory.mktemp("valkey"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def proxy(server: ValkeyServer) -> Iterator[Proxy]:
+    made = Proxy(server.port)
+    yield made
+    made.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 import socket
 import subprocess
@@ -249,33 +248,3 @@ def test_closed_tier_begins_nothing(bucket: Bucket) -> None:
     tier.close()
     with pytest.raises(Closed):
         User(tier).get(0)
-
-
-@pytest.mark.slow
-def test_nothing_piles_up(bucket: Bucket) -> None:
-    """Threads, descriptors: over many tiers, and over many calls of one."""
-
-    def count() -> tuple[int, int]:
-        return threading.active_count(), len(os.listdir("/proc/self/fd"))
-
-    def use(num: int, timeout_s: float = 30.0) -> None:
-        tier = bucket.tier(pack_bytes=512)
-        user = User(tier, timeout_s=timeout_s)
-        for each in range(num):
-            user.put(*range(each, each + 6))
-            user.get(*range(each, each + 6))
-            user.drop(each)
-            user.get(100)
-        tier.close()
-
-    for _ in range(3):
-        use(3)
-    before = count()
-    for _ in range(10):
-        use(3)
-    use(100)
-    use(100, timeout_s=0.001)
-    end_s = time.monotonic() + 30
-    while count()[0] > before[0] or count()[1] > before[1] + 4:
-        assert time.monotonic() < end_s, f"{before} became {count()}"
-        time.sleep(0.1)

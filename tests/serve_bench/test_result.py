@@ -274,3 +274,23 @@ def test_cost_on_short_prompts_is_no_finding() -> None:
     figure = verdicts(samples.serve_result(overhead=made))[-1].figure
     assert figure.count(" to ") == 2, figure
     assert "(" not in figure, "no median with an interval"
+
+
+def test_store_is_told_by_hits_time_bytes_and_look_ups() -> None:
+    result = samples.serve_result(store=samples.store(num_hits=15))
+    found = json.loads(json.dumps(result.as_json(), allow_nan=False))["store"]
+    assert (found["prompts"], found["hits"], found["hit_tokens"]) == (20, 15, 15 * 3456)
+    assert found["ttft_ms"]["store"]["mean"] == 50.0
+    assert (found["bytes_read"], found["lookups"], found["lookup_ms"]) == (200 << 20, 20, 1.5)
+    titles = {verdict.title: verdict.figure for verdict in verdicts(result)}
+    assert titles["Not from the store"] == "5 prompts"
+    assert result.correct
+
+
+def test_store_that_gives_nothing_or_something_else_is_told() -> None:
+    nothing = samples.serve_result(store=samples.store(num_hits=0, lookup_ms=None))
+    assert headline(nothing) == "Nothing came from the store."
+    assert json.loads(json.dumps(nothing.as_json()))["store"]["reduction"] is None
+    wrong = samples.serve_result(store=samples.store(different=1))
+    assert not wrong.correct
+    assert [each.good for each in verdicts(wrong)] == [None, False]

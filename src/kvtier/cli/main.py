@@ -10,6 +10,7 @@ from kvtier import __version__
 from kvtier.cli.bench import app as bench
 from kvtier.cli.doctor import doctor
 from kvtier.cli.inspect import inspect
+from kvtier.cli.remote import app as remote
 from kvtier.cli.renamed import telling
 from kvtier.cli.serve import serve
 from kvtier.cli.sglang_args import sglang_args
@@ -28,6 +29,7 @@ app.command()(inspect)
 app.command()(verify)
 app.command("vllm-args", cls=telling("vllm-args"))(vllm_args)
 app.command("sglang-args")(sglang_args)
+app.add_typer(remote, name="remote")
 app.add_typer(bench, name="bench")
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import inf
 
 from kvtier.index import BlockIndex, PromptIndex, State
-from kvtier.ladder.archive import Archive
+from kvtier.ladder.archives import Archives
 from kvtier.ladder.loads import Loads
 from kvtier.ladder.options import LadderOptions
 from kvtier.ladder.prefetch import Prefetch
@@ -14,7 +15,7 @@ from kvtier.ladder.recall import Asked, Recall
 from kvtier.ladder.row import Row
 from kvtier.ladder.space import Space
 from kvtier.ladder.traffic import OnChange, Traffic
-from kvtier.plan import Copy, CostModel, Costs, WriteBudget
+from kvtier.plan import Copy, CostModel, Costs, patience_s
 from kvtier.runs import has
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Room
@@ -26,10 +27,6 @@ STORABLE = (State.READY, State.EVICTING)
 
 STORE_BLOCKS = 2048
 """In one copy at most: a poll finishes each at once."""
-WRITE_BLOCKS = 1024
-"""Whose writes begin at a time, one piece at least."""
-WRITE_SHARE = 128
-"""Of a long line a piece is one in so many: each costs the deciding thread something, too."""
 
 
 class Ladder:
@@ -63,21 +60,18 @@ class Ladder:
         demote = self._demote if demotes else None
         self._space = Space(row, index, mover, self._traffic, self.metrics, demote)
         self._recall = Recall(
-            row, index, mover, self._traffic, self._space, options.lookup_patience_s, clock
+            row,
+            index,
+            mover,
+            self._traffic,
+            self._space,
+            options.lookup_patience_s,
+            self._computing_s,
+            self.metrics,
+            clock,
         )
         self._loads = Loads(row, index, mover, self._traffic, self._space, options.piece_blocks)
-        self._archives = {
-            name: Archive(
-                name,
-                row,
-                index,
-                self.metrics,
-                block_bytes=options.block_bytes,
-                after_uses=options.archive_after_uses,
-                budget=WriteBudget(options.bytes_per_day.get(name, 0), clock=clock),
-            )
-            for name in row.storages
-        }
+        self._lines = Archives(row, index, self.metrics, options, self._begin_write, clock)
 
     def listen(self, on_change: OnChange) -> None:
         """Somebody wants to know what comes and goes."""
@@ -146,8 +140,7 @@ class Ladder:
         arrives nowhere."""
         self._traffic.void()
         self._recall.forget()
-        for archive in self._archives.values():
-            archive.clear()
+        self._lines.clear()
         self._space.clear()
 
     # -- copies -----------------------------------------------------------------------------------
@@ -223,28 +216,21 @@ class Ladder:
 
     def archive(self, blocks: Sequence[BlockId]) -> None:
         """Have blocks written to storage: those in memory that are worth a write by now."""
-        self._offer(blocks)
-        for archive in self._archives.values():
-            self._write(archive)
+        self._lines.offer(blocks)
+        self._write()
 
-    def _offer(self, blocks: Sequence[BlockId]) -> None:
-        for archive in self._archives.values():
-            archive.offer(blocks)
+    def _write(self) -> None:
+        if self.archives:
+            self._lines.write()
 
-    def _write(self, archive: Archive) -> None:
-        """Begin the writes whose turn has come; of a long line a part, for an engine waits."""
-        piece = max(self._options.piece_blocks, len(archive) // WRITE_SHARE)
-        left = max(piece, WRITE_BLOCKS)
-        while self.archives and left > 0 and (wanted := archive.take(min(piece, left))):
-            left -= len(wanted)
-            there = self._recall.were_there(wanted, archive.storage)
-            new = [block for block in wanted if block not in there] if there else wanted
-            num_begun = 0
-            if self._mover.accepts((self._row.staging, archive.storage)):
-                num_begun = self._copy_down(new, self._row.staging, archive.storage)
-            else:  # nothing leaves for what would not arrive
-                self._count_refused(len(new), archive.storage)
-            archive.ended(len(wanted) - num_begun)
+    def _begin_write(self, wanted: Sequence[BlockId], storage: str) -> int:
+        """Begin to write blocks that storage has not yet. Returns how many."""
+        there = self._recall.were_there(wanted, storage)
+        new = [block for block in wanted if block not in there] if there else wanted
+        if self._mover.accepts((self._row.staging, storage)):
+            return self._copy_down(new, self._row.staging, storage)
+        self._count_refused(len(new), storage)  # nothing leaves for what would not arrive
+        return 0
 
     @property
     def has_unfound(self) -> bool:
@@ -298,28 +284,21 @@ class Ladder:
 
     def is_archiving(self, block: BlockId) -> bool:
         """Whether a block waits for its write to storage, or is being written."""
-        return any(
-            block in archive or self._index.state(block, name) is State.WRITING
-            for name, archive in self._archives.items()
-        )
+        return self._lines.has(block)
 
     def are_in_line(self, blocks: Sequence[BlockId | None]) -> list[bool]:
         """Which of them wait for their write to storage; those that are being written do not."""
-        lines = [archive for archive in self._archives.values() if len(archive)]
-        if not lines:
-            return [False] * len(blocks)
-        return [block is not None and any(block in each for each in lines) for block in blocks]
+        return self._lines.are_in_line(blocks)
 
     def poll(self) -> bool:
         """Finish the transfers whose copy is done. True if there was one. Never waits."""
         finished = self._traffic.poll()
         for transfer in finished:
-            if transfer.dst in self._archives:
-                self._archives[transfer.dst].ended(len(transfer.blocks))
-            elif transfer.dst == self._row.staging and transfer.src not in self._archives:
-                self._offer(transfer.blocks)
-        for archive in self._archives.values():
-            self._write(archive)
+            if transfer.dst in self._lines:
+                self._lines.ended(transfer.dst, len(transfer.blocks))
+            elif transfer.dst == self._row.staging and transfer.src not in self._lines:
+                self._lines.offer(transfer.blocks)
+        self._write()
         self._recall.hear()
         self._traffic.drop_lost()
         self._traffic.scrub()
@@ -329,8 +308,7 @@ class Ladder:
     def is_busy(self) -> bool:
         """Something is on its way, or should be; not what is late, nor what waits behind it."""
         waits = self.archives and any(
-            len(archive) and self._mover.accepts((self._row.staging, name))
-            for name, archive in self._archives.items()
+            self._mover.accepts((self._row.staging, name)) for name in self._lines.waiting
         )
         return waits or any(not transfer.is_late for transfer in self._traffic.transfers)
 
@@ -386,6 +364,11 @@ class Ladder:
         """What copies and prefill cost now, with the work that stands in line. is_free: for those
         who want whatever there is."""
         return self._traffic.cost_snapshot(is_free)
+
+    def _computing_s(self, first: int, end: int) -> float:
+        """How long a prompt may wait rather than compute its blocks from ``first`` to ``end``."""
+        size = self._options.block_size
+        return patience_s(self.costs.snapshot(), first * size, end * size) if size else inf
 
     # -- upkeep -----------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ class LadderOptions:
     patience_s: how long that may hold up an eviction. archive_after_uses: when a block in memory is
     worth a write to storage. bytes_per_day: what may be written to a storage tier, 0 or none for no
     limit. piece_blocks: what is read from storage, or written, at a time. lookup_patience_s: how
-    long a request waits for storage that has to be asked what it has.
+    long a request waits for storage that has to be asked what it has. block_size: tokens of a
+    block, where it waits no longer than computing would take; 0 where that is not weighed.
     """
 
     block_bytes: int
@@ -22,3 +23,4 @@ class LadderOptions:
     bytes_per_day: Mapping[str, int] = field(default_factory=dict)
     piece_blocks: int = 64
     lookup_patience_s: float = 0.0
+    block_size: int = 0

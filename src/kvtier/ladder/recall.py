@@ -18,6 +18,7 @@ from kvtier.ladder.questions import (
 from kvtier.ladder.row import Row
 from kvtier.ladder.space import Space
 from kvtier.ladder.traffic import Traffic
+from kvtier.telemetry import Metrics
 from kvtier.tiers import Outcome
 from kvtier.transfer import FindJob, Mover
 from kvtier.types import BlockId, BlockKey, Label, Slot, keys_of
@@ -33,12 +34,12 @@ _Name = tuple[str, BlockKey]
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A question under way. until_s: so long a request may wait for the answer. is_over: it was
-    answered, or is late: time for another look."""
+    """A question under way. began_s: when it was asked. is_over: it was answered, or is late: time
+    for another look."""
 
     question: Question
     job: FindJob
-    until_s: float = 0.0
+    began_s: float = 0.0
     is_over: bool = False
 
 
@@ -47,7 +48,9 @@ class Recall:
     look-up takes its time, the answer is for those that wait for it, and for the next request that
     begins alike.
 
-    patience_s: how long a request waits for an answer.
+    patience_s: how long a request waits for an answer at most; storage that takes longer is late.
+    computing_s: what computing a prompt's blocks from one up to another takes: an answer that takes
+    as long is not waited for.
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class Recall:
         traffic: Traffic,
         space: Space,
         patience_s: float,
+        computing_s: Callable[[int, int], float],
+        metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
         self._row = row
@@ -65,12 +70,15 @@ class Recall:
         self._mover = mover
         self._traffic = traffic
         self._space = space
+        self._metrics = metrics
         self._clock = clock
         self._patience_s = patience_s
+        self._computing_s = computing_s
         # By storage and the first key that was asked for: a prompt is asked for once at a time.
         self._asked: dict[_Name, Asked] = {}
         self._absent: OrderedDict[_Name, float] = OrderedDict()  # until when it is not asked again
         self._late: set[str] = set()  # storage that nobody waits for, until it answers in time
+        self._took_s: dict[str, float] = {}  # a first look-up, the last time
 
     @property
     def has_unfound(self) -> bool:
@@ -102,9 +110,17 @@ class Recall:
             nothing = PathQuestion(storage, paths, namespace, labels[:], len(known), above, before)
             if nothing.num_left:
                 asked = self._ask(nothing.next(above, FIRST_KEYS))
-                is_asked |= asked is not None and not asked.job.done
+                is_asked |= asked is not None and self._is_sooner(asked, len(known), len(labels))
         self.hear()
         return is_asked
+
+    def _is_sooner(self, asked: Asked, first: int, end: int) -> bool:
+        """Whether the answer comes before a prompt's blocks from ``first`` to ``end`` could be
+        computed."""
+        if asked.job.done:
+            return False
+        usual_s = self._took_s.get(asked.question.storage, 0.0)
+        return max(self._clock() - asked.began_s, usual_s) < self._computing_s(first, end)
 
     def ask_along(
         self,
@@ -145,7 +161,7 @@ class Recall:
         job = self._mover.find(question.storage, question.keys)
         asked = before or Asked(question, job)
         asked.question, asked.job = question, job
-        asked.until_s = self._clock() + self._patience_s
+        asked.began_s = self._clock()
         self._asked[question.storage, question.name] = asked
         return asked
 
@@ -153,7 +169,7 @@ class Recall:
         """Where it has been waited for long enough nobody waits for this storage any more. Whether
         that is so."""
         is_late = asked.job.is_late or (
-            not self._mover.tells_late and self._clock() >= asked.until_s
+            not self._mover.tells_late and self._clock() - asked.began_s >= self._patience_s
         )
         if asked.job.done or not is_late:
             return False
@@ -192,6 +208,9 @@ class Recall:
     def _note_answer(self, question: Question, job: FindJob, is_last: bool) -> None:
         """Storage has said what it has; behind that it has nothing for now."""
         storage = question.storage
+        self._metrics.observe("kvtier_lookup_seconds", job.seconds, tier=storage)
+        if len(question.keys) <= FIRST_KEYS:
+            self._took_s[storage] = job.seconds
         # What it took, and not when it was heard: a step of the engine's may lie between.
         if FAILED not in job.outcomes and job.seconds < self._patience_s:
             self._late.discard(storage)

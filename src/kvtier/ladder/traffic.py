@@ -182,7 +182,10 @@ class Traffic:
         dst, positions = transfer.dst, sorted(absent)
         blocks = [transfer.blocks[at] for at in positions]
         self._row.rooms[dst].free(self._index.abort_all(blocks, dst))
-        if dst in self._mover.storages:  # some of it may be there all the same, after a time-out
+        is_shared = dst in self._mover.storages and self._mover.storages[dst].is_shared
+        # Some of it may be there all the same, after a time-out; where others use it, it is as good
+        # as what they put there, and may be theirs.
+        if dst in self._mover.storages and (transfer.is_void or not is_shared):
             keys = [transfer.names[at].key for at in positions]
             self._mover.drop(dst, keys, for_good=True)
 

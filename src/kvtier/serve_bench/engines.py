@@ -45,9 +45,11 @@ def open_engine(
     disk_blocks: int = 0,
     load_policy: LoadPolicy = LoadPolicy.AUTO,
     disk_bytes_per_s: int = 0,
+    storage: tuple[str, int] | None = None,
 ) -> Iterator[Engine]:
     """A running engine with tiers of that many blocks. host_blocks: 0 turns the cache off. disk:
-    the directory of the disk tier; None for none. disk_bytes_per_s: throttles it."""
+    the directory of the disk tier; None for none. disk_bytes_per_s: throttles it. storage: a store,
+    and how many of its bytes the engine knows of."""
     slot_bytes = -(-info.bytes_per_block // DISK_PAGE_BYTES) * DISK_PAGE_BYTES
     config = EngineConfig(
         model=options.model,
@@ -63,6 +65,8 @@ def open_engine(
             disk_path="" if disk is None else str(disk),
             disk_capacity=disk_blocks * slot_bytes,
             disk_bytes_per_s=disk_bytes_per_s,
+            storage=() if storage is None else storage[:1],
+            storage_capacity=0 if storage is None else storage[1],
         ),
     )
     with Engine(config) as engine:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -32,6 +32,8 @@ class Experiment(StrEnum):
     """What does it cost when what could be reused is on a disk slower than computing?"""
     OVERLAP = "overlap"
     """How much of a load from host memory is hidden behind the prefill that follows it?"""
+    STORE = "store"
+    """How soon does another process have its first token from a store that replicas share?"""
 
 
 USUAL = (Experiment.ACCURACY, Experiment.TTFT, Experiment.OVERHEAD)
@@ -57,6 +59,10 @@ class ServeOptions:
     experiments: tuple[Experiment, ...] = USUAL
     disk_bytes_per_s: str = "auto"
     """Bytes per second of the slow disk; "auto": reading takes twice as long as computing."""
+    storage: str = field(default="", repr=False)  # a password may be in it
+    """URL of the store to measure, with ``Experiment.STORE``."""
+    storage_capacity: str = "10GiB"
+    """How much of what it has an engine knows of."""
     accuracy_prompts: int = FULL_ACCURACY_PROMPTS
     accuracy_tokens: int = FULL_PROMPT_TOKENS
     steps: int = 32
@@ -112,6 +118,10 @@ class ServeOptions:
                 f"disk_bytes_per_s: {self.disk_bytes_per_s!r} is no rate; write for instance "
                 '"50MB", bytes per second, or "auto"'
             )
+        if Experiment.STORE in self.experiments and not self.storage:
+            raise ConfigError(
+                'storage: none given to measure; write for instance "valkey://127.0.0.1"'
+            )
         if not self.experiments:
             raise ConfigError(f"experiments: none chosen; name some of {', '.join(Experiment)}")
 
@@ -129,6 +139,8 @@ class ServeOptions:
         disk_path: Path | None = None,
         experiments: tuple[Experiment, ...] = USUAL,
         disk_bytes_per_s: str = "auto",
+        storage: str = "",
+        storage_capacity: str = "10GiB",
         ttft_prompts: int | None = None,
         prompt_tokens: int | None = None,
         accuracy_prompts: int | None = None,
@@ -145,6 +157,8 @@ class ServeOptions:
             disk_path=disk_path,
             experiments=experiments,
             disk_bytes_per_s=disk_bytes_per_s,
+            storage=storage,
+            storage_capacity=storage_capacity,
             accuracy_prompts=_first(accuracy_prompts, 6 if quick else FULL_ACCURACY_PROMPTS),
             accuracy_tokens=_first(prompt_tokens, 1200 if quick else FULL_PROMPT_TOKENS),
             steps=_first(steps, 16 if quick else 32),

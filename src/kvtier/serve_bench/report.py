@@ -14,10 +14,12 @@ from kvtier.serve_bench.accuracy import TIERS, AccuracyResult
 from kvtier.serve_bench.figures import counted, milliseconds, number, percent
 from kvtier.serve_bench.machine import Fact
 from kvtier.serve_bench.result import ServeResult
+from kvtier.serve_bench.stats import Estimate, Summary
+from kvtier.serve_bench.store import STORE, StoreResult
 from kvtier.serve_bench.tamper import Damage
 from kvtier.serve_bench.target import target_figure, target_interval, wanted
 from kvtier.serve_bench.ttft import COLD, WARM, TtftResult
-from kvtier.serve_bench.words import PLACES, Verdict, headline, subtitle, verdicts
+from kvtier.serve_bench.words import FROM_STORE, PLACES, Verdict, headline, subtitle, verdicts
 
 DAMAGES = {
     Damage.SWAPPED: "two blocks swapped",
@@ -77,7 +79,7 @@ def render_report(result: ServeResult) -> str:
         result=result,
         headline=headline(result),
         subtitle=subtitle(result),
-        bars=_bars(ttft),
+        bars=_bars(ttft, result.store),
         cards=_cards(result),
         summaries=_summaries(ttft),
         distribution=_distribution(ttft),
@@ -111,22 +113,28 @@ def render_report(result: ServeResult) -> str:
     )
 
 
-def _bars(result: TtftResult | None) -> list[Bar]:
-    """Mean times to scale, longest first."""
-    if result is None:
-        return []
-    found = [(place, result.summary(place)) for place in PLACES]
-    longest = max(summary.mean for _, summary in found if summary is not None)
+def _bars(result: TtftResult | None, store: StoreResult | None) -> list[Bar]:
+    """Mean times to scale: cold, then by place, the slowest kind of place first."""
+    found: list[tuple[str, str, Summary | None, Estimate | None]] = []
+    if result is not None:
+        found += [
+            (at, name, result.summary(at), None if at == COLD else result.reduction_from(at))
+            for at, name in PLACES.items()
+        ]
+    elif store is not None:
+        found.append((COLD, PLACES[COLD], store.cold, None))
+    if store is not None:
+        found.insert(1, (STORE, FROM_STORE, store.warm, store.saved))
+    longest = max((each.mean for _, _, each, _ in found if each is not None), default=0.0)
     bars = []
-    for place, summary in found:
+    for place, name, summary, saved in found:
         if summary is None:
             continue
-        saved = None if place == COLD else result.reduction_from(place)
         change = ""
         if saved is not None and saved.is_bounded:
             change = percent(-saved.value, signed=True)
         width = round(100 * summary.mean / longest, 2)
-        bars.append(Bar(place, PLACES[place], milliseconds(summary.mean), change, width))
+        bars.append(Bar(place, name, milliseconds(summary.mean), change, width))
     return bars
 
 

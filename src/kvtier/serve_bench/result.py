@@ -15,6 +15,7 @@ from kvtier.serve_bench.overlap import Case, OverlapResult
 from kvtier.serve_bench.sample import Sample
 from kvtier.serve_bench.slow_disk import SlowDiskResult
 from kvtier.serve_bench.stats import Estimate, Summary, exactly, rounded
+from kvtier.serve_bench.store import StoreResult
 from kvtier.serve_bench.tamper import Damage
 from kvtier.serve_bench.target import Target
 from kvtier.serve_bench.ttft import COLD, WARM, TtftResult
@@ -58,6 +59,7 @@ class ServeResult:
     sample: Sample | None = None
     slow_disk: SlowDiskResult | None = None
     overlap: OverlapResult | None = None
+    store: StoreResult | None = None
 
     @property
     def targets(self) -> list[Target]:
@@ -90,6 +92,7 @@ class ServeResult:
         """Whether every comparison of logits came out as promised."""
         accurate = self.accuracy is None or self.accuracy.share == 1.0
         accurate = accurate and (self.overlap is None or self.overlap.all_same)
+        accurate = accurate and (self.store is None or self.store.all_same)
         return accurate and (self.ttft is None or self.ttft.num_same == self.ttft.num_warm)
 
     def as_json(self) -> Json:
@@ -118,6 +121,7 @@ class ServeResult:
             "overhead": _overhead_json(self.overhead),
             "slow_disk": _slow_disk_json(self.slow_disk),
             "overlap": None if self.overlap is None else self.overlap.as_json(),
+            "store": _store_json(self.store),
             "rows": self._rows(),
             "targets": [target.as_json() for target in self.targets],
         }
@@ -178,6 +182,18 @@ class ServeResult:
             ]
         if self.overlap is not None:
             rows += self.overlap.rows_json()
+        if self.store is not None:
+            rows += [
+                {
+                    "experiment": "store",
+                    "prompt": row.prompt,
+                    "cold_ms": round(row.cold_ms, 3),
+                    "ttft_ms": round(row.ttft_ms, 3),
+                    "hit_tokens": row.hit_tokens,
+                    "same_logits": row.same_logits,
+                }
+                for row in self.store.rows
+            ]
         return rows
 
 
@@ -358,6 +374,24 @@ def _slow_disk_json(result: SlowDiskResult | None) -> Json | None:
         "prompt_bytes": result.prompt_bytes,
         "load_s": rounded(result.load_s),
         "prompt_tokens": result.prompt_tokens,
+    }
+
+
+def _store_json(result: StoreResult | None) -> Json | None:
+    if result is None:
+        return None
+    return {
+        "where": result.where,
+        "prompts": len(result.rows),
+        "hits": len(result.hits),
+        "hit_tokens": result.hit_tokens,
+        "prompt_tokens": result.prompt_tokens,
+        "ttft_ms": {"cold": result.cold.as_json(), "store": _summary_json(result.warm)},
+        "reduction": _value(result.saved),
+        "bytes_read": result.num_bytes,
+        "lookups": result.num_lookups,
+        "lookup_ms": rounded(result.lookup_ms, 3),
+        "same_logits": sum(row.same_logits for row in result.rows),
     }
 
 

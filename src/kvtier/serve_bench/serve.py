@@ -14,6 +14,7 @@ from kvtier.serve_bench.overlap import measure_overlap
 from kvtier.serve_bench.progress import Progress, Silence
 from kvtier.serve_bench.result import ServeResult
 from kvtier.serve_bench.slow_disk import measure_slow_disk
+from kvtier.serve_bench.store import check_store, measure_store
 from kvtier.serve_bench.ttft import measure_ttft
 
 
@@ -30,11 +31,14 @@ def run_serve(
     machine = machine_facts()
     setting = probe(options)
     chosen = options.experiments
+    if Experiment.STORE in chosen:
+        check_store(setting)
     accuracy = measure_accuracy(setting, progress) if Experiment.ACCURACY in chosen else None
     ttft = measure_ttft(setting, progress) if Experiment.TTFT in chosen else None
     overhead = measure_overhead(setting, progress) if Experiment.OVERHEAD in chosen else None
     slow_disk = measure_slow_disk(setting, progress) if Experiment.SLOW_DISK in chosen else None
     overlap = measure_overlap(setting, progress) if Experiment.OVERLAP in chosen else None
+    store = measure_store(setting, progress) if Experiment.STORE in chosen else None
     return ServeResult(
         options=options,
         info=setting.info,
@@ -48,5 +52,6 @@ def run_serve(
         overhead=overhead,
         slow_disk=slow_disk,
         overlap=overlap,
+        store=store,
         sample=setting.sample,
     )

@@ -144,6 +144,16 @@ def _t(freedom: int) -> float:
     return math.fsum(term / freedom**power for power, term in enumerate(terms))
 
 
+def mean_saved(pairs: Sequence[tuple[float, float]]) -> Estimate:
+    """1 - mean of the first of each pair / mean of the second."""
+
+    def saved(rows: Floats) -> Floats:
+        ours, others = np.moveaxis(rows.mean(axis=-2), -1, 0)
+        return np.asarray(1 - ours / others)
+
+    return estimate(pairs, saved)
+
+
 def percentile_ratio(pairs: Sequence[tuple[float, float]], percentile: int, least: int) -> Estimate:
     """Of the first of each pair, by that of the second. least: pairs below which nothing can be
     said."""

@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
-import numpy as np
-
 from kvtier.engine import Completion, Engine, SamplingParams
 from kvtier.serve_bench.corpus import Prompt
 from kvtier.serve_bench.engines import (
@@ -29,7 +27,7 @@ from kvtier.serve_bench.engines import (
 )
 from kvtier.serve_bench.options import FULL_PROMPT_TOKENS, FULL_TTFT_PROMPTS
 from kvtier.serve_bench.progress import Progress
-from kvtier.serve_bench.stats import Estimate, Floats, Summary, estimate, summarize
+from kvtier.serve_bench.stats import Estimate, Summary, mean_saved, summarize
 from kvtier.types import DEVICE, DISK, HOST
 
 WARM = (DEVICE, HOST, DISK)
@@ -106,7 +104,7 @@ class TtftResult:
             for row in self.rows
             if row.turn == turn and tier in (None, row.served_from)
         ]
-        return estimate(pairs, _saved)
+        return mean_saved(pairs)
 
     def hit_tokens(self, tier: str) -> int:
         """Tokens that the later passes took from ``tier``."""
@@ -151,12 +149,6 @@ class TtftResult:
 def _turn_of(tier: str) -> int:
     """The pass that is to be served from ``tier``."""
     return 3 if tier == DISK else 2
-
-
-def _saved(pairs: Floats) -> Floats:
-    """pairs: [..., num, 2], warm and cold times."""
-    warm, cold = np.moveaxis(pairs.mean(axis=-2), -1, 0)
-    return np.asarray(1 - warm / cold)
 
 
 def num_steps(num_prompts: int) -> int:

@@ -19,6 +19,7 @@ from kvtier.serve_bench.overlap import Case, OverlapResult
 from kvtier.serve_bench.result import ServeResult
 from kvtier.serve_bench.slow_disk import SlowDiskResult
 from kvtier.serve_bench.stats import Estimate, Summary
+from kvtier.serve_bench.store import StoreResult
 from kvtier.serve_bench.ttft import COLD, WARM, TtftResult
 from kvtier.types import DEVICE, DISK, HOST
 
@@ -29,6 +30,7 @@ PLACES = {
     DEVICE: "From device memory",
 }
 """Where a prompt's beginning came from, slowest first."""
+FROM_STORE = "From the store"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ def verdicts(result: ServeResult) -> list[Verdict]:
         found.append(_slow_disk(result.slow_disk))
     if result.overlap is not None:
         found.append(_overlap(result.overlap))
+    if result.store is not None:
+        found += _store(result.store)
     return found
 
 
@@ -75,6 +79,11 @@ def headline(result: ServeResult) -> str:
         return _in_short("The cost of the cache with nothing to reuse", result.overhead.loss)
     if result.slow_disk is not None:
         return _in_short("The cost of a disk slower than computing", result.slow_disk.p50_loss)
+    if result.store is not None:
+        by_store = result.store.saved
+        if by_store is None:
+            return "Nothing came from the store."
+        return _in_short("Time to first token saved by the store", by_store)
     assert result.overlap is not None
     return _in_short("The hidden share of a load", result.overlap.hidden(Case.FOLLOWED))
 
@@ -101,6 +110,8 @@ def subtitle(result: ServeResult) -> str:
         return "New prompts, served in turn by an engine with the cache and by one without."
     if result.slow_disk is not None:
         return "Prompts that lie on a throttled disk, in turn with an engine without the cache."
+    if result.store is not None:
+        return "Prompts that one process has computed, asked of another that has only the store."
     return "A long prompt from host memory, computed while it was loaded and after, in turn."
 
 
@@ -227,3 +238,41 @@ def _overlap(result: OverlapResult) -> Verdict:
         f"Medians of {result.num_rounds}.",
         good=None if result.all_same else False,
     )
+
+
+def _store(result: StoreResult) -> list[Verdict]:
+    """The store as a tier of its own."""
+    asked, hits, warm, saved = len(result.rows), len(result.hits), result.warm, result.saved
+    found = []
+    if warm is not None and saved is not None:
+        look_up = "it knew what is there without a question"
+        if result.lookup_ms is not None:
+            look_up = f"a look-up took {milliseconds(result.lookup_ms)}"
+        found.append(
+            Verdict(
+                FROM_STORE,
+                f"{milliseconds(warm.mean)}{in_brackets(saved)}",
+                f"{hits} of {counted(asked, 'prompt')}, {result.num_bytes / 2**20:,.0f} MiB, "
+                f"computed by another process; {look_up}; half of them took at most "
+                f"{milliseconds(warm.p50)}, {_slow_ones(warm)}.",
+            )
+        )
+    if hits < asked:
+        found.append(
+            Verdict(
+                "Not from the store",
+                counted(asked - hits, "prompt"),
+                "They were computed again: the store had nothing of them, or was not worth it.",
+            )
+        )
+    if not result.all_same:
+        wrong = sum(not row.same_logits for row in result.rows)
+        found.append(
+            Verdict(
+                "With the store",
+                counted(wrong, "prompt"),
+                "Their logits differ from the first time.",
+                good=False,
+            )
+        )
+    return found

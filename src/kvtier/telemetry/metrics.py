@@ -38,6 +38,12 @@ METRICS = (
     ),
     MetricSpec("kvtier_late_loads_total", "counter", "Loads given up at their deadline."),
     MetricSpec("kvtier_load_seconds", "histogram", "Time a request waited for its load."),
+    MetricSpec(
+        "kvtier_lookup_seconds",
+        "histogram",
+        "Time until a store had said what it has of a prompt's next blocks.",
+        ("tier",),
+    ),
     MetricSpec("kvtier_evicted_blocks_total", "counter", "Blocks that left a tier.", ("tier",)),
     MetricSpec(
         "kvtier_refused_blocks_total", "counter", "Blocks a full tier had no room for.", ("tier",)

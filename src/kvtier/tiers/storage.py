@@ -38,7 +38,8 @@ class StorageFacts:
     reaches: kinds of memory that it reads into and writes from itself.
     evicts: it makes room by itself, so that blocks may go unasked; else whoever puts drops.
     is_shared: others use it, too: how much there is in all is its own business, and ``num_blocks``
-    how many of them this process will know of.
+    how many of them this process will know of. A drop tells others, which takes its time: it comes
+    from a thread of its own.
     finds_at_once: ``find`` answers from memory, never waits, and looks for every key.
     request_s: what a call costs, beside what its bytes cost.
     wants_scrubbing: ``scrub`` finds damage before somebody needs the block.
@@ -126,10 +127,11 @@ class StorageTier(ABC):
     """Blocks by key: found, put, got and dropped, many at a time.
 
     The caller guarantees
-        ``get`` is called by ``facts.num_readers`` threads at most, ``put`` by ``num_writers``, all
-        else by one, at the same time if they like. The memory of a call's blocks is alive, of a
-        kind in ``facts.reaches``, and touched by nobody else until the call returns. No key twice
-        in a call; no block is dropped while it is got or put.
+        ``get`` is called by ``facts.num_readers`` threads at most, ``put`` by ``num_writers``,
+        ``drop`` by one where it ``is_shared``, all else by one, at the same time if they like. The
+        memory of a call's blocks is alive, of a kind in ``facts.reaches``, and touched by nobody
+        else until the call returns. No key twice in a call; no block is dropped while it is got or
+        put.
     The implementer provides
         an outcome per block, in the order asked for. When ``timeout_s`` is over nothing of a call
         is begun any more, and what is not done has ``FAILED``: never half there, it may be asked

@@ -161,7 +161,8 @@ class LocalMover(Mover):
             look = partial(gate.find, storage, keys, self._unanswered[tier])
             gate.lane.submit(look, 0, job=job)
             return job
-        self._send_drops(tier)
+        if self._drops_at_once(tier):
+            self._send_drops(tier)
         outcomes: list[Outcome] = []
         try:
             outcomes = storage.find(keys, TIMEOUT_S["find"])
@@ -185,7 +186,7 @@ class LocalMover(Mover):
     def _send_drops(self, tier: str) -> None:
         """Have storage drop what it was told to; where it takes its time, in its line."""
         drops, gate = self._drops[tier], self._gates[tier, "find"]
-        if not self.storages[tier].finds_at_once:
+        if not self._drops_at_once(tier):
             gate.lane.submit(gate.send_drops, 0)
             return
         breaker = self._drop_breakers[tier]
@@ -197,6 +198,11 @@ class LocalMover(Mover):
         except Exception as error:  # whatever it is, others go on, and it is tried again
             breaker.note(False)
             logger.warning("blocks were not dropped tier=%s error=%r", tier, error)
+
+    def _drops_at_once(self, tier: str) -> bool:
+        """Whether a drop waits for nobody: not where others have to be told."""
+        facts = self.storages[tier]
+        return facts.finds_at_once and not facts.is_shared
 
     def _send_drops_again(self) -> None:
         """What was owed when storage did not answer is not to wait for the next look-up."""

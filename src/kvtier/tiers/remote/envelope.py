@@ -121,6 +121,17 @@ class Envelope:
         return made.digest()
 
 
+def size_behind(header: bytes, key: bytes) -> int | None:
+    """Bytes of the block that a header of ``key`` is of, whatever their number, tagged or not; None
+    where it is no such header, or damaged."""
+    if len(header) != HEADER_BYTES:
+        return None
+    magic, _, _, size, its_key = HEAD.unpack_from(header)
+    (check,) = CHECK.unpack_from(header, HEADER_BYTES - CHECK.size)
+    is_sound = magic == MAGIC and its_key == key and check == _check(header[: -CHECK.size])
+    return size if is_sound else None
+
+
 def _flags(array: npt.NDArray[np.bool_]) -> list[bool]:
     flags: list[bool] = array.tolist()
     return flags

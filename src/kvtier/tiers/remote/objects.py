@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final, TypeVar
 
@@ -65,6 +66,15 @@ class Unreachable(Exception):  # noqa: N818 - an outcome
 
 class Unsound(Exception):  # noqa: N818 - an outcome
     """The store does something else than S3."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An object, as a list says. written_s: when, by the store's clock; unix time."""
+
+    path: str
+    num_bytes: int
+    written_s: float
 
 
 class Objects:
@@ -137,8 +147,15 @@ class Objects:
 
     async def names(self, path: str) -> list[tuple[str, int]]:
         """Path and size of each object below ``path``."""
+        return [(each.path, each.num_bytes) for each in await self.listed(path)]
+
+    async def listed(self, path: str) -> list[Listed]:
+        """Each object below ``path``."""
         stream = obstore.list(self._store, path, chunk_size=1000)
-        return [(each["path"], each["size"]) for each in await _asked(stream.collect_async())]
+        return [
+            Listed(each["path"], each["size"], each["last_modified"].timestamp())
+            for each in await _asked(stream.collect_async())
+        ]
 
     async def version(self, path: str) -> str:
         """Of an object."""

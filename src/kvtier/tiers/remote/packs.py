@@ -28,7 +28,7 @@ from blake3 import blake3
 
 from kvtier._hot import copy_batch, crc32c_rows
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.remote.envelope import HEADER_BYTES, Envelope
+from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY, Envelope, size_behind
 from kvtier.tiers.storage import Keys
 from kvtier.types import BlockKey
 
@@ -116,6 +116,24 @@ class PackShape:
                 return None
             found.append(whole[begin + PLACE.size : begin + ENTRY_BYTES])
         return found
+
+
+def keys_in(header: bytes) -> tuple[int, list[bytes]] | None:
+    """Bytes of each block and their keys, by a pack's header, which may have more behind it; None
+    where that is none, or not all of it."""
+    if len(header) < HEAD.size:
+        return None
+    _, number, _, block_bytes = HEAD.unpack_from(header)
+    if not 0 < number <= MAX_BLOCKS:
+        return None
+    shape = PackShape(block_bytes, 0)
+    whole = np.frombuffer(header, np.uint8)[: shape.header_bytes(number)]
+    envelopes = shape.read_header(whole, number)
+    if envelopes is None:
+        return None
+    keys = [each[KEY] for each in envelopes]
+    sizes = {size_behind(each, key) for each, key in zip(envelopes, keys, strict=True)}
+    return (block_bytes, keys) if sizes == {block_bytes} else None
 
 
 def pack_name(keys: Keys) -> PackName:

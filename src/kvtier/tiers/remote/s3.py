@@ -39,7 +39,7 @@ def make_s3(site: StorageSite) -> StorageTier:
     """The tier of ``storage="s3://bucket/prefix?option=value"``."""
     location = read_location("s3", site.location)
     options = read_options(S3Options, location)
-    _check(location, options)
+    check_location(location, options)
     block_bytes = site.group.bytes_per_block
     num_blocks = site.capacity_bytes // block_bytes
     if not num_blocks:
@@ -76,7 +76,7 @@ def make_s3(site: StorageSite) -> StorageTier:
     return ThrottledTier(tier, options.bytes_per_s) if options.bytes_per_s else tier
 
 
-def _check(location: Location, options: S3Options) -> None:
+def check_location(location: Location, options: S3Options) -> None:
     """Raise ``ConfigError`` for what can't be meant."""
     if not location.host:
         raise ConfigError('storage: s3: no bucket; write it as "s3://bucket/prefix"')

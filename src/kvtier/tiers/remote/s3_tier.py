@@ -26,7 +26,6 @@ from kvtier.types import BlockKey, BlockName, keys_of
 logger = logging.getLogger(__name__)
 
 DROP_S: Final = 1.0
-"""The caller waits for it, and is a scheduler perhaps."""
 CLOSE_S: Final = 3.0
 
 
@@ -100,6 +99,7 @@ class S3Tier(StorageTier):
         self.facts = StorageFacts(
             reaches=frozenset({"host", "cpu"}),
             evicts=True,
+            is_shared=True,
             finds_at_once=True,
             request_s=max(settings.request_s, self._upkeep.request_s),
             num_readers=settings.num_readers,

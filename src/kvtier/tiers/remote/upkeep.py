@@ -84,19 +84,12 @@ class Upkeep:
             if self.is_sound:  # it did work; credentials may come back
                 self.note(str(error))
             else:
-                self._refusal = self._words(error)
+                self._refusal = refusal(error, self._bucket)
                 logger.error("not used store=%s reason=%r", self._where, self._refusal)
         except TimeoutError:
             self.note("no answer")
         except Exception as error:
             self.note(str(error))
-
-    def _words(self, error: Exception) -> str:
-        if isinstance(error, Unsound):
-            return f"this store can't be used: {error}"
-        if str(error) == "NoSuchBucket":
-            return f"there is no bucket {self._bucket!r}; make it, or name another"
-        return f"access was refused ({error}); see the credentials and the bucket's rules"
 
     async def _keep_publishing(self, publish_s: float) -> None:
         while True:
@@ -123,3 +116,12 @@ class Upkeep:
         elif self._trouble and not reason:
             logger.info("the store is in use again store=%s", self._where)
         self._trouble = reason
+
+
+def refusal(error: Refused | Unsound, bucket: str) -> str:
+    """Why a store is not used, and what to do."""
+    if isinstance(error, Unsound):
+        return f"this store can't be used: {error}"
+    if str(error) == "NoSuchBucket":
+        return f"there is no bucket {bucket!r}; make it, or name another"
+    return f"access was refused ({error}); see the credentials and the bucket's rules"

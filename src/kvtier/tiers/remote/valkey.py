@@ -7,54 +7,30 @@ good: the server's ``maxmemory-policy`` makes room.
 
 from __future__ import annotations
 
-import os
-import ssl
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from threading import Lock
 from typing import Final
 
 from kvtier.devices.base import Finding
-from kvtier.errors import ConfigError, TierError
-from kvtier.process import OwnerProcess
+from kvtier.errors import TierError
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, Envelope
-from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
-from kvtier.tiers.remote.resp import Connection, Part, ReplyError, RespError, command
+from kvtier.tiers.remote.lines import CONNECT_S, Lines, ValkeyOptions
+from kvtier.tiers.remote.location import Location, read_location, read_options
+from kvtier.tiers.remote.resp import Connection, Part, ReplyError, command
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageSite, StorageTier
 from kvtier.tiers.wrappers import ThrottledTier
 from kvtier.types import BlockKey, BlockName
 
-PORT: Final = 6379
-PASSWORDS: Final = ("VALKEYCLI_AUTH", "REDISCLI_AUTH")
-"""Environment variables that the servers' own tools read."""
-CONNECT_S: Final = 1.0
-OPEN_S: Final = 2.0
-LONGEST_S: Final = 3600.0
 WINDOW_BYTES: Final = 16 << 20
 """Of values that were asked for and have not come: the server keeps them in memory meanwhile."""
 VERIFIED_BYTES: Final = 1 << 20
 """Are verified at a time, while they are in the processor's cache."""
 ASKED_KEYS: Final = 1024
 """In one go."""
-REFUSALS: Final = ("NOAUTH", "WRONGPASS", "NOPERM", "ERR AUTH", "ERR DB index", "ERR invalid DB")
-"""Errors that another try does not mend."""
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValkeyOptions(StoreOptions):
-    prefix: str = "kvtier:"
-    """Of all keys."""
-    max_age_s: int = 0
-    """After which a block goes, whatever room there is; 0 for never."""
-    ca_file: str = ""
-    """Who may have signed the server's certificate, beside those whom the system trusts."""
-    cert_file: str = ""
-    """A certificate for this client, with its key."""
 
 
 def make_valkey(site: StorageSite) -> StorageTier:
@@ -78,7 +54,7 @@ class ValkeyTier(StorageTier):
     """Any process may read and write the same server: a block is the same whoever has put it.
 
     A server that can't be reached is tried again with the next call. Raises ``ConfigError`` for one
-    that refuses who we are, or that does not give back what it was given.
+    that refuses who we are, does not give back what it was given, or belongs to a cluster.
     """
 
     def __init__(self, site: StorageSite, location: Location, options: ValkeyOptions) -> None:
@@ -91,19 +67,13 @@ class ValkeyTier(StorageTier):
             num_readers=options.readers,
             num_writers=options.writers,
         )
-        if not location.host:
-            raise ConfigError(f'storage: {location}: no server; write it as "valkey://host"')
+        self._lines = Lines(location, options)
         self._num_blocks = site.capacity_bytes // self.bytes_per_block
         self._location = location
         self._prefix = options.prefix.encode()
         self._age = [b"PX", b"%d" % (1000 * options.max_age_s)] if options.max_age_s else []
         self._envelope = Envelope(self.bytes_per_block, options.secret())
-        self._tls = _tls(options, location) if location.scheme == "valkeys" else None
-        self._process = OwnerProcess()
-        self._idle: list[Connection] = []
-        self._lock = Lock()
-        self._is_closed = False
-        self._state = self._test()
+        self._state = self._lines.test(self._prefix)
 
     def __repr__(self) -> str:
         return f"ValkeyTier({self._location})"
@@ -126,7 +96,7 @@ class ValkeyTier(StorageTier):
                     THERE if is_there else ABSENT for is_there in are_there
                 ]
 
-        self._use(look, timeout_s)
+        self._lines.use(look, timeout_s)
         return outcomes
 
     def _wants_headers(self, keys: Sequence[BlockKey]) -> bytes:
@@ -157,7 +127,7 @@ class ValkeyTier(StorageTier):
                 if len(arrived) == num_verified:
                     self._verify(arrived, keys, blocks, outcomes)
 
-        self._use(read, timeout_s)
+        self._lines.use(read, timeout_s)
         self._verify(arrived, keys, blocks, outcomes)
         self._forget([key for key, each in zip(keys, outcomes, strict=True) if each is DAMAGED])
         return outcomes
@@ -197,7 +167,7 @@ class ValkeyTier(StorageTier):
     def _forget(self, damaged: Sequence[BlockKey]) -> None:
         """Or nobody could put the right ones there."""
         if damaged:
-            self._use(partial(self._unlink, damaged), CONNECT_S)
+            self._lines.use(partial(self._unlink, damaged), CONNECT_S)
 
     def _unlink(self, keys: Sequence[BlockKey], line: Connection) -> None:
         line.send([command(b"UNLINK", *(self._prefix + key for key in keys))])
@@ -219,7 +189,7 @@ class ValkeyTier(StorageTier):
                 for at in some:
                     outcomes[at] = self._was_put(line)
 
-        self._use(write, ends_at - time.monotonic())
+        self._lines.use(write, ends_at - time.monotonic())
         return outcomes
 
     def _write(self, line: Connection, keys: Sequence[BlockKey], blocks: Pieces) -> None:
@@ -242,149 +212,14 @@ class ValkeyTier(StorageTier):
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
         if not keys or not for_good:
             return  # others may have it still, and the server makes room
-        if error := self._use(partial(self._unlink, keys), CONNECT_S):
+        if error := self._lines.use(partial(self._unlink, keys), CONNECT_S):
             raise TierError(self.name, "drop", str(error)) from error
-
-    # -- connections -------------------------------------------------------------------------------
-
-    def _use(self, work: Callable[[Connection], None], timeout_s: float) -> Exception | None:
-        """Do ``work`` with a connection that nobody else uses meanwhile. Returns what went wrong
-        with it; it is of no use any more then."""
-        line: Connection | None = None
-        try:
-            line = self._take(time.monotonic() + min(timeout_s, LONGEST_S))
-            work(line)
-        except (OSError, ReplyError) as error:
-            if line is not None:
-                line.close()
-            return error
-        except BaseException:
-            if line is not None:
-                line.close()
-            raise
-        self._give_back(line)
-        return None
-
-    def _take(self, ends_at: float) -> Connection:
-        if ends_at <= time.monotonic():
-            raise RespError("it took too long")
-        with self._lock:
-            if self._is_closed:
-                raise RespError("the tier is closed")
-            if not self._process.is_here:  # a forked child has its parent's connections
-                self._process, self._idle = OwnerProcess(), []
-            line = self._idle.pop() if self._idle else None
-        if line is None:
-            return self._connect(ends_at)
-        line.until(ends_at)
-        return line
-
-    def _give_back(self, line: Connection) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self._idle.append(line)
-                return
-        line.close()
-
-    def _connect(self, ends_at: float) -> Connection:
-        at = self._location
-        line = Connection(
-            at.host, at.port or PORT, self._tls, min(ends_at, time.monotonic() + CONNECT_S)
-        )
-        try:
-            password = at.password or next(
-                (os.environ[n] for n in PASSWORDS if n in os.environ), ""
-            )
-            if password:
-                line.send([command(b"AUTH", *_words(at.user), password.encode())])
-                line.reply()
-            if at.path:
-                line.send([command(b"SELECT", at.path.encode())])
-                line.reply()
-            line.until(ends_at)
-        except BaseException:
-            line.close()
-            raise
-        return line
 
     # -- upkeep ------------------------------------------------------------------------------------
 
-    def _test(self) -> str:
-        """Whether the server can be used: how it answers, in words."""
-        key, value = self._prefix + b"self-test:" + os.urandom(16), os.urandom(HEADER_BYTES)
-        try:
-            line = self._connect(time.monotonic() + OPEN_S)
-        except ReplyError as error:
-            raise ConfigError(f"storage: {self._location} refuses: {_kind(error)}") from None
-        except OSError as error:
-            return f"not reached: {_reason(error)}"
-        try:
-            line.send([command(b"SET", key, value, b"PX", b"60000")])
-            line.reply()
-            line.send([command(b"GETRANGE", key, b"1", b"4"), command(b"GET", key)])
-            part, whole = line.reply(), line.reply()
-            line.send([command(b"UNLINK", key)])
-            num_gone = line.reply()
-            policy = self._policy(line)
-        except ReplyError as error:
-            line.close()
-            if str(error).startswith(REFUSALS):
-                raise ConfigError(f"storage: {self._location} refuses: {_kind(error)}") from None
-            return f"can't be written: {_kind(error)}"
-        except OSError as error:
-            line.close()
-            return f"not reached: {_reason(error)}"
-        self._give_back(line)
-        if (part, whole, num_gone) != (value[1:5], value, 1):
-            raise ConfigError(
-                f"storage: {self._location} does not give back what it was given; use a Valkey or "
-                "Redis server"
-            )
-        return f"answers{policy}"
-
-    def _policy(self, line: Connection) -> str:
-        """A remark where the server would rather be full than forget."""
-        line.send([command(b"CONFIG", b"GET", b"maxmemory-policy")])
-        try:
-            found = line.reply()
-        except ReplyError:  # not everybody may ask
-            return ""
-        if isinstance(found, list) and found[1:] == [b"noeviction"]:
-            return "; it keeps what it has when it is full: set its maxmemory-policy to allkeys-lru"
-        return ""
-
     def findings(self) -> list[Finding]:
-        tls = "with TLS" if self._tls else ""
-        return [Finding(f"{self.name} tier", f"{self._location} {self._state}", tls)]
+        state = f"{self._location} {self._state}"
+        return [Finding(f"{self.name} tier", state, self._lines.note)]
 
     def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            idle, self._idle = self._idle, []
-        for line in idle:
-            line.close()
-
-
-def _words(user: str | None) -> list[bytes]:
-    return [user.encode()] if user else []
-
-
-def _kind(error: ReplyError) -> str:
-    """Its first word: what follows may repeat what was sent."""
-    return str(error).split(" ", 1)[0] or "error"
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error) or type(error).__name__
-
-
-def _tls(options: ValkeyOptions, location: Location) -> ssl.SSLContext:
-    try:
-        made = ssl.create_default_context(cafile=options.ca_file or None)
-        if options.cert_file:
-            made.load_cert_chain(options.cert_file)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"storage: {location}: ca_file, cert_file: {_reason(error)}; name files in PEM"
-        ) from None
-    return made
+        self._lines.close()

