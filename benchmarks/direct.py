@@ -79,11 +79,14 @@ class Row:
 class Bench:
     """A slab with as many blocks as the pool has room for, and their content."""
 
-    def __init__(self, folder: Path, group: KVGroup, num_bytes: int, io: IoKind) -> None:
+    def __init__(self, folder: Path, group: KVGroup, options: argparse.Namespace) -> None:
+        io = options.io
         self.group, self.io = group, io
-        self.num = max(2, num_bytes // group.bytes_per_block)
+        self.num = max(2, options.mib * MIB // group.bytes_per_block)
         layout = named_layout("layer_first", group, self.num)
         pages = mmap.mmap(-1, layout.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if options.huge:  # as the embedded engine's pool
+            pages.madvise(mmap.MADV_HUGEPAGE)
         self.bytes: Bytes = np.frombuffer(pages, np.uint8)
         self.bytes[:] = np.random.default_rng(1).integers(0, 256, len(self.bytes), np.uint8)
         self.content = self.bytes.copy()
@@ -137,11 +140,9 @@ class Bench:
         return seconds, cpu
 
 
-def measure(
-    folder: Path, name: str, group: KVGroup, io: IoKind, options: argparse.Namespace
-) -> list[Row]:
+def measure(folder: Path, name: str, group: KVGroup, options: argparse.Namespace) -> list[Row]:
     """One shape: both ways in turns, the first round to warm up."""
-    bench = Bench(folder, group, options.mib * MIB, io)
+    bench = Bench(folder, group, options)
     bench.store()
     gb = bench.num * group.bytes_per_block / 1e9
     found: dict[tuple[bool, str, str], list[float]] = defaultdict(list)
@@ -158,7 +159,8 @@ def measure(
             mover.close(60)
             disk.close()
     bench.host.close()
-    return [row(name, str(Pool.of(bench.pool)), io, verify, found) for verify in (True, False)]
+    pieces = str(Pool.of(bench.pool))
+    return [row(name, pieces, options.io, verify, found) for verify in (True, False)]
 
 
 def row(
@@ -212,6 +214,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, help="(9)")
     parser.add_argument("--mib", type=int, help="moved at a time (256)")
     parser.add_argument("--io", type=IoKind, default=IoKind.AUTO, help="auto, uring or preadv")
+    parser.add_argument("--huge", action=argparse.BooleanOptionalAction, default=True, help="pages")
     parser.add_argument("--small", action="store_true", help="small pieces instead, no targets")
     options = parser.parse_args(arguments)
     usual = {"rounds": 1, "mib": 16} if options.quick else {"rounds": 9, "mib": 256}
@@ -223,7 +226,7 @@ def main(arguments: list[str] | None = None) -> None:
     machine, rows = machine_facts(), []
     for name, group in (SMALL if options.small else SHAPES).items():
         with tempfile.TemporaryDirectory(prefix="kvtier-direct-", dir=options.path) as folder:
-            rows += measure(Path(folder) / "slab", name, group, options.io, options)
+            rows += measure(Path(folder) / "slab", name, group, options)
     result = {
         "benchmark": "direct",
         "machine": machine,

@@ -72,7 +72,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Open]:
 def shuffled(seed: int, num_pages: int, longest: int) -> list[tuple[int, int, int]]:
     """Blocks that cover the file once, each somewhere else in memory."""
     rng = random.Random(seed)
-    sizes = []
+    sizes: list[int] = []
     while (left := num_pages - sum(sizes)) > 0:
         sizes.append(min(left, rng.randrange(1, longest)))
     starts = np.cumsum([0, *sizes[:-1]]).tolist()

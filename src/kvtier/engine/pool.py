@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from kvtier.devices import Memory
 from kvtier.layout import KVGroup, named_layout
-from kvtier.tiers import DeviceTier
+from kvtier.tiers import DeviceTier, pages
 from kvtier.types import Slot
 
 PAGE_BYTES = 4096
@@ -125,10 +126,16 @@ class KVPool:
 
 def _zeros_from_a_page(num: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[num], from the beginning of a page on, so that a disk can be read straight into it; zeroed,
-    so that every page is there before the first request is timed."""
-    whole = torch.zeros(num + PAGE_BYTES // dtype.itemsize, dtype=dtype, device=device)
+    so that every page is there before the first request is timed. Of a CPU's memory large pages,
+    where it grants them: copies, checksums and direct reads cost less there."""
+    whole = torch.empty(num + PAGE_BYTES // dtype.itemsize, dtype=dtype, device=device)
     first = -whole.data_ptr() % PAGE_BYTES // dtype.itemsize
-    return whole[first : first + num]
+    flat = whole[first : first + num]
+    if device.type == "cpu":
+        with suppress(OSError):
+            whole_pages = flat.nbytes // PAGE_BYTES * PAGE_BYTES
+            pages.advise(flat.data_ptr(), whole_pages, pages.MADV_HUGEPAGE)
+    return flat.zero_()
 
 
 def _are_neighbours(slots: Sequence[Slot], first: int, last: int) -> bool:
