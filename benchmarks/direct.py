@@ -28,7 +28,7 @@ from benchmarks.report import report
 from benchmarks.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier.devices import Memory
 from kvtier.devices.cpu import CpuDevice
-from kvtier.ladder.loads import piece_sizes
+from kvtier.ladder.loads import STRAIGHT_PIECES, piece_sizes
 from kvtier.layout import DType, KVGroup, full_attention, latent_attention, named_layout, repack
 from kvtier.tiers import DeviceTier, HostTier
 from kvtier.tiers.disk import DiskOptions, DiskTier, bounce
@@ -122,7 +122,8 @@ class Bench:
         self.bytes[:] = 0
         began, cpu = time.perf_counter(), time.process_time()
         jobs, at = [], 0
-        for size in piece_sizes(self.num, max(1, LOAD_BYTES // self.group.bytes_per_block)):
+        first = max(1, LOAD_BYTES // self.group.bytes_per_block)
+        for size in piece_sizes(self.num, STRAIGHT_PIECES * first if way == STRAIGHT else first):
             part = slice(at, at := at + size)
             to = [Slot(place) for place in places[part]]
             if way == STRAIGHT:

@@ -20,6 +20,8 @@ GROWTH = 4
 SHARE = 64
 """Of a long load a piece is at most one in so many: what is read last is copied on while nothing
 else is read. So the number of pieces hardly grows with the load: 90 make a million tokens."""
+STRAIGHT_PIECES = 4
+"""What comes straight is read in pieces so many times as large: nothing is copied on meanwhile."""
 
 
 def piece_sizes(num_blocks: int, first_blocks: int) -> Iterator[int]:
@@ -77,16 +79,16 @@ class Loads:
 
     def _load_straight(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
         at = 0
-        for piece in self._pieces(copy):
+        for piece in self._pieces(copy, STRAIGHT_PIECES):
             slots, at = dst_slots[at : at + len(piece.blocks)], at + len(piece.blocks)
             self._traffic.begin(piece, slots)
 
-    def _pieces(self, copy: Copy) -> Iterator[Copy]:
+    def _pieces(self, copy: Copy, times: int = 1) -> Iterator[Copy]:
         """What is read at a time: storage is given seconds per call, and should not get all at
         once; between memories it is."""
         sizes: Iterator[int] = iter((len(copy.blocks),))
         if copy.src in self._row.storages:
-            sizes = piece_sizes(len(copy.blocks), self._first_blocks)
+            sizes = piece_sizes(len(copy.blocks), times * self._first_blocks)
         at = 0
         for size in sizes:
             yield Copy(copy.src, copy.dst, copy.blocks[at : at + size])

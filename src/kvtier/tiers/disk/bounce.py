@@ -154,7 +154,8 @@ class BlockPort:
                 crcs[part] = joined_crcs(of_pieces, some.sizes)
             else:
                 done[part] = self._move(self.engine.read, slots[part], some, ends_at)
-                crcs[part[wanted]] = block_crcs(some.pick(wanted))
+                if len(wanted):
+                    crcs[part[wanted]] = block_crcs(some.pick(wanted))
             if not is_aligned:  # what has not arrived would be of another block
                 arrived = np.flatnonzero(done[part] == self._slot_bytes)
                 self._bounce.copy_out(blocks.pick(part[arrived]), arrived)
