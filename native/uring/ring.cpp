@@ -384,7 +384,8 @@ void Ring::transfer(Way way, std::span<const Block> blocks, std::optional<double
     unsigned at = load(head);
     for (const unsigned end = load(rings_.at<unsigned>(params_.cq.tail)); at != end; ++at) {
       const kernel::Cqe& event = events[at & mask];
-      if (event.user_data != kIsCancel) complete(way, blocks, event.user_data, event.result, is_over);
+      if (event.user_data != kIsCancel)
+        complete(way, blocks, event.user_data, event.result, is_over);
     }
     store(head, at);
   }

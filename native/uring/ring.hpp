@@ -43,11 +43,12 @@ struct Checks {
 // that made it. Its destructor may run anywhere.
 class Ring {
  public:
-  // `depth` requests are under way at a time; larger blocks go in pieces of `piece_bytes`. Neighbours
-  // in the file of at most `fuse_bytes` each go together, up to `piece_bytes`, wherever they lie in
-  // memory; 0 for none.
+  // `depth` requests are under way at a time; larger blocks go in pieces of `piece_bytes`.
+  // Neighbours in the file of at most `fuse_bytes` each go together, up to `piece_bytes`, wherever
+  // they lie in memory; 0 for none.
   // Throws NativeError where the kernel has no io_uring, or does not allow it.
-  Ring(int fd, unsigned depth, std::int64_t piece_bytes, bool is_direct, std::int64_t fuse_bytes = 0);
+  Ring(int fd, unsigned depth, std::int64_t piece_bytes, bool is_direct,
+       std::int64_t fuse_bytes = 0);
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
@@ -68,7 +69,7 @@ class Ring {
 
  private:
   struct Piece {  // what one request moves
-    std::size_t block = 0;   // the first one, and how many
+    std::size_t block = 0;  // the first one, and how many
     std::size_t num = 1;
     std::int64_t begin = 0;  // within the first block
     std::int64_t size = 0;   // of all of it
@@ -133,13 +134,13 @@ class Ring {
   unsigned tail_ = 0;            // of the submission ring, ahead of what the kernel knows
 
   // Of the batch that is being moved.
-  std::vector<Piece> pieces_;        // by place, 0 .. depth - 1
+  std::vector<Piece> pieces_;                         // by place, 0 .. depth - 1
   std::vector<std::vector<kernel::Vector>> vectors_;  // by place
-  std::vector<std::size_t> places_;  // free ones
+  std::vector<std::size_t> places_;                   // free ones
   std::vector<State> states_;
   std::vector<std::size_t> whole_;  // blocks that have arrived and are not checked yet
   std::vector<std::size_t> again_;  // places whose rest has to be submitted once more
-  std::vector<Piece> apart_;  // requests for several blocks that failed: to be moved block by block
+  std::vector<Piece> apart_;        // whose request failed: to be moved block by block
 };
 
 }  // namespace kvtier::uring
