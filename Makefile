@@ -167,6 +167,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.copy --json reports/copy.json
 	$(BIN)/python -m benchmarks.crc --json reports/crc.json
 	$(BIN)/python -m benchmarks.disk --json reports/disk.json
+	$(BIN)/python -m benchmarks.direct --json reports/direct.json
 	$(BIN)/python -m benchmarks.disk_peers --json reports/disk_peers.json
 	$(BIN)/python -m benchmarks.slab_recovery --json reports/slab_recovery.json
 	$(BIN)/python -m benchmarks.index --json reports/index.json

@@ -41,15 +41,19 @@ nb::object array_of(std::unique_ptr<Number[]> numbers, std::size_t size) {
 
 class UringRing {
  public:
-  UringRing(int fd, long long depth, long long piece_bytes, bool is_direct) {
+  UringRing(int fd, long long depth, long long piece_bytes, bool is_direct,
+            long long fuse_bytes) {
     if (depth < 1 || depth > kMaxDepth)
       fail(PyExc_ValueError, "depth must be between 1 and %lld, not %lld", kMaxDepth, depth);
     if (piece_bytes < 4096 || piece_bytes > kMaxPieceBytes || piece_bytes % 4096 != 0)
       fail(PyExc_ValueError, "piece_bytes must be a multiple of 4096 up to %lld, not %lld",
            kMaxPieceBytes, piece_bytes);
+    if (fuse_bytes < 0 || fuse_bytes > piece_bytes)
+      fail(PyExc_ValueError, "fuse_bytes must be between 0 and piece_bytes=%lld, not %lld",
+           piece_bytes, fuse_bytes);
     ring_ = guarded([&] {
       return std::make_unique<uring::Ring>(fd, static_cast<unsigned>(depth), piece_bytes,
-                                           is_direct);
+                                           is_direct, fuse_bytes);
     });
   }
 
@@ -122,8 +126,8 @@ class UringRing {
 void bind_uring(nb::module_& module) {
   nb::class_<UringRing>(module, "UringRing",
                         "Batches of reads or writes of one file, one after the other.")
-      .def(nb::init<int, long long, long long, bool>(), nb::arg("fd"), nb::arg("depth"),
-           nb::arg("piece_bytes"), nb::arg("is_direct"))
+      .def(nb::init<int, long long, long long, bool, long long>(), nb::arg("fd"), nb::arg("depth"),
+           nb::arg("piece_bytes"), nb::arg("is_direct"), nb::arg("fuse_bytes") = 0)
       .def("register_file", &UringRing::register_file)
       .def("register_buffers", &UringRing::register_buffers, nb::arg("buffers"))
       .def("transfer", &UringRing::transfer, nb::arg("write"), nb::arg("offsets"),

@@ -30,11 +30,21 @@ static_assert(sizeof(Sqe) == 64);
 
 inline constexpr std::uint8_t kFixedFile = 1u << 0;  // fd is the number of a registered file
 
+inline constexpr std::uint8_t kReadVector = 1;
+inline constexpr std::uint8_t kWriteVector = 2;
 inline constexpr std::uint8_t kReadFixed = 4;
 inline constexpr std::uint8_t kWriteFixed = 5;
 inline constexpr std::uint8_t kCancel = 14;
 inline constexpr std::uint8_t kRead = 22;
 inline constexpr std::uint8_t kWrite = 23;
+inline constexpr std::uint8_t kReadVectorFixed = 60;  // Linux 6.15
+inline constexpr std::uint8_t kWriteVectorFixed = 61;
+
+// One piece of memory of a vectored request, as struct iovec has it.
+struct Vector {
+  std::uint64_t address, size;
+};
+static_assert(sizeof(Vector) == 16);
 
 // One completion.
 struct Cqe {
@@ -80,10 +90,27 @@ struct GetEventsArg {
   std::uint64_t timespec;
 };
 
+// Which requests the kernel knows.
+struct ProbedRequest {
+  std::uint8_t opcode, reserved;
+  std::uint16_t flags;
+  std::uint32_t more;
+};
+struct Probe {
+  std::uint8_t last_opcode, num_opcodes;
+  std::uint16_t reserved;
+  std::uint32_t more[3];
+  ProbedRequest requests[64];
+};
+static_assert(sizeof(Probe) == 16 + 64 * 8);
+
+inline constexpr std::uint16_t kIsSupported = 1u << 0;
+
 inline constexpr unsigned kRegisterBuffers = 0;
 inline constexpr unsigned kUnregisterBuffers = 1;
 inline constexpr unsigned kRegisterFiles = 2;
 inline constexpr unsigned kUnregisterFiles = 3;
+inline constexpr unsigned kRegisterProbe = 8;
 
 inline constexpr std::uint64_t kSqRingOffset = 0;  // of mmap; the CQ ring lies in the same mapping
 inline constexpr std::uint64_t kSqesOffset = 0x10000000;

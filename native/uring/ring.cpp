@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <thread>
 
@@ -24,6 +25,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::uint64_t kIsCancel = ~std::uint64_t{0};
 constexpr std::int64_t kPage = 4096;
+constexpr std::size_t kMaxVectors = 256;  // of one request: what the kernel puts into one bio
 
 unsigned load(const unsigned* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 void store(unsigned* word, unsigned value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
@@ -53,13 +55,16 @@ Ring::Descriptor::~Descriptor() {
   if (number >= 0) close(number);
 }
 
-Ring::Ring(int fd, unsigned depth, std::int64_t piece_bytes, bool is_direct)
+Ring::Ring(int fd, unsigned depth, std::int64_t piece_bytes, bool is_direct,
+           std::int64_t fuse_bytes)
     : owner_(getpid()),
       fd_(fd),
       depth_(depth),
       piece_bytes_(piece_bytes),
       is_direct_(is_direct),
-      pieces_(depth) {
+      fuse_bytes_(std::min(fuse_bytes, piece_bytes)),
+      pieces_(depth),
+      vectors_(fuse_bytes_ > 0 ? depth : 0) {
   // Room for a cancellation of each request, too.
   int made = -EINVAL;
   for (const std::uint32_t flags : {kernel::kCoopTaskrun, std::uint32_t{0}}) {
@@ -83,7 +88,9 @@ Ring::Ring(int fd, unsigned depth, std::int64_t piece_bytes, bool is_direct)
   for (std::size_t place = depth; place-- > 0;) places_.push_back(place);
   // Nothing may fail for want of memory while buffers are in use.
   again_.reserve(depth);
-  whole_.reserve(depth);
+  apart_.reserve(depth);
+  for (auto& each : vectors_) each.reserve(kMaxVectors);
+  has_fixed_vectors_ = knows(kernel::kReadVectorFixed) && knows(kernel::kWriteVectorFixed);
 }
 
 Ring::~Ring() {
@@ -100,6 +107,14 @@ void Ring::check_owner() const {
                       std::to_string(here) + " was forked from it; open another ring here");
 }
 
+bool Ring::knows(std::uint8_t opcode) const {
+  kernel::Probe probe{};
+  const int result = call(kernel::kRegister, ring_.number, kernel::kRegisterProbe, &probe,
+                          static_cast<unsigned>(std::size(probe.requests)));
+  return result >= 0 && opcode <= probe.last_opcode &&
+         (probe.requests[opcode].flags & kernel::kIsSupported) != 0;
+}
+
 int Ring::register_file() {
   const int result = call(kernel::kRegister, ring_.number, kernel::kRegisterFiles, &fd_, 1u);
   has_file_ = result >= 0;
@@ -107,10 +122,7 @@ int Ring::register_file() {
 }
 
 int Ring::register_buffers(std::span<const Memory> buffers) {
-  struct Vector {
-    std::uint64_t base, size;
-  };
-  std::vector<Vector> vectors;
+  std::vector<kernel::Vector> vectors;
   for (const Memory& each : buffers) vectors.push_back({each.address, each.num_bytes});
   const int result = call(kernel::kRegister, ring_.number, kernel::kRegisterBuffers, vectors.data(),
                           static_cast<unsigned>(vectors.size()));
@@ -121,10 +133,7 @@ int Ring::register_buffers(std::span<const Memory> buffers) {
 
 int Ring::buffer_of(std::uint64_t address, std::int64_t size) const {
   for (std::size_t i = 0; i < buffers_.size(); ++i) {
-    const Memory& buffer = buffers_[i];
-    if (address >= buffer.address &&
-        address + static_cast<std::uint64_t>(size) <= buffer.address + buffer.num_bytes)
-      return static_cast<int>(i);
+    if (buffers_[i].has(address, size)) return static_cast<int>(i);
   }
   return -1;
 }
@@ -136,20 +145,61 @@ kernel::Sqe& Ring::next_request() {
   return request;
 }
 
-void Ring::submit(Way way, const Block& block, std::size_t place) {
+void Ring::submit(Way way, std::span<const Block> blocks, std::size_t place) {
   const Piece& piece = pieces_[place];
-  const std::uint64_t address = block.address + static_cast<std::uint64_t>(piece.begin);
-  const int buffer = buffer_of(address, piece.size);
   kernel::Sqe& request = next_request();
-  request.opcode = way == Way::read ? (buffer < 0 ? kernel::kRead : kernel::kReadFixed)
-                                    : (buffer < 0 ? kernel::kWrite : kernel::kWriteFixed);
   request.fd = has_file_ ? 0 : fd_;
   request.flags = has_file_ ? kernel::kFixedFile : std::uint8_t{0};
-  request.offset = static_cast<std::uint64_t>(block.offset + piece.begin);
-  request.address = address;
-  request.size = static_cast<std::uint32_t>(piece.size);
-  request.buffer = static_cast<std::uint16_t>(std::max(buffer, 0));
+  request.offset = static_cast<std::uint64_t>(blocks[piece.block].offset + piece.begin);
   request.user_data = place;
+  set_memory(way, blocks, place, request);
+}
+
+void Ring::set_memory(Way way, std::span<const Block> blocks, std::size_t place,
+                      kernel::Sqe& request) {
+  const Piece& piece = pieces_[place];
+  const bool is_read = way == Way::read;
+  const std::uint64_t address =
+      blocks[piece.block].address + static_cast<std::uint64_t>(piece.begin);
+  if (piece.num == 1) {
+    const int buffer = buffer_of(address, piece.size);
+    request.opcode = buffer < 0 ? (is_read ? kernel::kRead : kernel::kWrite)
+                                : (is_read ? kernel::kReadFixed : kernel::kWriteFixed);
+    request.address = address;
+    request.size = static_cast<std::uint32_t>(piece.size);
+    request.buffer = static_cast<std::uint16_t>(std::max(buffer, 0));
+    return;
+  }
+  auto& vectors = vectors_[place];
+  vectors.clear();
+  const std::int64_t first_size = blocks[piece.block].size - piece.begin;
+  int buffer = has_fixed_vectors_ ? buffer_of(address, first_size) : -1;
+  vectors.push_back({address, static_cast<std::uint64_t>(first_size)});
+  for (const Block& each : blocks.subspan(piece.block + 1, piece.num - 1)) {
+    vectors.push_back({each.address, static_cast<std::uint64_t>(each.size)});
+    if (buffer >= 0 && !buffers_[static_cast<std::size_t>(buffer)].has(each.address, each.size))
+      buffer = -1;  // a request names one buffer
+  }
+  request.opcode = buffer < 0 ? (is_read ? kernel::kReadVector : kernel::kWriteVector)
+                              : (is_read ? kernel::kReadVectorFixed : kernel::kWriteVectorFixed);
+  request.address = reinterpret_cast<std::uint64_t>(vectors.data());
+  request.size = static_cast<std::uint32_t>(vectors.size());
+  request.buffer = static_cast<std::uint16_t>(std::max(buffer, 0));
+}
+
+Ring::Piece Ring::piece_at(std::span<const Block> blocks, std::size_t block,
+                           std::int64_t begin) const {
+  Piece piece{block, 1, begin, std::min(piece_bytes_, blocks[block].size - begin)};
+  if (begin > 0 || blocks[block].size > fuse_bytes_) return piece;
+  for (std::size_t next = block + 1; next < blocks.size() && piece.num < kMaxVectors; ++next) {
+    const Block& one = blocks[next];
+    const bool is_small = one.size > 0 && one.size <= fuse_bytes_;
+    if (!is_small || one.offset != blocks[block].offset + piece.size) break;
+    if (piece.size + one.size > piece_bytes_) break;
+    piece.size += one.size;
+    ++piece.num;
+  }
+  return piece;
 }
 
 void Ring::cancel(std::size_t place) {
@@ -179,9 +229,9 @@ int Ring::enter(unsigned num_wanted, std::optional<double> timeout_s) {
   return result < 0 ? result : 0;
 }
 
-void Ring::complete(Way way, std::uint64_t place, int result, bool is_over) {
+void Ring::complete(Way way, std::span<const Block> blocks, std::uint64_t place, int result,
+                    bool is_over) {
   Piece& piece = pieces_[place];
-  State& state = states_[piece.block];
   if (result == -EINTR || result == -EAGAIN) {
     if (is_over)
       result = -ECANCELED;
@@ -192,23 +242,54 @@ void Ring::complete(Way way, std::uint64_t place, int result, bool is_over) {
   }
   if (result == 0 && way == Way::write && piece.size > 0) result = -EIO;  // a file has no end there
   if (result < 0) {
-    if (state.error == 0) state.error = result;
-  } else if (state.left -= result; result < piece.size) {
+    if (piece.num > 1 && result != -ECANCELED)
+      apart_.push_back(piece);  // whichever of them it is about
+    else
+      fail(piece, result);
+  } else if (result < piece.size) {
+    advance(blocks, piece, result);
     const bool is_end =
         result == 0 || (way == Way::read && is_direct_ && result % kPage != 0);
-    piece.begin += result;
-    piece.size -= result;
     if (is_end) {
-      state.end = std::min(state.end, piece.begin);
+      for (std::size_t i = 0; i < piece.num; ++i) {
+        State& state = states_[piece.block + i];
+        state.end = std::min(state.end, i == 0 ? piece.begin : 0);
+      }
     } else if (is_over) {
-      if (state.error == 0) state.error = -ECANCELED;
-    } else if (state.error == 0) {
+      fail(piece, -ECANCELED);
+    } else if (states_[piece.block].error == 0) {
       again_.push_back(place);
       return;
     }
+  } else {
+    advance(blocks, piece, result);
   }
-  if (state.left == 0) whole_.push_back(piece.block);
   places_.push_back(place);
+}
+
+// So many bytes of a piece have been moved.
+void Ring::advance(std::span<const Block> blocks, Piece& piece, std::int64_t num_bytes) {
+  piece.size -= num_bytes;
+  while (num_bytes > 0) {
+    const std::int64_t here = std::min(num_bytes, blocks[piece.block].size - piece.begin);
+    State& state = states_[piece.block];
+    state.left -= here;
+    if (state.left == 0) whole_.push_back(piece.block);
+    num_bytes -= here;
+    piece.begin += here;
+    if (piece.num > 1 && piece.begin == blocks[piece.block].size) {
+      ++piece.block;
+      --piece.num;
+      piece.begin = 0;
+    }
+  }
+}
+
+void Ring::fail(const Piece& piece, int error) {
+  for (std::size_t i = 0; i < piece.num; ++i) {
+    State& state = states_[piece.block + i];
+    if (state.error == 0) state.error = error;
+  }
 }
 
 void Ring::check_whole(std::span<const Block> blocks, const Checks& checks) {
@@ -230,7 +311,9 @@ void Ring::transfer(Way way, std::span<const Block> blocks, std::optional<double
   states_.clear();
   for (const Block& block : blocks) states_.push_back({block.size, block.size});
   whole_.clear();
+  whole_.reserve(blocks.size());  // nothing may fail for want of memory while buffers are in use
   again_.clear();
+  apart_.clear();
   std::size_t block = 0;       // the next piece to begin: of this block,
   std::int64_t begin = 0;      // from here on
   bool is_over = false;        // the deadline has passed
@@ -241,7 +324,16 @@ void Ring::transfer(Way way, std::span<const Block> blocks, std::optional<double
       while (!again_.empty()) {
         const std::size_t place = again_.back();
         again_.pop_back();
-        submit(way, blocks[pieces_[place].block], place);
+        submit(way, blocks, place);
+      }
+      while (!apart_.empty() && !places_.empty()) {
+        Piece& piece = apart_.back();
+        const std::size_t place = places_.back();
+        places_.pop_back();
+        pieces_[place] = {piece.block, 1, piece.begin, blocks[piece.block].size - piece.begin};
+        piece = {piece.block + 1, piece.num - 1, 0, 0};
+        if (piece.num == 0) apart_.pop_back();
+        submit(way, blocks, place);
       }
       while (block < blocks.size() && !places_.empty()) {
         if (begin >= blocks[block].size || states_[block].error != 0) {
@@ -251,17 +343,19 @@ void Ring::transfer(Way way, std::span<const Block> blocks, std::optional<double
         }
         const std::size_t place = places_.back();
         places_.pop_back();
-        pieces_[place] = {block, begin, std::min(piece_bytes_, blocks[block].size - begin)};
-        begin += pieces_[place].size;
-        submit(way, blocks[block], place);
+        const Piece& piece = pieces_[place] = piece_at(blocks, block, begin);
+        begin = piece.num == 1 ? begin + piece.size : 0;
+        if (piece.num > 1) block += piece.num;
+        submit(way, blocks, place);
       }
     } else {
       for (const std::size_t place : again_) {
-        State& state = states_[pieces_[place].block];
-        if (state.error == 0) state.error = -ECANCELED;
+        fail(pieces_[place], -ECANCELED);
         places_.push_back(place);
       }
+      for (const Piece& piece : apart_) fail(piece, -ECANCELED);
       again_.clear();
+      apart_.clear();
     }
     if (checks.crcs == nullptr) {
       whole_.clear();
@@ -277,7 +371,7 @@ void Ring::transfer(Way way, std::span<const Block> blocks, std::optional<double
         if (std::find(places_.begin(), places_.end(), place) == places_.end()) cancel(place);
     }
     // While there is more to begin, a quarter of the depth at a time spares system calls.
-    const bool is_last = is_over || block >= blocks.size();
+    const bool is_last = is_over || (block >= blocks.size() && apart_.empty());
     const std::size_t wanted = is_last ? 1 : std::max<std::size_t>(1, depth_ / 4);
     const int entered = enter(static_cast<unsigned>(std::min(wanted, num_running)),
                               is_over ? std::nullopt : left_s());
@@ -290,7 +384,8 @@ void Ring::transfer(Way way, std::span<const Block> blocks, std::optional<double
     unsigned at = load(head);
     for (const unsigned end = load(rings_.at<unsigned>(params_.cq.tail)); at != end; ++at) {
       const kernel::Cqe& event = events[at & mask];
-      if (event.user_data != kIsCancel) complete(way, event.user_data, event.result, is_over);
+      if (event.user_data != kIsCancel)
+        complete(way, blocks, event.user_data, event.result, is_over);
     }
     store(head, at);
   }
@@ -312,7 +407,7 @@ namespace kvtier::uring {
 Ring::Mapping::~Mapping() = default;
 Ring::Descriptor::~Descriptor() = default;
 
-Ring::Ring(int, unsigned, std::int64_t, bool) {
+Ring::Ring(int, unsigned, std::int64_t, bool, std::int64_t) {
   throw NativeError("io_uring is not available: this is not Linux");
 }
 Ring::~Ring() = default;

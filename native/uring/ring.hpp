@@ -14,6 +14,10 @@ namespace kvtier::uring {
 struct Memory {
   std::uint64_t address;
   std::uint64_t num_bytes;
+
+  bool has(std::uint64_t begin, std::int64_t size) const {
+    return begin >= address && begin + static_cast<std::uint64_t>(size) <= address + num_bytes;
+  }
 };
 
 // One block: `size` bytes at `offset` of the file and at `address` in memory.
@@ -40,8 +44,11 @@ struct Checks {
 class Ring {
  public:
   // `depth` requests are under way at a time; larger blocks go in pieces of `piece_bytes`.
+  // Neighbours in the file of at most `fuse_bytes` each go together, up to `piece_bytes`, wherever
+  // they lie in memory; 0 for none.
   // Throws NativeError where the kernel has no io_uring, or does not allow it.
-  Ring(int fd, unsigned depth, std::int64_t piece_bytes, bool is_direct);
+  Ring(int fd, unsigned depth, std::int64_t piece_bytes, bool is_direct,
+       std::int64_t fuse_bytes = 0);
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
@@ -62,9 +69,10 @@ class Ring {
 
  private:
   struct Piece {  // what one request moves
-    std::size_t block = 0;
-    std::int64_t begin = 0;  // within the block
-    std::int64_t size = 0;
+    std::size_t block = 0;  // the first one, and how many
+    std::size_t num = 1;
+    std::int64_t begin = 0;  // within the first block
+    std::int64_t size = 0;   // of all of it
   };
   struct State {  // of one block
     std::int64_t end;  // bytes from its start that are there, as far as is known
@@ -94,12 +102,19 @@ class Ring {
   };
 
   kernel::Sqe& next_request();
-  void submit(Way way, const Block& block, std::size_t place);
+  bool knows(std::uint8_t opcode) const;
+  void submit(Way way, std::span<const Block> blocks, std::size_t place);
+  void set_memory(Way way, std::span<const Block> blocks, std::size_t place, kernel::Sqe& request);
+  // The next piece that begins with `block`, from `begin` of it on.
+  Piece piece_at(std::span<const Block> blocks, std::size_t block, std::int64_t begin) const;
   void cancel(std::size_t place);
   // Submits what waits, and returns when `num_wanted` completions are there or the time is over.
   // 0 or -errno.
   int enter(unsigned num_wanted, std::optional<double> timeout_s);
-  void complete(Way way, std::uint64_t place, int result, bool is_over);
+  void complete(Way way, std::span<const Block> blocks, std::uint64_t place, int result,
+                bool is_over);
+  void advance(std::span<const Block> blocks, Piece& piece, std::int64_t num_bytes);
+  void fail(const Piece& piece, int error);
   int buffer_of(std::uint64_t address, std::int64_t size) const;
   void check_whole(std::span<const Block> blocks, const Checks& checks);
 
@@ -112,16 +127,20 @@ class Ring {
   unsigned depth_ = 0;
   std::int64_t piece_bytes_ = 0;
   bool is_direct_ = false;
+  std::int64_t fuse_bytes_ = 0;
   bool has_file_ = false;
+  bool has_fixed_vectors_ = false;
   std::vector<Memory> buffers_;  // registered ones, by address
   unsigned tail_ = 0;            // of the submission ring, ahead of what the kernel knows
 
   // Of the batch that is being moved.
-  std::vector<Piece> pieces_;        // by place, 0 .. depth - 1
-  std::vector<std::size_t> places_;  // free ones
+  std::vector<Piece> pieces_;                         // by place, 0 .. depth - 1
+  std::vector<std::vector<kernel::Vector>> vectors_;  // by place
+  std::vector<std::size_t> places_;                   // free ones
   std::vector<State> states_;
   std::vector<std::size_t> whole_;  // blocks that have arrived and are not checked yet
   std::vector<std::size_t> again_;  // places whose rest has to be submitted once more
+  std::vector<Piece> apart_;        // whose request failed: to be moved block by block
 };
 
 }  // namespace kvtier::uring

@@ -10,6 +10,7 @@ from fractions import Fraction
 
 from kvtier.errors import ConfigError
 from kvtier.types import (
+    Direct,
     Durability,
     IoKind,
     LoadPolicy,
@@ -78,6 +79,7 @@ CHOICES: dict[str, type[StrEnum]] = {
     "disk_durability": Durability,
     "disk_verify": Verify,
     "disk_io": IoKind,
+    "disk_direct": Direct,
 }
 """Settings of ``CacheConfig`` that are one of a few words."""
 
@@ -107,6 +109,9 @@ class CacheConfig:
     """Which blocks read from disk have their checksum compared: all, some, or none."""
     disk_io: IoKind = IoKind.AUTO
     """Who talks to the disk."""
+    disk_direct: Direct = Direct.AUTO
+    """Whether blocks on disk go straight to the device tier, past the host tier: ``auto`` where
+    there is none, and while it is short of room; ``on`` or ``off``."""
     disk_bytes_per_day: str | int = 0
     """What may be written to the disk in a day, for disks that wear: a size; 0 for no limit."""
     disk_bytes_per_s: str | int = 0

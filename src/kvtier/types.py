@@ -141,6 +141,18 @@ class Verify(StrEnum):
     """Only what was not yet verified after a crash."""
 
 
+class Direct(StrEnum):
+    """Whether blocks on disk go straight to the memory that the engine computes in, past the host
+    tier."""
+
+    AUTO = "auto"
+    """Where there is no host tier, and while that is short of room."""
+    ON = "on"
+    """All that a request waits for; the host tier has what was stored, and what is read ahead."""
+    OFF = "off"
+    """Never."""
+
+
 class IoKind(StrEnum):
     """Who talks to the disk."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import slab_recovery
+from benchmarks import direct, slab_recovery
 from benchmarks.scale import compaction, restart
 
 
@@ -52,3 +52,19 @@ def test_compactions_are_measured_beside_look_ups(monkeypatch: pytest.MonkeyPatc
     part = compaction.measure(quick=True)
     assert len(part.rows) == 6
     assert [target["id"] for target in part.targets] == ["N6"]
+
+
+def test_ways_from_disk_are_measured_in_turns_and_checked(tmp_path: Path) -> None:
+    report = tmp_path / "direct.json"
+    direct.main(["--quick", "--path", str(tmp_path), "--json", str(report)])
+    result = json.loads(report.read_text(encoding="utf-8"))
+    assert [row["verify"] for row in result["rows"]] == [True, False] * 3
+    assert [target["id"] for target in result["targets"]] == ["R4"] * 6
+
+
+def test_ways_from_disk_that_bring_wrong_bytes_are_no_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "repack", lambda *arguments: None)
+    with pytest.raises(AssertionError, match="wrong bytes"):
+        direct.main(["--quick", "--path", str(tmp_path)])

@@ -18,7 +18,7 @@ from kvtier._hot import crc32c_rows
 from kvtier.errors import Closed, TierError
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers.disk.io import IoEngine, open_engine
-from kvtier.tiers.disk.io.base import Int64s, Uint64s
+from kvtier.tiers.disk.io.base import MAX_ENTRIES, Int64s, Uint64s, runs
 from kvtier.types import IoKind
 
 PAGE = 4096
@@ -72,7 +72,7 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Open]:
 def shuffled(seed: int, num_pages: int, longest: int) -> list[tuple[int, int, int]]:
     """Blocks that cover the file once, each somewhere else in memory."""
     rng = random.Random(seed)
-    sizes = []
+    sizes: list[int] = []
     while (left := num_pages - sum(sizes)) > 0:
         sizes.append(min(left, rng.randrange(1, longest)))
     starts = np.cumsum([0, *sizes[:-1]]).tolist()
@@ -101,6 +101,106 @@ def test_bytes_are_right_both_ways(
     for offset, to, size in blocks:
         there = place.bytes[to * PAGE : (to + size) * PAGE]
         assert np.array_equal(there, written[offset * PAGE : (offset + size) * PAGE])
+
+
+def scattered(seed: int, longest: int) -> list[tuple[int, int, int]]:
+    """Neighbours in the file, in its order, that lie anywhere in memory; some begin a new run."""
+    blocks = sorted(shuffled(seed, FILE_PAGES, longest))
+    return [block for at, block in enumerate(blocks) if at % 17 != 5]
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+@pytest.mark.parametrize("fuse_pages", [0, 1, 3, 64])
+@pytest.mark.parametrize("longest", [2, 6, 300])
+def test_neighbours_in_the_file_may_lie_anywhere_in_memory(
+    place: Place,
+    opened: Open,
+    longest: int,
+    fuse_pages: int,
+    is_registered: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("uring", "preadv"):
+        monkeypatch.setattr(f"kvtier.tiers.disk.io.{name}.FUSED_BYTES", fuse_pages * PAGE)
+    engine = opened(place.fd, [place.memory] if is_registered else [], 8)
+    blocks = scattered(longest, longest)
+    batch = place.batch(*blocks)
+    place.bytes[:] = 0
+    done, crcs = engine.read_checked(*batch, FILE_PAGES * PAGE)
+    assert done.tolist() == batch[2].tolist()
+    expected = np.zeros_like(place.content)
+    for (offset, to, size), crc in zip(blocks, crcs.tolist(), strict=True):
+        content = place.content[offset * PAGE : (offset + size) * PAGE]
+        expected[to * PAGE : (to + size) * PAGE] = content
+        assert crc == crc32c_rows(content[None])[0]
+    assert np.array_equal(place.bytes, expected), "nothing else has changed either"
+    place.bytes[:] = place.bytes[::-1].copy()
+    before = place.content.copy()
+    assert engine.write(*batch).tolist() == batch[2].tolist()
+    for offset, to, size in blocks:
+        there = place.bytes[to * PAGE : (to + size) * PAGE]
+        before[offset * PAGE : (offset + size) * PAGE] = there
+    assert np.array_equal(np.frombuffer(place.path.read_bytes(), np.uint8), before)
+
+
+def test_end_of_the_file_cuts_neighbours_where_it_is(place: Place, opened: Open) -> None:
+    engine = opened(place.fd, [place.memory])
+    end = FILE_PAGES
+    batch = place.batch(*((end - 5 + 2 * n, 7 * n, 2) for n in range(5)))
+    assert engine.read(*batch).tolist() == [2 * PAGE, 2 * PAGE, PAGE, 0, 0]
+
+
+def test_an_error_among_neighbours_is_told_of_the_one_that_it_is_about(
+    place: Place, opened: Open
+) -> None:
+    engine = opened(place.fd, [place.memory], 4)
+    if engine.name == "preadv":
+        pytest.skip("a wrong address ends the process")
+    offsets, addresses, sizes = place.batch(*((n, 3 * n, 1) for n in range(40)))
+    addresses[[7, 30]] = PAGE
+    place.bytes[:] = 0
+    results = engine.read(offsets, addresses, sizes).tolist()
+    assert [at for at, result in enumerate(results) if result == -errno.EFAULT] == [7, 30]
+    assert results.count(PAGE) == 38
+    for at in set(range(40)) - {7, 30}:
+        there = place.bytes[3 * at * PAGE : (3 * at + 1) * PAGE]
+        assert np.array_equal(there, place.content[at * PAGE : (at + 1) * PAGE])
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_plain_calls_that_fail_are_made_again_one_by_one(
+    place: Place, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.preadv
+
+    def fail_for_one(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset <= 3 * PAGE < offset + sum(map(len, buffers)):
+            raise OSError(code, "the test wants it")
+        return real(fd, buffers, offset)
+
+    engine = open_engine(place.fd, IoKind.PREADV)
+    monkeypatch.setattr("kvtier.tiers.disk.io.preadv.os.preadv", fail_for_one)
+    batch = place.batch(*((n, 2 * n, 1) for n in range(6)))
+    assert engine.read(*batch).tolist() == [PAGE] * 3 + [-code] + [PAGE] * 2
+    engine.close()
+
+
+def test_runs_are_neighbours_within_bounds() -> None:
+    offsets = np.array([0, 10, 20, 40, 50, 150, 155, 160], np.int64)
+    sizes = np.array([10, 10, 10, 10, 100, 5, 0, 5], np.int64)
+
+    def found(fuse_bytes: int, max_bytes: int) -> list[tuple[int, int]]:
+        return [(run.start, run.stop) for run in runs(offsets, sizes, fuse_bytes, max_bytes)]
+
+    assert found(100, 1000) == [(0, 3), (3, 6), (6, 7), (7, 8)]
+    assert found(10, 1000) == [(0, 3), (3, 4), (4, 5), (5, 6), (6, 7), (7, 8)]
+    assert found(100, 25) == [(0, 2), (2, 3), (3, 4), (4, 5), (5, 6), (6, 7), (7, 8)]
+    assert found(0, 1000) == [(at, at + 1) for at in range(8)]
+    many = np.arange(3 * MAX_ENTRIES, dtype=np.int64)
+    ones = np.ones_like(many)
+    lengths = [run.stop - run.start for run in runs(many, ones, 8, 1 << 30)]
+    assert lengths == [MAX_ENTRIES] * 3
+    assert list(runs(many[:0], ones[:0], 8, 8)) == []
 
 
 def test_no_blocks_and_empty_blocks_are_nothing(place: Place, opened: Open) -> None:
@@ -316,7 +416,7 @@ def test_a_call_that_cannot_be_cancelled_is_waited_for(
 
     monkeypatch.setattr("kvtier.tiers.disk.io.preadv.os.preadv", hang)
     results: list[int] = []
-    batch = place.batch(*((n, n, 1) for n in range(100)))
+    batch = place.batch(*((2 * n, n, 1) for n in range(100)))  # no neighbours: a call each
     reader = Thread(target=lambda: results.extend(engine.read(*batch, 0.5).tolist()))
     reader.start()
     assert began.wait(60)

@@ -331,19 +331,20 @@ class Hostile:
         pick = self.random.choice
         if self.ring is None or self.random.random() < 0.1:
             depth, piece = pick((1, 8, self.number())), pick((4096, 65536, self.number()))
+            fused = pick((0, 0, 4096, piece, self.number()))
             # Not a number at random: it may be a pipe, and a read of that may well have no end.
             fd = pick((self.fd, self.fd, -1, 99_999, 2**31, -(2**31) - 1, "3", None))
 
             def make() -> None:
-                self.ring = _native.UringRing(fd, depth, piece, pick((True, False)))
+                self.ring = _native.UringRing(fd, depth, piece, pick((True, False)), fused)
 
-            return self.named("ring", make, (fd, depth, piece))
+            return self.named("ring", make, (fd, depth, piece, fused))
         ring = self.ring
         if self.random.random() < 0.2:
             pieces = [(self.word(), self.word()) for _ in range(self.random.randrange(3))]
             given = pick((pieces, [(self.place(4096), 4096)], [(-1, 5)], None))
             return self.named("register", lambda: ring.register_buffers(given), (given,))
-        offsets = np.array([pick((0, 512, 2**62, -5, 2**63 - 1)) for _ in range(3)], np.int64)
+        offsets = np.array([pick((0, 512, 1024, 2**62, -5, 2**63 - 1)) for _ in range(3)], np.int64)
         sizes = np.array([pick((0, 7, 512, 2**62, -1)) for _ in range(3)], np.int64)
         addresses = np.array([self.place(1024) for _ in range(3)], np.uint64)
         if self.random.random() < 0.5:

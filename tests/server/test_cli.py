@@ -62,6 +62,10 @@ def test_the_version_is_told() -> None:
         (["--max-running", "0"], "max_running: 0 is below 1"),
         (["--dtype", "int3"], "dtype: 'int3' is unknown"),
         (["--device", "toaster"], "device: 'toaster' is unknown"),
+        (
+            ["--disk-path", "unused", "--disk-direct", "off", "--host-capacity", "0"],
+            "disk_direct: off sends blocks through host memory, and there is none",
+        ),
         (["--shutdown-grace-s", "-1"], "shutdown_grace_s: -1.0 is no number of seconds"),
         (["--shutdown-grace-s", "nan"], "shutdown_grace_s: nan is no number of seconds"),
         (["--max-connections", "0"], "max_connections: 0 is below 1"),

@@ -12,7 +12,7 @@ import typer
 from kvtier.cli.failure import fail
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, CacheConfig, parse_size
 from kvtier.errors import CacheError, ConfigError
-from kvtier.types import Durability, PrefetchPolicy, Verify, WritePolicy
+from kvtier.types import Direct, Durability, PrefetchPolicy, Verify, WritePolicy
 
 _SERVER, _MODEL, _CACHE = "Server", "Model", "Cache"
 _KEY_VARIABLE = "KVTIER_API_KEY"
@@ -151,6 +151,14 @@ def serve(
             help="Which KV read from disk has its checksum compared.", rich_help_panel=_CACHE
         ),
     ] = Verify.ALWAYS,
+    disk_direct: Annotated[
+        Direct,
+        typer.Option(
+            help="Whether KV on disk goes straight to the device, past host memory; auto: where "
+            "there is none, and while that is short.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = Direct.AUTO,
     storage: Annotated[
         list[str] | None,
         typer.Option(
@@ -240,6 +248,7 @@ def serve(
                 disk_capacity=disk_capacity,
                 disk_durability=disk_durability,
                 disk_verify=disk_verify,
+                disk_direct=disk_direct,
                 disk_bytes_per_day=disk_bytes_per_day,
                 storage=tuple(storage or ()),
                 storage_capacity=storage_capacity,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 
 import numpy as np
@@ -11,8 +12,10 @@ import torch
 
 from kvtier.devices import Memory
 from kvtier.layout import KVGroup, named_layout
-from kvtier.tiers import DeviceTier
+from kvtier.tiers import DeviceTier, pages
 from kvtier.types import Slot
+
+PAGE_BYTES = 4096
 
 Rows = slice | torch.Tensor
 """Rows of a view: neighbours as a slice, anything else as indices."""
@@ -32,8 +35,7 @@ class KVPool:
         self.dtype = dtype
         self.layout = named_layout("layer_first", group, num_blocks)
         self._device = device
-        # Zeroed, so that every page is there before the first request is timed.
-        flat = torch.zeros(self.layout.nbytes // dtype.itemsize, dtype=dtype, device=device)
+        flat = _zeros_from_a_page(self.layout.nbytes // dtype.itemsize, dtype, device)
         self.memory = Memory(flat.data_ptr(), self.layout.nbytes, device.type, flat)
         self._views: list[list[torch.Tensor]] = []
         self._gathered = [flat.new_empty(0) for _ in group.parts]
@@ -41,6 +43,7 @@ class KVPool:
             views = []
             for part, strides in zip(group.parts, self.layout.parts, strict=True):
                 start = (strides.offset + layer * strides.layer) // dtype.itemsize
+                start += int(flat.storage_offset())
                 shape = (num_blocks * group.block_size, part.num_heads, part.dim)
                 steps = (part.num_heads * part.dim, part.dim, 1)
                 views.append(flat.as_strided(shape, steps, start))
@@ -119,6 +122,20 @@ class KVPool:
             self._gathered[part] = view.new_empty(prod(shape))
         gathered = self._gathered[part][: prod(shape)].view(shape)
         return torch.index_select(view, 0, where, out=gathered)
+
+
+def _zeros_from_a_page(num: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """[num], from the beginning of a page on, so that a disk can be read straight into it; zeroed,
+    so that every page is there before the first request is timed. Of a CPU's memory large pages,
+    where it grants them: copies, checksums and direct reads cost less there."""
+    whole = torch.empty(num + PAGE_BYTES // dtype.itemsize, dtype=dtype, device=device)
+    first = -whole.data_ptr() % PAGE_BYTES // dtype.itemsize
+    flat = whole[first : first + num]
+    if device.type == "cpu":
+        with suppress(OSError):
+            whole_pages = flat.nbytes // PAGE_BYTES * PAGE_BYTES
+            pages.advise(flat.data_ptr(), whole_pages, pages.MADV_HUGEPAGE)
+    return flat.zero_()
 
 
 def _are_neighbours(slots: Sequence[Slot], first: int, last: int) -> bool:

@@ -10,11 +10,13 @@ from kvtier.ladder.row import Row
 from kvtier.plan import WriteBudget
 from kvtier.runs import has
 from kvtier.telemetry import Metrics
-from kvtier.types import BlockId
+from kvtier.transfer.ring import ring_blocks
+from kvtier.types import DEVICE, BlockId
 
 MOVING_SHARE = 4
 """Of the slots that blocks are written from, one in so many may be on its way to storage: they
-can't leave meanwhile. The rest is for those who wait for something."""
+can't leave meanwhile. The rest is for those who wait for something. Of the device's, no more than a
+ring of host memory has room for."""
 
 LONGEST_LINE = 1 << 16
 """Blocks that wait for a write. Where storage is that far behind it will not catch up soon, and
@@ -48,6 +50,7 @@ class Archive:
         self._block_bytes = block_bytes
         self._after_uses = after_uses
         self._budget = budget
+        self._most_moving = ring_blocks(block_bytes) if row.staging == DEVICE else LONGEST_LINE
         self._line: deque[BlockId] = deque()  # in the order in which they came
         self._waiting: set[BlockId] = set()  # the same
         self._num_moving = 0
@@ -83,7 +86,8 @@ class Archive:
     def take(self, most: int) -> list[BlockId]:
         """The next blocks to be written, up to ``most``, in the order in which they came. They are
         on their way until ``ended``."""
-        room = min(most, max(1, self._room.num_open // MOVING_SHARE) - self._num_moving)
+        share = min(max(1, self._room.num_open // MOVING_SHARE), self._most_moving)
+        room = min(most, share - self._num_moving)
         taken: list[BlockId] = []
         while self._line and len(taken) < room:
             some = self._first(room - len(taken))

@@ -33,9 +33,10 @@ class Ladder:
     """Slots, residencies and copies, kept in step.
 
     index: of the tiers in memory and then of those in storage, fastest first; shared with whoever
-    looks blocks up. rooms: of these tiers. Storage is read into the slowest memory tier and written
-    from there; several storage tiers stand beside each other. mover: does what is decided here.
-    device: memory above the fastest tier, where an engine copies to it and from it by itself.
+    looks blocks up. rooms: of these tiers. Storage is read into the slowest memory tier, or
+    straight into the fastest one, and written from the slowest; several storage tiers stand beside
+    each other. mover: does what is decided here. device: memory above the fastest tier, where
+    an engine copies to it and from it by itself.
     """
 
     def __init__(
@@ -101,8 +102,11 @@ class Ladder:
     @property
     def num_staging_slots(self) -> int | None:
         """Blocks that could be brought from storage at a time: room for them on their way. None
-        where they come straight to where they are needed."""
-        return self._space.num_available(self._row.staging) if self._row.is_staged else None
+        where they need none, or can do without."""
+        row = self._row
+        if not row.is_staged or row.direct_at_need.union(row.direct).issuperset(row.storages):
+            return None
+        return self._space.num_available(row.staging)
 
     def allocate(self, num_slots: int) -> Sequence[Slot] | None:
         """Slots of the fastest tier, neighbours if possible, after evicting what has to go; None

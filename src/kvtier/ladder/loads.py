@@ -20,6 +20,8 @@ GROWTH = 4
 SHARE = 64
 """Of a long load a piece is at most one in so many: what is read last is copied on while nothing
 else is read. So the number of pieces hardly grows with the load: 90 make a million tokens."""
+STRAIGHT_PIECES = 4
+"""What comes straight is read in pieces so many times as large: nothing is copied on meanwhile."""
 
 
 def piece_sizes(num_blocks: int, first_blocks: int) -> Iterator[int]:
@@ -59,24 +61,34 @@ class Loads:
         self._prefetches = Prefetches(row, index)
 
     def load(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
-        """Begin a plan's copy to the fastest tier, from tier to tier."""
+        """Begin a plan's copy to the fastest tier, from tier to tier or straight."""
         between = self._row.above(copy.src)
-        if between == self._row.fastest:
-            for piece in self._pieces(copy):
-                slots, dst_slots = dst_slots[: len(piece.blocks)], dst_slots[len(piece.blocks) :]
-                self._traffic.begin(piece, slots)
+        if copy.src in self._row.direct or between == self._row.fastest:
+            self._load_straight(copy, dst_slots)
             return
+        blocks, rest = copy.blocks, copy.blocks[:0]
+        if copy.src in self._row.direct_at_need:
+            room = self._space.num_available(self._row.staging)
+            blocks, rest = blocks[:room], blocks[room:]
         at = 0
-        for leg, part in self.promote(copy.blocks, copy.src):
+        for leg, part in self.promote(blocks, copy.src):
             slots, at = dst_slots[at : at + len(part)], at + len(part)
             self._traffic.begin(Copy(between, copy.dst, part), slots, after=leg)
+        if rest:
+            self._load_straight(Copy(copy.src, copy.dst, rest), dst_slots[at:])
 
-    def _pieces(self, copy: Copy) -> Iterator[Copy]:
+    def _load_straight(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
+        at = 0
+        for piece in self._pieces(copy, STRAIGHT_PIECES):
+            slots, at = dst_slots[at : at + len(piece.blocks)], at + len(piece.blocks)
+            self._traffic.begin(piece, slots)
+
+    def _pieces(self, copy: Copy, times: int = 1) -> Iterator[Copy]:
         """What is read at a time: storage is given seconds per call, and should not get all at
         once; between memories it is."""
         sizes: Iterator[int] = iter((len(copy.blocks),))
         if copy.src in self._row.storages:
-            sizes = piece_sizes(len(copy.blocks), self._first_blocks)
+            sizes = piece_sizes(len(copy.blocks), times * self._first_blocks)
         at = 0
         for size in sizes:
             yield Copy(copy.src, copy.dst, copy.blocks[at : at + size])

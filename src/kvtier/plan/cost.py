@@ -23,14 +23,15 @@ def ways_of(memories: Sequence[str], storages: Sequence[str], direct: Container[
     """The ways of a row of tiers.
 
     memories: fastest first; blocks go from one to the next. storages: blocks come into the slowest
-    of these memories; straight into the fastest where that is the only one. direct: storages that
-    can do that.
+    of these memories. direct: storages that they come from straight into the fastest; all, where
+    that is the only one.
     """
     steps = [(slow, fast) for fast, slow in pairwise(memories)]
     ways = {slow: tuple(reversed(steps[: at + 1])) for at, (slow, _) in enumerate(steps)}
     for storage in storages:
-        if steps or storage in direct:
-            ways[storage] = ((storage, memories[-1]), *reversed(steps))
+        ways[storage] = ((storage, memories[-1]), *reversed(steps))
+        if storage in direct:
+            ways[storage] = ((storage, memories[0]),)
     return ways
 
 

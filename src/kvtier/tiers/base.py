@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.devices.base import Finding, Memory
-from kvtier.layout import Layout, fragments, named_layout
+from kvtier.layout import Fragments, Layout, fragments, named_layout
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.slots import SlotPool, check_slots
 from kvtier.types import Slot
@@ -125,9 +126,13 @@ class MemoryTier(Room):
     def pieces(self, slots: Sequence[Slot]) -> Pieces:
         """Where the blocks in ``slots`` lie. ``ValueError`` where a slot is none of the tier's."""
         check_slots(slots, self.num_slots)
-        lies = fragments(self.layout, named_layout("block_first", self.layout.group, 1))
-        begins = lies.src(np.asarray(slots, np.int64)).astype(np.uint64)
-        return Pieces(begins + np.uint64(self.memory.address), lies.size, self.memory.kind)
+        begins = self._lies.src(np.asarray(slots, np.int64)).astype(np.uint64)
+        return Pieces(begins + np.uint64(self.memory.address), self._lies.size, self.memory.kind)
+
+    @cached_property
+    def _lies(self) -> Fragments:
+        """The pieces of a block, in the order of its bytes."""
+        return fragments(self.layout, named_layout("block_first", self.layout.group, 1))
 
     def findings(self) -> list[Finding]:
         """For ``kvtier doctor``."""

@@ -16,10 +16,12 @@ from kvtier.tiers.arena import ArenaOptions
 from kvtier.tiers.base import MemoryTier, Quota, Room
 from kvtier.tiers.device import DeviceTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.tiers.disk.direct import Pool
+from kvtier.tiers.disk.tier import REACHES
 from kvtier.tiers.host import HostTier
 from kvtier.tiers.storage import StorageSite, StorageTier
 from kvtier.tiers.wrappers import ThrottledTier
-from kvtier.types import DEVICE, DISK, HOST
+from kvtier.types import DEVICE, DISK, HOST, Direct
 
 Tiers = Mapping[str, MemoryTier | StorageTier]
 
@@ -42,13 +44,14 @@ def make_tiers(
     tiers: dict[str, MemoryTier | StorageTier] = {DEVICE: pool}
     group = pool.layout.group
     capacity = parse_capacity(config.host_capacity, pool.layout.block_bytes, "host_capacity")
+    _check_direct(config, capacity)
     with ExitStack() as undo:
-        memory = pool.memory if pool.memory.kind in ("host", "cpu") else None
+        memory = pool.memory if pool.memory.kind in REACHES else None
         if capacity:
             tiers[HOST] = host = HostTier(group, capacity, device, arena)
             undo.callback(host.close)
             memory = host.ready_memory
-        for made in storage or _storages(config, group, memory, undo):
+        for made in storage or _storages(config, group, memory, pool, undo):
             tiers[made.name] = _throttled(made, config)
         _check_reach(tiers, pool)
         undo.pop_all()
@@ -65,11 +68,16 @@ def _room(tier: MemoryTier | StorageTier) -> Room:
 
 
 def _storages(
-    config: CacheConfig, group: KVGroup, memory: Memory | None, undo: ExitStack
+    config: CacheConfig,
+    group: KVGroup,
+    memory: Memory | None,
+    pool: DeviceTier,
+    undo: ExitStack,
 ) -> list[StorageTier]:
     made: list[StorageTier] = []
     if config.disk_path:
-        disk = DiskTier(_disk_options(config), group, memory)
+        near = Pool.of(pool) if pool.memory.kind in REACHES else None
+        disk = DiskTier(_disk_options(config), group, memory, pool=near)
         undo.callback(disk.close)
         made.append(disk)
     capacity_bytes = parse_size(config.storage_capacity, "storage_capacity")
@@ -143,6 +151,14 @@ def _check_reach(tiers: Tiers, pool: DeviceTier) -> None:
             )
 
 
+def _check_direct(config: CacheConfig, host_bytes: int) -> None:
+    if config.disk_path and config.disk_direct is Direct.OFF and not host_bytes:
+        raise ConfigError(
+            "disk_direct: off sends blocks through host memory, and there is none; give for "
+            'instance host_capacity="1GiB", or leave disk_direct at auto'
+        )
+
+
 def _disk_options(config: CacheConfig) -> DiskOptions:
     paths = config.disk_path
     first, *others = [paths] if isinstance(paths, str) else paths
@@ -153,4 +169,5 @@ def _disk_options(config: CacheConfig) -> DiskOptions:
         durability=config.disk_durability,
         verify=config.disk_verify,
         io=config.disk_io,
+        direct=config.disk_direct,
     )

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
 from kvtier.tiers.pieces import Pieces
-from kvtier.types import BlockKey, BlockName
+from kvtier.types import BlockKey, BlockName, Direct
 
 Keys = npt.NDArray[np.void]
 
@@ -35,7 +35,10 @@ class Outcome(Enum):
 class StorageFacts:
     """What others have to know about a tier to use it well.
 
-    reaches: kinds of memory that it reads into and writes from itself.
+    reaches: kinds of memory that it reads into itself. writes_from: those that it writes from; None
+    for the same. What lies elsewhere is copied to host memory first.
+    direct: whether it reads straight into the fastest memory where there is a slower one that it
+    could read into: on, auto (while that one is short of room) or off.
     evicts: it makes room by itself, so that blocks may go unasked; else whoever puts drops.
     is_shared: others use it, too: how much there is in all is its own business, and ``num_blocks``
     how many of them this process will know of. A drop tells others, which takes its time: it comes
@@ -47,6 +50,8 @@ class StorageFacts:
     """
 
     reaches: frozenset[str] = frozenset({"host"})
+    writes_from: frozenset[str] | None = None
+    direct: Direct = Direct.OFF
     evicts: bool = False
     is_shared: bool = False
     finds_at_once: bool = False
@@ -54,6 +59,10 @@ class StorageFacts:
     wants_scrubbing: bool = False
     num_readers: int = 1
     num_writers: int = 1
+
+    def can_write_from(self, kind: str) -> bool:
+        """Whether blocks in memory of that kind are written as they lie."""
+        return kind in (self.reaches if self.writes_from is None else self.writes_from)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +138,9 @@ class StorageTier(ABC):
     The caller guarantees
         ``get`` is called by ``facts.num_readers`` threads at most, ``put`` by ``num_writers``,
         ``drop`` by one where it ``is_shared``, all else by one, at the same time if they like. The
-        memory of a call's blocks is alive, of a kind in ``facts.reaches``, and touched by nobody
-        else until the call returns. No key twice in a call; no block is dropped while it is got or
-        put.
+        memory of a call's blocks is alive, of a kind that ``facts`` names, and touched by
+        nobody else until the call returns. No key twice in a call; no block is dropped while it is
+        got or put.
     The implementer provides
         an outcome per block, in the order asked for. When ``timeout_s`` is over nothing of a call
         is begun any more, and what is not done has ``FAILED``: never half there, it may be asked

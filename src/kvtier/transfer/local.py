@@ -18,6 +18,7 @@ from kvtier.transfer.engine import TransferEngine
 from kvtier.transfer.job import Job
 from kvtier.transfer.lane import Lane
 from kvtier.transfer.mover import FindJob, Move, Mover, Scrubbed
+from kvtier.transfer.ring import Ring
 from kvtier.transfer.staging import stage, stage_steps
 from kvtier.transfer.unanswered import Unanswered
 from kvtier.types import BlockKey, Slot, keys_of
@@ -70,6 +71,17 @@ class LocalMover(Mover):
         self._scrubs: dict[str, Job] = {}
         self._next_scrub_s = -inf
         self._is_closed = False
+        self._ring = self._make_ring()
+
+    def _make_ring(self) -> Ring | None:
+        """Where nothing lies between the first tier and storage that can't write from there."""
+        pool = self._memories.get(self._fastest)
+        if pool is None or self._device is None or len(self._memories) > 1:
+            return None
+        kind = pool.memory.kind
+        if all(facts.can_write_from(kind) for facts in self.storages.values()):
+            return None
+        return Ring(pool, self._device)
 
     def start(self) -> None:
         """Start the threads now: they run on the cores of the thread that starts them."""
@@ -101,8 +113,13 @@ class LocalMover(Mover):
             gate = self._gates[move.src, "read"]
             return gate.submit(get, keys, storage.bytes_per_block, urgent)
         assert src is not None, f"no way from {move.src} to {move.dst}"
-        storage, blocks = self._storages[move.dst], self._blocks(src, move.src_slots)
-        names = move.names
+        if self._ring is not None and not self.storages[move.dst].can_write_from(src.memory.kind):
+            return self._begin_by_ring(self._ring, move, src, urgent)
+        return self._put(move, self._blocks(src, move.src_slots), urgent)
+
+    def _put(self, move: Move, blocks: Callable[[], Pieces], urgent: bool) -> Job:
+        """Queue a write. blocks: where they lie, for a worker's thread."""
+        storage, names = self._storages[move.dst], move.names
 
         def put(at: list[int] | None, timeout_s: float) -> list[Outcome]:
             if at is None:
@@ -111,6 +128,29 @@ class LocalMover(Mover):
 
         gate = self._gates[move.dst, "write"]
         return gate.submit(put, keys_of(names), storage.bytes_per_block, urgent)
+
+    def _begin_by_ring(self, ring: Ring, move: Move, src: MemoryTier, urgent: bool) -> Job:
+        """Queue a copy to host memory, behind what the device computes now, and a write from there.
+        Where the ring is full the blocks are not written: nobody waits."""
+        assert self._engine is not None, "a ring has a device that copies to it"
+        slots = ring.take(len(move.src_slots))
+        if slots is None:
+            full = Job(0)
+            full.finish(TierError(move.dst, "write", "the host memory on the way there is in use"))
+            return full
+        copy = self._engine.submit([stage(src, move.src_slots, ring.tier, slots)], Direction.STORE)
+
+        def after_copy() -> Pieces:
+            if not copy.wait(TIMEOUT_S["write"]):
+                raise TierError(move.dst, "write", "the copy to host memory takes too long")
+            if copy.error is not None:
+                raise copy.error
+            return ring.pieces(slots)
+
+        job = self._put(move, after_copy, urgent)
+        # A copy that is late writes into the slots until it ends.
+        job.when_done(lambda: copy.when_done(lambda: ring.give_back(slots)))
+        return job
 
     def _blocks(self, memory: MemoryTier, slots: Sequence[Slot]) -> Callable[[], Pieces]:
         """Where blocks lie, for a worker's thread: it waits until what the device computes now, and
@@ -257,6 +297,8 @@ class LocalMover(Mover):
                     name,
                     len(drops),
                 )
+        if self._ring is not None and not hanging:
+            self._ring.close()
         if hanging & self._storages.keys():  # they may be reading into memory, or out of it
             hanging.update(self._memories)
         return hanging

@@ -8,9 +8,10 @@ from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.reader import DiskReader
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.disk.tier import DiskTier, make_disk
-from kvtier.types import Durability, IoKind, Verify
+from kvtier.types import Direct, Durability, IoKind, Verify
 
 __all__ = [
+    "Direct",
     "DiskBlocks",
     "DiskOptions",
     "DiskReader",

@@ -15,6 +15,7 @@ from kvtier._hot import SlotTable
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
 from kvtier.tiers.base import Room
+from kvtier.tiers.disk.direct import Pool, way_of
 from kvtier.tiers.disk.health import Health
 from kvtier.tiers.disk.kept import SlabKeys
 from kvtier.tiers.disk.membership import leave
@@ -45,8 +46,9 @@ class DiskBlocks(Room, SlotOwner):
     options: with ``more_paths`` a block is cut into equal parts, one for each slab. It is there
     when all of its parts are.
     arena: memory that blocks mostly come from and go to; it is registered with the I/O engine.
-    Any other address works as well. system, clock, monotonic: for tests; unix time, and seconds
-    that ever grow.
+    Any other address works as well. pool: the memory that blocks are used in, where they may go
+    straight to it and from it. system, clock, monotonic: for tests; unix time, and seconds that
+    ever grow.
 
     The caller guarantees
         one thread stores, one loads, one scrubs, at the same time if they like; allocate, free,
@@ -67,9 +69,11 @@ class DiskBlocks(Room, SlotOwner):
         system: DiskSystem | None = None,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
+        pool: Pool | None = None,
     ) -> None:
         self.options = options
         self.bytes_per_block = group.bytes_per_block
+        self._pool, self._arena = pool, arena
         self._is_closed = False
         began = time.monotonic()
         self.parts: list[DiskPart] = []
@@ -82,8 +86,10 @@ class DiskBlocks(Room, SlotOwner):
             )
             for slab in slabs:
                 undo.callback(slab.close, clean=False)
-            for each, slab in zip(each_part, slabs, strict=True):
-                part = DiskPart(each, slab, arena, system, monotonic, self)
+            for rank, (each, slab) in enumerate(zip(each_part, slabs, strict=True)):
+                size = slab.superblock.block_bytes
+                here = pool and (pool.part(rank * size, size) if len(slabs) > 1 else pool)
+                part = DiskPart(each, slab, arena, system, monotonic, self, here)
                 undo.callback(part.close)
                 self.parts.append(part)
             self._rows: Rows = self.parts[0].slab.table
@@ -127,6 +133,11 @@ class DiskBlocks(Room, SlotOwner):
         """Of what is kept for each slot."""
         tables = sum(part.slab.memory_bytes for part in self.parts)
         return tables + self._slots.num_bytes + self.listed.num_bytes()
+
+    @property
+    def bounced(self) -> str:
+        """Why blocks don't go straight between the disk and the pool; "" where they do."""
+        return next((part.bounced for part in self.parts if part.bounced), "")
 
     @property
     def can_load(self) -> bool:
@@ -329,10 +340,15 @@ class DiskBlocks(Room, SlotOwner):
         return [
             Finding("disk tier", ", ".join([room, *words]), "; ".join(why for _, why in not_now)),
             *(line for part in self.parts for line in part.findings()),
+            *([] if self._pool is None else [self._way(self._pool)]),
             Finding("disk durability", self.options.durability.value),
             Finding("disk verify", self.options.verify.value),
             Finding("disk quarantined", str(self.num_quarantined)),
         ]
+
+    def _way(self, pool: Pool) -> Finding:
+        has_host = self._arena is not None and self._arena.address != pool.memory.address
+        return way_of(self.options.direct, pool, has_host, self.bounced)
 
     def check_invariants(self) -> None:
         """Raise AssertionError where counts disagree. O(num_slots); nothing else may run."""

@@ -1,6 +1,7 @@
 """Blocks between slots and memory: straight where both are aligned, else by way of a buffer.
 
-Straight goes also a block in a few large pieces, each by itself.
+Straight goes also a block whose pieces lie apart: they are neighbours in the file, and the engine
+moves many of them in one call.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from kvtier.tiers.pieces import Pieces
 
 ALIGNMENT: Final = 4096
 """Of slots, and of what O_DIRECT reads and writes."""
-LEAST_PIECE_BYTES: Final = 128 << 10
-"""Smaller pieces are copied faster than they are asked for one by one."""
+LEAST_PIECE_BYTES = 8 << 10
+"""Of the pieces that a block is in, on average. Smaller ones are copied faster than the kernel
+takes them to the disk one by one (``benchmarks.direct``)."""
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
@@ -35,8 +37,16 @@ Transfer = Callable[[Int64s, Uint64s, Int64s, float | None], Int64s]
 
 def goes_straight(sizes: Int64s) -> bool:
     """Whether blocks in pieces of so many bytes need no buffer, where they begin at pages."""
-    are_small = len(sizes) > 1 and (sizes < LEAST_PIECE_BYTES).any()
-    return not are_small and not (sizes % ALIGNMENT).any()
+    return not why_bounced(sizes)
+
+
+def why_bounced(sizes: Int64s) -> str:
+    """Why blocks in pieces of so many bytes need a buffer; "" where they don't."""
+    if (odd := sizes[sizes % ALIGNMENT != 0]).size:
+        return f"a piece of {odd[0]} bytes is no multiple of {ALIGNMENT}"
+    if len(sizes) > 1 and (mean := int(sizes.mean())) < LEAST_PIECE_BYTES:
+        return f"pieces of {mean} bytes are copied faster than they are read one by one"
+    return ""
 
 
 class Bounce:
@@ -116,29 +126,36 @@ class BlockPort:
         return done, crcs
 
     def read(
-        self, slots: Int64s, blocks: Pieces, checked: Bools, ends_at: float
+        self,
+        slots: Int64s,
+        blocks: Pieces,
+        checked: Bools,
+        ends_at: float,
+        straight: Bools | None = None,
     ) -> tuple[Int64s, Uint32s]:
         """Blocks from slots to memory. That of a block which was not moved may hold a part of it,
         or is as it was.
 
-        checked: which of them a checksum is wanted of; the other ones' mean nothing.
+        checked: which of them a checksum is wanted of; the other ones' mean nothing. straight:
+        which of them may go without the buffer; None for all.
         """
         done = np.full(len(slots), -errno.ETIMEDOUT, np.int64)
         crcs = np.zeros(len(slots), np.uint32)
-        for part, is_aligned in self._parts(blocks):
+        for part, is_aligned in self._parts(blocks, straight):
             if time.monotonic() >= ends_at:
                 break
             some = blocks.pick(part) if is_aligned else self._bounced(len(part))
             wanted = np.flatnonzero(checked[part])
-            if len(wanted) == len(part) and (some.sizes == some.sizes[0]).all():
+            if len(wanted) == len(part):
                 # while others are on their way
                 of_pieces = np.zeros(some.addresses.shape, np.uint32)
-                read: Transfer = partial(self._read_checked, of_pieces, int(some.sizes[0]))
+                read: Transfer = partial(self._read_checked, of_pieces, int(some.sizes.max()))
                 done[part] = self._move(read, slots[part], some, ends_at)
                 crcs[part] = joined_crcs(of_pieces, some.sizes)
             else:
                 done[part] = self._move(self.engine.read, slots[part], some, ends_at)
-                crcs[part[wanted]] = block_crcs(some.pick(wanted))
+                if len(wanted):
+                    crcs[part[wanted]] = block_crcs(some.pick(wanted))
             if not is_aligned:  # what has not arrived would be of another block
                 arrived = np.flatnonzero(done[part] == self._slot_bytes)
                 self._bounce.copy_out(blocks.pick(part[arrived]), arrived)
@@ -161,9 +178,13 @@ class BlockPort:
         crcs[:] = found.reshape(crcs.shape)
         return done
 
-    def _parts(self, blocks: Pieces) -> Iterator[tuple[Int64s, bool]]:
+    def _parts(
+        self, blocks: Pieces, straight: Bools | None = None
+    ) -> Iterator[tuple[Int64s, bool]]:
         """Positions that need no buffer, then the others, a bufferful each."""
         aligned = (blocks.addresses % ALIGNMENT == 0).all(axis=1)
+        if straight is not None:
+            aligned &= straight
         if self._block_bytes != self._slot_bytes or not goes_straight(blocks.sizes):
             aligned[:] = False
         if aligned.any():

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 
 from kvtier.errors import ConfigError
-from kvtier.types import Durability, IoKind, Verify
+from kvtier.types import Direct, Durability, IoKind, Verify
+
+CHOICES: dict[str, type[StrEnum]] = {
+    "durability": Durability,
+    "verify": Verify,
+    "io": IoKind,
+    "direct": Direct,
+}
+"""Settings that are one of a few words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +36,9 @@ class DiskOptions:
     """One load in this many is compared with ``verify=sampled``."""
     io: IoKind = IoKind.AUTO
     """Who talks to the disk: ``auto``, ``uring`` or ``preadv``."""
+    direct: Direct = Direct.AUTO
+    """Whether blocks go straight to the memory that the engine computes in, past the host tier:
+    ``auto``, ``on`` or ``off``."""
     queue_depth: int = 32
     """Reads or writes in flight at a time, per direction."""
     rank: int = 0
@@ -56,7 +68,7 @@ class DiskOptions:
             raise ConfigError(
                 f"num_ranks: {self.num_ranks} with more_paths; each path is a rank of its own"
             )
-        for name, kind in (("durability", Durability), ("verify", Verify), ("io", IoKind)):
+        for name, kind in CHOICES.items():
             value = getattr(self, name)
             if value not in list(kind):
                 raise ConfigError(f"{name}: {value!r} is unknown; use one of {', '.join(kind)}")

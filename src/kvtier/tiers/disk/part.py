@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvtier.devices.base import Finding, Memory
 from kvtier.tiers.disk.bounce import BlockPort, Bounce
+from kvtier.tiers.disk.direct import Pool, check_direct, choose, why_not
 from kvtier.tiers.disk.health import MEDIUM_ERRORS, Health
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.options import DiskOptions
@@ -22,7 +23,7 @@ from kvtier.tiers.disk.scrub import RoundRobin, Scrubbed, check_blocks
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
-from kvtier.types import BlockKey, BlockName, Durability, IoKind, Slot, Verify, keys_of
+from kvtier.types import BlockKey, BlockName, Direct, Durability, IoKind, Slot, keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ class DiskPart:
     """What one rank, or one of several disks, keeps of the blocks: in slot i its part of block i.
 
     slab: to be closed by the caller, after ``close``. owner: of the slots. clock: for pauses;
-    seconds, ever growing.
+    seconds, ever growing. pool: this part of the memory that blocks are used in, where they may go
+    straight to it. bounced: why they don't go straight there; "" where they do.
 
     The caller guarantees
         one thread stores, one loads, one scrubs, at the same time if they like; a slot is never
@@ -60,7 +62,7 @@ class DiskPart:
     Outcomes and errors
         no method raises for what the disk does. ``reads`` and ``writes`` count it, and say when to
         stop asking: the caller asks them, once for each batch.
-        Opening raises ``TierError``.
+        Opening raises ``TierError``, and ``ConfigError`` where blocks are to go straight and can't.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class DiskPart:
         system: DiskSystem,
         clock: Callable[[], float],
         owner: SlotOwner,
+        pool: Pool | None = None,
     ) -> None:
         self.options = options
         self.slab = slab
@@ -79,6 +82,9 @@ class DiskPart:
         limit = options.errors_until_off
         self.reads = Health(str(options.path), ["read"], limit, clock)
         self.writes = Health(str(options.path), ["write", "journal"], limit, clock)
+        self.pool = pool
+        self.bounced = why_not(pool, self.slot_bytes, slab.is_direct) if pool else "no pool"
+        check_direct(options.direct, pool, self.bounced)
         self._owner = owner
         self._num_loads = 0
         self._round = RoundRobin()
@@ -96,16 +102,23 @@ class DiskPart:
         most = self.slab.superblock.num_slots
         num_slots = min(self.options.bounce_bytes // self.slot_bytes, most)
         bounces = [Bounce(num_slots, self.slot_bytes) for _ in range(2)]
-        # Registered memory stays resident: not for buffers that are hardly needed.
-        are_needed = self.num_bytes != self.slot_bytes
-        buffers = [each.memory for each in bounces if are_needed]
-        if arena is not None and not are_needed:
-            buffers = [arena]
-        engine = self._open_engine(self.options.io, buffers)
+        engine = self._open_engine(self.options.io, self._registered(arena, bounces))
         threads = self.options.checksum_threads
         return [
             BlockPort(engine, each, self.num_bytes, self.slot_bytes, threads) for each in bounces
         ]
+
+    def _registered(self, arena: Memory | None, bounces: Sequence[Bounce]) -> list[Memory]:
+        """What the engine registers. Such memory stays resident: no buffer that is hardly needed,
+        and no pool that is hardly reached."""
+        pool = self.pool.memory if self.pool is not None else None
+        is_pool = arena is not None and pool is not None and arena.address == pool.address
+        if self.num_bytes != self.slot_bytes or (is_pool and self.bounced):
+            return [each.memory for each in bounces]
+        memories = [arena] if arena is not None else []
+        if self.options.direct is Direct.ON and pool is not None and not is_pool:
+            memories.append(pool)
+        return memories
 
     def _open_engine(self, kind: IoKind, buffers: Sequence[Memory]) -> IoEngine:
         engine = self._system.open_engine(
@@ -248,12 +261,18 @@ class DiskPart:
         known = (records["kind"] == Kind.PUT) & same_keys(records["key"], as_keys(keys))
         done = np.full(len(at), self.slot_bytes, np.int64)
         crcs = np.zeros(len(at), np.uint32)
-        verified = self._to_verify(trusted)
+        # What the processor reads to, it can check there.
+        choice = choose(
+            trusted, self.options.verify, self._num_loads, self.options.sample_every, can_check=True
+        )
+        self._num_loads += len(trusted)
+        verified = choice.checked
         done[known], crcs[known] = self._reader.read(
             at[known],
             blocks.pick(np.flatnonzero(known)),
             verified[known],
             limit.ends_at,
+            choice.straight[known],
         )
         self.reads.note("read", done[known], limit.is_patient)
         self._quarantine(at, done, self.reads)
@@ -265,16 +284,6 @@ class DiskPart:
             self.slab.trust(records[check[right[check]]])
         self._drop(records[known & ~right & ~failed])
         return right, failed
-
-    def _to_verify(self, trusted: Bools) -> Bools:
-        """Which blocks of a batch have their checksum compared."""
-        count = np.arange(self._num_loads, self._num_loads + len(trusted))
-        self._num_loads += len(trusted)
-        if self.options.verify is Verify.ALWAYS:
-            return np.ones(len(trusted), bool)
-        if self.options.verify is Verify.SAMPLED:
-            return np.asarray(~trusted | (count % self.options.sample_every == 0))
-        return ~trusted
 
     def _quarantine(self, slots: Int64s, done: Int64s, health: Health) -> None:
         if not (done < 0).any():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from threading import TIMEOUT_MAX, Lock
@@ -16,6 +17,7 @@ from kvtier.devices.base import Finding, Memory
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import KVGroup
 from kvtier.tiers.disk.blocks import DiskBlocks
+from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.records import as_keys
 from kvtier.tiers.disk.system import DiskSystem
@@ -28,9 +30,13 @@ from kvtier.tiers.storage import (
     StorageSite,
     StorageTier,
 )
-from kvtier.types import DISK, BlockKey, BlockName, Slot
+from kvtier.types import DISK, BlockKey, BlockName, Direct, Slot
 
 Int64s = npt.NDArray[np.int64]
+
+HOST_ONLY = frozenset({"host"})
+REACHES = frozenset({"host", "cpu"})
+"""Kinds of memory that the kernel reads into and writes from."""
 
 
 def make_disk(site: StorageSite) -> DiskTier:
@@ -51,9 +57,7 @@ class DiskTier(StorageTier):
     ``DiskBlocks``.
     """
 
-    facts = StorageFacts(
-        reaches=frozenset({"host", "cpu"}), finds_at_once=True, wants_scrubbing=True
-    )
+    facts = StorageFacts(reaches=REACHES, finds_at_once=True, wants_scrubbing=True)
 
     def __init__(
         self,
@@ -64,10 +68,16 @@ class DiskTier(StorageTier):
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         name: str = DISK,
+        pool: Pool | None = None,
     ) -> None:
         self.name = name
         self.bytes_per_block = group.bytes_per_block
-        self.blocks = DiskBlocks(options, group, arena, system, clock, monotonic)
+        self.blocks = DiskBlocks(options, group, arena, system, clock, monotonic, pool)
+        self.facts = replace(
+            self.facts,
+            reaches=HOST_ONLY if options.direct is Direct.OFF else REACHES,
+            direct=Direct.OFF if self.blocks.bounced else options.direct,
+        )
         self._lock = Lock()
         self._slots = self.blocks.listed
         self._is_kept = np.zeros(self.blocks.num_slots, bool)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -20,11 +21,17 @@ Uint32s = npt.NDArray[np.uint32]
 IO_ALIGNMENT: Final = 4096
 """O_DIRECT: offsets, addresses and sizes are multiples of this (open(2): that of the file system;
 no current one asks for more)."""
+MAX_ENTRIES: Final = 256
+"""Of one vectored call: as many pieces of memory as the kernel takes to the disk at once."""
 
 
 class IoEngine(ABC):
     """Reads and writes blocks of one file. Block i is ``sizes[i]`` bytes at ``offsets[i]`` of the
     file and at ``addresses[i]`` in memory.
+
+    What lies scattered in memory is several such blocks, neighbours in the file and in the batch.
+    An engine may move those in one vectored call (see ``runs``); where that fails it moves them one
+    by one, so that an error is told of the block that it is about.
 
     The caller guarantees
         the file stays open and the memory exists until ``close``; no block of a batch overlaps
@@ -59,10 +66,10 @@ class IoEngine(ABC):
         num_checked: int,
         deadline_s: float | None = None,
     ) -> tuple[Int64s, Uint32s]:
-        """``read``, and crc32c of the first ``num_checked`` bytes of each block in memory. It means
-        something for those that arrived whole."""
+        """``read``, and crc32c of the first ``num_checked`` bytes of each block in memory, or of
+        all that it has. It means something for those that arrived whole."""
         done = self.read(offsets, addresses, sizes, deadline_s)
-        return done, crc32c_many(addresses, np.full(len(done), num_checked, np.uint64))
+        return done, crc32c_many(addresses, np.minimum(sizes, num_checked).astype(np.uint64))
 
     @abstractmethod
     def write(
@@ -81,6 +88,27 @@ class IoEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back but the file. A second call does nothing."""
+
+
+def runs(offsets: Int64s, sizes: Int64s, fuse_bytes: int, max_bytes: int) -> Iterator[slice]:
+    """The batch in parts that one call may move each, in its order.
+
+    A part of several blocks has neighbours in the file, of 1 to ``fuse_bytes`` bytes each and
+    ``max_bytes`` in all, no more than ``MAX_ENTRIES``.
+    """
+    ends = offsets + sizes
+    is_small = (sizes > 0) & (sizes <= fuse_bytes)
+    joins = np.zeros(len(sizes), bool)
+    joins[1:] = (offsets[1:] == ends[:-1]) & is_small[1:] & is_small[:-1]
+    first, num_bytes = 0, 0
+    for at, (joined, size) in enumerate(zip(joins.tolist(), sizes.tolist(), strict=True)):
+        has_room = num_bytes + size <= max_bytes and at - first < MAX_ENTRIES
+        if at > first and not (joined and has_room):
+            yield slice(first, at)
+            first, num_bytes = at, 0
+        num_bytes += size
+    if len(sizes):
+        yield slice(first, len(sizes))
 
 
 def is_direct(fd: int) -> bool:

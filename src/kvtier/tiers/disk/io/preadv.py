@@ -24,10 +24,14 @@ from kvtier.tiers.disk.io.base import (
     Uint64s,
     check_batch,
     is_direct,
+    runs,
 )
 
 NUM_THREADS = 8
 """Per direction. A disk is kept busy by a few."""
+
+FUSED_BYTES = 4 << 20
+"""A call moves neighbours in the file of up to this much, wherever they lie in memory."""
 
 MAX_RETRIES = 64
 """Of a call that the kernel asks to repeat."""
@@ -39,7 +43,7 @@ class _Way(Enum):
 
 
 class PreadvEngine(IoEngine):
-    """``preadv`` and ``pwritev``, a block at a time on each of ``num_threads`` threads a direction.
+    """``preadv`` and ``pwritev``, a call at a time on each of ``num_threads`` threads a direction.
 
     A call that the kernel has begun cannot be cancelled: a deadline only keeps blocks from being
     begun, and further pieces of a short one.
@@ -99,34 +103,54 @@ class PreadvEngine(IoEngine):
         until = None if deadline_s is None else time.monotonic() + deadline_s
         blocks = list(zip(offsets.tolist(), addresses.tolist(), sizes.tolist(), strict=True))
         results = np.zeros(len(blocks), np.int64)
-        # One job per thread, not per block: a job costs as much as a small read.
-        left = deque(range(len(blocks)))
+        # One job per thread, not per call: a job costs as much as a small read.
+        left = deque(runs(offsets, sizes, FUSED_BYTES, FUSED_BYTES))
 
         def work() -> None:
             with suppress(IndexError):  # all blocks taken
                 while True:
-                    i = left.popleft()
-                    results[i] = self._move(way, *blocks[i], until)
+                    run = left.popleft()
+                    results[run] = self._move_run(way, blocks[run], until)
 
-        jobs = [self._pools[way].submit(work) for _ in range(min(self._num_threads, len(blocks)))]
+        jobs = [self._pools[way].submit(work) for _ in range(min(self._num_threads, len(left)))]
         for job in jobs:
             job.result()
         return results
 
-    def _move(self, way: _Way, offset: int, address: int, size: int, until: float | None) -> int:
-        """Bytes moved or -errno, for one block."""
+    def _move_run(
+        self, way: _Way, blocks: Sequence[tuple[int, int, int]], until: float | None
+    ) -> list[int]:
+        """Bytes moved or -errno, per block; they are neighbours in the file."""
+        (offset, _, _), *others = blocks
+        moved = self._move(way, offset, [where[1:] for where in blocks], until)
+        if moved < 0 and moved != -errno.ECANCELED and others:  # whichever of them it is about
+            return [self._move(way, at, [(to, size)], until) for at, to, size in blocks]
+        if moved < 0:
+            return [moved] * len(blocks)
+        results = []
+        for _, _, size in blocks:
+            results.append(min(size, moved))
+            moved -= results[-1]
+        return results
+
+    def _move(
+        self, way: _Way, offset: int, pieces: Sequence[tuple[int, int]], until: float | None
+    ) -> int:
+        """Bytes moved or -errno, between one place in the file and pieces of memory: address and
+        size of each."""
         call: Callable[[int, Sequence[memoryview], int], int]
         call = os.preadv if way is _Way.READ else os.pwritev
-        if not size:
-            return 0
-        left = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-        retries = 0
+        left = [
+            memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+            for address, size in pieces
+            if size
+        ]
+        retries = done = 0
         while left:
             if until is not None and time.monotonic() >= until:
                 return -errno.ECANCELED
-            done = size - len(left)
             try:
-                moved = call(self._fd, [left], offset + done)
+                moved = call(self._fd, left, offset + done)
             except BlockingIOError:
                 retries += 1
                 if retries > MAX_RETRIES:
@@ -136,8 +160,19 @@ class PreadvEngine(IoEngine):
                 return -(error.errno or errno.EIO)
             if not moved and way is _Way.WRITE:
                 return -errno.EIO  # write(2) has no end of file
-            left = left[moved:]
+            done += moved
+            left = _after(left, moved)
             # With O_DIRECT only the end of the file cuts a page, and no read may begin there.
             if not moved or (way is _Way.READ and self._direct and moved % IO_ALIGNMENT):
                 break
-        return size - len(left)
+        return done
+
+
+def _after(pieces: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of pieces of memory when their first ``num_bytes`` are done."""
+    left = []
+    for piece in pieces:
+        if num_bytes < len(piece):
+            left.append(piece[num_bytes:])
+        num_bytes = max(0, num_bytes - len(piece))
+    return left

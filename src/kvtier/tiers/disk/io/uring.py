@@ -18,6 +18,9 @@ PIECE_BYTES = 4 << 20
 """A request moves at most this much; a larger block goes in several. The kernel cuts what the
 device can't take at once, for less than more requests cost: half the CPU time at 2.5 MiB."""
 
+FUSED_BYTES = 512 << 10
+"""Neighbours in the file of up to this much each go in one request, wherever they lie in memory."""
+
 REGISTERED_BYTES = 1 << 30
 """The kernel registers memory in pieces of at most this much."""
 
@@ -40,8 +43,10 @@ class UringEngine(IoEngine):
         self._depth = queue_depth
         self._is_closed = False
         try:
+            fuse_bytes = min(FUSED_BYTES, PIECE_BYTES)
             self._rings = [
-                UringRing(fd, queue_depth, PIECE_BYTES, self._direct) for _ in ("read", "write")
+                UringRing(fd, queue_depth, PIECE_BYTES, self._direct, fuse_bytes)
+                for _ in ("read", "write")
             ]
         except RuntimeError as error:
             raise TierError("disk", "io_uring", str(error)) from error

@@ -1,0 +1,127 @@
+"""What may go straight between a slab and the memory that blocks are used in, and what may not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.devices.base import Finding, Memory
+from kvtier.errors import ConfigError
+from kvtier.tiers.base import MemoryTier
+from kvtier.tiers.disk.bounce import ALIGNMENT, why_bounced
+from kvtier.tiers.pieces import Pieces
+from kvtier.types import Direct, Slot, Verify
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pool:
+    """The memory that blocks are used in: the engine's. blocks: where the first two of its slots
+    lie; every other one lies as far from the second as that from the first, or a multiple."""
+
+    memory: Memory
+    blocks: Pieces
+
+    @classmethod
+    def of(cls, tier: MemoryTier) -> Pool:
+        """That of the first tier."""
+        return cls(tier.memory, tier.pieces([Slot(at) for at in range(min(2, tier.num_slots))]))
+
+    def part(self, first: int, num_bytes: int) -> Pool:
+        """Of each block the bytes from ``first`` on, ``num_bytes`` of them."""
+        return Pool(self.memory, self.blocks.part(first, num_bytes))
+
+    def __str__(self) -> str:
+        sizes = self.blocks.sizes.tolist()
+        least, most = f"{min(sizes) / 1024:g}", f"{max(sizes) / 1024:g}"
+        size = f"{least} KiB" if least == most else f"{least} to {most} KiB"
+        return f"{len(sizes)} pieces of {size}" if len(sizes) > 1 else f"one piece of {size}"
+
+
+def why_not(pool: Pool, slot_bytes: int, is_direct: bool) -> str:
+    """Why blocks can't go straight between a slab and ``pool``; "" where they can.
+
+    slot_bytes: of the slab. is_direct: its file was opened with O_DIRECT.
+    """
+    if not is_direct:
+        return "the file system has no O_DIRECT"
+    if reason := why_bounced(pool.blocks.sizes):
+        return reason
+    if pool.blocks.block_bytes != slot_bytes:
+        return f"a block of {pool.blocks.block_bytes} bytes does not fill its {slot_bytes} on disk"
+    behind = pool.blocks.addresses % np.uint64(ALIGNMENT)
+    if behind.any():
+        return f"a piece begins {behind[behind > 0][0]} bytes behind the beginning of a page"
+    return ""
+
+
+def check_direct(direct: Direct, pool: Pool | None, reason: str) -> None:
+    """Raise ``ConfigError`` where blocks have to go straight, and can't. reason: of ``why_not``."""
+    if direct is Direct.ON and pool is None:
+        raise ConfigError(
+            "direct: on, and the disk is not told what memory blocks are used in; leave it at auto"
+        )
+    if direct is Direct.ON and reason:
+        raise ConfigError(
+            f"direct: on, and blocks can't go straight between the disk and {pool}: {reason}; "
+            "leave it at auto, or choose a block_size that makes pieces of whole pages"
+        )
+
+
+def way_of(direct: Direct, pool: Pool, has_host: bool, reason: str) -> Finding:
+    """Which way blocks come from disk, and why. has_host: there is a host tier. reason: of
+    ``why_not``."""
+    topic = "disk to device"
+    if direct is Direct.OFF:
+        return Finding(topic, "through host memory", "direct is off")
+    if has_host and direct is Direct.AUTO:
+        note = f"also where that is short: {reason}" if reason else "straight where that is short"
+        return Finding(topic, "through host memory", note)
+    if reason:
+        return Finding(topic, "through a buffer", reason)
+    return Finding(topic, "straight", str(pool))
+
+
+# -- verification ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """Of the blocks of a read. checked: their checksum is compared. straight: they go straight to
+    where they are used; the others by way of host memory."""
+
+    checked: Bools
+    straight: Bools
+
+
+def check_verify(verify: Verify, can_check: bool) -> None:
+    """Raise ``ConfigError`` where every block is to be verified, and where they go straight to
+    nobody can. can_check: checksums can be computed there."""
+    if verify is Verify.ALWAYS and not can_check:
+        raise ConfigError(
+            "verify: always, and the device computes no checksums, so that no block could go "
+            "straight to it; use sampled, or direct=off"
+        )
+
+
+def choose(
+    trusted: Bools, verify: Verify, num_before: int, sample_every: int, can_check: bool
+) -> Choice:
+    """Which blocks of a read are verified, and which may go straight to where they are used.
+
+    trusted: bool [n], those that were written or verified by an owner that lives, or that closed
+    the slab in order. verify: of these all, one in ``sample_every``, or none; of the others all.
+    num_before: blocks that were read before. can_check: checksums can be computed where blocks are
+    used. Where they can't, no block that has to be verified goes there before it was.
+    """
+    checked = ~trusted
+    if verify is Verify.ALWAYS:
+        checked = np.ones(len(trusted), bool)
+    elif verify is Verify.SAMPLED:
+        count = np.arange(num_before, num_before + len(trusted))
+        checked = checked | (count % sample_every == 0)
+    straight = np.ones(len(trusted), bool) if can_check else ~checked
+    return Choice(checked, straight)
