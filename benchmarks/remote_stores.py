@@ -181,14 +181,14 @@ class Place(ABC):
     def close(self) -> None: ...
 
     def tier(self, block_bytes: int, num_blocks: int, threads: int) -> Tier:
-        return Tier(self._open(self.port, block_bytes, num_blocks, threads))
+        return Tier(self.open(self.port, block_bytes, num_blocks, threads))
 
-    def far(self, round_trip_s: float, block_bytes: int, num_blocks: int) -> Tier:
-        """Behind a network that takes its time."""
+    def far(self, round_trip_s: float, block_bytes: int, num_blocks: int) -> Tier | None:
+        """Behind a network that takes its time; None where there is none."""
         proxy = Proxy(self.port, round_trip_s / 2)
-        return Tier(self._open(proxy.port, block_bytes, num_blocks, 1), proxy)
+        return Tier(self.open(proxy.port, block_bytes, num_blocks, 1), proxy)
 
-    def _open(self, port: int, block_bytes: int, num_blocks: int, threads: int) -> StorageTier:
+    def open(self, port: int, block_bytes: int, num_blocks: int, threads: int) -> StorageTier:
         plugin, _, rest = self.location(port, threads).partition(":")
         site = StorageSite(plugin, rest, opaque(block_bytes), num_blocks * block_bytes)
         made = load_plugin("tiers", plugin)(site)
@@ -362,6 +362,3 @@ class S3Place(Place):
 
     def close(self) -> None:
         self._server.kill()
-
-
-STORES: dict[str, type[Place]] = {place.name: place for place in (ValkeyPlace, S3Place)}
