@@ -74,6 +74,9 @@ class MooncakePlace(Place):
     def location(self, port: int, threads: int) -> str:
         return f"mooncake://127.0.0.1:{port}?readers={threads}&writers={threads}"
 
+    def far(self, round_trip_s: float, block_bytes: int, num_blocks: int) -> Tier | None:
+        """Its client gets no answer through a proxy that takes its time."""
+
     def client(self, threads: int) -> Client:
         return Mooncake(self._master.address)
 

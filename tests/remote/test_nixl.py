@@ -237,6 +237,12 @@ def _waited(agent: Any, handle: Any) -> bool:
             return True
 
 
+def test_queue_that_blames_others_is_refused(tmp_path: Path) -> None:
+    """As POSIX AIO does, also in 1.5.1."""
+    with pytest.raises(ConfigError, match="gives a read the error of another one"):
+        open_tier(f"POSIX{tmp_path}", params="use_posix_aio=true")
+
+
 @pytest.mark.parametrize("version", ["1.4.1", "2.0.0", "0.9"])
 def test_version_that_nobody_has_tried_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str
