@@ -13,8 +13,8 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup demo test test-sglang test-sglang-quick test-vllm test-vllm-quick test-vllm-upstream check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
-	kvtier-in-vllm kvtier-in-sglang peers peers-sglang peers-sglang-server peers-sglang-storage peers-lmcache peers-vllm \
+.PHONY: help setup demo test test-sglang test-sglang-quick test-vllm test-vllm-quick test-vllm-upstream test-stores check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
+	kvtier-in-vllm kvtier-in-sglang peers peers-sglang peers-sglang-server peers-sglang-storage peers-stores peers-lmcache peers-vllm \
 	peers-vllm-lmcache clean
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make test-vllm-upstream  vLLM's own unit tests, with kvtier in the place of its halves"
 	@echo "make test-sglang  real SGLang servers with kvtier under them, on the CPU; makes .peers/sglang-server (3 GB) first"
 	@echo "make test-sglang-quick  a part of them"
+	@echo "make test-stores  stores whose clients are large: Mooncake and NIXL; makes .peers/stores (0.5 GB) first"
 	@echo "make lint    format, lint, types, import contracts, stubs"
 	@echo "make check   the same, and the fast tests"
 	@echo "make check-native   the native core's tests under address, undefined and thread sanitizers"
@@ -92,6 +93,10 @@ test-sglang: kvtier-in-sglang
 test-sglang-quick:
 	$(MAKE) test-sglang SGLANG_TESTS="$(SGLANG_QUICK)"
 
+# Real stores by their own clients; without them these tests are left out.
+test-stores: peers-stores
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PEERS)/stores/bin/python -m pytest tests/remote/test_mooncake.py tests/remote/test_nixl.py
+
 # Real servers, driven by vLLM's own benchmark, on the CPU: half an hour.
 bench-vllm: kvtier-in-vllm peers-vllm peers-vllm-lmcache
 	@mkdir -p reports
@@ -105,9 +110,9 @@ bench-sglang: kvtier-in-sglang peers-sglang-storage peers-vllm
 	$(BIN)/python -m benchmarks.sglang_multi_turn --json reports/sglang_multi_turn.json
 
 # Stores, each with its own client, over real servers on loopback.
-bench-stores: setup
+bench-stores: peers-stores
 	@mkdir -p reports
-	$(BIN)/python -m benchmarks.remote --json reports/remote.json
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PEERS)/stores/bin/python -m benchmarks.remote --json reports/remote.json
 
 # kvtier goes into vLLM's environment as a wheel, as it does for those who serve with it.
 kvtier-in-vllm: setup $(PEERS)/vllm/.installed
@@ -185,6 +190,7 @@ peers: peers-sglang peers-lmcache peers-vllm
 peers-sglang: $(PEERS)/sglang/.installed
 peers-sglang-server: $(PEERS)/sglang-server/.installed
 peers-sglang-storage: $(PEERS)/sglang-storage/.installed
+peers-stores: $(PEERS)/stores/.installed
 peers-lmcache: $(PEERS)/lmcache/.installed
 peers-vllm: $(PEERS)/vllm/.installed $(PEERS)/vllm-benchmarks/.fetched
 peers-vllm-lmcache: $(PEERS)/vllm-lmcache/.installed
@@ -211,6 +217,14 @@ $(PEERS)/sglang-storage/.installed: $(PEERS)/sglang-server/.installed
 	$(BIN)/python -m venv --clear $(@D)
 	$(PEER_PIP) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 	$(PEERS)/sglang-server/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/peers.pth
+	@touch $@
+
+# Beside what .venv has. NIXL's own list would bring CUDA, which files and objects do not need.
+$(PEERS)/stores/.installed: $(INSTALLED)
+	$(BIN)/python -m venv --clear $(@D)
+	$(PEER_PIP) --no-deps nixl==1.5.1 nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/peers.pth
 	@touch $@
 

@@ -27,7 +27,8 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.machine import machine_facts
-from benchmarks.remote_stores import STORES, Client, Memory, Place, Tier
+from benchmarks.remote_docked import MooncakePlace, NixlPlace
+from benchmarks.remote_stores import Client, Memory, Place, S3Place, Tier, ValkeyPlace
 from benchmarks.report import report
 from benchmarks.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier.serve_bench.stats import Estimate, summarize
@@ -43,6 +44,9 @@ GET, PUT = "get", "put"
 LEAST_SHARE, MOST_CPU = 0.90, 1.15
 ROUND_TRIP_S, ASKED, LOOKUPS = 0.02, 1000, 100
 LOOKUP_S = 2 * ROUND_TRIP_S + 0.010
+STORES: dict[str, type[Place]] = {
+    place.name: place for place in (ValkeyPlace, S3Place, MooncakePlace, NixlPlace)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,8 @@ def row(
 def measure_lookup(place: Place, memory: Memory) -> list[Lookup]:
     """Of blocks that are all there, with the network's delay where a request has to be made."""
     far = place.far(ROUND_TRIP_S, memory.block_bytes, 2 * ASKED)
+    if far is None:
+        return []
     keys = memory.many_keys(ASKED)
     for start in range(0, ASKED, memory.num):
         part = keys[start : start + memory.num]

@@ -36,6 +36,8 @@ from kvtier.types import BlockKey, BlockName
 NAMESPACE = bytes(32)
 PIPELINED = 16
 """Commands that a client sends before it waits for an answer."""
+DROPPED = 64
+"""Blocks at a time: a drop has a second."""
 TIMEOUT_S = 60.0
 KEY_ID, SECRET_KEY, REGION = "AKIDBENCHMARK", "benchmark", "us-east-1"
 PACK_BYTES = 16 << 20
@@ -117,7 +119,8 @@ class Tier:
         """What was put can be found."""
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
-        self._tier.drop(keys, for_good=True)
+        for start in range(0, len(keys), DROPPED):
+            self._tier.drop(keys[start : start + DROPPED], for_good=True)
 
     def close(self) -> None:
         self._tier.close()
@@ -181,14 +184,14 @@ class Place(ABC):
     def close(self) -> None: ...
 
     def tier(self, block_bytes: int, num_blocks: int, threads: int) -> Tier:
-        return Tier(self._open(self.port, block_bytes, num_blocks, threads))
+        return Tier(self.open(self.port, block_bytes, num_blocks, threads))
 
-    def far(self, round_trip_s: float, block_bytes: int, num_blocks: int) -> Tier:
-        """Behind a network that takes its time."""
+    def far(self, round_trip_s: float, block_bytes: int, num_blocks: int) -> Tier | None:
+        """Behind a network that takes its time; None where there is none."""
         proxy = Proxy(self.port, round_trip_s / 2)
-        return Tier(self._open(proxy.port, block_bytes, num_blocks, 1), proxy)
+        return Tier(self.open(proxy.port, block_bytes, num_blocks, 1), proxy)
 
-    def _open(self, port: int, block_bytes: int, num_blocks: int, threads: int) -> StorageTier:
+    def open(self, port: int, block_bytes: int, num_blocks: int, threads: int) -> StorageTier:
         plugin, _, rest = self.location(port, threads).partition(":")
         site = StorageSite(plugin, rest, opaque(block_bytes), num_blocks * block_bytes)
         made = load_plugin("tiers", plugin)(site)
@@ -362,6 +365,3 @@ class S3Place(Place):
 
     def close(self) -> None:
         self._server.kill()
-
-
-STORES: dict[str, type[Place]] = {place.name: place for place in (ValkeyPlace, S3Place)}

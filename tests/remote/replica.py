@@ -6,6 +6,7 @@ python -m tests.remote.replica MODEL LOCATION RESULT
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,17 @@ def config(model: str, *locations: str, **settings: object) -> EngineConfig:
         SMALL.cache, storage=locations, load_policy="always", lookup_deadline_s=10.0, **settings
     )  # type: ignore[arg-type]
     return replace(SMALL, model=model, cache=cache)
+
+
+def check_two_replicas(model: str, location: str, folder: Path) -> None:
+    """What one process computes another one loads, with equal logits."""
+    for name in ("first", "second"):
+        command = [sys.executable, "-m", "tests.remote.replica", model, location]
+        subprocess.run([*command, str(folder / name)], check=True, timeout=120)
+    hits = [json.loads((folder / f"{name}.json").read_text()) for name in ("first", "second")]
+    assert hits == [{}, {location.partition(":")[0]: 288}]
+    cold, warm = (np.load(folder / f"{name}.npy") for name in ("first", "second"))
+    assert np.array_equal(cold, warm)
 
 
 def main(model: str, location: str, result: str) -> None:

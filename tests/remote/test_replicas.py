@@ -3,15 +3,11 @@ nobody."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("transformers", reason="the embedded engine is not installed")
@@ -21,7 +17,7 @@ from kvtier.testing.proxy import Proxy
 from kvtier.testing.servers import ValkeyServer, has_valkey
 from kvtier.types import DEVICE, HOST
 from tests.engine.asking import GREEDY, ask, same
-from tests.remote.replica import PROMPT, config
+from tests.remote.replica import PROMPT, check_two_replicas, config
 
 pytestmark = [
     pytest.mark.engine,
@@ -41,14 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
 def test_another_process_loads_what_one_has_computed(
     server: ValkeyServer, tmp_path: Path, model: str
 ) -> None:
-    location = f"valkey://127.0.0.1:{server.port}?prefix={model}:"
-    for name in ("first", "second"):
-        command = [sys.executable, "-m", "tests.remote.replica", model, location]
-        subprocess.run([*command, str(tmp_path / name)], check=True, timeout=120)
-    hits = [json.loads((tmp_path / f"{n}.json").read_text()) for n in ("first", "second")]
-    assert hits == [{}, {"valkey": 288}]
-    cold, warm = (np.load(tmp_path / f"{name}.npy") for name in ("first", "second"))
-    assert np.array_equal(cold, warm)
+    check_two_replicas(model, f"valkey://127.0.0.1:{server.port}?prefix={model}:", tmp_path)
 
 
 def test_first_request_of_a_replica_waits_to_hear_of_its_prompt(server: ValkeyServer) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import IO
 
 PATIENCE_S = 30.0
 
@@ -203,3 +206,95 @@ def _is_put(url: str) -> bool:
 def port_of(url: str) -> int:
     """Of a server on loopback."""
     return int(url.rsplit(":", 1)[1])
+
+
+# -- Mooncake ------------------------------------------------------------------------------------
+
+LENDER = """
+import sys
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1])
+print("ready" if code == 0 else f"failed {code}", flush=True)
+sys.stdin.read()
+"""
+
+
+def has_mooncake() -> Path | None:
+    """The program of Mooncake's master, if its package is installed."""
+    found = find_spec("mooncake")
+    for folder in (found.submodule_search_locations or []) if found else []:
+        program = Path(folder) / "mooncake_master"
+        if program.exists():
+            return program
+    return None
+
+
+class MooncakeMaster:
+    """A master, and a process that lends it memory. Close it.
+
+    lent_bytes: how much; 0 for no such process. lease_ms: how long what was asked for stays, at
+    least. stop, start: as a crash of both and a restart. frozen: both live, and answer nobody.
+    """
+
+    def __init__(self, folder: Path, lent_bytes: int = 512 << 20, lease_ms: int = 500) -> None:
+        program = has_mooncake()
+        if program is None:
+            raise FileNotFoundError("no mooncake_master: pip install 'kvtier[mooncake]'")
+        if not os.access(program, os.X_OK):  # it comes in a wheel, which forgets that
+            program.chmod(0o755)
+        self._log = folder / "mooncake.log"
+        self._lent_bytes = lent_bytes
+        self.port, metrics = free_port(), free_port()
+        self._command = [str(program), "--rpc_address=127.0.0.1", f"--rpc_port={self.port}"]
+        self._command += ["--metrics_host=127.0.0.1", f"--metrics_port={metrics}"]
+        self._command += [f"--default_kv_lease_ttl={lease_ms}"]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            master = subprocess.Popen(self._command, stdout=log, stderr=log)
+            self._processes = [master]
+            wait_for(self.port, master)
+            if self._lent_bytes:
+                self._lend(log)
+
+    def _lend(self, log: IO[bytes]) -> None:
+        lender = subprocess.Popen(
+            [sys.executable, "-c", LENDER, self.address, str(self._lent_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+        )
+        self._processes.append(lender)
+        assert lender.stdout is not None, "it was asked for"
+        said = lender.stdout.readline().decode().strip()
+        assert said == "ready", f"nobody lends memory: {said}"
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        for process in self._processes:
+            process.send_signal(number)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        self._processes = []
+
+    close = stop

@@ -19,6 +19,7 @@ from obstore.exceptions import (
 from obstore.store import S3Store
 
 from kvtier.tiers.remote.manifests import MAX_BYTES
+from kvtier.tiers.remote.trouble import Refused, Unreachable, Unsound
 
 Result = TypeVar("Result")
 
@@ -54,18 +55,6 @@ class Missing(Exception):  # noqa: N818 - an outcome
 
 class Taken(Exception):  # noqa: N818 - an outcome
     """There is an object already."""
-
-
-class Refused(Exception):  # noqa: N818 - an outcome
-    """The store said no, and will say no again."""
-
-
-class Unreachable(Exception):  # noqa: N818 - an outcome
-    """Not now."""
-
-
-class Unsound(Exception):  # noqa: N818 - an outcome
-    """The store does something else than S3."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,19 +11,12 @@ from kvtier.errors import CacheError, ConfigError
 from kvtier.tiers.remote.catalogue import as_keys
 from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.manifests import MAX_BYTES, Manifest
-from kvtier.tiers.remote.objects import (
-    Listed,
-    Missing,
-    Objects,
-    Refused,
-    Taken,
-    Unreachable,
-    Unsound,
-)
+from kvtier.tiers.remote.objects import Listed, Missing, Objects, Taken
 from kvtier.tiers.remote.packs import MAX_BLOCKS, PackShape, keys_in, pack_name, pack_path
 from kvtier.tiers.remote.pruning import Entry, Keeper
 from kvtier.tiers.remote.s3 import S3Options
 from kvtier.tiers.remote.self_test import self_test
+from kvtier.tiers.remote.trouble import Refused, Unreachable, Unsound
 from kvtier.tiers.remote.upkeep import refusal
 from kvtier.types import BlockKey
 

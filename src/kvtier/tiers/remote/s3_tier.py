@@ -15,10 +15,11 @@ from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.catalogue import Catalogue, as_keys
 from kvtier.tiers.remote.envelope import Envelope
 from kvtier.tiers.remote.exchange import Exchange
-from kvtier.tiers.remote.objects import Missing, Objects, Refused, Unreachable, Unsound
+from kvtier.tiers.remote.objects import Missing, Objects
 from kvtier.tiers.remote.pack_reader import PackReader, Parts
 from kvtier.tiers.remote.packs import PackName, PackShape, pack_name, pack_path
 from kvtier.tiers.remote.requests import RequestLoop
+from kvtier.tiers.remote.trouble import Refused, Unreachable, Unsound
 from kvtier.tiers.remote.upkeep import Upkeep
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageTier
 from kvtier.types import BlockKey, BlockName, keys_of

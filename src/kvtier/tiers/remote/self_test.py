@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from kvtier.tiers.remote.objects import Objects, Taken, Unsound
+from kvtier.tiers.remote.objects import Objects, Taken
+from kvtier.tiers.remote.trouble import Unsound
 
 PATH: Final = "self-test/probe"
 """One object for all processes: what it is made with is what it has for ever."""

@@ -8,9 +8,10 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 from kvtier.tiers.remote.exchange import Exchange
-from kvtier.tiers.remote.objects import Objects, Refused, Unsound
+from kvtier.tiers.remote.objects import Objects
 from kvtier.tiers.remote.requests import RequestLoop
 from kvtier.tiers.remote.self_test import self_test
+from kvtier.tiers.remote.trouble import Refused, Unsound
 
 logger = logging.getLogger(__name__)
 

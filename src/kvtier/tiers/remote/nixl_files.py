@@ -1,0 +1,178 @@
+"""A block as a file of its own, which a plug-in of NIXL reads and writes.
+
+A file is written under another name first, so that under its own it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Final
+
+from kvtier.tiers.remote.docks import Addresses, Client, IsWanted, Rows
+from kvtier.tiers.remote.nixl_agent import READ, WRITE, Agent, Part
+from kvtier.tiers.remote.nixl_contract import check_contract
+from kvtier.tiers.remote.trouble import Unreachable
+from kvtier.tiers.storage import Outcome
+from kvtier.types import BlockKey
+
+MODE: Final = 0o600
+UNFINISHED: Final = ".part"
+"""How names end that nobody reads."""
+MAX_FAILURES: Final = 3
+"""In a row: what comes behind them is not tried."""
+
+THERE, ABSENT, DAMAGED, FAILED = Outcome
+
+
+@lru_cache
+def can_go_direct(folder: Path) -> bool:
+    """Past the page cache."""
+    path = folder / _unfinished("direct")
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY | getattr(os, "O_DIRECT", 0), MODE))
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return hasattr(os, "O_DIRECT")
+
+
+def _unfinished(name: str) -> str:
+    return f"{name}.{os.urandom(8).hex()}{UNFINISHED}"
+
+
+class FilesClient(Client):
+    """Files below a folder, in 256 folders, called by their keys in hex. They end where a page
+    does; what stands behind the block means nothing."""
+
+    def __init__(
+        self, plugin: str, params: dict[str, str], folder: Path, direct: bool, rows: Rows
+    ) -> None:
+        self._new_agent = partial(Agent, plugin, params)
+        self._folder = folder
+        self._rows = rows
+        self._file_bytes = rows.slot_bytes
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            is_direct = direct and can_go_direct(folder)
+        except OSError as error:
+            raise Unreachable(f"{folder}: {error.strerror}") from error
+        self._flags = os.O_CLOEXEC | (os.O_DIRECT if is_direct else 0)
+        self._agent = self._new_agent(rows)
+
+    def test(self) -> str:
+        path = self._folder / _unfinished("self-test")
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_RDWR | self._flags, MODE)
+        except OSError as error:
+            raise Unreachable(f"{path.parent}: {error.strerror}") from error
+        try:
+            return f"by {check_contract(self._new_agent, descriptor)}"
+        finally:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+
+    def _path(self, key: BlockKey) -> Path:
+        name = key.hex()
+        return self._folder / name[:2] / name
+
+    def find(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        return [self._look(key) for key in keys]
+
+    def _look(self, key: BlockKey) -> Outcome:
+        """A file of another length is none: it will be replaced."""
+        try:
+            return THERE if os.stat(self._path(key)).st_size == self._file_bytes else ABSENT
+        except FileNotFoundError:
+            return ABSENT
+        except OSError:
+            return FAILED
+
+    def read(self, keys: Sequence[BlockKey], begins: Addresses) -> list[Outcome]:
+        outcomes: list[Outcome] = [FAILED] * len(keys)
+        parts: dict[int, Part] = {}
+        with _descriptors() as opened:
+            for at, key in enumerate(keys):
+                try:
+                    descriptor = os.open(self._path(key), os.O_RDONLY | self._flags)
+                    opened.append(descriptor)
+                    if os.fstat(descriptor).st_size == self._file_bytes:
+                        parts[at] = (int(begins[at]), self._file_bytes, descriptor)
+                    else:
+                        outcomes[at] = DAMAGED
+                except FileNotFoundError:
+                    outcomes[at] = ABSENT
+                except OSError:
+                    continue
+            for at, has_moved in zip(parts, self._move(READ, [*parts.values()]), strict=True):
+                outcomes[at] = THERE if has_moved else FAILED
+        return outcomes
+
+    def write(
+        self, keys: Sequence[BlockKey], begins: Addresses, is_wanted: IsWanted
+    ) -> list[Outcome]:
+        outcomes: list[Outcome] = [FAILED] * len(keys)
+        parts: dict[int, Part] = {}
+        written: dict[int, Path] = {}
+        with _descriptors() as opened:
+            for at, key in enumerate(keys):
+                path = self._path(key)
+                written[at] = path.with_name(_unfinished(path.name))
+                with suppress(OSError):
+                    opened.append(self._create(written[at]))
+                    parts[at] = (int(begins[at]), self._file_bytes, opened[-1])
+            for at, has_moved in zip(parts, self._move(WRITE, [*parts.values()]), strict=True):
+                descriptor = parts[at][2]
+                with suppress(OSError):
+                    is_whole = has_moved and os.fstat(descriptor).st_size == self._file_bytes
+                    if is_whole and is_wanted():
+                        os.rename(written[at], self._path(keys[at]))
+                        outcomes[at] = THERE
+        for at in parts:
+            if outcomes[at] is FAILED:
+                with suppress(OSError):
+                    written[at].unlink(missing_ok=True)
+        return outcomes
+
+    def _create(self, path: Path) -> int:
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | self._flags
+        try:
+            return os.open(path, flags, MODE)
+        except FileNotFoundError:
+            path.parent.mkdir(exist_ok=True)
+            return os.open(path, flags, MODE)
+
+    def _move(self, operation: str, parts: list[Part]) -> list[bool]:
+        """All in one transfer; where that fails, which has one status for all, one by one, by an
+        agent that has nothing else under way."""
+        if self._agent.move(operation, [parts]) == [True]:
+            return [True] * len(parts)
+        moved: list[bool] = []
+        while len(moved) < len(parts) and moved[-MAX_FAILURES:] != [False] * MAX_FAILURES:
+            if not moved or not moved[-1]:
+                self._agent.close()
+                self._agent = self._new_agent(self._rows)
+            moved += self._agent.move(operation, [[parts[len(moved)]]])
+        return moved + [False] * (len(parts) - len(moved))
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            self._path(key).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._agent.close()
+
+
+@contextmanager
+def _descriptors() -> Iterator[list[int]]:
+    """Are closed at the end."""
+    opened: list[int] = []
+    try:
+        yield opened
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
