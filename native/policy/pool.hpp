@@ -35,6 +35,8 @@ class Pool {
     return index;
   }
   void remove(Index index) { free_.push_back(index); }
+  // Brings an item nearer.
+  void prefetch(Index index) const { rows_.prefetch(index, sizeof(Item)); }
 
   std::size_t size() const { return end_ - free_.size(); }
   Index end() const { return end_; }  // numbers used at any time are below

@@ -12,7 +12,6 @@ constexpr double kFirstAge = 0.25;   // seconds: the first bucket is below it
 constexpr double kFade = 0.98;       // of what was seen, each time something is learned
 constexpr double kLeaning = 2.0;     // uses that a class takes over from the one above it
 constexpr double kLeastShare = 0.1;  // of a bucket, that who ended in it has spent there
-constexpr double kHardlyAny = 1e-4;  // still unused: further horizons change nothing
 constexpr double kNothing = 1e-9;    // before anything is seen
 
 }  // namespace
@@ -113,23 +112,32 @@ void ReuseModel::work_out(Learned& it, const Counts& counts) const {
 const ReuseModel::Row& ReuseModel::values_of(Class cls) {
   Learned& it = classes_[cls];
   if (it.is_current) return it.values;
-  Row stays, takes;  // per bucket: P(not used), E[time in it]
-  for (std::size_t at = 0; at < kNumAges; ++at) {
+  // From an age on it is best to wait until the next stretch of ages is worth less than those
+  // before it: one that is worth more is joined. Of a stretch: P(used in it), E[time in it], P(not
+  // used).
+  struct Stretch {
+    double used, spent, unused;
+    bool is_worth_more_than(const Stretch& other) const {
+      return used * other.spent > other.used * spent;
+    }
+  };
+  std::array<Stretch, kNumAges> later;
+  std::size_t num_later = 0;
+  for (std::size_t at = kNumAges; at-- > 0;) {
     const double width = edges_[at + 1] - edges_[at];
     const double expected = it.hazards[at] * width;
-    stays[at] = std::exp(-expected);
-    takes[at] =
-        expected < 1e-6 ? width * (1.0 - expected / 2.0) : (1.0 - stays[at]) / it.hazards[at];
-  }
-  for (std::size_t from = 0; from < kNumAges; ++from) {
-    double unused = 1.0, used = 0.0, spent = 0.0, best = 0.0;
-    for (std::size_t at = from; at < kNumAges && unused > kHardlyAny; ++at) {
-      used += unused * (1.0 - stays[at]);
-      spent += unused * takes[at];
-      unused *= stays[at];
-      if (used > best * spent) best = used / spent;
+    const double stays = std::exp(-expected);
+    const double takes =
+        expected < 1e-6 ? width * (1.0 - expected / 2.0) : (1.0 - stays) / it.hazards[at];
+    Stretch from{1.0 - stays, takes, stays};
+    while (num_later > 0 && later[num_later - 1].is_worth_more_than(from)) {
+      const Stretch& next = later[--num_later];
+      from.used += from.unused * next.used;
+      from.spent += from.unused * next.spent;
+      from.unused *= next.unused;
     }
-    it.values[from] = best;
+    later[num_later++] = from;
+    it.values[at] = from.used / from.spent;
   }
   it.is_current = true;
   return it.values;

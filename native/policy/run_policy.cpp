@@ -15,7 +15,7 @@ constexpr std::size_t kMostWaiting = 4096;  // runs that a lesson looks at: more
 constexpr double kSizePower = 0.3;          // a run of n blocks counts n to the power of this
 constexpr double kEnter = 0.9;    // what leaves for a new block is worth at most this share of it
 constexpr double kClearly = 0.7;  // the oldest leaves, unless another is worth less than this share
-constexpr std::uint32_t kLooks = 32;       // runs looked at for one that leaves
+constexpr std::uint32_t kLooks = 32;       // leaves looked at for one that leaves
 constexpr std::size_t kHistory = 2;        // entries, in capacities
 constexpr std::uint32_t kKeysOfGhost = 4;  // about
 // Blocks that may be unknown in front of a key that is kept: a run's first block has one.
@@ -82,6 +82,7 @@ std::size_t RunPolicy::lru_hits(std::span<const Key> path, std::size_t num_hits)
   std::size_t known = num_hits;
   Index run = kNone;
   for (auto at = static_cast<std::uint32_t>(num_hits); at < path.size(); ++at) {
+    if (at + 8 < path.size()) ghosts_.prefetch(path[at + 8]);
     const Ghosts::Found found = ghosts_.find(path[at]);
     if (found.run == kNone) {
       const std::size_t most = run == kNone ? kGap : 2 * runs_[run].stride;
@@ -228,37 +229,49 @@ bool RunPolicy::make_room(double gain) {
   return true;
 }
 
-// The run that loses blocks first; of many, some are looked at.
-Index RunPolicy::choose() {
+// Leaves among the runs with resident blocks: of a few all, of many some. What each look needs
+// comes near while those before it are looked at.
+void RunPolicy::look(std::size_t num_wanted) {
   const std::vector<Index>& residents = runs_.residents();
   const auto num = static_cast<std::uint32_t>(residents.size());
-  const bool is_lru = decides_as_lru();
-  const bool looks_at_all = num <= 4 * kLooks;
-  Index oldest = kNone, cheapest = kNone;
-  double least = 0.0;
-  std::uint32_t num_leaves = 0;
-  const std::uint32_t num_wanted = looks_at_all || is_lru ? 4 * kLooks : kLooks;
-  for (std::uint32_t i = 0, tries = looks_at_all ? num : 4 * kLooks; i < tries; ++i) {
-    const Index run = residents[looks_at_all ? i : random_.below(num)];
-    const Run& it = runs_[run];
-    if (!is_leaf(it)) continue;
-    if (oldest == kNone || it.number < runs_[oldest].number) oldest = run;
-    if (!is_lru) {
-      const double its = value(it);
-      if (cheapest == kNone || its < least ||
-          (its == least && it.number < runs_[cheapest].number)) {
-        least = its;
-        cheapest = run;
-      }
-    }
-    if (++num_leaves == num_wanted) break;
-  }
-  if (oldest == kNone) {  // hardly any is a leaf, but some are, unless the path has them all
+  leaves_.clear();
+  if (num <= 4 * kLooks) {
     for (const Index run : residents)
-      if (is_leaf(runs_[run])) return run;
-    return kNone;
+      if (is_leaf(runs_[run])) leaves_.push_back(run);
+    return;
   }
+  std::array<Index, kLooks> some;
+  for (int round = 0; round < 4 && leaves_.size() < num_wanted; ++round) {
+    for (Index& run : some) runs_.prefetch(run = residents[random_.below(num)]);
+    for (const Index run : some) blocks_.prefetch(runs_[run].tail);
+    for (const Index run : some)
+      if (leaves_.size() < num_wanted && is_leaf(runs_[run])) leaves_.push_back(run);
+  }
+  // Hardly any is a leaf; but some are, unless the path has them all.
+  if (!leaves_.empty()) return;
+  const auto found = std::find_if(residents.begin(), residents.end(),
+                                  [&](Index run) { return is_leaf(runs_[run]); });
+  if (found != residents.end()) leaves_.push_back(*found);
+}
+
+// The run that loses blocks first.
+Index RunPolicy::choose() {
+  const bool is_lru = decides_as_lru();
+  look(is_lru ? 4 * kLooks : kLooks);
+  if (leaves_.empty()) return kNone;
+  const auto is_older = [&](Index one, Index another) {
+    return runs_[one].number < runs_[another].number;
+  };
+  const Index oldest = *std::min_element(leaves_.begin(), leaves_.end(), is_older);
   if (is_lru) return oldest;
+  Index cheapest = kNone;
+  double least = 0.0;
+  for (const Index run : leaves_) {
+    const double its = value(runs_[run]);
+    if (cheapest != kNone && (its > least || (its == least && is_older(cheapest, run)))) continue;
+    least = its;
+    cheapest = run;
+  }
   return least < kClearly * value(runs_[oldest]) ? cheapest : oldest;
 }
 
@@ -314,9 +327,12 @@ void RunPolicy::learn() {
     for (Index run = 0; run < runs_.end(); ++run)
       if (runs_.is_live(run)) look_at(run);
   } else {
-    for (std::size_t i = 0; i < kMostWaiting; ++i) {
-      const Index run = random_.below(runs_.end());
-      if (runs_.is_live(run)) look_at(run);
+    constexpr std::size_t kAhead = 16;  // runs between what is looked at and what is brought near
+    std::array<Index, kAhead> ahead;
+    for (std::size_t i = 0; i < kMostWaiting + kAhead; ++i) {
+      Index& run = ahead[i % kAhead];
+      if (i >= kAhead && runs_.is_live(run)) look_at(run);
+      if (i < kMostWaiting) runs_.prefetch(run = random_.below(runs_.end()));
     }
     const double each = static_cast<double>(runs_.size()) / static_cast<double>(waiting_.size());
     for (ReuseModel::Waiting& it : waiting_) it.weight *= each;

@@ -65,6 +65,7 @@ class RunPolicy final : public Replayed {
   // What stays.
   std::uint32_t store(std::span<const Key> path, std::uint32_t num_hits);
   bool make_room(double gain);
+  void look(std::size_t num_wanted);
   Index choose();
   void drop_tail(Index run);
   void keep_runs(std::span<const Key> path, std::uint32_t num_stored);
@@ -94,6 +95,7 @@ class RunPolicy final : public Replayed {
   // Of the request that is being made; kept from call to call, to spare allocations.
   std::vector<Index> found_;  // the blocks of the path that are resident
   std::vector<Part> parts_;
+  std::vector<Index> leaves_;    // that were looked at
   std::uint32_t num_known_ = 0;  // how many of its first blocks were used before
   std::vector<ReuseModel::Waiting> waiting_;
 };

@@ -45,6 +45,7 @@ class Runs {
 
   Run& operator[](Index run) { return pool_[run]; }
   const Run& operator[](Index run) const { return pool_[run]; }
+  void prefetch(Index run) const { pool_.prefetch(run); }
   std::size_t size() const { return pool_.size(); }
   Index end() const { return pool_.end(); }
   bool is_live(Index run) const { return pool_[run].number != 0; }

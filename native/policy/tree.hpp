@@ -25,6 +25,7 @@ class Tree {
 
   Block& operator[](Index block) { return blocks_[block]; }
   const Block& operator[](Index block) const { return blocks_[block]; }
+  void prefetch(Index block) const { blocks_.prefetch(block); }
   bool is_leaf(Index block) const { return blocks_[block].num_children == 0; }
 
   std::size_t size() const { return blocks_.size(); }

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvtier._reference.reuse_model import EDGES, NUM_AGES, ReuseModel, bucket
+from kvtier._reference.reuse_model import EDGES, NUM_AGES, ReuseModel, _gittins, bucket
 
 OFTEN, SELDOM, NEW = (1, 0, 0, 0, 0), (2, 0, 0, 0, 0), (2, 0, 0, 0, 1)
 
@@ -99,3 +101,17 @@ def test_what_was_seen_long_ago_fades() -> None:
             model.forgotten(cls, 600.0, 1.0)
         model.learn([])
     assert model.value_of_new(cls) < before / 5
+
+
+@given(st.lists(st.floats(1e-9, 10.0), min_size=NUM_AGES, max_size=NUM_AGES))
+def test_value_is_that_of_the_best_of_all_horizons(hazards: list[float]) -> None:
+    values = _gittins(hazards)
+    for first in range(0, NUM_AGES, 5):
+        unused, used, spent, best = 1.0, 0.0, 0.0, 0.0
+        for at in range(first, NUM_AGES):
+            stays = math.exp(-hazards[at] * (EDGES[at + 1] - EDGES[at]))
+            used += unused * (1.0 - stays)
+            spent += unused * (1.0 - stays) / hazards[at]
+            unused *= stays
+            best = max(best, used / spent)
+        assert values[first] == pytest.approx(best, rel=1e-4)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 NUM_AGES = 44
 FIRST_AGE = 0.25
@@ -16,11 +15,9 @@ EDGES = [0.0] + [
     for at in range(1, NUM_AGES + 1)
 ]
 """Seconds: of the buckets, two to each doubling."""
-WIDTHS = [end - begin for begin, end in pairwise(EDGES)]
 FADE = 0.98
 LEANING = 2.0
 LEAST_SHARE = 0.1
-HARDLY_ANY = 1e-4
 NOTHING = 1e-9
 
 Features = tuple[int, ...]
@@ -161,22 +158,20 @@ def _hazards(counts: _Counts, above: list[float] | None) -> list[float]:
 
 def _gittins(hazards: list[float]) -> list[float]:
     """The best rate of uses from each age on, over all horizons."""
-    stays, takes = _zeros(), _zeros()
-    for at, (hazard, width) in enumerate(zip(hazards, WIDTHS, strict=True)):
-        expected = hazard * width
-        stays[at] = math.exp(-expected)
-        short = width * (1.0 - expected / 2.0)
-        takes[at] = short if expected < 1e-6 else (1.0 - stays[at]) / hazard
     values = _zeros()
-    for first in range(NUM_AGES):
-        unused, used, spent, best = 1.0, 0.0, 0.0, 0.0
-        for at in range(first, NUM_AGES):
-            if unused <= HARDLY_ANY:
-                break
-            used += unused * (1.0 - stays[at])
-            spent += unused * takes[at]
-            unused *= stays[at]
-            if used > best * spent:
-                best = used / spent
-        values[first] = best
+    later: list[tuple[float, float, float]] = []
+    for at in range(NUM_AGES - 1, -1, -1):
+        width = EDGES[at + 1] - EDGES[at]
+        expected = hazards[at] * width
+        stays = math.exp(-expected)
+        short = width * (1.0 - expected / 2.0)
+        takes = short if expected < 1e-6 else (1.0 - stays) / hazards[at]
+        used, spent, unused = 1.0 - stays, takes, stays
+        while later and later[-1][0] * spent > used * later[-1][1]:
+            next_used, next_spent, next_unused = later.pop()
+            used += unused * next_used
+            spent += unused * next_spent
+            unused *= next_unused
+        later.append((used, spent, unused))
+        values[at] = used / spent
     return values

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier._reference.reuse_model import ReuseModel, Waiting
@@ -341,24 +341,23 @@ class RunPolicy:
         self._drop_tail(self._victim)
         return True
 
-    def _looked_at(self) -> Iterator[_Run]:
+    def _look(self, num_wanted: int) -> list[_Run]:
         num = len(self._residents)
         if num <= 4 * LOOKS:
-            yield from [run for run in self._residents if run.is_leaf]
-            return
-        num_leaves = 0
-        for _ in range(4 * LOOKS):
-            run = self._residents[self._random.below(num)]
-            if run.is_leaf:
-                yield run
-                num_leaves += 1
-                if num_leaves == LOOKS and not self._decides_as_lru():
-                    return
+            return [run for run in self._residents if run.is_leaf]
+        leaves: list[_Run] = []
+        for _ in range(4):
+            if len(leaves) < num_wanted:
+                some = [self._residents[self._random.below(num)] for _ in range(LOOKS)]
+                leaves += [run for run in some if run.is_leaf]
+        if not leaves:
+            return [run for run in self._residents if run.is_leaf][:1]
+        return leaves[:num_wanted]
 
     def _choose(self) -> _Run | None:
-        leaves = list(self._looked_at())
+        leaves = self._look(4 * LOOKS if self._decides_as_lru() else LOOKS)
         if not leaves:
-            return next((run for run in self._residents if run.is_leaf), None)
+            return None
         oldest = min(leaves, key=lambda run: run.number)
         if self._decides_as_lru():
             return oldest
