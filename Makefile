@@ -177,6 +177,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.slab_recovery --json reports/slab_recovery.json
 	$(BIN)/python -m benchmarks.index --json reports/index.json
 	$(BIN)/python -m benchmarks.cache --json reports/cache.json
+	$(BIN)/python -m benchmarks.policies --json reports/policies.json
 	$(BIN)/python -m benchmarks.arena --json reports/arena.json
 	$(BIN)/python -m benchmarks.hostile --json reports/hostile.json
 	$(BIN)/kvtier bench serve

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,31 +24,15 @@ from rich.table import Table
 
 from benchmarks.machine import machine_facts
 from benchmarks.targets import judged
+from benchmarks.traces import BLOCK_TOKENS, Keys, Trace, agentic, conversation
 from kvtier.serve_bench.stats import exactly
 
 OURS = "kvtier"
 POLICIES = {"lru": None, "arc": None, "KvtierPolicy": "kvtier.connectors.vllm.pieces.policy"}
 """As in vLLM's settings: eviction_policy, and cache_policy_module_path where it is not vLLM's."""
 CALLED = {"KvtierPolicy": OURS}
-BLOCK_TOKENS = 512
 STEP_BLOCKS = 16
 """Stored at a time: 8,192 tokens, vLLM's usual step of a long prefill."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """chains: the block ids of each request, in order of arrival."""
-
-    name: str
-    chains: list[list[int]]
-
-    @property
-    def num_refs(self) -> int:
-        return sum(map(len, self.chains))
-
-    @property
-    def num_unique(self) -> int:
-        return len({each for chain in self.chains for each in chain})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,56 +48,10 @@ class Row:
     cpu_us_per_chunk: float
 
 
-# -- traces ----------------------------------------------------------------------------------------
-
-
-def _lines(path: Path) -> Iterator[str]:
-    with subprocess.Popen(["zstd", "-dcq", str(path)], stdout=subprocess.PIPE, text=True) as pipe:
-        assert pipe.stdout is not None
-        yield from pipe.stdout
-
-
-def conversation(folder: Path) -> Trace:
-    """One hour of a chat service: requests of 12,000 tokens, most of them asked once."""
-    rows = (json.loads(line) for line in _lines(folder / "mooncake/conversation_trace.jsonl.zst"))
-    ordered = sorted(rows, key=lambda row: row["timestamp"])
-    return Trace("conversation", [row["hash_ids"] for row in ordered])
-
-
-def agentic(folder: Path, num_sessions: int, hours: float, seed: int) -> Trace:
-    """Coding agents: sessions of 118,000 tokens that begin at random times. Those with equal tools
-    and system prompts share that prefix."""
-    rng = random.Random(seed)
-    sessions = [json.loads(line) for line in _lines(folder / "agentic/agentic_sessions.jsonl.zst")]
-    rng.shuffle(sessions)
-    requests: list[tuple[float, list[tuple[object, ...]]]] = []
-    for session in sessions[:num_sessions]:
-        start = rng.random() * hours * 3600
-        stride = BLOCK_TOKENS // session["block_size"]
-        prefix = (session["tool_tokens"], session["system_tokens"])
-        num_shared = sum(prefix) // BLOCK_TOKENS
-        last: dict[object, list[int]] = {}
-        for at, _, _, agent, keep, runs, *_ in session["requests"]:
-            blocks = last.get(agent, [])[:keep]
-            for first, length in zip(runs[::2], runs[1::2], strict=True):
-                blocks.extend(range(first, first + length))
-            last[agent] = blocks
-            blocks: list[tuple[object, ...]] = [
-                (*prefix, place) if place < num_shared and agent == 0 else (session["id"], block)
-                for place, block in enumerate(blocks[stride - 1 :: stride])
-            ]
-            if blocks:
-                requests.append((start + at, blocks))
-    requests.sort(key=lambda request: request[0])
-    names: dict[tuple[object, ...], int] = {}
-    chains = [[names.setdefault(each, len(names)) for each in blocks] for _, blocks in requests]
-    return Trace(f"agentic, {num_sessions} sessions", chains)
-
-
 # -- replay ----------------------------------------------------------------------------------------
 
 
-def replay(chains: Sequence[Sequence[int]], policy: str, capacity: int) -> tuple[int, int]:
+def replay(chains: Sequence[Keys], policy: str, capacity: int) -> tuple[int, int]:
     """Blocks that were hits, and stores that vLLM could not place."""
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
@@ -127,7 +63,7 @@ def replay(chains: Sequence[Sequence[int]], policy: str, capacity: int) -> tuple
         keys = [
             keys_of.get(each)
             or keys_of.setdefault(each, make_offload_key(each.to_bytes(32, "big"), 0))
-            for each in chain
+            for each in chain.tolist()
         ]
         context = ReqContext(str(number))
         for place, key in enumerate(keys):

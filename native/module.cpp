@@ -15,6 +15,7 @@ NB_MODULE(_native, module) {
   kvtier::bind_key_index(module);
   kvtier::bind_keys(module);
   kvtier::bind_packed(module);
+  kvtier::bind_policy(module);
   kvtier::bind_slots(module);
   kvtier::bind_tokens(module);
   kvtier::bind_trie(module);

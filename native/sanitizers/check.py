@@ -23,6 +23,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TESTS = (
     "tests/native",
+    "tests/policies",
     "tests/core/test_index.py",
     "tests/core/test_index_machine.py",
     "tests/core/test_key_index.py",

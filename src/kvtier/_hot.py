@@ -24,6 +24,7 @@ else:
             Keys,
             KeyTable,
             Numbers,
+            PolicyReplay,
             SlotTable,
             UringRing,
             copy_batch,
@@ -45,6 +46,7 @@ if _reason:
     from kvtier._reference.free_slots import FreeSlots  # type: ignore[assignment]
     from kvtier._reference.key_table import KeyTable  # type: ignore[assignment]
     from kvtier._reference.packed import Keys, Numbers  # type: ignore[assignment]
+    from kvtier._reference.policy_replay import PolicyReplay  # type: ignore[assignment]
     from kvtier._reference.slot_table import SlotTable  # type: ignore[assignment]
     from kvtier._reference.tokens import pack_tokens
 
@@ -70,6 +72,7 @@ __all__ = [
     "KeyTable",
     "Keys",
     "Numbers",
+    "PolicyReplay",
     "SlotTable",
     "UringRing",
     "copy_batch",

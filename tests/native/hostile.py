@@ -53,6 +53,7 @@ class Hostile:
         self.keys = np.zeros(8, "V32")
         self.slot_table = _native.SlotTable(self.keys, np.arange(8))
         self.key_table = _native.KeyTable(self.keys, np.arange(8))
+        self.policy = _native.PolicyReplay("runs", 9)
         self.fd = os.memfd_create("hostile")
         os.write(self.fd, bytes(1 << 16))
         self.ring: _native.UringRing | None = None
@@ -273,6 +274,28 @@ class Hostile:
         table, name, arguments = pick(calls)
         return self.named(name, lambda: getattr(table, name)(*arguments), arguments)
 
+    def of_policies(self) -> Call:
+        """A policy that is replayed: keys of a few prompts, and any time."""
+        if self.random.random() < 0.2:
+            name = self.random.choice(("runs", "lru", "arc", "s3fifo", "lfuda", "sieve", "", None))
+            sizes = (self.random.choice((1, 5, 50)), self.number())
+            arguments = (name, self.random.choice(sizes), self.number(), self.number())
+
+            def make() -> None:
+                self.policy = _native.PolicyReplay(*arguments)
+
+            return self.named("policy", make, arguments)
+        length = self.random.randrange(70)
+        keys = np.arange(length, dtype=np.uint64) * np.uint64(self.random.randrange(4))
+        given = self.random.choice((keys, keys, keys, keys, self.array()))
+        now = self.random.choice((*range(50), *TIMES))
+
+        def ask() -> None:
+            self.policy.request(given, now)  # type: ignore[arg-type]
+            self.policy.check_invariants()
+
+        return self.named("request", ask, (now,))
+
     def of_memory(self) -> Call:
         """Copies and checksums: arguments that are sound, but for one."""
         sizes = np.array([self.random.randrange(300) for _ in range(3)], np.uint64)
@@ -379,7 +402,7 @@ class Hostile:
         kinds = (
             (self.of_trie,) * 6
             + (self.of_keys, self.of_memory) * 3
-            + (self.of_ring, self.of_tables, self.of_packed) * 2
+            + (self.of_ring, self.of_tables, self.of_packed, self.of_policies) * 2
         )
         for _ in range(num):
             yield self.random.choice((*kinds, self.tokens, self.constructor))()

@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
@@ -19,6 +20,7 @@ with warnings.catch_warnings():
     from kvtier.connectors.vllm.pieces.policy import KvtierPolicy
 
 from benchmarks import vllm_policies as benchmark
+from benchmarks.traces import Trace
 
 MODULE = "kvtier.connectors.vllm.pieces.policy"
 
@@ -155,7 +157,7 @@ def test_prefix_that_a_request_has_loaded_outlives_what_it_stores() -> None:
 
 def test_benchmark_counts_hits_and_compares() -> None:
     chains = [[0, 1, 2], [3, 4], [0, 1, 5], [3, 4]] * 3
-    trace = benchmark.Trace("a trace", chains)
+    trace = Trace("a trace", [0.0] * 12, [np.array(chain, np.uint64) for chain in chains])
     rows = [benchmark.measure(trace, policy, 1.0) for policy in benchmark.POLICIES]
     found = {row.policy: row for row in rows}
     assert found["lru"].capacity_chunks == trace.num_unique == 6

@@ -1,0 +1,65 @@
+// Blocks that have left, remembered by a few of their keys.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/cells.hpp"
+#include "policy/numbers.hpp"
+#include "policy/pool.hpp"
+
+namespace kvtier::policy {
+
+// A ghost is the part of a run that has left; it is as old as its first key. An entry is a key, or
+// a ghost. The run has a place for the number of its ghost, kNone while it has none.
+class Ghosts {
+ public:
+  struct Found {
+    Index run;         // kNone where the key is not kept
+    std::uint32_t at;  // place in the path
+  };
+
+  // Keeps the key of the run's block; another run that had it has it no more, and its ghost may be
+  // left without keys.
+  void add(Index run, Index& ghost, Key key, std::uint32_t at);
+  // Drops the keys of places before `end`; where none is left, the ghost.
+  void drop(Index& ghost, std::uint32_t end);
+  Found find(Key key) const;
+  void prefetch(Key key) const { cells_.prefetch(key); }
+
+  // The run whose ghost is the oldest, kNone where there is none.
+  Index oldest() const { return oldest_ == kNone ? kNone : ghosts_[oldest_].run; }
+  std::size_t num_entries() const { return keys_.size() + ghosts_.size(); }
+  std::size_t num_bytes() const {
+    return keys_.num_bytes() + ghosts_.num_bytes() + cells_.num_bytes();
+  }
+
+  // The keys of a ghost, for tests.
+  std::size_t num_keys(Index ghost) const;
+
+ private:
+  struct Kept {
+    Key key;
+    Index ghost;
+    std::uint32_t at;
+    Index next;  // of the same ghost
+  };
+  struct Ghost {
+    Index run;
+    Index first;  // key
+    Index older, newer;
+  };
+
+  Index find_kept(Key key) const {
+    return cells_.find(key, [&](Index kept) { return keys_[kept].key == key; });
+  }
+  void lose(Index kept);
+
+  Pool<Kept> keys_;
+  Pool<Ghost> ghosts_;
+  Cells<std::uint32_t> cells_;
+  Index oldest_ = kNone;
+  Index newest_ = kNone;
+};
+
+}  // namespace kvtier::policy

@@ -1,0 +1,41 @@
+#include "policy/guard.hpp"
+
+#include <algorithm>
+
+namespace kvtier::policy {
+
+namespace {
+
+// Of what is asked for: learning may cost it.
+constexpr double kFreeShare = 0.0005;
+// In capacities: a debt that is too much, what was gained that may be lost again, the first rest.
+constexpr double kMostDebt = 0.05;
+constexpr double kMostCredit = 4.0;
+constexpr double kFirstRest = 40.0;
+constexpr double kUnitShare = 0.01;  // of a request, in what a block is worth lately
+
+}  // namespace
+
+Guard::Guard(std::size_t capacity)
+    : capacity_(static_cast<double>(capacity)), patience_(kFirstRest * capacity_) {}
+
+void Guard::judge(std::size_t num_asked, double lost, double usual) {
+  const auto num = static_cast<double>(num_asked);
+  unit_ += kUnitShare * (usual - unit_);
+  const double most_credit = kMostCredit * capacity_ * unit_;
+  debt_ = std::max(-most_credit, debt_ + lost - kFreeShare * num * usual);
+  if (is_lru_) {
+    rest_ -= num;
+    if (rest_ > 0.0) return;
+    is_lru_ = false;
+    debt_ = std::min(debt_, 0.0);
+  } else if (debt_ > kMostDebt * capacity_ * unit_) {
+    is_lru_ = true;
+    rest_ = patience_;
+    patience_ *= 2.0;
+  } else if (debt_ <= -most_credit) {
+    patience_ = kFirstRest * capacity_;
+  }
+}
+
+}  // namespace kvtier::policy

@@ -1,0 +1,51 @@
+// Things of one kind, found by number.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <vector>
+
+#include "common/rows.hpp"
+
+namespace kvtier::policy {
+
+using Index = std::uint32_t;
+inline constexpr Index kNone = 0xFFFF'FFFF;
+
+// The number of an item that is gone is used again, last in, first out. Nothing moves.
+template <typename Item>
+class Pool {
+ public:
+  Pool() : rows_(sizeof(Item)) {}
+
+  Item& operator[](Index index) { return *rows_.at<Item>(index, 0); }
+  const Item& operator[](Index index) const { return *rows_.at<Item>(index, 0); }
+
+  Index add(const Item& item) {
+    Index index = end_;
+    if (free_.empty()) {
+      if (end_ == kNone) throw std::length_error("a policy knows 2**32 things");
+      rows_.reach(end_++);
+    } else {
+      index = free_.back();
+      free_.pop_back();
+    }
+    (*this)[index] = item;
+    return index;
+  }
+  void remove(Index index) { free_.push_back(index); }
+  // Brings an item nearer.
+  void prefetch(Index index) const { rows_.prefetch(index, sizeof(Item)); }
+
+  std::size_t size() const { return end_ - free_.size(); }
+  Index end() const { return end_; }  // numbers used at any time are below
+  std::size_t num_bytes() const { return rows_.num_bytes() + free_.capacity() * sizeof(Index); }
+
+ private:
+  Rows rows_;
+  std::vector<Index> free_;
+  Index end_ = 0;
+};
+
+}  // namespace kvtier::policy

@@ -1,0 +1,12 @@
+// What a policy promises itself.
+#pragma once
+
+#include <stdexcept>
+
+namespace kvtier::policy {
+
+inline void promise(bool kept, const char* otherwise) {
+  if (!kept) throw std::logic_error(otherwise);
+}
+
+}  // namespace kvtier::policy

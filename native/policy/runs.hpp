@@ -1,0 +1,93 @@
+// Runs: what a request has used and no later one since.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "policy/pool.hpp"
+#include "policy/reuse.hpp"
+
+namespace kvtier::policy {
+
+// Blocks lo .. hi - 1 of one request's path, all of one class. They leave from the end:
+//
+//   start <= lo       mid        hi     places in the path
+//            |resident | ghost    |
+//
+// start is where the run began. Another request that goes along the path takes what it uses, so
+// that lo moves on; what is forgotten takes hi back to mid.
+struct Run {
+  std::uint64_t number;  // in the order of use, from 1 on; 0: of no run
+  double last_use;       // seconds
+  std::uint32_t start, lo, mid, hi;
+  std::uint32_t
+      stride;          // of the ghost's blocks only each so many-th, and the last, has its key kept
+  Index tail;          // the last resident block, where there is one
+  Index older, newer;  // by use
+  Index place;         // among those with resident blocks, kNone where it has none
+  Index ghost;         // kNone where no key is kept
+  ReuseModel::Class cls;
+  std::uint16_t num_uses;
+
+  bool is_resident() const { return mid > lo; }
+  std::uint32_t size() const { return hi - lo; }
+  bool keeps_key(std::uint32_t at) const { return at == hi - 1 || (at - start) % stride == 0; }
+};
+static_assert(sizeof(Run) == 64);
+
+// All runs, in the order of their use. The order alone tells what a tier of `capacity` blocks would
+// hold that evicts the least recently used: the latest runs.
+class Runs {
+ public:
+  explicit Runs(std::size_t capacity) : capacity_(capacity) {}
+
+  Run& operator[](Index run) { return pool_[run]; }
+  const Run& operator[](Index run) const { return pool_[run]; }
+  void prefetch(Index run) const { pool_.prefetch(run); }
+  std::size_t size() const { return pool_.size(); }
+  Index end() const { return pool_.end(); }
+  bool is_live(Index run) const { return pool_[run].number != 0; }
+  std::size_t num_bytes() const {
+    return pool_.num_bytes() + residents_.capacity() * sizeof(Index);
+  }
+
+  // As the one that was used last. Its number and its places are filled in here.
+  Index add(Run run);
+  void remove(Index run);
+  // The first blocks of it are another run's now, or the last ones are forgotten.
+  void take_front(Index run, std::uint32_t to);
+  void forget_ghost(Index run);
+  // The last resident block is one no more.
+  void shorten(Index run, Index new_tail);
+
+  // Runs with resident blocks, in any order.
+  const std::vector<Index>& residents() const { return residents_; }
+
+  // Whether least recently used first would have kept the block of this run.
+  bool would_be_kept(Index run, std::uint32_t at) const;
+
+  // Throws std::logic_error.
+  void check() const;
+
+ private:
+  void list(Index run);
+  void unlist(Index run);
+  bool is_in_window(const Run& run) const {
+    return first_ != kNone && run.number >= pool_[first_].number;
+  }
+
+  std::size_t capacity_;
+  Pool<Run> pool_;
+  std::vector<Index> residents_;
+  Index newest_ = kNone;
+  Index oldest_ = kNone;
+  std::uint64_t num_made_ = 0;
+  // The window: the runs from `first_` to the newest. Without its first run it has less than
+  // `capacity_` blocks.
+  Index first_ = kNone;
+  std::size_t num_in_window_ = 0;  // blocks
+};
+
+}  // namespace kvtier::policy
