@@ -139,6 +139,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("kvtier.index.policies.replayed")
     module.PolicyReplay = EveryOther  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("kvtier.replay.policies.NATIVE", True)
 
 
 @pytest.mark.usefixtures("native")
@@ -151,12 +152,12 @@ def test_other_policies_are_asked_request_by_request() -> None:
     assert found.num_stored == trace.num_references
 
 
-def test_without_the_native_core_lru_and_the_optimum_are_replayed(
+def test_alone_lru_and_the_optimum_are_replayed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "kvtier.index.policies.replayed", None)
     assert policies() == usual_policies() == ("lru", "opt")
-    with pytest.raises(ConfigError, match="policies: runs needs the native core"):
+    with pytest.raises(ConfigError, match="policies: runs can't be replayed by this installation"):
         check_policies(("runs",))
 
 

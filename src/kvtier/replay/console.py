@@ -18,8 +18,8 @@ from kvtier.replay.words import (
     WRITTEN,
     headline,
     hit_rows,
+    paragraphs,
     policy_name,
-    recommendation,
     setup_cells,
     size_cells,
     subtitle,
@@ -48,7 +48,10 @@ def show_result(console: Console, result: ReplayResult) -> None:
     console.print(_assumptions(result))
     for note in result.facts.notes:
         say(printable(note), "dim")
-    say(recommendation(result), "bold")
+    verdict, *basis = paragraphs(result)
+    say(verdict, "bold")
+    for each in basis:
+        say(each)
 
 
 def _table(title: str, columns: Sequence[str], caption: str = "") -> Table:

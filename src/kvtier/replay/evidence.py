@@ -13,7 +13,8 @@ from kvtier.serve_bench.stats import Estimate, estimate
 LEAST_REUSES = 100
 """Requests that found something of an earlier one; with fewer, chance decides."""
 LEAST_TURNS = 2
-"""How often a cache must have been filled for its hits to be those of a longer trace, too."""
+"""How often a cache must have been filled for its hits to be those of a longer trace, too. The
+sentences say "twice"."""
 NUM_SLICES = 12
 """Of equal time; how savings differ between them says how far the whole can be trusted."""
 

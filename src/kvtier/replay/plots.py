@@ -86,7 +86,8 @@ def _worth(axes: Axes, points: Sequence[Point], colour: str, best: Point | None)
         )  # fmt: skip
     if best is not None:
         axes.plot([best.num_bytes], [best.saved], "D", color=INK, markersize=8, label="leaves most")
-    top = max(point.saved for point in points)
+    # The price's line may leave at the top, but not be missing.
+    top = max(*(point.saved for point in points), min(point.price for point in points))
     axes.set_ylim(min(0.0, *(point.saved for point in points)), 1.15 * top if top > 0 else 1.0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: money(value)))
     axes.set_ylabel("an hour")

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvtier._hot import NATIVE
 from kvtier.errors import ConfigError
 from kvtier.replay.lru import find_distances
 from kvtier.replay.optimum import Optimum
@@ -17,10 +18,11 @@ from kvtier.replay.segments import Segments
 from kvtier.replay.trace import Ints, Trace
 
 LRU, OPTIMUM = "lru", "opt"
-NATIVE = ("runs", "arc", "s3fifo", "lfuda", "sieve")
-"""Policies that the native core replays, where it is there."""
+RUNS = "runs"
+ASKED = (RUNS, "arc", "s3fifo", "lfuda", "sieve")
+"""Policies that are asked request by request."""
 
-_NATIVE_MODULE = "kvtier.index.policies.replayed"
+_MODULE = "kvtier.index.policies.replayed"
 
 
 class PolicyReplay(Protocol):
@@ -45,7 +47,7 @@ class Hits:
 
 
 class Replayer:
-    """Replays one trace under any policy and size. tell: called while a native policy works, with
+    """Replays one trace under any policy and size. tell: called while a policy is asked, with
     requests done and all."""
 
     def __init__(
@@ -65,12 +67,12 @@ class Replayer:
             return Hits(capacity, found, stored)
         if policy == OPTIMUM:
             return Hits(capacity, self._optimum.hits(capacity), 0)
-        return self._native(policy, capacity)
+        return self._asked(policy, capacity)
 
-    def _native(self, policy: str, capacity: int) -> Hits:
+    def _asked(self, policy: str, capacity: int) -> Hits:
         if not capacity:
             return Hits(0, np.zeros(self._trace.num_requests, np.int64), 0)
-        replay: PolicyReplay = import_module(_NATIVE_MODULE).PolicyReplay(policy, capacity)
+        replay: PolicyReplay = import_module(_MODULE).PolicyReplay(policy, capacity)
         trace, num = self._trace, self._trace.num_requests
         found = np.zeros(num, np.int64)
         ends, times = trace.offsets.tolist(), trace.times.tolist()
@@ -84,16 +86,16 @@ class Replayer:
 def policies() -> tuple[str, ...]:
     """What can be replayed here."""
     try:
-        import_module(_NATIVE_MODULE)
+        import_module(_MODULE)
     except ImportError:
         return LRU, OPTIMUM
-    return LRU, *NATIVE, OPTIMUM
+    return LRU, *ASKED, OPTIMUM
 
 
 def usual_policies() -> tuple[str, ...]:
     """What is replayed where nobody says: what the tiers do, what kvtier has beside it, and what
-    could be had."""
-    wanted = (LRU, NATIVE[0], OPTIMUM)
+    could be had. Without the native core, what is asked request by request takes too long."""
+    wanted = (LRU, RUNS, OPTIMUM) if NATIVE else (LRU, OPTIMUM)
     return tuple(name for name in wanted if name in policies())
 
 
@@ -101,10 +103,9 @@ def check_policies(names: tuple[str, ...]) -> None:
     """Raise ``ConfigError`` for one that can't be replayed."""
     known = policies()
     for name in names:
-        if name in NATIVE and name not in known:
+        if name in ASKED and name not in known:
             raise ConfigError(
-                f"policies: {name} needs the native core, which is not there; use "
-                f"{' or '.join(known)}"
+                f"policies: {name} can't be replayed by this installation; use {' or '.join(known)}"
             )
         if name not in known:
             raise ConfigError(f"policies: {name!r} is unknown; use some of {', '.join(known)}")

@@ -9,7 +9,7 @@ from kvtier.replay.result import HitPoint, ReplayResult, Setup
 from kvtier.replay.sizing import Choice, Point
 from kvtier.serve_bench.figures import GAP, TOO_FEW, ago, capacity, counted, number, percent
 
-WEAK = f"Pale: the trace fills them fewer than {LEAST_TURNS} times, and can't tell."
+WEAK = "Pale: sizes that the trace does not fill twice. It can't tell about them."
 SIZE_COLUMNS = (
     "size",
     "found",
@@ -67,39 +67,51 @@ def subtitle(result: ReplayResult) -> str:
 
 def recommendation(result: ReplayResult) -> str:
     """What to buy, why, and what that rests on."""
+    return " ".join(paragraphs(result))
+
+
+def paragraphs(result: ReplayResult) -> list[str]:
+    """What to buy, and why; then what that rests on, where there is something."""
+    refusal = _refusal(result)
+    if refusal or result.choice is None:
+        return [refusal]
+    return [" ".join(_verdict(result, result.choice)), _basis(result)]
+
+
+def _refusal(result: ReplayResult) -> str:
+    """Why there is nothing to recommend, or ""."""
     evidence = result.evidence
     if evidence.weakness:
         return (
-            f"Too small to tell: {evidence.weakness}. Record more of what your server is asked, "
-            "some hours at least, and replay that."
+            f"Too small to tell: {evidence.weakness}. Record more of what your server is asked: "
+            "some hours at least."
         )
     if not result.host:
         return (
             f"The device pool of {capacity(result.machine.device_bytes)} holds all different "
             f"blocks of this trace, {capacity(_unique_bytes(result))}: it needs no more memory."
         )
-    assert result.choice is not None
     if not _judged(result):
+        smallest = capacity(result.host[0].num_bytes)
         return (
-            "Too small to tell: the trace does not fill the smallest size, "
-            f"{capacity(result.host[0].num_bytes)}, {LEAST_TURNS} times. Record more of what your "
-            "server is asked."
+            f"Too small to tell: the trace does not fill the smallest size, {smallest}, twice. "
+            "Record more of what your server is asked."
         )
-    sentences = _verdict(result, result.choice)
-    sentences.append(
+    return ""
+
+
+def _basis(result: ReplayResult) -> str:
+    evidence = result.evidence
+    text = (
         f"This rests on {counted(evidence.num_reuses, 'request')} that share a prefix with an "
         f"earlier one, over {ago(evidence.window_s)}; half of the blocks that are used again were "
         f"used at most {ago(evidence.age_p50_s or 0)} before, nine in ten at most "
-        f"{ago(evidence.age_p90_s or 0)}."
-    )
-    sentences.append(
-        f"Blocks leave by {policy_name(result.policy)}, the trace begins with empty caches, and "
-        "time that is saved is worth its price only where accelerators have other work."
+        f"{ago(evidence.age_p90_s or 0)}. Blocks leave by {policy_name(result.policy)}, the trace "
+        "begins with empty caches, and time that is saved is worth its price only where "
+        "accelerators have other work."
     )
     defaults = [each.name for each in result.assumptions if each.source == DEFAULT]
-    if defaults:
-        sentences.append(f"Assumed, since nobody said: {', '.join(defaults)}.")
-    return " ".join(sentences)
+    return f"{text} Assumed, since nobody said: {', '.join(defaults)}." if defaults else text
 
 
 def _verdict(result: ReplayResult, choice: Choice) -> list[str]:
@@ -144,7 +156,7 @@ def _verdict(result: ReplayResult, choice: Choice) -> list[str]:
     if choice.at_edge:
         found.append(
             f"More may pay, too: sizes above {capacity(_supported_bytes(result))} are not filled "
-            f"{LEAST_TURNS} times by this trace, so it can't tell."
+            "twice by this trace, so it can't tell."
         )
     largest = max(point.num_bytes for point in (choice.host, choice.disk) if point is not None)
     ours, best_point = _at(result, result.policy, largest), _at(result, OPTIMUM, largest)
