@@ -85,6 +85,19 @@ def test_dear_accelerators_ask_for_memory_and_free_ones_for_none(conversations: 
     assert free["recommendation"]["text"].startswith("Buy neither host memory nor a disk")
 
 
+def test_a_disk_is_bought_alone_where_host_memory_is_dear(conversations: Path) -> None:
+    prices = ("--host-price-per-gib", "1e6", "--accelerator-price-per-hour", "1000")
+    common = ("--device-capacity", "1GiB", *prices)
+    bought = replayed(conversations, *common, "--disk-full-writes", "50")["recommendation"]
+    assert bought["host_bytes"] is None
+    assert bought["disk_bytes"] > 1 << 30
+    assert "Above it, kvtier needs a little host memory to read into." in bought["text"]
+    assert " days: its price counts by that." in bought["text"]
+    lasting = replayed(conversations, *common, "--disk-full-writes", "1e9")["recommendation"]
+    assert "worn after" not in lasting["text"]
+    assert lasting["net_per_hour"] > bought["net_per_hour"]
+
+
 def test_tiers_that_were_asked_for_are_told_about(conversations: Path) -> None:
     options = ("--device-capacity", "1GiB", "--host-capacity", "8GiB", "--disk-capacity", "1TiB")
     setups = replayed(conversations, *options)["setups"]

@@ -91,7 +91,7 @@ def _worth(axes: Axes, points: Sequence[Point], colour: str, best: Point | None)
     axes.set_ylim(min(0.0, *(point.saved for point in points)), 1.15 * top if top > 0 else 1.0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: money(value)))
     axes.set_ylabel("an hour")
-    axes.legend(frameon=False, labelcolor=INK, loc="upper left")
+    axes.legend(frameon=False, labelcolor=INK, loc="best")
 
 
 def _sizes(axes: Axes, num_bytes: Sequence[int], width: float) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.replay.assumptions import DEFAULT
+from kvtier.replay.assumptions import DEFAULT, HOURS_PER_YEAR
 from kvtier.replay.evidence import LEAST_TURNS
 from kvtier.replay.policies import LRU, OPTIMUM
 from kvtier.replay.result import HitPoint, ReplayResult, Setup
@@ -153,6 +153,8 @@ def _verdict(result: ReplayResult, choice: Choice) -> list[str]:
             f"The disk is written {capacity(choice.disk.written_per_day)} a day, "
             f"{number(choice.disk.drive_writes)} times its size{_worn(result, choice.disk)}."
         )
+        if choice.host is None:
+            found.append("Above it, kvtier needs a little host memory to read into.")
     if choice.at_edge:
         found.append(
             f"More may pay, too: sizes above {capacity(_supported_bytes(result))} are not filled "
@@ -214,10 +216,12 @@ def setup_cells(result: ReplayResult, setup: Setup) -> list[str]:
 
 def _worn(result: ReplayResult, disk: Point) -> str:
     """When it is worn, where that is before it is paid off."""
-    years = result.machine.disk_writes / (disk.drive_writes * 365.25) if disk.drive_writes else 0
-    if not 0 < years < result.machine.years:
+    if not disk.drive_writes:
         return ""
-    life = f"{years:.1f} years" if years >= 1 else f"{number(12 * years)} months"
+    days = result.machine.disk_writes / disk.drive_writes
+    if days >= result.machine.years * HOURS_PER_YEAR / 24:
+        return ""
+    life = f"{days:.0f} days" if days < 100 else f"{days / 365.25:.1f} years"
     return f", and worn after {life}: its price counts by that"
 
 
