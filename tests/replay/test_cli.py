@@ -80,6 +80,9 @@ def test_dear_accelerators_ask_for_memory_and_free_ones_for_none(conversations: 
     assert bought["interval_95"][0] <= bought["seconds_per_hour"] <= bought["interval_95"][1]
     assert "This rests on 639 requests" in bought["text"]
     assert [each["name"] for each in dear["setups"]] == ["as it is", "recommended"]
+    assert "More may pay, too: sizes above " in bought["text"]
+    few = (*common, "--accelerator-price-per-hour", "1000", "--sizes", "2GiB,4GiB")
+    assert "no larger size was looked at" in replayed(conversations, *few)["recommendation"]["text"]
     free = replayed(conversations, *common, "--accelerator-price-per-hour", "0")
     assert free["recommendation"]["host_bytes"] is None
     assert free["recommendation"]["text"].startswith("Buy neither host memory nor a disk")

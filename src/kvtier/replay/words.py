@@ -161,6 +161,8 @@ def _verdict(result: ReplayResult, choice: Choice) -> list[str]:
             "twice by this trace, so it can't tell."
         )
     largest = max(point.num_bytes for point in (choice.host, choice.disk) if point is not None)
+    if largest == result.host[-1].num_bytes:
+        found.append("More may pay, too: no larger size was looked at.")
     ours, best_point = _at(result, result.policy, largest), _at(result, OPTIMUM, largest)
     if ours is not None and best_point is not None:
         found.append(
@@ -170,18 +172,16 @@ def _verdict(result: ReplayResult, choice: Choice) -> list[str]:
     return found
 
 
-def hit_rows(result: ReplayResult) -> list[list[str]]:
-    """Size, and under each policy and without bound: blocks found, and computing spared."""
-    ceiling = f"{percent(result.ceiling.hit_ratio)}, {percent(result.ceiling.time_ratio, digits=0)}"
+def hit_rows(result: ReplayResult, with_time: bool = True) -> list[list[str]]:
+    """Size, and under each policy and without bound: blocks found, and with_time the computing
+    that they spare."""
+
+    def cell(point: HitPoint) -> str:
+        time = f", {percent(point.time_ratio, digits=0)}" if with_time else ""
+        return percent(point.hit_ratio) + time
+
     return [
-        [
-            capacity(points[0].num_bytes),
-            *(
-                f"{percent(each.hit_ratio)}, {percent(each.time_ratio, digits=0)}"
-                for each in points
-            ),
-            ceiling,
-        ]
+        [capacity(points[0].num_bytes), *map(cell, points), cell(result.ceiling)]
         for points in zip(*result.curves.values(), strict=True)
     ]
 
