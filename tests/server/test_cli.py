@@ -179,7 +179,8 @@ def test_options_are_called_as_the_settings_are_and_have_their_defaults() -> Non
     }
     cache = {field.name for field in fields(CacheConfig)}
     assert options.keys() - defaults.keys() - cache == {"log_level"}
-    options["max_body_bytes"] = parse_size(options["max_body_bytes"], "max_body_bytes")
+    for name in ("max_body_bytes", "record_max_bytes"):
+        options[name] = parse_size(options[name], name)
     shared = options.keys() & defaults.keys()
     assert {"model", "host", "port", "block_size", "device_capacity", "max_queue"} <= shared
     assert {name: options[name] for name in shared} == {name: defaults[name] for name in shared}

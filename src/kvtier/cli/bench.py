@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvtier.cli.failure import fail
+from kvtier.cli.output import STDOUT, check_packages, write_json
 from kvtier.cli.renamed import telling
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, without_password
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from kvtier.serve_bench.options import Experiment
 
 app = typer.Typer(no_args_is_help=True)
-
-STDOUT = "-"
 
 
 @app.callback()
@@ -116,10 +114,11 @@ def serve(
     # With JSON on stdout, whatever is meant for a person goes to stderr.
     console = Console(stderr=json_file == STDOUT)
     try:
-        _check_packages(needs_report=not no_report)
+        check_packages(["torch", "transformers"], "engine", needs_report=not no_report)
         chosen = _experiments(experiments)
 
-        from kvtier.serve_bench.console import ProgressBar, show_result
+        from kvtier.serve_bench.bar import ProgressBar
+        from kvtier.serve_bench.console import show_result
         from kvtier.serve_bench.options import Experiment, ServeOptions
         from kvtier.serve_bench.serve import run_serve
 
@@ -150,7 +149,7 @@ def serve(
             result = run_serve(options, progress, command)
         show_result(console, result)
         if json_file is not None:
-            _write_json(json.dumps(result.as_json(), indent=2), json_file)
+            write_json(json.dumps(result.as_json(), indent=2), json_file)
         if not no_report:
             from kvtier.serve_bench.report import write_report
 
@@ -192,7 +191,7 @@ def copy(
         found = measure_copies(find_device(name), parse_size(size, "size"), repeats)
         show_copies(console, found)
         if json_file is not None:
-            _write_json(json.dumps(found.as_json(), indent=1), json_file)
+            write_json(json.dumps(found.as_json(), indent=1), json_file)
     except (CacheError, OSError) as error:
         fail("bench copy", error)
 
@@ -208,25 +207,3 @@ def _experiments(names: str) -> tuple[Experiment, ...]:
             f"experiments: {names!r} is not a list of {', '.join(Experiment)}, separated by commas"
         )
     return tuple(Experiment(name) for name in wanted)
-
-
-def _check_packages(needs_report: bool) -> None:
-    """Say what is missing before an hour was spent measuring."""
-    from kvtier.errors import ConfigError
-
-    wanted = ["torch", "transformers", *(["matplotlib", "jinja2"] if needs_report else [])]
-    missing = [name for name in wanted if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"{' and '.join(missing)} not installed: pip install 'kvtier[engine]' brings all that "
-            "is needed" + (", or leave the report out with --no-report" if needs_report else "")
-        )
-
-
-def _write_json(text: str, target: str) -> None:
-    if target == STDOUT:
-        print(text)
-        return
-    path = Path(target)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text + "\n", encoding="utf-8")

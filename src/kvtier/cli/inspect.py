@@ -12,6 +12,7 @@ import typer
 
 from kvtier.cli.failure import fail
 from kvtier.errors import CacheError, printable
+from kvtier.serve_bench.figures import ago, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,23 +50,6 @@ def show_slab(console: Console, report: SlabReport, now: float) -> None:
     if report.num_blocks:
         console.print(_namespaces(report, now))
         console.print(_ages(report))
-
-
-def size(num_bytes: float) -> str:
-    """Bytes for people: "1.5 GiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
-
-
-def ago(seconds: float) -> str:
-    """A time for people: "3.2 h"."""
-    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
-        if seconds < limit:
-            return f"{max(0.0, seconds) / divisor:.{0 if divisor == 1 else 1}f} {unit}"
-    return f"{seconds / 86400:.1f} d"
 
 
 def describe_layout(description: str) -> str:

@@ -10,8 +10,10 @@ from kvtier import __version__
 from kvtier.cli.bench import app as bench
 from kvtier.cli.doctor import doctor
 from kvtier.cli.inspect import inspect
+from kvtier.cli.record import record
 from kvtier.cli.remote import app as remote
 from kvtier.cli.renamed import telling
+from kvtier.cli.replay import replay
 from kvtier.cli.serve import serve
 from kvtier.cli.sglang_args import sglang_args
 from kvtier.cli.verify import verify
@@ -24,6 +26,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=telling("serve"))(serve)
+app.command()(replay)
+app.command()(record)
 app.command()(doctor)
 app.command()(inspect)
 app.command()(verify)

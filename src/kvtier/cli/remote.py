@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtier.cli.failure import fail
-from kvtier.cli.inspect import ago, size
 from kvtier.errors import CacheError, ConfigError, printable
+from kvtier.serve_bench.figures import ago, size
 
 if TYPE_CHECKING:
     from kvtier.tiers.remote.pruning import Contents, Keeper, Pruned

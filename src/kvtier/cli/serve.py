@@ -80,6 +80,22 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = 30.0,
+    record: Annotated[
+        str,
+        typer.Option(
+            help="File to record requests to for kvtier replay: salted hashes, lengths and times, "
+            "no text and no token ids.",
+            rich_help_panel=_SERVER,
+            show_default="none",
+        ),
+    ] = "",
+    record_max_bytes: Annotated[
+        str,
+        typer.Option(
+            help="Space that the recording may take; older requests leave.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "1GiB",
     log_level: Annotated[
         LogLevel, typer.Option(help="What is logged, to stderr.", rich_help_panel=_SERVER)
     ] = LogLevel.INFO,
@@ -228,6 +244,8 @@ def serve(
             write_timeout_s=write_timeout_s,
             max_choices=max(1, min(64, max_queue)),
             shutdown_grace_s=shutdown_grace_s,
+            record=record,
+            record_max_bytes=parse_size(record_max_bytes, "record_max_bytes"),
         )
         engine_config = EngineConfig(
             model=model,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvtier.cli.failure import fail
-from kvtier.cli.inspect import size
 from kvtier.errors import CacheError, printable
+from kvtier.serve_bench.figures import size
 
 if TYPE_CHECKING:
     from rich.console import Console

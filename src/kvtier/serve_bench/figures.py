@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from kvtier.serve_bench.stats import Estimate
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.serve_bench.stats import Estimate
 
 TOO_FEW = "too few runs to tell"
 SURE = "95\N{NO-BREAK SPACE}% sure"
@@ -18,6 +21,32 @@ def number(value: float) -> str:
 def milliseconds(value: float) -> str:
     """ "48 ms", "4.2 ms", "1,020 ms"."""
     return f"{number(value)}{GAP}ms"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people: "1.5 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def capacity(num_bytes: float) -> str:
+    """A size that somebody chose: "64 GiB", "1.5 TiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.4g}{GAP}{unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.4g}{GAP}TiB"
+
+
+def ago(seconds: float) -> str:
+    """A time for people: "3.2 h"."""
+    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{max(0.0, seconds) / divisor:.{0 if divisor == 1 else 1}f} {unit}"
+    return f"{seconds / 86400:.1f} d"
 
 
 def percent(share: float, signed: bool = False, digits: int = 1) -> str:

@@ -1,73 +1,28 @@
-"""The report's figures: SVG that takes its colours and its font from the page.
-
-Each is drawn twice, for a wide page and for a phone: text in a picture does not reflow. Colours
-are drawn as placeholders and replaced by the page's CSS variables, so that one picture fits both
-a light and a dark page.
-"""
+"""The report's figures."""
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from kvtier.serve_bench import svg
 from kvtier.serve_bench.figures import between, milliseconds, percent
 from kvtier.serve_bench.overhead import OverheadResult
 from kvtier.serve_bench.stats import Estimate
+from kvtier.serve_bench.svg import INK, LINE, MUTED, twice
 from kvtier.serve_bench.ttft import COLD, TtftResult
 from kvtier.serve_bench.words import PLACES
 from kvtier.types import DEVICE, DISK, HOST
 
-INK, MUTED, LINE, PAPER = "#101001", "#101002", "#101003", "#101004"
-COLOURS = {COLD: "#101005", HOST: "#101006", DEVICE: "#101007", DISK: "#101008"}
-VARIABLES = {
-    INK: "--ink",
-    MUTED: "--muted",
-    LINE: "--line",
-    PAPER: "--paper",
-    COLOURS[COLD]: "--cold",
-    COLOURS[HOST]: "--host",
-    COLOURS[DEVICE]: "--device",
-    COLOURS[DISK]: "--disk",
-}
-WIDE_IN, NARROW_IN = 9.4, 4.5
-"""Widths, in inches, at which 10-point text is easy to read on a screen and on a phone."""
+COLOURS = {COLD: svg.COLD, HOST: svg.HOST, DEVICE: svg.DEVICE, DISK: svg.DISK}
 
 LABEL_HEIGHT = 0.42
 """Of a row's label above the row, where rows are 1 apart."""
-
-_STYLE: Any = {
-    "svg.fonttype": "none",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "axes.edgecolor": LINE,
-    "axes.labelcolor": MUTED,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": LINE,
-    "grid.linewidth": 0.7,
-    "text.color": INK,
-    "xtick.color": LINE,
-    "ytick.color": LINE,
-    "xtick.labelcolor": MUTED,
-    "ytick.labelcolor": MUTED,
-    "xtick.minor.size": 0,
-    "ytick.minor.size": 0,
-    "ytick.major.size": 0,
-}
 
 
 def ttft_distribution(result: TtftResult) -> tuple[str, str]:
@@ -96,7 +51,7 @@ def ttft_distribution(result: TtftResult) -> tuple[str, str]:
         axes.set_xlabel("time to first token, logarithmic")
         return figure
 
-    return _twice(draw)
+    return twice(draw)
 
 
 def second_pass(result: TtftResult) -> tuple[str, str]:
@@ -149,7 +104,7 @@ def second_pass(result: TtftResult) -> tuple[str, str]:
             axes.grid(visible=False, axis="x")
         return figure
 
-    return _twice(draw)
+    return twice(draw)
 
 
 def overhead_pairs(result: OverheadResult) -> tuple[str, str]:
@@ -202,7 +157,7 @@ def overhead_pairs(result: OverheadResult) -> tuple[str, str]:
         axes.set_xlabel("with the cache, against without")
         return figure
 
-    return _twice(draw)
+    return twice(draw)
 
 
 def _strip(axes: Axes, row: int, values: Sequence[float], colour: str, median: bool = True) -> None:
@@ -238,31 +193,3 @@ def _log_milliseconds(axes: Axes, which: str, values: Sequence[float]) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g} ms"))
     axis.set_minor_formatter(NullFormatter())
     axis.set_ticks([], minor=True)
-
-
-def _twice(draw: Callable[[float], Figure]) -> tuple[str, str]:
-    """The figure for wide pages and for narrow ones."""
-    return _svg(draw, WIDE_IN), _svg(draw, NARROW_IN)
-
-
-def _svg(draw: Callable[[float], Figure], width: float) -> str:
-    """The figure as an ``<svg>`` element that scales with its place and uses the page's colours."""
-    salt = f"{draw.__qualname__}-{width}"  # ids must differ between the figures of one page
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": salt}):
-        buffer = io.StringIO()
-        draw(width).savefig(
-            buffer,
-            format="svg",
-            transparent=True,
-            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
-        )
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    # A style sheet inside would rule the whole page, and names of groups would occur twice in it.
-    text = re.sub(r"<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL)
-    text = re.sub(r'<g id="[^"]*"', "<g", text)
-    text = re.sub(r' (width|height)="[^"]*pt"', "", text, count=2)
-    text = re.sub(r"'DejaVu Sans'[^;\"]*", "inherit", text)
-    for colour, variable in VARIABLES.items():
-        text = text.replace(colour, f"var({variable})")
-    return text.strip()

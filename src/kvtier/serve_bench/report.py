@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
 
 from kvtier.serve_bench import plots
 from kvtier.serve_bench.accuracy import TIERS, AccuracyResult
 from kvtier.serve_bench.figures import counted, milliseconds, number, percent
 from kvtier.serve_bench.machine import Fact
+from kvtier.serve_bench.page import render_page
 from kvtier.serve_bench.result import ServeResult
 from kvtier.serve_bench.stats import Estimate, Summary
 from kvtier.serve_bench.store import STORE, StoreResult
+from kvtier.serve_bench.svg import Picture, picture
 from kvtier.serve_bench.tamper import Damage
 from kvtier.serve_bench.target import target_figure, target_interval, wanted
 from kvtier.serve_bench.ttft import COLD, WARM, TtftResult
@@ -50,16 +48,6 @@ class Bar:
     width: float
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A figure in two widths, with the sentence under it and a description for screen readers."""
-
-    wide: Markup
-    narrow: Markup
-    caption: str
-    description: str
-
-
 def write_report(result: ServeResult, path: Path) -> None:
     """Write the report to ``path``; its directory is made where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,14 +56,9 @@ def write_report(result: ServeResult, path: Path) -> None:
 
 def render_report(result: ServeResult) -> str:
     """The report as one HTML document."""
-    source = (
-        resources.files("kvtier.serve_bench").joinpath("serve.html.j2").read_text(encoding="utf-8")
-    )
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     overhead, ttft = result.overhead, result.ttft
-    return environment.from_string(source).render(
+    return render_page(
+        "kvtier.serve_bench/serve.html.j2",
         result=result,
         headline=headline(result),
         subtitle=subtitle(result),
@@ -86,7 +69,7 @@ def render_report(result: ServeResult) -> str:
         second_pass=_second_pass(ttft),
         overhead_picture=None
         if overhead is None
-        else _picture(
+        else picture(
             plots.overhead_pairs(overhead),
             "Each dot compares both engines on the same new prompts. The diamond is the median, "
             "the line through it its 95 % interval; triangles lie outside the picture. Grey: "
@@ -173,7 +156,7 @@ def _summaries(result: TtftResult | None) -> list[tuple[str, str, int, list[str]
 def _distribution(result: TtftResult | None) -> Picture | None:
     if result is None:
         return None
-    return _picture(
+    return picture(
         plots.ttft_distribution(result),
         "Each dot is one request, one at a time. The bar marks the median.",
         "Time to first token of every request, by source of the prompt, on a logarithmic axis.",
@@ -183,17 +166,13 @@ def _distribution(result: TtftResult | None) -> Picture | None:
 def _second_pass(result: TtftResult | None) -> Picture | None:
     if result is None:
         return None
-    return _picture(
+    return picture(
         plots.second_pass(result),
         f"The device pool has room for {counted(result.device_prompts, 'prompt')}, the host tier "
         "for all. The newest prompts are asked first, so they are found on the device; the older "
         "ones come from the host. The end of each prompt is always computed.",
         "Requests of the second pass in order: time to first token, and tokens by tier.",
     )
-
-
-def _picture(drawn: tuple[str, str], caption: str, description: str) -> Picture:
-    return Picture(Markup(drawn[0]), Markup(drawn[1]), caption, description)
 
 
 def _accuracy_table(result: AccuracyResult | None) -> dict[str, object] | None:

@@ -37,6 +37,10 @@ class ServerConfig:
     """max_tokens of a chat that names none; less where the context has less room."""
     shutdown_grace_s: float = 30.0
     """How long requests in flight may go on after SIGTERM."""
+    record: str = ""
+    """File that requests are recorded to, as salted hashes, lengths and times; "" for none."""
+    record_max_bytes: int = 1 << 30
+    """Space that the recording may take; older requests leave."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

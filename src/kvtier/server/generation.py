@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ class Order:
 
 
 class Generation:
-    """The choices of one HTTP request, each a request of the engine.
+    """The choices of one HTTP request, each a request of the engine. began: ``time.time`` when
+    it did. salt: its tenant's.
 
     Belongs to the event loop's thread. Always ``close`` it: that aborts what still runs.
     """
@@ -47,6 +49,8 @@ class Generation:
         salt: str,
         on_close: Callable[[Generation], None],
     ) -> None:
+        self.began = time.time()
+        self.salt = salt
         self._orders = tuple(orders)
         self._on_close = on_close
         self._loop = asyncio.get_running_loop()
@@ -127,6 +131,18 @@ class Generation:
             "total_tokens": num_prompt + num_generated,
             "prompt_tokens_details": {"cached_tokens": num_cached},
         }
+
+    def prompts(self) -> list[tuple[Sequence[int], int]]:
+        """Token ids of each prompt, and how many were generated after it so far, all choices
+        together."""
+        found: list[tuple[Sequence[int], int]] = []
+        for order, choice in zip(self._orders, self._choices, strict=True):
+            if order.is_first:
+                found.append((order.prompt, choice.num_tokens))
+            else:
+                prompt, num_generated = found[-1]
+                found[-1] = prompt, num_generated + choice.num_tokens
+        return found
 
     def cut_short(self) -> None:
         """The server must go: end every choice, which ``pieces`` tells as an error."""

@@ -40,6 +40,12 @@ SERVER_METRICS = (
     MetricSpec("kvtier_server_prompt_tokens_total", "counter", "Tokens in prompts."),
     MetricSpec("kvtier_server_cached_tokens_total", "counter", "Prompt tokens not computed."),
     MetricSpec("kvtier_server_completion_tokens_total", "counter", "Tokens in answers."),
+    MetricSpec(
+        "kvtier_server_recorded_requests_total",
+        "counter",
+        "Requests for the recording: written, or dropped since too much waited to be written.",
+        ("outcome",),
+    ),
     MetricSpec("kvtier_server_running", "gauge", "Requests that the engine works on."),
     MetricSpec("kvtier_server_waiting", "gauge", "Requests that wait for the engine."),
 )
@@ -76,6 +82,7 @@ class ServerMetrics:
         self._prompt_tokens = counter("kvtier_server_prompt_tokens_total")
         self._cached_tokens = counter("kvtier_server_cached_tokens_total")
         self._completion_tokens = counter("kvtier_server_completion_tokens_total")
+        self._recorded = counter("kvtier_server_recorded_requests_total")
         self._ttft = histogram("kvtier_server_ttft_seconds")
         self._e2e = histogram("kvtier_server_e2e_seconds")
         gauge("kvtier_server_running", num_running)
@@ -88,6 +95,10 @@ class ServerMetrics:
     def closed(self, reason: str) -> None:
         """The server closed a connection."""
         self._closed.labels(reason).inc()
+
+    def recorded(self, written: bool) -> None:
+        """A request was recorded, or left out. From any thread."""
+        self._recorded.labels("written" if written else "dropped").inc()
 
     def first_token(self, endpoint: str, seconds: float) -> None:
         self._ttft.labels(endpoint).observe(seconds)

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from threading import Event
 from typing import TypeVar
 
 from starlette.requests import Request
 
 from kvtier.engine import Engine, SamplingParams
+from kvtier.recording import Chains, Recorder, salt_from_environment
 from kvtier.server.bodies import Bodies, Body
 from kvtier.server.config import ServerConfig
 from kvtier.server.doorman import Doorman, possible_connections
@@ -70,6 +72,7 @@ class Service:
         # Long requests wait for each other, short ones for short ones, and the metrics for nobody.
         self._short = ThreadPoolExecutor(2, thread_name_prefix="kvtier-tokenizer")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="kvtier-tokenizer-long")
+        self._recorder = self._open_recorder()
 
     # -- one request ------------------------------------------------------------------------------
 
@@ -207,11 +210,17 @@ class Service:
     def start(self, request: GenerationRequest, orders: Sequence[Order]) -> Generation:
         """Hand the choices to the engine: all of them, or none and an ``ApiError``."""
         self._check_not_cut_short()
-        generation = Generation(
-            self.engine, orders, request.stop, request.cache_salt, self._generations.discard
-        )
+        generation = Generation(self.engine, orders, request.stop, request.cache_salt, self._ended)
         self._generations.add(generation)
         return generation
+
+    def _ended(self, generation: Generation) -> None:
+        if generation not in self._generations:
+            return  # it was refused, or has ended before
+        self._generations.discard(generation)
+        if self._recorder is not None:
+            for prompt, num_generated in generation.prompts():
+                self._recorder.offer(generation.began, prompt, num_generated, generation.salt)
 
     def _check_not_cut_short(self) -> None:
         if self._cut_short.is_set():
@@ -249,6 +258,16 @@ class Service:
         """The last request is gone."""
         for executor in (self._short, self._long):
             executor.shutdown(wait=False, cancel_futures=True)
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _open_recorder(self) -> Recorder | None:
+        config = self.config
+        if not config.record:
+            return None
+        chains = Chains(salt_from_environment(), self.engine.info.block_size)
+        path = Path(config.record).expanduser()
+        return Recorder(path, chains, config.record_max_bytes, self.metrics.recorded)
 
 
 def _too_long(message: str) -> ApiError:

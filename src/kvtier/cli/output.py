@@ -1,0 +1,32 @@
+"""Where commands that measure write what they found."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+STDOUT = "-"
+
+
+def write_json(text: str, target: str) -> None:
+    """To a file, whose directory is made where it is missing; "-" for stdout."""
+    if target == STDOUT:
+        print(text)
+        return
+    path = Path(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def check_packages(wanted: list[str], extra: str, needs_report: bool) -> None:
+    """Raise ``ConfigError`` for what is missing, before an hour was spent measuring. extra: of
+    this package, which brings it."""
+    from kvtier.errors import ConfigError
+
+    wanted = [*wanted, *(["matplotlib", "jinja2"] if needs_report else [])]
+    missing = [name for name in wanted if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} not installed: pip install 'kvtier[{extra}]' brings all that "
+            "is needed" + (", or leave the report out with --no-report" if needs_report else "")
+        )

@@ -1,0 +1,43 @@
+"""``kvtier record``: from a log of requests to a trace that holds none of their text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.cli.failure import fail
+from kvtier.config import BLOCK_SIZE
+
+
+def record(
+    logs: Annotated[
+        list[Path],
+        typer.Argument(help="Logs of vLLM or SGLang with token ids, or anything kvtier replays."),
+    ],
+    to: Annotated[Path, typer.Option(help="The trace to write; must not be there.")],
+    block_tokens: Annotated[int, typer.Option(help="Tokens per key.")] = BLOCK_SIZE,
+) -> None:
+    """Write requests down as salted hashes, lengths and times: no text, no token ids.
+
+    kvtier serve --record does the same while it serves.
+    """
+    from rich.console import Console
+
+    from kvtier.errors import CacheError
+    from kvtier.recording import Chains, salt_from_environment
+    from kvtier.replay.traces import ReadOptions, read_traces
+    from kvtier.replay.traces.writing import write_trace
+
+    try:
+        chains = Chains(salt_from_environment(), block_tokens)
+        trace = read_traces(logs, ReadOptions(chains))
+        num_bytes = write_trace(trace, chains.name, to)
+    except (CacheError, OSError) as error:
+        fail("record", error)
+    Console(stderr=True).print(
+        f"{trace.num_requests:,} requests in {num_bytes:,} bytes: {to}",
+        highlight=False,
+        soft_wrap=True,
+    )

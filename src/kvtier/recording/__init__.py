@@ -1,0 +1,22 @@
+"""Traces of what a server was asked: salted hashes, lengths and times; no text, no token ids.
+
+``Recorder`` writes them beside the requests, ``kvtier replay`` reads them.
+"""
+
+from __future__ import annotations
+
+from kvtier.recording.chains import SALT_VARIABLE, Chains, salt_from_environment
+from kvtier.recording.format import MARK, VERSION, Header, LineWriter, unpacked
+from kvtier.recording.recorder import Recorder
+
+__all__ = [
+    "MARK",
+    "SALT_VARIABLE",
+    "VERSION",
+    "Chains",
+    "Header",
+    "LineWriter",
+    "Recorder",
+    "salt_from_environment",
+    "unpacked",
+]

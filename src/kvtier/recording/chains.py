@@ -1,0 +1,66 @@
+"""What a recorded trace calls a block: a salted hash of the prompt up to its end.
+
+    key[-1] = BLAKE3(salt; tenant)       key[i] = BLAKE3(key[i-1] || tokens of block i)
+
+cut to eight bytes. Equal prefixes of one tenant have equal keys, which is all that a replay needs.
+Without the salt nobody can try prompts until one fits, so it is never written anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from kvtier.errors import ConfigError
+from kvtier.keys import next_keys, token_labels
+
+SALT_VARIABLE = "KVTIER_RECORD_SALT"
+"""Processes that find the same text here give the same prefixes the same keys."""
+LEAST_SALT = 16
+"""Characters. Fewer can be guessed."""
+
+
+class Chains:
+    """Keys under one salt. salt: 32 secret bytes. block_tokens: tokens per key."""
+
+    def __init__(self, salt: bytes, block_tokens: int) -> None:
+        if block_tokens < 1:
+            raise ConfigError(f"block_tokens: {block_tokens} is below 1")
+        self.block_tokens = block_tokens
+        self._salt = salt
+
+    @property
+    def name(self) -> str:
+        """The same for equal salts; tells nothing of the salt but that."""
+        return blake3(b"kvtier record", key=self._salt).hexdigest(8)
+
+    def keys(
+        self, tokens: Sequence[int] | npt.NDArray[np.integer], tenant: str = ""
+    ) -> npt.NDArray[np.uint64]:
+        """uint64 [len(tokens) // block_tokens]; a last, partial block has none.
+
+        tenant: requests of different ones share no key. Raises ``ConfigError`` for what are no
+        token ids.
+        """
+        start = blake3(tenant.encode(), key=self._salt).digest()
+        hashes = b"".join(
+            key[:8] for key in next_keys(start, token_labels(tokens, self.block_tokens))
+        )
+        return np.frombuffer(hashes, "<u8").astype(np.uint64)
+
+
+def salt_from_environment() -> bytes:
+    """Of ``KVTIER_RECORD_SALT``; else new and random, so that only this process' keys agree."""
+    text = os.environ.get(SALT_VARIABLE, "")
+    if not text:
+        return os.urandom(32)
+    if len(text) < LEAST_SALT:
+        raise ConfigError(
+            f"{SALT_VARIABLE}: {len(text)} characters can be guessed; give {LEAST_SALT} or more, "
+            "random ones"
+        )
+    return blake3(text.encode()).digest()

@@ -1,0 +1,184 @@
+"""Writes what was asked to a file, in a thread of its own, and never makes a request wait."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from kvtier.errors import ConfigError
+from kvtier.recording.chains import Chains
+from kvtier.recording.format import MARK, Header, LineWriter
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED = 4096
+MAX_QUEUED_TOKENS = 8 << 20
+"""Of the requests that wait to be written: what they hold of memory is bounded."""
+FLUSH_S = 1.0
+LEAST_BYTES = 1 << 20
+TAIL_BYTES = 16 << 20
+"""Where the end of the last whole line is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    time: float
+    tokens: Sequence[int]
+    output_tokens: int
+    tenant: str
+
+
+class Recorder:
+    """Records requests to ``path``. Close it.
+
+    A file that holds a recording already is continued. When it has half of ``max_bytes`` it becomes
+    ``path`` with ".1" behind it, in the place of an older one, and a new one is begun: so the last
+    requests are kept, in ``max_bytes`` at most. chains: makes the keys. count: told of each
+    request whether it was written, from any thread.
+
+    Raises ``ConfigError`` where the file can't be written, or is something else.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        chains: Chains,
+        max_bytes: int = 1 << 30,
+        count: Callable[[bool], None] = lambda written: None,
+    ) -> None:
+        if max_bytes < LEAST_BYTES:
+            raise ConfigError(f"record_max_bytes: {max_bytes} is below 1 MiB")
+        self._path = path
+        self._chains = chains
+        self._max_bytes = max_bytes // 2
+        self._count = count
+        self._queue: deque[_Asked] = deque()
+        self._num_queued_tokens = 0
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._has_failed = False
+        try:
+            self._file = _opened(path)
+            self._begin()
+            self._file.flush()
+        except OSError as error:
+            raise ConfigError(f"record: can't write {path}: {error.strerror}") from error
+        self._thread = threading.Thread(target=self._run, name="kvtier-recorder", daemon=True)
+        self._thread.start()
+
+    def offer(
+        self, began: float, tokens: Sequence[int], output_tokens: int, tenant: str = ""
+    ) -> None:
+        """A request was answered. Takes a moment, whatever the disk does; where too much waits to
+        be written already, the request is left out and counted.
+
+        began: ``time.time`` at its arrival. tokens: of its prompt; not changed from now on. From
+        any thread.
+        """
+        with self._changed:
+            num_tokens = self._num_queued_tokens + len(tokens)
+            fits = len(self._queue) < MAX_QUEUED and num_tokens <= MAX_QUEUED_TOKENS
+            if fits and not self._is_closed and not self._has_failed:
+                self._queue.append(_Asked(began, tokens, output_tokens, tenant))
+                self._num_queued_tokens = num_tokens
+                self._changed.notify()
+                return
+        self._count(False)
+
+    def close(self) -> None:
+        """Write what waits, and close the file. Safe to call twice."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        flushed = time.monotonic()
+        while True:
+            with self._changed:
+                if not self._queue and not self._is_closed:
+                    self._changed.wait(FLUSH_S)
+                asked = self._queue.popleft() if self._queue else None
+                if asked is not None:
+                    self._num_queued_tokens -= len(asked.tokens)
+                elif self._is_closed:
+                    break
+            self._write(asked)
+            if asked is None or time.monotonic() - flushed > FLUSH_S:
+                self._guarded(self._file.flush)
+                flushed = time.monotonic()
+        self._guarded(self._file.close)
+
+    def _write(self, asked: _Asked | None) -> None:
+        if asked is None:
+            return
+        if not self._has_failed:
+            self._guarded(lambda: self._append(asked))
+        self._count(not self._has_failed)
+
+    def _append(self, asked: _Asked) -> None:
+        if self._num_bytes >= self._max_bytes:
+            self._file.close()
+            os.replace(self._path, f"{self._path}.1")
+            self._file = _opened(self._path)
+            self._begin()
+        line = self._lines.line(
+            asked.time - self._started,
+            len(asked.tokens),
+            asked.output_tokens,
+            self._chains.keys(asked.tokens, asked.tenant),
+        ).encode()
+        self._file.write(line)
+        self._num_bytes += len(line)
+
+    def _begin(self) -> None:
+        """A header; rows are counted from it on."""
+        self._started = time.time()
+        self._lines = LineWriter()
+        header = Header(self._chains.block_tokens, self._chains.name, self._started).line().encode()
+        self._file.write(header)
+        self._num_bytes = self._file.tell()
+
+    def _guarded(self, write: Callable[[], object]) -> None:
+        """What can't be written ends the recording, and nothing else."""
+        try:
+            write()
+        except (OSError, ValueError) as error:
+            if not self._has_failed:
+                logger.warning("recording stopped path=%s error=%s", self._path, error)
+            self._has_failed = True
+
+
+def _opened(path: Path) -> BinaryIO:
+    """The file behind its last whole line. What a crash cut short is taken off."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
+    try:
+        end = file.seek(0, os.SEEK_END)
+        if end:
+            _check_is_recording(path, file)
+            begin = file.seek(max(0, end - TAIL_BYTES))
+            file.seek(begin + file.read().rfind(b"\n") + 1)
+            file.truncate()
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _check_is_recording(path: Path, file: BinaryIO) -> None:
+    file.seek(0)
+    try:
+        header = json.loads(file.readline(1024))
+    except ValueError:
+        header = None
+    if not isinstance(header, dict) or MARK not in header:
+        raise ConfigError(f"record: {path} is there and is no recording; name another file")

@@ -1,0 +1,106 @@
+"""A replay on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvtier.errors import printable
+from kvtier.replay.assumptions import DEFAULT
+from kvtier.replay.result import ReplayResult
+from kvtier.replay.sizing import Point
+from kvtier.replay.words import (
+    SIZE_COLUMNS,
+    WEAK,
+    WRITTEN,
+    headline,
+    hit_rows,
+    paragraphs,
+    policy_name,
+    setup_cells,
+    size_cells,
+    subtitle,
+)
+from kvtier.serve_bench.figures import capacity
+
+
+def show_result(console: Console, result: ReplayResult) -> None:
+    """Hits by policy and size, what each size saves and costs, and what to buy."""
+
+    def say(text: str, style: str = "") -> None:
+        console.print(Text(text, style))
+
+    say(headline(result), "bold")
+    say(subtitle(result))
+    if result.host:
+        console.print(_hits(result))
+        console.print(
+            _sizes("Host memory, without a disk", result.host, result, is_disk=False),
+        )
+        above = capacity(result.best_host.num_bytes) if result.best_host is not None else "no"
+        title = f"A disk below {above} host memory"
+        if result.disk:
+            console.print(_sizes(title, result.disk, result, is_disk=True))
+    console.print(_setups(result))
+    console.print(_assumptions(result))
+    for note in result.facts.notes:
+        say(printable(note), "dim")
+    verdict, *basis = paragraphs(result)
+    say(verdict, "bold")
+    for each in basis:
+        say(each)
+
+
+def _table(title: str, columns: Sequence[str], caption: str = "") -> Table:
+    table = Table(title=title, title_style="bold", title_justify="left", caption=caption or None)
+    table.caption_justify = "left"
+    for at, name in enumerate(columns):
+        table.add_column(name, justify="right" if at else "left", no_wrap=not at)
+    return table
+
+
+def _hits(result: ReplayResult) -> Table:
+    """With many policies there is no room for the time that they spare."""
+    with_time = len(result.curves) <= 3
+    spared = ", and the computing they spare," if with_time else ""
+    names = ["size", *map(policy_name, result.curves), "without bound"]
+    table = _table(f"Blocks found{spared} in one tier of each size", names)
+    for cells in hit_rows(result, with_time):
+        table.add_row(*cells)
+    return table
+
+
+def _sizes(title: str, points: Sequence[Point], result: ReplayResult, is_disk: bool) -> Table:
+    names = [*SIZE_COLUMNS, *([WRITTEN] if is_disk else [])]
+    has_weak = not all(point.supported for point in points)
+    table = _table(title, names, WEAK if has_weak else "")
+    chosen = result.best_disk if is_disk else result.best_host
+    for point in points:
+        cells = size_cells(point, is_disk)
+        is_chosen = chosen is not None and point.num_bytes == chosen.num_bytes
+        table.add_row(*cells, style="bold green" if is_chosen else "" if point.supported else "dim")
+    return table
+
+
+def _setups(result: ReplayResult) -> Table:
+    table = _table(
+        "Where prompt tokens come from",
+        ["", "tiers", "device", "host", "disk", "computed", "computing saved"],
+    )
+    for setup in result.setups:
+        table.add_row(*setup_cells(result, setup))
+    return table
+
+
+def _assumptions(result: ReplayResult) -> Table:
+    table = Table(title="Assumptions", title_style="bold", title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    table.add_column()
+    for each in result.assumptions:
+        style = "yellow" if each.source == DEFAULT else "dim"
+        table.add_row(each.name, each.value, Text(printable(each.source), style))
+    return table

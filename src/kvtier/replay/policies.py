@@ -1,0 +1,115 @@
+"""Hits of a trace under a policy, by size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._hot import NATIVE
+from kvtier.errors import ConfigError
+from kvtier.replay.lru import find_distances
+from kvtier.replay.optimum import Optimum
+from kvtier.replay.segments import Segments
+from kvtier.replay.trace import Ints, Trace
+
+LRU, OPTIMUM = "lru", "opt"
+RUNS = "runs"
+ASKED = (RUNS, "arc", "s3fifo", "lfuda", "sieve")
+"""Policies that are asked request by request."""
+
+_MODULE = "kvtier.index.policies.replayed"
+
+
+class PolicyReplay(Protocol):
+    """A cache of some capacity, in blocks, that is asked request by request."""
+
+    @property
+    def num_stored(self) -> int:
+        """Blocks that were written into it so far."""
+
+    def request(self, keys: npt.NDArray[np.uint64], now_s: float) -> int:
+        """How many of the first blocks it has; then all of them are used."""
+
+
+@dataclass(frozen=True, eq=False)
+class Hits:
+    """What a cache of ``capacity`` blocks does. found: blocks that each request finds, int64
+    [num_requests]. num_stored: blocks written into it, in all."""
+
+    capacity: int
+    found: Ints
+    num_stored: int
+
+
+class Replayer:
+    """Replays one trace under any policy and size. tell: called while a policy is asked, with
+    requests done and all."""
+
+    def __init__(
+        self, trace: Trace, segments: Segments, tell: Callable[[int, int], None] | None = None
+    ) -> None:
+        self._trace = trace
+        self._distances = find_distances(segments)
+        self._optimum = Optimum(segments)
+        self._tell = tell
+
+    def hits(self, policy: str, capacity: int) -> Hits:
+        """Under one of ``policies()``. capacity: blocks."""
+        if policy == LRU:
+            found = self._distances.hits(capacity)
+            # All of a path that fits is stored; what is stored already is not written again.
+            stored = int((np.minimum(self._trace.lengths, capacity) - found).sum())
+            return Hits(capacity, found, stored)
+        if policy == OPTIMUM:
+            return Hits(capacity, self._optimum.hits(capacity), 0)
+        return self._asked(policy, capacity)
+
+    def _asked(self, policy: str, capacity: int) -> Hits:
+        if not capacity:
+            return Hits(0, np.zeros(self._trace.num_requests, np.int64), 0)
+        replay: PolicyReplay = import_module(_MODULE).PolicyReplay(policy, capacity)
+        trace, num = self._trace, self._trace.num_requests
+        found = np.zeros(num, np.int64)
+        ends, times = trace.offsets.tolist(), trace.times.tolist()
+        for at in range(num):
+            found[at] = replay.request(trace.keys[ends[at] : ends[at + 1]], times[at])
+            if self._tell is not None and not at % 256:
+                self._tell(at, num)
+        return Hits(capacity, found, int(replay.num_stored))
+
+
+def policies() -> tuple[str, ...]:
+    """What can be replayed here."""
+    try:
+        import_module(_MODULE)
+    except ImportError:
+        return LRU, OPTIMUM
+    return LRU, *ASKED, OPTIMUM
+
+
+def usual_policies() -> tuple[str, ...]:
+    """What is replayed where nobody says: what the tiers do, what kvtier has beside it, and what
+    could be had. Without the native core, what is asked request by request takes too long."""
+    wanted = (LRU, RUNS, OPTIMUM) if NATIVE else (LRU, OPTIMUM)
+    return tuple(name for name in wanted if name in policies())
+
+
+def check_policies(names: tuple[str, ...]) -> None:
+    """Raise ``ConfigError`` for one that can't be replayed."""
+    known = policies()
+    for name in names:
+        if name in ASKED and name not in known:
+            raise ConfigError(
+                f"policies: {name} can't be replayed by this installation; use {' or '.join(known)}"
+            )
+        if name not in known:
+            raise ConfigError(f"policies: {name!r} is unknown; use some of {', '.join(known)}")
+    if len(set(names)) < len(names) or not set(names) - {OPTIMUM}:
+        raise ConfigError(
+            "policies: name each once, and one that a cache can run (the optimum knows the future)"
+        )

@@ -1,0 +1,7 @@
+"""Reads traces, one file per format; ``reading.py`` tells them apart by what is in them."""
+
+from __future__ import annotations
+
+from kvtier.replay.traces.reading import ReadOptions, read_traces
+
+__all__ = ["ReadOptions", "read_traces"]

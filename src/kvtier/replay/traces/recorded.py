@@ -1,0 +1,80 @@
+"""What ``kvtier serve --record`` writes: see ``kvtier.recording.format``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvtier.recording import MARK, VERSION, unpacked
+from kvtier.replay.trace import Trace, TraceBuilder, chained
+from kvtier.replay.traces.lines import Line, check_counts
+
+if TYPE_CHECKING:
+    from kvtier.replay.trace import Keys
+    from kvtier.replay.traces.reading import ReadOptions
+
+NAME = "kvtier record"
+
+
+def recognises(line: Line) -> bool:
+    return line.text.lstrip().startswith("{") and f'"{MARK}"' in line.text[:64]
+
+
+def read(lines: Iterator[Line], options: ReadOptions, file_number: int) -> Trace:
+    builder: TraceBuilder | None = None
+    rows: list[Keys] = []
+    started, notes = 0.0, []
+    for line in lines:
+        if recognises(line):
+            header = line.json()
+            tokens = _block_tokens(line, header)
+            if builder is None:
+                builder = TraceBuilder(tokens, options.coarsen)
+            elif tokens != builder.block_tokens:
+                line.refuse(f"blocks of {tokens} tokens, after some of {builder.block_tokens}")
+            started, rows = line.number_of(header, "started"), []
+            continue
+        if not line.text.endswith("\n") and not _is_whole(line):
+            notes.append(f"The last line of {line.path.name} is cut short, and was left out.")
+            break
+        if builder is None:
+            line.refuse("a request before the header")
+        fields = line.json()
+        try:
+            time_s, input_tokens, output_tokens, row, keep, text = fields
+            check_counts(row, keep, input_tokens, output_tokens)
+            before = rows[row][:keep] if keep else _NONE
+            if len(before) < keep:
+                raise ValueError(f"row {row} has no {keep} blocks")
+            keys = np.concatenate([before, unpacked(text)])
+            time_s = started + float(time_s)
+            check_counts(abs(time_s))
+        except (TypeError, ValueError, IndexError) as error:
+            line.refuse(f"no request of a recording: {error}")
+        rows.append(keys)
+        builder.add(time_s, chained(keys), int(input_tokens), int(output_tokens))
+    assert builder is not None, "the first line was recognised as a header"
+    return builder.build(notes)
+
+
+_NONE = np.zeros(0, np.uint64)
+
+
+def _block_tokens(line: Line, header: dict[str, Any]) -> int:
+    if header.get(MARK) != VERSION:
+        line.refuse(f"version {header.get(MARK)!r} of the format; this kvtier reads {VERSION}")
+    tokens = line.count_of(header, "block_tokens")
+    if not tokens:
+        line.refuse("block_tokens is 0")
+    return tokens
+
+
+def _is_whole(line: Line) -> bool:
+    try:
+        json.loads(line.text)
+    except ValueError:
+        return False
+    return True
