@@ -6,11 +6,7 @@ They lie in a folder as their releases have them, compressed by zstd:
 
 from __future__ import annotations
 
-import json
 import os
-import random
-import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +14,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.errors import ConfigError
+from kvtier.recording import Chains
+from kvtier.replay.traces import ReadOptions, read_traces
+
 BLOCK_TOKENS = 512
+SESSION_BLOCK_TOKENS = 64
 FOLDER = "KVTIER_TRACES"
 """In the environment: where the traces are."""
 
@@ -48,51 +49,35 @@ def default_folder() -> Path:
     return Path(os.environ.get(FOLDER) or Path(__file__).parents[2] / "shared" / "traces")
 
 
-def _lines(path: Path) -> Iterator[str]:
-    with subprocess.Popen(["zstd", "-dcq", str(path)], stdout=subprocess.PIPE, text=True) as pipe:
-        assert pipe.stdout is not None
-        yield from pipe.stdout
-    if pipe.returncode:
-        raise SystemExit(f"{path}: zstd could not read it; is it there, and zstd installed?")
-
-
 def conversation(folder: Path) -> Trace:
     """One hour of a chat service: requests of 12,000 tokens, most of them asked once."""
-    rows = (json.loads(line) for line in _lines(folder / "mooncake/conversation_trace.jsonl.zst"))
-    ordered = sorted(rows, key=lambda row: row["timestamp"])
-    return Trace(
-        "conversation",
-        [row["timestamp"] / 1000 for row in ordered],
-        [np.array(row["hash_ids"], np.uint64) for row in ordered],
-    )
+    path = folder / "mooncake/conversation_trace.jsonl.zst"
+    return _read("conversation", path, ReadOptions(_NO_TOKENS, block_tokens=BLOCK_TOKENS))
 
 
 def agentic(folder: Path, num_sessions: int | None, hours: float, seed: int) -> Trace:
     """Coding agents: sessions of 118,000 tokens that begin at random times. Those with equal tools
     and system prompts share that prefix. num_sessions: None for all."""
-    chance = random.Random(seed)
-    sessions = [json.loads(line) for line in _lines(folder / "agentic/agentic_sessions.jsonl.zst")]
-    chance.shuffle(sessions)
-    requests: list[tuple[float, Keys]] = []
-    prefixes: dict[tuple[int, int], int] = {}
-    for number, session in enumerate(sessions[:num_sessions], start=1):
-        start = chance.random() * hours * 3600
-        stride = BLOCK_TOKENS // session["block_size"]
-        prefix = (session["tool_tokens"], session["system_tokens"])
-        num_shared = sum(prefix) // BLOCK_TOKENS
-        shared = prefixes.setdefault(prefix, len(prefixes)) << 32 | 1 << 63
-        last: dict[object, Keys] = {}
-        for at, _, _, agent, keep, runs, *_ in session["requests"]:
-            pieces = [last.get(agent, np.empty(0, np.uint64))[:keep]]
-            for first, length in zip(runs[::2], runs[1::2], strict=True):
-                pieces.append(np.arange(first, first + length, dtype=np.uint64))
-            blocks = last[agent] = np.concatenate(pieces)
-            chain = blocks[stride - 1 :: stride] | np.uint64(number << 32)
-            if agent == 0:
-                places = np.arange(min(num_shared, len(chain)), dtype=np.uint64)
-                chain[: len(places)] = places | np.uint64(shared)
-            if len(chain):
-                requests.append((start + at, chain))
-    requests.sort(key=lambda request: request[0])
-    name = f"agentic, {len(sessions[:num_sessions])} sessions"
-    return Trace(name, [at for at, _ in requests], [chain for _, chain in requests])
+    options = ReadOptions(
+        _NO_TOKENS,
+        coarsen=BLOCK_TOKENS // SESSION_BLOCK_TOKENS,
+        sessions=num_sessions or 0,
+        hours=hours,
+        seed=seed,
+    )
+    name = f"agentic, {num_sessions or 'all'} sessions"
+    return _read(name, folder / "agentic/agentic_sessions.jsonl.zst", options)
+
+
+_NO_TOKENS = Chains(bytes(32), BLOCK_TOKENS)
+"""Both traces have hashes."""
+
+
+def _read(name: str, path: Path, options: ReadOptions) -> Trace:
+    try:
+        trace = read_traces([path], options)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
+    chains = np.split(trace.keys, trace.offsets[1:-1])
+    asked = [at for at, chain in enumerate(chains) if len(chain)]
+    return Trace(name, trace.times[asked].tolist(), [chains[at] for at in asked])

@@ -13,53 +13,40 @@ from benchmarks import policies, traces
 from benchmarks.traces import Trace
 
 
-@pytest.fixture
-def lines(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What a file has, a line each."""
-    given: list[object] = []
-    monkeypatch.setattr(traces, "_lines", lambda _: map(json.dumps, given))
-    return given
-
-
-def test_requests_of_the_chat_service_come_in_order(lines: list[object]) -> None:
-    lines += [
-        {"timestamp": 2000, "hash_ids": [1, 2, 9]},
-        {"timestamp": 500, "hash_ids": [1, 2]},
+def test_requests_of_the_chat_service_come_in_order(tmp_path: Path) -> None:
+    (tmp_path / "mooncake").mkdir()
+    rows = [
+        {"timestamp": at, "input_length": 1500, "output_length": 5, "hash_ids": ids}
+        for at, ids in ((2000, [1, 2, 9]), (500, [1, 2, 3]))
     ]
-    trace = traces.conversation(Path())
-    assert trace.times == [0.5, 2.0]
-    assert [chain.tolist() for chain in trace.chains] == [[1, 2], [1, 2, 9]]
-    assert (trace.num_refs, trace.num_unique) == (5, 3)
+    path = tmp_path / "mooncake" / "conversation_trace.jsonl.zst"  # packed or not, it is read
+    path.write_text("\n".join(map(json.dumps, rows)))
+    trace = traces.conversation(tmp_path)
+    assert trace.times == [0.0, 1.5]
+    first, second = [chain.tolist() for chain in trace.chains]
+    assert first[:2] == second[:2]
+    assert (trace.num_refs, trace.num_unique) == (6, 4)
 
 
-def session(name: str, *requests: tuple[float, object, int, list[int]]) -> dict[str, object]:
-    """Of blocks of 64 tokens, eight of which are one; two of these are tools and system prompt."""
-    rows = [[at, 0, 0, agent, keep, runs, 0, 0] for at, agent, keep, runs in requests]
-    return {
-        "id": name,
+def test_sessions_count_in_larger_blocks(tmp_path: Path) -> None:
+    (tmp_path / "agentic").mkdir()
+    session = {
+        "id": "a",
         "block_size": 64,
         "tool_tokens": 1000,
         "system_tokens": 24,
-        "requests": rows,
+        "requests": [[0.0, 2048, 1, 0, 0, [0, 32], 0, 0], [9.0, 448, 1, "sub", 0, [0, 7], 0, 0]],
     }
+    path = tmp_path / "agentic" / "agentic_sessions.jsonl.zst"
+    path.write_text(json.dumps(session))
+    trace = traces.agentic(tmp_path, None, 1.0, 1)
+    assert [len(chain) for chain in trace.chains] == [4], "less than a block is no request"
+    assert trace.name == "agentic, all sessions"
 
 
-def test_sessions_share_their_tools_and_continue_themselves(lines: list[object]) -> None:
-    lines += [
-        session("a", (0.0, 0, 0, [0, 32]), (60.0, 0, 16, [100, 24]), (90.0, "sub", 0, [0, 16])),
-        session("b", (0.0, 0, 0, [0, 32]), (5.0, 0, 32, [])),
-        session("c", (0.0, 0, 0, [0, 7])),
-    ]
-    trace = traces.agentic(Path(), 3, 0.0, 1)
-    assert trace.times == [0.0, 0.0, 5.0, 60.0, 90.0]
-    first, second, again, longer, sub = [chain.tolist() for chain in trace.chains]
-    assert first[:2] == second[:2] == again[:2] == longer[:2]
-    assert len(set(first[2:]) | set(second[2:])) == 4
-    assert again in (first, second)
-    assert len(longer) == 5
-    assert len(set(longer) - set(first) - set(second)) == 3
-    assert not set(sub) & set(first[:2]), "a sub-agent has tools of its own"
-    assert trace.name == "agentic, 3 sessions"
+def test_folder_without_traces_is_told_in_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="can't be read"):
+        traces.conversation(tmp_path)
 
 
 def row_of(monkeypatch: pytest.MonkeyPatch, policy: str) -> policies.Row:

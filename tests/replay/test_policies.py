@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
-
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -15,7 +11,7 @@ from kvtier.errors import ConfigError
 from kvtier.replay import segments as segments_module
 from kvtier.replay.lru import find_distances
 from kvtier.replay.optimum import Optimum
-from kvtier.replay.policies import Replayer, check_policies, policies, usual_policies
+from kvtier.replay.policies import ASKED, Replayer, check_policies, usual_policies
 from kvtier.replay.segments import find_segments
 
 from .oracle import Prompts, lru_hits, most_hits, trace_of
@@ -120,45 +116,34 @@ def test_optimum_is_never_below_lru_and_grows_with_the_size(
     assert replayer.hits("opt", 10_000).found.tolist() == reusable.tolist()
 
 
-class EveryOther:
-    """A policy that has the first block of every other request."""
-
-    def __init__(self, policy: str, capacity: int) -> None:
-        assert (policy, capacity) == ("runs", 5)
-        self.num_stored = 0
-        self.calls: list[tuple[int, float]] = []
-
-    def request(self, keys: npt.NDArray[np.uint64], now_s: float) -> int:
-        self.calls.append((len(keys), now_s))
-        self.num_stored += len(keys)
-        return len(self.calls) % 2 and 1
+@given(prompts, st.integers(1, 12))
+def test_lru_asked_request_by_request_finds_the_same(prompts: Prompts, capacity: int) -> None:
+    trace = trace_of(prompts)
+    replayer = Replayer(trace, find_segments(trace))
+    asked, known = replayer.asked("lru", capacity), replayer.hits("lru", capacity)
+    assert asked.found.tolist() == known.found.tolist()
+    assert asked.num_stored == known.num_stored
 
 
-@pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("kvtier.index.policies.replayed")
-    module.PolicyReplay = EveryOther  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("kvtier.replay.policies.NATIVE", True)
-
-
-@pytest.mark.usefixtures("native")
-def test_other_policies_are_asked_request_by_request() -> None:
-    assert policies() == ("lru", "runs", "arc", "s3fifo", "lfuda", "sieve", "opt")
-    assert usual_policies() == ("lru", "runs", "opt")
+@pytest.mark.parametrize("policy", ASKED)
+def test_every_policy_finds_what_fits(policy: str) -> None:
     trace = trace_of(BY_HAND)
-    found = Replayer(trace, find_segments(trace)).hits("runs", 5)
-    assert found.found.tolist() == [1, 0, 1, 0, 1, 0]
-    assert found.num_stored == trace.num_references
+    told: list[tuple[int, int]] = []
+    replayer = Replayer(trace, find_segments(trace), lambda done, of: told.append((done, of)))
+    found = replayer.hits(policy, 6)
+    assert found.found.tolist() == [0, 1, 3, 0, 3, 0]
+    assert found.num_stored == 6
+    assert told == [(0, len(BY_HAND))]
+    assert not replayer.hits(policy, 0).found.any()
 
 
-def test_alone_lru_and_the_optimum_are_replayed(
+def test_without_the_core_no_policy_is_asked_unless_somebody_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(sys.modules, "kvtier.index.policies.replayed", None)
-    assert policies() == usual_policies() == ("lru", "opt")
-    with pytest.raises(ConfigError, match="policies: runs can't be replayed by this installation"):
-        check_policies(("runs",))
+    monkeypatch.setattr("kvtier.replay.policies.NATIVE", True)
+    assert usual_policies() == ("lru", "runs", "opt")
+    monkeypatch.setattr("kvtier.replay.policies.NATIVE", False)
+    assert usual_policies() == ("lru", "opt")
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from kvtier._hot import NATIVE
 from kvtier.errors import ConfigError
+from kvtier.index.policies.replayed import PolicyReplay
 from kvtier.replay.lru import find_distances
 from kvtier.replay.optimum import Optimum
 from kvtier.replay.segments import Segments
@@ -22,18 +20,8 @@ RUNS = "runs"
 ASKED = (RUNS, "arc", "s3fifo", "lfuda", "sieve")
 """Policies that are asked request by request."""
 
-_MODULE = "kvtier.index.policies.replayed"
-
-
-class PolicyReplay(Protocol):
-    """A cache of some capacity, in blocks, that is asked request by request."""
-
-    @property
-    def num_stored(self) -> int:
-        """Blocks that were written into it so far."""
-
-    def request(self, keys: npt.NDArray[np.uint64], now_s: float) -> int:
-        """How many of the first blocks it has; then all of them are used."""
+POLICIES = (LRU, *ASKED, OPTIMUM)
+"""What can be replayed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +47,7 @@ class Replayer:
         self._tell = tell
 
     def hits(self, policy: str, capacity: int) -> Hits:
-        """Under one of ``policies()``. capacity: blocks."""
+        """Under one of ``POLICIES``. capacity: blocks."""
         if policy == LRU:
             found = self._distances.hits(capacity)
             # All of a path that fits is stored; what is stored already is not written again.
@@ -67,12 +55,13 @@ class Replayer:
             return Hits(capacity, found, stored)
         if policy == OPTIMUM:
             return Hits(capacity, self._optimum.hits(capacity), 0)
-        return self._asked(policy, capacity)
+        return self.asked(policy, capacity)
 
-    def _asked(self, policy: str, capacity: int) -> Hits:
+    def asked(self, policy: str, capacity: int) -> Hits:
+        """The same of one that is asked request by request."""
         if not capacity:
             return Hits(0, np.zeros(self._trace.num_requests, np.int64), 0)
-        replay: PolicyReplay = import_module(_MODULE).PolicyReplay(policy, capacity)
+        replay = PolicyReplay(policy, capacity)
         trace, num = self._trace, self._trace.num_requests
         found = np.zeros(num, np.int64)
         ends, times = trace.offsets.tolist(), trace.times.tolist()
@@ -83,32 +72,17 @@ class Replayer:
         return Hits(capacity, found, int(replay.num_stored))
 
 
-def policies() -> tuple[str, ...]:
-    """What can be replayed here."""
-    try:
-        import_module(_MODULE)
-    except ImportError:
-        return LRU, OPTIMUM
-    return LRU, *ASKED, OPTIMUM
-
-
 def usual_policies() -> tuple[str, ...]:
     """What is replayed where nobody says: what the tiers do, what kvtier has beside it, and what
     could be had. Without the native core, what is asked request by request takes too long."""
-    wanted = (LRU, RUNS, OPTIMUM) if NATIVE else (LRU, OPTIMUM)
-    return tuple(name for name in wanted if name in policies())
+    return (LRU, RUNS, OPTIMUM) if NATIVE else (LRU, OPTIMUM)
 
 
 def check_policies(names: tuple[str, ...]) -> None:
     """Raise ``ConfigError`` for one that can't be replayed."""
-    known = policies()
     for name in names:
-        if name in ASKED and name not in known:
-            raise ConfigError(
-                f"policies: {name} can't be replayed by this installation; use {' or '.join(known)}"
-            )
-        if name not in known:
-            raise ConfigError(f"policies: {name!r} is unknown; use some of {', '.join(known)}")
+        if name not in POLICIES:
+            raise ConfigError(f"policies: {name!r} is unknown; use some of {', '.join(POLICIES)}")
     if len(set(names)) < len(names) or not set(names) - {OPTIMUM}:
         raise ConfigError(
             "policies: name each once, and one that a cache can run (the optimum knows the future)"
