@@ -28,6 +28,8 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 
 from kvtier.cli import inspect, verify
@@ -37,9 +39,9 @@ from kvtier.layout import DType, full_attention
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskSystem, IoKind
 from kvtier.tiers.disk.check import check_slab
+from kvtier.tiers.disk.direct import Choice
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.io.preadv import PreadvEngine
-from kvtier.tiers.disk.part import DiskPart
 from kvtier.tiers.disk.report import report_slab
 from kvtier.types import BlockKey, Slot
 from tests.disk import world as disk_world
@@ -253,6 +255,10 @@ def control(name: str, number: int) -> None:
         time.sleep(1000)
 
 
+def nothing_checked(trusted: npt.NDArray[np.bool_], *_: object, can_check: bool) -> Choice:
+    return Choice(np.zeros_like(trusted), np.ones_like(trusted))
+
+
 def main() -> None:
     seed, verify_mode, num_parts, first, num = sys.argv[1:6]
     wanted = sys.argv[6] if len(sys.argv) > 6 else ""
@@ -261,7 +267,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     disk_world.block = cache(disk_world.block)  # type: ignore[assignment]
-    blind = mock.patch.object(DiskPart, "_to_verify", lambda _self, trusted: trusted & False)
+    blind = mock.patch("kvtier.tiers.disk.part.choose", nothing_checked)
     with tempfile.TemporaryDirectory(dir=os.environ.get("KVTIER_FUZZ_FOLDER")) as folder:
         fuzzer = Fuzzer(Path(folder), verify_mode, int(num_parts))
         with blind if wanted == "blind" else contextlib.nullcontext():

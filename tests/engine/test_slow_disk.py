@@ -1,4 +1,4 @@
-"""A disk of 2 MB/s below the engine, and a burst of prompts: it holds up nobody."""
+"""A disk of 0.5 MB/s below the engine, and a burst of prompts: it holds up nobody."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def lose_the_device(engine: Engine) -> None:
 def test_burst_over_a_slow_disk_leaves_host_memory_to_others_and_nobody_waits(
     tmp_path: Path, text: str
 ) -> None:
-    """Host memory has room for nine of 60 prompts, of 0.4 MiB each; the disk would take 13 s."""
+    """Host memory has room for nine of 60 prompts, of 0.4 MiB each; the disk would take 50 s."""
     cache = replace(
         SMALL.cache,
         host_capacity="4MiB",
         disk_path=str(tmp_path / "slab"),
         disk_capacity="128MiB",
-        disk_bytes_per_s="2MB",
+        disk_bytes_per_s="500kB",
         load_policy="always",
     )
     with Engine(replace(SMALL, cache=cache)) as engine:

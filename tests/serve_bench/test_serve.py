@@ -169,7 +169,7 @@ def test_prompts_longer_than_the_model_takes_are_refused() -> None:
 def test_asking_for_help_loads_no_engine() -> None:
     code = (
         "import sys; from kvtier.cli.bench import app\n"
-        "assert not {'torch', 'matplotlib', 'kvtier.serve_bench'} & set(sys.modules)"
+        "assert not {'torch', 'matplotlib', 'kvtier.serve_bench.serve'} & set(sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=60)
