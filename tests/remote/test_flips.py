@@ -18,6 +18,7 @@ from kvtier.tiers.remote.envelope import HEADER_BYTES, Envelope
 from kvtier.tiers.remote.manifests import Grave, Manifest, Pack
 from kvtier.tiers.remote.pack_reader import PackReader
 from kvtier.tiers.remote.packs import PackShape, pack_name
+from tests.effort import effort
 from tests.remote.bucket import Bucket
 from tests.remote.valkeys import open_tier, tell
 
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.slow
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
 BLOCK_BYTES = 256
-IN_VALUES, IN_PACKS, IN_MANIFESTS = 80_000, 20_000, 10_000
-AT_SERVERS = 2_000
+IN_VALUES, IN_PACKS, IN_MANIFESTS = effort(80_000), effort(20_000), effort(10_000)
+AT_SERVERS = effort(2_000)
 KEYS = [stored_key(number) for number in range(8)]
 
 

