@@ -116,13 +116,13 @@ bench-stores: peers-stores
 
 # kvtier goes into vLLM's environment as a wheel, as it does for those who serve with it.
 kvtier-in-vllm: setup $(PEERS)/vllm/.installed
-	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
-	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall build/wheel/kvtier-*.whl
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel-vllm .
+	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall build/wheel-vllm/kvtier-*.whl
 
 # The same for SGLang.
 kvtier-in-sglang: setup $(PEERS)/sglang-server/.installed
-	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel .
-	$(PEERS)/sglang-server/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall build/wheel/kvtier-*.whl
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel-sglang .
+	$(PEERS)/sglang-server/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall build/wheel-sglang/kvtier-*.whl
 
 # vLLM's own unit tests of what kvtier stands in for; they come from its source distribution.
 UPSTREAM = $(PEERS)/vllm-tests

@@ -19,7 +19,7 @@ _COMMON = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 settings.register_profile("default", max_examples=50, **_COMMON)
-settings.register_profile("ci", max_examples=20, **_COMMON)
+settings.register_profile("ci", max_examples=12, **_COMMON)
 settings.register_profile("sanitize", max_examples=15, **_COMMON)
 settings.register_profile("nightly", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
