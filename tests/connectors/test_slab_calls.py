@@ -11,6 +11,7 @@ import pytest
 
 from kvtier.connectors.shared.names import block_key
 from kvtier.connectors.shared.slab_calls import CALL_BLOCKS, SlabCalls
+from kvtier.errors import TierError
 from kvtier.testing import MemoryStorage, Shelf, host_memory, memory_bytes
 from kvtier.tiers import Pieces, StorageFacts
 from tests.connectors.slab_world import BLOCK_BYTES, DIGEST, bytes_of, memory
@@ -264,3 +265,24 @@ def test_what_is_faster_to_compute_is_not_found_and_some_of_it_read_by_nobody_wh
     assert caller.num_found(*numbers) == 100
     assert caller.load(*numbers) == [True] * 100
     caller.calls.close()
+
+
+def test_memory_of_a_read_that_does_not_end_is_kept_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtier.connectors.shared.block_slab.CLOSE_WAIT_S", 0.05)
+    monkeypatch.setattr("kvtier.connectors.shared.block_slab.END_WAIT_S", 0.05)
+    kept: list[object] = []
+    monkeypatch.setattr("kvtier.connectors.shared.spare_memory._ABANDONED", kept)
+    caller = Caller(memory(128), block_tokens=64)
+    caller.store(*range(100))
+    caller.calls._slab.costs.observe_copy(("disk", "host"), 100 * BLOCK_BYTES, 10.0)
+    caller.calls.observe_prefill(0, 6400, 1.0)
+    caller.now_s = 40.0
+    caller.tier.open_reads.clear()
+    assert caller.num_found(*range(100)) == 0
+    assert caller.tier.is_reading.wait(PATIENCE_S)
+    with pytest.raises(TierError):
+        caller.calls.close()
+    assert len(kept) == 1
+    caller.tier.open_reads.set()

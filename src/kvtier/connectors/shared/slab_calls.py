@@ -17,6 +17,7 @@ from kvtier.connectors.shared.block_slab import BlockSlab, FinishedJob, SlabCoun
 from kvtier.connectors.shared.call_memory import CallMemory
 from kvtier.connectors.shared.row_cache import Look
 from kvtier.connectors.shared.spare_memory import SpareMemory
+from kvtier.errors import TierError
 from kvtier.plan import Costs
 from kvtier.tiers import Pieces, StorageTier
 
@@ -240,7 +241,12 @@ class SlabCalls:
     def close(self) -> None:
         """Finish what is under way, and give the slab to its next owner. As ``BlockSlab``."""
         with self._lock:
-            self._slab.close()
+            try:
+                self._slab.close()
+            except TierError:
+                for spare in self._probes.values():
+                    spare.abandon()
+                raise
             self._collect()
 
     # -- waiting -----------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from kvtier.connectors.shared.call_memory import CallMemory
 from kvtier.tiers import Pieces
 from kvtier.types import Slot
 
+_ABANDONED: list[mmap.mmap] = []
+
 
 class SpareMemory:
     """Slots of ``memory`` for ``num_blocks`` blocks, which lie one after the other in pages of
@@ -30,3 +32,7 @@ class SpareMemory:
         """Nothing is read into it any more."""
         self._memory.take_back(self.slots)
         self._pages.close()
+
+    def abandon(self) -> None:
+        """A read into it does not end: it is nobody else's for as long as the process lives."""
+        _ABANDONED.append(self._pages)
