@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 from kvtier._hot import crc32c_many
 from kvtier.devices.base import Finding
+from kvtier.errors import Closed
+from kvtier.process import OwnerProcess
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
@@ -51,6 +53,8 @@ class IoEngine(ABC):
     """
 
     name: str
+    _is_closed: bool
+    _process: OwnerProcess
 
     @abstractmethod
     def read(
@@ -88,6 +92,11 @@ class IoEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back but the file. A second call does nothing."""
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise Closed("this I/O engine was closed; open another for the file")
+        self._process.must_be_here("this I/O engine")
 
 
 def runs(offsets: Int64s, sizes: Int64s, fuse_bytes: int, max_bytes: int) -> Iterator[slice]:

@@ -25,7 +25,7 @@ import numpy as np
 
 from kvtier.devices.base import Fence, Finding, Memory
 from kvtier.devices.library import DriverError
-from kvtier.errors import Closed, DeviceError, TierError
+from kvtier.errors import DeviceError, TierError
 from kvtier.process import OwnerProcess
 from kvtier.tiers.disk.io.base import (
     IO_ALIGNMENT,
@@ -235,11 +235,6 @@ class DirectEngine(IoEngine):
         return TierError("disk", self.vendor.name, reason)
 
     # -- a batch ----------------------------------------------------------------------------------
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise Closed("this I/O engine was closed; open another for the file")
-        self._process.must_be_here("this I/O engine")
 
     def _transfer(
         self,

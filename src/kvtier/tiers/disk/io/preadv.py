@@ -15,7 +15,6 @@ from enum import Enum
 import numpy as np
 
 from kvtier.devices.base import Finding
-from kvtier.errors import Closed
 from kvtier.process import OwnerProcess
 from kvtier.tiers.disk.io.base import (
     IO_ALIGNMENT,
@@ -84,11 +83,6 @@ class PreadvEngine(IoEngine):
         if self._process.is_here:  # a forked child has none of their threads
             for pool in self._pools.values():
                 pool.shutdown()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise Closed("this I/O engine was closed; open another for the file")
-        self._process.must_be_here("this I/O engine")
 
     def _batch(
         self,

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvtier._hot import UringRing
 from kvtier.devices.base import Finding, Memory
-from kvtier.errors import Closed, TierError
+from kvtier.errors import TierError
 from kvtier.process import OwnerProcess
 from kvtier.tiers.disk.io.base import Int64s, IoEngine, Uint32s, Uint64s, check_batch, is_direct
 
@@ -101,11 +101,6 @@ class UringEngine(IoEngine):
     def close(self) -> None:
         self._is_closed = True
         self._rings.clear()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise Closed("this I/O engine was closed; open another for the file")
-        self._process.must_be_here("this I/O engine")
 
     def _transfer(
         self,
