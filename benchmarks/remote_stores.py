@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 import kvtier
+from benchmarks.peers import Contestant
 from kvtier.layout import opaque
 from kvtier.plugins import load_plugin
 from kvtier.testing.proxy import Proxy
@@ -62,9 +63,6 @@ class Memory:
 
     def keys(self, turn: int, side: int) -> list[BlockKey]:
         return [_key(f"{turn} {side} {self.block_bytes} {at}") for at in range(self.num)]
-
-    def many_keys(self, num: int) -> list[BlockKey]:
-        return [_key(f"asked {at}") for at in range(num)]
 
     def fill(self, seed: int) -> None:
         """Other bytes in each block and turn."""
@@ -154,12 +152,13 @@ class Client(ABC):
 
 
 class Place(ABC):
-    """A real server, started. has_to_ask: a look-up is a request."""
+    """A real server, started. has_to_ask: a look-up is a request. is_far: a network leads to it."""
 
     name: ClassVar[str]
     client_name: ClassVar[str]
     packages: ClassVar[tuple[str, ...]]
     has_to_ask: ClassVar[bool] = True
+    is_far: ClassVar[bool] = True
 
     @classmethod
     @abstractmethod
@@ -186,8 +185,14 @@ class Place(ABC):
     def tier(self, block_bytes: int, num_blocks: int, threads: int) -> Tier:
         return Tier(self.open(self.port, block_bytes, num_blocks, threads))
 
+    def peers(self, threads: int) -> list[Contestant]:
+        """Others' ways to it."""
+        return []
+
     def far(self, round_trip_s: float, block_bytes: int, num_blocks: int) -> Tier | None:
         """Behind a network that takes its time; None where there is none."""
+        if not self.is_far:
+            return None
         proxy = Proxy(self.port, round_trip_s / 2)
         return Tier(self.open(proxy.port, block_bytes, num_blocks, 1), proxy)
 
@@ -266,6 +271,10 @@ class ValkeyPlace(Place):
 
     def client(self, threads: int) -> Client:
         return Redis(self.port)
+
+    def peers(self, threads: int) -> list[Contestant]:
+        options = {"port": self.port, "num_workers": threads}
+        return [Contestant("lmcache resp", "lmcache", "lmcache_resp", options)]
 
     def close(self) -> None:
         self._server.close()
@@ -348,7 +357,7 @@ class S3Place(Place):
         os.environ.update(credentials | {"AWS_REGION": REGION})
         program = find_binary("weed")
         assert program is not None, "it is not missing"
-        self._server = seaweed(program, folder / "server")
+        self._server = seaweed(program, folder / "server", num_volumes=256)
         self._server.start()
         make_bucket(self._server.url)
 

@@ -184,6 +184,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = read_options(arguments)
     options.host = f"{options.ratio} of the device's"
     plan = QUICK if options.quick else USUAL
+    if options.known_blocks:
+        plan = replace(plan, known_blocks=options.known_blocks)
     both = Measurement(options)
     run_benchmark("sglang_multi_turn", options, plan, contestants, both.measure, both.result)
 
@@ -198,6 +200,9 @@ def read_options(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--ratio", type=float, default=1.1, help="of host memory (1.1)")
     parser.add_argument("--device-blocks", type=int, default=128, help="SGLang's own pool (128)")
+    parser.add_argument(
+        "--known-blocks", type=int, help=f"per prompt of the second pass ({USUAL.known_blocks})"
+    )
     return parser.parse_args(arguments)
 
 

@@ -7,7 +7,7 @@ then the others, which have to come from below it or to be computed again.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.multi_turn_report import Row, changed, judged_row, spread
@@ -103,12 +103,19 @@ def rows(contestant: str, found: SecondPass) -> list[Row]:
             "prompt_tokens": found.prompt_tokens,
             "first_ttft_ms": round(statistics.mean(e.first_ms for e in found.prompts), 1),
             "ttft_ms": round(statistics.mean(e.second_ms for e in found.prompts), 1),
+            "from_device_ms": mean_ms(each for each in found.prompts if each.on_device),
+            "from_below_ms": mean_ms(each for each in found.prompts if not each.on_device),
             "device_share": round(found.device_share, 4),
             "from_tier_share": round(found.tier_share, 4),
             "same_answers": sum(each.same_answer for each in found.prompts),
             "ttft_ratio": spread(median_with_interval(ratios(found.prompts))),
         }
     ]
+
+
+def mean_ms(prompts: Iterable[Twice]) -> float:
+    """To the first token, the second time."""
+    return round(statistics.mean(each.second_ms for each in prompts), 1)
 
 
 def ratios(prompts: Sequence[Twice]) -> list[float]:

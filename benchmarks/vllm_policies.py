@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,13 +23,14 @@ from rich.table import Table
 
 from benchmarks.machine import machine_facts
 from benchmarks.targets import judged
-from benchmarks.traces import BLOCK_TOKENS, Keys, Trace, agentic, conversation
+from benchmarks.traces import BLOCK_TOKENS, Trace, agentic, conversation, documents
 from kvtier.serve_bench.stats import exactly
 
 OURS = "kvtier"
 POLICIES = {"lru": None, "arc": None, "KvtierPolicy": "kvtier.connectors.vllm.pieces.policy"}
 """As in vLLM's settings: eviction_policy, and cache_policy_module_path where it is not vLLM's."""
 CALLED = {"KvtierPolicy": OURS}
+TRACES = ("conversation", "agentic", "documents")
 STEP_BLOCKS = 16
 """Stored at a time: 8,192 tokens, vLLM's usual step of a long prefill."""
 
@@ -51,15 +51,19 @@ class Row:
 # -- replay ----------------------------------------------------------------------------------------
 
 
-def replay(chains: Sequence[Keys], policy: str, capacity: int) -> tuple[int, int]:
+def replay(trace: Trace, policy: str, capacity: int) -> tuple[int, int]:
     """Blocks that were hits, and stores that vLLM could not place."""
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
     manager = CPUOffloadingManager(capacity, policy, POLICIES[policy])
+    now = [0.0]
+    if policy in CALLED:
+        manager._policy.clock = lambda: now[0]
     keys_of: dict[int, bytes] = {}
     num_hits = num_refused = 0
-    for number, chain in enumerate(chains):
+    for number, chain in enumerate(trace.chains):
+        now[0] = trace.times[number]
         keys = [
             keys_of.get(each)
             or keys_of.setdefault(each, make_offload_key(each.to_bytes(32, "big"), 0))
@@ -88,7 +92,7 @@ def replay(chains: Sequence[Keys], policy: str, capacity: int) -> tuple[int, int
 def measure(trace: Trace, policy: str, share: float) -> Row:
     capacity = max(1, int(share * trace.num_unique))
     began = time.process_time()
-    hits, refused = replay(trace.chains, policy, capacity)
+    hits, refused = replay(trace, policy, capacity)
     seconds = time.process_time() - began
     return Row(
         trace.name,
@@ -151,14 +155,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--hours", type=float, default=2.3, help="that they begin in (2.3)")
     parser.add_argument("--seed", type=int, default=11, help="of their beginnings (11)")
     parser.add_argument("--processes", type=int, default=2, help="(2)")
-    parser.add_argument("--only", choices=["conversation", "agentic"], help="one trace")
+    parser.add_argument("--only", choices=TRACES, help="one trace")
     options = parser.parse_args(arguments)
 
     traces = []
-    if options.only != "agentic":
+    if options.only in (None, "conversation"):
         traces.append(conversation(options.traces))
-    if options.only != "conversation":
+    if options.only in (None, "agentic"):
         traces.append(agentic(options.traces, options.sessions, options.hours, options.seed))
+    if options.only in (None, "documents"):
+        traces.append(documents())
     with ProcessPoolExecutor(options.processes) as pool:
         jobs = [
             pool.submit(measure, trace, policy, share)

@@ -44,11 +44,13 @@ pages, or two servers of a kind would differ by which small ones they got."""
 
 @dataclass(frozen=True, slots=True)
 class Vllm(Contestant):
-    """connector: its ``--kv-transfer-config``. device_blocks: of its pool, where that differs."""
+    """connector: its ``--kv-transfer-config``. device_blocks: of its pool, where that differs.
+    block_tokens: of a block, where that is not ``BLOCK``."""
 
     environment: str = "vllm"
     device_blocks: int | None = None
     connector: dict[str, object] | None = None
+    block_tokens: int = BLOCK
 
     block = BLOCK
     reset_path = "/reset_prefix_cache"
@@ -69,7 +71,7 @@ class Vllm(Contestant):
             "--host": LOOPBACK,
             "--port": port,
             "--dtype": "float32",
-            "--block-size": BLOCK,
+            "--block-size": self.block_tokens,
             "--num-gpu-blocks-override": self.device_blocks or size.device_blocks,
             "--max-model-len": size.max_tokens,
             "--max-num-seqs": 16,

@@ -1,7 +1,10 @@
 // Binding of the flat table of keys. Arguments are checked here and trusted inside.
+#include <nanobind/stl/string.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -11,6 +14,7 @@
 #include "bound_values.hpp"
 #include "packed.hpp"
 #include "keys/key_index.hpp"
+#include "policy/live.hpp"
 
 namespace nb = nanobind;
 
@@ -31,8 +35,10 @@ namespace {
 
 class KeyIndex {
  public:
-  KeyIndex(nb::tuple tiers, nb::tuple states)
-      : index_(num_columns(tiers)), columns_(std::move(tiers), 1), states_(std::move(states)) {
+  KeyIndex(nb::tuple tiers, nb::tuple states, nb::tuple learning, const std::string& policy)
+      : index_(which_of(tiers, learning), checked_policy(policy, learning)),
+        columns_(std::move(tiers), 1),
+        states_(std::move(states)) {
     if (states_.size() != 4) fail(PyExc_ValueError, "four states, not %zu", states_.size());
   }
   KeyIndex(const KeyIndex&) = delete;
@@ -70,6 +76,42 @@ class KeyIndex {
     checked([&] { index_.make(keys_, blocks_); });
     return list_of(blocks_, number);
   }
+
+  void asked(nb::handle keys, double now) {
+    bound::to_time(now);
+    const bound::Items items(keys, "keys must be iterable");
+    read_keys(items);
+    checked([&] { index_.asked(keys_, now); });
+  }
+  void retain(nb::handle keys, nb::handle said, double now) {
+    bound::to_time(now);
+    const policy::Said it = bound::to_said(said);
+    const bound::Items items(keys, "keys must be iterable");
+    read_keys(items);
+    checked([&] { index_.retain(keys_, it, now); });
+  }
+  void continues(nb::handle keys, nb::handle before) {
+    const bound::Items items(keys, "keys must be iterable");
+    read_keys(items);
+    const trie::Label behind = bound::to_label(before.ptr());
+    checked([&] { index_.continues(keys_, behind); });
+  }
+  // Positions of the keys.
+  nb::object admit(nb::handle keys, nb::handle column, nb::handle num_free, double least_chance) {
+    const std::size_t at = columns_.position(column);
+    const std::size_t free = bound::to_limit(num_free);
+    const bound::Items items(keys, "keys must be iterable");
+    read_keys(items);
+    which_.clear();
+    checked([&] { index_.admit(keys_, at, free, least_chance, which_); });
+    return list_of(which_, number);
+  }
+  void set_room(nb::handle column, nb::handle num_blocks) {
+    const std::size_t at = columns_.position(column);
+    const std::size_t num = bound::to_limit(num_blocks);
+    checked([&] { index_.set_room(at, num); });
+  }
+  void set_doubling(double at_blocks) { index_.set_doubling(bound::to_doubling(at_blocks)); }
 
   nb::object states_of(nb::handle blocks, nb::handle column) {
     const std::size_t at = columns_.position(column);
@@ -181,10 +223,22 @@ class KeyIndex {
   }
 
  private:
-  static std::size_t num_columns(const nb::tuple& tiers) {
+  static std::vector<bool> which_of(const nb::tuple& tiers, const nb::tuple& learning) {
     if (tiers.size() < 1 || tiers.size() > trie::kMaxColumns)
       fail(PyExc_ValueError, "1 to %zu tiers, not %zu", trie::kMaxColumns, tiers.size());
-    return tiers.size();
+    std::vector<bool> learns;
+    for (const nb::handle tier : tiers) {
+      const int is_in = PySequence_Contains(learning.ptr(), tier.ptr());
+      if (is_in < 0) throw nb::python_error();
+      learns.push_back(is_in > 0);
+    }
+    return learns;
+  }
+
+  static const std::string& checked_policy(const std::string& name, const nb::tuple& learning) {
+    if (learning.size() > 0 && !policy::has_live(name))
+      fail(PyExc_ValueError, "no policy is called '%s'", name.c_str());
+    return name;
   }
 
   void read_keys(const bound::Items& items) {
@@ -230,18 +284,29 @@ class KeyIndex {
   std::vector<Index> rows_;
   std::vector<BlockId> blocks_;
   std::vector<Slot> slots_;
+  std::vector<std::uint32_t> which_;
 };
 
 }  // namespace
 
 void bind_key_index(nb::module_& module) {
   nb::class_<KeyIndex>(module, "KeyIndex", "Blocks by key, and where they are: see kvtier.index.")
-      .def(nb::init<nb::tuple, nb::tuple>(), nb::arg("tiers"), nb::arg("states"))
+      .def(nb::init<nb::tuple, nb::tuple, nb::tuple, const std::string&>(), nb::arg("tiers"),
+           nb::arg("states"), nb::arg("learning"), nb::arg("policy") = "runs")
       .def("__len__", &KeyIndex::size, nb::lock_self())
       .def("num_bytes", &KeyIndex::num_bytes, nb::lock_self())
       .def("find", &KeyIndex::find, nb::arg("keys"), nb::lock_self())
       .def("expect", &KeyIndex::expect, nb::arg("num_blocks"), nb::lock_self())
       .def("make", &KeyIndex::make, nb::arg("keys"), nb::lock_self())
+      .def("asked", &KeyIndex::asked, nb::arg("keys"), nb::arg("now"), nb::lock_self())
+      .def("retain", &KeyIndex::retain, nb::arg("keys"), nb::arg("said"), nb::arg("now"),
+           nb::lock_self())
+      .def("continues", &KeyIndex::continues, nb::arg("keys"), nb::arg("before"), nb::lock_self())
+      .def("admit", &KeyIndex::admit, nb::arg("keys"), nb::arg("column"), nb::arg("num_free"),
+           nb::arg("least_chance"), nb::lock_self())
+      .def("set_room", &KeyIndex::set_room, nb::arg("column"), nb::arg("num_blocks"),
+           nb::lock_self())
+      .def("set_doubling", &KeyIndex::set_doubling, nb::arg("at_blocks"), nb::lock_self())
       .def("states_of", &KeyIndex::states_of, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
       .def("slots", &KeyIndex::slots, nb::arg("blocks"), nb::arg("column"), nb::lock_self())
       .def("keys", &KeyIndex::keys, nb::arg("blocks"), nb::lock_self())

@@ -36,6 +36,15 @@ void bind_trie(nb::module_& module) {
       .def("insert", &BlockTrie::insert, nb::arg("namespace"), nb::arg("labels"), nb::arg("column"),
            nb::arg("slots"), nb::arg("now"), nb::arg("after").none(), nb::arg("hold"),
            nb::lock_self())
+      .def("asked", &BlockTrie::asked, nb::arg("namespace"), nb::arg("labels"), nb::arg("now"),
+           nb::lock_self())
+      .def("retain", &BlockTrie::retain, nb::arg("namespace"), nb::arg("labels"), nb::arg("said"),
+           nb::arg("now"), nb::lock_self())
+      .def("admit", &BlockTrie::admit, nb::arg("blocks"), nb::arg("column"), nb::arg("num_free"),
+           nb::arg("least_chance"), nb::lock_self())
+      .def("set_room", &BlockTrie::set_room, nb::arg("column"), nb::arg("num_blocks"),
+           nb::lock_self())
+      .def("set_doubling", &BlockTrie::set_doubling, nb::arg("at_blocks"), nb::lock_self())
       .def("begin_write", &BlockTrie::begin_write, nb::arg("blocks"), nb::arg("column"),
            nb::arg("slots"), nb::lock_self())
       .def("commit", &BlockTrie::commit, nb::arg("blocks"), nb::arg("column"), nb::arg("now"),

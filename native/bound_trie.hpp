@@ -209,6 +209,35 @@ class BlockTrie {
     });
   }
 
+  void asked(nb::handle space, nb::handle labels, double now) {
+    to_time(now);
+    labels_.read(labels, [&](trie::Labels& path) {
+      trie_.asked(to_name(space.ptr(), "a namespace"), path, now);
+    });
+  }
+  void retain(nb::handle space, nb::handle labels, nb::handle said, double now) {
+    to_time(now);
+    const policy::Said it = to_said(said);
+    labels_.read(labels, [&](trie::Labels& path) {
+      trie_.retain(to_name(space.ptr(), "a namespace"), path, it, now);
+    });
+  }
+  nb::object admit(nb::handle blocks, nb::handle column, nb::handle num_free,
+                   double least_chance) {
+    const std::size_t at = columns_.position(column);
+    const std::size_t free = to_limit(num_free);
+    read_blocks(blocks);
+    std::vector<BlockId> admitted;
+    checked([&] { trie_.admit(blocks_, at, free, least_chance, admitted); });
+    return numbers_of(admitted);
+  }
+  void set_room(nb::handle column, nb::handle num_blocks) {
+    const std::size_t at = columns_.position(column);
+    const std::size_t num = to_limit(num_blocks);
+    checked([&] { trie_.set_room(at, num); });
+  }
+  void set_doubling(double at_blocks) { trie_.set_doubling(to_doubling(at_blocks)); }
+
   void commit(nb::handle blocks, nb::handle column, double now) {
     to_time(now);
     each(blocks, column, [&](BlockId block, std::size_t at) { trie_.commit(block, at, now); });

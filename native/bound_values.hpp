@@ -11,6 +11,7 @@
 
 #include "bind.hpp"
 #include "errors.hpp"
+#include "policy/retention.hpp"
 #include "trie/tokens.hpp"
 #include "trie/types.hpp"
 
@@ -75,6 +76,33 @@ inline double to_time(double now) {
     fail(PyExc_ValueError, "now must be a finite number of seconds, not %s",
          std::isnan(now) ? "nan" : now > 0 ? "inf" : "-inf");
   return now;
+}
+
+// kvtier.hints.Said.
+inline policy::Said to_said(nb::handle said) {
+  int word = 0, level = 0;
+  long long first = 0, end = 0;
+  double until = 0.0;
+  if (!PyTuple_Check(said.ptr()))
+    fail(PyExc_TypeError, "said must be a tuple, not %s", Py_TYPE(said.ptr())->tp_name);
+  if (!PyArg_ParseTuple(said.ptr(), "iiLLd", &word, &level, &first, &end, &until))
+    throw nb::python_error();
+  if (word < 0 || word >= policy::kNumWords)
+    fail(PyExc_ValueError, "word %d is not in 0 .. %d", word, policy::kNumWords - 1);
+  if (level < 0 || level > policy::kHighest)
+    fail(PyExc_ValueError, "level %d is not in 0 .. %d", level, int{policy::kHighest});
+  if (first < 0 || first > end || end > std::numeric_limits<std::uint32_t>::max())
+    fail(PyExc_ValueError, "%lld .. %lld are no places of a prompt", first, end);
+  to_time(until);
+  return {static_cast<policy::Word>(word), static_cast<policy::Level>(level),
+          static_cast<std::uint32_t>(first), static_cast<std::uint32_t>(end), until};
+}
+
+// So deep in a prompt a block is worth twice what the first one is; 0: all are worth the same.
+inline double to_doubling(double at_blocks) {
+  if (!(at_blocks >= 0.0) || std::isinf(at_blocks))
+    fail(PyExc_ValueError, "doubles_at_blocks must be 0 or a number of blocks above it");
+  return at_blocks;
 }
 
 inline trie::Slot to_slot(PyObject* value) {

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.effort import chosen_cases
 
 # Models are built in or local; a test that would download one must fail at once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -19,7 +24,25 @@ _COMMON = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
 settings.register_profile("default", max_examples=50, **_COMMON)
-settings.register_profile("ci", max_examples=12, **_COMMON)
+settings.register_profile("ci", max_examples=7, **_COMMON)
 settings.register_profile("sanitize", max_examples=15, **_COMMON)
 settings.register_profile("nightly", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = chosen_cases(item.nodeid for item in items)
+    left_out = [item for item in items if item.nodeid not in chosen]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.nodeid in chosen]
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """What a connector does to our logger inside of an engine ends with the test."""
+    logger = logging.getLogger("kvtier")
+    handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
+    yield
+    logger.handlers, logger.propagate = handlers, propagate
+    logger.setLevel(level)

@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
+from collections.abc import Iterable
+from random import Random
 
 EFFORT = float(os.environ.get("KVTIER_EFFORT", "1"))
+MOST_CASES = 2
+"""Of one test with parameters, with less effort than all."""
+SAMPLE = os.environ.get("KVTIER_SAMPLE", "")
+"""Another one chooses other cases."""
 
 
 def effort(num: int, step: int = 1) -> int:
     """So many of ``num`` turns, in whole steps."""
     return max(step, int(num * EFFORT) // step * step)
+
+
+def chosen_cases(tests: Iterable[str]) -> set[str]:
+    """Of tests, by their ids, those to run: with less effort some cases of each, by chance, the
+    same in each process."""
+    cases: dict[str, list[str]] = defaultdict(list)
+    for test in tests:
+        cases[test.partition("[")[0]].append(test)
+    if EFFORT == 1:
+        return {test for each in cases.values() for test in each}
+    return {
+        test
+        for name, each in cases.items()
+        for test in Random(f"{SAMPLE} {name}").sample(each, min(MOST_CASES, len(each)))
+    }

@@ -15,8 +15,9 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from benchmarks.scale.keyed import BLOCK_BYTES, FILL, NUM_TO_MOVE, PROMPT_BLOCKS, new_keys
 from benchmarks.scale.part import timed, timed_in_turn
-from kvtier.connectors.vllm.manager import Shape, TierManager
+from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.names import Names
+from kvtier.connectors.vllm.prompt import Shape
 from kvtier.connectors.vllm.visit import Advice
 from kvtier.tiers import StorageFacts
 from kvtier.transfer.ranks import Hello, RankMover, Report
@@ -51,19 +52,21 @@ def waiting(num: int) -> Callable[[], None]:
         context = ReqContext(f"request {at}")
         context._offload_key_positions.update(ends)
         manager.on_new_request(context)
-        manager.begin_look_up(context.req_id, 0)
+        visit = manager.visit(context.req_id)
+        visit.begin_look_up(0)
         for key in prompt:
             manager.lookup(key, context)
-        advice = manager.advise(context.req_id, 0, len(prompt) * STEP)
+        advice = manager.bringing.advise(visit, 0, len(prompt) * STEP)
         assert advice is Advice.WAIT, advice
-    for visit in manager._visits.values():  # nobody loses patience while the others arrive
+    visits = [manager.visit(f"request {at}") for at in range(NUM_WAITING)]
+    for visit in visits:  # nobody loses patience while the others arrive
         assert visit.wait is not None
         visit.wait = dataclasses.replace(visit.wait, until=float("inf"))
 
     def step() -> None:
         manager.hear(Report())
-        for at in range(NUM_WAITING):
-            assert manager.must_wait(f"request {at}", 0)
+        for visit in visits:
+            assert manager.bringing.must_wait(visit, 0)
 
     step()
     return step

@@ -3,12 +3,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "common/cells.hpp"
 #include "keys/key_rows.hpp"
+#include "policy/keeper.hpp"
+#include "policy/live.hpp"
 #include "trie/types.hpp"
 
 namespace kvtier::keys {
@@ -18,7 +22,9 @@ namespace kvtier::keys {
 // trie::BrokenPromise, or std::invalid_argument for a key of another length.
 class KeyIndex {
  public:
-  explicit KeyIndex(std::size_t num_columns);
+  // learns: per column, whether a policy decides there that knows requests, or least recently used
+  // first. policy: which one; one that `make_live` knows.
+  KeyIndex(const std::vector<bool>& learns, std::string_view policy);
   KeyIndex(const KeyIndex&) = delete;
   KeyIndex& operator=(const KeyIndex&) = delete;
 
@@ -43,7 +49,7 @@ class KeyIndex {
   std::size_t num_evictable(std::size_t column) const { return orders_[column].num_idle; }
   std::size_t num_held(std::size_t column) const { return orders_[column].num_held; }
   std::size_t size() const { return rows_.num_live(); }
-  std::size_t num_bytes() const { return rows_.num_bytes() + cells_.num_bytes(); }
+  std::size_t num_bytes() const;
 
   // -- writing
 
@@ -54,6 +60,22 @@ class KeyIndex {
   void begin_write(BlockId block, std::size_t column, Slot slot);
   void commit(BlockId block, std::size_t column);
   Slot abort(BlockId block, std::size_t column) { return leave(row(block), column); }
+
+  // -- requests
+
+  // A request begins: the keys of its prompt, no two alike.
+  void asked(std::span<const Key> keys, double now);
+  // Somebody says something of a prompt.
+  void retain(std::span<const Key> keys, const policy::Said& said, double now);
+  // Keys that lie behind another one, where nobody has asked for them.
+  void continues(std::span<const Key> keys, Key before);
+  // Which of these blocks, which are not in the column, are worth their room there, and a write.
+  // Appends their positions.
+  void admit(std::span<const Key> keys, std::size_t column, std::size_t num_free,
+             double least_chance, std::vector<std::uint32_t>& which);
+  void set_room(std::size_t column, std::size_t num_blocks);
+  // The block so deep in a prompt is worth twice what the first one is.
+  void set_doubling(double doubles_at_blocks);
 
   // -- use
 
@@ -83,6 +105,19 @@ class KeyIndex {
   void check_invariants() const;
 
  private:
+  // A column where a policy knows requests. Its number of a block is kept in `before`, and all that
+  // are written or ready count as linked.
+  struct Learning final : policy::Keeper {
+    Learning(const KeyIndex& index, std::size_t column, std::string_view name);
+    policy::Key key(Index row) const override;
+    bool may_leave(Index row, std::uint32_t) const override;
+    Index find(policy::Key name) const override;
+
+    const KeyIndex& index;
+    std::size_t column;
+    std::unique_ptr<policy::Live> live;
+  };
+
   // The blocks of a column from the first to leave to the last. Those that an eviction has passed
   // over, for they are held or being written, are taken out, so that no eviction meets them twice.
   struct Order {
@@ -90,6 +125,7 @@ class KeyIndex {
     Index last = kNone;
     std::size_t num_held = 0;
     std::size_t num_idle = 0;
+    std::unique_ptr<Learning> learning;  // in the place of the order
   };
 
   Index row(BlockId block) const;
@@ -101,6 +137,11 @@ class KeyIndex {
   void for_each(std::span<const Key> keys, Visit&& visit) const;
   void check_key(Key key) const;
   void move(Index row, std::size_t column, State to);
+  void enter(Index row, std::size_t column);
+  template <typename Tell>
+  void tell_of_prompt(std::span<const Key> keys, Tell&& tell);
+  void evict_learned(std::size_t column, std::size_t num_blocks, std::vector<BlockId>& chosen);
+  void check_column(std::size_t column) const;
   void link_first(Index row, std::size_t column);
   void link_last(Index row, std::size_t column);
   void unlink(Index row, std::size_t column);
@@ -111,6 +152,9 @@ class KeyIndex {
   KeyRows rows_;
   Cells<std::uint8_t> cells_;
   std::vector<Order> orders_;
+  // Kept from call to call, to spare allocations.
+  std::vector<policy::Key> names_;
+  std::vector<Index> found_;
 };
 
 }  // namespace kvtier::keys

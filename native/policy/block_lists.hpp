@@ -12,7 +12,8 @@
 
 namespace kvtier::policy {
 
-// Each block is in one of kNumLists lists, or in none for a moment.
+// Each block is in one of kNumLists lists, or in none for a moment. One that is parked belongs to its
+// list and counts there, but has no place in it until it comes back.
 template <std::size_t kNumLists>
 class BlockLists {
  public:
@@ -21,14 +22,16 @@ class BlockLists {
   struct Block {
     Key key;
     Index newer, older;
+    Index item;  // its owner's number
     std::uint8_t list;
     std::uint8_t count;  // a policy's own
+    bool is_parked;
   };
 
   Block& operator[](Index block) { return blocks_[block]; }
   const Block& operator[](Index block) const { return blocks_[block]; }
 
-  // kNone where it is in no list.
+  // kNone where it is not known.
   Index find(Key key) const {
     return cells_.find(key, [&](Index block) { return blocks_[block].key == key; });
   }
@@ -39,29 +42,32 @@ class BlockLists {
   Index oldest(std::uint8_t list) const { return ends_[list].oldest; }
 
   // A new block, in no list yet.
-  Index make(Key key) {
-    const Index block = blocks_.add({key, kNone, kNone, kNoList, 0});
+  Index make(Key key, Index item = kNone) {
+    const Index block = blocks_.add({key, kNone, kNone, item, kNoList, 0, false});
     cells_.insert(key, block);
     return block;
   }
   // As the newest of the list.
   void put(Index block, std::uint8_t list) {
-    Ends& ends = ends_[list];
-    Block& it = blocks_[block];
-    it.list = list;
-    it.newer = kNone;
-    it.older = ends.newest;
-    (ends.newest == kNone ? ends.oldest : blocks_[ends.newest].newer) = block;
-    ends.newest = block;
-    ++ends.num;
+    blocks_[block].list = list;
+    ++ends_[list].num;
+    link(block, kNone);
   }
   void take(Index block) {
-    Block& it = blocks_[block];
-    Ends& ends = ends_[it.list];
-    (it.newer == kNone ? ends.newest : blocks_[it.newer].older) = it.older;
-    (it.older == kNone ? ends.oldest : blocks_[it.older].newer) = it.newer;
-    it.list = kNoList;
-    --ends.num;
+    if (blocks_[block].is_parked) unpark(block);
+    else unlink(block);
+    --ends_[blocks_[block].list].num;
+    blocks_[block].list = kNoList;
+  }
+  void park(Index block) {
+    unlink(block);
+    blocks_[block].is_parked = true;
+    ++ends_[blocks_[block].list].num_parked;
+  }
+  // A parked block is in its list, before another one; kNone: as the newest.
+  void come_back(Index block, Index newer) {
+    unpark(block);
+    link(block, newer);
   }
   void move(Index block, std::uint8_t list) {
     take(block);
@@ -84,8 +90,9 @@ class BlockLists {
         promise(blocks_[at].list == list && blocks_[at].older == before, "lists: links disagree");
         promise(find(blocks_[at].key) == at, "lists: a block is not found");
       }
-      promise(num == size(list) && before == newest(list), "lists: blocks are miscounted");
-      num_listed += num;
+      promise(num + ends_[list].num_parked == size(list) && before == newest(list),
+              "lists: blocks are miscounted");
+      num_listed += size(list);
     }
     promise(num_listed == blocks_.size(), "lists: some are in none");
   }
@@ -95,7 +102,27 @@ class BlockLists {
     Index newest = kNone;
     Index oldest = kNone;
     std::size_t num = 0;
+    std::size_t num_parked = 0;  // of these
   };
+
+  void link(Index block, Index newer) {
+    Ends& ends = ends_[blocks_[block].list];
+    const Index older = newer == kNone ? ends.newest : blocks_[newer].older;
+    blocks_[block].newer = newer;
+    blocks_[block].older = older;
+    (newer == kNone ? ends.newest : blocks_[newer].older) = block;
+    (older == kNone ? ends.oldest : blocks_[older].newer) = block;
+  }
+  void unlink(Index block) {
+    const Block& it = blocks_[block];
+    Ends& ends = ends_[it.list];
+    (it.newer == kNone ? ends.newest : blocks_[it.newer].older) = it.older;
+    (it.older == kNone ? ends.oldest : blocks_[it.older].newer) = it.newer;
+  }
+  void unpark(Index block) {
+    blocks_[block].is_parked = false;
+    --ends_[blocks_[block].list].num_parked;
+  }
 
   Pool<Block> blocks_;
   Cells<std::uint32_t> cells_;  // keys are mixed bits: their own hashes

@@ -16,8 +16,10 @@ constexpr double kUnitShare = 0.01;  // of a request, in what a block is worth l
 
 }  // namespace
 
-Guard::Guard(std::size_t capacity)
-    : capacity_(static_cast<double>(capacity)), patience_(kFirstRest * capacity_) {}
+void Guard::set_capacity(std::size_t capacity) {
+  capacity_ = static_cast<double>(capacity);
+  patience_ = kFirstRest * capacity_;
+}
 
 void Guard::judge(std::size_t num_asked, double lost, double usual) {
   const auto num = static_cast<double>(num_asked);

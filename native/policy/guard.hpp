@@ -9,7 +9,8 @@ namespace kvtier::policy {
 // LRU should decide for a while, twice as long each time.
 class Guard {
  public:
-  explicit Guard(std::size_t capacity);
+  explicit Guard(std::size_t capacity) { set_capacity(capacity); }
+  void set_capacity(std::size_t capacity);
 
   // num_asked: blocks of the request. lost: what the hits of LRU would have been worth, less what
   // those were that there were. usual: what a block of its middle is worth.
@@ -17,11 +18,11 @@ class Guard {
   bool is_lru() const { return is_lru_; }
 
  private:
-  double capacity_;
+  double capacity_ = 0.0;
   double unit_ = 1.0;  // what a block is worth, lately
   double debt_ = 0.0;  // below zero: gained
   double rest_ = 0.0;  // blocks to be asked for until the policy may try again
-  double patience_;    // the next rest
+  double patience_ = 0.0;  // the next rest
   bool is_lru_ = false;
 };
 

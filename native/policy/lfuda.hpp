@@ -1,65 +1,107 @@
-// Least frequently used first, with ageing: a policy that others have, to compare with.
+// Least frequently used first, with ageing. See `LiveQueues` for what each call means.
 #pragma once
 
-#include <compare>
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <set>
-#include <span>
 #include <vector>
 
-#include "policy/replayed.hpp"
-#include "policy/tree.hpp"
+#include "policy/numbers.hpp"
+#include "policy/pool.hpp"
 
 namespace kvtier::policy {
 
 // A block is worth its number of uses since it came, and what the last one that left was worth
-// then. Leaves leave first, of those that are worth the same the deepest, then the one that was
-// made first. Source: Arlitt et al., Evaluating content management techniques for Web proxy caches,
-// 2000.
-class Lfuda final : public Replayed {
+// then. The least leaves first, of those that are worth the same the deepest, then the one that came
+// first. Source: Arlitt et al., Evaluating content management techniques for Web proxy caches, 2000.
+//
+// A heap with an entry per block that is not parked. A use does not move it: what it says the block
+// is worth is a lower bound, made right when it comes to the top. Of a block that is gone the entry
+// stays until it does.
+class Lfuda {
  public:
-  explicit Lfuda(std::size_t capacity) : capacity_(capacity) {}
+  explicit Lfuda(std::size_t) {}
 
-  std::size_t request(std::span<const Key> path, double now) override;
-  std::size_t num_blocks() const override { return blocks_.size(); }
-  std::size_t num_bytes() const override;
-  void check() const override;
+  void set_capacity(std::size_t) {}
+  Index find(Key) const { return kNone; }  // nothing is remembered
+  void prefetch(Key) const {}
+  bool is_resident(Index block) const { return blocks_[block].number != kGone; }
+  bool is_parked(Index block) const { return blocks_[block].is_parked; }
+  Index item(Index block) const { return blocks_[block].item; }
+  std::uint32_t place(Index block) const { return blocks_[block].at; }
+
+  std::size_t num_blocks() const { return blocks_.size(); }
+  std::size_t num_history() const { return 0; }
+  std::size_t num_bytes() const {
+    return blocks_.num_bytes() + heap_.capacity() * sizeof(Waiting);
+  }
+  void check() const;
+
+  void hit(Index block) {
+    Block& it = blocks_[block];
+    it.worth = last_worth_ + ++it.num_uses;
+  }
+  void begin_evicting() {}
+  void missed(Index) {}
+  std::size_t most_new() const { return ~std::size_t{0}; }
+  void turn_away(Key) {}
+  Index enter(Key key, Index item, std::uint32_t at);
+  void come_back(Index block);
+  void remove(Index block);
+
+  template <typename MayLeave>
+  Index leave(MayLeave&& may_leave) {
+    while (!heap_.empty()) {
+      const Index block = heap_.front().block;
+      const bool is_known = is_of(heap_.front());
+      const bool is_right = is_known && heap_.front().worth == blocks_[block].worth;
+      std::pop_heap(heap_.begin(), heap_.end(), leaves_later);
+      heap_.pop_back();
+      if (!is_known) continue;
+      if (!is_right) {
+        push(block);
+      } else if (may_leave(item(block))) {
+        last_worth_ = std::max(last_worth_, blocks_[block].worth);
+        const Index its = item(block);
+        discard(block);
+        return its;
+      } else {
+        blocks_[block].is_parked = true;
+      }
+    }
+    return kNone;
+  }
 
  private:
-  struct Mark {
+  static constexpr std::uint64_t kGone = ~std::uint64_t{0};
+
+  struct Block {
     std::uint64_t worth;
-    std::uint64_t request;  // that used it last
-    std::uint64_t made;     // as which of all blocks
+    std::uint64_t number;  // as which of all blocks it came; kGone: there is none
     std::uint32_t num_uses;
-    std::uint32_t depth;
+    std::uint32_t at;  // blocks in front of it
+    Index item;
+    bool is_parked;
   };
-  struct Leaf {
+  struct Waiting {
     std::uint64_t worth;
-    std::uint32_t depth;
-    std::uint64_t made;
+    std::uint64_t number;
+    std::uint32_t at;
     Index block;
-
-    std::strong_ordering operator<=>(const Leaf& other) const {
-      if (const auto by = worth <=> other.worth; by != 0) return by;
-      if (const auto by = other.depth <=> depth; by != 0) return by;
-      return made <=> other.made;
-    }
-    bool operator==(const Leaf&) const = default;
   };
 
-  Leaf leaf(Index block) const {
-    const Mark& mark = blocks_[block].mark;
-    return {mark.worth, mark.depth, mark.made, block};
+  static bool leaves_later(const Waiting& one, const Waiting& other) {
+    if (one.worth != other.worth) return one.worth > other.worth;
+    return one.at != other.at ? one.at < other.at : one.number > other.number;
   }
-  bool make_room();
+  bool is_of(const Waiting& it) const { return blocks_[it.block].number == it.number; }
+  void push(Index block);
+  void discard(Index block);
 
-  std::size_t capacity_;
-  Tree<Mark> blocks_;
-  std::set<Leaf> leaves_;  // that may leave: not those of the request that is being made
+  Pool<Block> blocks_;
+  std::vector<Waiting> heap_;
   std::uint64_t last_worth_ = 0;
-  std::uint64_t num_requests_ = 0;
-  std::vector<Index> path_;
+  std::uint64_t num_entered_ = 0;
 };
 
 }  // namespace kvtier::policy

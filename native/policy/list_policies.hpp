@@ -1,121 +1,188 @@
-// Policies that others have, to compare with: blocks in lists.
+// Policies that others have: blocks in lists. See `LiveQueues` for what each call means.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <cstddef>
-#include <span>
-#include <vector>
+#include <cstdint>
 
 #include "policy/block_lists.hpp"
-#include "policy/replayed.hpp"
 
 namespace kvtier::policy {
 
-// Least recently used first. The beginning of a prompt counts as used last; a request's own blocks
-// don't leave for its later ones.
-class LruReplayed final : public Replayed {
+// What those below have in common: the first kNumResident lists are those of resident blocks, the
+// others of such as have left.
+template <std::size_t kNumLists, std::size_t kNumResident>
+class ListPolicy {
  public:
-  explicit LruReplayed(std::size_t capacity) : capacity_(capacity) {}
+  Index find(Key key) const { return lists_.find(key); }
+  void prefetch(Key key) const { lists_.prefetch(key); }
+  bool is_resident(Index entry) const { return lists_[entry].list < kNumResident; }
+  bool is_parked(Index entry) const { return lists_[entry].is_parked; }
+  Index item(Index entry) const { return lists_[entry].item; }
+  std::uint32_t place(Index) const { return 0; }  // not looked at
 
-  std::size_t request(std::span<const Key> path, double now) override;
-  std::size_t num_blocks() const override { return lists_.size(0); }
-  std::size_t num_bytes() const override { return sizeof(*this) + lists_.num_bytes(); }
-  void check() const override;
+  std::size_t num_blocks() const { return count(0, kNumResident); }
+  std::size_t num_history() const { return count(kNumResident, kNumLists); }
+  std::size_t num_bytes() const { return lists_.num_bytes(); }
 
- private:
-  std::size_t capacity_;
-  BlockLists<1> lists_;
-  std::vector<Index> path_;
-};
-
-// What those below have in common: they know blocks, and no prompts. The blocks of a request are
-// used from its last to its first, so that its beginning leaves last; a hit counts only where all
-// before it are hits.
-template <std::size_t kNumLists>
-class ListPolicy : public Replayed {
- public:
-  std::size_t request(std::span<const Key> path, double) final {
-    std::size_t num_hits = 0;
-    while (num_hits < path.size() && is_resident(lists_.find(path[num_hits]))) ++num_hits;
-    for (std::size_t i = path.size(); i-- > 0;) {
-      if (i >= kAhead) lists_.prefetch(path[i - kAhead]);
-      use(path[i]);
-    }
-    return num_hits;
+  void begin_evicting() {}
+  std::size_t most_new() const { return ~std::size_t{0}; }
+  void turn_away(Key) {}
+  void missed(Index entry) { recall(entry); }
+  void remove(Index entry) { lists_.remove(entry); }
+  void come_back(Index entry) {
+    if (is_parked(entry)) lists_.come_back(entry, lists_.oldest(lists_[entry].list));
   }
-  std::size_t num_bytes() const final { return sizeof(*this) + lists_.num_bytes(); }
 
  protected:
-  static constexpr std::size_t kAhead = 8;
-
   explicit ListPolicy(std::size_t capacity) : capacity_(capacity) {}
 
-  // Lists 0 and 1, where there are two, are those of resident blocks.
-  bool is_resident(Index block) const {
-    return block != kNone && lists_[block].list < (kNumLists > 1 ? 2 : 1);
+  // An entry of this key that is not resident, kNone where there is none.
+  Index find_gone(Key key) const {
+    const Index entry = find(key);
+    return entry != kNone && !is_resident(entry) ? entry : kNone;
   }
-  std::size_t num_resident() const {
-    if constexpr (kNumLists > 1)
-      return lists_.size(0) + lists_.size(1);
-    else
-      return lists_.size(0);
+  // What is asked for is on its way: it is forgotten last.
+  void recall(Index entry) { lists_.move(entry, lists_[entry].list); }
+  // A resident block is one no more, and is remembered in a list. Its item.
+  Index remember(Index entry, std::uint8_t list) {
+    const Index item = lists_[entry].item;
+    lists_[entry].item = kNone;
+    lists_.move(entry, list);
+    return item;
   }
-  virtual void use(Key key) = 0;
+  // A resident block is one no more. Its item.
+  Index lose(Index entry) {
+    const Index item = lists_[entry].item;
+    remove(entry);
+    return item;
+  }
 
   std::size_t capacity_;
   BlockLists<kNumLists> lists_;
+
+ private:
+  std::size_t count(std::size_t from, std::size_t to) const {
+    std::size_t sum = 0;
+    for (std::size_t list = from; list < to; ++list)
+      sum += lists_.size(static_cast<std::uint8_t>(list));
+    return sum;
+  }
 };
 
 // Megiddo and Modha, ARC: a self-tuning, low overhead replacement cache, FAST 2003.
-class Arc final : public ListPolicy<4> {
+class Arc : public ListPolicy<4, 2> {
  public:
   explicit Arc(std::size_t capacity) : ListPolicy(capacity) {}
 
-  std::size_t num_blocks() const override { return num_resident(); }
-  std::size_t num_history() const override {
-    return lists_.size(kOnceGone) + lists_.size(kOftenGone);
+  void set_capacity(std::size_t capacity);
+  void hit(Index entry) { lists_.move(entry, kOften); }
+  void missed(Index entry);
+  Index enter(Key key, Index item, std::uint32_t at);
+  void begin_evicting() { num_out_ = 0; }
+  std::size_t most_new() const;
+  void turn_away(Key key);
+  void check() const;
+
+  template <typename MayLeave>
+  Index leave(MayLeave&& may_leave) {
+    while (true) {
+      const Index once = lists_.oldest(kOnce), often = lists_.oldest(kOften);
+      const auto num_once = static_cast<double>(lists_.size(kOnce) + num_out_);
+      const bool is_once = num_once > target_ || (was_often_ && num_once == std::floor(target_));
+      const bool from_once = once != kNone && (is_once || often == kNone);
+      const Index entry = from_once ? once : often;
+      if (entry == kNone) return kNone;
+      if (may_leave(item(entry))) {
+        const Index item = remember(entry, from_once ? kOnceGone : kOftenGone);
+        forget(2 * capacity_);
+        ++num_out_;
+        return item;
+      }
+      lists_.park(entry);
+    }
   }
-  void check() const override;
 
  private:
   static constexpr std::uint8_t kOnce = 0, kOften = 1, kOnceGone = 2, kOftenGone = 3;
 
-  void use(Key key) override;
-  void make_room(bool was_often);
+  void forget_once(std::size_t most);
+  void forget(std::size_t most);
 
-  double target_ = 0.0;  // blocks for kOnce
+  std::size_t num_out_ = 0;  // blocks that have left for the ones that are about to come
+  double target_ = 0.0;     // blocks for kOnce
+  bool was_often_ = false;  // what was missed last
 };
 
 // Yang et al., FIFO queues are all you need for cache eviction, SOSP 2023: a tenth is for new ones.
-class S3Fifo final : public ListPolicy<3> {
+class S3Fifo : public ListPolicy<3, 2> {
  public:
-  explicit S3Fifo(std::size_t capacity)
-      : ListPolicy(capacity), num_small_(capacity < 20 ? 1 : capacity / 10) {}
+  explicit S3Fifo(std::size_t capacity) : ListPolicy(capacity) {}
 
-  std::size_t num_blocks() const override { return num_resident(); }
-  std::size_t num_history() const override { return lists_.size(kGone); }
-  void check() const override;
+  void set_capacity(std::size_t capacity);
+  void hit(Index entry);
+  Index enter(Key key, Index item, std::uint32_t at);
+  void check() const;
+
+  template <typename MayLeave>
+  Index leave(MayLeave&& may_leave) {
+    while (true) {
+      const Index small = lists_.oldest(kSmall), main = lists_.oldest(kMain);
+      const bool is_over = lists_.size(kMain) > num_main();
+      const bool from_main = main != kNone && (is_over || small == kNone);
+      const Index entry = from_main ? main : small;
+      if (entry == kNone) return kNone;
+      std::uint8_t& num_uses = lists_[entry].count;
+      if (num_uses > (from_main ? 0 : 1)) {  // another round
+        num_uses = static_cast<std::uint8_t>(from_main ? num_uses - 1 : 0);
+        lists_.move(entry, kMain);
+      } else if (!may_leave(item(entry))) {
+        lists_.park(entry);
+      } else if (from_main) {
+        return lose(entry);
+      } else {
+        const Index item = remember(entry, kGone);
+        forget();
+        return item;
+      }
+    }
+  }
 
  private:
   static constexpr std::uint8_t kSmall = 0, kMain = 1, kGone = 2;
+  static constexpr std::uint8_t kMostUses = 3;
 
-  void use(Key key) override;
-  void leave_small();
-  void leave_main();
-
-  std::size_t num_small_;
+  std::size_t num_main() const { return capacity_ - (capacity_ < 20 ? 1 : capacity_ / 10); }
+  void forget();
 };
 
 // Zhang et al., SIEVE is simpler than LRU, NSDI 2024.
-class Sieve final : public ListPolicy<1> {
+class Sieve : public ListPolicy<1, 1> {
  public:
   explicit Sieve(std::size_t capacity) : ListPolicy(capacity) {}
 
-  std::size_t num_blocks() const override { return num_resident(); }
-  void check() const override;
+  void set_capacity(std::size_t capacity) { capacity_ = capacity; }
+  void hit(Index entry) { lists_[entry].count = 1; }
+  Index enter(Key key, Index item, std::uint32_t at);
+  void remove(Index entry);
+  void come_back(Index entry);
+  void check() const { lists_.check(); }
+
+  template <typename MayLeave>
+  Index leave(MayLeave&& may_leave) {
+    while (true) {
+      if (hand_ == kNone) hand_ = lists_.oldest(0);
+      if (hand_ == kNone) return kNone;
+      const Index entry = hand_;
+      hand_ = lists_[entry].newer;
+      if (lists_[entry].count > 0) lists_[entry].count = 0;
+      else if (!may_leave(item(entry))) lists_.park(entry);
+      else return lose(entry);
+    }
+  }
 
  private:
-  void use(Key key) override;
-
   Index hand_ = kNone;  // kNone: at the oldest
 };
 

@@ -143,6 +143,14 @@ const ReuseModel::Row& ReuseModel::values_of(Class cls) {
   return it.values;
 }
 
+double ReuseModel::chance(Class cls, double price) {
+  const Row& values = values_of(cls);
+  double expected = 0.0;
+  for (std::size_t at = 0; at < kNumAges && values[at] > price; ++at)
+    expected += classes_[cls].hazards[at] * (edges_[at + 1] - edges_[at]);
+  return 1.0 - std::exp(-expected);
+}
+
 double ReuseModel::value(Class cls, double age) {
   const Row& values = values_of(cls);
   const std::size_t at = bucket(age);

@@ -51,6 +51,8 @@ class ReuseModel {
   bool has_learned() const { return has_learned_; }
   double value(Class cls, double age);
   double value_of_new(Class cls) { return values_of(cls)[0]; }
+  // That a new block is used again before it is worth no more than `price`.
+  double chance(Class cls, double price);
   std::size_t num_classes() const { return classes_.size(); }
   std::size_t num_bytes() const { return classes_.capacity() * sizeof(Learned); }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <iterator>
 
 #include "policy/promise.hpp"
 
@@ -13,11 +14,11 @@ namespace {
 constexpr std::size_t kLessonEvery = 100;   // requests; twice as often at the beginning
 constexpr std::size_t kMostWaiting = 4096;  // runs that a lesson looks at: more, and it takes some
 constexpr double kSizePower = 0.3;          // a run of n blocks counts n to the power of this
-constexpr double kEnter = 0.9;    // what leaves for a new block is worth at most this share of it
 constexpr double kClearly = 0.7;  // the oldest leaves, unless another is worth less than this share
 constexpr std::uint32_t kLooks = 32;       // leaves looked at for one that leaves
 constexpr std::size_t kHistory = 2;        // entries, in capacities
 constexpr std::uint32_t kKeysOfGhost = 4;  // about
+constexpr std::uint32_t kMostSearched = 1U << 16;  // runs, where chance has found none
 // Blocks that may be unknown in front of a key that is kept: a run's first block has one.
 constexpr std::uint32_t kGap = 64;
 constexpr std::uint32_t kNever = 0;
@@ -31,14 +32,22 @@ std::uint32_t gap_after(double age) {
 
 }  // namespace
 
-RunPolicy::RunPolicy(std::size_t capacity, std::uint64_t seed, double doubles_at_blocks)
+RunPolicy::RunPolicy(std::size_t capacity, std::uint64_t seed, double doubles_at_blocks,
+                     const Keeper& keeper)
     : capacity_(capacity),
-      per_block_(doubles_at_blocks > 0.0 ? 1.0 / doubles_at_blocks : 0.0),
+      keeper_(keeper),
       random_(seed),
       guard_(capacity),
       runs_(capacity),
       next_lesson_(kLessonEvery / 2) {
+  set_doubling(doubles_at_blocks);
   for (std::size_t num = 0; num < weights_.size(); ++num) weights_[num] = std::pow(num, kSizePower);
+}
+
+void RunPolicy::set_capacity(std::size_t capacity) {
+  capacity_ = capacity;
+  guard_.set_capacity(capacity);
+  runs_.set_capacity(capacity);
 }
 
 std::size_t RunPolicy::num_bytes() const {
@@ -54,56 +63,53 @@ double RunPolicy::worth(std::uint32_t at) const {
   return 1.0 + (static_cast<double>(at) + 0.5) * per_block_;
 }
 
-std::size_t RunPolicy::request(std::span<const Key> path, double now) {
+void RunPolicy::begin(std::span<const Key> path, std::span<const Index> found, double now) {
   now_ = now;
-  if (path.empty()) return 0;
+  runs_.expire(now);
   if (num_requests_ >= next_lesson_) {
     learn();
     next_lesson_ += num_requests_ < 4 * kLessonEvery ? kLessonEvery / 2 : kLessonEvery;
   }
   ++num_requests_;
-  blocks_.follow(path, found_);
-  const std::size_t num_hits = found_.size();
-  compare(path, num_hits);
-  cut(path, num_hits);
+  compare(path, found);
+  cut(path, found);
   name_parts(path.size());
-  keep_runs(path, store(path, static_cast<std::uint32_t>(num_hits)));
-  while (ghosts_.num_entries() > kHistory * capacity_) forget(ghosts_.oldest());
-  return num_hits;
+  victim_ = kNone;
 }
 
 // -- what is asked for, compared with what is known
 // ---------------------------------------------------------------------------------------------
 
 // As far as the keys tell that were kept of what has left.
-std::size_t RunPolicy::lru_hits(std::span<const Key> path, std::size_t num_hits) const {
-  for (std::uint32_t at = 0; at < num_hits; ++at)
-    if (!runs_.would_be_kept(blocks_[found_[at]].mark.run, at)) return at;
-  std::size_t known = num_hits;
+std::size_t RunPolicy::lru_hits(std::span<const Key> path, std::span<const Index> found) const {
+  for (std::uint32_t at = 0; at < found.size(); ++at)
+    if (const Index run = blocks_[found[at]].run; run != kNone && !runs_.would_be_kept(run, at))
+      return at;
+  std::size_t known = found.size();
   Index run = kNone;
-  for (auto at = static_cast<std::uint32_t>(num_hits); at < path.size(); ++at) {
+  for (auto at = static_cast<std::uint32_t>(found.size()); at < path.size(); ++at) {
     if (at + 8 < path.size()) ghosts_.prefetch(path[at + 8]);
-    const Ghosts::Found found = ghosts_.find(path[at]);
-    if (found.run == kNone) {
+    const Index ghost = ghost_at(path, at);
+    if (ghost == kNone) {
       const std::size_t most = run == kNone ? kGap : 2 * runs_[run].stride;
       if (at - known > most) break;
     } else {
-      if (!runs_.would_be_kept(found.run, at)) break;
-      run = found.run;
+      if (!runs_.would_be_kept(ghost, at)) break;
+      run = ghost;
       known = at + 1;
     }
   }
   return known;
 }
 
-void RunPolicy::compare(std::span<const Key> path, std::size_t num_hits) {
-  const std::size_t theirs = lru_hits(path, num_hits);
+void RunPolicy::compare(std::span<const Key> path, std::span<const Index> found) {
+  const std::size_t theirs = lru_hits(path, found);
   // Worth grows with the place in equal steps: that of many is that of the middle, so many times.
   const auto sum = [&](std::size_t num) {
     const auto n = static_cast<double>(num);
     return n + n * n / 2.0 * per_block_;
   };
-  guard_.judge(path.size(), sum(theirs) - sum(num_hits),
+  guard_.judge(path.size(), sum(theirs) - sum(found.size()),
                worth(static_cast<std::uint32_t>(path.size() / 2)));
 }
 
@@ -113,15 +119,21 @@ std::uint32_t RunPolicy::reach(std::span<const Key> path, Index run, std::uint32
   const auto end = static_cast<std::uint32_t>(std::min<std::size_t>(path.size(), it.hi));
   std::uint32_t known = from;
   for (std::uint32_t at = from; at < end && at - known <= it.stride; ++at)
-    if (it.keeps_key(at) && ghosts_.find(path[at]).run == run) known = at + 1;
+    if (it.keeps_key(at) && ghost_at(path, at) == run) known = at + 1;
   return known;
+}
+
+// The run that has kept the key of this place.
+Index RunPolicy::ghost_at(std::span<const Key> path, std::uint32_t at) const {
+  const Ghosts::Found found = ghosts_.find(path[at]);
+  return found.at == at ? found.run : kNone;  // it may have been taken to lie elsewhere
 }
 
 // The first key that is kept where the path goes on.
 Ghosts::Found RunPolicy::next_ghost(std::span<const Key> path, std::uint32_t from) const {
   const std::size_t end = std::min<std::size_t>(path.size(), from + kGap + 1);
   for (std::uint32_t at = from; at < end; ++at)
-    if (const Ghosts::Found found = ghosts_.find(path[at]); found.run != kNone) return found;
+    if (const Index run = ghost_at(path, at); run != kNone) return {run, at};
   return {kNone, 0};
 }
 
@@ -130,7 +142,8 @@ void RunPolicy::take(Index run, std::uint32_t from, std::uint32_t to) {
   Run& it = runs_[run];
   model_.used(it.cls, age(it), weight(to - from));
   const std::uint32_t num_uses = std::min(kMostUses, it.num_uses + 1U);
-  parts_.push_back({from, to, num_uses, gap_after(age(it)), false, 0});
+  const Retention words = runs_.retention(run).after_use(now_);
+  parts_.push_back({from, to, num_uses, gap_after(age(it)), false, 0, words});
   runs_.take_front(run, to);
   ghosts_.drop(it.ghost, to);
   if (it.ghost == kNone) runs_.forget_ghost(run);
@@ -139,21 +152,27 @@ void RunPolicy::take(Index run, std::uint32_t from, std::uint32_t to) {
 }
 
 // The path in parts: of each run that it uses again, resident or not; and what is new.
-void RunPolicy::cut(std::span<const Key> path, std::size_t num_hits) {
+void RunPolicy::cut(std::span<const Key> path, std::span<const Index> found) {
   parts_.clear();
   num_known_ = 0;
-  const auto hits = static_cast<std::uint32_t>(num_hits);
+  const auto hits = static_cast<std::uint32_t>(found.size());
   for (std::uint32_t at = 0; at < hits; at = num_known_) {
-    const Index run = blocks_[found_[at]].mark.run;
+    const Index run = blocks_[found[at]].run;
     std::uint32_t end = at + 1;  // it may leave the run before its end
-    while (end < hits && blocks_[found_[end]].mark.run == run) ++end;
+    while (end < hits && blocks_[found[end]].run == run) ++end;
+    if (run == kNone) {  // nobody has asked for it before
+      parts_.push_back({at, end, 1, parts_.empty() ? kNever : parts_.back().gap, false, 0});
+      num_known_ = end;
+      continue;
+    }
     if (end == hits && end == runs_[run].mid) end = reach(path, run, end);
     take(run, at, end);
   }
   while (num_known_ < path.size()) {
     const auto [run, at] = next_ghost(path, num_known_);
-    // Where what lies before it was forgotten, it counts as new.
-    if (run == kNone || runs_[run].lo > num_known_) break;
+    // Where what lies before it was forgotten, it counts as new; and so where a block is missing in
+    // front of what the run has.
+    if (run == kNone || runs_[run].lo > num_known_ || runs_[run].is_resident()) break;
     take(run, num_known_, reach(path, run, at + 1));
   }
 }
@@ -184,7 +203,8 @@ void RunPolicy::name_parts(std::size_t num_asked) {
     const std::uint32_t uses = std::min(4U, log(part.num_uses - 1));
     part.cls = model_.class_of(
         {narrow(uses), narrow(part.is_last), narrow(brought), narrow(part.gap), narrow(length)});
-    if (num_parts > 0 && parts_[num_parts - 1].cls == part.cls) {
+    if (num_parts > 0 && parts_[num_parts - 1].cls == part.cls &&
+        parts_[num_parts - 1].words == part.words) {
       Part& before = parts_[num_parts - 1];
       before.hi = part.hi;
       before.num_uses = std::max(before.num_uses, part.num_uses);
@@ -198,46 +218,43 @@ void RunPolicy::name_parts(std::size_t num_asked) {
 // -- what stays
 // ---------------------------------------------------------------------------------------------
 
-// From the front, as far as it is worth its room. No run has the blocks of the path now, so none of
-// them leaves. Returns how many of the first are resident then.
-std::uint32_t RunPolicy::store(std::span<const Key> path, std::uint32_t num_hits) {
-  std::uint32_t at = num_hits;
-  victim_ = kNone;
-  for (const Part& part : parts_) {
-    if (part.hi <= at) continue;
-    const double gain = model_.value_of_new(part.cls) * worth(part.hi - 1);
-    for (; at < part.hi; ++at) {
-      if (!make_room(gain)) return at;
-      found_.push_back(blocks_.add(path[at], at > 0 ? found_[at - 1] : kNone, {kNone}));
-      ++num_stored_;
-    }
-  }
-  return at;
-}
-
-bool RunPolicy::make_room(double gain) {
-  if (blocks_.size() < capacity_) return true;
-  if (victim_ != kNone && !(runs_[victim_].is_resident() && is_leaf(runs_[victim_])))
-    victim_ = kNone;
+Index RunPolicy::lose_one(double gain) {
+  if (victim_ != kNone && !may_shrink(victim_)) victim_ = kNone;
   if (victim_ == kNone) {
     victim_ = choose();
-    if (victim_ == kNone) return false;
+    if (victim_ == kNone) return kNone;
     victim_value_ = decides_as_lru() ? 0.0 : model_.value(runs_[victim_].cls, age(runs_[victim_]));
   }
-  if (victim_value_ * worth(runs_[victim_].mid - 1) > kEnter * gain) return false;
-  drop_tail(victim_);
-  return true;
+  if (victim_value_ * worth(runs_[victim_].mid - 1) > kEnter * gain) return kNone;
+  return drop_tail(victim_);
 }
 
-// Leaves among the runs with resident blocks: of a few all, of many some. What each look needs
-// comes near while those before it are looked at.
+bool RunPolicy::may_shrink(Index run) const {
+  if (!runs_[run].is_resident()) return false;
+  const Index tail = runs_[run].tail;
+  std::uint32_t num_gone = 0;
+  if (!blocks_.is_leaf(tail) && !exposed_.empty())
+    num_gone = static_cast<std::uint32_t>(std::count(exposed_.begin(), exposed_.end(), tail));
+  return blocks_[tail].num_children == num_gone &&
+         keeper_.may_leave(blocks_[tail].item, num_gone);
+}
+
+// Runs that could lose a block, all of one level: of the lowest that has some.
 void RunPolicy::look(std::size_t num_wanted) {
-  const std::vector<Index>& residents = runs_.residents();
-  const auto num = static_cast<std::uint32_t>(residents.size());
   leaves_.clear();
+  for (std::size_t level = 0; level < kNumLevels && leaves_.empty(); ++level)
+    look_among(runs_.residents(level), num_wanted);
+}
+
+// Of a few all, of many some. What each look needs comes near while those before it are looked at.
+void RunPolicy::look_among(const std::vector<Index>& residents, std::size_t num_wanted) {
+  const auto num = static_cast<std::uint32_t>(residents.size());
+  const auto is_open = [&](Index run) {
+    return may_shrink(run) &&
+           std::find(passed_over_.begin(), passed_over_.end(), run) == passed_over_.end();
+  };
   if (num <= 4 * kLooks) {
-    for (const Index run : residents)
-      if (is_leaf(runs_[run])) leaves_.push_back(run);
+    std::copy_if(residents.begin(), residents.end(), std::back_inserter(leaves_), is_open);
     return;
   }
   std::array<Index, kLooks> some;
@@ -245,13 +262,13 @@ void RunPolicy::look(std::size_t num_wanted) {
     for (Index& run : some) runs_.prefetch(run = residents[random_.below(num)]);
     for (const Index run : some) blocks_.prefetch(runs_[run].tail);
     for (const Index run : some)
-      if (leaves_.size() < num_wanted && is_leaf(runs_[run])) leaves_.push_back(run);
+      if (leaves_.size() < num_wanted && is_open(run)) leaves_.push_back(run);
   }
-  // Hardly any is a leaf; but some are, unless the path has them all.
   if (!leaves_.empty()) return;
-  const auto found = std::find_if(residents.begin(), residents.end(),
-                                  [&](Index run) { return is_leaf(runs_[run]); });
-  if (found != residents.end()) leaves_.push_back(*found);
+  // Hardly any could: the path has them, or others hold them.
+  const auto end = residents.begin() + std::min(num, kMostSearched);
+  const auto found = std::find_if(residents.begin(), end, is_open);
+  if (found != end) leaves_.push_back(*found);
 }
 
 // The run that loses blocks first.
@@ -275,35 +292,42 @@ Index RunPolicy::choose() {
   return least < kClearly * value(runs_[oldest]) ? cheapest : oldest;
 }
 
-void RunPolicy::drop_tail(Index run) {
+Index RunPolicy::drop_tail(Index run) {
   Run& it = runs_[run];
   const Index block = it.tail;
+  const Index item = blocks_[block].item;
   const std::uint32_t at = it.mid - 1;
-  if (it.keeps_key(at)) ghosts_.add(run, it.ghost, blocks_[block].key, at);
+  if (it.keeps_key(at)) ghosts_.add(run, it.ghost, keeper_.key(item), at);
   runs_.shorten(run, blocks_.remove(block));
+  return item;
 }
 
-void RunPolicy::keep_runs(std::span<const Key> path, std::uint32_t num_stored) {
+void RunPolicy::keep_runs(std::span<const Key> path, std::span<const Index> resident,
+                          bool tries_all) {
+  const auto num_resident = static_cast<std::uint32_t>(resident.size());
   for (const Part& part : parts_) {
-    const std::uint32_t mid = std::clamp(num_stored, part.lo, part.hi);
-    const std::uint32_t stride = std::max(1U, (part.hi - part.lo) / kKeysOfGhost);
-    const Index tail = mid > part.lo ? found_[mid - 1] : kNone;
-    const auto num_uses = static_cast<std::uint16_t>(part.num_uses);
     Run made{};
     made.last_use = now_;
     made.start = made.lo = part.lo;
-    made.mid = mid;
+    made.mid = std::clamp(num_resident, part.lo, part.hi);
     made.hi = part.hi;
-    made.stride = stride;
-    made.tail = tail;
+    made.stride = std::max(1U, (part.hi - part.lo) / kKeysOfGhost);
+    made.tail = made.is_resident() ? resident[made.mid - 1] : kNone;
     made.ghost = kNone;
+    made.tried = tries_all ? made.hi : made.mid;
     made.cls = part.cls;
-    made.num_uses = num_uses;
+    made.num_uses = static_cast<std::uint16_t>(part.num_uses);
     const Index run = runs_.add(made);
-    for (std::uint32_t at = part.lo; at < mid; ++at) blocks_[found_[at]].mark.run = run;
-    for (std::uint32_t at = mid; at < part.hi; ++at)
+    runs_.retain(run, part.words, now_);
+    for (std::uint32_t at = made.lo; at < made.mid; ++at) blocks_[resident[at]].run = run;
+    for (std::uint32_t at = made.mid; at < made.hi; ++at)
       if (made.keeps_key(at)) ghosts_.add(run, runs_[run].ghost, path[at], at);
   }
+  forget_most();
+}
+
+void RunPolicy::forget_most() {
+  while (ghosts_.num_entries() > kHistory * capacity_) forget(ghosts_.oldest());
 }
 
 // What has left of it was not used as long as it was known.
@@ -341,25 +365,28 @@ void RunPolicy::learn() {
 }
 
 void RunPolicy::check() const {
-  promise(blocks_.size() <= capacity_, "runs: more blocks than there is room for");
   promise(num_history() <= kHistory * capacity_, "runs: more is remembered than allowed");
   runs_.check();
-  std::size_t num_blocks = 0, num_keys = 0, num_ghosts = 0;
+  std::size_t num_keys = 0, num_ghosts = 0;
+  blocks_.check([&](auto&& visit) {
+    for (Index run = 0; run < runs_.end(); ++run) {
+      if (!runs_.is_live(run)) continue;
+      const Run& it = runs_[run];
+      Index block = it.tail;
+      for (std::uint32_t at = it.mid; at-- > it.lo; block = blocks_[block].parent) {
+        promise(block != kNone && blocks_[block].run == run, "runs: a block belongs to another");
+        promise(at > 0 || blocks_[block].parent == kNone, "runs: a path does not begin");
+        visit(block);
+      }
+    }
+  });
   for (Index run = 0; run < runs_.end(); ++run) {
     if (!runs_.is_live(run)) continue;
     const Run& it = runs_[run];
-    Index block = it.tail;
-    for (std::uint32_t at = it.mid; at-- > it.lo;) {
-      promise(blocks_[block].mark.run == run, "runs: a block belongs to another");
-      promise((at == 0) == (blocks_[block].parent == kNone), "runs: a path does not begin");
-      block = blocks_[block].parent;
-      ++num_blocks;
-    }
     promise((it.ghost != kNone) == (it.hi > it.mid), "runs: a ghost is lost");
     num_keys += ghosts_.num_keys(it.ghost);
     num_ghosts += it.ghost != kNone;
   }
-  promise(num_blocks == blocks_.size(), "runs: a block belongs to none");
   promise(num_keys + num_ghosts == ghosts_.num_entries(), "runs: ghosts are miscounted");
 }
 

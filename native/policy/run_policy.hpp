@@ -7,12 +7,12 @@
 #include <span>
 #include <vector>
 
+#include "policy/blocks.hpp"
 #include "policy/ghosts.hpp"
 #include "policy/guard.hpp"
-#include "policy/replayed.hpp"
+#include "policy/keeper.hpp"
 #include "policy/reuse.hpp"
 #include "policy/runs.hpp"
-#include "policy/tree.hpp"
 
 namespace kvtier::policy {
 
@@ -22,26 +22,17 @@ namespace kvtier::policy {
 // from its end, and a new block is stored only where it is worth more than what leaves for it. A
 // request's own blocks never leave for its later ones.
 //
+// Where somebody has said something of a prompt, its runs have levels: the lowest leave first.
+//
 // As LRU until something has been learned, and where LRU would have had more hits. A run has 64
-// bytes, a block 24, and of what has left at most two entries per block of the capacity are kept.
-class RunPolicy final : public Replayed {
+// bytes, a block 16, and of what has left at most two entries per block of the capacity are kept.
+//
+// What is the same wherever it works: `ReplayedRuns` drives it by whole requests, `LiveRuns` by what
+// happens in a tier.
+class RunPolicy {
  public:
-  // See make_replayed.
-  RunPolicy(std::size_t capacity, std::uint64_t seed, double doubles_at_blocks);
-
-  std::size_t request(std::span<const Key> path, double now) override;
-
-  std::size_t num_blocks() const override { return blocks_.size(); }
-  std::size_t num_history() const override { return ghosts_.num_entries(); }
-  std::size_t num_bytes() const override;
-  void check() const override;
-
- private:
   using Class = ReuseModel::Class;
 
-  struct Mark {
-    Index run;
-  };
   // Places lo .. hi - 1 of the path that is asked for; about to be a run.
   struct Part {
     std::uint32_t lo, hi;
@@ -49,42 +40,71 @@ class RunPolicy final : public Replayed {
     std::uint32_t gap;  // feature: how long ago it was used before
     bool is_last;
     Class cls;
+    Retention words{};  // what was said of it
   };
+
+  // See make_replayed. keeper: of the blocks; it outlives the policy.
+  RunPolicy(std::size_t capacity, std::uint64_t seed, double doubles_at_blocks,
+            const Keeper& keeper);
+  RunPolicy(const RunPolicy&) = delete;
+  RunPolicy& operator=(const RunPolicy&) = delete;
+
+  // The tier has room for so many blocks from now on.
+  void set_capacity(std::size_t capacity);
+  // The block so deep in a prompt is worth twice what the first one is from now on; 0: all are worth
+  // the same.
+  void set_doubling(double doubles_at_blocks) {
+    per_block_ = doubles_at_blocks > 0.0 ? 1.0 / doubles_at_blocks : 0.0;
+  }
+
+  std::size_t num_blocks() const { return blocks_.size(); }
+  std::size_t num_history() const { return ghosts_.num_entries(); }
+  std::size_t num_bytes() const;
+  // Throws std::logic_error where it disagrees with itself. O(all blocks).
+  void check() const;
+
+  // A request for a path, of which `found` are the first blocks that are resident. No run has them
+  // then: its parts are about to be runs.
+  void begin(std::span<const Key> path, std::span<const Index> found, double now);
+  const std::vector<Part>& parts() const { return parts_; }
+  double gain(const Part& part) { return model_.value_of_new(part.cls) * worth(part.hi - 1); }
+  // The parts are runs; `resident` are the first blocks of the path. tries_all: LRU would have
+  // taken the others in.
+  void keep_runs(std::span<const Key> path, std::span<const Index> resident, bool tries_all);
+
+  Index add(Index parent, Index item) { return blocks_.add(parent, item); }
+  void set_item(Index block, Index item) { blocks_[block].item = item; }
+  // One block leaves, unless the least is worth more than a new one's gain allows. Returns its
+  // item, kNone where none leaves.
+  Index lose_one(double gain);
+
+ protected:
+  // What leaves for a new block is worth at most this share of it.
+  static constexpr double kEnter = 0.9;
 
   bool decides_as_lru() const { return guard_.is_lru() || !model_.has_learned(); }
 
-  // What is asked for, compared with what is known.
-  std::size_t lru_hits(std::span<const Key> path, std::size_t num_hits) const;
-  void compare(std::span<const Key> path, std::size_t num_hits);
-  std::uint32_t reach(std::span<const Key> path, Index run, std::uint32_t from) const;
-  Ghosts::Found next_ghost(std::span<const Key> path, std::uint32_t from) const;
-  void take(Index run, std::uint32_t from, std::uint32_t to);
-  void cut(std::span<const Key> path, std::size_t num_hits);
-  void name_parts(std::size_t num_asked);
-
-  // What stays.
-  std::uint32_t store(std::span<const Key> path, std::uint32_t num_hits);
-  bool make_room(double gain);
+  // Runs that lose blocks.
   void look(std::size_t num_wanted);
+  void look_among(const std::vector<Index>& residents, std::size_t num_wanted);
   Index choose();
-  void drop_tail(Index run);
-  void keep_runs(std::span<const Key> path, std::uint32_t num_stored);
+  Index drop_tail(Index run);
   void forget(Index run);
-  void learn();
+  void forget_most();  // as many of those that left as there is no room for in the history
 
   double age(const Run& run) const { return now_ - run.last_use; }
-  double weight(std::uint32_t num_blocks) const;
   double worth(std::uint32_t at) const;
   double value(const Run& run) { return model_.value(run.cls, age(run)) * worth(run.mid - 1); }
-  bool is_leaf(const Run& run) const { return blocks_.is_leaf(run.tail); }
+  bool may_shrink(Index run) const;
 
   std::size_t capacity_;
-  double per_block_;                 // by how much more a block is worth for each one before it
+  double per_block_ = 0.0;           // by how much more a block is worth for each one before it
   std::array<double, 256> weights_;  // of the shorter runs
+  const Keeper& keeper_;
   Random random_;
   ReuseModel model_;
   Guard guard_;
-  Tree<Mark> blocks_;
+  Blocks blocks_;
   Runs runs_;
   Ghosts ghosts_;
   double now_ = 0.0;
@@ -92,11 +112,27 @@ class RunPolicy final : public Replayed {
   std::size_t next_lesson_;
   Index victim_ = kNone;       // the run that is losing blocks
   double victim_value_ = 0.0;  // of its blocks, were they the first of their prompts
-  // Of the request that is being made; kept from call to call, to spare allocations.
-  std::vector<Index> found_;  // the blocks of the path that are resident
-  std::vector<Part> parts_;
-  std::vector<Index> leaves_;    // that were looked at
-  std::uint32_t num_known_ = 0;  // how many of its first blocks were used before
+  // For a moment: runs that are not chosen, as if they had left, and the blocks in front of them.
+  std::vector<Index> passed_over_;
+  std::vector<Index> exposed_;
+  std::vector<Part> parts_;         // of the request that is being made
+  // Kept from call to call, to spare allocations.
+  std::vector<Index> leaves_;  // that were looked at
+  std::uint32_t num_known_ = 0;  // of what is asked for, how many of the first were used before
+
+ private:
+  // What is asked for, compared with what is known.
+  std::size_t lru_hits(std::span<const Key> path, std::span<const Index> found) const;
+  void compare(std::span<const Key> path, std::span<const Index> found);
+  std::uint32_t reach(std::span<const Key> path, Index run, std::uint32_t from) const;
+  Index ghost_at(std::span<const Key> path, std::uint32_t at) const;
+  Ghosts::Found next_ghost(std::span<const Key> path, std::uint32_t from) const;
+  void take(Index run, std::uint32_t from, std::uint32_t to);
+  void cut(std::span<const Key> path, std::span<const Index> found);
+  void name_parts(std::size_t num_asked);
+  void learn();
+  double weight(std::uint32_t num_blocks) const;
+
   std::vector<ReuseModel::Waiting> waiting_;
 };
 

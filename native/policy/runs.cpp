@@ -16,11 +16,16 @@ Index Runs::add(Run run) {
 
   num_in_window_ += run.size();
   if (first_ == kNone) first_ = made;
-  while (first_ != newest_ && num_in_window_ - pool_[first_].size() >= capacity_) {
+  narrow();
+  return made;
+}
+
+void Runs::narrow() {
+  while (first_ != kNone && first_ != newest_ &&
+         num_in_window_ - pool_[first_].size() >= capacity_) {
     num_in_window_ -= pool_[first_].size();
     first_ = pool_[first_].newer;
   }
-  return made;
 }
 
 void Runs::remove(Index run) {
@@ -31,6 +36,11 @@ void Runs::remove(Index run) {
   (it.older == kNone ? oldest_ : pool_[it.older].newer) = it.newer;
   (it.newer == kNone ? newest_ : pool_[it.newer].older) = it.older;
   it.number = 0;
+  if (is_said(run)) {
+    num_said_ -= said_[run].words != Retention{};
+    num_retained_ -= said_[run].level != kUsual;
+    said_[run] = {};
+  }
   pool_.remove(run);
 }
 
@@ -39,6 +49,7 @@ void Runs::take_front(Index run, std::uint32_t to) {
   if (is_in_window(it)) num_in_window_ -= to - it.lo;
   it.lo = to;
   it.mid = std::max(it.mid, to);
+  it.tried = std::max(it.tried, it.mid);
   if (!it.is_resident()) unlist(run);
 }
 
@@ -55,30 +66,103 @@ void Runs::shorten(Index run, Index new_tail) {
   if (!it.is_resident()) unlist(run);
 }
 
+void Runs::grow(Index run, Index new_tail) {
+  Run& it = pool_[run];
+  it.tail = new_tail;
+  it.tried = std::max(it.tried, ++it.mid);
+  if (it.place == kNone) list(run);
+  if (it.mid <= it.hi) return;
+  it.hi = it.mid;
+  if (!is_in_window(it)) return;
+  ++num_in_window_;
+  narrow();
+}
+
+void Runs::cut_off(Index run, std::uint32_t end, Index new_tail) {
+  Run& it = pool_[run];
+  if (is_in_window(it)) num_in_window_ -= it.hi - end;
+  it.hi = it.mid = end;
+  it.tail = new_tail;
+}
+
 bool Runs::would_be_kept(Index run, std::uint32_t at) const {
   const Run& it = pool_[run];
   if (!is_in_window(it)) return false;
+  if (at >= it.tried) return false;
   // Of the first run its first blocks, as far as they fit.
   return run != first_ || at - it.lo < capacity_ - (num_in_window_ - it.size());
 }
 
+// -- what was said of runs
+// ---------------------------------------------------------------------------------------------
+
+void Runs::retain(Index run, const Retention& words, double now) {
+  const Retention heard = words.at(now);
+  if (!is_said(run)) {
+    if (heard == Retention{}) return;
+    said_.resize(run + 1);
+  }
+  num_said_ += heard != Retention{};
+  num_said_ -= said_[run].words != Retention{};
+  said_[run].words = heard;
+  move_to(run, heard.level());
+  await_end(run);
+}
+
+void Runs::move_to(Index run, Level level) {
+  if (said_[run].level == level) return;
+  const bool is_listed = pool_[run].place != kNone;
+  unlist(run);
+  num_retained_ += level != kUsual;
+  num_retained_ -= said_[run].level != kUsual;
+  said_[run].level = level;
+  if (is_listed) list(run);
+}
+
+void Runs::await_end(Index run) {
+  const double end = said_[run].words.ends();
+  if (end == said_[run].end) return;
+  said_[run].end = end;
+  if (end == Retention::kNever) return;
+  if (ends_.size() > 64 + 2 * num_said_) {
+    std::erase_if(ends_, [this](const End& each) { return is_stale(each); });
+    std::make_heap(ends_.begin(), ends_.end());
+  }
+  ends_.push_back({end, pool_[run].number, run});
+  std::push_heap(ends_.begin(), ends_.end());
+}
+
+void Runs::expire(double now) {
+  while (!ends_.empty() && ends_.front().time <= now) {
+    const End first = ends_.front();
+    std::pop_heap(ends_.begin(), ends_.end());
+    ends_.pop_back();
+    if (!is_stale(first)) retain(first.run, said_[first.run].words, now);
+  }
+}
+
+// -- those with resident blocks
+// ---------------------------------------------------------------------------------------------
+
 void Runs::list(Index run) {
-  pool_[run].place = static_cast<Index>(residents_.size());
-  residents_.push_back(run);
+  std::vector<Index>& residents = residents_[level(run)];
+  pool_[run].place = static_cast<Index>(residents.size());
+  residents.push_back(run);
 }
 
 void Runs::unlist(Index run) {
   const Index place = pool_[run].place;
   if (place == kNone) return;
-  const Index moved = residents_.back();
-  residents_[place] = moved;
+  std::vector<Index>& residents = residents_[level(run)];
+  const Index moved = residents.back();
+  residents[place] = moved;
   pool_[moved].place = place;
-  residents_.pop_back();
+  residents.pop_back();
   pool_[run].place = kNone;
 }
 
 void Runs::check() const {
-  std::size_t num_runs = 0, num_listed = 0, num_in_window = 0;
+  std::size_t num_runs = 0, num_listed = 0, num_in_window = 0, num_said = 0, num_retained = 0;
   Index before = kNone;
   for (Index run = oldest_; run != kNone; before = run, run = pool_[run].newer) {
     const Run& it = pool_[run];
@@ -86,14 +170,21 @@ void Runs::check() const {
     promise(before == kNone || pool_[before].number < it.number, "runs: out of order");
     promise(it.start <= it.lo && it.lo <= it.mid && it.mid <= it.hi && it.lo < it.hi,
             "runs: one without blocks");
+    promise(it.mid <= it.tried, "runs: a block came in unseen");
     promise((it.place != kNone) == it.is_resident(), "runs: a resident one is not listed");
-    promise(it.place == kNone || residents_[it.place] == run, "runs: listed elsewhere");
+    promise(it.place == kNone || residents_[level(run)][it.place] == run, "runs: listed elsewhere");
+    num_said += retention(run) != Retention{};
+    num_retained += level(run) != kUsual;
+    promise(level(run) == retention(run).level(), "runs: not at the level that was said");
     num_listed += it.place != kNone;
     if (is_in_window(it)) num_in_window += it.size();
     ++num_runs;
   }
   promise(before == newest_ && num_runs == pool_.size(), "runs: some are lost");
-  promise(num_listed == residents_.size(), "runs: some are listed twice");
+  for (const auto& each : residents_) num_listed -= each.size();
+  promise(num_listed == 0, "runs: some are listed twice");
+  promise(num_said == num_said_ && num_retained == num_retained_, "runs: words are miscounted");
+  promise(ends_.size() <= 65 + 2 * (num_runs + num_said), "runs: ends pile up");
   promise(num_in_window == num_in_window_, "runs: the window is miscounted");
 }
 

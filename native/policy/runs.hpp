@@ -2,11 +2,13 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
 #include "policy/pool.hpp"
+#include "policy/retention.hpp"
 #include "policy/reuse.hpp"
 
 namespace kvtier::policy {
@@ -28,6 +30,7 @@ struct Run {
   Index older, newer;  // by use
   Index place;         // among those with resident blocks, kNone where it has none
   Index ghost;         // kNone where no key is kept
+  std::uint32_t tried;  // LRU had what lies before this place: it was here, or was not let in
   ReuseModel::Class cls;
   std::uint16_t num_uses;
 
@@ -50,7 +53,10 @@ class Runs {
   Index end() const { return pool_.end(); }
   bool is_live(Index run) const { return pool_[run].number != 0; }
   std::size_t num_bytes() const {
-    return pool_.num_bytes() + residents_.capacity() * sizeof(Index);
+    std::size_t num_listed = 0;
+    for (const auto& each : residents_) num_listed += each.capacity();
+    return pool_.num_bytes() + num_listed * sizeof(Index) + said_.capacity() * sizeof(Heard) +
+           ends_.capacity() * sizeof(End);
   }
 
   // As the one that was used last. Its number and its places are filled in here.
@@ -61,9 +67,34 @@ class Runs {
   void forget_ghost(Index run);
   // The last resident block is one no more.
   void shorten(Index run, Index new_tail);
+  // The next block is resident: one that has left or was expected, or one more at the end.
+  void grow(Index run, Index new_tail);
+  // The end is another run's now; what has left is not part of it any more.
+  void cut_off(Index run, std::uint32_t end, Index new_tail);
 
-  // Runs with resident blocks, in any order.
-  const std::vector<Index>& residents() const { return residents_; }
+  // The one that was used last, kNone where there is none.
+  Index newest() const { return newest_; }
+  // Runs since the beginning; the number of the newest.
+  std::uint64_t num_made() const { return num_made_; }
+
+  // Runs of a level with resident blocks, in any order.
+  const std::vector<Index>& residents(std::size_t level) const { return residents_[level]; }
+
+  // What was said of a run. It is kept beside the runs, so that it costs nothing where nobody says
+  // anything.
+  Retention retention(Index run) const { return is_said(run) ? said_[run].words : Retention{}; }
+  Level level(Index run) const { return is_said(run) ? said_[run].level : kUsual; }
+  void retain(Index run, const Retention& words, double now);
+  // What is over by now counts no more.
+  void expire(double now);
+  // Whether a run has another level than the usual one.
+  bool has_retained() const { return num_retained_ > 0; }
+
+  // There is room for so many blocks from now on.
+  void set_capacity(std::size_t capacity) {
+    capacity_ = capacity;
+    narrow();
+  }
 
   // Whether least recently used first would have kept the block of this run.
   bool would_be_kept(Index run, std::uint32_t at) const;
@@ -72,15 +103,44 @@ class Runs {
   void check() const;
 
  private:
+  void narrow();
   void list(Index run);
   void unlist(Index run);
   bool is_in_window(const Run& run) const {
     return first_ != kNone && run.number >= pool_[first_].number;
   }
 
+  // level: that it is listed by. end: when a word of it is over next, as the queue has it.
+  struct Heard {
+    Retention words;
+    double end = Retention::kNever;
+    Level level = kUsual;
+  };
+  // Of the words on a run; stale where the run has another end, or is another one.
+  struct End {
+    double time;
+    std::uint64_t number;
+    Index run;
+
+    bool operator<(const End& other) const {  // the first at the top
+      return time > other.time || (time == other.time && number > other.number);
+    }
+  };
+
+  bool is_said(Index run) const { return run < said_.size(); }
+  bool is_stale(const End& end) const {
+    return !is_said(end.run) || pool_[end.run].number != end.number || said_[end.run].end != end.time;
+  }
+  void move_to(Index run, Level level);
+  void await_end(Index run);
+
   std::size_t capacity_;
   Pool<Run> pool_;
-  std::vector<Index> residents_;
+  std::array<std::vector<Index>, kNumLevels> residents_;
+  std::vector<Heard> said_;  // by run, as far as anything was said
+  std::vector<End> ends_;   // a heap
+  std::size_t num_said_ = 0;
+  std::size_t num_retained_ = 0;
   Index newest_ = kNone;
   Index oldest_ = kNone;
   std::uint64_t num_made_ = 0;

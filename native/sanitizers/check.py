@@ -27,6 +27,8 @@ TESTS = (
     "tests/core/test_index.py",
     "tests/core/test_index_machine.py",
     "tests/core/test_key_index.py",
+    "tests/core/test_learning_index.py",
+    "tests/core/test_learning_keys.py",
     "tests/disk/test_io.py",
 )
 # A sanitizer is ten times slower and more: properties are tried with fewer examples than elsewhere,

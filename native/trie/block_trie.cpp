@@ -78,8 +78,9 @@ void BlockTrie::move(Index index, std::size_t column, State to) {
 }
 
 void BlockTrie::review(Index index, std::size_t column) {
-  if (nodes_.is_evictable(index, column) && !nodes_.residency(index, column).queued)
-    policies_[column]->offer(index);
+  if (!nodes_.is_evictable(index, column)) return;
+  if (nodes_.residency(index, column).queued) policies_[column]->let_go(index);
+  else policies_[column]->offer(index);
 }
 
 // Children keep a block only where they are of no use without it.
@@ -98,6 +99,7 @@ void BlockTrie::begin_write(BlockId block, std::size_t column, Slot slot) {
   nodes_.standing(index, column).last_use = kNever;
   ++counts_[column].held;
   count_in_parent(index, column, true);
+  policies_[column]->entered(index);
 }
 
 void BlockTrie::commit(BlockId block, std::size_t column, double now) {
@@ -110,6 +112,18 @@ void BlockTrie::commit(BlockId block, std::size_t column, double now) {
     policies_[column]->used(index, {now, kNever, false});
   }
   review(index, column);
+}
+
+// -- requests
+// ----------------------------------------------------------------------------------------------
+
+void BlockTrie::admit(std::span<const BlockId> blocks, std::size_t column, std::size_t num_free,
+                      double least_chance, Path& admitted) {
+  ahead_.clear();
+  for (const BlockId block : blocks) ahead_.push_back(nodes_[at(block)].hash);
+  std::vector<std::uint32_t> which;
+  policies_[column]->admit(ahead_, num_free, least_chance, which);
+  for (const std::uint32_t i : which) admitted.push_back(blocks[i]);
 }
 
 // -- use

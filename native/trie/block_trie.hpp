@@ -91,6 +91,19 @@ class BlockTrie {
   std::size_t insert(std::string_view space, Labels& labels, std::optional<BlockId> after,
                      std::size_t column, std::span<Slot> slots, double now, bool hold, Path& path);
 
+  // -- requests
+
+  void asked(std::string_view space, Labels& labels, double now);
+  void retain(std::string_view space, Labels& labels, const policy::Said& said, double now);
+  void admit(std::span<const BlockId> blocks, std::size_t column, std::size_t num_free,
+             double least_chance, Path& admitted);
+  void set_room(std::size_t column, std::size_t num_blocks) {
+    policies_[column]->set_room(num_blocks);
+  }
+  void set_doubling(double doubles_at_blocks) {
+    for (const auto& policy : policies_) policy->set_doubling(doubles_at_blocks);
+  }
+
   // -- use
 
   // The blocks of one request, in prompt order.
@@ -155,10 +168,13 @@ class BlockTrie {
   void look_ahead(Index above, Labels& labels, std::size_t i);
   void prefetch_path(Index begin, Index end) const;
   Index begin(std::string_view space, std::optional<BlockId> after) const;
+  std::uint64_t hash_of(std::string_view space) const;
   Index make_root(std::string_view space, Labels& labels);
   template <typename Test>
   Index find_or_make(std::string_view space, Labels& labels, std::optional<BlockId> after,
                      Test&& is_open);
+  template <typename Tell>
+  void tell_of_prompt(std::string_view space, Labels& labels, Tell&& tell);
   bool is_child(Index index, Index parent, Label label) const;
   bool is_cached(Index index) const;
   void move(Index index, std::size_t column, State to);

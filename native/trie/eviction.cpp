@@ -11,6 +11,7 @@ constexpr Index kAhead = 12;  // blocks between what is used and what is fetched
 
 void BlockTrie::evict(std::size_t column, std::size_t num_blocks, Path& chosen) {
   Policy& policy = *policies_[column];
+  policy.begin_evicting();
   while (chosen.size() < num_blocks) {
     const Index index = policy.victim();
     if (index == kNone) return;
@@ -39,6 +40,7 @@ void BlockTrie::keep(BlockId block, std::size_t column) {
   move(index, column, State::ready);
   ++counts_[column].idle;
   count_in_parent(index, column, true);
+  policies_[column]->entered(index);
   review(index, column);
 }
 
@@ -46,7 +48,6 @@ std::optional<Slot> BlockTrie::lose(BlockId block, std::size_t column) {
   const Index index = at(block);
   if (nodes_.standing(index, column).leases > 0) return std::nullopt;
   move(index, column, State::evicting);
-  if (nodes_.residency(index, column).queued) policies_[column]->withdraw(index);
   --counts_[column].idle;
   count_in_parent(index, column, false);
   return leave(index, column);
@@ -56,6 +57,7 @@ Slot BlockTrie::leave(Index index, std::size_t column) {
   Residency& residency = nodes_.residency(index, column);
   const State before = residency.state;
   move(index, column, State::absent);
+  if (residency.queued) policies_[column]->withdraw(index);
   const Slot slot = residency.slot;
   residency.slot = 0;
   nodes_.standing(index, column).last_use = 0.0;

@@ -90,9 +90,11 @@ class Nodes {
     if (size <= room_) return {walked_.at<std::byte>(index, label_at()), size};
     return {labels_.data(*walked_.at<std::uint32_t>(index, label_at())), size};
   }
-  bool is_evictable(Index index, std::size_t column) const {
+  // num_gone: of its children in the column, as if they had left it.
+  bool is_evictable(Index index, std::size_t column, std::uint32_t num_gone = 0) const {
     const Standing& it = standing(index, column);
-    return residency(index, column).state == State::ready && it.leases == 0 && it.num_children == 0;
+    return residency(index, column).state == State::ready && it.leases == 0 &&
+           it.num_children == num_gone;
   }
 
   BlockId id(Index index) const {

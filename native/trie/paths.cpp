@@ -162,9 +162,13 @@ void BlockTrie::look_ahead(Index above, Labels& labels, std::size_t i) {
   }
 }
 
+std::uint64_t BlockTrie::hash_of(std::string_view space) const {
+  return prefix_hash(seed_, bytes_of(space));
+}
+
 Index BlockTrie::make_root(std::string_view space, Labels& labels) {
   if (nodes_.end() == 0) nodes_.expect_labels(labels.usual_bytes());
-  const Index index = make(kRoot, prefix_hash(seed_, bytes_of(space)), bytes_of(space));
+  const Index index = make(kRoot, hash_of(space), bytes_of(space));
   roots_.emplace(space, index);
   return index;
 }
@@ -223,6 +227,7 @@ std::size_t BlockTrie::insert(std::string_view space, Labels& labels, std::optio
       ++counts_[column].held;
       ++counts_[column].idle;
       if (leaves_first && nodes_.is_block(above)) ++nodes_.standing(above, column).num_children;
+      policies_[column]->entered(index);
       policies_[column]->used(index, {now, kNever, i + 1 == labels.size()});
       if (!leaves_first && !hold) review(index, column);
       ++num_new;
@@ -236,6 +241,52 @@ std::size_t BlockTrie::insert(std::string_view space, Labels& labels, std::optio
   // there before may have lost its children since, but then it is queued.
   if (num_new > 0 && !hold) review(above, column);
   return num_new;
+}
+
+// -- requests
+// ----------------------------------------------------------------------------------------------
+
+// Calls tell(policy, path, found) for each that knows prompts.
+template <typename Tell>
+void BlockTrie::tell_of_prompt(std::string_view space, Labels& labels, Tell&& tell) {
+  if (labels.size() == 0) return;
+  const bool is_wanted = std::any_of(policies_.begin(), policies_.end(),
+                                     [](const auto& each) { return each->knows_prompts(); });
+  if (!is_wanted) return;
+  places_.clear();
+  walk(root(space), labels, [&](Index index) {
+    places_.push_back(index);
+    return true;
+  });
+  labels.pack_from(places_.size());
+  ahead_.resize(labels.size());
+  std::uint64_t hash = hash_of(space);
+  for (std::size_t i = 0; i < labels.size(); ++i)
+    ahead_[i] = hash = i < places_.size() ? nodes_[places_[i]].hash : prefix_hash(hash, labels[i]);
+  for (std::size_t column = 0; column < policies_.size(); ++column) {
+    if (!policies_[column]->knows_prompts()) continue;
+    const auto is_gone = [&](Index index) {
+      const State state = nodes_.residency(index, column).state;
+      return state != State::writing && state != State::ready;
+    };
+    const auto end = std::find_if(places_.begin(), places_.end(), is_gone);
+    const auto num_found = static_cast<std::size_t>(end - places_.begin());
+    tell(*policies_[column], std::span<const std::uint64_t>(ahead_),
+         std::span<const Index>(places_).first(num_found));
+  }
+}
+
+void BlockTrie::asked(std::string_view space, Labels& labels, double now) {
+  tell_of_prompt(space, labels, [now](Policy& policy, auto path, auto found) {
+    policy.asked(path, found, now);
+  });
+}
+
+void BlockTrie::retain(std::string_view space, Labels& labels, const policy::Said& said,
+                       double now) {
+  tell_of_prompt(space, labels, [&](Policy& policy, auto path, auto found) {
+    policy.retain(path, found, said, now);
+  });
 }
 
 }  // namespace kvtier::trie

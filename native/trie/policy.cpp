@@ -1,5 +1,7 @@
 #include "trie/policy.hpp"
 
+#include "trie/live_policy.hpp"
+
 namespace kvtier::trie {
 
 namespace {
@@ -10,6 +12,7 @@ constexpr std::size_t kArity = 4;  // flatter than a binary heap, and four entri
 
 std::unique_ptr<Policy> make_policy(std::string_view name, ColumnView view) {
   if (name == "lru") return std::make_unique<Lru>(view);
+  if (policy::has_live(name)) return std::make_unique<LivePolicy>(view, name);
   return nullptr;
 }
 

@@ -4,9 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string_view>
 #include <vector>
 
+#include "policy/retention.hpp"
 #include "trie/nodes.hpp"
 
 namespace kvtier::trie {
@@ -29,7 +31,10 @@ class ColumnView {
   BlockId id(Index index) const { return nodes_.id(index); }
   std::uint32_t num_uses(Index index) const { return nodes_.num_uses(index); }
   double last_use(Index index) const { return nodes_.standing(index, column_).last_use; }
-  bool is_evictable(Index index) const { return nodes_.is_evictable(index, column_); }
+  bool is_evictable(Index index, std::uint32_t num_gone = 0) const {
+    return nodes_.is_evictable(index, column_, num_gone);
+  }
+  bool is_block(Index index) const { return nodes_.is_block(index); }
   State state(Index index) const { return nodes_.residency(index, column_).state; }
   bool& queued(Index index) const { return nodes_.residency(index, column_).queued; }
 
@@ -51,17 +56,38 @@ class ColumnView {
 //   `victim`: takes the candidate to lose first from the queue and gives it, kNone where there is
 //   none. `queued` says whether a block is in the queue.
 //
-// A policy that learns has what it needs here: the class of a leaf (uses, depth, whether it ended a
-// request; how many blocks above it did is the turn), which it keeps by index where it has to be
-// kept; reuse ages; and a ghost list by the hash of the prefix, which is the same when a block comes
-// back. An admission test belongs into the first `used` of a block, before it is offered: one that
-// is not worth its place is the next victim.
+// A policy that knows prompts is told of more: of every request, before what it brings enters the
+// column, and of every block that begins to be written, or is there at once. To it a block is queued
+// from then on, until it leaves, whether it is a candidate or not; `let_go` says that it may have become
+// one.
 class Policy {
  public:
   explicit Policy(ColumnView view) : view_(view) {}
   virtual ~Policy() = default;
   Policy(const Policy&) = delete;
   Policy& operator=(const Policy&) = delete;
+
+  virtual bool knows_prompts() const { return false; }
+  // The column has room for so many blocks.
+  virtual void set_room(std::size_t) {}
+  // The block so deep in a prompt is worth twice what the first one is.
+  virtual void set_doubling(double) {}
+  // A request begins. path: the hashes of its prefixes. found: the first blocks, as far as the
+  // column has them.
+  virtual void asked(std::span<const std::uint64_t>, std::span<const Index>, double) {}
+  // Somebody says something of a prompt, which is given as to `asked`.
+  virtual void retain(std::span<const std::uint64_t>, std::span<const Index>, const policy::Said&,
+                      double) {}
+  // Which of these blocks, which are not in the column, are worth their room there, and a write.
+  // Appends their positions.
+  virtual void admit(std::span<const std::uint64_t> names, std::size_t, double,
+                     std::vector<std::uint32_t>& which) {
+    for (std::uint32_t i = 0; i < names.size(); ++i) which.push_back(i);
+  }
+  virtual void entered(Index) {}
+  virtual void let_go(Index) {}
+  // The victims that follow are one eviction's.
+  virtual void begin_evicting() {}
 
   virtual void used(Index, const Use&) {}
   virtual void offer(Index index) = 0;

@@ -23,6 +23,7 @@ else:
             KeyIndex,
             Keys,
             KeyTable,
+            LivePolicy,
             Numbers,
             PolicyReplay,
             SlotTable,
@@ -45,6 +46,7 @@ if _reason:
     from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows
     from kvtier._reference.free_slots import FreeSlots  # type: ignore[assignment]
     from kvtier._reference.key_table import KeyTable  # type: ignore[assignment]
+    from kvtier._reference.live_policy import LivePolicy  # type: ignore[assignment]
     from kvtier._reference.packed import Keys, Numbers  # type: ignore[assignment]
     from kvtier._reference.policy_replay import PolicyReplay  # type: ignore[assignment]
     from kvtier._reference.slot_table import SlotTable  # type: ignore[assignment]
@@ -71,6 +73,7 @@ __all__ = [
     "KeyIndex",
     "KeyTable",
     "Keys",
+    "LivePolicy",
     "Numbers",
     "PolicyReplay",
     "SlotTable",

@@ -10,30 +10,28 @@ by ``poll``. A cache failure never fails a request: it costs a recomputation.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvtier._hot import Numbers
+from kvtier.chosen import ladder_options, policy_maker
 from kvtier.config import CacheConfig
 from kvtier.devices import Device, Finding
-from kvtier.errors import Closed, ConfigError
+from kvtier.errors import Closed
+from kvtier.hints import Hint, waits
 from kvtier.index import make_index
-from kvtier.index.policies import EvictionPolicy
-from kvtier.ladder import Ladder, LadderOptions, Prefetch
-from kvtier.layout import KVGroup
+from kvtier.ladder import Ladder, Prefetch
 from kvtier.lease import Lease
-from kvtier.plan import Plan, plan_load
-from kvtier.plugins import load_plugin
+from kvtier.lease_observer import LeaseObserver
+from kvtier.plan import Decision, Plan, plan_load
 from kvtier.process import OwnerProcess
 from kvtier.telemetry import Metrics
+from kvtier.telemetry.block_events import BlockEvents, BlockLog
 from kvtier.tiers import ArenaOptions, DeviceTier, StorageTier
-from kvtier.tiers.row import make_tiers, rooms_of, write_limits
+from kvtier.tiers.row import make_tiers, rooms_of
 from kvtier.transfer import CopyJob, LayerGate, LocalMover
 from kvtier.types import DEVICE, Label, LoadPolicy, Match, PrefetchPolicy, WritePolicy
-
-logger = logging.getLogger(__name__)
 
 LONG_PROMPT = 1024
 """Blocks: to hash fewer of them takes half a millisecond, and the cache's thread does it itself."""
@@ -44,7 +42,8 @@ class Cache:
 
     pool: the device tier, over memory that the engine owns. clock: seconds, for tests. storage:
     tiers that were made elsewhere, in the place of those that ``config`` names; the cache closes
-    them. arena: how the host tier gets its memory.
+    them. arena: how the host tier gets its memory. events: is told what comes to tiers and leaves
+    them.
     """
 
     def __init__(
@@ -55,6 +54,7 @@ class Cache:
         clock: Callable[[], float] = time.monotonic,
         storage: Sequence[StorageTier] = (),
         arena: ArenaOptions | None = None,
+        events: BlockLog | None = None,
     ) -> None:
         self.config = config
         self.group = pool.layout.group
@@ -65,16 +65,17 @@ class Cache:
         self._loading: OrderedDict[Lease, None] = OrderedDict()  # begun in the order of deadlines
         self._process = OwnerProcess()
         self._closed = False
-        make_policy = _policy_factory(config.eviction_policy)
+        make_policy = policy_maker(config.eviction_policy)
         self._tiers = make_tiers(config, device, pool, storage, arena)
-        self._index = make_index({name: make_policy() for name in self._tiers})
+        self._index = make_index({name: make_policy(name) for name in self._tiers})
         self._ladder = Ladder(
             self._index,
             rooms_of(self._tiers),
             LocalMover(self._tiers, device, clock),
-            options=_ladder_options(config, self.group),
+            options=ladder_options(config, self.group),
             clock=clock,
         )
+        self._observer = LeaseObserver(self._ladder, self.group, events)
 
     # -- the life of a request --------------------------------------------------------------------
 
@@ -135,10 +136,13 @@ class Cache:
         assert num_blocks * self.group.block_size >= num_tokens, "room for less than the prompt"
         match = self.match(namespace, labels)
         lease = self.lease(namespace, labels, match)
-        plan = self.plan(match, num_tokens, grain_blocks, load)
+        decision = self.decide(match, num_tokens, grain_blocks, load)
+        plan = decision.plan
         if not self.transfer(lease, plan, num_blocks):
             self.release(lease)
             return None
+        lease.decision = decision
+        self._observer.found(lease, match)
         if load:
             self._ladder.fetch_ahead(match, plan.num_reused_blocks)
         return lease
@@ -155,17 +159,28 @@ class Cache:
 
     def plan(self, match: Match, num_tokens: int, grain_blocks: int = 1, load: bool = True) -> Plan:
         """Load or recompute: how much of the match to reuse, by what both would cost now."""
-        return plan_load(
-            match if load else match.on_device(),
-            self._ladder.cost_snapshot(is_free=not self._weighs_costs),
+        return self.decide(match, num_tokens, grain_blocks, load).plan
+
+    def decide(
+        self, match: Match, num_tokens: int, grain_blocks: int = 1, load: bool = True
+    ) -> Decision:
+        """``plan``, with what it was made from: ``kvtier.plan.explain`` tells of it."""
+        size, num_bytes = self.group.block_size, self.group.bytes_per_block
+        match = match if load else match.on_device()
+        costs = self._ladder.cost_snapshot(is_free=not self._weighs_costs)
+        plan = plan_load(
+            match,
+            costs,
             num_tokens=num_tokens,
-            block_size=self.group.block_size,
-            bytes_per_block=self.group.bytes_per_block,
+            block_size=size,
+            bytes_per_block=num_bytes,
             num_free_slots=self.num_available_slots,
             num_staging_slots=self._ladder.num_staging_slots,
             grain_blocks=grain_blocks,
             deadline_s=self.config.load_deadline_s,
         )
+        is_weighed = self._weighs_costs
+        return Decision(match, costs, plan, num_tokens, size, num_bytes, grain_blocks, is_weighed)
 
     def transfer(self, lease: Lease, plan: Plan, num_blocks: int) -> bool:
         """Reserve slots for the whole request, neighbours if possible, and start the plan's copies.
@@ -177,7 +192,8 @@ class Cache:
         new_slots = self._ladder.allocate(num_blocks - num_here)
         if new_slots is None:
             return False
-        self._note(lease, plan)
+        self._observer.planned(lease, plan)
+        self._index.asked(lease.namespace, lease.labels, self._clock())
         for copy in plan.copies:
             slots, new_slots = new_slots[: len(copy.blocks)], new_slots[len(copy.blocks) :]
             self._ladder.load(copy, slots)
@@ -222,6 +238,7 @@ class Cache:
         twins = [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
         self._ladder.give_back(twins)
         lease.adopt(made.blocks, DEVICE)
+        self._observer.computed(lease, len(made.blocks))
         self._use(lease, first)
 
     def release(self, lease: Lease, record: bool = True) -> None:
@@ -244,7 +261,7 @@ class Cache:
         lease.cut(0)
         self._ladder.drop_lost()
         if was_used and record:
-            self.metrics.record(lease.record)
+            self._observer.ended(lease)
         self._check()
 
     def _must_be_open(self) -> None:
@@ -266,13 +283,27 @@ class Cache:
         if self.config.write_policy is WritePolicy.WRITE_THROUGH_SELECTIVE:
             uses = zip(wanted, self._index.num_uses_of(wanted), strict=True)
             wanted = [block for block, num in uses if num >= self.config.store_after_uses]
-        if self.config.write_policy is not WritePolicy.WRITE_BACK:
-            lease.num_stored = self._ladder.store(wanted, DEVICE, lease.num_stored)
+        if self.config.write_policy is not WritePolicy.WRITE_BACK and not lease.is_left_out:
+            stored = self._ladder.store(wanted, DEVICE, lease.num_stored, lease.stores)
+            lease.num_stored, lease.is_left_out = stored
 
-    def _note(self, lease: Lease, plan: Plan) -> None:
-        record = lease.record
-        record.load_bytes = plan.num_copied_blocks * self.group.bytes_per_block
-        record.hit_blocks = lease.hit_blocks
+    # -- what others know -------------------------------------------------------------------------
+
+    def hint(self, namespace: bytes, labels: Sequence[Label], hint: Hint) -> None:
+        """Somebody knows something of a prompt's blocks: it counts from now on, for what the tiers
+        below the device have of them, or will get because ``fetch`` has asked for it.
+
+        labels: all full blocks of the prompt. Tiers with least recently used first ignore it.
+        """
+        now = self._clock()
+        for said in hint.said(self.group.block_size, now):
+            self._index.retain(namespace, labels, said, now)
+
+    def wait(self, namespace: bytes, labels: Sequence[Label], is_waiting: bool) -> None:
+        """A request begins to wait for its turn, or waits no more: to be told in pairs. Until then
+        what there is of its prompt leaves only where nothing else may. O(blocks of the prompt)."""
+        now = self._clock()
+        self._index.retain(namespace, labels, waits(is_waiting, now), now)
 
     # -- between the steps of the engine ----------------------------------------------------------
 
@@ -292,8 +323,7 @@ class Cache:
                 return
             del self._loading[lease]
             if not lease.ready:
-                self.metrics.count("kvtier_late_loads_total")
-                logger.warning("load given up after_s=%.3f", now - lease.started)
+                self._observer.late(lease, now - lease.started)
                 lease.give_up(late=True)
 
     def drain(self, timeout_s: float = 60.0) -> bool:
@@ -303,7 +333,7 @@ class Cache:
     def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
         """The engine computed ``num_tokens`` of a prompt, after ``num_before`` others, in
         ``seconds``: for the planner."""
-        self._ladder.costs.observe_prefill(num_before, num_tokens, seconds)
+        self._ladder.account.observe_prefill(num_before, num_tokens, seconds)
 
     # -- upkeep -----------------------------------------------------------------------------------
 
@@ -319,7 +349,7 @@ class Cache:
 
     def update_metrics(self) -> Metrics:
         """The metrics, with the gauges as they are now."""
-        self.metrics.occupancy(self._ladder.used_slots(), self._ladder.num_slots())
+        self._ladder.update_gauges()
         return self.metrics
 
     def used_slots(self) -> dict[str, int]:
@@ -335,6 +365,12 @@ class Cache:
         """Evict every block that nobody holds from ``tier``, as if room were needed."""
         self._ladder.make_room(tier, self._index.num_held(tier))
         self._check()
+
+    def block_events(self) -> BlockEvents:
+        """Makes events of what ``events`` was told."""
+        stores = [tier for tier in self._tiers.values() if isinstance(tier, StorageTier)]
+        shared = [tier.name for tier in stores if tier.facts.is_shared]
+        return BlockEvents(list(self._tiers), shared, self.group.block_size)
 
     def findings(self) -> list[Finding]:
         """What is in use, for ``kvtier doctor``."""
@@ -359,32 +395,3 @@ class Cache:
     def check_invariants(self) -> None:
         """Raise AssertionError where slots, leases and blocks don't add up. O(all blocks)."""
         self._ladder.check_invariants(sum(len(lease.room) for lease in self._leases))
-
-
-def _ladder_options(config: CacheConfig, group: KVGroup) -> LadderOptions:
-    block_bytes = group.bytes_per_block
-    return LadderOptions(
-        block_bytes=block_bytes,
-        demotes=config.write_policy is WritePolicy.WRITE_BACK,
-        patience_s=config.demote_deadline_s,
-        archive_after_uses=config.archive_after_uses,
-        bytes_per_day=write_limits(config),
-        piece_blocks=max(1, config.load_batch_bytes // block_bytes),
-        lookup_patience_s=config.lookup_deadline_s,
-        block_size=group.block_size if config.load_policy is LoadPolicy.AUTO else 0,
-    )
-
-
-def _policy_factory(name: str) -> Callable[[], EvictionPolicy]:
-    """Makes policies of the plug-in ``name``."""
-    make = load_plugin("policies", name)
-
-    def made() -> EvictionPolicy:
-        policy = make()
-        if not isinstance(policy, EvictionPolicy):
-            raise ConfigError(
-                f"eviction_policy: {name!r} makes a {type(policy).__name__}, no policy"
-            )
-        return policy
-
-    return made

@@ -132,8 +132,11 @@ class CacheConfig:
     lookup_deadline_s: float = 0.1
     """How long it waits, at most, to hear what a store that other processes share has of it; with
     ``auto`` loads no longer than computing it would take. 0 for not."""
-    eviction_policy: str = "lru"
-    """Which blocks leave a full tier first: a plug-in of ``kvtier.policies``."""
+    eviction_policy: str = "runs"
+    """Which blocks leave a full tier first: a plug-in of ``kvtier.policies``. ``runs`` learns what
+    is used again, and lets in what is worth more than what would leave; ``lru`` takes the blocks
+    that were used longest ago; ``arc``, ``s3fifo``, ``lfuda`` and ``sieve`` are others' ways. The
+    device tier has ``lru`` beside each of them."""
     demote_deadline_s: float = 1.0
     """A demotion (write_back) that takes longer keeps its blocks on the device for now."""
     load_deadline_s: float = 30.0

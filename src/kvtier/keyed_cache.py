@@ -9,24 +9,21 @@ else is the ladder's.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 
 import numpy as np
 
+from kvtier.engine_copies import EngineCopies
+from kvtier.hints import Hint
 from kvtier.index import KeyIndex, State
-from kvtier.keys import next_key
+from kvtier.keyed_recall import KeyedRecall
 from kvtier.ladder import Asked, Ladder
-from kvtier.types import BlockId, BlockKey, Slot
-from kvtier.watch import StoreWatches, Watch
+from kvtier.types import BlockId, Slot
+from kvtier.watches import Watch
 
 ABSENT, WRITING, READY = State.ABSENT, State.WRITING, State.READY
-FIRST_PIECE = 16
-"""Keys that storage is asked for at a time: where a prompt is not there, few are hashed in vain.
-The next pieces are larger."""
 
 
 class Place(Enum):
@@ -89,16 +86,12 @@ class KeyedCache:
         self._lost = ladder.lost
         self._namespace = namespace
         self._clock = clock
-        self._knows_storage = knows_storage
         self._tiers = self._index.tiers  # memory, then storage
         num_slots = ladder.num_slots()[self.memory]
         index.expect(num_slots)
         self._came_from = np.zeros(num_slots, np.int8)  # by slot: which of the tiers
-        self._copied: dict[Slot, BlockId] = {}  # that the engine copies from or to
-        self._held: Counter[BlockId] = Counter()
-        self._reserved: set[BlockId] = set()
-        self._doubted: set[BlockId] = set()
-        self._stores = StoreWatches()
+        self._copies = EngineCopies(index, ladder)
+        self._recall = KeyedRecall(index, ladder, namespace, knows_storage)
         self._changes: list[Change] = []
         ladder.listen(self._note)
 
@@ -113,10 +106,10 @@ class KeyedCache:
         found = self._index.find(key)
         if found is not None:
             return self._place(*found)
-        if not self._may_be_kept():
+        if not self._recall.may_find:
             return Place.NOWHERE
         if not self.recall([key]):
-            return Place.NOWHERE if self._knows_storage() else Place.UNKNOWN
+            return Place.NOWHERE if self._recall.is_complete else Place.UNKNOWN
         if following is not None:
             rest = following()
             self.recall(rest)
@@ -127,12 +120,12 @@ class KeyedCache:
         """``find`` of each. keys: of one prompt, in its order; what storage has kept is looked for
         until nothing more of it turns up."""
         places, unknown = self._places(keys)
-        if unknown and self._may_be_kept():
-            kept = self._recall_along(unknown)
+        if unknown and self._recall.may_find:
+            kept = self._recall.take_in_along(unknown)
             if kept:
                 self.touch(kept)
                 places, unknown = self._places(keys)
-            if not self._knows_storage():
+            if not self._recall.is_complete:
                 nobody_knows = set(unknown)
                 for at, key in enumerate(keys):
                     if key in nobody_knows:
@@ -148,15 +141,11 @@ class KeyedCache:
         has_gaps: where a block is missing those behind it may be of use.
         """
         places = self.find_all(keys)
-        namespace = self._namespace()
-        if not namespace or not self.ladder.has_to_ask:
+        if not self._recall.has_to_ask:
             return places, []
         lacking = (Place.NOWHERE, Place.UNKNOWN)
         wanted = [key for key, place in zip(keys, places, strict=True) if place in lacking]
-        asked: list[Asked] = []
-        if wanted:
-            names = partial(_names, namespace)
-            asked = self.ladder.ask_along(wanted, names, self._index.make, has_gaps)
+        asked = self._recall.ask_along(wanted, has_gaps) if wanted else []
         if asked:
             places = [Place.UNKNOWN if place in lacking else place for place in places]
         return places, asked
@@ -168,8 +157,8 @@ class KeyedCache:
         codes = IN_MEMORY[by_tier[:, 0]]
         codes[(codes == 0) & (by_tier[:, 1:] == READY).any(axis=1)] = 3
         places = [PLACES[code] for code in codes.tolist()]
-        if self._lost or self._doubted:
-            doubtful = self._doubted.union(block for block, _ in self._lost)
+        if self._lost or self._copies.doubted:
+            doubtful = {*self._copies.doubted, *(block for block, _ in self._lost)}
             for at, block in enumerate(blocks):
                 if block in doubtful:
                     places[at] = self._place(block, tuple(map(State, by_tier[at].tolist())))
@@ -180,39 +169,16 @@ class KeyedCache:
             return Place.MEMORY if states[0] is READY else Place.ARRIVING
         return Place.NOWHERE if self._storage_of(block, states) is None else Place.STORAGE
 
-    def _may_be_kept(self) -> bool:
-        """Whether storage is worth a question for what the index does not know."""
-        return bool(self.ladder.storages and self._namespace())
-
-    def _recall_along(self, keys: Sequence[bytes]) -> list[bytes]:
-        """``recall``, in growing pieces until nothing more turns up. Returns what was asked for."""
-        asked = 0
-        for piece in _growing(keys):
-            num = self.recall(piece)
-            asked += len(piece) if num else 0
-            if num < len(piece):
-                break
-        return list(keys[:asked])
-
     def recall(self, keys: Collection[bytes]) -> int:
         """Take in which blocks, of those that are known nowhere, storage has kept since an earlier
         life. Returns how many."""
-        namespace = self._namespace()
-        if not namespace or not self.ladder.has_unfound_at_once:
-            return 0
-        asked = list(dict.fromkeys(keys))
-        blocks, _ = self._index.find_all(asked)
-        unknown = [key for key, block in zip(asked, blocks, strict=True) if block is None]
-        names = _names(namespace, unknown)
-        return self.ladder.recall_each(
-            names, lambda places: self._index.make([unknown[at] for at in places])
-        )
+        return self._recall.take_in(keys)
 
     def _is_doubted(self, block: BlockId) -> bool:
         """Whether what memory has of the block, or is about to, is not to be used."""
-        if not self._lost and not self._doubted:
+        if not self._lost and not self._copies.doubted:
             return False
-        return block in self._doubted or (block, self.memory) in self._lost
+        return block in self._copies.doubted or (block, self.memory) in self._lost
 
     def _storage_of(self, block: BlockId, states: Sequence[State]) -> str | None:
         for tier, state in zip(self._tiers[1:], states[1:], strict=True):
@@ -234,6 +200,27 @@ class KeyedCache:
         slots = self._index.slots(self._known(keys), self.memory)
         return [self._tiers[tier] for tier in self._came_from[slots].tolist()]
 
+    @property
+    def learns(self) -> bool:
+        """Whether a policy wants to hear of requests."""
+        return bool(self._index.learning)
+
+    def asked(self, keys: Iterable[bytes]) -> None:
+        """A request begins: to be told once of each, with all blocks of its prompt, in its order,
+        before anything is reserved for it."""
+        self._index.asked(keys, self._clock())
+
+    def continues(self, keys: Iterable[bytes], before: bytes) -> None:
+        """Blocks of its answer come behind ``before``; see ``KeyIndex.continues``."""
+        self._index.continues(keys, before)
+
+    def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
+        """Somebody knows something of a prompt, of all blocks from its first one on; it counts from
+        now on. block_size: tokens in each."""
+        now = self._clock()
+        for said in hint.said(block_size, now):
+            self._index.retain(keys, said, now)
+
     def touch(self, keys: Collection[bytes]) -> None:
         """They were used just now, in prompt order: the first ones leave last."""
         blocks, _ = self._index.find_all(list(keys))
@@ -251,21 +238,31 @@ class KeyedCache:
     # -- between the engine's device and memory ----------------------------------------------------
 
     def reserve(self, keys: Collection[bytes]) -> Reserved | None:
-        """Room in memory for those of ``keys`` that are not there; None where there is too little.
+        """Room in memory for those of ``keys`` that are not there, and are worth it; None where
+        there is too little.
 
         They count as used now, and the first ones leave last.
         """
+        new: Sequence[bytes]
         new, ready = self._missing(keys)
         num_changes = len(self._changes)
-        slots = self.ladder.reserve(len(new), but_not=ready)
+        passing: Collection[bytes] = ()
+
+        def admit() -> int:
+            nonlocal new, passing
+            new, passing = self.ladder.admission.admit_keys(self._index, new, self.memory)
+            return len(new)
+
+        slots = self.ladder.reserve(len(new), ready, admit)
         if slots is None:
             return None
         blocks = self._index.make(new)
-        self._index.begin_write_all(blocks, self.memory, slots)
+        self._copies.reserve(blocks, slots)
+        named = zip(new, blocks, strict=True)
+        self.ladder.passage.note(blocks, [block for key, block in named if key in passing])
         self._use(blocks)
         self._came_from[slots] = 0
-        self._copied.update(zip(slots, blocks, strict=True))
-        self._reserved.update(blocks)
+        self.ladder.returns.came(new, blocks)
         left = [key for each in self._changes[num_changes:] for key in each.keys]
         return Reserved(new, slots, left)
 
@@ -285,17 +282,7 @@ class KeyedCache:
         meanwhile is not there; one that was cleared is passed over.
         """
         blocks, _ = self._index.find_all(keys)
-        depth_of = {
-            block: depth
-            for block, depth in zip(blocks, depths, strict=True)
-            if block is not None and block in self._reserved
-        }
-        kept = [block for block in depth_of if block not in self._doubted]
-        self._index.set_depths(kept, [depth_of[block] for block in kept])
-        self._index.commit_all(kept[::-1], self.memory, self._clock())
-        self._end_copies(kept)
-        self._reserved.difference_update(kept)
-        self._give_back([block for block in depth_of if block in self._doubted])
+        kept = self._copies.commit(blocks, depths, self._clock())
         self._note(self.memory, kept, is_removed=False)
         if to_storage:
             self._archive(kept)
@@ -308,59 +295,41 @@ class KeyedCache:
     def abort(self, keys: Iterable[bytes]) -> None:
         """Blocks were not copied into their slots."""
         blocks, _ = self._index.find_all(list(keys))
-        self._give_back([block for block in blocks if block in self._reserved])
-
-    def _give_back(self, blocks: Sequence[BlockId]) -> None:
-        self._end_copies(blocks)
-        self._reserved.difference_update(blocks)
-        self._doubted.difference_update(blocks)
-        self.ladder.give_back(self._index.abort_all(blocks, self.memory))
-
-    def _end_copies(self, blocks: Sequence[BlockId]) -> None:
-        """The engine copies nothing to these any more: whoever watched them is told."""
-        for slot in self._index.slots(blocks, self.memory):
-            del self._copied[slot]
-        self._stores.ended(blocks)
+        self._copies.abort(blocks)
 
     def hold(self, keys: Sequence[bytes]) -> Sequence[Slot]:
         """Slots of blocks in memory, to be copied from. They stay until ``release``."""
-        blocks = self._known(keys)
-        self._index.lease(blocks, self.memory)
-        self._held.update(blocks)
-        slots = self._index.slots(blocks, self.memory)
-        self._copied.update(zip(slots, blocks, strict=True))
-        return slots
+        return self._copies.hold(self._known(keys))
 
     def release(self, keys: Collection[bytes]) -> None:
         """The copies from them have ended. Blocks that were cleared meanwhile are passed over."""
         blocks, _ = self._index.find_all(list(keys))
-        self._let_go([block for block in blocks if block is not None and self._held[block]])
+        self._came_from[self._copies.release(blocks)] = 0
         self.ladder.drop_lost()
-
-    def _let_go(self, blocks: Sequence[BlockId]) -> None:
-        slots = self._index.slots(blocks, self.memory)
-        self._came_from[slots] = 0
-        self._index.release(blocks, self.memory)
-        self._held.subtract(blocks)
-        for block, slot in zip(blocks, slots, strict=True):
-            if not self._held[block]:
-                del self._held[block]
-                self._copied.pop(slot, None)
 
     def distrust(self, slots: Collection[Slot]) -> None:
         """A copy of the engine's from or to these slots went wrong: their blocks are not there."""
-        for slot in slots:
-            block = self._copied.get(slot)
-            if block in self._reserved:
-                self._doubted.add(block)
-            elif block is not None:
-                self.ladder.lose(block, self.memory)
+        self._copies.distrust(slots)
 
     # -- between memory and storage ----------------------------------------------------------------
 
-    def promote(self, keys: Sequence[bytes]) -> int:
+    def promote(self, keys: Sequence[bytes], beside: Sequence[bytes] = ()) -> int:
         """Bring blocks from storage into memory; fewer of the first ones where there is no room for
-        all. Returns how many."""
+        all. Returns how many.
+
+        beside: blocks of the same prompt that are in memory; they don't leave for these.
+        """
+        kept = self._ready(beside)
+        self._index.lease(kept, self.memory)
+        num = self._promote(keys)
+        self._index.release(kept, self.memory)
+        return num
+
+    def _ready(self, keys: Sequence[bytes]) -> list[BlockId]:
+        """Those that memory has."""
+        return [block for block, states in self._found(keys) if states[0] is READY]
+
+    def _promote(self, keys: Sequence[bytes]) -> int:
         num = min(len(keys), self.ladder.num_available(self.memory))
         wanted: dict[str, list[BlockId]] = {}
         for block, states in self._found(keys[:num]):
@@ -369,6 +338,7 @@ class KeyedCache:
                 if storage is not None:
                     wanted.setdefault(storage, []).append(block)
         for storage, blocks in wanted.items():
+            self.ladder.returns.came(self._index.keys(blocks), blocks)
             for _, begun in self.ladder.promote(blocks, storage):
                 slots = self._index.slots(begun, self.memory)
                 self._came_from[slots] = self._tiers.index(storage)
@@ -391,9 +361,7 @@ class KeyedCache:
         blocks, states = self._index.find_all(keys)
         in_memory = zip(blocks, states[:: len(self._tiers)], strict=True)
         coming = [block for block, state in in_memory if state == WRITING and block is not None]
-        moving = [block for block in coming if block not in self._reserved]
-        if len(moving) < len(coming):
-            self._stores.add(watch, next(b for b in reversed(coming) if b in self._reserved))
+        moving = self._copies.watch(watch, coming)
         self.ladder.wait_for(watch, self._index.slots(moving, self.memory))
         return watch
 
@@ -406,9 +374,13 @@ class KeyedCache:
         """Forget everything, in storage as well, held or reserved blocks, too: whoever empties a
         cache waits for its own copies, and never tells of their end. What is on its way between
         tiers arrives nowhere."""
-        self._let_go(list(self._held.elements()))
-        self._give_back(list(self._reserved))
+        self._copies.clear()
         self.ladder.clear()
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where slots, blocks and the engine's copies don't add up."""
+        self.ladder.check_invariants(0)
+        self._copies.check_invariants()
 
     # -- what others should know -------------------------------------------------------------------
 
@@ -420,16 +392,3 @@ class KeyedCache:
     def _note(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
         if blocks:
             self._changes.append(Change(self._index.keys(blocks), tier, is_removed))
-
-
-def _growing(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    """Pieces, each four times as long as the one before."""
-    at, num = 0, FIRST_PIECE
-    while at < len(keys):
-        yield keys[at : at + num]
-        at, num = at + num, 4 * num
-
-
-def _names(namespace: bytes, keys: Sequence[bytes]) -> list[BlockKey]:
-    """What blocks are called in storage."""
-    return [next_key(namespace, key) for key in keys]

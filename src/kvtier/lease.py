@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from kvtier._hot import Numbers
 from kvtier.index import PromptIndex
+from kvtier.plan import Decision
 from kvtier.runs import has, runs_of
 from kvtier.telemetry import RequestRecord
 from kvtier.transfer import Transfer, Waiter
 from kvtier.types import DEVICE, BlockId, GroupMatch, Label, Match, Slot, column_of
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A copy of a request's blocks to a slower memory has ended, a moment ago. seconds: without the
+    time in line. error: "" where all arrived."""
+
+    tier: str
+    num_blocks: int
+    num_bytes: int
+    seconds: float
+    error: str
+
+
+class Stores(Waiter):
+    """Hears of the copies that store a request's blocks; nobody waits for them. tell: called by the
+    cache's thread."""
+
+    def __init__(self, tell: Callable[[Stored], object]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def take(self, transfer: Transfer, now: float) -> None:
+        self._told(transfer, "")
+
+    def failed(self, transfer: Transfer) -> None:
+        self._waiting_for.discard(transfer)
+        self._told(transfer, "not all blocks arrived")
+
+    def _told(self, transfer: Transfer, error: str) -> None:
+        job = transfer.job
+        assert job is not None, "it has ended"
+        num = len(transfer.blocks)
+        self._tell(Stored(transfer.dst, num, job.num_bytes, job.seconds, error))
 
 
 class Lease(Waiter):
@@ -22,7 +58,10 @@ class Lease(Waiter):
     matched, after it what the cut needs.
     slots: device slots, ``slots[i]`` for block i: first the prefix's, then the room.
     num_stored: blocks of the prefix in the tier below or on their way to it, at the last look.
+    is_left_out: the next ones are not worth their room there, and what comes behind them neither.
     broken: some load failed; release the lease and ask again. late: it came too late.
+    decision: what its plan was made from, as soon as there is one. stores: hears of the copies that
+    store what it has computed.
     """
 
     def __init__(
@@ -41,11 +80,14 @@ class Lease(Waiter):
         self.held: list[list[str | None]] = []
         self.slots: Sequence[Slot] = []
         self.num_stored = 0
+        self.is_left_out = False
         self.broken = self.late = False
         self.released = False
         self.started = now
         self.deadline = float("inf")
         self.record = RequestRecord(num_asked_blocks=match.num_asked)
+        self.decision: Decision | None = None
+        self.stores: Stores | None = None
         for group, tiers in enumerate(match.over_groups().tiers):
             self.held.append(list(tiers))
             for tier, run in self._held_runs(group, range(len(tiers))):
@@ -129,6 +171,8 @@ class Lease(Waiter):
                     self._index.lease(blocks, column_of(DEVICE, group))
                     self._index.release(blocks, column_of(tier, group))
                     self.held[group][run.start : run.stop] = [DEVICE] * len(run)
+                    if group == 0:
+                        self.record.arrivals.append((run, now - self.started))
         if self.ready:
             self.record.load_s = now - self.started
 

@@ -1,4 +1,6 @@
-"""Which process owns what was made: a forked child has a copy of everything, threads excepted.
+"""This process: the cores that it may use, and what it owns.
+
+A forked child has a copy of everything, threads excepted.
 
 The copy shares files, locks and registrations with the original, so that closing it, or only
 letting it go when the child exits, would take them from the parent.
@@ -7,8 +9,27 @@ letting it go when the child exits, would take them from the parent.
 from __future__ import annotations
 
 import os
+import sys
+import threading
+from contextlib import suppress
 
 from kvtier.errors import Closed
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def give_way(by: int) -> None:
+    """This thread has a lower priority from now on than its process, as far as the system knows
+    priorities of threads. There is no way back."""
+    if sys.platform == "linux":
+        nice = os.getpriority(os.PRIO_PROCESS, os.getpid()) + by
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 class OwnerProcess:

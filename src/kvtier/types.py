@@ -161,6 +161,15 @@ class IoKind(StrEnum):
     PREADV = "preadv"
 
 
+class LogFormat(StrEnum):
+    """How a log looks."""
+
+    TEXT = "text"
+    """For people: time, level, logger, words and values."""
+    JSON = "json"
+    """For programs: an object in each line."""
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """Longest cached prefix of a prompt. May be outdated at once: lease before use.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks import policies, traces
+from benchmarks.policies_pair import TIERS, WAYS, PairRow, measure_pair, pair_targets
 from benchmarks.traces import Trace
+from tests.policies.traffic import Requests, scan_flood, tenants
 
 
 def test_requests_of_the_chat_service_come_in_order(tmp_path: Path) -> None:
@@ -90,3 +94,54 @@ def test_without_traces_it_says_so_and_ends(
 ) -> None:
     policies.main(["--traces", str(tmp_path / "nowhere")])
     assert "left out, no traces in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("through", WAYS)
+@pytest.mark.parametrize("policy", [policies.OURS, policies.LRU])
+def test_of_two_tiers_it_counts_what_is_found_and_written(policy: str, through: str) -> None:
+    prompts = [np.arange(at, at + 3, dtype=np.uint64) for at in (0, 10, 20)]
+    trace = Trace("made", list(range(12)), [prompts[at % 3] for at in range(12)])
+    row = measure_pair(trace, None, policy, through, (3 / 9, 1.0))
+    assert row.hit_ratio == 0.75
+    assert row.from_host == 0.0, "it has room for one of three prompts"
+    assert row.to_disk == 0.25
+    assert row.to_host == 1.0
+
+
+def some(make: Callable[[np.random.Generator], Requests], num_requests: int) -> Trace:
+    times, chains = zip(*islice(make(np.random.default_rng(1)), num_requests), strict=True)
+    return Trace(make.__name__, list(times), list(chains))
+
+
+def both_policies(trace: Trace) -> tuple[PairRow, PairRow]:
+    shares = 100 / trace.num_unique, 800 / trace.num_unique
+    ours, lru = (
+        measure_pair(trace, None, name, TIERS, shares) for name in (policies.OURS, policies.LRU)
+    )
+    return ours, lru
+
+
+def test_what_host_memory_does_not_want_comes_to_the_disk() -> None:
+    """Host memory has room for five of twenty prompts that come back."""
+    trace = some(scan_flood, 3000)
+    ours, lru = both_policies(trace)
+    assert lru.hit_ratio == 0.0
+    assert ours.hit_ratio > 0.15, "prompts that come back are a fifth"
+
+
+def test_the_disk_is_written_for_what_will_be_used() -> None:
+    ours, lru = both_policies(some(tenants, 3000))
+    assert ours.hit_ratio > lru.hit_ratio
+    assert ours.to_disk < 0.75 * lru.to_disk
+
+
+def test_a_pair_is_judged_against_lru_and_each_alone() -> None:
+    alone = PairRow("made", None, WAYS[0], "runs", 0.01, 0.1, 0.3, 0.12, 0.2, 0.7)
+    ours = replace(alone, through=TIERS, from_host=0.1, to_disk=0.5)
+    lru = replace(ours, policy="lru", hit_ratio=0.28, to_disk=0.8)
+    judged = {str(each["column"]): each["met"] for each in pair_targets([alone, ours, lru])}
+    assert judged == {
+        "made: hits, points above LRU": True,
+        "made: from host, points below alone": False,
+        "made: written, of LRU's": True,
+    }

@@ -34,6 +34,11 @@ def calls(step: Callable[[], object]) -> Counter[str]:
     return counted
 
 
+SAMPLED = ("Returns._note_return", "OrderedDict.pop", "OrderedDict.popitem")
+"""Calls for those blocks of a step that are in a sample, of evicted ones that come again."""
+STEP_BLOCKS = 4 * 64
+
+
 @pytest.fixture(scope="module")
 def worlds() -> tuple[World, World]:
     return World(10_000), World(40_000)
@@ -45,7 +50,10 @@ def test_a_step_makes_as_many_calls_however_many_blocks_there_are(
 ) -> None:
     few, many = (steps(world)[name] for world in worlds)
     few(), many()  # the first one warms up
-    assert calls(few) == calls(many)
+    of_few, of_many = calls(few), calls(many)
+    for sampled in SAMPLED:  # the more blocks there are, the fewer of a step are in the sample
+        assert of_many.pop(sampled, 0) <= max(of_few.pop(sampled, 0), STEP_BLOCKS)
+    assert of_few == of_many
 
 
 def test_what_is_held_is_met_by_one_eviction_only(worlds: tuple[World, World]) -> None:

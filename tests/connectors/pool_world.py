@@ -13,6 +13,7 @@ import numpy as np
 from kvtier.connectors.shared.paged_pool import PagedPool, Share
 from kvtier.connectors.shared.pool_cache import Load, PoolCache, Store
 from kvtier.devices.cpu import CpuDevice
+from kvtier.index.policies.replayed import LRU
 from kvtier.keyed_cache import Place
 from kvtier.layout import opaque
 from kvtier.testing import FaultyStorage, MemoryStorage, Shelf
@@ -49,6 +50,7 @@ class PoolWorld:
         engine: TransferEngine | None = None,
         storages: Sequence[StorageTier] = (),
         lookup_deadline_s: float = 0.0,
+        policy: str = LRU,
     ) -> None:
         group = opaque(SLOT_BYTES)
         self.buffers = [np.zeros((NUM_PAGES, size), np.uint8) for size in SHARES]
@@ -67,6 +69,7 @@ class PoolWorld:
             self.engine,
             lambda: self.digest,
             lookup_deadline_s=lookup_deadline_s,
+            policy=policy,
         )
 
     def compute(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
@@ -117,6 +120,6 @@ class PoolWorld:
     def close(self) -> None:
         self.storage.let_go()
         self.settle()
-        self.pool.ladder.check_invariants(0)
+        self.pool.cache.check_invariants()
         assert self.engine.close(60)
         assert self.pool.close()

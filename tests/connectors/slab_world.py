@@ -5,13 +5,14 @@ Bytes follow from keys, and are compared wherever a load says that they are in p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import shake_128
 
 import numpy as np
 
 from kvtier.connectors.shared.block_slab import BlockSlab, FinishedJob
 from kvtier.layout import opaque
+from kvtier.telemetry import Metrics
 from kvtier.testing import host_memory, memory_bytes
 from kvtier.testing.storage import MemoryStorage, Shelf
 from kvtier.tiers import LentMemory, StorageFacts, StorageTier
@@ -20,6 +21,7 @@ from kvtier.types import HOST, Slot
 BLOCK_BYTES = 4096
 GROUP = opaque(BLOCK_BYTES)
 DIGEST = b"d" * 32
+REFUSED, FAILED = "kvtier_refused_blocks_total", "kvtier_failed_blocks_total"
 
 
 def key_of(number: int) -> bytes:
@@ -46,12 +48,14 @@ class World:
     ) -> None:
         self.now_s = 0.0
         self._memory = host_memory(num_rows * BLOCK_BYTES)
+        self._metrics = Metrics(is_exposed=False)
         self.slab = BlockSlab(
             tier,
             LentMemory.of_rows(HOST, self._memory, BLOCK_BYTES),
             digest,
             most_queued=most_queued,
             bytes_per_day=bytes_per_day,
+            metrics=self._metrics,
             clock=lambda: self.now_s,
         )
         self.rows = memory_bytes(self._memory).reshape(num_rows, BLOCK_BYTES)
@@ -74,6 +78,11 @@ class World:
             self.slab.store(self._next_job, keys, range(len(keys)), rows)
         self._rows_of = dict(zip(keys, rows, strict=True))
         return self._next_job
+
+    def take_counted(self) -> Callable[..., float]:
+        """What was counted since the last call: by a metric's name and the values of its labels."""
+        recent = self._metrics.take_recent()
+        return lambda name, *labels: recent.get((name, labels), 0)
 
     def settle(self) -> None:
         self.slab.drain()

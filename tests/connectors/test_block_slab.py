@@ -11,6 +11,7 @@ from kvtier.keyed_cache import Change, Place
 from kvtier.testing.storage import Shelf
 from tests.connectors.slab_world import (
     DIGEST,
+    REFUSED,
     World,
     key_of,
     memory,
@@ -98,7 +99,7 @@ def test_block_that_is_read_stays_and_what_has_no_room_is_refused(worlds: list[W
     tier.open_reads.set()
     world.settle()
     assert world.finished[job].keys == [key_of(3)]
-    assert world.slab.take_counts().refused == 1
+    assert world.take_counted()(REFUSED, "disk") == 1
     assert world.load(1, 2) == [1, 2]
 
 
@@ -118,7 +119,7 @@ def test_more_than_the_disk_can_take_is_refused(worlds: list[World]) -> None:
     world.settle()
     assert len(world.finished[first].keys) == 2
     assert world.finished[second].keys == [key_of(3)]
-    assert world.slab.take_counts().refused == 2
+    assert world.take_counted()(REFUSED, "disk") == 2
     assert world.store(4, 5, 6).keys == [key_of(4), key_of(5), key_of(6)]
 
 

@@ -13,7 +13,9 @@ from kvtier.transfer import LocalMover
 from tests.connectors.slab_world import (
     BLOCK_BYTES,
     DIGEST,
+    FAILED,
     GROUP,
+    REFUSED,
     World,
     key_of,
     memory,
@@ -47,7 +49,8 @@ def test_block_that_two_read_is_given_back_once_when_it_is_lost(worlds: list[Wor
     tier.open_reads.set()
     world.settle()
     assert tier.num_used == 0
-    assert world.slab.take_counts().lost == 1
+    left = [change for change in world.slab.take_changes() if change.is_removed]
+    assert left == [Change([key_of(1)], "disk", is_removed=True)]
 
 
 def test_store_that_fails_leaves_nothing(worlds: list[World]) -> None:
@@ -57,7 +60,7 @@ def test_store_that_fails_leaves_nothing(worlds: list[World]) -> None:
     finished = world.store(1, 2)
     assert (finished.keys, finished.is_whole) == ([key_of(1)], False)
     assert world.slab.find(key_of(2)) is Place.NOWHERE
-    assert world.slab.take_counts().failed == 1
+    assert world.take_counted()(FAILED, "host", "disk") == 1
     assert tier.num_used == 1
 
 
@@ -81,7 +84,7 @@ def test_no_storage_is_all_misses(worlds: list[World]) -> None:
     world = open_world(worlds, NoStorage("disk", GROUP))
     assert world.store(1, 2).keys == []
     assert world.load(1) == []
-    assert world.slab.take_counts().refused == 2
+    assert world.take_counted()(REFUSED, "disk") == 2
 
 
 def test_disk_that_fails_again_and_again_is_left_alone_and_evicts_nothing(
@@ -93,10 +96,12 @@ def test_disk_that_fails_again_and_again_is_left_alone_and_evicts_nothing(
     tier.unreachable = True
     for number in range(10, 13):
         world.store(number)
-    assert world.slab.take_counts().failed == 3
+    assert world.take_counted()(FAILED, "host", "disk") == 3
     assert world.store(*range(20, 26)).keys == []
-    counts = world.slab.take_counts()
-    assert (counts.refused, counts.evicted, counts.failed) == (6, 0, 0)
+    counted = world.take_counted()
+    assert counted(REFUSED, "disk") == 6
+    assert counted("kvtier_evicted_blocks_total", "disk") == 0
+    assert counted(FAILED, "host", "disk") == 0
 
 
 def test_what_a_disk_that_is_left_alone_has_is_a_miss_until_it_is_tried_again(
@@ -121,7 +126,7 @@ def test_day_s_writes_are_a_bound(worlds: list[World]) -> None:
     worlds.append(world := World(tier, bytes_per_day=24 * BLOCK_BYTES))
     assert world.store(1).keys == [key_of(1)]
     assert world.store(2).keys == []
-    assert world.slab.take_counts().over_budget == 1
+    assert world.take_counted()("kvtier_unwritten_blocks_total", "disk") == 1
     world.now_s += 3601
     assert world.store(2).keys == [key_of(2)]
 

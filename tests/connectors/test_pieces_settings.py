@@ -23,6 +23,11 @@ def test_path_and_capacity_are_enough() -> None:
     assert (options.durability, options.verify) == (Durability.PROCESS, Verify.ALWAYS)
 
 
+def test_a_tier_sees_too_little_to_record() -> None:
+    with pytest.raises(ConfigError, match="record stands beside secondary_tiers"):
+        TierSettings.read({**LEAST, "record": "/log/trace"})
+
+
 def test_what_users_of_the_disk_tier_need_can_be_set() -> None:
     settings = TierSettings.read(
         {

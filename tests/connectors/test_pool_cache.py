@@ -157,7 +157,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def slots_add_up(self) -> None:
-        self.world.pool.ladder.check_invariants(0)
+        self.world.pool.cache.check_invariants()
 
     def teardown(self) -> None:
         for store, _ in self.stores:

@@ -53,7 +53,7 @@ def world() -> Iterator[World]:
     made = World()
     yield made
     made.settle()
-    made.ladder.check_invariants(0)
+    made.cache.check_invariants()
     made.ladder.close()
 
 

@@ -29,6 +29,7 @@ def test_settings_are_read_and_refused_by_name() -> None:
         ({"disk_capacity": "1GiB"}, "disk_path: '' with disk_capacity: '1GiB'; give both"),
         ({"disk_path": 7, "disk_capacity": "1GiB"}, "disk_path can't be 7; name a folder"),
         ({"load_policy": "never"}, "load_policy can't be 'never'; use one of auto, always"),
+        ({"eviction_policy": "mru"}, "can't be 'mru'; use one of runs, lru, arc, s3fifo"),
         ({"host": "2GiB"}, "kv_connector_extra_config: host is called host_capacity"),
         ({"disk": "/nvme"}, "kv_connector_extra_config: disk is called disk_path"),
         ({"load": "always"}, "kv_connector_extra_config: load is called load_policy"),
@@ -41,6 +42,8 @@ def test_settings_are_read_and_refused_by_name() -> None:
         ({"lookup_deadline_s": "1"}, "lookup_deadline_s can't be '1'; write a number"),
         ({"lookup_deadline_s": True}, "lookup_deadline_s can't be True; write a number"),
         ({"lookup_deadline_s": -1}, "lookup_deadline_s: -1 is below 0"),
+        ({"record": True}, "record can't be True; name a file"),
+        ({"record_max_bytes": "1KiB"}, "record_max_bytes: '1KiB' is below 1 MiB"),
     ):
         with pytest.raises(ConfigError, match=told):
             Settings.read(extra)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -146,3 +147,17 @@ def test_nobody_waits_for_longer_than_for_an_answer() -> None:
     assert world.choose(made) == [second.rid], "others wait for a store that is late"
     world.store.open_finds.set()
     world.pools.close()
+
+
+def test_log_has_once_what_was_decided(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="kvtier.connectors.sglang.bringing")
+    pools = PoolWorld()
+    assert pools.keep(0, 1)
+    bringing = Bringing({"kv": pools.pool}, PAGE, always=False)
+    keys = [key_of(0), key_of(1)]
+    places = {"kv": pools.pool.cache.find_all(keys)}
+    for _ in range(3):
+        bringing.cuts("again\nforged", Prompt(0, 3 * PAGE), keys, places, {"kv": 0})
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(rf"prompt request=again\nforged tokens={3 * PAGE} reused={2 * PAGE} ")
+    pools.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +26,10 @@ def key_of(number: int) -> bytes:
 
 
 class Caller:
-    """Memory of blocks in three pieces, far from each other. now_s: what the clock shows."""
+    """Memory of blocks in three pieces, far from each other. now_s: what the clock shows. options:
+    those of ``SlabCalls``."""
 
-    def __init__(self, tier: MemoryStorage, num_blocks: int = 600, block_tokens: int = 0) -> None:
+    def __init__(self, tier: MemoryStorage, num_blocks: int = 600, **options: Any) -> None:
         self.tier = tier
         self.now_s = 0.0
         self.digest = DIGEST
@@ -43,7 +45,7 @@ class Caller:
             SIZES,
             lambda: self.digest,
             hold_s=10.0,
-            block_tokens=block_tokens,
+            **options,
             clock=lambda: self.now_s,
         )
 
@@ -58,11 +60,12 @@ class Caller:
             [self._bytes[o : o + s] for o, s in zip(self._offsets[at], SIZES, strict=True)]
         )
 
-    def store(self, *numbers: int) -> list[bool]:
+    def store(self, *numbers: int, before: Sequence[int] = ()) -> list[bool]:
         for at, number in enumerate(numbers):
             self.write(at, bytes_of(key_of(number)))
         keys = [key_of(number) for number in numbers]
-        return self.calls.store(keys, self._pieces.pick(slice(len(keys))))
+        earlier = [key_of(number) for number in before]
+        return self.calls.store(keys, self._pieces.pick(slice(len(keys))), earlier)
 
     def load(self, *numbers: int, before: Sequence[int] = ()) -> list[bool]:
         """Which are said to be in place; these have the right bytes."""
@@ -264,6 +267,26 @@ def test_what_is_faster_to_compute_is_not_found_and_some_of_it_read_by_nobody_wh
     caller.now_s = 41.0
     assert caller.num_found(*numbers) == 100
     assert caller.load(*numbers) == [True] * 100
+    caller.calls.close()
+
+
+@pytest.mark.parametrize("always_loads", [False, True])
+def test_what_is_decided_is_counted(always_loads: bool) -> None:
+    caller = Caller(memory(128), block_tokens=64, always_loads=always_loads)
+    numbers = range(100)
+    caller.store(*numbers)
+    caller.calls._slab.costs.observe_copy(("disk", "host"), 100 * BLOCK_BYTES, 10.0)
+    caller.calls.observe_prefill(0, 6400, 1.0)
+    assert caller.num_found(*numbers) == (100 if always_loads else 0)
+    assert caller.load(*range(10)) == [True] * 10
+    counted = caller.calls._slab._ladder.metrics.take_recent()
+    decisions = {
+        labels: count
+        for (name, labels), count in counted.items()
+        if name == "kvtier_planned_blocks_total"
+    }
+    assert decisions == {("load",) if always_loads else ("recompute",): 100}
+    assert counted["kvtier_saved_tokens_total", ()] == 640
     caller.calls.close()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,21 +13,48 @@ from hypothesis import strategies as st
 from kvtier import _hot
 from kvtier.index import ALL, PromptIndex, ReuseRule
 from kvtier.index.native_index import NativeIndex
-from kvtier.index.policies import LruPolicy
+from kvtier.index.policies import (
+    ArcPolicy,
+    EvictionPolicy,
+    LfudaPolicy,
+    LruPolicy,
+    RunsPolicy,
+    S3FifoPolicy,
+    SievePolicy,
+)
 from kvtier.index.python_index import PythonIndex
 from kvtier.types import column_of
 
 INDEXES = ("native", "python")
+LEARNING: Mapping[str, type[EvictionPolicy]] = MappingProxyType(
+    {
+        each.native_name: each
+        for each in (RunsPolicy, ArcPolicy, S3FifoPolicy, LfudaPolicy, SievePolicy)
+    }
+)
+"""The policies that are told of requests."""
 
 
-def make(kind: str, tiers: Sequence[str], rules: Sequence[ReuseRule] = (ALL,)) -> PromptIndex:
-    """An empty index with least recently used first; the test is skipped where it can't be had."""
-    columns = [column_of(tier, group) for group in range(len(rules)) for tier in tiers]
+def make(
+    kind: str,
+    tiers: Sequence[str],
+    rules: Sequence[ReuseRule] = (ALL,),
+    learning: Collection[str] = (),
+    policy: str = "runs",
+) -> PromptIndex:
+    """An empty index with least recently used first, or in some tiers with a policy that learns;
+    the test is skipped where it can't be had."""
+    columns = {column_of(tier, group): tier for group in range(len(rules)) for tier in tiers}
     if kind == "python":
-        return PythonIndex({column: LruPolicy() for column in columns}, rules)
+        twins = {
+            column: LEARNING[policy]() if tier in learning else LruPolicy()
+            for column, tier in columns.items()
+        }
+        return PythonIndex(twins, rules)
     if not _hot.NATIVE:
         pytest.skip(f"no native core: {_hot.NATIVE_REASON}")
-    return NativeIndex(dict.fromkeys(columns, "lru"), rules)
+    names = {column: policy if tier in learning else "lru" for column, tier in columns.items()}
+    return NativeIndex(names, rules)
 
 
 def needed(rule: ReuseRule, cut: int) -> set[int]:
@@ -43,8 +71,15 @@ rules_of_models = st.lists(
 class Both:
     """Calls the native index and its twin alike, and notices where they differ."""
 
-    def __init__(self, tiers: Sequence[str], rules: Sequence[ReuseRule] = (ALL,)) -> None:
-        self.native, self.twin = make("native", tiers, rules), make("python", tiers, rules)
+    def __init__(
+        self,
+        tiers: Sequence[str],
+        rules: Sequence[ReuseRule] = (ALL,),
+        learning: Collection[str] = (),
+        policy: str = "runs",
+    ) -> None:
+        self.native = make("native", tiers, rules, learning, policy)
+        self.twin = make("python", tiers, rules, learning, policy)
 
     def __len__(self) -> int:
         assert len(self.native) == len(self.twin)

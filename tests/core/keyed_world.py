@@ -107,4 +107,4 @@ class Engine:
         return {each.key for each in self.index.known() if each.places[position][0] is State.READY}
 
     def check(self) -> None:
-        self.ladder.check_invariants(0)
+        self.cache.check_invariants()

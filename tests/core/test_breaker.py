@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.tiers.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
+from kvtier.tiers.breaker import FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker, BreakerState
 
 
 class Clock:
@@ -175,3 +175,16 @@ def test_open_breaker_lets_exactly_one_call_through_per_pause(
                 is_tried, next_s = False, clock.now + pause_s
         assert breaker.is_open == (in_row >= limit)
         assert breaker.is_tried == is_tried
+
+
+def test_its_state_is_told_without_changing_it(clock: Clock) -> None:
+    breaker = Breaker(clock)
+    assert breaker.state is BreakerState.CLOSED
+    breaker.note(False)
+    assert breaker.state is BreakerState.OPEN
+    clock.now += FIRST_PAUSE_S
+    assert breaker.state is BreakerState.HALF_OPEN
+    assert breaker.enter(), "nobody has tried yet"
+    assert breaker.state is BreakerState.HALF_OPEN, "somebody tries"
+    breaker.note(True)
+    assert breaker.state is BreakerState.CLOSED

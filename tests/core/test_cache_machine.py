@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 
 from kvtier.devices import Direction
 from kvtier.errors import DeviceError
+from kvtier.hints import Hint, Retain
 from kvtier.index import State
 from kvtier.index.trie import Node
 from kvtier.keys import token_labels
@@ -50,9 +51,16 @@ def small_steps() -> Iterator[None]:
 prompts = st.builds(_prompt, st.sampled_from([9, 8, 5, 4, 13, 0]), st.sampled_from([13, 4, 7, 0]))
 namespaces = st.sampled_from([b"one", b"one", b"one", b"two"])
 directions = st.sampled_from(Direction)
+HINTS = [
+    Hint(),
+    Hint(back_in_s=DEADLINE_S),
+    Hint(ended=True),
+    Hint((Retain(90, last_token=3), Retain(10, 3, ttl_s=1.0))),
+]
 
 
 class CacheMachine(RuleBasedStateMachine):
+    make_world = World
     policy = WritePolicy.WRITE_THROUGH
     disk_blocks = 0
 
@@ -72,7 +80,7 @@ class CacheMachine(RuleBasedStateMachine):
         opens_in_steps: bool,
     ) -> None:
         """prefill_s per token: unknown, so cheap that nothing is loaded twice, or very dear."""
-        self.world = World(
+        self.world = self.make_world(
             self.policy,
             layout=layout,
             host_blocks=host_blocks,
@@ -214,6 +222,18 @@ class CacheMachine(RuleBasedStateMachine):
         for num_blocks in range(1, request.lease.num_shared + 1):
             self.committed.add(self._key(request, num_blocks))
         self._settle()
+
+    @rule(
+        tokens=prompts,
+        namespace=namespaces,
+        hint=st.sampled_from(HINTS),
+        is_waiting=st.booleans(),
+    )
+    def say(self, tokens: list[int], namespace: bytes, hint: Hint, is_waiting: bool) -> None:
+        """Whatever anybody says, nothing else changes than what leaves first."""
+        labels = token_labels(tokens, BLOCK_SIZE)
+        self.cache.hint(namespace, labels, hint)
+        self.cache.wait(namespace, labels, is_waiting)
 
     @precondition(lambda self: not self.is_held)
     @rule(tokens=prompts, namespace=namespaces)
@@ -396,7 +416,7 @@ class StorageMachine(CacheMachine):
         self.let_go()
         shelf = self.world.shelf
         self.world.end()
-        self.world = World(
+        self.world = self.make_world(
             self.policy,
             host_blocks=20,
             disk_blocks=disk_blocks,

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from kvtier.devices import Direction
-from kvtier.types import DEVICE, HOST, WritePolicy
+from kvtier.index.policies.replayed import POLICIES
+from kvtier.types import DEVICE, DISK, HOST, WritePolicy
 from tests.core.world import World, count
 
 NAMESPACES = (b"one", b"two")
@@ -21,7 +22,22 @@ def test_many_requests_get_the_right_bytes_and_leak_nothing(
     make_world: Callable[..., World], policy: WritePolicy, host_blocks: int, layout: str
 ) -> None:
     world = make_world(policy, host_blocks=host_blocks, device_blocks=24, layout=layout)
-    rng = random.Random(host_blocks)
+    ask_for_many(world, random.Random(host_blocks))
+    if policy is WritePolicy.WRITE_THROUGH and host_blocks == 40:  # room for all that is asked for
+        assert count(world.cache.metrics, "kvtier_hit_blocks_total", tier=HOST) > 0
+
+
+@pytest.mark.parametrize("eviction", [policy for policy in POLICIES if policy != "runs"])
+def test_so_it_is_whatever_decides_on_what_leaves(
+    make_world: Callable[..., World], eviction: str
+) -> None:
+    world = make_world(host_blocks=12, disk_blocks=20, device_blocks=24, eviction_policy=eviction)
+    ask_for_many(world, random.Random(1))
+    for tier in (HOST, DISK):
+        assert count(world.cache.metrics, "kvtier_evicted_blocks_total", tier=tier) > 0
+
+
+def ask_for_many(world: World, rng: random.Random) -> None:
     num_done = num_refused = 0
     while num_done < 150:
         world.cache.poll()
@@ -47,8 +63,5 @@ def test_many_requests_get_the_right_bytes_and_leak_nothing(
             world.release(request)
             num_done += 1
         world.check()
-    metrics = world.cache.metrics
-    assert count(metrics, "kvtier_hit_blocks_total", tier=DEVICE) > 0
-    if policy is WritePolicy.WRITE_THROUGH and host_blocks == 40:  # room for all that is asked for
-        assert count(metrics, "kvtier_hit_blocks_total", tier=HOST) > 0
+    assert count(world.cache.metrics, "kvtier_hit_blocks_total", tier=DEVICE) > 0
     assert num_refused < num_done

@@ -304,8 +304,7 @@ class IndexMachine(RuleBasedStateMachine):
             candidates = self._candidates(tier)
             path = names[block]
             assert path in candidates, "a block left that had to stay"
-            oldest = min(self.model[other].tiers[tier].last_use for other in candidates)
-            assert self.model[path].tiers[tier].last_use == oldest, "a younger block left first"
+            self._check_order(path, candidates, tier)
             self.model[path].tiers[tier].state = State.EVICTING
             assert self.index.state(block, tier) is State.EVICTING
         assert len(chosen) == max(num_blocks, 0) or not self._candidates(tier)
@@ -319,6 +318,11 @@ class IndexMachine(RuleBasedStateMachine):
                 assert self.index.forget(block, tier) == place.slot
                 place.state, place.slot = State.ABSENT, -1
         self._prune()
+
+    def _check_order(self, path: Path, candidates: set[Path], tier: AnyColumn) -> None:
+        """A block leaves that may."""
+        oldest = min(self.model[other].tiers[tier].last_use for other in candidates)
+        assert self.model[path].tiers[tier].last_use == oldest, "a younger block left first"
 
     # -- after every step --------------------------------------------------------------------------
 

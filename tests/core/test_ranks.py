@@ -16,6 +16,7 @@ from kvtier.layout import opaque
 from kvtier.testing import MemoryStorage, Shelf
 from kvtier.testing.faulty_disk import FaultyDisk
 from kvtier.tiers import HostTier, StorageTier
+from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.disk import DiskOptions, DiskSystem, DiskTier
 from kvtier.transfer import LocalMover, Move
 from kvtier.transfer.ranks import Done, Found, Hello, Order, RankExecutor, RankMover, Report, Verb
@@ -275,6 +276,30 @@ def _read(num_blocks: int, urgent: bool = True) -> tuple[RankMover, Order]:
     mover.begin(Move(DISK, HOST, slots, slots, named(KEYS[:num_blocks])), urgent)
     (order,) = mover.take_orders()
     return mover, order
+
+
+def test_ranks_say_when_storage_is_left_alone_and_the_worst_counts() -> None:
+    mover = _mover()
+    assert mover.breaker(DISK) is BreakerState.CLOSED
+    one = Report(breakers={(0, DISK): BreakerState.OPEN})
+    other = Report(breakers={(1, DISK): BreakerState.HALF_OPEN})
+    assert one
+    mover.hear(one.and_also(other))
+    assert mover.breaker(DISK) is BreakerState.OPEN
+    mover.hear(Report(breakers={(0, DISK): BreakerState.CLOSED}))
+    assert mover.breaker(DISK) is BreakerState.HALF_OPEN
+
+
+def test_a_rank_tells_what_is_new_of_its_storage(tmp_path: Path) -> None:
+    disk = FaultyDisk()
+    rank = on_disk(tmp_path, system=disk)
+    assert rank.executor.take_breakers() == {}
+    disk.fail("write", count=100)
+    for key in KEYS[:8]:
+        assert rank.do(Verb.WRITE, [key], [0]).failed
+    assert rank.executor.take_breakers() == {(0, DISK): BreakerState.OPEN}
+    assert rank.executor.take_breakers() == {}
+    rank.close()
 
 
 @pytest.mark.parametrize(("verb", "in_time"), [(Verb.READ, 15.0), (Verb.WRITE, 65.0)])

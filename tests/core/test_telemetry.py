@@ -6,10 +6,11 @@ import pytest
 from prometheus_client import generate_latest
 
 from kvtier.telemetry import METRICS, Metrics, RequestRecord
+from kvtier.telemetry.metrics import TOLD_BY_ENGINES
 from kvtier.types import DEVICE, HOST
 from tests.core.world import count
 
-UNITS = ("_total", "_seconds", "_bytes", "_slots")
+UNITS = ("_total", "_seconds", "_bytes", "_slots", "_ratio", "_state", "_in_flight")
 
 
 @pytest.mark.parametrize("spec", METRICS, ids=lambda spec: spec.name)
@@ -55,3 +56,23 @@ def test_occupancy_is_the_last_one_told() -> None:
     metrics.occupancy({DEVICE: 2}, {DEVICE: 8})
     assert count(metrics, "kvtier_used_slots", tier=DEVICE) == 2
     assert count(metrics, "kvtier_slots", tier=DEVICE) == 8
+
+
+def test_numbers_are_taken_once_by_an_engine_with_metrics_of_its_own() -> None:
+    metrics = Metrics(is_exposed=False)
+    metrics.keep_observations(["kvtier_load_error_ratio"])
+    metrics.count("kvtier_requests_total", 2)
+    metrics.gauge("kvtier_slots", 8, tier=HOST)
+    metrics.observe("kvtier_load_error_ratio", 1.5, src=HOST)
+    metrics.observe("kvtier_load_error_ratio", 0.5, src=HOST)
+    metrics.observe("kvtier_copy_seconds", 0.5, src=HOST, dst=DEVICE)
+    assert metrics.take_levels() == {("kvtier_slots", (HOST,)): 8}
+    assert metrics.take_observations() == {("kvtier_load_error_ratio", (HOST,)): [1.5, 0.5]}
+    assert metrics.take_recent()["kvtier_requests_total", ()] == 2
+    assert not metrics.take_levels()
+    assert not metrics.take_observations()
+    assert not list(metrics.registry.collect())
+
+
+def test_what_engines_are_told_is_in_the_table() -> None:
+    assert {spec.name for spec in METRICS} >= TOLD_BY_ENGINES

@@ -24,6 +24,7 @@ from kvtier.ladder import Prefetch
 from kvtier.layout import DType, full_attention, named_layout
 from kvtier.lease import Lease
 from kvtier.telemetry import Metrics
+from kvtier.telemetry.block_events import BlockLog
 from kvtier.testing import BlockBytes, FaultyDevice, MemoryStorage, Shelf, host_memory
 from kvtier.tiers import (
     ArenaOptions,
@@ -92,6 +93,11 @@ class World:
         del pool
         return cpu
 
+    @staticmethod
+    def make_events() -> BlockLog | None:
+        """Who is told what comes and goes; nobody, but where a test wants to know."""
+        return None
+
     def __init__(
         self,
         write_policy: WritePolicy = WritePolicy.WRITE_THROUGH,
@@ -108,6 +114,7 @@ class World:
         opens_in_steps: bool = False,
         storage_facts: StorageFacts | None = None,
         more_storage: tuple[StorageTier, ...] = (),
+        eviction_policy: str = "runs",
     ) -> None:
         self.clock = Clock()
         self.locking = LockingDevice(num_granted=1 if opens_in_steps else None)
@@ -123,6 +130,7 @@ class World:
             archive_after_uses=archive_after_uses,
             prefetch_policy=prefetch_policy,
             load_batch_bytes=2 * GROUP.bytes_per_block,
+            eviction_policy=eviction_policy,
             strict=True,
         )
         self.shelf = shelf or Shelf()
@@ -131,6 +139,7 @@ class World:
             if disk_blocks
             else None
         )
+        self.events = self.make_events()
         self.cache = Cache(
             config,
             self.device,
@@ -138,6 +147,7 @@ class World:
             self.clock,
             (*filter(None, (self.storage,)), *more_storage),
             IN_STEPS if opens_in_steps else None,
+            self.events,
         )
         self.block_bytes = BlockBytes(GROUP)
         self.requests: list[Request] = []

@@ -230,9 +230,9 @@ def test_blocks_that_may_not_go_straight_take_the_buffer(
     bounced: list[int] = []
     copy_out = Bounce.copy_out
 
-    def note(self: Bounce, blocks: Pieces, places: np.ndarray) -> None:
+    def note(self: Bounce, blocks: Pieces, places: np.ndarray, accelerator: None) -> None:
         bounced.append(len(blocks))
-        copy_out(self, blocks, places)
+        copy_out(self, blocks, places, accelerator)
 
     monkeypatch.setattr(Bounce, "copy_out", note)
     size = GQA.bytes_per_block
@@ -332,7 +332,7 @@ def test_opening_that_fails_half_way_gives_everything_back(
     def fail(*arguments: object) -> None:
         raise MemoryError("the test wants it")
 
-    monkeypatch.setattr("kvtier.tiers.disk.part.BlockPort", fail)
+    monkeypatch.setattr("kvtier.tiers.disk.ports.BlockPort", fail)
     with pytest.raises(MemoryError), disk_of(tmp_path / "two", GQA, pool, direct=Direct.ON):
         pass
     assert held() == before

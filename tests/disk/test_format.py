@@ -272,9 +272,10 @@ def test_budget_is_kept_over_any_time(
     for pause, num_bytes in wanted:
         now += pause
         had = budget.left_bytes
-        allowed = budget.take(num_bytes)
-        assert allowed == (had >= 1)
-        if allowed:
+        assert budget.allows == (had >= 1)
+        assert budget.share_left == max(0.0, had) / burst
+        if budget.allows:
+            budget.spend(num_bytes)
             written += num_bytes
             largest = max(largest, num_bytes)
         assert written <= burst + largest + now * per_day / 86400 + 1e-6 * written + 1e-6
@@ -282,7 +283,9 @@ def test_budget_is_kept_over_any_time(
 
 def test_no_budget_is_no_limit() -> None:
     budget = WriteBudget(0)
-    assert budget.take(1 << 60)
+    budget.spend(1 << 60)
+    assert budget.allows
+    assert budget.share_left == 1.0
     assert budget.left_bytes > 1 << 60
 
 
@@ -294,7 +297,7 @@ def test_budget_that_can_not_be_is_refused() -> None:
 def test_budget_earns_an_hour_at_most() -> None:
     now = 0.0
     budget = WriteBudget(24_000, clock=lambda: now)
-    assert budget.take(1000)
-    assert not budget.take(1)
+    budget.spend(1000)
+    assert not budget.allows
     now += 100 * 86400
     assert budget.left_bytes == 1000

@@ -135,16 +135,16 @@ def test_a_library_leaves_no_log_behind_unless_somebody_wants_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CUFILE_LOGFILE_PATH", raising=False)
-    assert probing._variables(CUFILE, True) == {
+    assert CUFILE.variables(True) == {
         "CUFILE_ALLOW_COMPAT_MODE": "true",
         "CUFILE_LOGFILE_PATH": os.devnull,
     }
     monkeypatch.setenv("CUFILE_LOGFILE_PATH", "mine.log")
-    assert probing._variables(CUFILE, False) == {
+    assert CUFILE.variables(False) == {
         "CUFILE_ALLOW_COMPAT_MODE": "false",
         "CUFILE_FORCE_COMPAT_MODE": "false",
     }
-    assert probing._variables(NDS, False) == {}
+    assert NDS.variables(False) == {}
 
 
 def test_no_process_is_begun_for_a_library_that_is_not_there(

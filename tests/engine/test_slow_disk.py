@@ -41,6 +41,7 @@ def test_burst_over_a_slow_disk_leaves_host_memory_to_others_and_nobody_waits(
         disk_capacity="128MiB",
         disk_bytes_per_s="500kB",
         load_policy="always",
+        eviction_policy="lru",  # one that learns lets in no more of prompts that nobody repeats
     )
     with Engine(replace(SMALL, cache=cache)) as engine:
         tokens = engine.tokenizer.encode(text)

@@ -6,6 +6,7 @@ import ctypes
 from ctypes import c_int, c_size_t, c_uint
 from enum import IntEnum
 
+from tests.effort import EFFORT
 from tests.fakes.fake import Fake, link
 
 STORAGE = {
@@ -16,6 +17,8 @@ STORAGE = {
     "nds": ("cann91", ("ascend", 901), ("file_api", 30000)),
 }
 """Per variant the driver's, and the parts that it is built from, in the library with the driver."""
+LIBRARIES = list(STORAGE) if EFFORT == 1 else list(STORAGE)[::2]
+"""Those that long tests are run with."""
 
 ARGUMENTS = {
     "fake_storage_reset": (c_uint, c_int, c_int, c_int),

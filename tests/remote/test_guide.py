@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.servers import find_binary, free_port, free_ports, has_valkey
+from tests.docs.pages import ROOT, blocks_run_by
 
 pytestmark = [
     pytest.mark.slow,
@@ -22,7 +23,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("curl") is None, reason="no curl"),
 ]
 
-GUIDE = Path(__file__).parents[2] / "docs/guides/stores.md"
 PORTS = {
     "valkey": ["16399", "8001", "8002"],
     "s3": ["19333", "18080", "18888", "18333", "8001", "8002"],
@@ -32,7 +32,7 @@ PORTS = {
 def commands(store: str) -> str:
     """Those that begin the store and its servers, and those that ask, with ports that are free;
     what they install is there."""
-    valkey, s3, asking = re.findall(r"```sh\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    valkey, s3, asking = (block.text for block in blocks_run_by("tests/remote/test_guide.py"))
     script = {"valkey": valkey, "s3": s3}[store] + asking
     script = re.sub(r"^pip install .*$", "", script, flags=re.MULTILINE)
     *stores, first, second = PORTS[store]
@@ -55,7 +55,7 @@ def test_second_server_has_what_the_first_one_computed(store: str, tmp_path: Pat
     env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     env["TMPDIR"] = str(tmp_path)  # for mktemp
-    env["PYTHONPATH"] = str(GUIDE.parents[2] / "src")
+    env["PYTHONPATH"] = str(ROOT / "src")
     answers, log = tmp_path / "answers", tmp_path / "log"
     with answers.open("wb") as told, log.open("wb") as errors:
         shell = subprocess.Popen(

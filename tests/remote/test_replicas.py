@@ -61,7 +61,8 @@ def test_disk_comes_before_the_store(server: ValkeyServer, tmp_path: Path) -> No
         from_disk = ask(engine, PROMPT)
     with Engine(config("random-gqa", location)) as engine:
         from_store = ask(engine, PROMPT)
-    assert from_disk.hit_tokens == {"disk": 288}
+    # It may have come to host memory before the request's turn.
+    assert from_disk.hit_tokens in ({"disk": 288}, {"host": 288})
     assert from_store.hit_tokens == {"valkey": 288}
     assert same(cold, from_disk)
     assert same(cold, from_store)

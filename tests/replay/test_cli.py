@@ -125,6 +125,11 @@ def test_a_short_trace_is_too_small_to_tell(conversations: Path, tmp_path: Path)
     path.write_text("\n".join(conversations.read_text().splitlines()[:20]))
     found = replayed(path, "--sizes", "1GiB,2GiB")
     assert found["recommendation"]["text"].startswith("Too small to tell: 19 of its requests")
+    told = kvtier("replay", path, "--no-report", "--sizes", "1GiB,2GiB")
+    text = told.stdout.replace("\u00a0", " ")
+    rows = [line for line in text.splitlines() if "GiB" in line and "$" in line and "–" in line]
+    assert rows
+    assert not any(re.search(r"[$][0-9.]+, ", line) for line in rows), rows
     assert found["recommendation"]["host_bytes"] is None
 
 

@@ -109,10 +109,10 @@ def test_a_slow_disk_holds_up_nobody_and_is_counted(
     gate, reached = threading.Event(), threading.Event()
     append = Recorder._append
 
-    def slowly(self: Recorder, asked: Any) -> None:
+    def slowly(self: Recorder, *asked: Any) -> None:
         reached.set()
         assert gate.wait(30)
-        append(self, asked)
+        append(self, *asked)
 
     monkeypatch.setattr(Recorder, "_append", slowly)
     monkeypatch.setattr(recorder, "MAX_QUEUED", 3)
@@ -130,6 +130,33 @@ def test_a_slow_disk_holds_up_nobody_and_is_counted(
     assert counted.dropped == 3
 
 
+def test_an_engines_own_hashes_of_prefixes_become_keys(tmp_path: Path) -> None:
+    path, counted = tmp_path / "trace", Counted()
+    made = Recorder(path, CHAINS, count=counted)
+    hashes = [bytes([at]) * 32 for at in range(5)]
+    made.offer_hashes(made._started, hashes[:3], 14, 1)
+    made.offer_hashes(made._started, [*hashes[:2], hashes[4]], 12, 2)
+    made.offer_hashes(made._started, [], 3, 1)
+    made.close()
+    trace = read(path)
+    assert shared(trace) == [0, 2, 0]
+    assert trace.input_tokens.tolist() == [14, 12, 3]
+    assert not any(each[:8] in path.read_bytes() for each in hashes)
+    keys = [Chains(salt, 4).keys_of_hashes(hashes).tolist() for salt in (b"s" * 32, b"t" * 32)]
+    assert len({*keys[0], *keys[1]}) == 10
+    assert counted.written == 3
+
+
+def test_what_are_no_tokens_is_left_out_and_the_next_is_recorded(tmp_path: Path) -> None:
+    counted = Counted()
+    made = Recorder(tmp_path / "trace", CHAINS, count=counted)
+    made.offer(0.0, [1, 2, 3, -4], 0)
+    made.offer(made._started, [1, 2, 3, 4], 0)
+    made.close()
+    assert (counted.written, counted.dropped) == (1, 1)
+    assert read(tmp_path / "trace").input_tokens.tolist() == [4]
+
+
 def test_many_tokens_in_the_queue_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,9 +164,10 @@ def test_many_tokens_in_the_queue_are_bounded(
     counted = Counted()
     made = Recorder(tmp_path / "trace", CHAINS, count=counted)
     made.offer(0.0, [1] * 11, 0)
-    made.offer(0.0, [1] * 10, 0)
+    made.offer_hashes(0.0, [b"1", b"2"], 8, 0)
+    made.offer_hashes(0.0, [b"1"], 4, 0)
     made.close()
-    assert (counted.written, counted.dropped) == (1, 1)
+    assert (counted.written, counted.dropped) == (1, 2)
 
 
 def test_a_full_disk_ends_the_recording_and_nothing_else(
@@ -166,6 +194,11 @@ def test_what_cant_be_recorded_to_is_told(tmp_path: Path) -> None:
         Recorder(tmp_path, CHAINS)
     with pytest.raises(ConfigError, match="record_max_bytes: 5 is below 1 MiB"):
         Recorder(tmp_path / "trace", CHAINS, max_bytes=5)
+    made = Recorder(tmp_path / "trace", CHAINS)
+    with pytest.raises(ConfigError, match="trace is being written to; name another file"):
+        Recorder(tmp_path / "trace", CHAINS)
+    made.close()
+    Recorder(tmp_path / "trace", CHAINS).close()
 
 
 def test_the_salt_is_random_unless_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

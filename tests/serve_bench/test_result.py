@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from kvtier.serve_bench.accuracy import bits_equal
-from kvtier.serve_bench.figures import percent
+from kvtier.serve_bench.conclusion import conclusion
+from kvtier.serve_bench.figures import about, percent
+from kvtier.serve_bench.stats import Estimate
 from kvtier.serve_bench.target import target_words
 from kvtier.serve_bench.ttft import served_from
 from kvtier.serve_bench.words import headline, verdicts
@@ -140,7 +142,7 @@ def test_what_may_be_nothing_is_told_as_an_interval() -> None:
     )
     assert small.startswith("first token \u221210.0\u00a0% (\u2212"), small
     assert none.startswith("first token \u2212"), none
-    assert few == "first token too few runs to tell; throughput too few runs to tell"
+    assert few == "too small a run to tell"
 
 
 @pytest.mark.parametrize(
@@ -269,11 +271,22 @@ def test_share_saved_is_told_where_there_are_requests_enough() -> None:
     assert figures["From host memory"] == "40\u00a0ms (\u221296.0\u00a0%)"
 
 
-def test_cost_on_short_prompts_is_no_finding() -> None:
-    made = samples.overhead(1.2, 0.8, num_pairs=10, prompt_tokens=1200)
-    figure = verdicts(samples.serve_result(overhead=made))[-1].figure
-    assert figure.count(" to ") == 2, figure
-    assert "(" not in figure, "no median with an interval"
+def test_cost_from_few_pairs_is_no_finding() -> None:
+    """Neither an alarm nor a boast: no figure, wherever a person may read one."""
+    for ratio in (1.2, 0.8):
+        made = samples.overhead(ratio, ratio, num_pairs=10, prompt_tokens=1200)
+        result = samples.serve_result(overhead=made)
+        verdict = verdicts(result)[-1]
+        assert verdict.figure == "too small a run to tell"
+        told = [headline(result), verdict.meaning, *conclusion(result)]
+        told += map(target_words, result.targets)
+        assert not any("\u00a0%" in each.replace("wanted at most 1.0\u00a0%", "") for each in told)
+
+
+def test_no_digit_is_told_that_the_runs_do_not_know() -> None:
+    assert about(Estimate(0.9534, 0.951, 0.956)) == "95.3\u00a0%"
+    assert about(Estimate(0.9534, 0.91, 0.98)) == "95\u00a0%"
+    assert about(Estimate(-0.9534, -0.98, -0.91), signed=True) == "\u221295\u00a0%"
 
 
 def test_store_is_told_by_hits_time_bytes_and_look_ups() -> None:

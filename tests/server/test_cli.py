@@ -72,6 +72,8 @@ def test_the_version_is_told() -> None:
         (["--header-timeout-s", "0"], "header_timeout_s: 0.0 is no time to wait"),
         (["--body-timeout-s", "nan"], "body_timeout_s: nan is no time to wait"),
         (["--write-timeout-s", "inf"], "write_timeout_s: inf is no time to wait"),
+        (["--events", "5557", "--host-capacity", "0"], "events: can't publish at '5557'"),
+        (["--events-replay", "tcp://127.0.0.1:5558"], "events_replay: 'tcp://127.0.0.1:5558' wi"),
         (["--host", "no.such.host.invalid"], "host: can't listen on 'no.such.host.invalid'"),
     ],
 )
@@ -178,7 +180,7 @@ def test_options_are_called_as_the_settings_are_and_have_their_defaults() -> Non
         for field in fields(config)
     }
     cache = {field.name for field in fields(CacheConfig)}
-    assert options.keys() - defaults.keys() - cache == {"log_level"}
+    assert options.keys() - defaults.keys() - cache == {"log_level", "log_format"}
     for name in ("max_body_bytes", "record_max_bytes"):
         options[name] = parse_size(options[name], name)
     shared = options.keys() & defaults.keys()

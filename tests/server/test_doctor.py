@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from kvtier.cli import app, detect
 from kvtier.devices import CopyQueue, Device, Direction, Fence, Finding, Memory, find_device
+from tests.fakes.storage import StorageFake
 
 WITHOUT_TORCH = """
 import sys
@@ -169,3 +170,30 @@ def test_page_locking_is_tried_and_undone(grants: bool, found: str) -> None:
 
 def test_the_cpu_needs_no_page_locking() -> None:
     assert detect.page_locking(find_device("cpu")).found == "not needed"
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments", "topic", "told"),
+    [
+        ("npu", ["--disk-path", "."], "disk to accelerator: nds", "GPU-direct: NDS, "),
+        ("npu", [], "disk to accelerator", "not tried"),
+        ("cpu", ["--disk-path", "."], "disk to accelerator", "no"),
+    ],
+    ids=["a folder", "no folder", "no accelerator"],
+)
+def test_a_disk_is_tried_where_one_is_named(
+    device: str,
+    arguments: list[str],
+    topic: str,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = StorageFake("nds")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(fake.library_variable, str(fake.path))
+    monkeypatch.setenv("KVTIER_ASCEND_LIBRARY", str(fake.path))
+    monkeypatch.setattr(detect, "devices_found", lambda: ((), device))
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--json", *arguments]).output)
+    assert notes(found, "disk")[topic][0].startswith(told)
+    assert list(tmp_path.iterdir()) == []

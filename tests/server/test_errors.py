@@ -72,6 +72,33 @@ BAD_COMPLETIONS = [
     ({"stream_options": {"include_usage": True}}, "stream_options", "given without stream"),
     ({"stream_options": {"usage": True}, "stream": True}, "stream_options.usage", "usage"),
     ({"cache_salt": 5}, "cache_salt", "cache_salt is 5, but must be a valid string"),
+    ({"kvtier": 5}, "kvtier", "kvtier is 5, but must be an object of retain, back_in_s, ended"),
+    (
+        {"kvtier": {"end": True}},
+        "kvtier",
+        "kvtier has 'end', but may have retain, back_in_s, ended",
+    ),
+    ({"kvtier": {"ended": 1}}, "kvtier", "ended is 1, but must be true or false"),
+    ({"kvtier": {"retain": 1}}, "kvtier", "retain is 1, but must be a list of objects"),
+    ({"kvtier": {"retain": [{}]}}, "kvtier", "a range without a priority; give one of 0 to 100"),
+    (
+        {"kvtier": {"retain": [{"priority": 101}]}},
+        "kvtier",
+        "priority is 101, but must be a whole number in 0 .. 100",
+    ),
+    (
+        {"kvtier": {"retain": [{"priority": 90, "first_token": 5, "last_token": 5}]}},
+        "kvtier",
+        "last_token is 5, but must be above first_token, which is 5",
+    ),
+    (
+        {"kvtier": {"retain": [{"priority": 90, "ttl_s": 1e6}]}},
+        "kvtier",
+        "ttl_s is 1000000.0, but must be a number of seconds above 0, 86400 at most",
+    ),
+    ({"kvtier": {"retain": [{"priority": 9}] * 17}}, "kvtier", "17 ranges; give at most 16"),
+    ({"kvtier": {"back_in_s": "5"}}, "kvtier", "back_in_s is '5', but must be a number of"),
+    ({"kvtier": {"back_in_s": 5, "ended": True}}, "kvtier", "say two things; give one of them"),
     ({"best_of": 2}, "best_of", "best_of=2 is not supported by this server; leave it out"),
     ({"suffix": "x"}, "suffix", 'suffix="x" is not supported'),
     ({"logit_bias": {"50": 1}}, "logit_bias", 'logit_bias={"50": 1} is not supported'),
@@ -317,6 +344,7 @@ class FailsAfterTwoTokens(StandIn):
         salt: str,
         on_token: Callable[[Token], None],
         on_done: Callable[[Completion], None],
+        **rest: object,
     ) -> RequestHandle:
         def fail(completion: Completion) -> None:
             on_done(replace(completion, finish_reason="error", error="The model broke."))

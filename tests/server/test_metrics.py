@@ -7,8 +7,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.engine import Engine
-from kvtier.server.metrics import SERVER_METRICS
 from kvtier.telemetry import METRICS
+from kvtier.telemetry.server import SERVER_METRICS
 
 from .conftest import MODEL, Running, running
 

@@ -13,6 +13,7 @@ import pytest
 from kvtier.engine import Engine
 from kvtier.server import ServerConfig, bodies
 from kvtier.server.metrics import CacheMetrics
+from kvtier.watch.files import LIVE_PATH
 
 from .conftest import MODEL, Running, running, wait_until
 from .raw import (
@@ -106,6 +107,10 @@ def test_when_all_connections_ask_the_next_is_refused_and_health_is_not(engine: 
             assert answered(made, head("/health", method="GET")).status == 200
             metrics = answered(made, head("/metrics", key, method="GET"))
             assert metrics.status == 200
+            live = answered(made, head(LIVE_PATH, key, method="GET"))
+            assert live.status == 200
+            assert json.loads(live.body)["requests"]["running"] == 4
+            assert answered(made, head("/", method="GET")).status == 200
         assert b"kvtier_slots" in metrics.body
         assert engine.num_running == 4
     wait_until(lambda: engine.num_running == 0, "they are gone")

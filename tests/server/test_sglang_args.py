@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 
+import pytest
 from typer.testing import CliRunner
 
 from kvtier.cli import app
@@ -55,6 +56,16 @@ def test_stores_stand_behind_the_disk_of_the_linker() -> None:
     assert "one store stands here" in " ".join(done.stderr.split())
 
 
+@pytest.mark.parametrize("host", [[], ["--host-capacity", "64GiB"]])
+def test_recording_is_one_setting_more(host: list[str]) -> None:
+    done = CliRunner().invoke(app, ["sglang-args", *host, *DISK, "--record", "/log/trace"])
+    assert done.exit_code == 0
+    given = json.loads(shlex.split(done.stdout)[-1])
+    given = given.get("linker_extra_config", given)
+    assert given["record"] == "/log/trace"
+    assert "record_max_bytes" not in given
+
+
 def test_value_that_cant_be_used_is_refused() -> None:
     done = CliRunner().invoke(app, ["sglang-args", *DISK, "--load-policy", "never"])
     assert done.exit_code == 2
@@ -62,3 +73,11 @@ def test_value_that_cant_be_used_is_refused() -> None:
     done = CliRunner().invoke(app, ["sglang-args", *DISK[:3], "plenty"])
     assert done.exit_code == 2
     assert "can't read 'plenty' as a size" in " ".join(done.stderr.split())
+
+
+def test_policy_is_one_setting_more() -> None:
+    done = CliRunner().invoke(app, ["sglang-args", *DISK, "--policy", "lru"])
+    assert json.loads(shlex.split(done.stdout)[-1])["eviction_policy"] == "lru"
+    done = CliRunner().invoke(app, ["sglang-args", *DISK, "--policy", "fifo"])
+    assert done.exit_code == 2
+    assert "eviction_policy can't be 'fifo'" in " ".join(done.stderr.split())

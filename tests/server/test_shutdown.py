@@ -4,49 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import signal
 import socket
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from threading import Thread
 
 import httpx
 import openai
 import pytest
 
-from kvtier.server.log_rate import BURST
+from kvtier.telemetry.log_rate import BURST
 
 from .conftest import wait_until
+from .program import program
 
 pytestmark = pytest.mark.engine
-
-READY = re.compile(r"kvtier serves (\S+) on cpu at (http://127\.0\.0\.1:\d+)\n")
-
-
-@contextmanager
-def program(*options: str, **variables: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """``kvtier serve`` and its URL, once it is ready."""
-    command = [sys.executable, "-m", "kvtier.cli", "serve", "--port", "0", "--threads", "1"]
-    process = subprocess.Popen(
-        [*command, "--device-capacity", "64MiB", "--host-capacity", "0", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **variables},
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        ready = READY.fullmatch(line)
-        assert ready, f"{line!r} {process.communicate(timeout=30)}"
-        yield process, ready[2]
-    finally:
-        process.kill()
-        process.communicate(timeout=30)
 
 
 def end(process: subprocess.Popen[str]) -> str:

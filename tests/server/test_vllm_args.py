@@ -59,7 +59,27 @@ def test_stores_stand_in_a_row() -> None:
     assert "two tiers are called 'valkey'" in " ".join(done.stderr.split())
 
 
+def test_recording_is_one_setting_more() -> None:
+    done = CliRunner().invoke(
+        app, ["vllm-args", "--record", "/log/t", "--record-max-bytes", "1MiB"]
+    )
+    given = json.loads(shlex.split(done.stdout)[1])["kv_connector_extra_config"]
+    assert (given["record"], given["record_max_bytes"]) == ("/log/t", "1MiB")
+    done = CliRunner().invoke(app, ["vllm-args", "--record", "/log/t", "--record-max-bytes", "1"])
+    assert done.exit_code == 2
+    assert "record_max_bytes: '1' is below 1 MiB" in " ".join(done.stderr.split())
+
+
 def test_size_that_cant_be_read_is_refused() -> None:
     done = CliRunner().invoke(app, ["vllm-args", "--host-capacity", "plenty"])
     assert done.exit_code == 2
     assert "can't read 'plenty' as a size" in done.stderr
+
+
+def test_policy_is_one_setting_more() -> None:
+    done = CliRunner().invoke(app, ["vllm-args", "--policy", "lru"])
+    given = json.loads(shlex.split(done.stdout)[1])["kv_connector_extra_config"]
+    assert given["eviction_policy"] == "lru"
+    done = CliRunner().invoke(app, ["vllm-args", "--policy", "fifo"])
+    assert done.exit_code == 2
+    assert "eviction_policy can't be 'fifo'" in " ".join(done.stderr.split())

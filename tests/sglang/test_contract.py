@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import re
 import subprocess
 import sys
 
@@ -14,9 +16,10 @@ import sglang
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from kvtier.cli.detect import engines
-from kvtier.connectors.sglang.contract import OVERRIDDEN, STORAGE
+from kvtier.connectors.sglang.contract import OPTIONS, OVERRIDDEN, STORAGE
 from kvtier.connectors.sglang.entry import KvtierStorage
 from kvtier.connectors.shared.contract import version_of
+from kvtier.dashboard import SERIES, Engine
 
 
 def test_installed_sglang_differs_in_nothing() -> None:
@@ -29,6 +32,14 @@ def test_installed_sglang_differs_in_nothing() -> None:
     ]
 
 
+def test_every_option_that_people_are_told_to_give_is_there() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    assert set(OPTIONS) <= set(parser._option_string_actions)
+
+
 def test_everything_that_is_overridden_is_in_the_contract() -> None:
     ours = {name for name in vars(KvtierStorage) if not name.startswith("_")}
     theirs = {name for name in dir(HiCacheStorage) if not name.startswith("_")}
@@ -38,6 +49,18 @@ def test_everything_that_is_overridden_is_in_the_contract() -> None:
         own = inspect.signature(getattr(KvtierStorage, name))
         base = inspect.signature(getattr(HiCacheStorage, name))
         assert list(own.parameters) == list(base.parameters), name
+
+
+def test_dashboard_asks_for_metrics_that_sglang_has() -> None:
+    from sglang.srt.observability import metrics_collector
+
+    source = inspect.getsource(metrics_collector)
+    for series in SERIES.values():
+        if series.engine is Engine.SGLANG:
+            made = rf'\b{series.kind}\(\s*name="{series.name}".{{0,1500}}?\)\n'
+            found = re.search(made, source, re.DOTALL | re.IGNORECASE)
+            assert found, series
+            assert all(f'"{label}"' in found[0] for label in series.labels), series
 
 
 def test_comparison_imports_neither_sglang_nor_torch() -> None:

@@ -216,7 +216,7 @@ def test_servers_share_a_store(opens: Opens, tmp_path: Path, is_mla: bool) -> No
 def test_end_of_a_prompt_leaves_before_its_beginning(opens: Opens) -> None:
     pool = host_pool("mha", "page_first")
     slot_bytes = -(-Pages(pool).num_bytes // 4096) * 4096
-    storage = opens(pool, disk_capacity=5 * slot_bytes)
+    storage = opens(pool, disk_capacity=5 * slot_bytes, eviction_policy="lru")
     first, second = [key_of(0), key_of(1)], [key_of(2), key_of(3)]
     storage.batch_set_v1(first, tokens(0, 1))
     storage.batch_set_v1(second, tokens(2, 3), HiCacheStorageExtraInfo(prefix_keys=first))

@@ -10,15 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_server_args
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.fixtures import build_fixture
 
 from kvtier.connectors.sglang.entry import KvtierLinker
+from kvtier.connectors.sglang.plugin import around, missing, register
 
 PAGE = 16
 MIB = 1 << 20
@@ -43,12 +47,34 @@ MAMBA = CacheConfig(
 )
 
 
-class Tree:
-    """folder: for a disk; None for host memory alone."""
+class Request(SimpleNamespace):
+    """Of SGLang's, what its tree looks at."""
 
-    def __init__(self, config: CacheConfig, folder: Path | None = None, **extra: object) -> None:
+
+def hook() -> None:
+    """As in a process of SGLang's."""
+    if missing(around()):
+        register()
+        HookRegistry.apply_hooks()
+
+
+class Tree:
+    """folder: for a disk; None for host memory alone. core: SGLang's."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        folder: Path | None = None,
+        core: str = "python",
+        **extra: object,
+    ) -> None:
         made = build_fixture(config, tree_core_backend="python")
         self.cache, self.allocator, self.requests = made
+        if core != "python":  # the fixture wants one that can be looked into
+            params = self.cache.cache_init_params
+            with envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.override(core):
+                self.cache = UnifiedRadixCache(params=params)
+            self.cache.cache_init_params = params
         settings: dict[str, object] = {
             "host_capacity": 8 * MIB,
             "namespace": "weights of the tests",
@@ -132,7 +158,7 @@ class Tree:
 
     def find(self, rid: str, prompt: Sequence[int]) -> tuple[Any, int]:
         """A request, and how many tokens the linker has of its prompt."""
-        req = SimpleNamespace(rid=rid, kv=None, swa_branching_seqlen=None, session=None)
+        req = Request(rid=rid, kv=None, swa_branching_seqlen=None, session=None)
         key = RadixKey(array("q", prompt))
         result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
         req.last_node = result.last_device_node

@@ -193,11 +193,12 @@ class Replica:
         """As vLLM's scheduler looks it up, step by step."""
         num_tokens = (len(numbers) + 1) * TOKENS
         end_s = time.monotonic() + PATIENCE_S
+        visit, bringing = self.manager.visit(context.req_id), self.manager.bringing
         while time.monotonic() < end_s:
-            if self.manager.must_wait(context.req_id, 0):
+            if bringing.must_wait(visit, 0):
                 self.step()
                 continue
-            self.manager.begin_look_up(context.req_id, 0)
+            visit.begin_look_up(0)
             found = []
             for number in numbers:
                 found.append(self.manager.lookup(key_of(number), context))
@@ -205,7 +206,7 @@ class Replica:
                     break
             if not any(each in WAITS for each in found):
                 return found.count(LookupResult.HIT)
-            match self.manager.advise(context.req_id, 0, num_tokens):
+            match bringing.advise(visit, 0, num_tokens):
                 case Advice.COMPUTE:
                     return 0
                 case Advice.WAIT:

@@ -37,6 +37,14 @@ def test_installed_vllm_is_as_kvtier_knows_it() -> None:
     assert contract.VLLM.differences() == []
 
 
+def test_every_option_that_people_are_told_to_give_is_there() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    assert set(contract.OPTIONS) <= set(parser._option_string_actions)
+
+
 def test_written_sources_say_what_the_imported_classes_say() -> None:
     """No decorator, patch or generated method stands between the two."""
     classes = _classes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import pytest
@@ -19,9 +20,12 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.connectors.vllm.counts import LOADED
-from kvtier.connectors.vllm.manager import Advice, Shape, TierManager
+from kvtier.connectors.vllm.counts import LOADED, NOT_DEMOTED, SHARED
+from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.names import Names
+from kvtier.connectors.vllm.prompt import Shape
+from kvtier.connectors.vllm.spec import KvtierSpec
+from kvtier.connectors.vllm.visit import Advice
 from kvtier.tiers.disk import DiskTier
 from kvtier.transfer.ranks import Done, Found, Hello, Order, RankMover, Report, Verb
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
@@ -87,8 +91,17 @@ class Scheduler:
         self.manager.steps.end(step, 1e-6)
 
     def look_up(self, context: ReqContext, keys: list[OffloadKey]) -> list[LookupResult]:
-        self.manager.begin_look_up(context.req_id, 0)
+        self.manager.visit(context.req_id).begin_look_up(0)
         return [self.manager.lookup(key, context) for key in keys]
+
+    def advise(self, name: str) -> Advice:
+        """To a request for a prompt of three blocks."""
+        return self.manager.bringing.advise(self.manager.visit(name), 0, 3 * STEP)
+
+    def num_worth_loading(self, name: str) -> int:
+        """Of two blocks of such a prompt."""
+        visit = self.manager.visit(name)
+        return self.manager.bringing.num_worth_loading(visit, 0, 2 * STEP, 3 * STEP)
 
     def to_disk(self, keys: list[OffloadKey], num_others: int = 4) -> None:
         """Store blocks, and have them leave host memory for others."""
@@ -129,14 +142,14 @@ def test_block_on_disk_is_asked_for_once_and_then_in_host_memory(scheduler: Sche
     request = scheduler.request("again", KEYS[:3])
     retry = [LookupResult.RETRY] * 2 + [LookupResult.MISS]
     assert scheduler.look_up(request, KEYS[:3]) == retry
-    assert scheduler.manager.advise("again", 0, 3 * STEP) is Advice.WAIT
+    assert scheduler.advise("again") is Advice.WAIT
     pending = [LookupResult.HIT_PENDING] * 2 + [LookupResult.MISS]
     assert scheduler.look_up(request, KEYS[:3]) == pending
     assert scheduler.manager.has_pending_work()
     scheduler.carry_out()
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT] * 2
     assert scheduler.manager.get_load_source(KEYS[0], request) is CacheHitSource.DISK
-    assert scheduler.manager.num_worth_loading("again", 0, 2 * STEP, 3 * STEP) == 2 * STEP
+    assert scheduler.num_worth_loading("again") == 2 * STEP
     scheduler.manager.prepare_load(KEYS[:2], request)
     scheduler.manager.complete_load(KEYS[:2], request)
     assert scheduler.manager.get_load_source(KEYS[0], request) is CacheHitSource.HOST
@@ -147,7 +160,7 @@ def test_two_requests_share_what_is_on_its_way(scheduler: Scheduler) -> None:
     for name in ("one", "other"):
         request = scheduler.request(name, KEYS[:2])
         scheduler.look_up(request, KEYS[:2])
-        assert scheduler.manager.advise(name, 0, 3 * STEP) is Advice.WAIT
+        assert scheduler.advise(name) is Advice.WAIT
     assert len(scheduler.reads()) == 1
 
 
@@ -156,10 +169,10 @@ def test_request_waits_no_longer_than_computing_takes(scheduler: Scheduler) -> N
     scheduler.computes_at_once()
     request = scheduler.request("hasty", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
-    advice = [scheduler.manager.advise("hasty", 0, 3 * STEP) for _ in range(2)]
+    advice = [scheduler.advise("hasty") for _ in range(2)]
     assert Advice.LOOK_AGAIN in advice
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.MISS] * 2
-    assert scheduler.manager.advise("hasty", 0, 3 * STEP) is Advice.COMPUTE
+    assert scheduler.advise("hasty") is Advice.COMPUTE
 
 
 def test_blocks_that_take_longer_than_computing_are_left_on_disk() -> None:
@@ -171,16 +184,28 @@ def test_blocks_that_take_longer_than_computing_are_left_on_disk() -> None:
     scheduler.costs.observe_copy((DISK, HOST), 4 * BLOCK_BYTES, 10.0)
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
-    assert scheduler.manager.advise("again", 0, 3 * STEP) is Advice.LOOK_AGAIN
+    assert scheduler.advise("again") is Advice.LOOK_AGAIN
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.MISS] * 2
     assert not scheduler.reads(), "nothing was begun"
+
+
+def test_log_has_once_what_was_decided(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="kvtier.connectors.vllm.bringing")
+    scheduler = Scheduler(policy=LoadPolicy.AUTO)
+    name = "again\nforged"
+    scheduler.store(scheduler.request("first", KEYS[:2]), KEYS[:2])
+    scheduler.look_up(scheduler.request(name, KEYS[:2]), KEYS[:2])
+    for _ in range(3):  # vLLM asks in every step, until there is room for it
+        scheduler.num_worth_loading(name)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(r"prompt request=again\nforged tokens=384 reused=256 host_tokens=256 ")
 
 
 def test_damaged_block_is_a_miss(scheduler: Scheduler) -> None:
     scheduler.to_disk(KEYS[:2])
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
-    scheduler.manager.advise("again", 0, 3 * STEP)
+    scheduler.advise("again")
     scheduler.carry_out(1)
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT, LookupResult.MISS]
 
@@ -190,15 +215,15 @@ def test_block_whose_read_failed_is_computed_and_stays_on_disk(scheduler: Schedu
     scheduler.to_disk(KEYS[:2])
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
-    scheduler.manager.advise("again", 0, 3 * STEP)
+    scheduler.advise("again")
     scheduler.carry_out(failed=[1])
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT, LookupResult.RETRY]
-    assert scheduler.manager.advise("again", 0, 3 * STEP) is Advice.LOOK_AGAIN
+    assert scheduler.advise("again") is Advice.LOOK_AGAIN
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT, LookupResult.MISS]
     assert not scheduler.reads()
     later = scheduler.request("later", KEYS[:2])
     scheduler.look_up(later, KEYS[:2])
-    assert scheduler.manager.advise("later", 0, 3 * STEP) is Advice.WAIT
+    assert scheduler.advise("later") is Advice.WAIT
     assert len(scheduler.reads()) == 1
 
 
@@ -214,7 +239,7 @@ def test_blocks_are_counted_by_where_they_came_from(scheduler: Scheduler) -> Non
     scheduler.to_disk(KEYS[:2])
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
-    scheduler.manager.advise("again", 0, 3 * STEP)
+    scheduler.advise("again")
     scheduler.carry_out()
     scheduler.manager.get_stats()
     for _ in range(2):
@@ -239,16 +264,32 @@ def test_burst_over_a_slow_disk_leaves_host_memory_to_others_and_nobody_waits() 
     assert scheduler.manager.ladder.num_available(HOST) == 12
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
-    assert scheduler.manager.advise("again", 0, 3 * STEP) is Advice.WAIT
+    assert scheduler.advise("again") is Advice.WAIT
     (read,) = scheduler.reads()
     scheduler.manager.hear(Report(done={read.order_id: Done()}))
     assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT] * 2
-    scheduler.manager.get_stats()
-    unwritten = scheduler.manager.ladder.metrics.registry.get_sample_value(
-        "kvtier_unwritten_blocks_total", {"tier": DISK}
-    )
-    assert unwritten is not None
+    stats = scheduler.manager.get_stats()
+    assert stats is not None
+    unwritten = stats.data["data"][NOT_DEMOTED.name][(DISK,)]
     assert unwritten > 90, "what left host memory before its turn is counted"
+
+
+def test_vllm_is_told_what_all_engines_tell(scheduler: Scheduler) -> None:
+    scheduler.to_disk(KEYS[:2])
+    request = scheduler.request("loads", KEYS[:2])
+    scheduler.look_up(request, KEYS[:2])
+    assert scheduler.advise("loads") is Advice.WAIT
+    scheduler.carry_out()
+    assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.HIT] * 2
+    scheduler.manager.prepare_load(KEYS[:2], request)
+    scheduler.manager.complete_load(KEYS[:2], request)
+    stats = scheduler.manager.get_stats()
+    assert stats is not None
+    told = stats.data["data"]
+    assert told[SHARED["kvtier_planned_blocks_total"].name] == {("load",): 2}
+    assert told[SHARED["kvtier_saved_tokens_total"].name] == {(): 2 * STEP}
+    assert told[SHARED["kvtier_breaker_state"].name] == {(DISK,): 0}
+    assert told.keys() <= KvtierSpec.build_metric_definitions({}).keys(), "vLLM knows them all"
 
 
 def test_request_loads_only_from_the_tiers_that_it_names(scheduler: Scheduler) -> None:
@@ -283,7 +324,7 @@ def test_blocks_of_an_adapter_stay_in_memory(scheduler: Scheduler) -> None:
     """Another process may call another adapter by the same name."""
     scheduler.to_disk(KEYS[:1])
     request = scheduler.request("adapted", KEYS[:2])
-    scheduler.manager.keep_off_disk("adapted")
+    scheduler.manager.visit("adapted").is_off_disk = True
     assert scheduler.look_up(request, KEYS[:1]) == [LookupResult.MISS]
     output = scheduler.manager.prepare_store(KEYS[1:2], request)
     assert output is not None
@@ -309,3 +350,20 @@ def test_emptied_cache_has_nothing_on_disk_either(scheduler: Scheduler) -> None:
     scheduler.carry_out()
     request = scheduler.request("again", KEYS[:1])
     assert scheduler.look_up(request, KEYS[:1]) == [LookupResult.MISS]
+
+
+@pytest.mark.parametrize(("hint", "found"), [(None, 0), ({"back_in_s": 60}, 2)])
+def test_after_a_flood_a_conversation_is_there_if_its_request_said_so(
+    hint: object, found: int
+) -> None:
+    scheduler = Scheduler(num_host=4, num_disk=0)
+    talk = scheduler.request("talk", KEYS[:2], kv_transfer_params={"kvtier": hint})
+    scheduler.store(talk, KEYS[:2])
+    scheduler.manager.on_request_finished(talk)
+    for first in (2, 4, 6):
+        other = scheduler.request(f"other {first}", KEYS[first : first + 2])
+        scheduler.store(other, KEYS[first : first + 2])
+        scheduler.manager.on_request_finished(other)
+    again = scheduler.request("again", KEYS[:2])
+    hits = scheduler.look_up(again, KEYS[:2])
+    assert hits.count(LookupResult.HIT) == found

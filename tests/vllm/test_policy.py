@@ -22,6 +22,7 @@ with warnings.catch_warnings():
 from benchmarks import vllm_policies as benchmark
 from benchmarks.traces import Trace
 
+BLOCK_SIZE = 16
 MODULE = "kvtier.connectors.vllm.pieces.policy"
 
 
@@ -34,11 +35,16 @@ def _keys(*numbers: int, group: int = 0) -> list[OffloadKey]:
     return [make_offload_key(number.to_bytes(32, "big"), group) for number in numbers]
 
 
-def _ask(manager: CPUOffloadingManager, keys: Sequence[OffloadKey], step: int = 4) -> int:
+def _ask(
+    manager: CPUOffloadingManager,
+    keys: Sequence[OffloadKey],
+    step: int = 4,
+    params: dict[str, object] | None = None,
+) -> int:
     """As vLLM's scheduler does for one request; the hits."""
-    context = ReqContext("request")
-    for place, key in enumerate(keys):
-        context.set_offload_key_position(key, place)
+    context = ReqContext("request", params)
+    for place, key in enumerate(keys, start=1):
+        context.set_offload_key_position(key, place * BLOCK_SIZE)
     manager.on_new_request(context)
     hits = 0
     while hits < len(keys) and manager.lookup(keys[hits], context) is LookupResult.HIT:
@@ -55,8 +61,10 @@ def _ask(manager: CPUOffloadingManager, keys: Sequence[OffloadKey], step: int = 
 
 def _check(manager: CPUOffloadingManager) -> None:
     policy = manager._policy
-    policy.order.check_invariants()
-    assert set(policy._blocks) == set(policy.order._homes)
+    policy._settle()
+    policy.room.check_invariants()
+    assert set(policy._blocks) == set(policy._keys.values())
+    assert len(policy._blocks) == len(policy.room)
 
 
 def test_vllm_finds_the_policy_by_its_name_and_module() -> None:
@@ -71,6 +79,39 @@ def test_what_was_stored_is_found_and_the_oldest_leaves() -> None:
     _ask(manager, _keys(7, 8))
     assert _ask(manager, _keys(7, 8)) == 2
     assert _ask(manager, _keys(1, 2, 3)) == 1, "the start of the prompt leaves last"
+    _check(manager)
+
+
+@pytest.mark.parametrize(
+    ("hint", "found"),
+    [
+        (None, 0),
+        ({"back_in_s": 60}, 4),
+        ({"retain": [{"priority": 90, "last_token": 2 * BLOCK_SIZE}]}, 2),
+        ({"retain": [{"priority": 900}]}, 0),
+        (5, 0),
+    ],
+)
+def test_after_a_flood_a_conversation_is_there_if_its_request_said_so(
+    hint: object, found: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = _manager(12)
+    _ask(manager, _keys(1, 2, 3, 4), params={"kvtier": hint})
+    for first in range(10, 100, 4):
+        _ask(manager, _keys(*range(first, first + 4)))
+        _check(manager)
+    assert _ask(manager, _keys(1, 2, 3, 4)) == found
+    is_bad = hint == 5 or "900" in str(hint)
+    assert ("hint ignored request=request" in caplog.text) == is_bad
+
+
+def test_what_an_ended_session_had_leaves_first() -> None:
+    manager = _manager(8)
+    _ask(manager, _keys(1, 2, 3))
+    _ask(manager, _keys(4, 5, 6), params={"kvtier": {"ended": True}})
+    _ask(manager, _keys(7, 8, 9, 10, 11))
+    assert _ask(manager, _keys(1, 2, 3)) == 3
+    assert _ask(manager, _keys(4, 5, 6)) == 0
     _check(manager)
 
 
@@ -116,6 +157,80 @@ def test_groups_are_chains_of_their_own() -> None:
     _check(manager)
 
 
+def test_end_of_a_prompt_that_a_window_keeps_is_used_with_the_rest_of_it() -> None:
+    """Of a group with a window the first blocks are never stored."""
+    manager = _manager(6)
+    full, window = _keys(1, 2, 3, group=0), _keys(3, group=1)
+    asked = {key: place for place, key in enumerate([*full, *_keys(1, 2, 3, group=1)])}
+
+    def ask() -> ReqContext:
+        context = ReqContext("request")
+        for key, place in asked.items():
+            context.set_offload_key_position(key, place)
+        manager.on_new_request(context)
+        return context
+
+    context = ask()
+    output = manager.prepare_store([*full, *window], context)
+    assert output is not None
+    manager.complete_store(output.keys_to_store, context)
+    manager.on_request_finished(context)
+    _ask(manager, _keys(11, 12))
+    context = ask()
+    manager.prepare_load([*full, *window], context)
+    manager.complete_load([*full, *window], context)
+    manager.on_request_finished(context)
+    _ask(manager, _keys(21, 22))
+    assert manager.lookup(window[0], context) is LookupResult.HIT
+    assert manager.lookup(_keys(11)[0], context) is LookupResult.MISS
+    _check(manager)
+
+
+def test_a_prompt_longer_than_the_tier_keeps_its_beginning() -> None:
+    manager = _manager(40)
+    _ask(manager, _keys(*range(1000, 1020)))
+    long = _keys(*range(200))
+    assert _ask(manager, long) == 0
+    assert _ask(manager, long) >= 32
+    assert _ask(manager, long) >= 32
+    _check(manager)
+
+
+def test_what_vllms_own_pool_had_is_used_as_well() -> None:
+    manager = _manager(6)
+    first = _keys(1, 2, 3)
+    _ask(manager, first)
+    _ask(manager, _keys(11, 12, 13))
+    context = ReqContext("all of it is on the device")
+    for place, key in enumerate(first):
+        context.set_offload_key_position(key, place)
+    manager.on_new_request(context)
+    manager.on_request_finished(context)
+    _ask(manager, _keys(21, 22))
+    assert _ask(manager, first) == 3
+    _check(manager)
+
+
+def test_request_that_lives_on_when_the_cache_is_emptied_is_told_of_anew() -> None:
+    manager = _manager(8)
+    context = ReqContext("request")
+    keys = _keys(1, 2, 3, 4)
+    for place, key in enumerate(keys):
+        context.set_offload_key_position(key, place)
+    manager.on_new_request(context)
+    for part in (keys[:2], keys[2:]):
+        output = manager.prepare_store(part, context)
+        assert output is not None
+        if part == keys[:2]:
+            manager.reset_cache()
+        else:
+            manager.complete_store(output.keys_to_store, context)
+    manager.on_request_finished(context)
+    assert manager.lookup(keys[3], context) is LookupResult.HIT
+    assert manager.lookup(keys[0], context) is LookupResult.MISS
+    _check(manager)
+
+
 def test_evicting_changes_nothing_where_it_can_not() -> None:
     policy = KvtierPolicy(4)
     for key in _keys(1, 2, 3):
@@ -125,7 +240,7 @@ def test_evicting_changes_nothing_where_it_can_not() -> None:
     assert policy.evict(3, set(_keys(2))) is None
     assert policy.evict(2, set(_keys(2))) is not None
     assert policy.get(_keys(2)[0]) is not None
-    policy.order.check_invariants()
+    policy.room.check_invariants()
 
 
 @pytest.mark.parametrize("other", ["lru", "arc"])

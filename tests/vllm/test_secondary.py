@@ -32,6 +32,7 @@ with warnings.catch_warnings():
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     from kvtier.connectors.shared import opening
+    from kvtier.connectors.vllm.counts import EVICTED, LOADED, ROOM, SHARED, USED
     from kvtier.connectors.vllm.pieces import secondary
     from tests.vllm.tiering import (
         ROW_BYTES,
@@ -47,6 +48,7 @@ from kvtier.errors import ConfigError
 from kvtier.testing.faulty_disk import FaultyDisk
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.disk.report import report_slab
+from kvtier.types import DISK
 
 
 @pytest.fixture
@@ -334,20 +336,41 @@ def test_events_are_kept_only_where_they_are_taken(tmp_path: Path) -> None:
         assert not world.tier.slab.take_changes()
 
 
-def test_metrics_are_declared_before_they_are_sent(tmp_path: Path) -> None:
+def test_vllm_is_told_what_all_engines_tell(tmp_path: Path) -> None:
     with running(tmp_path, num_slots=2) as world:
-        world.store(keys_of(1, 2))
-        world.store(keys_of(3))
-        declared = TieringOffloadingSpec.build_metric_definitions(
-            dict(world.spec.config.extra_config)
-        )
-        data = world.manager.get_stats().data["data"]
-        assert data.keys() <= declared.keys()
-        assert data[secondary.BLOCKS] == {("used",): 2, ("unclaimed",): 0}
-        assert data[secondary.GONE] == {("evicted",): 1}
-        read = "vllm:kv_offload_tiering_write_bytes"
-        assert sum(data[read].values()) == 3 * ROW_BYTES
-        assert json.dumps(list(data))
+        first, second, third = keys_of(1), keys_of(2), keys_of(3)
+        world.store([*first, *second])
+        world.store(third)
+        world.forget_host()
+        for _ in range(2):  # the second one is expected to take as long as the first one did
+            assert world.load([*first, *second]) == [True, False]
+            world.forget_host()
+        world.store(second)
+        told = world.manager.get_stats().data["data"]
+        extra = dict(world.spec.config.extra_config)
+        assert told.keys() <= TieringOffloadingSpec.build_metric_definitions(extra).keys()
+        assert told[USED.name] == told[ROOM.name] == {(DISK,): 2}
+        assert told[secondary.UNCLAIMED.name] == {(DISK,): 0}
+        assert told[EVICTED.name] == {(DISK,): 2}
+        assert told[LOADED.name] == {(DISK,): 2}
+        assert told[SHARED["kvtier_planned_blocks_total"].name] == {("load",): 2}
+        assert told[SHARED["kvtier_returned_blocks_total"].name] == {(DISK,): 1}
+        assert told[SHARED["kvtier_actual_load_seconds_total"].name].keys() == {(DISK,)}
+        assert len(told[SHARED["kvtier_load_error_ratio"].name][DISK,]) >= 1
+        assert told[SHARED["kvtier_breaker_state"].name] == {(DISK,): 0}
+        assert sum(told["vllm:kv_offload_tiering_write_bytes"].values()) == 4 * ROW_BYTES
+        assert json.dumps(list(told))
+
+
+def test_what_a_restart_found_is_told_until_it_is_asked_for(tmp_path: Path) -> None:
+    keys = keys_of(1, 2, 3)
+    with running(tmp_path) as world:
+        world.store(keys)
+    with running(tmp_path) as world:
+        world.load(keys[:1])
+        told = world.manager.get_stats().data["data"]
+        assert told[secondary.UNCLAIMED.name] == {(DISK,): 3 - told[USED.name][DISK,]}
+        assert told[secondary.UNCLAIMED.name] != {(DISK,): 3}
 
 
 # -- settings --------------------------------------------------------------------------------------

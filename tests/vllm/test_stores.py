@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
-from vllm.v1.kv_offload.base import Locality, Medium
+from vllm.v1.kv_offload.base import Locality, Medium, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.errors import ConfigError
@@ -231,10 +231,12 @@ def test_blocks_of_stores_are_elsewhere_for_who_asks_by_place(valkey: str) -> No
 def test_adapters_are_kept_out_of_the_store(server: ValkeyServer, valkey: str) -> None:
     with replica(valkey) as first:
         begin = first.manager.on_new_request
-        first.manager.on_new_request = lambda context: (
-            begin(context),
-            first.manager.keep_off_disk(context.req_id),
-        )
+
+        def adapted(context: ReqContext) -> None:
+            begin(context)
+            first.manager.visit(context.req_id).is_off_disk = True
+
+        first.manager.on_new_request = adapted
         first.compute(1, 2)
         first.settle()
         assert num_values(server) == 0

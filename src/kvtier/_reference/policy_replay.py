@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier._reference.arguments import words_of
-from kvtier._reference.replayed_policies import Arc, Lfuda, Lru, Replayed, S3Fifo, Sieve
-from kvtier._reference.run_policy import RunPolicy
+from kvtier._reference.queues import Arc, S3Fifo, Sieve
+from kvtier._reference.replayed_policies import LeastUsed, Lists, Lru, Replayed
+from kvtier._reference.replayed_runs import ReplayedRuns
 
 MAX_BLOCKS = 1 << 31
 
 _OTHERS: dict[str, Callable[[int], Replayed]] = {
     "lru": Lru,
-    "arc": Arc,
-    "s3fifo": S3Fifo,
-    "lfuda": Lfuda,
-    "sieve": Sieve,
+    "arc": partial(Lists, Arc),
+    "s3fifo": partial(Lists, S3Fifo),
+    "lfuda": LeastUsed,
+    "sieve": partial(Lists, Sieve),
 }
+
+
+def check_room(capacity_blocks: int) -> None:
+    """Raise ValueError where a tier can't have so much room."""
+    if not 1 <= capacity_blocks <= MAX_BLOCKS:
+        raise ValueError(f"capacity_blocks: {capacity_blocks} is not in 1 .. {MAX_BLOCKS}")
+
+
+def check_doubling(doubles_at_blocks: float) -> None:
+    """Raise ValueError for what is no number of blocks."""
+    if not doubles_at_blocks >= 0.0 or math.isinf(doubles_at_blocks):
+        raise ValueError("doubles_at_blocks must be 0 or a number of blocks above it")
 
 
 class PolicyReplay:
@@ -29,13 +43,11 @@ class PolicyReplay:
     def __init__(
         self, policy: str, capacity_blocks: int, seed: int = 7, doubles_at_blocks: float = 0.0
     ) -> None:
-        if not 1 <= capacity_blocks <= MAX_BLOCKS:
-            raise ValueError(f"capacity_blocks: {capacity_blocks} is not in 1 .. {MAX_BLOCKS}")
-        if not doubles_at_blocks >= 0.0 or math.isinf(doubles_at_blocks):
-            raise ValueError("doubles_at_blocks must be 0 or a number of blocks above it")
-        self._policy: Replayed | RunPolicy
+        check_room(capacity_blocks)
+        check_doubling(doubles_at_blocks)
+        self._policy: Replayed | ReplayedRuns
         if policy == "runs":
-            self._policy = RunPolicy(capacity_blocks, seed, doubles_at_blocks)
+            self._policy = ReplayedRuns(capacity_blocks, seed, doubles_at_blocks)
         elif policy in _OTHERS:
             self._policy = _OTHERS[policy](capacity_blocks)
         else:

@@ -1,17 +1,17 @@
-"""Policies that others have, replayed: the twins of ``native/policy/list_policies.hpp`` and
-``lfuda.hpp``, which name their sources."""
+"""Policies that others have, driven by whole requests: the twins of
+``native/policy/replayed_lists.hpp``."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from math import floor
+from collections.abc import Callable, Container, Sequence
 
-Blocks = OrderedDict[int, int]
-"""Keys, the oldest first, with a number of the policy's own."""
+from kvtier._reference.lfuda import Lfuda
+from kvtier._reference.live_queues import LiveQueues
+from kvtier._reference.live_runs import Place
+from kvtier._reference.queues import Queues
+from kvtier._reference.runs import Block
 
 
 class Replayed(ABC):
@@ -43,7 +43,7 @@ class Lru(Replayed):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._blocks: Blocks = OrderedDict()
+        self._blocks: OrderedDict[int, None] = OrderedDict()  # the oldest first
 
     @property
     def num_blocks(self) -> int:
@@ -62,12 +62,25 @@ class Lru(Replayed):
             kept.append(key)
             self.num_stored += 1
         for key in reversed(kept):
-            self._blocks[key] = 0
+            self._blocks[key] = None
         return hits
 
 
-class _ListPolicy(Replayed):
-    """Knows blocks, and no prompts: those of a request are used from the last to the first."""
+class Lists(Replayed):
+    """As their authors describe them: they know blocks, and no prompts. Those of a request are used
+    from the last to the first."""
+
+    def __init__(self, make: Callable[[int], Queues], capacity: int) -> None:
+        super().__init__(capacity)
+        self._lists = make(capacity)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._lists.num_blocks
+
+    @property
+    def num_history(self) -> int:  # type: ignore[override]
+        return self._lists.num_history
 
     def request(self, path: Sequence[int], now: float) -> int:
         hits = 0
@@ -77,249 +90,76 @@ class _ListPolicy(Replayed):
             self._use(key)
         return hits
 
-    @abstractmethod
-    def _has(self, key: int) -> bool: ...
+    def _has(self, key: int) -> bool:
+        entry = self._lists.find(key)
+        return entry is not None and entry.is_resident
 
-    @abstractmethod
-    def _use(self, key: int) -> None: ...
+    def _use(self, key: int) -> None:
+        entry = self._lists.find(key)
+        if entry is not None and entry.is_resident:
+            self._lists.hit(entry)
+            return
+        self.num_stored += 1
+        if entry is not None:
+            self._lists.missed(entry)
+        if self.num_blocks == self.capacity:
+            self._lists.begin_evicting()
+            self._lists.leave(lambda block: True)
+        self._lists.enter(key, Block(key, None), 0)
+
+    def check_invariants(self) -> None:
+        super().check_invariants()
+        self._lists.check_invariants()
 
 
-class Arc(_ListPolicy):
+class LeastUsed(Replayed):
+    """LFU with ageing, leaves first; a request's own blocks don't leave for its later ones."""
+
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
-        self._once, self._often, self._once_gone, self._often_gone = (
-            OrderedDict[int, int]() for _ in range(4)
+        self._blocks: dict[int, Block] = {}
+        self._held: set[Block] = set()
+        self._queues = LiveQueues(
+            Lfuda(capacity),
+            capacity,
+            lambda block, num_gone: block not in self._held,
+            self._blocks.get,
         )
-        self._target = 0.0
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._once) + len(self._often)
-
-    @property
-    def num_history(self) -> int:  # type: ignore[override]
-        return len(self._once_gone) + len(self._often_gone)
-
-    def _has(self, key: int) -> bool:
-        return key in self._once or key in self._often
-
-    def _use(self, key: int) -> None:
-        if self._has(key):
-            self._once.pop(key, None)
-            self._often.pop(key, None)
-            self._often[key] = 0
-            return
-        self.num_stored += 1
-        once_gone, often_gone = self._once_gone, self._often_gone
-        if key in once_gone:
-            step = max(1.0, len(often_gone) / len(once_gone))
-            self._target = min(float(self.capacity), self._target + step)
-            self._make_room(was_often=False)
-            del once_gone[key]
-            self._often[key] = 0
-            return
-        if key in often_gone:
-            step = max(1.0, len(once_gone) / len(often_gone))
-            self._target = max(0.0, self._target - step)
-            self._make_room(was_often=True)
-            del often_gone[key]
-            self._often[key] = 0
-            return
-        if len(self._once) + len(once_gone) >= self.capacity:
-            if len(self._once) < self.capacity:
-                once_gone.popitem(last=False)
-                self._make_room(was_often=False)
-            else:
-                self._once.popitem(last=False)
-        elif self.num_blocks + self.num_history >= self.capacity:
-            if self.num_blocks + self.num_history >= 2 * self.capacity:
-                often_gone.popitem(last=False)
-            self._make_room(was_often=False)
-        self._once[key] = 0
-
-    def _make_room(self, *, was_often: bool) -> None:
-        num = len(self._once)
-        is_once = num > self._target or (was_often and num == floor(self._target))
-        if num and (is_once or not self._often):
-            self._once_gone[self._once.popitem(last=False)[0]] = 0
-        elif self._often:
-            self._often_gone[self._often.popitem(last=False)[0]] = 0
-
-
-class S3Fifo(_ListPolicy):
-    """The numbers of the lists are counts of uses."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._num_small = max(1, capacity // 10)
-        self._small, self._main, self._gone = (OrderedDict[int, int]() for _ in range(3))
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._small) + len(self._main)
-
-    @property
-    def num_history(self) -> int:  # type: ignore[override]
-        return len(self._gone)
-
-    def _has(self, key: int) -> bool:
-        return key in self._small or key in self._main
-
-    def _use(self, key: int) -> None:
-        for blocks in (self._small, self._main):
-            if key in blocks:
-                blocks[key] = min(3, blocks[key] + 1)
-                return
-        self.num_stored += 1
-        was_here = self._gone.pop(key, None) is not None
-        while self.num_blocks >= self.capacity:
-            if len(self._small) >= self._num_small or not self._main:
-                self._leave_small()
-            else:
-                self._leave_main()
-        (self._main if was_here else self._small)[key] = 0
-
-    def _leave_small(self) -> None:
-        num_main = self.capacity - self._num_small
-        while self._small:
-            key, count = self._small.popitem(last=False)
-            if count <= 1:
-                self._gone[key] = 0
-                if len(self._gone) > num_main:
-                    self._gone.popitem(last=False)
-                return
-            self._main[key] = 0
-            if len(self._main) > num_main:
-                self._leave_main()
-
-    def _leave_main(self) -> None:
-        while self._main:
-            key, count = self._main.popitem(last=False)
-            if count == 0:
-                return
-            self._main[key] = count - 1
-
-
-class Sieve(_ListPolicy):
-    """The hand goes from the oldest block to the newest."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._order: list[int] = []
-        self._was_used: dict[int, bool] = {}
-        self._hand = 0
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self._order)
-
-    def _has(self, key: int) -> bool:
-        return key in self._was_used
-
-    def _use(self, key: int) -> None:
-        if key in self._was_used:
-            self._was_used[key] = True
-            return
-        self.num_stored += 1
-        if len(self._order) >= self.capacity:
-            while self._was_used[self._order[self._hand]]:
-                self._was_used[self._order[self._hand]] = False
-                self._hand = (self._hand + 1) % len(self._order)
-            del self._was_used[self._order.pop(self._hand)]
-            if self._hand == len(self._order):
-                self._hand = 0
-        self._order.append(key)
-        self._was_used[key] = False
-
-
-@dataclass(slots=True, eq=False)
-class _Counted:
-    key: int
-    parent: _Counted | None
-    depth: int
-    made: int
-    worth: int = 0
-    num_uses: int = 0
-    num_children: int = 0
-    request: int = 0
-
-
-_Entry = tuple[int, int, int, int]
-"""What a leaf is worth, its depth below zero, when it was made, its key."""
-
-
-class Lfuda(Replayed):
-    """Least frequently used leaf first, with ageing; of those that are worth the same the deepest,
-    then the one that was made first."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._blocks: dict[int, _Counted] = {}
-        self._heap: list[_Entry] = []
-        self._last_worth = 0
-        self._num_requests = 0
 
     @property
     def num_blocks(self) -> int:
         return len(self._blocks)
 
     def request(self, path: Sequence[int], now: float) -> int:
-        self._num_requests += 1
         hits = _num_first(path, self._blocks)
-        blocks = [self._blocks[key] for key in path[:hits]]
-        for block in blocks:
-            self._use(block)
-        for at, key in enumerate(path[hits:], hits):
-            if len(self._blocks) == self.capacity and not self._make_room():
-                break
-            block = _Counted(key, blocks[-1] if blocks else None, at, self.num_stored)
-            if blocks:
-                blocks[-1].num_children += 1
-            self._use(block)
-            self._blocks[key] = block
-            blocks.append(block)
-            self.num_stored += 1
-        if blocks and blocks[-1].num_children == 0:
-            self._offer(blocks[-1])
+        found = [self._blocks[key] for key in path[:hits]]
+        self._queues.use(path, found)
+        self._held = set(found)
+        self._store(path, found)
+        self._held = set()
+        if found:
+            self._queues.let_go(found[-1])
         return hits
 
-    def _use(self, block: _Counted) -> None:
-        block.num_uses += 1
-        block.worth = self._last_worth + block.num_uses
-        block.request = self._num_requests
+    def _store(self, path: Sequence[int], found: list[Block]) -> None:
+        for at in range(len(found), len(path)):
+            if self.num_blocks == self.capacity:
+                left = self._queues.next_victim()
+                if left is None:
+                    return
+                del self._blocks[left.key]
+            place = Place(found[-1] if found else None, at)
+            block = self._queues.entered(path[at], 0, place)
+            self._blocks[block.key] = block
+            self._held.add(block)
+            found.append(block)
+            self.num_stored += 1
 
-    def _offer(self, block: _Counted) -> None:
-        heappush(self._heap, (block.worth, -block.depth, block.made, block.key))
-        if len(self._heap) > 64 + 4 * len(self._blocks):
-            self._heap = [entry for entry in set(self._heap) if self._holds(entry)]
-            heapify(self._heap)
-
-    def _holds(self, entry: _Entry) -> bool:
-        worth, _, made, key = entry
-        block = self._blocks.get(key)
-        return (
-            block is not None
-            and block.num_children == 0
-            and (block.worth, block.made) == (worth, made)
-        )
-
-    def _make_room(self) -> bool:
-        while self._heap:
-            entry = heappop(self._heap)
-            if not self._holds(entry):
-                continue
-            block = self._blocks[entry[-1]]
-            self._last_worth = max(self._last_worth, block.worth)
-            del self._blocks[block.key]
-            parent = block.parent
-            if parent is not None:
-                parent.num_children -= 1
-                if parent.num_children == 0 and parent.request != self._num_requests:
-                    self._offer(parent)
-            return True
-        return False
+    def check_invariants(self) -> None:
+        super().check_invariants()
+        self._queues.check_invariants()
 
 
-def _num_first(path: Sequence[int], resident: Blocks | dict[int, _Counted]) -> int:
+def _num_first(path: Sequence[int], resident: Container[int]) -> int:
     """How many of the first are resident."""
     return next((at for at, key in enumerate(path) if key not in resident), len(path))

@@ -135,6 +135,15 @@ class ReuseModel:
         """Of a block that is used now."""
         return self._values(number)[0]
 
+    def chance(self, number: int, price: float) -> float:
+        """That a new block is used again before it is worth no more than ``price``."""
+        expected = 0.0
+        for at, value in enumerate(self._values(number)):
+            if value <= price:
+                break
+            expected += self._classes[number].hazards[at] * (EDGES[at + 1] - EDGES[at])
+        return 1.0 - math.exp(-expected)
+
     def _values(self, number: int) -> list[float]:
         it = self._classes[number]
         if it.values is None:

@@ -16,6 +16,7 @@ import numpy as np
 from kvtier import __version__
 from kvtier.devices.base import Device, Finding, Memory
 from kvtier.errors import CacheError
+from kvtier.process import num_cores
 from kvtier.tiers.system_memory import available_bytes
 
 if TYPE_CHECKING:
@@ -46,8 +47,9 @@ class Diagnosis:
     sections: Mapping[str, tuple[Finding, ...]]
 
 
-def diagnose(root: Path = Path("/")) -> Diagnosis:
-    """Everything ``kvtier doctor`` tells. root: where ``proc`` and ``sys`` are mounted."""
+def diagnose(root: Path = Path("/"), disk_path: str | None = None) -> Diagnosis:
+    """Everything ``kvtier doctor`` tells. root: where ``proc`` and ``sys`` are mounted. disk_path:
+    a folder that an accelerator may be able to read without the processor."""
     native = native_core()
     devices, device = devices_found()
     return Diagnosis(
@@ -59,6 +61,7 @@ def diagnose(root: Path = Path("/")) -> Diagnosis:
             "packages": (*packages(), *engines()),
             "core": (native,),
             "devices": devices,
+            "disk": disk_to_accelerator(device, disk_path),
         },
     )
 
@@ -66,11 +69,10 @@ def diagnose(root: Path = Path("/")) -> Diagnosis:
 def machine(root: Path) -> tuple[Finding, ...]:
     """System, processor, memory."""
     left_bytes, limited_by = available_bytes(root)
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (
         Finding("system", f"{platform.system()} {platform.release()} {platform.machine()}"),
         Finding("python", platform.python_version()),
-        Finding("CPU", _cpu_name(root), f"{usable} of {os.cpu_count()} cores may be used"),
+        Finding("CPU", _cpu_name(root), f"{num_cores()} of {os.cpu_count()} cores may be used"),
         Finding("memory left", f"{left_bytes / 2**30:.1f} GiB", f"limited by: {limited_by}"),
     )
 
@@ -178,6 +180,23 @@ def devices_found() -> tuple[tuple[Finding, ...], str]:
                 chosen = kind
     findings.append(Finding("auto", chosen, "what --device auto means here"))
     return tuple(findings), chosen
+
+
+def disk_to_accelerator(device: str, disk_path: str | None) -> tuple[Finding, ...]:
+    """Which way bytes go between a folder and ``device``, "cuda" or "cuda:1": tried, where a folder
+    is named, by each library that there is for it."""
+    topic = "disk to accelerator"
+    if device == "cpu":
+        return (Finding(topic, "no", "no accelerator is here"),)
+    from kvtier.tiers.disk.io.probe import OF_DEVICE, findings
+
+    if device.partition(":")[0] not in OF_DEVICE:
+        note = f"no library is known that brings files to the memory of {device}"
+        return (Finding(topic, "no", note),)
+    if disk_path is None:
+        note = "name a folder on the disk that is meant: kvtier doctor --disk-path /nvme/kv"
+        return (Finding(topic, "not tried", note),)
+    return tuple(findings(disk_path, device))
 
 
 def _short(reason: str) -> str:

@@ -13,9 +13,17 @@ from kvtier.cli.detect import Diagnosis, diagnose
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    disk_path: Annotated[
+        str | None,
+        typer.Option(
+            help="A folder on a disk: whether the accelerator reads it without a stop in host "
+            "memory is tried. A file of 32 MiB is made there, and removed.",
+            show_default="none",
+        ),
+    ] = None,
 ) -> None:
     """Say what was detected, which path is used, and why not a better one. Loads no model."""
-    diagnosis = diagnose()
+    diagnosis = diagnose(disk_path=disk_path)
     if as_json:
         typer.echo(json.dumps(asdict(diagnosis), indent=2))
     else:

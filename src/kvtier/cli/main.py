@@ -8,7 +8,9 @@ import typer
 
 from kvtier import __version__
 from kvtier.cli.bench import app as bench
+from kvtier.cli.dashboard import dashboard
 from kvtier.cli.doctor import doctor
+from kvtier.cli.explain import explain
 from kvtier.cli.inspect import inspect
 from kvtier.cli.record import record
 from kvtier.cli.remote import app as remote
@@ -16,8 +18,10 @@ from kvtier.cli.renamed import telling
 from kvtier.cli.replay import replay
 from kvtier.cli.serve import serve
 from kvtier.cli.sglang_args import sglang_args
+from kvtier.cli.top import top
 from kvtier.cli.verify import verify
 from kvtier.cli.vllm_args import vllm_args
+from kvtier.cli.watch import watch
 
 app = typer.Typer(
     help="A hierarchical KV cache for LLM inference.",
@@ -26,9 +30,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=telling("serve"))(serve)
+app.command()(watch)
+app.command()(top)
 app.command()(replay)
 app.command()(record)
 app.command()(doctor)
+app.command()(explain)
+app.command()(dashboard)
 app.command()(inspect)
 app.command()(verify)
 app.command("vllm-args", cls=telling("vllm-args"))(vllm_args)

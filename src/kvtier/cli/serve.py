@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
+from kvtier.cli.arguments import hide_arguments
 from kvtier.cli.failure import fail
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, CacheConfig, parse_size
 from kvtier.errors import CacheError, ConfigError
-from kvtier.types import Direct, Durability, PrefetchPolicy, Verify, WritePolicy
+from kvtier.types import Direct, Durability, LogFormat, PrefetchPolicy, Verify, WritePolicy
 
 _SERVER, _MODEL, _CACHE = "Server", "Model", "Cache"
 _KEY_VARIABLE = "KVTIER_API_KEY"
@@ -36,11 +36,37 @@ def serve(
         int, typer.Option(help="Port; 0 takes any free one.", rich_help_panel=_SERVER)
     ] = 8000,
     api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Key that clients must send. Given several times: each of them will do. Better "
+            f"given as {_KEY_VARIABLE} in the environment (several: with blanks in between), where "
+            "other users of the machine never see it.",
+            rich_help_panel=_SERVER,
+            show_default="none",
+        ),
+    ] = None,
+    metrics_open: Annotated[
+        bool,
+        typer.Option(
+            "--metrics-open",
+            help="Serve /metrics without a key, as /health is.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False,
+    ssl_certfile: Annotated[
         str | None,
         typer.Option(
-            help=f"Key that clients must send; better given as {_KEY_VARIABLE} in the environment, "
-            "where other users of the machine don't see it.",
+            help="Certificate in PEM: the server speaks HTTPS. Read again when it changes.",
             rich_help_panel=_SERVER,
+            show_default="none",
+        ),
+    ] = None,
+    ssl_keyfile: Annotated[
+        str | None,
+        typer.Option(
+            help="The certificate's key in PEM, where that is in another file.",
+            rich_help_panel=_SERVER,
+            show_default="none",
         ),
     ] = None,
     served_model_name: Annotated[
@@ -52,7 +78,7 @@ def serve(
     max_connections: Annotated[
         int,
         typer.Option(
-            help="Open connections; some more are kept for /health and /metrics.",
+            help="Open connections; some more are kept for /health, /metrics and the live page.",
             rich_help_panel=_SERVER,
         ),
     ] = 1024,
@@ -96,9 +122,52 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = "1GiB",
+    events: Annotated[
+        str,
+        typer.Option(
+            help="ZeroMQ address to publish which KV is in which tier, for routers: "
+            "tcp://127.0.0.1:5557. They have token ids of prompts in them.",
+            rich_help_panel=_SERVER,
+            show_default="none",
+        ),
+    ] = "",
+    events_replay: Annotated[
+        str,
+        typer.Option(
+            help="Address where routers ask for events that they missed.",
+            rich_help_panel=_SERVER,
+            show_default="none",
+        ),
+    ] = "",
+    events_topic: Annotated[
+        str,
+        typer.Option(
+            help="Topic of the events: kv@HOST:PORT@MODEL for llm-d.",
+            rich_help_panel=_SERVER,
+            show_default="none",
+        ),
+    ] = "",
+    traces: Annotated[
+        bool,
+        typer.Option(
+            "--traces",
+            help="Send spans of requests to where OpenTelemetry's environment variables say "
+            "(OTEL_EXPORTER_OTLP_ENDPOINT).",
+            rich_help_panel=_SERVER,
+        ),
+    ] = False,
     log_level: Annotated[
         LogLevel, typer.Option(help="What is logged, to stderr.", rich_help_panel=_SERVER)
     ] = LogLevel.INFO,
+    log_format: Annotated[
+        LogFormat | None,
+        typer.Option(
+            help="How it looks: text, or json with an object in each line. KVTIER_LOG_FORMAT in "
+            "the environment says the same.",
+            rich_help_panel=_SERVER,
+            show_default="text",
+        ),
+    ] = None,
     device: Annotated[
         str, typer.Option(help="auto, cpu, cuda, npu:0, ...", rich_help_panel=_MODEL)
     ] = "auto",
@@ -171,7 +240,8 @@ def serve(
         Direct,
         typer.Option(
             help="Whether KV on disk goes straight to the device, past host memory; auto: where "
-            "there is none, and while that is short.",
+            "there is none, and while that is short; to an accelerator where that was tried, and "
+            "--disk-verify is not always.",
             rich_help_panel=_CACHE,
         ),
     ] = Direct.AUTO,
@@ -215,27 +285,42 @@ def serve(
         WritePolicy,
         typer.Option(help="When blocks are stored in the host tier.", rich_help_panel=_CACHE),
     ] = WritePolicy.WRITE_THROUGH,
+    eviction_policy: Annotated[
+        str,
+        typer.Option(
+            "--policy",
+            help="Which blocks leave a full host tier, or disk, first: runs learns what is used"
+            " again, lru takes those that were used longest ago; arc, s3fifo, lfuda and sieve are"
+            " others' ways.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = "runs",
 ) -> None:
     """Serve a model with an OpenAI-compatible API."""
     try:
         from kvtier.engine import Engine, EngineConfig
         from kvtier.server import (
             HttpServer,
-            LogRate,
             ServerConfig,
             bind,
             is_loopback,
+            open_certificate,
             raise_descriptor_limit,
         )
+        from kvtier.telemetry.logs import format_of, log_to_stderr
+        from kvtier.telemetry.publisher import is_local
     except ImportError as error:
         fail("serve", f'{error}; install what the engine needs: pip install "kvtier[engine]"')
-    _log(log_level, LogRate())
     raise_descriptor_limit()
     try:
+        log_to_stderr(log_level, format_of(log_format))
         server_config = ServerConfig(
             host=host,
             port=port,
-            api_key=api_key if api_key is not None else os.environ.get(_KEY_VARIABLE),
+            api_key=_keys(api_key),
+            metrics_open=metrics_open,
+            ssl_certfile=ssl_certfile,
+            ssl_keyfile=ssl_keyfile,
             served_model_name=served_model_name,
             max_body_bytes=parse_size(max_body_bytes, "max_body_bytes"),
             max_connections=max_connections,
@@ -246,6 +331,7 @@ def serve(
             shutdown_grace_s=shutdown_grace_s,
             record=record,
             record_max_bytes=parse_size(record_max_bytes, "record_max_bytes"),
+            traces=traces,
         )
         engine_config = EngineConfig(
             model=model,
@@ -259,9 +345,13 @@ def serve(
             max_model_tokens=max_model_tokens,
             prefix_cache=prefix_cache,
             threads=threads,
+            events=events,
+            events_replay=events_replay,
+            events_topic=events_topic,
             cache=CacheConfig(
                 host_capacity=host_capacity,
                 write_policy=write_policy,
+                eviction_policy=eviction_policy,
                 disk_path=tuple(disk_path or ()),
                 disk_capacity=disk_capacity,
                 disk_durability=disk_durability,
@@ -274,13 +364,22 @@ def serve(
                 prefetch_timeout_s=prefetch_timeout_s,
             ),
         )
-        listener = bind(host, port)  # before the model is loaded: a taken port is told at once
+        # Before the model is loaded: what can't be used is told at once.
+        open_certificate(server_config)
+        listener = bind(host, port)
     except CacheError as error:
         fail("serve", error)
-    if server_config.api_key is None and not is_loopback(listener):
+    if not server_config.api_keys and not is_loopback(listener):
         typer.echo(
             f"kvtier serve: warning: listening on {host} without an API key: whoever reaches this "
             f"machine can use it; set {_KEY_VARIABLE}",
+            err=True,
+        )
+
+    if events and not is_local(events):
+        typer.echo(
+            f"kvtier serve: warning: whoever reaches {events} reads the token ids of all prompts; "
+            "publish on a network that only routers are in",
             err=True,
         )
 
@@ -301,12 +400,12 @@ def serve(
                 fail("serve", error)
 
 
-def _log(level: LogLevel, rate: logging.Filter) -> None:
-    handler = logging.StreamHandler()
-    handler.addFilter(rate)
-    logging.basicConfig(
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        handlers=[handler],
-    )
-    logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.root.level))
+def _keys(given: list[str] | None) -> list[str] | None:
+    """Those of the command line, which then shows them no longer, or those of the environment,
+    which no other program gets from this one."""
+    variable = os.environ.pop(_KEY_VARIABLE, None)
+    if given:
+        hide_arguments(given)
+        return given
+    # An empty variable is a mistake, and no open door.
+    return None if variable is None else variable.split() or [""]

@@ -8,6 +8,15 @@ from typing import Annotated
 
 import typer
 
+from kvtier.cli.engine_options import (
+    DiskCapacity,
+    Policy,
+    Record,
+    RecordMaxBytes,
+    StorageCapacity,
+    given,
+    one_or_all,
+)
 from kvtier.cli.failure import fail
 from kvtier.errors import CacheError
 
@@ -16,9 +25,7 @@ ENTRY = "kvtier.connectors.sglang.entry"
 
 def sglang_args(
     disk_path: Annotated[str, typer.Option(help="Directory for KV on a local disk.")] = "",
-    disk_capacity: Annotated[
-        str, typer.Option(help="How much of that disk to use, of all ranks together.")
-    ] = "",
+    disk_capacity: DiskCapacity = "",
     host_capacity: Annotated[
         str,
         typer.Option(
@@ -34,9 +41,10 @@ def sglang_args(
             "the place of the disk. Without a password: name that in the server's environment."
         ),
     ] = None,
-    storage_capacity: Annotated[
-        str, typer.Option(help="How much of each store to know of at a time; 1TiB without.")
-    ] = "",
+    storage_capacity: StorageCapacity = "",
+    policy: Policy = "",
+    record: Record = "",
+    record_max_bytes: RecordMaxBytes = "",
     load_policy: Annotated[
         str, typer.Option(help="auto: what is faster to compute is not read; always: to measure.")
     ] = "auto",
@@ -47,16 +55,18 @@ def sglang_args(
     """Print the options that put kvtier under SGLang, to be pasted behind its launch command."""
     from kvtier.connectors.sglang.settings import LinkerSettings, StorageSettings
 
-    given = {
-        "host_capacity": host_capacity,
-        "disk_path": disk_path,
-        "disk_capacity": disk_capacity,
-        "storage": storage[0] if storage and len(storage) == 1 else storage,
-        "storage_capacity": storage_capacity,
-        "load_policy": "" if load_policy == "auto" else load_policy,
-        "namespace": namespace,
-    }
-    ours: dict[str, object] = {name: value for name, value in given.items() if value}
+    ours = given(
+        host_capacity=host_capacity,
+        disk_path=disk_path,
+        disk_capacity=disk_capacity,
+        storage=one_or_all(storage),
+        storage_capacity=storage_capacity,
+        eviction_policy=policy,
+        record=record,
+        record_max_bytes=record_max_bytes,
+        load_policy="" if load_policy == "auto" else load_policy,
+        namespace=namespace,
+    )
     try:
         settings = LinkerSettings.read(ours) if host_capacity else StorageSettings.read(ours)
     except CacheError as error:

@@ -8,6 +8,15 @@ from typing import Annotated
 
 import typer
 
+from kvtier.cli.engine_options import (
+    DiskCapacity,
+    Policy,
+    Record,
+    RecordMaxBytes,
+    StorageCapacity,
+    given,
+    one_or_all,
+)
 from kvtier.cli.failure import fail
 from kvtier.errors import CacheError
 
@@ -19,9 +28,7 @@ def vllm_args(
     disk_path: Annotated[
         str, typer.Option(help="Directory for KV on a local disk; none without.")
     ] = "",
-    disk_capacity: Annotated[
-        str, typer.Option(help="How much of that disk to use, of all ranks together.")
-    ] = "",
+    disk_capacity: DiskCapacity = "",
     storage: Annotated[
         list[str] | None,
         typer.Option(
@@ -30,9 +37,10 @@ def vllm_args(
             "server's environment."
         ),
     ] = None,
-    storage_capacity: Annotated[
-        str, typer.Option(help="How much of each store to know of at a time; 1TiB without.")
-    ] = "",
+    storage_capacity: StorageCapacity = "",
+    policy: Policy = "",
+    record: Record = "",
+    record_max_bytes: RecordMaxBytes = "",
     blocks_per_chunk: Annotated[
         int, typer.Option(min=1, help="Blocks of vLLM's that make one of kvtier's.")
     ] = 1,
@@ -42,12 +50,15 @@ def vllm_args(
     from kvtier.connectors.vllm.settings import Settings
 
     extra: dict[str, object] = {"spec_name": SPEC_NAME, "host_capacity": host_capacity}
-    if disk_path or disk_capacity:
-        extra |= {"disk_path": disk_path, "disk_capacity": disk_capacity}
-    if storage:
-        extra["storage"] = storage[0] if len(storage) == 1 else storage
-    if storage_capacity:
-        extra["storage_capacity"] = storage_capacity
+    extra |= given(
+        disk_path=disk_path,
+        disk_capacity=disk_capacity,
+        storage=one_or_all(storage),
+        storage_capacity=storage_capacity,
+        eviction_policy=policy,
+        record=record,
+        record_max_bytes=record_max_bytes,
+    )
     if blocks_per_chunk > 1:
         extra["blocks_per_chunk"] = blocks_per_chunk
     try:

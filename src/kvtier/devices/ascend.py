@@ -237,6 +237,8 @@ class AscendDriver(Driver):
 class AscendDevice(DriverDevice):
     """An Ascend NPU. name: "npu" or "npu:1". compute_stream: torch_npu's, by default."""
 
+    file_library = "nds"
+
     def __init__(self, name: str = "npu", compute_stream: ComputeStream | None = None) -> None:
         driver = AscendDriver(int(name.partition(":")[2] or 0))
         super().__init__(driver, compute_stream or torch_compute(driver.name, "npu_stream"))

@@ -120,6 +120,10 @@ class CopyQueue(ABC):
     def drain(self) -> None:
         """Return when nothing that was submitted is in flight any more, whatever became of it."""
 
+    def close(self) -> None:
+        """Give it back, where it came from ``Device.make_queue``; nothing may be in flight."""
+        return
+
 
 class Device(ABC):
     """Copies between its own memory and host memory, and orders them against compute.
@@ -133,10 +137,22 @@ class Device(ABC):
     """
 
     name: str
+    file_library: str = ""
+    """What moves bytes between files and this device's memory, by the name that
+    ``tiers.disk.io`` has for it; "" where nothing is known that does."""
 
     @abstractmethod
     def queue(self, direction: Direction) -> CopyQueue:
         """The queue of a direction, the same one each time."""
+
+    def make_queue(self, direction: Direction) -> CopyQueue:
+        """One more queue of a direction, for a thread of its own, which closes it. ``DeviceError``
+        where the device has no more."""
+        raise DeviceError(f"{self.name} has one queue a direction, and it is in use")
+
+    def use(self) -> None:
+        """Make this the calling thread's device, for libraries that ask which one that is."""
+        return
 
     @abstractmethod
     def fence(self) -> Fence:

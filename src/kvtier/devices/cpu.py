@@ -26,6 +26,9 @@ class CpuDevice(Device):
     def queue(self, direction: Direction) -> CopyQueue:
         return self._queue
 
+    def make_queue(self, direction: Direction) -> CopyQueue:
+        return self._queue
+
     def fence(self) -> Fence:
         return Passed()
 

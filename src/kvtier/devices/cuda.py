@@ -277,6 +277,8 @@ class CudaDriver(Driver):
 class CudaDevice(DriverDevice):
     """An NVIDIA GPU. name: "cuda" or "cuda:1". compute_stream: torch's, by default."""
 
+    file_library = "cufile"
+
     def __init__(self, name: str = "cuda", compute_stream: ComputeStream | None = None) -> None:
         driver = CudaDriver(int(name.partition(":")[2] or 0))
         if compute_stream is not None:

@@ -59,6 +59,13 @@ class DriverDevice(Device):
                 self._queues[direction] = StreamQueue(self, direction)
             return self._queues[direction]
 
+    def make_queue(self, direction: Direction) -> CopyQueue:
+        self.driver.use()
+        return StreamQueue(self, direction)
+
+    def use(self) -> None:
+        self.driver.use()
+
     def fence(self) -> Fence:
         stream = self.compute_stream()
         if stream is None:

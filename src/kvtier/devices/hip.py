@@ -201,6 +201,8 @@ class HipDevice(DriverDevice):
     """An AMD GPU. name: as torch has it, "cuda" or "cuda:1". compute_stream: torch's, by
     default."""
 
+    file_library = "hipfile"
+
     def __init__(self, name: str = "cuda", compute_stream: ComputeStream | None = None) -> None:
         driver = HipDriver(int(name.partition(":")[2] or 0))
         super().__init__(driver, compute_stream or torch_compute(driver.name, "cuda_stream"))

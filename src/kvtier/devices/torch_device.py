@@ -123,6 +123,11 @@ class TorchDevice(Device):
     def queue(self, direction: Direction) -> CopyQueue:
         return self._queues[direction]
 
+    def make_queue(self, direction: Direction) -> CopyQueue:
+        if self.device.type == "cpu":
+            return SynchronousQueue(_copy_pieces)
+        return _StreamQueue(self)
+
     @cached_property
     def _queues(self) -> dict[Direction, CopyQueue]:
         if self.device.type == "cpu":

@@ -37,6 +37,13 @@ class EngineConfig:
     is held up by it."""
     threads: int = 0
     """Threads that torch computes with; 0 leaves torch's own choice."""
+    events: str = ""
+    """Address to publish what comes to tiers and leaves them, for routers: "tcp://127.0.0.1:5557";
+    "" for none."""
+    events_replay: str = ""
+    """Address where they are asked for what somebody has missed; "" for none."""
+    events_topic: str = ""
+    """In front of every batch of them."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     """The tiers below the device."""
 
@@ -44,6 +51,10 @@ class EngineConfig:
         for name in ("block_size", "chunk_tokens", "max_running", "max_queue"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
+        if self.events_replay and not self.events:
+            raise ConfigError(
+                f"events_replay: {self.events_replay!r} without events; give an address for both"
+            )
         if self.chunk_tokens % self.block_size:
             raise ConfigError(
                 f"chunk_tokens: {self.chunk_tokens} is no multiple of block_size={self.block_size};"

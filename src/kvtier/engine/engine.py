@@ -36,9 +36,13 @@ from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.engine.warm_up import warm_up
 from kvtier.errors import Closed, ConfigError, DeviceError
+from kvtier.hints import Hint
 from kvtier.identity import Basis, Identity
 from kvtier.keys import Labels, Namespace, grid_labels
+from kvtier.lease import Stored
 from kvtier.process import OwnerProcess
+from kvtier.telemetry.block_events import BlockLog
+from kvtier.telemetry.publisher import Publisher
 from kvtier.types import Label
 
 logger = logging.getLogger(__name__)
@@ -56,6 +60,7 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        self._publisher: Publisher | None = None
         if config.threads:
             torch.set_num_threads(config.threads)
         device_name = _device_name(config.device)
@@ -101,7 +106,8 @@ class Engine:
         self._weights = model.weights
         pool = KVPool(group, num_blocks, device, model.module.dtype)
         self._copier = copier
-        self._cache = Cache(config.cache, copier, pool.tier())
+        self._events = BlockLog() if config.events else None
+        self._cache = Cache(config.cache, copier, pool.tier(), events=self._events)
         self._runner = ModelRunner(model.module, pool)
         self._scheduler = Scheduler(
             self._cache,
@@ -119,6 +125,11 @@ class Engine:
         self._closing = False
         self._stop = False
         warm_up(self._runner, self.info, self._cache.observe_prefill)
+        if self._events is not None:
+            self._publisher = Publisher(
+                self._events, config.events, config.events_replay, config.events_topic
+            )
+            self._publisher.start(self._cache.block_events())
         # What is stored under a name that may be wrong outlives the moment when that is found out.
         self._cache.let_archive(model.identity.basis is Basis.READ)
         if self._weights is not None and model.identity.basis is Basis.REMEMBERED:
@@ -134,10 +145,16 @@ class Engine:
         salt: str = "",
         on_token: Callable[[Token], None] | None = None,
         on_done: Callable[[Completion], None] | None = None,
+        explain: bool = False,
+        on_stored: Callable[[Stored], None] | None = None,
+        hint: Hint | None = None,
     ) -> RequestHandle:
         """Queue a request. prompt: token ids. salt: requests share KV only under equal salts.
+        explain: the completion is to say where the prompt came from. hint: what is known of its
+        conversation; see ``kvtier.hints``.
 
-        on_token, on_done: called on the engine thread; they must return fast.
+        on_token, on_done: called on the engine thread; they must return fast. on_stored: the same,
+        of each copy that has stored what was computed, also after the end.
         Raises ``RequestError`` for input that can't be served, ``EngineBusy`` when the queue is
         full, ``Closed`` after ``close`` and in a forked child.
         """
@@ -155,6 +172,9 @@ class Engine:
             on_token=on_token,
             on_done=partial(self._note_done, on_done),
             sampler=Sampler(params),
+            wants_explanation=explain,
+            on_stored=on_stored,
+            hint=hint,
         )
         with self._lock:
             if self._closing:
@@ -225,6 +245,11 @@ class Engine:
     def num_waiting(self) -> int:
         return max(0, self._num_unfinished - len(self._scheduler.running))
 
+    @property
+    def events_endpoints(self) -> list[str]:
+        """Where events are published, and where they can be asked for again."""
+        return [] if self._publisher is None else self._publisher.endpoints
+
     def findings(self) -> list[Finding]:
         """What is in use, for ``kvtier doctor``."""
         return self._cache.findings()
@@ -266,6 +291,8 @@ class Engine:
         self._scheduler.abort_all()
         self._cache.close()
         self._copier.close()
+        if self._publisher is not None:
+            self._publisher.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -334,6 +361,8 @@ class Engine:
         )
         revision = self._namespace.revision.replace(self._identity.digest, found.digest)
         self._identity = found
+        if self._events is not None:
+            self._events.lose()
         self._namespace = replace(self._namespace, revision=revision)
         self._scheduler.rename(self._namespace_of)
 

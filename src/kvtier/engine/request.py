@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +14,13 @@ import numpy.typing as npt
 
 from kvtier.engine.sampling import Sampler, SamplingParams
 from kvtier.errors import CacheError
+from kvtier.hints import Hint
 from kvtier.ladder import Prefetch
-from kvtier.lease import Lease
+from kvtier.lease import Lease, Stored
+from kvtier.plan import Actual, Explanation, explain
 from kvtier.types import Label
+
+logger = logging.getLogger(__name__)
 
 Turn = tuple[int, int]
 """A request's place in line: the lowest is next."""
@@ -46,7 +51,8 @@ class Completion:
     finish_reason: "stop", "length", "abort" or "error" (then ``error`` says why).
     num_cached_tokens: prompt tokens that were not computed; hit_tokens: the same by tier.
     ttft_s, e2e_s: from submission to the first token, and to the end.
-    logits: float32 [num_tokens, vocab_size] where ``keep_logits`` was asked for.
+    logits: float32 [num_tokens, vocab_size] where ``keep_logits`` was asked for. explanation: where
+    it was asked for, of a request whose turn came. marks: when what happened.
     """
 
     token_ids: tuple[int, ...]
@@ -59,6 +65,29 @@ class Completion:
     ttft_s: float
     e2e_s: float
     logits: npt.NDArray[np.float32] | None
+    explanation: Explanation | None = None
+    marks: Marks | None = None
+
+
+@dataclass(slots=True)
+class Marks:
+    """When what happened to a request, by ``time.perf_counter``; 0 for what did not.
+
+    fetch: match, plan and the start of its copies; where a load failed, the last time. load_s: from
+    then on until all of its prefix was there. load_bytes: copied to the device for it. prefill: the
+    first chunk's begin and the last one's end. prefill_s: what all chunks took.
+    """
+
+    submitted: float = 0.0
+    fetch_began: float = 0.0
+    fetch_ended: float = 0.0
+    load_s: float = 0.0
+    load_bytes: int = 0
+    prefill_began: float = 0.0
+    prefill_ended: float = 0.0
+    prefill_s: float = 0.0
+    first_token: float = 0.0
+    ended: float = 0.0
 
 
 class Stage(Enum):
@@ -78,7 +107,9 @@ class Request:
     num_computed: tokens whose KV is in the pool. labels: of the prompt's whole grid cells.
     salt: as it was submitted. namespace: where its KV is looked up, said by the engine thread.
     turn: among those that wait, and those that are computed.
-    may_follow: its prefill has not tried yet to begin before its lease is ready.
+    may_follow: its prefill has not tried yet to begin before its lease is ready. has_followed: it
+    has, and that counted. wants_explanation: of where its prompt came from. hint: what its sender
+    knows. is_waited_for: the cache was told that it waits.
     """
 
     prompt: Sequence[int]
@@ -96,6 +127,13 @@ class Request:
     lease: Lease | None = None
     may_load: bool = True
     may_follow: bool = False
+    has_followed: bool = False
+    wants_explanation: bool = False
+    on_stored: Callable[[Stored], None] | None = None
+    hint: Hint | None = None
+    is_waited_for: bool = False
+    explanation: Explanation | None = None
+    marks: Marks = field(default_factory=Marks)
     num_broken_loads: int = 0
     num_computed: int = 0
     num_cached: int = 0
@@ -113,18 +151,40 @@ class Request:
     def add(self, token: Token, logits: npt.NDArray[np.float32] | None) -> None:
         """The next token was chosen."""
         if not self.tokens:
-            self.first_token_s = time.perf_counter() - self.submitted
+            self.marks.first_token = time.perf_counter()
+            self.first_token_s = self.marks.first_token - self.submitted
         self.tokens.append(token)
         if logits is not None:
             self.logits.append(logits)
         if self.on_token is not None:
             self.on_token(token)
 
+    def note_lease(self, lease: Lease) -> None:
+        """Its lease is about to end: keep what it tells."""
+        self.marks.load_s, self.marks.load_bytes = lease.record.load_s, lease.record.load_bytes
+        is_logged = logger.isEnabledFor(logging.DEBUG)
+        if lease.decision is not None and (self.wants_explanation or is_logged):
+            self.explanation = explain(lease.decision, self._actual(lease))
+            logger.debug("prompt %s", self.explanation)
+
+    def _actual(self, lease: Lease) -> Actual:
+        marks = self.marks
+        return Actual(
+            arrivals=lease.record.arrivals,
+            load_s=lease.record.load_s,
+            compute_s=marks.prefill_s if marks.prefill_ended else None,
+            waited_s=marks.fetch_began - self.submitted,
+            first_token_s=self.first_token_s if self.tokens else None,
+            num_failed_loads=self.num_broken_loads,
+            overlaps=self.has_followed,
+        )
+
     def finish(self, reason: str, error: str = "") -> None:
         """Make the completion and tell whoever waits. The first ending counts."""
         if self.finished.is_set():
             return
         self.stage = Stage.DONE
+        self.marks.submitted, self.marks.ended = self.submitted, time.perf_counter()
         self.completion = Completion(
             token_ids=tuple(token.token_id for token in self.tokens),
             tokens=tuple(self.tokens),
@@ -134,8 +194,10 @@ class Request:
             num_cached_tokens=self.num_cached,
             hit_tokens=dict(self.hit_tokens),
             ttft_s=self.first_token_s,
-            e2e_s=time.perf_counter() - self.submitted,
+            e2e_s=self.marks.ended - self.submitted,
             logits=np.stack(self.logits) if self.logits else None,
+            explanation=self.explanation,
+            marks=self.marks,
         )
         self.finished.set()
         if self.on_done is not None:

@@ -28,12 +28,14 @@ import torch
 
 from kvtier.cache import Cache
 from kvtier.engine.config import EngineInfo
+from kvtier.engine.hints import Hints
 from kvtier.engine.line import Line
 from kvtier.engine.paged import Span
-from kvtier.engine.request import Request, Stage, Token
+from kvtier.engine.request import Marks, Request, Stage, Token
 from kvtier.engine.runner import ModelRunner
 from kvtier.engine.sampling import NO_TOKEN, choose, logprobs
 from kvtier.errors import DeviceError
+from kvtier.lease import Stores
 from kvtier.transfer import LayerGate
 from kvtier.types import PrefetchPolicy
 
@@ -74,6 +76,7 @@ class Scheduler:
         follow_loads: bool = True,
     ) -> None:
         self._cache = cache
+        self._hints = Hints(cache)
         self._runner = runner
         self._info = info
         self._eos = frozenset(eos_token_ids)
@@ -90,6 +93,7 @@ class Scheduler:
         match = self._cache.match(request.namespace, request.labels)
         self._line.join(request, len(request.prompt) - match.num_blocks * self._info.block_size)
         self._unread.append(request)
+        self._hints.came(request)
 
     def abort(self, request: Request) -> None:
         """End a request in the next step. One that has ended stays as it is."""
@@ -135,6 +139,7 @@ class Scheduler:
                 self.running.append(request)
             else:
                 break
+        self._hints.tell_who_waits()
         while self._unread and self._prefetch(self._unread[0]):
             self._unread.popleft()
 
@@ -172,6 +177,7 @@ class Scheduler:
 
     def _fetch(self, request: Request) -> bool:
         """Take a lease for the request. False when there is no room now."""
+        began = time.perf_counter()
         request.lease = self._cache.fetch(
             request.namespace,
             request.labels,
@@ -183,8 +189,12 @@ class Scheduler:
         if request.lease is None:
             request.stage = Stage.WAITING
             return False
+        request.marks = Marks(fetch_began=began, fetch_ended=time.perf_counter())
+        if request.on_stored is not None:
+            request.lease.stores = Stores(request.on_stored)
+        self._hints.begins(request)
         request.stage = Stage.LOADING
-        request.may_follow = self.follow_loads
+        request.may_follow, request.has_followed = self.follow_loads, False
         self._end_prefetch(request)
         return True
 
@@ -210,6 +220,7 @@ class Scheduler:
             self.running.remove(request)
             self._line.rejoin(request)
             self._unread.appendleft(request)
+            self._hints.came(request)
 
     # -- prefill ----------------------------------------------------------------------------------
 
@@ -278,13 +289,18 @@ class Scheduler:
             logger.info("load not followed error=%s", error)
             request.num_computed = request.num_cached = 0
             return 0
+        ended = time.perf_counter()
         if gate is None:
-            self._cache.observe_prefill(start, end - start, time.perf_counter() - began)
+            self._cache.observe_prefill(start, end - start, ended - began)
         elif self._has_arrived(request):
             request.stage = Stage.PREFILL
+            request.has_followed = True
         else:
             request.num_computed = request.num_cached = 0
             return 0
+        request.marks.prefill_began = request.marks.prefill_began or began
+        request.marks.prefill_ended = ended
+        request.marks.prefill_s += ended - began
         request.num_computed = end
         if end == len(request.prompt) or end % (COMMIT_CHUNKS * grid) == 0:
             self._commit(request)
@@ -364,8 +380,11 @@ class Scheduler:
         if request.lease is not None:
             if reason == "abort":
                 self._commit(request)
+            self._hints.ends(request)
+            request.note_lease(request.lease)
             self._cache.release(request.lease)
             request.lease = None
+        self._hints.goes(request)
         if request in self.running:
             self.running.remove(request)
         elif not self._line.leave(request) and request in self._reading:
@@ -386,6 +405,7 @@ class Scheduler:
         """
         for request in self._everybody():
             self._end_prefetch(request)
+            self._hints.goes(request)
             request.namespace = namespace_of(request.salt)
         for request in [r for r in self.running if r.stage is not Stage.DECODE]:
             request.num_computed = request.num_cached = 0

@@ -8,14 +8,15 @@ that is cut short while it is mapped ends the process.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Event
 
 from blake3 import blake3
+
+from kvtier.process import give_way, num_cores
 
 PART_BYTES = 64 << 20
 BUFFER_BYTES = 1 << 20
@@ -30,8 +31,7 @@ class Stopped(Exception):  # noqa: N818 - asked for, no failure
 
 def num_threads() -> int:
     """As many as this process may use cores, within reason."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(MAX_THREADS, cores or 1)
+    return min(MAX_THREADS, num_cores())
 
 
 def hash_files(
@@ -51,7 +51,9 @@ def hash_files(
         return _hash_part(paths[at], start, min(sizes[at], start + PART_BYTES), stop)
 
     whole = [blake3(size.to_bytes(8, "little")) for size in sizes]
-    with ThreadPoolExecutor(threads, initializer=_give_way if is_polite else None) as pool:
+    with ThreadPoolExecutor(
+        threads, initializer=partial(give_way, 10) if is_polite else None
+    ) as pool:
         for (at, _), digest in zip(parts, pool.map(part_digest, parts), strict=True):
             whole[at].update(digest)
     return [each.digest() for each in whole]
@@ -73,9 +75,3 @@ def _hash_part(path: Path, start: int, end: int, stop: Event) -> bytes:
     finally:
         os.close(fd)
     return hasher.digest()
-
-
-def _give_way() -> None:
-    """Linux gives each thread a priority of its own, under the process's call."""
-    with suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -128,6 +128,34 @@ class BlockIndex(ABC):
         """``abort`` of each."""
         return [self.abort(block, column) for block in blocks]
 
+    # -- what is worth its room -------------------------------------------------------------------
+
+    @abstractmethod
+    def set_room(self, column: AnyColumn, num_blocks: int) -> None:
+        """``column`` has room for so many blocks, 1 or more: a policy that learns has to know."""
+
+    @abstractmethod
+    def admit(
+        self,
+        blocks: Sequence[BlockId],
+        column: AnyColumn,
+        num_free: int,
+        least_chance: float = 0.0,
+    ) -> Sequence[BlockId]:
+        """Those of ``blocks``, which ``column`` has not, that are worth the room that they need:
+        as many as ``num_free``, then those that are worth more than what would leave for them.
+        What lies behind one that is not is not either. All of them, where the policy of the column
+        lets everything in. Where too little may leave, that is not looked at.
+
+        least_chance: that a block is used before it leaves again; it is not worth a write
+        otherwise, be there room or not.
+        """
+
+    @abstractmethod
+    def set_doubling(self, at_blocks: float) -> None:
+        """The block so deep in a prompt is worth twice what the first one is from now on, and so on
+        in proportion, in all columns where a policy learns; 0: all are worth the same."""
+
     # -- use --------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvtier._hot import NATIVE, NATIVE_REASON
 from kvtier.index.groups import ALL, ReuseRule
@@ -10,6 +10,7 @@ from kvtier.index.key_index import KeyIndex
 from kvtier.index.native_index import NativeIndex
 from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.index.policies.base import EvictionPolicy
+from kvtier.index.policies.replayed import RUNS
 from kvtier.index.prompt_index import PromptIndex
 from kvtier.index.python_index import PythonIndex
 from kvtier.index.python_key_index import PythonKeyIndex
@@ -37,11 +38,17 @@ def make_index(
     return NativeIndex(names, rules)
 
 
-def make_key_index(tiers: Sequence[str], namespace: Callable[[], bytes]) -> KeyIndex:
+def make_key_index(
+    tiers: Sequence[str],
+    namespace: Callable[[], bytes],
+    learning: Collection[str] = (),
+    policy: str = RUNS,
+) -> KeyIndex:
     """The native flat index, or its Python twin where nothing was compiled.
 
-    tiers: fastest tier first. namespace: see ``KeyIndex``.
+    tiers: fastest tier first. namespace, learning, policy: see ``KeyIndex``.
     """
     if not NATIVE:
-        return PythonKeyIndex(tiers, namespace, because=f"native core: {NATIVE_REASON}")
-    return NativeKeyIndex(tiers, namespace)
+        because = f"native core: {NATIVE_REASON}"
+        return PythonKeyIndex(tiers, namespace, learning, policy, because)
+    return NativeKeyIndex(tiers, namespace, learning, policy)

@@ -7,11 +7,13 @@ same way and choose the same victims, so what one does can be compared with the 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvtier.hints import Said
 from kvtier.index.block_index import BlockIndex
+from kvtier.index.policies.replayed import LRU, POLICIES, RUNS
 from kvtier.index.residency import State
 from kvtier.keys import next_key
 from kvtier.types import AnyColumn, BlockId, BlockName, Slot
@@ -50,12 +52,29 @@ class KeyIndex(BlockIndex):
     every call takes constant time per block, however many there are.
 
     tiers: fastest tier first. namespace: digest of all else that decides on the bytes of a block.
-    Keys have 1 to 256 bytes, and as many as the first one had: ValueError otherwise.
+    learning: tiers in which ``policy`` decides what leaves, by the requests and at the times that
+    it is told of; none where that is ``lru``, which this order is. Keys have 1 to 256 bytes, and as
+    many as the first one had: ValueError otherwise, and for a policy that there is not.
     """
 
-    def __init__(self, tiers: Sequence[str], namespace: Callable[[], bytes]) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[str],
+        namespace: Callable[[], bytes],
+        learning: Collection[str] = (),
+        policy: str = RUNS,
+    ) -> None:
         self.tiers = tuple(tiers)
+        self.policy = policy
+        if policy not in POLICIES:
+            raise ValueError(f"no policy is called {policy!r}; there are {', '.join(POLICIES)}")
+        self.learning = tuple(tier for tier in tiers if tier in learning and policy != LRU)
         self._namespace = namespace
+
+    @property
+    def policies(self) -> str:
+        """In words, what decides on what leaves."""
+        return self.policy if self.learning else LRU
 
     # -- queries ----------------------------------------------------------------------------------
 
@@ -103,6 +122,40 @@ class KeyIndex(BlockIndex):
     @abstractmethod
     def set_depths(self, blocks: Sequence[BlockId], depths: Sequence[int]) -> None:
         """Places of blocks in their prompts."""
+
+    # -- requests, where a policy learns -----------------------------------------------------------
+
+    @abstractmethod
+    def asked(self, keys: Iterable[bytes], now: float) -> None:
+        """A request begins: to be told once of each, with all of its prompt from the first block
+        on, known or not, before anything is written for it."""
+
+    @abstractmethod
+    def retain(self, keys: Iterable[bytes], said: Said, now: float) -> None:
+        """Somebody says something of a prompt, which is given as to ``asked``. ValueError for what
+        nobody can mean."""
+
+    @abstractmethod
+    def continues(self, keys: Iterable[bytes], before: bytes) -> None:
+        """Blocks that were in no request yet, those of an answer, lie one behind the other, and
+        behind the block ``before``. To be told before they are written."""
+
+    @abstractmethod
+    def admit_keys(
+        self, keys: Sequence[bytes], column: AnyColumn, num_free: int, least_chance: float = 0.0
+    ) -> list[bytes]:
+        """``admit``, of blocks that may not be known."""
+
+    def admit(
+        self,
+        blocks: Sequence[BlockId],
+        column: AnyColumn,
+        num_free: int,
+        least_chance: float = 0.0,
+    ) -> Sequence[BlockId]:
+        keys = self.keys(blocks)
+        admitted = set(self.admit_keys(keys, column, num_free, least_chance))
+        return [block for block, key in zip(blocks, keys, strict=True) if key in admitted]
 
     # -- for tests --------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier._hot import BlockTrie, Keys
+from kvtier.hints import Said
 from kvtier.index.groups import ALL, ReuseRule, columns_of
 from kvtier.index.prompt_index import Inserted, PromptIndex
 from kvtier.index.residency import Residency, State
@@ -169,6 +170,30 @@ class NativeIndex(PromptIndex):
     ) -> Inserted:
         made = self._trie.insert(namespace, labels, column, slots, now, after, hold)
         return Inserted(*cast("tuple[Sequence[BlockId], Sequence[Slot], int]", made))
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def asked(self, namespace: bytes, labels: Sequence[Label], now: float) -> None:
+        self._trie.asked(namespace, labels, now)
+
+    def retain(self, namespace: bytes, labels: Sequence[Label], said: Said, now: float) -> None:
+        self._trie.retain(namespace, labels, said, now)
+
+    def admit(
+        self,
+        blocks: Sequence[BlockId],
+        column: AnyColumn,
+        num_free: int,
+        least_chance: float = 0.0,
+    ) -> Sequence[BlockId]:
+        admitted = self._trie.admit(blocks, column, num_free, least_chance)
+        return cast("Sequence[BlockId]", admitted)
+
+    def set_doubling(self, at_blocks: float) -> None:
+        self._trie.set_doubling(at_blocks)
+
+    def set_room(self, column: AnyColumn, num_blocks: int) -> None:
+        self._trie.set_room(column, num_blocks)
 
     # -- use --------------------------------------------------------------------------------------
 

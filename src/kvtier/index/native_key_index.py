@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import cast
 
 from kvtier._hot import KeyIndex as Core
+from kvtier.hints import Said
 from kvtier.index.block_index import check_time
 from kvtier.index.key_index import Found, KeyedBlock, KeyIndex
+from kvtier.index.policies.replayed import RUNS
 from kvtier.index.residency import State
 from kvtier.types import AnyColumn, BlockId, Slot
 
@@ -15,10 +17,16 @@ from kvtier.types import AnyColumn, BlockId, Slot
 class NativeKeyIndex(KeyIndex):
     """Blocks in rows of the native core."""
 
-    def __init__(self, tiers: Sequence[str], namespace: Callable[[], bytes]) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[str],
+        namespace: Callable[[], bytes],
+        learning: Collection[str] = (),
+        policy: str = RUNS,
+    ) -> None:
         assert Core is not None, "the native core is not there"
-        super().__init__(tiers, namespace)
-        self._core = Core(self.tiers, tuple(State))
+        super().__init__(tiers, namespace, learning, policy)
+        self._core = Core(self.tiers, tuple(State), self.learning, policy)
 
     # -- queries ----------------------------------------------------------------------------------
 
@@ -92,6 +100,28 @@ class NativeKeyIndex(KeyIndex):
     def abort_all(self, blocks: Iterable[BlockId], column: AnyColumn) -> Sequence[Slot]:
         return cast("Sequence[Slot]", self._core.abort(blocks, column))
 
+    # -- requests ---------------------------------------------------------------------------------
+
+    def asked(self, keys: Iterable[bytes], now: float) -> None:
+        self._core.asked(dict.fromkeys(keys), now)
+
+    def retain(self, keys: Iterable[bytes], said: Said, now: float) -> None:
+        self._core.retain(dict.fromkeys(keys), said, now)
+
+    def continues(self, keys: Iterable[bytes], before: bytes) -> None:
+        self._core.continues(keys, before)
+
+    def admit_keys(
+        self, keys: Sequence[bytes], column: AnyColumn, num_free: int, least_chance: float = 0.0
+    ) -> list[bytes]:
+        return [keys[at] for at in self._core.admit(keys, column, num_free, least_chance)]
+
+    def set_doubling(self, at_blocks: float) -> None:
+        self._core.set_doubling(at_blocks)
+
+    def set_room(self, column: AnyColumn, num_blocks: int) -> None:
+        self._core.set_room(column, num_blocks)
+
     # -- use --------------------------------------------------------------------------------------
 
     def touch(self, blocks: Iterable[BlockId], now: float) -> None:
@@ -133,7 +163,7 @@ class NativeKeyIndex(KeyIndex):
         return cast("Sequence[BlockId]", self._core.order(column))
 
     def describe(self) -> str:
-        return "native, by key"
+        return f"native, by key, {self.policies}"
 
     def check_invariants(self) -> None:
         self._core.check_invariants()

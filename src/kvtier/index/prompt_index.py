@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.hints import Said
 from kvtier.index.block_index import BlockIndex, check_time
 from kvtier.index.groups import ReuseRule
 from kvtier.index.residency import State
@@ -150,6 +151,16 @@ class PromptIndex(BlockIndex):
         if hold:
             self.lease(path, column)
         return Inserted(path, placed, num_new)
+
+    @abstractmethod
+    def asked(self, namespace: bytes, labels: Sequence[Label], now: float) -> None:
+        """A request begins: to be told once of each, with all of its prompt, before anything is
+        written for it. labels: of blocks known or not. Policies that learn do so by this."""
+
+    @abstractmethod
+    def retain(self, namespace: bytes, labels: Sequence[Label], said: Said, now: float) -> None:
+        """Somebody says something of a prompt; policies that learn take it into account. labels: of
+        all of its blocks, known or not. ValueError for what nobody can mean."""
 
     @abstractmethod
     def nodes(self) -> list[Node]:

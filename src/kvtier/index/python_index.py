@@ -6,14 +6,17 @@ per column says which block leaves first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, islice
 
+from kvtier.hints import Said, check_said
 from kvtier.index.block_index import check_slot, check_time
 from kvtier.index.groups import ALL, ReuseRule, columns_of
 from kvtier.index.policies.base import EvictionPolicy
 from kvtier.index.prompt_index import PromptIndex
 from kvtier.index.residency import Residency, State
-from kvtier.index.trie import Node, Trie
+from kvtier.index.trie import Node, Trie, prefix_name
 from kvtier.keys import next_key
 from kvtier.types import (
     AnyColumn,
@@ -51,6 +54,8 @@ class PythonIndex(PromptIndex):
         self._rule_of = [rule for rule in self.rules for _ in self.tiers]
         self._policies = tuple(policies[column] for column in self.columns)
         self._trie = Trie(len(self.columns))
+        for column, policy in zip(self.columns, self._policies, strict=True):
+            policy.see(partial(self._residency, column=column))
         self._num_held = [0] * len(self.columns)
         self._num_idle = [0] * len(self.columns)
 
@@ -193,6 +198,7 @@ class PythonIndex(PromptIndex):
         residency.slot = slot
         residency.was_used = False
         self._count(block, column, +1)
+        self._enter(block, column)
 
     def commit(self, block: BlockId, column: AnyColumn, now: float) -> None:
         check_time(now)
@@ -205,6 +211,53 @@ class PythonIndex(PromptIndex):
 
     def abort(self, block: BlockId, column: AnyColumn) -> Slot:
         return self._leave(block, column)
+
+    # -- what is worth its room -------------------------------------------------------------------
+
+    def asked(self, namespace: bytes, labels: Sequence[Label], now: float) -> None:
+        check_time(now)
+        for policy, path, found in self._prompt(namespace, labels):
+            policy.asked(path, found, now)
+
+    def retain(self, namespace: bytes, labels: Sequence[Label], said: Said, now: float) -> None:
+        check_time(now)
+        check_said(said)
+        for policy, path, found in self._prompt(namespace, labels):
+            policy.retain(path, found, said, now)
+
+    def _prompt(
+        self, namespace: bytes, labels: Sequence[Label]
+    ) -> Iterator[tuple[EvictionPolicy, list[int], list[BlockId]]]:
+        """A prompt as policies that know prompts are told of it."""
+        known = list(self._trie.walk(namespace, labels))
+        path = [node.name for node in known]
+        name = path[-1] if path else prefix_name(0, Label(namespace))
+        unknown = labels[len(path) :]
+        path += islice(accumulate(unknown, prefix_name, initial=name), 1, None)
+        for position, policy in enumerate(self._policies):
+            if not policy.knows_prompts or not path:
+                continue
+            there = [node.residencies[position].is_there for node in known]
+            num_found = [*there, False].index(False)
+            yield policy, path, [node.block for node in known[:num_found]]
+
+    def admit(
+        self,
+        blocks: Sequence[BlockId],
+        column: AnyColumn,
+        num_free: int,
+        least_chance: float = 0.0,
+    ) -> list[BlockId]:
+        names = [self._trie.nodes[block].name for block in blocks]
+        policy = self._policies[self._position[column]]
+        return [blocks[at] for at in policy.admit(names, max(0, num_free), least_chance)]
+
+    def set_doubling(self, at_blocks: float) -> None:
+        for policy in self._policies:
+            policy.set_doubling(at_blocks)
+
+    def set_room(self, column: AnyColumn, num_blocks: int) -> None:
+        self._policies[self._position[column]].set_room(num_blocks)
 
     # -- use --------------------------------------------------------------------------------------
 
@@ -243,6 +296,7 @@ class PythonIndex(PromptIndex):
     def evict(self, column: AnyColumn, num_blocks: int) -> list[BlockId]:
         position = self._position[column]
         policy = self._policies[position]
+        policy.begin_evicting()
         chosen: list[BlockId] = []
         while len(chosen) < num_blocks and (block := policy.victim()) is not None:
             self._residency(block, column).move(State.EVICTING)
@@ -259,6 +313,7 @@ class PythonIndex(PromptIndex):
         self._residency(block, column).move(State.READY)
         self._num_idle[self._position[column]] += 1
         self._count_in_parent(block, column, +1)
+        self._enter(block, column)
         self._review(block, column)
 
     def lose(self, block: BlockId, column: AnyColumn) -> Slot | None:
@@ -297,6 +352,19 @@ class PythonIndex(PromptIndex):
             self._count_in_parent(block, column, -1)
         self._trie.prune(node)
         return slot
+
+    def _enter(self, block: BlockId, column: AnyColumn) -> None:
+        """Tell the policy that ``column`` has the block."""
+        node, position = self._trie.nodes[block], self._position[column]
+        if not self._policies[position].knows_prompts:
+            return
+        at, above = -1, node.parent
+        while above is not None:
+            at, above = at + 1, above.parent
+        above, parent = node.parent, None
+        if above is not None and above.residencies and above.residencies[position].is_there:
+            parent = above.block
+        self._policies[position].entered(block, node.name, parent, at)
 
     def _count(self, block: BlockId, column: AnyColumn, change: int) -> None:
         self._num_held[self._position[column]] += change
@@ -345,6 +413,7 @@ class PythonIndex(PromptIndex):
             assert candidates == self._policies[position].candidates(), (
                 f"{column}: candidates differ"
             )
+            self._policies[position].check_invariants()
         for node in self._trie.nodes.values():
             assert node.children or node.is_cached, "a node that nothing needs was not pruned"
             assert node.parent is not None, "a block without a parent"

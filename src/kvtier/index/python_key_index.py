@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
+from kvtier._reference.live import LIVE, Live
+from kvtier._reference.runs import Block
+from kvtier.hints import Said, check_said
 from kvtier.index.block_index import check_slot, check_time
 from kvtier.index.key_index import UNKNOWN, Found, KeyedBlock, KeyIndex
+from kvtier.index.policies.replayed import RUNS
+from kvtier.index.policies.runs import SEED, USUAL_ROOM
 from kvtier.index.residency import Residency, State
 from kvtier.types import AnyColumn, BlockId, Slot
 
@@ -30,20 +36,28 @@ class _Block:
 
 @dataclass(slots=True)
 class _Column:
-    """order: of leaving; what an eviction has passed over is not in it."""
+    """order: of leaving; what an eviction has passed over is not in it. learning: the policy, where
+    one is told of requests; then ``order`` has all that are written or ready. known: its blocks."""
 
     order: OrderedDict[BlockId, None] = field(default_factory=OrderedDict)
     num_held: int = 0
     num_idle: int = 0
+    learning: Live | None = None
+    known: dict[BlockId, Block] = field(default_factory=dict)
 
 
 class PythonKeyIndex(KeyIndex):
     """Blocks as Python objects. because: why this index is used."""
 
     def __init__(
-        self, tiers: Sequence[str], namespace: Callable[[], bytes], because: str = "asked for"
+        self,
+        tiers: Sequence[str],
+        namespace: Callable[[], bytes],
+        learning: Collection[str] = (),
+        policy: str = RUNS,
+        because: str = "asked for",
     ) -> None:
-        super().__init__(tiers, namespace)
+        super().__init__(tiers, namespace, learning, policy)
         self._because = because
         self._columns = tuple(_Column() for _ in self.tiers)
         self._by_key: dict[bytes, _Block] = {}
@@ -51,6 +65,20 @@ class PythonKeyIndex(KeyIndex):
         self._free: list[int] = []  # numbers for new blocks, the next one last
         self._num_numbers = 0
         self._key_bytes: int | None = None
+        self._by_name: dict[int, _Block] = {}  # what policies call them: the hashes of their keys
+        for tier, column in zip(self.tiers, self._columns, strict=True):
+            if tier in self.learning:
+                column.learning = self._make_policy(tier, column)
+
+    def _make_policy(self, tier: str, column: _Column) -> Live:
+        def may_leave(block: Block, num_gone: int) -> bool:
+            return self._residency(BlockId(block.item), tier).evictable
+
+        def find(name: int) -> Block | None:
+            known = self._by_name.get(name)
+            return None if known is None else column.known.get(known.block)
+
+        return LIVE[self.policy](USUAL_ROOM, SEED, may_leave, find)
 
     # -- queries ----------------------------------------------------------------------------------
 
@@ -111,6 +139,7 @@ class PythonKeyIndex(KeyIndex):
             residencies = tuple(Residency() for _ in self.tiers)
             known = _Block(BlockId(number), key, residencies)
             self._by_key[key] = self._by_number[known.block] = known
+            self._by_name[hash(key)] = known
         return known
 
     def set_depths(self, blocks: Sequence[BlockId], depths: Sequence[int]) -> None:
@@ -124,6 +153,7 @@ class PythonKeyIndex(KeyIndex):
         residency.slot, residency.was_used = slot, False
         self._column(column).num_held += 1
         self._column(column).order[block] = None
+        self._enter(block, column)
 
     def commit(self, block: BlockId, column: AnyColumn, now: float) -> None:
         check_time(now)
@@ -136,6 +166,80 @@ class PythonKeyIndex(KeyIndex):
 
     def abort(self, block: BlockId, column: AnyColumn) -> Slot:
         return self._leave(block, column)
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def asked(self, keys: Iterable[bytes], now: float) -> None:
+        check_time(now)
+        for learning, path, found in self._prompt(keys):
+            learning.asked(path, found, now)
+
+    def retain(self, keys: Iterable[bytes], said: Said, now: float) -> None:
+        check_time(now)
+        check_said(said)
+        for learning, path, found in self._prompt(keys):
+            learning.retain(path, found, said, now)
+
+    def _prompt(self, keys: Iterable[bytes]) -> Iterator[tuple[Live, list[int], list[Block]]]:
+        path = list(dict.fromkeys(keys))
+        names = list(map(hash, path))
+        rows = [self._by_key.get(key) for key in path]
+        for column in self._columns:
+            if column.learning is not None:
+                there = [row and column.known.get(row.block) for row in rows]
+                found = list(takewhile(lambda block: block is not None, there))
+                yield column.learning, names, [block for block in found if block]
+
+    def continues(self, keys: Iterable[bytes], before: bytes) -> None:
+        names = list(map(hash, keys))
+        for column in self._columns:
+            if column.learning is not None:
+                column.learning.continues(names, hash(before))
+
+    def admit_keys(
+        self, keys: Sequence[bytes], column: AnyColumn, num_free: int, least_chance: float = 0.0
+    ) -> list[bytes]:
+        learning = self._column(column).learning
+        if learning is None:
+            return list(keys)
+        names = list(map(hash, keys))
+        return [keys[at] for at in learning.admit(names, max(0, num_free), least_chance)]
+
+    def set_doubling(self, at_blocks: float) -> None:
+        for column in self._columns:
+            if column.learning is not None:
+                column.learning.set_doubling(at_blocks)
+
+    def set_room(self, column: AnyColumn, num_blocks: int) -> None:
+        learning = self._column(column).learning
+        if learning is not None:
+            learning.set_capacity(num_blocks)
+
+    def _enter(self, block: BlockId, column: AnyColumn) -> None:
+        """Where nobody has asked for it, it lies behind what it lies behind elsewhere."""
+        here = self._column(column)
+        if here.learning is None:
+            return
+        behind: Block | None = None
+        for other in self._columns:
+            known = other.known.get(block) if other is not here else None
+            if behind is None and known is not None and known.parent is not None:
+                behind = here.known.get(BlockId(known.parent.item))
+        name = hash(self._by_number[block].key)
+        here.known[block] = here.learning.entered(name, block, None, behind)
+        here.order[block] = None
+
+    def _evict_learned(self, here: _Column, column: AnyColumn, num_blocks: int) -> list[BlockId]:
+        assert here.learning is not None
+        chosen: list[BlockId] = []
+        here.learning.begin_evicting()
+        while len(chosen) < num_blocks and (left := here.learning.next_victim()) is not None:
+            block = BlockId(left.item)
+            del here.known[block], here.order[block]
+            self._residency(block, column).move(State.EVICTING)
+            here.num_idle -= 1
+            chosen.append(block)
+        return chosen
 
     # -- use --------------------------------------------------------------------------------------
 
@@ -151,6 +255,8 @@ class PythonKeyIndex(KeyIndex):
 
     def _used(self, block: BlockId, column: AnyColumn) -> None:
         order = self._column(column).order
+        if self._column(column).learning is not None:
+            return
         order[block] = None
         order.move_to_end(block)
 
@@ -175,16 +281,22 @@ class PythonKeyIndex(KeyIndex):
     def _come_back(self, block: BlockId, column: AnyColumn) -> None:
         """A block that was passed over leaves next: those that left meanwhile were used after
         it."""
-        order = self._column(column).order
-        if block not in order and self._residency(block, column).evictable:
-            order[block] = None
-            order.move_to_end(block, last=False)
+        here = self._column(column)
+        if not self._residency(block, column).evictable:
+            return
+        if here.learning is not None:
+            here.learning.let_go(here.known[block])
+        elif block not in here.order:
+            here.order[block] = None
+            here.order.move_to_end(block, last=False)
 
     # -- eviction ---------------------------------------------------------------------------------
 
     def evict(self, column: AnyColumn, num_blocks: int) -> list[BlockId]:
         order = self._column(column).order
         num_blocks = min(num_blocks, self._column(column).num_idle)
+        if self._column(column).learning is not None:
+            return self._evict_learned(self._column(column), column, num_blocks)
         chosen: list[BlockId] = []
         while len(chosen) < num_blocks:
             block, _ = order.popitem(last=False)
@@ -203,6 +315,7 @@ class PythonKeyIndex(KeyIndex):
         assert residency.state is State.EVICTING, "only what is being evicted may be kept"
         residency.move(State.READY)
         self._column(column).num_idle += 1
+        self._enter(block, column)
         self._come_back(block, column)
 
     def lose(self, block: BlockId, column: AnyColumn) -> Slot | None:
@@ -222,8 +335,11 @@ class PythonKeyIndex(KeyIndex):
         here.num_idle -= before is State.READY
         here.num_held -= 1
         here.order.pop(block, None)
+        if here.learning is not None and (gone := here.known.pop(block, None)) is not None:
+            here.learning.left(gone)
         if not known.is_cached:
             del self._by_key[known.key], self._by_number[block]
+            del self._by_name[hash(known.key)]
             self._free.append(block + (1 << 32))  # the number of a block is never that of another
         return slot
 
@@ -256,10 +372,13 @@ class PythonKeyIndex(KeyIndex):
         ]
 
     def order(self, column: AnyColumn) -> list[BlockId]:
-        return list(self._column(column).order)
+        here = self._column(column)
+        if here.learning is not None:
+            return sorted(here.known, key=lambda block: block & 0xFFFFFFFF)
+        return list(here.order)
 
     def describe(self) -> str:
-        return f"Python, by key, {self._because}"
+        return f"Python, by key, {self.policies}, {self._because}"
 
     def check_invariants(self) -> None:
         for tier, column in zip(self.tiers, self._columns, strict=True):
@@ -274,6 +393,10 @@ class PythonKeyIndex(KeyIndex):
             assert idle <= column.order.keys(), (
                 f"{tier}: a block that may leave is not in the order"
             )
+            if column.learning is not None:
+                assert column.known.keys() == column.order.keys(), f"{tier}: a block is lost"
+                assert len(column.known) == column.learning.num_blocks, f"{tier}: a block is lost"
+                column.learning.check_invariants()
         for key, known in self._by_key.items():
             assert known.key == key, "a block under another key"
             assert known.is_cached, "a block that nothing needs"

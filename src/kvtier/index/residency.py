@@ -58,6 +58,11 @@ class Residency:
         self.state = state
 
     @property
+    def is_there(self) -> bool:
+        """Ready, or on its way, and not about to leave."""
+        return self.state in (State.WRITING, State.READY)
+
+    @property
     def evictable(self) -> bool:
         """Ready, nobody reads it, and no child in this column would lose its prefix."""
         return self.state is State.READY and self.leases == 0 and self.num_children == 0

@@ -9,10 +9,15 @@ from kvtier.keys import Labels
 from kvtier.types import BlockId, BlockKey, Label
 
 
+def prefix_name(before: int, label: Label) -> int:
+    """What policies call a prefix. before: the name of it without its last block."""
+    return hash((before, label))
+
+
 class Node:
     """One block: its place in the trie, its state per column, how often it was used."""
 
-    __slots__ = ("block", "children", "key", "label", "num_uses", "parent", "residencies")
+    __slots__ = ("block", "children", "key", "label", "name", "num_uses", "parent", "residencies")
 
     def __init__(self, block: BlockId, parent: Node | None, label: Label, num_columns: int) -> None:
         self.block = block
@@ -22,6 +27,7 @@ class Node:
         self.residencies = tuple(Residency() for _ in range(num_columns))
         self.num_uses = 0
         self.key: BlockKey | None = None
+        self.name: int = prefix_name(parent.name if parent is not None else 0, label)
 
     @property
     def is_cached(self) -> bool:

@@ -23,6 +23,11 @@ LONGEST_LINE = 1 << 16
 what has waited longest is not written: its next use offers it again."""
 
 
+LEAST_CHANCE = 0.1
+"""That a block is used before it leaves again, for it to be worth a write where as much may be
+written as there is: docs/decisions/0047 says what others give."""
+
+
 class Archive:
     """The line in front of one storage tier. Blocks that wait in it hold nothing: one that leaves
     memory before its turn is not written, and counted.
@@ -84,19 +89,30 @@ class Archive:
             self._count(len(self._first(too_many)))
 
     def take(self, most: int) -> list[BlockId]:
-        """The next blocks to be written, up to ``most``, in the order in which they came. They are
-        on their way until ``ended``."""
+        """The next blocks to be written, up to ``most``, in the order in which they came; tell of
+        those that are by ``began``."""
         share = min(max(1, self._room.num_open // MOVING_SHARE), self._most_moving)
         room = min(most, share - self._num_moving)
         taken: list[BlockId] = []
         while self._line and len(taken) < room:
             some = self._first(room - len(taken))
             taken += self._storable(some)
-        if taken and not self._budget.take(len(taken) * self._block_bytes):
+        if taken and not self._budget.allows:
             self._count(len(taken))
             return []
-        self._num_moving += len(taken)
         return taken
+
+    def began(self, num_blocks: int) -> None:
+        """So many of those that were taken are being written, until ``ended``."""
+        self._num_moving += num_blocks
+        self._budget.spend(num_blocks * self._block_bytes)
+
+    def least_chance(self, is_full: bool) -> float:
+        """That a block is used in storage, for it to be worth a write now: the less may be written,
+        the higher it is. What has room and no limit takes everything."""
+        if not is_full and not self._budget.bytes_per_day:
+            return 0.0
+        return float(LEAST_CHANCE**self._budget.share_left)
 
     def ended(self, num_blocks: int) -> None:
         """So many are not on their way any more, written or not."""

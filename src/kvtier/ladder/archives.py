@@ -70,11 +70,15 @@ class Archives:
             left = max(piece, WRITE_BLOCKS)
             while left > 0 and (wanted := line.take(min(piece, left))):
                 left -= len(wanted)
-                line.ended(len(wanted) - self._begin(wanted, tier))
+                line.began(self._begin(wanted, tier))
 
     def ended(self, tier: str, num_blocks: int) -> None:
         """So many are not on their way to a tier any more, written or not."""
         self._lines[tier].ended(num_blocks)
+
+    def least_chance(self, tier: str, is_full: bool) -> float:
+        """That a block is used in ``tier``, for it to be worth a write now."""
+        return self._lines[tier].least_chance(is_full)
 
     def has(self, block: BlockId) -> bool:
         """Whether a block waits for its write to storage, or is being written."""

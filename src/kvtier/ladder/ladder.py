@@ -6,27 +6,27 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 
-from kvtier.index import BlockIndex, PromptIndex, State
+from kvtier.index import BlockIndex, PromptIndex
+from kvtier.ladder.account import Account
+from kvtier.ladder.admission import Admission
 from kvtier.ladder.archives import Archives
+from kvtier.ladder.depth_worth import DepthWorth
+from kvtier.ladder.gauges import Gauges
 from kvtier.ladder.loads import Loads
 from kvtier.ladder.options import LadderOptions
+from kvtier.ladder.passage import Passage
 from kvtier.ladder.prefetch import Prefetch
 from kvtier.ladder.recall import Asked, Recall
+from kvtier.ladder.returns import Returns
 from kvtier.ladder.row import Row
-from kvtier.ladder.space import Space
+from kvtier.ladder.space import Space, TellLeftOut
+from kvtier.ladder.stores import Stored, Stores
 from kvtier.ladder.traffic import OnChange, Traffic
 from kvtier.plan import Copy, CostModel, Costs, patience_s
-from kvtier.runs import has
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Room
 from kvtier.transfer import Mover, Transfer, Waiter
 from kvtier.types import BlockId, BlockKey, Label, Match, Slot
-
-STORABLE = (State.READY, State.EVICTING)
-"""States in which a block's bytes can be copied to the tier below."""
-
-STORE_BLOCKS = 2048
-"""In one copy at most: a poll finishes each at once."""
 
 
 class Ladder:
@@ -36,7 +36,7 @@ class Ladder:
     looks blocks up. rooms: of these tiers. Storage is read into the slowest memory tier, or
     straight into the fastest one, and written from the slowest; several storage tiers stand beside
     each other. mover: does what is decided here. device: memory above the fastest tier, where
-    an engine copies to it and from it by itself.
+    an engine copies to it and from it by itself. metrics: of its own where there are none.
     """
 
     def __init__(
@@ -48,8 +48,9 @@ class Ladder:
         options: LadderOptions,
         clock: Callable[[], float],
         device: str | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
-        self.metrics = Metrics()
+        self.metrics = metrics if metrics is not None else Metrics()
         self.archives = True
         """Whether anything is written to storage; what would be waits, as long as it stays."""
         self._index = index
@@ -57,9 +58,30 @@ class Ladder:
         self._options = options
         self._row = row = Row(rooms, mover.storages)
         self._traffic = Traffic(row, device, index, mover, self.metrics, clock)
+        self._gauges = Gauges(row, self._traffic, mover, self.metrics, clock)
+        self.returns = Returns(index, self.metrics, clock)
+        """Told of blocks that were computed, or are to be loaded."""
         demotes = options.demotes and row.below(row.fastest) is not None
         demote = self._demote if demotes else None
-        self._space = Space(row, index, mover, self._traffic, self.metrics, demote)
+        self._lines = Archives(row, index, self.metrics, options, self._begin_write, clock)
+        self.passage = Passage(row, index, self._traffic, self._lines)
+        """Told of what comes to the fastest tier only on its way, by those who bring it there."""
+        self.admission = Admission(
+            row, index, self.passage, self._lines.least_chance, lambda: self.archives
+        )
+        """Says what is let into the fastest tier, to those who ask for room there by keys."""
+        self._space = Space(
+            row,
+            index,
+            mover,
+            self._traffic,
+            self.metrics,
+            self.returns,
+            self.admission,
+            self.passage,
+            demote,
+        )
+        self._stores = Stores(row, index, self._traffic, self._space, self.metrics)
         self._recall = Recall(
             row,
             index,
@@ -71,12 +93,19 @@ class Ladder:
             self.metrics,
             clock,
         )
-        self._loads = Loads(row, index, mover, self._traffic, self._space, options.piece_blocks)
-        self._lines = Archives(row, index, self.metrics, options, self._begin_write, clock)
+        self._loads = Loads(
+            row, index, mover, self._traffic, self._space, self.admission, options.piece_blocks
+        )
+        size = options.block_size
+        self._depths = DepthWorth(index, self.costs, size) if size else None
 
     def listen(self, on_change: OnChange) -> None:
         """Somebody wants to know what comes and goes."""
         self._traffic.on_change = on_change
+
+    def tell_of_left_out(self, tell: TellLeftOut) -> None:
+        """Somebody wants to know what is not copied to a tier, for it is not worth its room."""
+        self._space.tell_left_out = tell
 
     def tell_of_ends(self, tell: Callable[[], object]) -> None:
         """Call ``tell`` when a ``poll`` has something to do, on a thread of the mover's: for owners
@@ -113,10 +142,15 @@ class Ladder:
         when that is not enough."""
         return self._space.allocate(num_slots)
 
-    def reserve(self, num_slots: int, but_not: Sequence[BlockId]) -> Sequence[Slot] | None:
+    def reserve(
+        self, num_slots: int, but_not: Sequence[BlockId], admit: Callable[[], int]
+    ) -> Sequence[Slot] | None:
         """Slots of the fastest tier for an engine that fills them itself, after evicting others
-        than ``but_not``; None where there are too few, and nothing left then."""
-        return self._space.reserve(num_slots, but_not)
+        than ``but_not``; None where there are too few, and nothing left then.
+
+        admit: how many of them are worth their room; not called where so many are free.
+        """
+        return self._space.reserve(num_slots, but_not, admit)
 
     def give_back(self, slots: Sequence[Slot]) -> None:
         """Slots of the fastest tier that were handed out, and no block came to be in."""
@@ -175,46 +209,16 @@ class Ladder:
         """Hold its blocks no longer; what was not begun and nobody else wants is not read."""
         self._loads.end_prefetch(prefetch)
 
-    def store(self, blocks: Sequence[BlockId], src: str, num_there: int = 0) -> int:
-        """Copy blocks one memory tier down where they are not there yet, as far as there is room.
-
-        blocks: consecutive, in prompt order. num_there: how many of the first ones were there after
-        the last call, to spare looking at them again.
-        Returns how many of the first ones are there now, or on their way.
-        """
-        dst = self._row.below(src)
-        if dst is None:
-            return 0
-        if num_there and self._index.state(blocks[num_there - 1], dst) is State.ABSENT:
-            num_there = 0  # evicted meanwhile
-        there = self._index.states_of(blocks[num_there:], dst)
-        if not has(there, State.ABSENT):
-            return len(blocks)
-        here = self._index.states_of(blocks[num_there:], src)
-        missing = [
-            at
-            for at, (below, above) in enumerate(zip(there, here, strict=True), num_there)
-            if below is State.ABSENT and above in STORABLE
-        ]
-        num_begun = self._copy_down([blocks[at] for at in missing], src, dst)
-        return missing[num_begun] if num_begun < len(missing) else len(blocks)
-
-    def _copy_down(self, blocks: Sequence[BlockId], src: str, dst: str) -> int:
-        """Begin to copy the first of ``blocks``, as many as there is room for. Returns how many."""
-        if not blocks:
-            return 0
-        self._space.make_for(blocks, dst)
-        room = self._row.rooms[dst]
-        slots = room.allocate(min(len(blocks), room.num_free)) or []
-        for at in range(0, len(slots), STORE_BLOCKS):
-            end = min(at + STORE_BLOCKS, len(slots))
-            self._traffic.begin(Copy(src, dst, blocks[at:end]), slots[at:end])
-        self._count_refused(len(blocks) - len(slots), dst)
-        return len(slots)
-
-    def _count_refused(self, num_blocks: int, tier: str) -> None:
-        if num_blocks:
-            self.metrics.count("kvtier_refused_blocks_total", num_blocks, tier=tier)
+    def store(
+        self,
+        blocks: Sequence[BlockId],
+        src: str,
+        num_there: int = 0,
+        waiter: Waiter | None = None,
+    ) -> Stored:
+        """Copy blocks one memory tier down where they are not there yet, as far as they are worth
+        their room and find some; see ``Stores.store``."""
+        return self._stores.store(blocks, src, num_there, waiter)
 
     # -- storage ----------------------------------------------------------------------------------
 
@@ -232,8 +236,8 @@ class Ladder:
         there = self._recall.were_there(wanted, storage)
         new = [block for block in wanted if block not in there] if there else wanted
         if self._mover.accepts((self._row.staging, storage)):
-            return self._copy_down(new, self._row.staging, storage)
-        self._count_refused(len(new), storage)  # nothing leaves for what would not arrive
+            return self._stores.copy_down(new, self._row.staging, storage)[1]
+        self._stores.count_refused(len(new), storage)  # nothing leaves for what would not arrive
         return 0
 
     @property
@@ -300,12 +304,18 @@ class Ladder:
         for transfer in finished:
             if transfer.dst in self._lines:
                 self._lines.ended(transfer.dst, len(transfer.blocks))
+                self.passage.passed(transfer.blocks)
             elif transfer.dst == self._row.staging and transfer.src not in self._lines:
                 self._lines.offer(transfer.blocks)
+            elif transfer.src == self._row.staging:
+                self.passage.passed(transfer.blocks)
         self._write()
         self._recall.hear()
         self._traffic.drop_lost()
         self._traffic.scrub()
+        self._gauges.refresh()
+        if self._depths is not None:
+            self._depths.look()
         return bool(finished)
 
     @property
@@ -317,26 +327,10 @@ class Ladder:
         return waits or any(not transfer.is_late for transfer in self._traffic.transfers)
 
     def _demote(self, leaving: Sequence[BlockId]) -> Sequence[BlockId]:
-        """Copy blocks that are being evicted one tier down, and wait. Returns those that may go.
-
-        Blocks nearest to the root are worth most, and go first where there is not room for all.
-        """
-        src = self.fastest
-        before = len(self._traffic.transfers)
-        self.store(leaving[::-1], src)
-        for transfer in self._traffic.newest(len(self._traffic.transfers) - before):
-            assert transfer.job is not None
-            if transfer.job.wait(self._options.patience_s):
-                self._traffic.finish(transfer)
-                self.archive(transfer.blocks)
-                continue
-            for block in transfer.blocks:  # still being read: it has to stay
-                self._index.keep(block, src)
-            self._index.lease(transfer.blocks, src)
-            transfer.holds_source = True
-            staying = set(transfer.blocks)
-            leaving = [block for block in leaving if block not in staying]
-        return leaving
+        gone, stored = self._stores.demote(leaving, self._options.patience_s)
+        for blocks in stored:
+            self.archive(blocks)
+        return gone
 
     def wait_for(self, waiter: Waiter, slots: Sequence[Slot]) -> None:
         """``waiter`` is not ready before what is on its way to these slots of the fastest tier has
@@ -361,8 +355,14 @@ class Ladder:
 
     @property
     def costs(self) -> CostModel:
-        """What copies and prefill took: to be told of more."""
+        """What copies and prefill took."""
         return self._traffic.costs
+
+    @property
+    def account(self) -> Account:
+        """To be told what was planned, what an engine's own copies and prefill took, and what was
+        saved."""
+        return self._traffic.account
 
     def cost_snapshot(self, is_free: bool = False) -> Costs:
         """What copies and prefill cost now, with the work that stands in line. is_free: for those
@@ -375,6 +375,10 @@ class Ladder:
         return patience_s(self.costs.snapshot(), first * size, end * size) if size else inf
 
     # -- upkeep -----------------------------------------------------------------------------------
+
+    def update_gauges(self) -> None:
+        """Tell the metrics how things stand; so does a ``poll``, once a second."""
+        self._gauges.update()
 
     def used_slots(self) -> dict[str, int]:
         """Slots in use per tier."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from kvtier._hot import Numbers
 from kvtier.index import BlockIndex, State
+from kvtier.ladder.admission import Admission
 from kvtier.ladder.prefetch import Prefetch, Prefetches
 from kvtier.ladder.row import Row
 from kvtier.ladder.space import Space
@@ -50,6 +51,7 @@ class Loads:
         mover: Mover,
         traffic: Traffic,
         space: Space,
+        admission: Admission,
         first_blocks: int,
     ) -> None:
         self._row = row
@@ -57,6 +59,7 @@ class Loads:
         self._mover = mover
         self._traffic = traffic
         self._space = space
+        self._admission = admission
         self._first_blocks = first_blocks
         self._prefetches = Prefetches(row, index)
 
@@ -124,6 +127,7 @@ class Loads:
 
     def _begin(self, copy: Copy, urgent: bool) -> Transfer:
         room = self._row.rooms[copy.dst]
+        self._admission.admit_read(copy.blocks, copy.dst)
         self._space.make(copy.dst, len(copy.blocks) - room.num_free)
         slots = room.allocate(len(copy.blocks))
         if slots is None:

@@ -13,7 +13,8 @@ class LadderOptions:
     worth a write to storage. bytes_per_day: what may be written to a storage tier, 0 or none for no
     limit. piece_blocks: what is read from storage, or written, at a time. lookup_patience_s: how
     long a request waits for storage that has to be asked what it has. block_size: tokens of a
-    block, where it waits no longer than computing would take; 0 where that is not weighed.
+    block, where what computing it takes is weighed: a request waits for storage no longer, and what
+    takes longer is worth more room; 0 where it is not.
     """
 
     block_bytes: int

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvtier.index import BlockIndex
+from kvtier.ladder.admission import Admission
+from kvtier.ladder.passage import Passage
+from kvtier.ladder.returns import Returns
 from kvtier.ladder.row import Row
 from kvtier.ladder.traffic import Traffic
 from kvtier.telemetry import Metrics
@@ -13,6 +16,12 @@ from kvtier.types import BlockId, Slot, keys_of
 
 Demote = Callable[[Sequence[BlockId]], Sequence[BlockId]]
 """Copies blocks that are to leave the fastest tier to the one below; gives those that may go."""
+
+Admit = Callable[[], int]
+"""How many slots are worth their room."""
+
+TellLeftOut = Callable[[str, Sequence[BlockId]], object]
+"""Told of blocks that are not copied to a tier, for they are not worth their room there."""
 
 
 class Space:
@@ -25,6 +34,9 @@ class Space:
         mover: Mover,
         traffic: Traffic,
         metrics: Metrics,
+        returns: Returns,
+        admission: Admission,
+        passage: Passage,
         demote: Demote | None,
     ) -> None:
         self._row = row
@@ -32,7 +44,14 @@ class Space:
         self._mover = mover
         self._traffic = traffic
         self._metrics = metrics
+        self._returns = returns
+        self._admission = admission
+        self._passage = passage
         self._demote = demote
+        self.tell_left_out: TellLeftOut | None = None
+        self._told: dict[str, int] = {}  # the room of each tier, as the index knows it
+        for tier in row.rooms:
+            self._tell_room(tier)
 
     def num_available(self, tier: str) -> int:
         """Slots of ``tier`` that are free or could be had by eviction. An upper bound."""
@@ -58,12 +77,20 @@ class Space:
                 break
         return room.allocate(num_slots)
 
-    def reserve(self, num_slots: int, but_not: Sequence[BlockId]) -> Sequence[Slot] | None:
+    def reserve(
+        self, num_slots: int, but_not: Sequence[BlockId], admit: Admit
+    ) -> Sequence[Slot] | None:
         """Slots of the fastest tier for an engine that fills them itself, after evicting others
-        than ``but_not``; None where there are too few, and nothing left then."""
+        than ``but_not``, as many as are worth their room; None where there are too few, and
+        nothing left then."""
         tier = self._row.fastest
         room = self._row.rooms[tier]
         self._index.lease(but_not, tier)
+        if num_slots > room.num_free:
+            self._tell_room(tier)
+            num_admitted = admit()
+            self._count_left_out(num_slots - num_admitted, tier)
+            num_slots = num_admitted
         missing = num_slots - room.num_free
         if missing <= self._index.num_evictable(tier):
             self.make(tier, missing)
@@ -72,38 +99,53 @@ class Space:
 
     def make(self, tier: str, num_blocks: int) -> int:
         """Evict up to ``num_blocks`` blocks from ``tier``, leaves first. Returns how many left."""
-        if self._leaves_unnoticed(tier):
-            slots = self._index.drop(tier, num_blocks)
-        else:
-            slots = self._leave(self._index.evict(tier, max(0, num_blocks)), tier)
+        if tier == self._row.staging:
+            num_blocks -= self._passage.make(num_blocks)
+        leaving = self._index.evict(tier, max(0, num_blocks))
+        self._returns.left(leaving, tier)
+        slots = self._leave(leaving, tier)
         self._row.rooms[tier].free(slots)
         if slots:
             self._metrics.count("kvtier_evicted_blocks_total", len(slots), tier=tier)
         return len(slots)
 
-    def make_for(self, blocks: Sequence[BlockId], tier: str) -> None:
+    def make_for(self, blocks: Sequence[BlockId], tier: str) -> Sequence[BlockId]:
         """Evict from ``tier`` what has to go for ``blocks``, but not the prefixes that they
-        continue: the end of a prompt must not push out its beginning."""
-        lacking = len(blocks) - self._row.rooms[tier].num_free
-        if lacking > 0:
-            prefixes = self._index.prefixes(blocks, tier)
-            self._index.lease(prefixes, tier)
-            self.make(tier, lacking)
-            self._index.release(prefixes, tier)
+        continue: the end of a prompt must not push out its beginning. Returns those of ``blocks``
+        that are worth the room that they need, or a write; there may be less."""
+        room = self._row.rooms[tier]
+        self._tell_room(tier)
+        prefixes = self._index.prefixes(blocks, tier) if len(blocks) > room.num_free else ()
+        self._index.lease(prefixes, tier)
+        admitted = self._admission.admit(blocks, tier)
+        self.make(tier, len(admitted) - room.num_free)
+        self._index.release(prefixes, tier)
+        self._count_left_out(len(blocks) - len(admitted), tier)
+        if self.tell_left_out is not None and len(admitted) < len(blocks):
+            worth = set(admitted)
+            self.tell_left_out(tier, [block for block in blocks if block not in worth])
+        return admitted
+
+    def _count_left_out(self, num_blocks: int, tier: str) -> None:
+        if num_blocks:
+            self._metrics.count("kvtier_unadmitted_blocks_total", num_blocks, tier=tier)
+
+    def _tell_room(self, tier: str) -> None:
+        """How much room a tier has may change: it opens by and by, or loses some."""
+        room = self._row.rooms[tier]
+        num_slots = max(room.num_slots, room.num_used + room.num_free)
+        if self._told.get(tier) != num_slots:
+            self._told[tier] = num_slots
+            self._index.set_room(tier, max(1, num_slots))
 
     def clear(self) -> None:
         """Every block that nobody holds leaves every tier for good."""
+        self._returns.forget()
         for tier, room in self._row.rooms.items():
             leaving = self._index.evict(tier, self._index.num_held(tier))
             room.free(self._leave(leaving, tier, for_good=True))
         for storage in self._row.storages:
             self._mover.drop_unfound(storage)
-
-    def _leaves_unnoticed(self, tier: str) -> bool:
-        """What leaves ``tier`` goes nowhere, and nobody wants to know of it."""
-        is_noticed = self._traffic.on_change is not None or tier in self._row.storages
-        is_demoted = self._demote is not None and tier == self._row.fastest
-        return not is_noticed and not is_demoted
 
     def _leave(
         self, leaving: Sequence[BlockId], tier: str, for_good: bool = False
@@ -113,6 +155,8 @@ class Space:
             leaving = self._demote(leaving)
         if self._traffic.on_change is not None:
             self._traffic.on_change(tier, leaving, True)
+        if tier == self._row.staging:
+            self._passage.left(leaving)
         if leaving and tier in self._row.storages and (for_good or not self._evicts(tier)):
             keys = keys_of(self._index.names(leaving))
             self._mover.drop(tier, keys, for_good)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 from kvtier.errors import TierError
 from kvtier.index import BlockIndex, State
+from kvtier.ladder.account import Account
 from kvtier.ladder.row import Row
 from kvtier.ladder.under_way import UnderWay
-from kvtier.plan import Copy, CostModel, Costs
+from kvtier.plan import Copy, CostModel, Costs, Route
 from kvtier.telemetry import Metrics
 from kvtier.transfer import Job, Move, Mover, Transfer
 from kvtier.types import BlockId, BlockKey, Slot, keys_of
@@ -50,11 +51,13 @@ class Traffic:
             for name, facts in mover.storages.items()
             if name in self._ways
         }
+        self._loads = {route for way in self._ways.values() for route in way}
         self._index = index
         self._mover = mover
         self._metrics = metrics
         self._clock = clock
         self.costs = CostModel()
+        self.account = Account(metrics, self.costs)
         self.on_change: OnChange | None = None
         self._under_way = UnderWay({name: row.rooms[name] for name in row.memories})
         self._failed_once: set[BlockId] = set()
@@ -133,7 +136,14 @@ class Traffic:
         else:
             src_slots = self._index.slots(blocks, src)
         move = Move(src, dst, src_slots, transfer.dst_slots, transfer.names)
-        self._under_way.watch(transfer, self._mover.begin(move, urgent))
+        job = self._mover.begin(move, urgent)
+        if (src, dst) in self._loads:
+            transfer.expected_s = self._expected_s((src, dst), job.num_bytes)
+        self._under_way.watch(transfer, job)
+
+    def _expected_s(self, route: Route, num_bytes: int) -> float:
+        known_s = self.costs.expected_copy_s(route, num_bytes)
+        return max(known_s, self._least_s.get(route, 0.0)) if known_s else 0.0
 
     def _are_ready(self, blocks: Sequence[BlockId], tier: str) -> bool:
         return self._index.states_of(blocks, tier).count(State.READY) == len(blocks)
@@ -193,6 +203,7 @@ class Traffic:
         src, dst = transfer.src, transfer.dst
         if job.succeeded:  # what failed says nothing about how long it takes
             self.costs.observe_copy((src, dst), job.num_bytes, job.seconds)
+            self.account.loaded(src, transfer.expected_s, job.seconds)
         if job.error is None:
             num_bytes = job.num_bytes - job.num_bytes * len(job.lost) // len(transfer.blocks)
             self._metrics.count("kvtier_copied_bytes_total", num_bytes, src=src, dst=dst)
@@ -303,14 +314,19 @@ class Traffic:
         """
         if is_free:
             return Costs(ways=self._ways)
-        costs, routes = (
-            self.costs.snapshot(),
-            {route for way in self._ways.values() for route in way},
-        )
-        queued_s = {
-            route: self._mover.queued_s(route, partial(costs.copy_s, route)) for route in routes
+        return self.costs.snapshot(self.queued_s(), self._ways, self._least_s)
+
+    def queued_s(self) -> dict[Route, float]:
+        """Towards the device: until a copy that begins now has its turn."""
+        expected_s = self.costs.expected_copy_s
+        return {
+            route: self._mover.queued_s(route, partial(expected_s, route)) for route in self._loads
         }
-        return self.costs.snapshot(queued_s, self._ways, self._least_s)
+
+    @property
+    def num_in_flight(self) -> Mapping[Route, int]:
+        """Transfers that are not finished."""
+        return self._under_way.by_route
 
     def close(self) -> set[str]:
         """Finish what is on its way, as far as it ends in time. Returns the tiers that are in use

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice, pairwise
@@ -34,6 +34,8 @@ class UnderWay:
         self._filled_by = {name: np.zeros(room.num_slots, np.int64) for name, room in rooms.items()}
         self._transfers: dict[int, Transfer] = {}  # by number, the oldest first
         self._num_begun = 0
+        self.by_route: Counter[tuple[str, str]] = Counter()
+        """How many are under way."""
         self._ended: deque[Transfer] = deque()  # filled by the threads that end jobs
         self.when_ended: Callable[[], object] | None = None
         """Called by these threads, each time there is something to take."""
@@ -52,6 +54,7 @@ class UnderWay:
         self._num_begun += 1
         transfer.number = self._num_begun
         self._transfers[transfer.number] = transfer
+        self.by_route[transfer.src, transfer.dst] += 1
         if transfer.dst in self._filled_by and transfer.dst_slots:
             self._filled_by[transfer.dst][_places(transfer.dst_slots)] = transfer.number
 
@@ -68,6 +71,7 @@ class UnderWay:
     def remove(self, transfer: Transfer) -> None:
         """It is finished."""
         del self._transfers[transfer.number]
+        self.by_route[transfer.src, transfer.dst] -= 1
 
     def take_ended(self) -> Iterator[Transfer]:
         """Those whose job is done and that were not finished yet, until they are ``POLL_BLOCKS``;

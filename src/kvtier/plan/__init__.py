@@ -4,25 +4,38 @@ from __future__ import annotations
 
 from kvtier.plan.budget import WriteBudget
 from kvtier.plan.cost import CostModel, Costs, Route, Ways, ways_of
+from kvtier.plan.explain import Actual, Decision, Explanation, explain
 from kvtier.plan.needs import GroupRoom
-from kvtier.plan.operations import Copy, Plan
+from kvtier.plan.operations import Copy, Cut, Plan
 from kvtier.plan.planner import plan_groups, plan_load
 from kvtier.plan.prefill import PrefillCost
 from kvtier.plan.steps import StepClock
-from kvtier.plan.worth import end_worth_loading, is_worth_loading, num_worth_loading, patience_s
+from kvtier.plan.worth import (
+    Tell,
+    end_worth_loading,
+    is_worth_loading,
+    num_worth_loading,
+    patience_s,
+)
 
 __all__ = [
+    "Actual",
     "Copy",
     "CostModel",
     "Costs",
+    "Cut",
+    "Decision",
+    "Explanation",
     "GroupRoom",
     "Plan",
     "PrefillCost",
     "Route",
     "StepClock",
+    "Tell",
     "Ways",
     "WriteBudget",
     "end_worth_loading",
+    "explain",
     "is_worth_loading",
     "num_worth_loading",
     "patience_s",

@@ -12,6 +12,11 @@ def size_class(size: int) -> int:
     return (max(size, 1).bit_length() - 1) // 2
 
 
+FEW = 5
+"""Fewer observations than this are too few to rely on: below it each of them moves the average by
+more than ``SMOOTHING``."""
+
+
 class Average:
     """Of all observations at first, of the newest ones later."""
 

@@ -34,19 +34,27 @@ class WriteBudget:
         self._level = float(self.burst_bytes)
         self._filled_at = clock()
 
-    def take(self, num_bytes: int) -> bool:
-        """Whether ``num_bytes`` may be written now; if so they are spent.
+    @property
+    def allows(self) -> bool:
+        """Whether anything may be written now.
 
         A write larger than what is left is allowed while anything is left; what follows waits
         until it is earned back. So a batch is never too large for the bucket.
         """
+        return self.left_bytes >= 1
+
+    def spend(self, num_bytes: int) -> None:
+        """So many are being written."""
+        if self.bytes_per_day:
+            self._fill()
+            self._level -= num_bytes
+
+    @property
+    def share_left(self) -> float:
+        """Of what is saved up at most: between 0 and 1, and 1 where there is no limit."""
         if not self.bytes_per_day:
-            return True
-        self._fill()
-        if self._level < 1:
-            return False
-        self._level -= num_bytes
-        return True
+            return 1.0
+        return max(0.0, self.left_bytes) / self.burst_bytes
 
     @property
     def left_bytes(self) -> float:

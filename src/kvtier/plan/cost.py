@@ -7,7 +7,7 @@ seen yet borrows from the nearest one that was. For prefill see ``prefill.py``.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -42,7 +42,8 @@ class Costs:
     seconds_per_byte: per route and size class. prefill: None while unknown.
     queued_s: per route, work that stands in line already; infinite where nothing moves. ways: from
     each tier to the device. least_s: per route, what a copy takes at least, also before one was
-    measured.
+    measured. num_copies: how many measurements each of ``seconds_per_byte`` rests on.
+    num_prefills: the same of ``prefill``.
     """
 
     seconds_per_byte: Mapping[Route, Mapping[int, float]] = field(default_factory=dict)
@@ -50,6 +51,8 @@ class Costs:
     queued_s: Mapping[Route, float] = field(default_factory=dict)
     ways: Ways = field(default_factory=dict)
     least_s: Mapping[Route, float] = field(default_factory=dict)
+    num_copies: Mapping[Route, Mapping[int, int]] = field(default_factory=dict)
+    num_prefills: int = 0
 
     def copy_s(self, route: Route, num_bytes: int) -> float:
         """Estimated seconds to copy ``num_bytes`` along ``route``, without waiting in line.
@@ -62,10 +65,12 @@ class Costs:
         classes = self.seconds_per_byte.get(route)
         if not classes:
             return least_s
-        wanted = size_class(num_bytes)
-        if wanted not in classes:
-            wanted = min(classes, key=lambda known: (abs(known - wanted), -known))
-        return max(least_s, classes[wanted] * num_bytes)
+        return max(least_s, classes[_nearest(classes, num_bytes)] * num_bytes)
+
+    def num_measured(self, route: Route, num_bytes: int) -> int:
+        """How many copies ``copy_s`` rests on."""
+        classes = self.num_copies.get(route)
+        return classes[_nearest(classes, num_bytes)] if classes else 0
 
     def bends(self, route: Route, low: int, high: int) -> list[int]:
         """Sizes above ``low`` and up to ``high`` at which another straight line begins in
@@ -117,6 +122,25 @@ class CostModel:
             classes = self._copies.setdefault(route, {})
             classes.setdefault(size_class(num_bytes), Average()).add(seconds / num_bytes)
 
+    def expected_copy_s(self, route: Route, num_bytes: int) -> float:
+        """What a copy would take by what is known now, without the line; 0 where nothing is."""
+        classes = self._copies.get(route)
+        if not classes or num_bytes <= 0:
+            return 0.0
+        return classes[_nearest(classes, num_bytes)].value * num_bytes
+
+    def expected_prefill_s(self, first: int, end: int) -> float:
+        """What computing tokens would take by the newest estimate that there is; 0 for none. It may
+        be some observations old: nothing is fitted for this alone."""
+        recent = self._prefill.recent
+        return 0.0 if recent is None else recent.seconds(first, end)
+
+    @property
+    def recent_prefill(self) -> PrefillCost | None:
+        """The newest estimate that there is, the same object until there is another; None for none.
+        Nothing is fitted for this alone."""
+        return self._prefill.recent
+
     def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
         """Computing ``num_tokens`` of a prompt, after ``num_before`` others, took ``seconds``."""
         self._prefill.observe(num_before, num_tokens, seconds)
@@ -132,5 +156,24 @@ class CostModel:
             route: {key: average.value for key, average in classes.items()}
             for route, classes in self._copies.items()
         }
-        prefill = self._prefill.cost
-        return Costs(copies, prefill, dict(queued_s or {}), dict(ways or {}), dict(least_s or {}))
+        numbers = {
+            route: {key: average.num_seen for key, average in classes.items()}
+            for route, classes in self._copies.items()
+        }
+        return Costs(
+            copies,
+            self._prefill.cost,
+            dict(queued_s or {}),
+            dict(ways or {}),
+            dict(least_s or {}),
+            numbers,
+            self._prefill.num_seen,
+        )
+
+
+def _nearest(classes: Collection[int], num_bytes: int) -> int:
+    """The size class that was seen and is nearest to that of ``num_bytes``; the larger of two."""
+    wanted = size_class(num_bytes)
+    if wanted in classes:
+        return wanted
+    return min(classes, key=lambda known: (abs(known - wanted), -known))

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from kvtier.types import BlockId
 
+MOST_COMPARED = 32
+"""Cuts that a plan remembers: a prompt that lies in pieces has thousands."""
+
 
 @dataclass(frozen=True, slots=True)
 class Copy:
@@ -23,13 +26,29 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """A place up to which a prompt could be reused, and what that is expected to cost: seconds to
+    load what is not on the device, and to compute the rest."""
+
+    num_blocks: int
+    load_s: float
+    recompute_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.load_s + self.recompute_s
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What to do for one request, and what it is expected to cost.
 
     copies: to be run in this order. num_reused_blocks: the cut, up to which every group will have
     what it needs on the device when all copies succeed; prefill starts after it. load_s,
     recompute_s: estimated seconds for the copies and for the prefill of the rest. all_recompute_s:
-    the same with nothing reused.
+    the same with nothing reused. compared: the cuts that the planner chose from, shortest first,
+    without that of nothing; ``MOST_COMPARED`` at most, spread evenly, where there were more.
+    num_declined_blocks: behind the cut, up to the longest that there could have been.
     """
 
     copies: tuple[Copy, ...] = ()
@@ -37,6 +56,8 @@ class Plan:
     load_s: float = 0.0
     recompute_s: float = 0.0
     all_recompute_s: float = 0.0
+    compared: tuple[Cut, ...] = ()
+    num_declined_blocks: int = 0
 
     @property
     def num_copied_blocks(self) -> int:

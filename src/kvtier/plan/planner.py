@@ -11,7 +11,7 @@ from math import inf
 from kvtier._hot import Numbers
 from kvtier.plan.cost import Costs, Route
 from kvtier.plan.needs import GroupRoom, Kind, Stretch, coming_runs, stretches
-from kvtier.plan.operations import Copy, Plan
+from kvtier.plan.operations import MOST_COMPARED, Copy, Cut, Plan
 from kvtier.types import DEVICE, BlockId, GroupMatch, Match
 
 
@@ -69,17 +69,35 @@ def plan_groups(
     """
     cuts = _on_the_grid(match.cuts, grain_blocks, (num_tokens - 1) // block_size)
     loads = _Loads(costs, rooms, deadline_s)
-    best, best_load_s = 0, 0.0
-    all_recompute_s = best_recompute_s = costs.prefill_s(0, num_tokens)
+    best = Cut(0, 0.0, costs.prefill_s(0, num_tokens))
+    all_recompute_s = best.recompute_s
+    compared: list[Cut] = []
     for stretch in stretches(match, rooms):
-        for cut, load_s in loads.candidates(stretch, cuts):
-            recompute_s = costs.prefill_s(cut * block_size, num_tokens)
-            if load_s + recompute_s <= best_load_s + best_recompute_s:
-                best, best_load_s, best_recompute_s = cut, load_s, recompute_s
+        for at, load_s in loads.candidates(stretch, cuts):
+            cut = Cut(at, load_s, costs.prefill_s(at * block_size, num_tokens))
+            compared.append(cut)
+            if cut.seconds <= best.seconds:
+                best = cut
     copies = [
-        copy for group, room in enumerate(rooms) for copy in _copies(match, group, room, best)
+        copy
+        for group, room in enumerate(rooms)
+        for copy in _copies(match, group, room, best.num_blocks)
     ]
-    return Plan(tuple(copies), best, best_load_s, best_recompute_s, all_recompute_s)
+    return Plan(
+        tuple(copies),
+        best.num_blocks,
+        best.load_s,
+        best.recompute_s,
+        all_recompute_s,
+        _spread(compared),
+        cuts[-1] - best.num_blocks if cuts else 0,
+    )
+
+
+def _spread(cuts: Sequence[Cut]) -> tuple[Cut, ...]:
+    """As many of ``cuts`` as a plan remembers, the last one among them."""
+    step = -(-len(cuts) // MOST_COMPARED) or 1
+    return tuple(cuts[::-step][::-1])
 
 
 def _on_the_grid(cuts: Sequence[int], grain_blocks: int, longest: int) -> Sequence[int]:

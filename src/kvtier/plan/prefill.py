@@ -27,6 +27,8 @@ FITS = ((1,), (1, 2), (0, 1), (0, 1, 2))
 """Which of call, token and pair are fitted; the fewest first."""
 GOOD_FIT = 0.01
 """Relative error below which more terms are not worth it."""
+MOST_UNFITTED = 32
+"""Observations after which ``recent`` is fitted again, where nobody else wants to know."""
 HALF_LIFE = 100
 """Observations of other classes after which one counts half; never less than a hundredth."""
 
@@ -43,6 +45,12 @@ class PrefillCost:
         """To compute the tokens of a prompt from ``first`` up to ``end``."""
         pairs = (end * end - first * first) / 2
         return self.token_s * (end - first) + self.pair_s * pairs
+
+    @property
+    def doubles_at_tokens(self) -> float:
+        """So many tokens into a prompt one takes twice as long as the first; 0 where all take as
+        long."""
+        return max(1.0, self.token_s / self.pair_s) if self.pair_s > 0 else 0.0
 
 
 class _Pieces:
@@ -64,7 +72,8 @@ class PrefillModel:
     def __init__(self) -> None:
         self._classes: dict[tuple[int, int], _Pieces] = {}
         self._cost: PrefillCost | None = None
-        self._num_seen = 0
+        self._recent: PrefillCost | None = None
+        self._num_seen = self._num_fitted = 0
 
     def observe(self, num_before: int, num_tokens: int, seconds: float) -> None:
         """``num_tokens`` tokens were computed that follow ``num_before`` others."""
@@ -80,11 +89,25 @@ class PrefillModel:
         self._cost = None
 
     @property
+    def num_seen(self) -> int:
+        """Pieces that were observed."""
+        return self._num_seen
+
+    @property
     def cost(self) -> PrefillCost | None:
         """None while nothing was observed."""
         if self._cost is None and self._classes:
-            self._cost = self._fit()
+            self._cost = self._recent = self._fit()
+            self._num_fitted = self._num_seen
         return self._cost
+
+    @property
+    def recent(self) -> PrefillCost | None:
+        """``cost`` as it was when it was last asked for, and not long ago: a fit takes a hundred
+        times as long as an observation."""
+        if self._num_seen - self._num_fitted >= MOST_UNFITTED:
+            return self.cost
+        return self._recent
 
     def _fit(self) -> PrefillCost:
         """Least squares of the relative errors, no term below zero."""

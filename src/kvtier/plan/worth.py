@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.plan.cost import Costs
+from kvtier.plan.explain import Decision
 from kvtier.plan.planner import plan_load
 from kvtier.types import DEVICE, BlockId, Match
 
@@ -12,6 +13,9 @@ MAX_CUTS = 64
 """Places at which a prompt may be cut: with thousands of blocks, several of them go together."""
 MAX_PATIENCE_S = 10.0
 """While nothing is known about prefill yet."""
+
+Tell = Callable[[Decision], object]
+"""Told of what was decided, to explain it."""
 
 
 def end_worth_loading(
@@ -24,12 +28,14 @@ def end_worth_loading(
     block_size: int,
     bytes_per_block: int,
     num_staging_slots: int,
+    tell: Tell | None = None,
 ) -> int:
     """The token up to which loading beats computing.
 
     tiers: of the blocks behind the ``first`` tokens, which the device has; they end at the token
     ``found``. num_tokens: of the prompt. block_size: tokens; 0 where each block needs others beside
-    it, so that all are loaded or none. num_staging_slots: see ``num_worth_loading``.
+    it, so that all are loaded or none. num_staging_slots: see ``num_worth_loading``. tell: where
+    blocks are weighed one by one.
     """
     if block_size:
         num = num_worth_loading(
@@ -39,6 +45,7 @@ def end_worth_loading(
             block_size=block_size,
             bytes_per_block=bytes_per_block,
             num_staging_slots=num_staging_slots,
+            tell=tell,
         )
         return num * block_size
     num_bytes = {tier: tiers.count(tier) * bytes_per_block for tier in dict.fromkeys(tiers)}
@@ -53,6 +60,7 @@ def num_worth_loading(
     block_size: int,
     bytes_per_block: int,
     num_staging_slots: int,
+    tell: Tell | None = None,
 ) -> int:
     """How many of the first blocks of a prompt to load rather than compute.
 
@@ -62,8 +70,9 @@ def num_worth_loading(
     order = list(costs.ways)
     width = -(-len(tiers) // MAX_CUTS) or 1
     wide = [_slowest(tiers[at : at + width], order) for at in range(0, len(tiers), width)]
+    match = Match(tuple(map(BlockId, range(len(wide)))), tuple(wide), (False,) * len(wide), 0)
     plan = plan_load(
-        Match(tuple(map(BlockId, range(len(wide)))), tuple(wide), (False,) * len(wide), 0),
+        match,
         costs,
         # A hit of the whole prompt counts as one: the engine computes its last token again.
         num_tokens=max(num_tokens, len(wide) * width * block_size) + 1,
@@ -72,6 +81,8 @@ def num_worth_loading(
         num_free_slots=len(wide),
         num_staging_slots=num_staging_slots // width,
     )
+    if tell is not None:
+        tell(Decision(match, costs, plan, num_tokens, block_size * width, bytes_per_block * width))
     return min(len(tiers), plan.num_reused_blocks * width)
 
 

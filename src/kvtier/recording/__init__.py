@@ -1,4 +1,4 @@
-"""Traces of what a server was asked: salted hashes, lengths and times; no text, no token ids.
+"""Traces of what an engine was asked: salted hashes, lengths and times; no text, no token ids.
 
 ``Recorder`` writes them beside the requests, ``kvtier replay`` reads them.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from kvtier.recording.chains import SALT_VARIABLE, Chains, salt_from_environment
 from kvtier.recording.format import MARK, VERSION, Header, LineWriter, unpacked
-from kvtier.recording.recorder import Recorder
+from kvtier.recording.recorder import LEAST_BYTES, Recorder
 
 __all__ = [
+    "LEAST_BYTES",
     "MARK",
     "SALT_VARIABLE",
     "VERSION",

@@ -2,8 +2,12 @@
 
     key[-1] = BLAKE3(salt; tenant)       key[i] = BLAKE3(key[i-1] || tokens of block i)
 
-cut to eight bytes. Equal prefixes of one tenant have equal keys, which is all that a replay needs.
-Without the salt nobody can try prompts until one fits, so it is never written anywhere.
+cut to eight bytes. Of an engine that names whole prefixes itself, tenant included:
+
+    key[i] = BLAKE3(salt; its hash of the prompt up to the end of block i)
+
+Equal prefixes of one tenant have equal keys, which is all that a replay needs. Without the salt
+nobody can try prompts until one fits, so it is never written anywhere.
 """
 
 from __future__ import annotations
@@ -51,6 +55,16 @@ class Chains:
             key[:8] for key in next_keys(start, token_labels(tokens, self.block_tokens))
         )
         return np.frombuffer(hashes, "<u8").astype(np.uint64)
+
+    def keys_of_hashes(self, hashes: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+        """uint64 [len(hashes)]. hashes: an engine's own, each of a whole prefix that ends with a
+        block of ``block_tokens``."""
+        hasher = blake3(key=self._salt)
+        found = []
+        for each in hashes:
+            found.append(hasher.update(each).digest(8))
+            hasher.reset()
+        return np.frombuffer(b"".join(found), "<u8").astype(np.uint64)
 
 
 def salt_from_environment() -> bytes:

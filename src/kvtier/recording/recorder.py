@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -10,8 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
 
 from kvtier.errors import ConfigError
 from kvtier.recording.chains import Chains
@@ -22,18 +27,27 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED = 4096
 MAX_QUEUED_TOKENS = 8 << 20
 """Of the requests that wait to be written: what they hold of memory is bounded."""
+HASH_TOKENS = 8
+"""A hash of a prefix takes as much memory as so many tokens."""
 FLUSH_S = 1.0
 LEAST_BYTES = 1 << 20
 TAIL_BYTES = 16 << 20
 """Where the end of the last whole line is looked for."""
 
 
+Keys = npt.NDArray[np.uint64]
+
+
 @dataclass(frozen=True, slots=True)
 class _Asked:
+    """keys: makes them, in the writer's thread. held: what it keeps in memory until then, in
+    tokens."""
+
     time: float
-    tokens: Sequence[int]
+    input_tokens: int
     output_tokens: int
-    tenant: str
+    keys: Callable[[], Keys]
+    held: int
 
 
 class Recorder:
@@ -44,7 +58,8 @@ class Recorder:
     requests are kept, in ``max_bytes`` at most. chains: makes the keys. count: told of each
     request whether it was written, from any thread.
 
-    Raises ``ConfigError`` where the file can't be written, or is something else.
+    Raises ``ConfigError`` where the file can't be written, is something else, or is another's: one
+    recorder at a time writes to it.
     """
 
     def __init__(
@@ -83,11 +98,24 @@ class Recorder:
         began: ``time.time`` at its arrival. tokens: of its prompt; not changed from now on. From
         any thread.
         """
+        make_keys = partial(self._chains.keys, tokens, tenant)
+        self._queue_up(_Asked(began, len(tokens), output_tokens, make_keys, len(tokens)))
+
+    def offer_hashes(
+        self, began: float, hashes: Sequence[bytes], input_tokens: int, output_tokens: int
+    ) -> None:
+        """The same of an engine that names prefixes itself. hashes: of the prompt's blocks, a last,
+        partial one has none; see ``Chains.keys_of_hashes``."""
+        make_keys = partial(self._chains.keys_of_hashes, hashes)
+        held = HASH_TOKENS * len(hashes)
+        self._queue_up(_Asked(began, input_tokens, output_tokens, make_keys, held))
+
+    def _queue_up(self, asked: _Asked) -> None:
         with self._changed:
-            num_tokens = self._num_queued_tokens + len(tokens)
+            num_tokens = self._num_queued_tokens + asked.held
             fits = len(self._queue) < MAX_QUEUED and num_tokens <= MAX_QUEUED_TOKENS
             if fits and not self._is_closed and not self._has_failed:
-                self._queue.append(_Asked(began, tokens, output_tokens, tenant))
+                self._queue.append(asked)
                 self._num_queued_tokens = num_tokens
                 self._changed.notify()
                 return
@@ -108,7 +136,7 @@ class Recorder:
                     self._changed.wait(FLUSH_S)
                 asked = self._queue.popleft() if self._queue else None
                 if asked is not None:
-                    self._num_queued_tokens -= len(asked.tokens)
+                    self._num_queued_tokens -= asked.held
                 elif self._is_closed:
                     break
             self._write(asked)
@@ -120,21 +148,23 @@ class Recorder:
     def _write(self, asked: _Asked | None) -> None:
         if asked is None:
             return
+        try:
+            keys = asked.keys()
+        except ValueError:  # no token ids: this one is left out, not those that follow
+            self._count(False)
+            return
         if not self._has_failed:
-            self._guarded(lambda: self._append(asked))
+            self._guarded(lambda: self._append(asked, keys))
         self._count(not self._has_failed)
 
-    def _append(self, asked: _Asked) -> None:
+    def _append(self, asked: _Asked, keys: Keys) -> None:
         if self._num_bytes >= self._max_bytes:
             self._file.close()
             os.replace(self._path, f"{self._path}.1")
             self._file = _opened(self._path)
             self._begin()
         line = self._lines.line(
-            asked.time - self._started,
-            len(asked.tokens),
-            asked.output_tokens,
-            self._chains.keys(asked.tokens, asked.tenant),
+            asked.time - self._started, asked.input_tokens, asked.output_tokens, keys
         ).encode()
         self._file.write(line)
         self._num_bytes += len(line)
@@ -162,6 +192,7 @@ def _opened(path: Path) -> BinaryIO:
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
     try:
+        _lock(path, file)
         end = file.seek(0, os.SEEK_END)
         if end:
             _check_is_recording(path, file)
@@ -172,6 +203,16 @@ def _opened(path: Path) -> BinaryIO:
         file.close()
         raise
     return file
+
+
+def _lock(path: Path, file: BinaryIO) -> None:
+    """Until the file is closed. Lines of two writers would name each other's rows."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(f"record: {path} is being written to; name another file") from None
+    except OSError as error:  # a file system without locks
+        logger.info("recording without a lock path=%s error=%s", path, error)
 
 
 def _check_is_recording(path: Path, file: BinaryIO) -> None:

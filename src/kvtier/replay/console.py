@@ -16,6 +16,7 @@ from kvtier.replay.words import (
     SIZE_COLUMNS,
     WEAK,
     WRITTEN,
+    can_tell,
     headline,
     hit_rows,
     paragraphs,
@@ -75,13 +76,13 @@ def _hits(result: ReplayResult) -> Table:
 
 def _sizes(title: str, points: Sequence[Point], result: ReplayResult, is_disk: bool) -> Table:
     names = [*SIZE_COLUMNS, *([WRITTEN] if is_disk else [])]
-    has_weak = not all(point.supported for point in points)
+    has_weak = not all(can_tell(result, point) for point in points)
     table = _table(title, names, WEAK if has_weak else "")
     chosen = result.best_disk if is_disk else result.best_host
     for point in points:
-        cells = size_cells(point, is_disk)
         is_chosen = chosen is not None and point.num_bytes == chosen.num_bytes
-        table.add_row(*cells, style="bold green" if is_chosen else "" if point.supported else "dim")
+        style = "bold green" if is_chosen else "" if can_tell(result, point) else "dim"
+        table.add_row(*size_cells(result, point, is_disk), style=style)
     return table
 
 

@@ -9,15 +9,15 @@ import numpy as np
 
 from kvtier._hot import NATIVE
 from kvtier.errors import ConfigError
-from kvtier.index.policies.replayed import PolicyReplay
+from kvtier.index.policies.replayed import LRU, RUNS, PolicyReplay
+from kvtier.index.policies.replayed import POLICIES as SERVED
 from kvtier.replay.lru import find_distances
 from kvtier.replay.optimum import Optimum
 from kvtier.replay.segments import Segments
 from kvtier.replay.trace import Ints, Trace
 
-LRU, OPTIMUM = "lru", "opt"
-RUNS = "runs"
-ASKED = (RUNS, "arc", "s3fifo", "lfuda", "sieve")
+OPTIMUM = "opt"
+ASKED = tuple(name for name in SERVED if name != LRU)
 """Policies that are asked request by request."""
 
 POLICIES = (LRU, *ASKED, OPTIMUM)

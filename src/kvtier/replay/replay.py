@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.errors import ConfigError
+from kvtier.index.policies.replayed import LRU
 from kvtier.replay.assumptions import Assumption, Machine
 from kvtier.replay.evidence import LEAST_TURNS, gather, rate_per_hour
-from kvtier.replay.policies import LRU, OPTIMUM, Hits, Replayer, check_policies
+from kvtier.replay.policies import OPTIMUM, Hits, Replayer, check_policies
 from kvtier.replay.result import HitPoint, ReplayResult, Setup, TraceFacts
 from kvtier.replay.savings import Prompts
 from kvtier.replay.segments import Segments, find_segments

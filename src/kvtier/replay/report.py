@@ -13,6 +13,7 @@ from kvtier.replay.words import (
     SIZE_COLUMNS,
     WEAK,
     WRITTEN,
+    can_tell,
     headline,
     hit_rows,
     money,
@@ -79,8 +80,8 @@ def render_report(result: ReplayResult) -> str:
         )
         if result.host
         else None,
-        host_rows=_rows(result.host, result.best_host, is_disk=False),
-        disk_rows=_rows(result.disk, result.best_disk, is_disk=True),
+        host_rows=_rows(result, result.host, result.best_host, is_disk=False),
+        disk_rows=_rows(result, result.disk, result.best_disk, is_disk=True),
         disk_title=f"A disk below {capacity(host_bytes) if host_bytes else 'no'} host memory",
         size_columns=SIZE_COLUMNS,
         written=WRITTEN,
@@ -144,14 +145,16 @@ def _cards(result: ReplayResult) -> list[Card]:
     return cards
 
 
-def _rows(points: tuple[Point, ...], chosen: Point | None, is_disk: bool) -> list[Row]:
+def _rows(
+    result: ReplayResult, points: tuple[Point, ...], chosen: Point | None, is_disk: bool
+) -> list[Row]:
     return [
         Row(
-            size_cells(point, is_disk),
+            size_cells(result, point, is_disk),
             "good"
             if chosen is not None and point.num_bytes == chosen.num_bytes
             else ""
-            if point.supported
+            if can_tell(result, point)
             else "pale",
         )
         for point in points

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from kvtier.index.policies.replayed import LRU
 from kvtier.replay.assumptions import DEFAULT, HOURS_PER_YEAR
 from kvtier.replay.evidence import LEAST_TURNS
-from kvtier.replay.policies import LRU, OPTIMUM
+from kvtier.replay.policies import OPTIMUM
 from kvtier.replay.result import HitPoint, ReplayResult, Setup
 from kvtier.replay.sizing import Choice, Point
 from kvtier.serve_bench.figures import GAP, TOO_FEW, ago, capacity, counted, number, percent
 
-WEAK = "Pale: sizes that the trace does not fill twice. It can't tell about them."
+WEAK = "Pale: sizes about which the trace can't tell. It is too small, or does not fill them twice."
 SIZE_COLUMNS = (
     "size",
     "found",
@@ -186,15 +187,24 @@ def hit_rows(result: ReplayResult, with_time: bool = True) -> list[list[str]]:
     ]
 
 
-def size_cells(point: Point, is_disk: bool) -> list[str]:
-    """As ``SIZE_COLUMNS``; of a disk one more, ``WRITTEN``."""
+def can_tell(result: ReplayResult, point: Point) -> bool:
+    """Whether the trace bears figures of a size."""
+    return point.supported and not result.evidence.weakness
+
+
+def size_cells(result: ReplayResult, point: Point, is_disk: bool) -> list[str]:
+    """As ``SIZE_COLUMNS``; of a disk one more, ``WRITTEN``. What is saved, and what that is worth,
+    only where the trace can tell."""
+    saves = [number(point.tokens_per_s), seconds(point.seconds_per_hour)]
+    worth, more = money(point.saved), money(point.gain_per_gib)
+    if not can_tell(result, point):
+        saves, worth, more = ["–", "–"], "–", "–"
     cells = [
         capacity(point.num_bytes),
         percent(point.hit_ratio),
-        number(point.tokens_per_s),
-        seconds(point.seconds_per_hour),
-        f"{money(point.saved)}, {money(point.price)}",
-        f"{money(point.gain_per_gib)}, {money(point.price_per_gib)}",
+        *saves,
+        f"{worth}, {money(point.price)}",
+        f"{more}, {money(point.price_per_gib)}",
     ]
     if is_disk:
         cells.append(f"{capacity(point.written_per_day)}, {number(point.drive_writes)}×")

@@ -1,4 +1,4 @@
-"""What a terminal shows at the end: a table."""
+"""What a terminal shows at the end: a table, and what it means."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvtier.serve_bench.conclusion import conclusion
 from kvtier.serve_bench.result import ServeResult
 from kvtier.serve_bench.target import target_words
 from kvtier.serve_bench.words import headline, verdicts
 
 
 def show_result(console: Console, result: ServeResult) -> None:
-    """The findings as a table, then the targets."""
+    """The findings as a table; the targets, where the run has the size that they are meant for; and
+    what was found, in words."""
     table = Table(title=headline(result), title_style="bold", title_justify="left")
     table.add_column("What", style="bold", no_wrap=True)
     table.add_column("Result")
@@ -25,5 +27,9 @@ def show_result(console: Console, result: ServeResult) -> None:
         ending, continuation = result.sample.ending, result.sample.continuation
         console.print(Text.assemble("A prompt ended, ", ("and the model went on:", "bold green")))
         console.print(Text.assemble((ending, "dim"), (continuation, "green")))
-    for target in result.targets:
-        console.print(target_words(target), highlight=False)
+    if not result.options.quick:
+        for target in result.targets:
+            console.print(target_words(target), highlight=False)
+    console.print(Text("In short", "bold"))
+    for paragraph in conclusion(result):
+        console.print(Text(paragraph))

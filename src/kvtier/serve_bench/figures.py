@@ -68,6 +68,13 @@ def between(found: Estimate) -> str:
     return f"{percent(found.low, signed=True)} to {percent(found.high, signed=True)}"
 
 
+def about(found: Estimate, signed: bool = False) -> str:
+    """ "95.3 %" where the interval is narrower than a point, else "95 %": no digit that is not
+    known. Of a figure with bounds."""
+    is_narrow = found.high - found.low < 0.01
+    return percent(found.value, signed, digits=1 if is_narrow else 0)
+
+
 def change(found: Estimate) -> str:
     """A share, as far as it can be told: "+0.9 % (+0.4 % to +1.3 %)" where it is on one side of
     nothing, "-0.2 % to +0.9 %" where it may be nothing, else that it can't."""

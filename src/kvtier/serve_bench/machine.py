@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvtier import __version__
 from kvtier._hot import NATIVE, NATIVE_REASON
+from kvtier.process import num_cores
 
 Fact = str | int | float | list[float]
 
@@ -17,7 +18,7 @@ def machine_facts(root: Path = Path("/")) -> dict[str, Fact]:
     """Processor, memory, versions and load as they are now. root: where ``proc`` is mounted."""
     facts: dict[str, Fact] = {
         "cpu": _cpu_model(root),
-        "cores": _usable_cores(),
+        "cores": num_cores(),
         "memory_gib": _memory_gib(root),
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -36,13 +37,6 @@ def load_average() -> list[float]:
         return [round(value, 2) for value in os.getloadavg()]
     except (AttributeError, OSError):
         return []
-
-
-def _usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _cpu_model(root: Path) -> str:

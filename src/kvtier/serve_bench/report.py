@@ -68,7 +68,7 @@ def render_report(result: ServeResult) -> str:
         distribution=_distribution(ttft),
         second_pass=_second_pass(ttft),
         overhead_picture=None
-        if overhead is None
+        if overhead is None or not overhead.full_size
         else picture(
             plots.overhead_pairs(overhead),
             "Each dot compares both engines on the same new prompts. The diamond is the median, "

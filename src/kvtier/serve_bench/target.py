@@ -78,9 +78,10 @@ def target_figure(target: Target) -> str:
 
 
 def target_interval(target: Target) -> str:
-    """ "95 % sure: 95.1 % to 95.5 %"; nothing for a count, and where there is none."""
+    """ "95 % sure: 95.1 % to 95.5 %"; nothing for a count, where there is none, and where it says
+    nothing about the target."""
     found = target.found
-    if not found.is_bounded or found.low == found.high:
+    if not target.comparable or not found.is_bounded or found.low == found.high:
         return ""
     return f"{SURE}: {percent(found.low)} to {percent(found.high)}"
 

@@ -8,18 +8,19 @@ from kvtier.serve_bench.accuracy import TIERS, AccuracyResult
 from kvtier.serve_bench.figures import (
     SURE,
     TOO_FEW,
-    between,
+    about,
     change,
     counted,
     milliseconds,
     percent,
 )
-from kvtier.serve_bench.overhead import OverheadResult
+from kvtier.serve_bench.overhead import FULL_PAIRS, OverheadResult
 from kvtier.serve_bench.overlap import Case, OverlapResult
 from kvtier.serve_bench.result import ServeResult
 from kvtier.serve_bench.slow_disk import SlowDiskResult
 from kvtier.serve_bench.stats import Estimate, Summary
 from kvtier.serve_bench.store import StoreResult
+from kvtier.serve_bench.target import TOO_SMALL
 from kvtier.serve_bench.ttft import COLD, WARM, TtftResult
 from kvtier.types import DEVICE, DISK, HOST
 
@@ -70,22 +71,29 @@ def headline(result: ServeResult) -> str:
             prompts = counted(result.ttft.num_prompts, "prompt")
             return f"After {prompts} it can't be told whether the first token came sooner."
         if saved.value > 0:
-            return f"The first token came {percent(saved.value)} sooner."
-        return f"The first token came {percent(-saved.value)} later."
+            return f"The first token came {about(saved)} sooner."
+        return f"The first token came {about(saved.changed(lambda each: -each))} later."
     if result.accuracy is not None:
         equal, asked = result.accuracy.num_equal(), result.accuracy.num_prompts
         return f"{equal} of {asked} prompts gave the same logits, bit for bit."
     if result.overhead is not None:
-        return _in_short("The cost of the cache with nothing to reuse", result.overhead.loss)
+        cost = "The cost of the cache with nothing to reuse"
+        if not result.overhead.full_size:
+            return f"{cost}: {TOO_SMALL}."
+        return _in_short(cost, result.overhead.loss)
     if result.slow_disk is not None:
         return _in_short("The cost of a disk slower than computing", result.slow_disk.p50_loss)
     if result.store is not None:
-        by_store = result.store.saved
-        if by_store is None:
-            return "Nothing came from the store."
-        return _in_short("Time to first token saved by the store", by_store)
+        return store_sentence(result.store)
     assert result.overlap is not None
     return _in_short("The hidden share of a load", result.overlap.hidden(Case.FOLLOWED))
+
+
+def store_sentence(result: StoreResult) -> str:
+    """What the store saved."""
+    if result.saved is None:
+        return "Nothing came from the store."
+    return _in_short("Time to first token saved by the store", result.saved)
 
 
 def subtitle(result: ServeResult) -> str:
@@ -119,7 +127,7 @@ def _in_short(what: str, found: Estimate) -> str:
     """A sentence about a share."""
     if not found.is_bounded:
         return f"{what}: {TOO_FEW}."
-    return f"{what}: {change(found) if found.contains(0) else percent(found.value)}."
+    return f"{what}: {change(found) if found.contains(0) else about(found)}."
 
 
 def _ttft(result: TtftResult) -> list[Verdict]:
@@ -186,7 +194,9 @@ def _accuracy(result: AccuracyResult) -> list[Verdict]:
 
 def in_brackets(saved: Estimate) -> str:
     """ " (-95.3 %)" where enough was measured to say so."""
-    return f" ({percent(-saved.value, signed=True)})" if saved.is_bounded else ""
+    if not saved.is_bounded:
+        return ""
+    return f" ({about(saved.changed(lambda each: -each), signed=True)})"
 
 
 def _slow_ones(summary: Summary) -> str:
@@ -199,20 +209,19 @@ def _slow_ones(summary: Summary) -> str:
 
 
 def _overhead(result: OverheadResult) -> Verdict:
-    """Medians where they were taken at the size that they are meant for, else only where they lie:
-    on short prompts, what does not grow with them weighs more."""
-    tell = change if result.full_length else between
+    """Medians, and where they lie, from as many pairs as the target takes. Of fewer nothing: a
+    cost near 1 % drowns in what else the machine does, and would be read off whatever came out."""
+    pairs = f"{counted(len(result.rows), 'pair')} with the cache on and off"
+    title, length = "Cost without reuse", f"prompts of {result.prompt_tokens:,} tokens"
+    if not result.full_size:
+        meaning = f"{pairs}, {length}. {FULL_PAIRS} pairs or more can tell."
+        return Verdict(title, TOO_SMALL, meaning)
     ttft, throughput = (
-        tell(ratio.changed(lambda each: each - 1))
+        change(ratio.changed(lambda each: each - 1))
         for ratio in (result.ttft_ratio, result.throughput_ratio)
     )
-    pairs = f"{counted(len(result.rows), 'pair')} with the cache on and off"
-    if result.full_length:
-        meaning = f"Medians of {pairs}, and where they lie ({SURE})."
-    else:
-        length = f"{result.prompt_tokens:,} tokens"
-        meaning = f"A look at prompts of {length}: there the medians of {pairs} lie ({SURE})."
-    return Verdict("Cost without reuse", f"first token {ttft}; throughput {throughput}", meaning)
+    meaning = f"Medians of {pairs}, {length}, and where they lie ({SURE})."
+    return Verdict(title, f"first token {ttft}; throughput {throughput}", meaning)
 
 
 def _slow_disk(result: SlowDiskResult) -> Verdict:

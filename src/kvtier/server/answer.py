@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fastapi import Request
 from starlette.responses import Response
 
+from kvtier.server.asking import wants_explanation
 from kvtier.server.choice import Piece, TextToken
 from kvtier.server.errors import ApiError, internal_error
 from kvtier.server.generation import Generation
@@ -18,6 +19,7 @@ from kvtier.server.responses import Answer, ChatChoice, ChatChunkChoice, Complet
 from kvtier.server.schemas import GenerationRequest
 from kvtier.server.service import Service
 from kvtier.server.streaming import DONE, EventStream, encode_event, encode_json, unless_gone
+from kvtier.server.tracing import tell
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Answerer:
         self._began: float = request.state.began
         self._created = int(time.time())
         self._wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        self._ends_with_usage = self._wants_usage or wants_explanation(request)
         self._has_first = False
 
     async def answer(self, generation: Generation) -> Response:
@@ -79,8 +82,9 @@ class Answerer:
                 return await unless_gone(work, self._request.receive)
             # Begin the stream with the first text, so that an error before it has its own status.
             first = await unless_gone(_first(pieces), self._request.receive)
-        except BaseException:
+        except BaseException as error:
             generation.close()
+            self._trace(generation, type(error).__name__)
             raise
         return EventStream(
             self._events(generation, first, pieces),
@@ -110,7 +114,7 @@ class Answerer:
             async for at, piece in rest:
                 for event in self._chunks(at, piece):
                     yield event
-            if self._wants_usage:
+            if self._ends_with_usage:
                 last = self._answer(self._form.chunk_object, [])
                 last["usage"] = generation.usage
                 yield encode_event(last)
@@ -157,9 +161,16 @@ class Answerer:
 
     def _end(self, generation: Generation, is_complete: bool) -> None:
         generation.close()
-        if is_complete and self._request.state.status is None:
+        has_all = is_complete and self._request.state.status is None
+        self._trace(generation, "" if has_all else "the answer is not complete")
+        if has_all:
             seconds = time.perf_counter() - self._began
             self._service.metrics.answered(self._form.endpoint, seconds, generation.usage)
+
+    def _trace(self, generation: Generation, error: str) -> None:
+        if generation.span is not None:
+            model = self._service.model_name
+            tell(generation.span, generation.completions, generation.usage, model, error)
 
 
 async def _first(pieces: AsyncIterator[tuple[int, Piece]]) -> tuple[int, Piece]:

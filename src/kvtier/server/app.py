@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
 from kvtier import __version__
@@ -14,6 +14,7 @@ from kvtier.server.chat import chat_router
 from kvtier.server.completions import completions_router
 from kvtier.server.errors import add_error_handlers
 from kvtier.server.gate import Gate, Observe
+from kvtier.server.live import live_router
 from kvtier.server.metrics import CacheMetrics
 from kvtier.server.responses import Health, Model, ModelList
 from kvtier.server.schemas import components
@@ -26,8 +27,9 @@ def make_app(service: Service) -> FastAPI:
     add_error_handlers(app)
     app.include_router(completions_router(service))
     app.include_router(chat_router(service))
+    app.include_router(live_router(service))
 
-    cache_metrics = CacheMetrics(service.engine)
+    cache_metrics = CacheMetrics(service.engine, generate_latest, b"")
 
     def model() -> Model:
         return {
@@ -62,7 +64,7 @@ def make_app(service: Service) -> FastAPI:
     @app.get("/metrics")
     async def metrics() -> Response:
         """The server's metrics, then the cache's."""
-        text = service.metrics.text() + await cache_metrics.text()
+        text = service.metrics.text() + await cache_metrics.read()
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     def describe() -> dict[str, Any]:

@@ -90,7 +90,8 @@ def chat_router(service: Service) -> APIRouter:
             num_logprobs=num_logprobs,
         )
         form = ChatForm(tokenizer, num_logprobs)
-        return await Answerer(service, request, body, form).answer(service.start(body, orders))
+        generation = service.start(request, body, orders)
+        return await Answerer(service, request, body, form).answer(generation)
 
     def prepare(body: ChatRequest, encode: Encode) -> list[int]:
         service.check(body)

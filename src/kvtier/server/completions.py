@@ -78,7 +78,7 @@ def completions_router(service: Service) -> APIRouter:
                 num_logprobs=body.logprobs,
                 echo=text_of(prompt) if body.echo else "",
             )
-        generation = service.start(body, orders)
+        generation = service.start(request, body, orders)
         form = CompletionForm(tokenizer, body.logprobs)
         return await Answerer(service, request, body, form).answer(generation)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtier.errors import ConfigError
@@ -16,15 +17,21 @@ class ServerConfig:
     """Address or name to listen on."""
     port: int = 8000
     """TCP port; 0 takes any free one."""
-    api_key: str | None = field(default=None, repr=False)
-    """Clients must send it as bearer token; None asks for none."""
+    api_key: str | Sequence[str] | None = field(default=None, repr=False)
+    """Clients must send it, or one of several, as bearer token; None asks for none."""
+    metrics_open: bool = False
+    """Whether ``/metrics`` is served without a key, as ``/health`` is."""
+    ssl_certfile: str | None = None
+    """Certificate in PEM, with those in between: the server speaks HTTPS, and no HTTP."""
+    ssl_keyfile: str | None = None
+    """Its key in PEM; None where that is in the same file."""
     served_model_name: str | None = None
     """The model's name in the API; None takes the engine's."""
     max_body_bytes: int = 8 << 20
     """Longest request body."""
     max_connections: int = 1024
     """Open connections; fewer where the system allows fewer open files. A few more are there for
-    ``/health`` and ``/metrics``."""
+    ``/health``, ``/metrics`` and the live page."""
     header_timeout_s: float = 10.0
     """How long a connection may stay without a whole request header."""
     body_timeout_s: float = 30.0
@@ -42,13 +49,17 @@ class ServerConfig:
     record_max_bytes: int = 1 << 30
     """Space that the recording may take; older requests leave."""
 
+    traces: bool = False
+    """Send spans to where OpenTelemetry's environment variables say."""
+
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(
                 f"port: {self.port} is no TCP port; use 1 to 65535, or 0 for a free one"
             )
-        if self.api_key is not None and not self.api_key.strip():
-            raise ConfigError("api_key: the key is empty; set one, or leave the option out")
+        self._check_keys()
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile: there is no certificate; give ssl_certfile, too")
         for name in ("max_body_bytes", "max_connections", "max_choices", "default_chat_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
@@ -61,3 +72,23 @@ class ServerConfig:
             raise ConfigError(
                 f"shutdown_grace_s: {self.shutdown_grace_s} is no number of seconds; give 0 or more"
             )
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """All keys; none where nobody is asked for one."""
+        if self.api_key is None:
+            return ()
+        return (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key)
+
+    def _check_keys(self) -> None:
+        """No message may hold a key."""
+        if self.api_key is not None and not self.api_keys:
+            raise ConfigError("api_key: there is no key; set one, or leave the option out")
+        for key in self.api_keys:
+            if not key.strip():
+                raise ConfigError("api_key: the key is empty; set one, or leave the option out")
+            if any(each.isspace() for each in key) or not key.isprintable() or not key.isascii():
+                raise ConfigError(
+                    "api_key: a key has characters that no header can send; use printable ASCII "
+                    "without blanks"
+                )

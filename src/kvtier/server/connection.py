@@ -60,7 +60,10 @@ class _Parser(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """What uvicorn makes for each connection."""
+    """What uvicorn makes for each connection.
+
+    raw: what an encrypted connection is sent through.
+    """
 
     def __init__(
         self,
@@ -70,17 +73,20 @@ class Connection(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         doorman: Doorman,
+        raw: asyncio.Transport | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.conn: _Parser = _Parser()
         self._doorman = doorman
+        self._raw = raw
         self._num_unwanted = 0
         self._unwanted = asyncio.Event()
 
     @property
     def unsent_bytes(self) -> int:
         """See ``doorman.Client``."""
-        return self.transport.get_write_buffer_size()
+        num_encrypted = 0 if self._raw is None else self._raw.get_write_buffer_size()
+        return self.transport.get_write_buffer_size() + num_encrypted
 
     def abort(self) -> None:
         """Close at once, whatever is still to be sent."""
@@ -127,12 +133,25 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         self._doorman.waits(self)  # before: the next request may be here already
         super().on_response_complete()
+        self._hang_up()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Where it is being closed and all was sent: under TLS the other side would have to agree,
+        which one that keeps a connection for later does not before it uses it."""
+        if self._raw is not None and self.transport.is_closing() and not self.unsent_bytes:
+            self._raw.abort()
 
     def send_400_response(self, msg: str) -> None:
         """The end of a conversation that is no HTTP. msg: uvicorn's, which says no more."""
         self._doorman.waits(self)
+        self._doorman.note("invalid_http")
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.close()  # an answer is on its way: it ends here
+            self._hang_up()
             return
         if self.conn.status == 431:
             error = header_too_long(MAX_HEADER_BYTES)
@@ -151,3 +170,4 @@ class Connection(H11Protocol):
         for event in events:
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
+        self._hang_up()

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvtier.errors import ConfigError
+from kvtier.watch.files import PATHS
 
 logger = logging.getLogger(__name__)
 
 NUM_RESERVED = 64
 """Connections beyond the limit, on which only ``MONITOR_PATHS`` are served."""
-MONITOR_PATHS = frozenset({"/health", "/metrics"})
-
+MONITOR_PATHS = frozenset({"/health", "/metrics"}) | PATHS
+"""The page among them: a flood is when people look."""
 BACKLOG = 64
 """Connections that the event loop takes at a time, before anybody can refuse them."""
 NUM_SPARE_FILES = 64
@@ -62,6 +63,11 @@ class Doorman:
         self._unread: dict[Client, tuple[int, float]] = {}  # so many bytes unsent, since when
 
     @property
+    def header_timeout_s(self) -> float:
+        """How long a connection may stay without a whole header."""
+        return self._header_timeout_s
+
+    @property
     def tick_s(self) -> float:
         """How often to call ``sweep``."""
         return min(1.0, self._header_timeout_s / 4, self._write_timeout_s / 4)
@@ -87,6 +93,16 @@ class Doorman:
         self._all.discard(client)
         self._waiting.pop(client, None)
         self._unread.pop(client, None)
+
+    def note(self, reason: str) -> None:
+        """A connection is being closed since it speaks another language."""
+        self._on_close(reason)
+
+    def dismiss(self) -> None:
+        """Close all that are still there: nobody reads what they were sent, and now never will."""
+        for client in list(self._all):
+            self.left(client)
+            client.abort()
 
     def make_room(self) -> bool:
         """Whether one that asks may stay; those that ask nothing may have to leave for it."""

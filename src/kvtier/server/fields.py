@@ -14,6 +14,14 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from kvtier.hints import (
+    HIGHEST_PRIORITY,
+    MAX_BACK_S,
+    MAX_RANGES,
+    MAX_TTL_S,
+    Hint,
+    parse_hint,
+)
 from kvtier.server.errors import show
 
 MAX_STOPS = 4
@@ -100,6 +108,11 @@ def parse_content(value: object) -> str:
     return "".join(texts)
 
 
+def parse_hinted(value: object) -> Hint | None:
+    """What the client knows; null is nothing."""
+    return None if value is None else parse_hint(value)
+
+
 def _check_field(value: str, info: ValidationInfo) -> str:
     _check_text(info.field_name or "a text", value)
     return value
@@ -130,4 +143,28 @@ Content = Annotated[
     str,
     PlainValidator(parse_content),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}),
+]
+_RANGE: dict[str, object] = {
+    "type": "object",
+    "required": ["priority"],
+    "properties": {
+        "first_token": {"type": "integer"},
+        "last_token": {"type": "integer"},
+        "priority": {"type": "integer", "minimum": 0, "maximum": HIGHEST_PRIORITY},
+        "ttl_s": {"type": "number", "maximum": MAX_TTL_S},
+    },
+}
+Hinted = Annotated[
+    Hint | None,
+    PlainValidator(parse_hinted),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "retain": {"type": "array", "items": _RANGE, "maxItems": MAX_RANGES},
+                "back_in_s": {"type": "number", "maximum": MAX_BACK_S},
+                "ended": {"type": "boolean"},
+            },
+        }
+    ),
 ]

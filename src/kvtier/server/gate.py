@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 import traceback
@@ -14,7 +13,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvtier.server.bodies import Body
 from kvtier.server.doorman import MONITOR_PATHS
 from kvtier.server.errors import ApiError, crowded, internal_error, shutting_down, wrong_key
+from kvtier.server.keys import Keys
 from kvtier.server.service import Service
+from kvtier.watch.files import LIVE_PATH, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +25,14 @@ ENDPOINTS = {
     "/v1/models": "models",
     "/health": "health",
     "/metrics": "metrics",
+    LIVE_PATH: "live",
 }
 """Labels in the metrics; every other path is "other"."""
 
 ID_PREFIXES = {"completions": "cmpl", "chat": "chatcmpl"}
 OPEN_PATHS = frozenset({"/health"})
-"""Need no API key."""
+"""Need no API key. Nor do the page's files: they are the same everywhere, and the page asks for the
+key before it shows anything."""
 
 
 class Observe:
@@ -95,8 +98,9 @@ class Gate:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
-        key = service.config.api_key
-        self._key = None if key is None else key.encode()
+        config = service.config
+        self._keys = Keys(config.api_keys) if config.api_keys else None
+        self._open_paths = OPEN_PATHS | ({"/metrics"} if config.metrics_open else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -140,17 +144,18 @@ class Gate:
             raise shutting_down()
 
     def _check_key(self, scope: Scope) -> None:
-        if self._key is None or scope["path"] in OPEN_PATHS:
+        path = scope["path"]
+        if self._keys is None or path in self._open_paths or name_of(path) is not None:
             return
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, sent = header.partition(b" ")
-        # Both are compared in full, whatever the difference: the time tells nothing.
-        is_equal = hmac.compare_digest(sent.strip(), self._key)
-        if scheme.lower() != b"bearer" or not is_equal:
+        is_known = self._keys.has(sent.strip())
+        if scheme.lower() != b"bearer" or not is_known:
             raise wrong_key(sent=bool(sent))
 
 
 def _log_failure(request_id: str, error: Exception) -> None:
     """Where it failed, without the error's text: that may quote the request."""
     where = "".join(traceback.format_tb(error.__traceback__))
-    logger.error("request failed id=%s error=%s\n%s", request_id, type(error).__name__, where)
+    kind = type(error).__name__
+    logger.error("request failed id=%s error=%s", request_id, kind, extra={"detail": where})

@@ -19,9 +19,13 @@ from kvtier.engine import (
     Token,
 )
 from kvtier.errors import Closed
+from kvtier.hints import Hint
+from kvtier.lease import Stored
 from kvtier.server.choice import Choice, Piece
 from kvtier.server.errors import ApiError, bad_request, busy, shutting_down
 from kvtier.server.responses import Usage
+from kvtier.server.tracing import tell_stored
+from kvtier.telemetry.traces import RequestSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,8 @@ class Order:
 
 class Generation:
     """The choices of one HTTP request, each a request of the engine. began: ``time.time`` when
-    it did. salt: its tenant's.
+    it did. salt: its tenant's. explains: its usage says where each prompt came from. span: of its
+    trace, where there is one. hint: what the client knows of its conversation.
 
     Belongs to the event loop's thread. Always ``close`` it: that aborts what still runs.
     """
@@ -48,11 +53,17 @@ class Generation:
         stops: Sequence[str],
         salt: str,
         on_close: Callable[[Generation], None],
+        explains: bool = False,
+        span: RequestSpan | None = None,
+        hint: Hint | None = None,
     ) -> None:
+        self._hint = hint
         self.began = time.time()
         self.salt = salt
         self._orders = tuple(orders)
         self._on_close = on_close
+        self._explains = explains
+        self.span = span if span is not None and span.is_recording else None
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Token | Completion]] = asyncio.Queue()
         self._choices = [
@@ -71,7 +82,16 @@ class Generation:
     def _submit(self, engine: Engine, at: int, order: Order, salt: str) -> RequestHandle:
         put = partial(self._put, at)
         try:
-            return engine.submit(order.prompt, order.params, salt=salt, on_token=put, on_done=put)
+            return engine.submit(
+                order.prompt,
+                order.params,
+                salt=salt,
+                on_token=put,
+                on_done=put,
+                explain=(self._explains and order.is_first) or self.span is not None,
+                on_stored=None if self.span is None else partial(self._put_stored, self.span),
+                hint=self._hint,
+            )
         except RequestError as error:
             raise bad_request(str(error)) from error
         except EngineBusy as error:
@@ -83,6 +103,11 @@ class Generation:
         """Called on the engine's thread. The loop may be gone when the server is."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, (at, event))
+
+    def _put_stored(self, span: RequestSpan, stored: Stored) -> None:
+        """The same of what was stored, which may be told when all else is over."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(tell_stored, span, stored, time.perf_counter())
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """(choice, piece) as they become certain, until every choice has ended.
@@ -125,12 +150,21 @@ class Generation:
         num_cached = sum(
             self._completions[at].num_cached_tokens for at in firsts if at in self._completions
         )
-        return {
+        usage: Usage = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
             "prompt_tokens_details": {"cached_tokens": num_cached},
         }
+        if self._explains:
+            ended = (self._completions[at].explanation for at in firsts if at in self._completions)
+            usage["kvtier"] = [None if each is None else each.as_json() for each in ended]
+        return usage
+
+    @property
+    def completions(self) -> list[Completion]:
+        """Of the choices that have ended."""
+        return [self._completions[at] for at in sorted(self._completions)]
 
     def prompts(self) -> list[tuple[Sequence[int], int]]:
         """Token ids of each prompt, and how many were generated after it so far, all choices

@@ -1,54 +1,17 @@
-"""Metrics of the server: what clients see. The cache's own are in ``kvtier.telemetry``."""
+"""Counts what clients of the server see. Its table, and the cache's own metrics, are in
+``kvtier.telemetry``."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvtier.engine import Engine
 from kvtier.server.responses import Usage
-from kvtier.telemetry.metrics import MetricSpec
-
-SERVER_METRICS = (
-    MetricSpec(
-        "kvtier_server_requests_total",
-        "counter",
-        "HTTP requests; status 499 is a client that left before its answer was complete.",
-        ("endpoint", "status"),
-    ),
-    MetricSpec(
-        "kvtier_server_closed_connections_total",
-        "counter",
-        "Connections that the server closed: no whole header in time (header_timeout), an answer "
-        "left unread (write_timeout), others needed the room (room), no HTTP (invalid_http).",
-        ("reason",),
-    ),
-    MetricSpec(
-        "kvtier_server_ttft_seconds",
-        "histogram",
-        "From the arrival of a request to its first token.",
-        ("endpoint",),
-    ),
-    MetricSpec(
-        "kvtier_server_e2e_seconds",
-        "histogram",
-        "From the arrival of a request to the end of its answer, of those answered in full.",
-        ("endpoint",),
-    ),
-    MetricSpec("kvtier_server_prompt_tokens_total", "counter", "Tokens in prompts."),
-    MetricSpec("kvtier_server_cached_tokens_total", "counter", "Prompt tokens not computed."),
-    MetricSpec("kvtier_server_completion_tokens_total", "counter", "Tokens in answers."),
-    MetricSpec(
-        "kvtier_server_recorded_requests_total",
-        "counter",
-        "Requests for the recording: written, or dropped since too much waited to be written.",
-        ("outcome",),
-    ),
-    MetricSpec("kvtier_server_running", "gauge", "Requests that the engine works on."),
-    MetricSpec("kvtier_server_waiting", "gauge", "Requests that wait for the engine."),
-)
+from kvtier.telemetry.server import SERVER_METRICS
 
 _SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0)
 
@@ -115,21 +78,27 @@ class ServerMetrics:
         return generate_latest(self.registry)
 
 
-class CacheMetrics:
+T = TypeVar("T")
+
+
+class CacheMetrics(Generic[T]):
     """The cache's metrics, which only the engine's thread can read: between two of its steps.
 
-    Everybody who asks meanwhile gets the same text, and nobody waits longer than ``PATIENCE_S``.
+    Everybody who asks meanwhile gets the same, and nobody waits longer than ``PATIENCE_S``.
+
+    read: of a registry, on the engine's thread. last: for those who ask before it was first read.
     """
 
     PATIENCE_S = 2.0
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, read: Callable[[CollectorRegistry], T], last: T) -> None:
         self._engine = engine
-        self._reading: asyncio.Future[bytes] | None = None
-        self._last = b""
+        self._read_registry = read
+        self._reading: asyncio.Future[T] | None = None
+        self._last = last
 
-    async def text(self) -> bytes:
-        """In prometheus' text format; where the engine does not come to it, what it was before."""
+    async def read(self) -> T:
+        """As things are; where the engine does not come to it, as they were before."""
         if self._reading is None or self._reading.done():
             self._reading = asyncio.wrap_future(self._engine.call_later(self._read))
         done, _ = await asyncio.wait({self._reading}, timeout=self.PATIENCE_S)
@@ -137,5 +106,5 @@ class CacheMetrics:
             self._last = self._reading.result()
         return self._last
 
-    def _read(self) -> bytes:
-        return generate_latest(self._engine.cache.update_metrics().registry)
+    def _read(self) -> T:
+        return self._read_registry(self._engine.cache.update_metrics().registry)

@@ -12,10 +12,14 @@ class PromptTokensDetails(TypedDict):
 
 
 class Usage(TypedDict):
+    """kvtier: where it was asked for, an explanation of each prompt, in their order; null of one
+    that ended before its turn came."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    kvtier: NotRequired[list[dict[str, object] | None]]
 
 
 class CompletionLogprobs(TypedDict):

@@ -21,6 +21,7 @@ from kvtier.server.config import ServerConfig
 from kvtier.server.connection import Connection
 from kvtier.server.doorman import BACKLOG, Doorman
 from kvtier.server.service import Service
+from kvtier.server.tls import Certificate, Handshake, open_certificate
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +50,10 @@ def bind(host: str, port: int) -> socket.socket:
     return made
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     """The address that clients use."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def is_loopback(listener: socket.socket) -> bool:
@@ -76,11 +77,13 @@ class _Uvicorn(uvicorn.Server):
 class HttpServer:
     """Serves an engine, which must have been started and is not closed by this.
 
-    listener: from ``bind``; the server closes it.
+    listener: from ``bind``; the server closes it. Raises ``ConfigError`` for a certificate that
+    can't be used.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig, listener: socket.socket) -> None:
-        self.url = url_of(listener)
+        self._certificate = open_certificate(config)
+        self.url = url_of(listener, "https" if self._certificate else "http")
         self._engine = engine
         self._config = config
         self._listener = listener
@@ -120,7 +123,7 @@ class HttpServer:
         settings = uvicorn.Config(
             make_app(service),
             # A class to uvicorn: what makes a protocol from its own arguments.
-            http=cast(type[asyncio.Protocol], partial(Connection, doorman=service.doorman)),
+            http=cast(type[asyncio.Protocol], self._protocol(service.doorman)),
             backlog=BACKLOG,
             ws="none",
             loop="asyncio",
@@ -132,11 +135,12 @@ class HttpServer:
         )
         server = _Uvicorn(settings)
         serving = asyncio.create_task(server.serve(sockets=[self._listener]))
-        watching = asyncio.create_task(_watch(service.doorman))
+        watching = asyncio.create_task(_watch(service.doorman, self._certificate))
         try:
             await _until(serving, lambda: server.started)
             self._listener.listen(QUEUE)
             on_ready(self.url)
+            logger.info("serving url=%s model=%s", self.url, service.model_name)
             stop = asyncio.create_task(self._stop.wait())
             await asyncio.wait({serving, stop}, return_when=asyncio.FIRST_COMPLETED)
             service.is_closing = True
@@ -145,10 +149,18 @@ class HttpServer:
         finally:
             await serving
             watching.cancel()
-            for connection in list(server.server_state.connections):
-                connection.transport.abort()  # its client does not read, and now never will
+            service.doorman.dismiss()
             await asyncio.sleep(0)
             service.close()
+            logger.info("stopped")
+
+    def _protocol(self, doorman: Doorman) -> Callable[..., asyncio.Protocol]:
+        if self._certificate is None:
+            return partial(Connection, doorman=doorman)
+        timeout_s = self._config.write_timeout_s
+        return partial(
+            Handshake, doorman=doorman, certificate=self._certificate, timeout_s=timeout_s
+        )
 
     async def _finish(self, service: Service, grace_s: float) -> None:
         """Wait for the requests in flight, as long as the grace or a second stop lets us."""
@@ -161,10 +173,12 @@ class HttpServer:
         await finish
 
 
-async def _watch(doorman: Doorman) -> None:
+async def _watch(doorman: Doorman, certificate: Certificate | None) -> None:
     while True:
         await asyncio.sleep(doorman.tick_s)
         doorman.sweep()
+        if certificate is not None:
+            certificate.refresh()
 
 
 async def _until(serving: asyncio.Task[None], is_ready: Callable[[], bool]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 from pydantic.json_schema import models_json_schema
 
-from kvtier.server.fields import Content, Prompts, Stops, Text, none_is
+from kvtier.server.fields import Content, Hinted, Prompts, Stops, Text, none_is
 
 Flag = Annotated[bool, Field(strict=True), none_is(False)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -47,6 +47,8 @@ class GenerationRequest(BaseModel):
     """Go on to max_tokens."""
     cache_salt: Annotated[Text, Field(max_length=1024), none_is("")] = ""
     """Requests reuse each other's prefixes only under equal salts."""
+    kvtier: Hinted = None
+    """What the client knows of its conversation: what of it will be wanted, and until when."""
 
 
 class CompletionRequest(GenerationRequest):

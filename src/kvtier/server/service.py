@@ -13,8 +13,10 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from kvtier import __version__
 from kvtier.engine import Engine, SamplingParams
 from kvtier.recording import Chains, Recorder, salt_from_environment
+from kvtier.server.asking import wants_explanation
 from kvtier.server.bodies import Bodies, Body
 from kvtier.server.config import ServerConfig
 from kvtier.server.doorman import Doorman, possible_connections
@@ -27,6 +29,7 @@ from kvtier.server.refused import refuse_unsupported
 from kvtier.server.scan import Bounds
 from kvtier.server.schemas import GenerationRequest
 from kvtier.server.streaming import unless_gone
+from kvtier.telemetry.traces import open_traces
 
 R = TypeVar("R", bound=GenerationRequest)
 T = TypeVar("T")
@@ -73,6 +76,7 @@ class Service:
         self._short = ThreadPoolExecutor(2, thread_name_prefix="kvtier-tokenizer")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="kvtier-tokenizer-long")
         self._recorder = self._open_recorder()
+        self._traces = open_traces(__version__) if config.traces else None
 
     # -- one request ------------------------------------------------------------------------------
 
@@ -207,10 +211,31 @@ class Service:
             for at in range(request.n)
         ]
 
-    def start(self, request: GenerationRequest, orders: Sequence[Order]) -> Generation:
+    def start(
+        self, request: Request, asked: GenerationRequest, orders: Sequence[Order]
+    ) -> Generation:
         """Hand the choices to the engine: all of them, or none and an ``ApiError``."""
         self._check_not_cut_short()
-        generation = Generation(self.engine, orders, request.stop, request.cache_salt, self._ended)
+        explains = wants_explanation(request)
+        span = None
+        if self._traces is not None:
+            name = f"{request.method} {request.url.path}"
+            span = self._traces.begin(name, request.headers, request.state.began)
+        try:
+            generation = Generation(
+                self.engine,
+                orders,
+                asked.stop,
+                asked.cache_salt,
+                self._ended,
+                explains,
+                span,
+                asked.kvtier,
+            )
+        except ApiError as error:
+            if span is not None:
+                span.end({}, error.code or type(error).__name__)
+            raise
         self._generations.add(generation)
         return generation
 
@@ -260,6 +285,8 @@ class Service:
             executor.shutdown(wait=False, cancel_futures=True)
         if self._recorder is not None:
             self._recorder.close()
+        if self._traces is not None:
+            self._traces.close()
 
     def _open_recorder(self) -> Recorder | None:
         config = self.config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.telemetry.metrics import METRICS, Metrics
+from kvtier.telemetry.metrics import METRICS, Metrics, MetricSpec
 from kvtier.telemetry.record import RequestRecord
 
-__all__ = ["METRICS", "Metrics", "RequestRecord"]
+__all__ = ["METRICS", "MetricSpec", "Metrics", "RequestRecord"]

@@ -1,24 +1,37 @@
-"""Prometheus metrics: names, types, units and labels in one table."""
+"""Prometheus metrics: names, types, units and labels in one table.
+
+``prometheus_client`` is imported when metrics are made, and not before: it looks then where the
+processes of an engine count together, which the engine says after it has loaded plug-ins.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar, cast
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 from kvtier.telemetry.record import RequestRecord
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter, Gauge, Histogram
+
+SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+RATIOS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
+AGES_S = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0, 100000.0)
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One metric: base units, few labels."""
+    """One metric: base units, few labels. buckets: of a histogram. over_processes: what a gauge is
+    where several processes of a server tell it, in prometheus_client's words."""
 
     name: str
     kind: str
     meaning: str
     labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = SECONDS
+    over_processes: Literal["livesum", "livemax"] = "livesum"
 
 
 METRICS = (
@@ -49,6 +62,12 @@ METRICS = (
         "kvtier_refused_blocks_total", "counter", "Blocks a full tier had no room for.", ("tier",)
     ),
     MetricSpec(
+        "kvtier_unadmitted_blocks_total",
+        "counter",
+        "Blocks that were not worth what would have left a full tier for them.",
+        ("tier",),
+    ),
+    MetricSpec(
         "kvtier_unwritten_blocks_total",
         "counter",
         "Blocks worth a write that left memory before storage took them, or were over its budget.",
@@ -65,48 +84,178 @@ METRICS = (
     ),
     MetricSpec("kvtier_used_slots", "gauge", "Slots in use.", ("tier",)),
     MetricSpec("kvtier_slots", "gauge", "Slots in all.", ("tier",)),
+    MetricSpec(
+        "kvtier_planned_blocks_total",
+        "counter",
+        "Cached blocks below the device that were to be loaded, or to be computed all the same.",
+        ("decision",),
+    ),
+    MetricSpec(
+        "kvtier_predicted_load_seconds_total",
+        "counter",
+        "What copies towards the device were expected to take when they began, without the line.",
+        ("src",),
+    ),
+    MetricSpec(
+        "kvtier_actual_load_seconds_total", "counter", "What the same copies took.", ("src",)
+    ),
+    MetricSpec(
+        "kvtier_load_error_ratio",
+        "histogram",
+        "What such a copy took, over what was expected.",
+        ("src",),
+        RATIOS,
+    ),
+    MetricSpec(
+        "kvtier_predicted_prefill_seconds_total",
+        "counter",
+        "What computing prompts was expected to take.",
+    ),
+    MetricSpec("kvtier_actual_prefill_seconds_total", "counter", "What the same computing took."),
+    MetricSpec(
+        "kvtier_saved_tokens_total", "counter", "Prompt tokens that were given, not computed."
+    ),
+    MetricSpec(
+        "kvtier_saved_seconds_total",
+        "counter",
+        "What computing these would have taken, less what requests waited for them.",
+    ),
+    MetricSpec(
+        "kvtier_returned_blocks_total",
+        "counter",
+        "Blocks that left a tier and were wanted again: an estimate from a sample.",
+        ("tier",),
+    ),
+    MetricSpec(
+        "kvtier_return_seconds",
+        "histogram",
+        "How long after: of the sample, each block counted once.",
+        ("tier",),
+        AGES_S,
+    ),
+    MetricSpec(
+        "kvtier_breaker_state",
+        "gauge",
+        "Whether storage is used: 0 yes, 1 it is being tried again, 2 it is left alone.",
+        ("tier",),
+        over_processes="livemax",
+    ),
+    MetricSpec(
+        "kvtier_transfers_in_flight", "gauge", "Copies begun and not finished.", ("src", "dst")
+    ),
+    MetricSpec(
+        "kvtier_queued_seconds",
+        "gauge",
+        "Until a copy that begins now has its turn, by what is in line; infinite where none is "
+        "taken.",
+        ("src", "dst"),
+        over_processes="livemax",
+    ),
 )
 
-T = TypeVar("T", Counter, Gauge, Histogram)
+T = TypeVar("T", "Counter", "Gauge", "Histogram")
 
 Counts = dict[tuple[str, tuple[str, ...]], float]
 """Numbers by metric and the values of its labels."""
 
-_SECONDS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0)
+Observations = dict[tuple[str, tuple[str, ...]], list[float]]
+
+TOLD_BY_ENGINES = frozenset(
+    {
+        "kvtier_planned_blocks_total",
+        "kvtier_unadmitted_blocks_total",
+        "kvtier_predicted_load_seconds_total",
+        "kvtier_actual_load_seconds_total",
+        "kvtier_load_error_ratio",
+        "kvtier_predicted_prefill_seconds_total",
+        "kvtier_actual_prefill_seconds_total",
+        "kvtier_saved_tokens_total",
+        "kvtier_saved_seconds_total",
+        "kvtier_returned_blocks_total",
+        "kvtier_return_seconds",
+        "kvtier_breaker_state",
+        "kvtier_transfers_in_flight",
+        "kvtier_queued_seconds",
+    }
+)
+"""What an engine with metrics of its own shows under these names, with its own prefix."""
+
+UNDER_VLLM = {
+    "kvtier_loaded_chunks_total": "kvtier_hit_blocks_total",
+    "kvtier_evicted_chunks_total": "kvtier_evicted_blocks_total",
+    "kvtier_moved_bytes_total": "kvtier_copied_bytes_total",
+    "kvtier_moved_seconds_total": "kvtier_copy_seconds_sum",
+    "kvtier_failed_chunks_total": "kvtier_failed_blocks_total",
+    "kvtier_damaged_chunks_total": "kvtier_damaged_blocks_total",
+    "kvtier_not_demoted_chunks_total": "kvtier_unwritten_blocks_total",
+    "kvtier_refused_chunks_total": "kvtier_refused_blocks_total",
+    "kvtier_used_chunks": "kvtier_used_slots",
+    "kvtier_chunks": "kvtier_slots",
+}
+"""What has other names there, behind the prefix."""
+
+MOST_OBSERVED = 4096
+"""Observations that are kept for whoever takes them, of one metric and its labels."""
 
 
 class Metrics:
-    """The metrics of one cache, in a registry of their own."""
+    """The metrics of one cache, in a registry of their own.
 
-    def __init__(self) -> None:
+    is_exposed: False where an engine has metrics of its own and takes the numbers, or nobody reads
+    them: nothing is in the registry then.
+    """
+
+    def __init__(self, is_exposed: bool = True) -> None:
+        from prometheus_client import CollectorRegistry
+
         self.registry = CollectorRegistry()
+        self._is_exposed = is_exposed
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
         self._found: dict[tuple[object, ...], Counter | Gauge | Histogram] = {}
         self._recent: Counts = {}
-        for spec in METRICS:
-            if spec.kind == "counter":
-                made = Counter(spec.name, spec.meaning, spec.labels, registry=self.registry)
-                self._counters[spec.name] = made
-            elif spec.kind == "gauge":
-                gauge = Gauge(spec.name, spec.meaning, spec.labels, registry=self.registry)
-                self._gauges[spec.name] = gauge
-            else:
-                self._histograms[spec.name] = Histogram(
-                    spec.name, spec.meaning, spec.labels, registry=self.registry, buckets=_SECONDS
-                )
+        self._levels: Counts = {}
+        self._observed: dict[str, dict[tuple[str, ...], deque[float]]] = {}
+        for spec in METRICS if is_exposed else ():
+            self._expose(spec)
+
+    def _expose(self, spec: MetricSpec) -> None:
+        from prometheus_client import Counter, Gauge, Histogram
+
+        if spec.kind == "counter":
+            made = Counter(spec.name, spec.meaning, spec.labels, registry=self.registry)
+            self._counters[spec.name] = made
+        elif spec.kind == "gauge":
+            self._gauges[spec.name] = Gauge(
+                spec.name,
+                spec.meaning,
+                spec.labels,
+                registry=self.registry,
+                multiprocess_mode=spec.over_processes,
+            )
+        else:
+            self._histograms[spec.name] = Histogram(
+                spec.name, spec.meaning, spec.labels, registry=self.registry, buckets=spec.buckets
+            )
 
     def count(self, name: str, amount: float = 1, **labels: str) -> None:
-        self._with_labels(self._counters, name, labels).inc(amount)
+        if self._is_exposed:
+            self._with_labels(self._counters, name, labels).inc(amount)
         self._add(name, amount, labels)
 
     def gauge(self, name: str, value: float, **labels: str) -> None:
-        self._with_labels(self._gauges, name, labels).set(value)
+        if self._is_exposed:
+            self._with_labels(self._gauges, name, labels).set(value)
+        self._levels[name, tuple(labels.values())] = value
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        self._with_labels(self._histograms, name, labels).observe(value)
+        if self._is_exposed:
+            self._with_labels(self._histograms, name, labels).observe(value)
         self._add(name, value, labels)
+        if name in self._observed:
+            empty: deque[float] = deque(maxlen=MOST_OBSERVED)
+            self._observed[name].setdefault(tuple(labels.values()), empty).append(value)
 
     def _with_labels(self, metrics: Mapping[str, T], name: str, labels: Mapping[str, str]) -> T:
         """The one that counts for these labels; to find it among all costs more than to count."""
@@ -126,6 +275,24 @@ class Metrics:
         engine with metrics of its own."""
         recent, self._recent = self._recent, {}
         return recent
+
+    def take_levels(self) -> Counts:
+        """The gauges that were set since the last call."""
+        levels, self._levels = self._levels, {}
+        return levels
+
+    def keep_observations(self, names: Iterable[str]) -> None:
+        """From now on ``take_observations`` has those of these histograms."""
+        self._observed = {name: {} for name in names}
+
+    def take_observations(self) -> Observations:
+        """What was observed since the last call, one by one; the last ones where they are many."""
+        taken: Observations = {}
+        for name, by_labels in self._observed.items():
+            for labels, values in by_labels.items():
+                taken[name, labels] = list(values)
+            by_labels.clear()
+        return taken
 
     def record(self, record: RequestRecord) -> None:
         """Count one request."""

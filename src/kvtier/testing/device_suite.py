@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from kvtier.devices.base import CopyBatch, Device, Direction, Finding, Memory
+from kvtier.errors import DeviceError
 from kvtier.testing.memory import host_memory, memory_bytes
 
 Bytes = npt.NDArray[np.uint8]
@@ -162,6 +163,25 @@ class DeviceSuite(ABC):
         queue.submit(batch)
         queue.drain()
         np.testing.assert_array_equal(memory_bytes(batch.dst), _apply(batch, sent, before))
+
+    def test_a_further_queue_copies_beside_the_others(self) -> None:
+        device = self.make_device()
+        try:
+            queue = device.make_queue(Direction.LOAD)
+        except DeviceError:
+            return  # one queue a direction is enough for a device
+        usual = self._batch(device, np.random.default_rng(8), Direction.LOAD, 100)
+        further = self._batch(device, np.random.default_rng(9), Direction.LOAD, 100)
+        copier = Thread(target=device.copy, args=(usual[0], Direction.LOAD))
+        copier.start()
+        queue.hold_for(device.fence())
+        queue.submit(further[0])
+        queue.fence().wait()
+        copier.join()
+        queue.close()
+        for batch, before, sent in (usual, further):
+            arrived = self._dst(batch, Direction.LOAD)
+            np.testing.assert_array_equal(arrived, _apply(batch, sent, before))
 
     def test_a_closed_device_gave_everything_back(self) -> None:
         device = self.make_device()

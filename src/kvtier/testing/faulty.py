@@ -21,6 +21,7 @@ class FaultyDevice(Device):
 
     def __init__(self, inner: Device) -> None:
         self.name = f"faulty {inner.name}"
+        self.file_library = inner.file_library
         self.num_copies = dict.fromkeys(Direction, 0)
         self._inner = inner
         self._queues = {direction: _FaultyQueue(self, direction) for direction in Direction}
@@ -67,6 +68,12 @@ class FaultyDevice(Device):
 
     def queue(self, direction: Direction) -> CopyQueue:
         return self._queues[direction]
+
+    def make_queue(self, direction: Direction) -> CopyQueue:
+        return self._inner.make_queue(direction)
+
+    def use(self) -> None:
+        self._inner.use()
 
     def submit(self, batch: CopyBatch, direction: Direction) -> None:
         """What the wrapped queue would do with ``batch``, or the fault that the test wants."""

@@ -160,15 +160,17 @@ class HttpServer:
             self._process = None
 
 
-def seaweed(binary: str, folder: Path) -> HttpServer:
-    """A server of S3; the bucket is to be made."""
+def seaweed(binary: str, folder: Path, num_volumes: int = 16) -> HttpServer:
+    """A server of S3; the bucket is to be made. num_volumes: of 64 MiB, its room; what is deleted
+    takes some for a while longer."""
     master, volume, filer, s3 = free_ports(4)
     (folder / "data").mkdir(parents=True)
     command = [binary, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
     command += [f"-master.port={master}", f"-volume.port={volume}", "-filer"]
     command += [f"-filer.port={filer}", "-s3", f"-s3.port={s3}"]
     command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # at fixed ports else
-    command += ["-master.volumeSizeLimitMB=64", "-volume.max=16", "-master.telemetry=false"]
+    command += ["-master.volumeSizeLimitMB=64", f"-volume.max={num_volumes}"]
+    command += ["-master.telemetry=false"]
     return HttpServer(command, f"http://127.0.0.1:{s3}", folder / "log")
 
 

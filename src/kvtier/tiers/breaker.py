@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
 from threading import Lock
 from typing import Final
 
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 60.0
+
+
+class BreakerState(IntEnum):
+    """Whether calls pass: all, one now and then, or none. The larger one is the worse."""
+
+    CLOSED = 0
+    HALF_OPEN = 1
+    OPEN = 2
 
 
 class Breaker:
@@ -52,6 +61,15 @@ class Breaker:
         """Until the next call may pass; 0 where one may now."""
         with self._lock:
             return max(0.0, self._next_try - self._clock()) if self._is_open else 0.0
+
+    @property
+    def state(self) -> BreakerState:
+        """As it is now. Changes nothing."""
+        with self._lock:
+            if not self._is_open:
+                return BreakerState.CLOSED
+            is_tried = self._is_tried or self._clock() >= self._next_try
+            return BreakerState.HALF_OPEN if is_tried else BreakerState.OPEN
 
     def enter(self) -> bool:
         """Whether a call may be made now; ``note`` has to follow then."""

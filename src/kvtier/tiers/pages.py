@@ -13,6 +13,7 @@ import os
 import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 
@@ -27,10 +28,23 @@ MPOL_PREFERRED = 1
 MBIND = {"x86_64": 237, "aarch64": 235}
 """Number of the system call; the C library has no function for it."""
 
+HUGE_PAGE_BYTES = 2 << 20
+"""The least on x86-64 and arm64. Larger ones are not waited for."""
+
 PIECE_BYTES = 32 << 20
 """Touched by one call. While it runs, no other thread can map memory: some milliseconds."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def anonymous(num_bytes: int) -> mmap.mmap:
+    """Memory of this process, from a page on, all zero; in huge pages where it has room for one and
+    the system has them: the kernel, and with it direct I/O, takes a page at a time."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def advise(address: int, num_bytes: int, advice: int) -> None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+HOST_KINDS: Final = frozenset({"host", "cpu"})
+"""Of memory that the processor reads and writes, and the kernel reads into and writes from."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +51,11 @@ class Pieces:
         some = np.flatnonzero(size > 0)
         shift = (low - begins)[some].astype(np.uint64)
         return Pieces(self.addresses[:, some] + shift, size[some], self.kind)
+
+    @property
+    def is_host(self) -> bool:
+        """Whether the processor can read and write them."""
+        return self.kind in HOST_KINDS
 
     @property
     def block_bytes(self) -> int:

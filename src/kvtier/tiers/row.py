@@ -17,8 +17,8 @@ from kvtier.tiers.base import MemoryTier, Quota, Room
 from kvtier.tiers.device import DeviceTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.direct import Pool
-from kvtier.tiers.disk.tier import REACHES
 from kvtier.tiers.host import HostTier
+from kvtier.tiers.pieces import HOST_KINDS
 from kvtier.tiers.storage import StorageSite, StorageTier
 from kvtier.tiers.wrappers import ThrottledTier
 from kvtier.types import DEVICE, DISK, HOST, Direct
@@ -46,12 +46,12 @@ def make_tiers(
     capacity = parse_capacity(config.host_capacity, pool.layout.block_bytes, "host_capacity")
     _check_direct(config, capacity)
     with ExitStack() as undo:
-        memory = pool.memory if pool.memory.kind in REACHES else None
+        memory = pool.memory if pool.memory.kind in HOST_KINDS else None
         if capacity:
             tiers[HOST] = host = HostTier(group, capacity, device, arena)
             undo.callback(host.close)
             memory = host.ready_memory
-        for made in storage or _storages(config, group, memory, pool, undo):
+        for made in storage or _storages(config, group, memory, Pool.of(pool, device), undo):
             tiers[made.name] = _throttled(made, config)
         _check_reach(tiers, pool)
         undo.pop_all()
@@ -71,13 +71,12 @@ def _storages(
     config: CacheConfig,
     group: KVGroup,
     memory: Memory | None,
-    pool: DeviceTier,
+    pool: Pool,
     undo: ExitStack,
 ) -> list[StorageTier]:
     made: list[StorageTier] = []
     if config.disk_path:
-        near = Pool.of(pool) if pool.memory.kind in REACHES else None
-        disk = DiskTier(_disk_options(config), group, memory, pool=near)
+        disk = DiskTier(_disk_options(config), group, memory, pool=pool)
         undo.callback(disk.close)
         made.append(disk)
     capacity_bytes = parse_size(config.storage_capacity, "storage_capacity")

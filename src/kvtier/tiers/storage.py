@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
+from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.pieces import Pieces
 from kvtier.types import BlockKey, BlockName, Direct
 
@@ -171,6 +172,12 @@ class StorageTier(ABC):
     def has_unfound(self) -> bool:
         """Whether it may have blocks that this process has neither put nor found."""
         return True
+
+    @property
+    def breaker(self) -> BreakerState:
+        """Whether it leaves its medium alone by itself, for that failed again and again. From any
+        thread."""
+        return BreakerState.CLOSED
 
     def unfound_keys(self) -> list[BlockKey]:
         """Those of them that it can name, the ones to leave first in front; for an owner that takes

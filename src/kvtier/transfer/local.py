@@ -12,7 +12,7 @@ from kvtier.devices import Device, Direction
 from kvtier.errors import TierError
 from kvtier.plan import Route
 from kvtier.tiers import MemoryTier, Outcome, Pieces, StorageFacts, StorageTier
-from kvtier.tiers.breaker import Breaker
+from kvtier.tiers.breaker import Breaker, BreakerState
 from kvtier.transfer.drops import OwedDrops
 from kvtier.transfer.engine import TransferEngine
 from kvtier.transfer.job import Job
@@ -171,6 +171,10 @@ class LocalMover(Mover):
             return False
         gate = self._gates.get((src, "read")) or self._gates.get((dst, "write"))
         return gate is None or gate.breaker.is_passable
+
+    def breaker(self, tier: str) -> BreakerState:
+        gates = (gate.breaker.state for (name, _), gate in self._gates.items() if name == tier)
+        return max(self._storages[tier].breaker, *gates)
 
     def hurry(self, route: Route, job: Job) -> None:
         gate = self._gates.get((route[0], "read"))

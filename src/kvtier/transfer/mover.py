@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtier.plan import Route
+from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.storage import Outcome, StorageFacts
 from kvtier.transfer.job import Job
 from kvtier.types import BlockKey, BlockName, Slot
@@ -84,6 +85,10 @@ class Mover(ABC):
         """Whether a new move along ``route`` would be tried; not while storage is left alone, for
         it failed again and again."""
         return True
+
+    def breaker(self, tier: str) -> BreakerState:
+        """Whether a storage tier is left alone: the worst of what is known, here and there."""
+        return BreakerState.CLOSED
 
     def hurry(self, route: Route, job: Job) -> None:
         """Somebody waits for ``job`` now."""

@@ -21,7 +21,8 @@ class Transfer:
     is_void: what it brings is not wanted any more.
     names: what the blocks are called in storage, where they come from it or go to it. group: of
     layers, whose part of the blocks it is. dst_slots: where they go to. number: its place in the
-    order in which transfers began.
+    order in which transfers began. expected_s: what it was expected to take when it began, without
+    the line; 0 where nobody could tell.
     """
 
     src: str
@@ -37,6 +38,7 @@ class Transfer:
     group: int = 0
     dst_slots: Sequence[Slot] = ()
     number: int = 0
+    expected_s: float = 0.0
 
     @property
     def is_late(self) -> bool:

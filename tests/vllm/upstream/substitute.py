@@ -33,8 +33,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvtier.connectors.vllm.host_slots import HostSlots
-from kvtier.connectors.vllm.manager import Shape, TierManager
+from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.names import Names
+from kvtier.connectors.vllm.prompt import Shape
 from kvtier.connectors.vllm.worker import RankRoom, TierWorker
 from kvtier.devices import find_device
 from kvtier.transfer.ranks import Hello, RankMover, Report
@@ -130,23 +131,23 @@ class Manager(TierManager):
         self.hear(Report(hellos={0: Hello(num_chunks)}))
         _named.clear()
 
-    def _begin(self, req_context: ReqContext) -> None:
+    def _must_have_begun(self, req_context: ReqContext) -> None:
         """Tests leave out how requests begin."""
         if req_context.req_id not in self._visits:
             self.on_new_request(req_context)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        self._begin(req_context)
+        self._must_have_begun(req_context)
         return super().lookup(key, req_context)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> Any:
-        self._begin(req_context)
+        self._must_have_begun(req_context)
         return CPULoadStoreSpec(super().prepare_load(keys, req_context).block_ids.tolist())
 
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        self._begin(req_context)
+        self._must_have_begun(req_context)
         found = super().prepare_store(keys, req_context)
         if found is not None:
             assert isinstance(found.store_spec, HostSlots)

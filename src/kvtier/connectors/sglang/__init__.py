@@ -8,14 +8,19 @@
     linker.py        in its place: between device pools and kvtier's tiers; what its tree calls
     linked.py        one pool, and the tiers that keep its pages (``shared/pool_cache.py``)
     device_pools.py  where the pages of a device pool lie
+    loading.py       what goes from host memory to the device, and for whom it is held until then
     layer_counter.py where its forward waits for layers
     bringing.py      what comes from storage to host memory, and for how long it is waited for
     gate.py          requests that wait in its queue for that
 
+    asking.py        what the eviction policy is told of requests, and whether it is;
+                     prefetches.py: those that the storage back end is not asked for, too
+
     hits.py          where a prompt may be cut, when several pools must agree
     identity.py      what must agree before two processes share a page
     ranks.py         which rank this is; room.py: how much of what a user gives is its own
-    prefill.py       what its steps take, for the planner
+    prefill.py       what its steps take, for the planner, and which requests end in them
+    recorded.py      what it was asked, where that is to be recorded
     new_weights.py   when it replaces its weights, for what pages are called
     plugin.py        what SGLang calls in each process: hooks, and on a CPU cpu_copies.py
     ascend_copies.py those who ask for it have its own pools' copies on Ascend by batch calls;

@@ -3,6 +3,7 @@ stores to say what they have: for no longer than computing it would take."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,10 +13,13 @@ from kvtier.connectors.sglang.device_pools import KV
 from kvtier.connectors.sglang.hits import SidePool, common_hits
 from kvtier.connectors.sglang.waits import Wait
 from kvtier.connectors.shared.pool_cache import PoolCache
+from kvtier.errors import printable
 from kvtier.keyed_cache import Place
 from kvtier.ladder import Asked
-from kvtier.plan import Costs, end_worth_loading, patience_s
-from kvtier.watch import Watch
+from kvtier.plan import Costs, Tell, end_worth_loading, explain, patience_s
+from kvtier.watches import Watch
+
+logger = logging.getLogger(__name__)
 
 READY = (Place.MEMORY,)
 TO_COME = (Place.MEMORY, Place.ARRIVING, Place.STORAGE)
@@ -34,9 +38,11 @@ class Prompt:
 @dataclass(slots=True)
 class Visit:
     """A request that something is brought for, or asked. until_s: when it has waited for long
-    enough."""
+    enough. began_s, over_s: when it began to wait, and when it was found to be over."""
 
     until_s: float
+    began_s: float = 0.0
+    over_s: float | None = None
     watches: list[Watch] = field(default_factory=list)
     asked: Sequence[Asked] = ()
 
@@ -64,6 +70,8 @@ class Bringing:
         self._always = always
         self._clock = clock
         self._visits: dict[str, Visit] = {}
+        self._explained: dict[str, None] = {}  # requests that the log has, the latest last
+        self._declined: dict[str, None] = {}  # requests whose pages were counted
         self._brings = True
 
     @contextmanager
@@ -96,9 +104,10 @@ class Bringing:
         ready = _cuts(places, needs, READY)
         to_come = _cuts(places, needs, TO_COME)
         longest = to_come[-1] if to_come else 0
-        worth = self._num_worth(prompt, keys, longest)
+        worth = self._num_worth(prompt, keys, longest, self._tell(rid) if longest else None)
         if not worth and ready:  # where all is loaded or nothing, less may be worth it
             worth = self._num_worth(prompt, keys, ready[-1])
+        self._note_declined(rid, longest - worth)
         now = [cut for cut in ready if cut <= worth]
         wanted = max((cut for cut in to_come if cut <= worth), default=0)
         if wanted <= (now[-1] if now else 0):
@@ -109,13 +118,35 @@ class Bringing:
             end = prompt.num_cached + (len(keys) if asked else wanted) * self._page_size
             patience = patience_s(self._costs(), prompt.num_cached, end)
             until_s = visit.until_s if visit else self._clock() + patience
+            began_s = visit.began_s if visit else self._clock()
             watches = self._bring(keys[:wanted], places, needs) if wanted else []
-            self._visits[rid] = Visit(until_s, watches, asked)
+            self._visits[rid] = Visit(until_s, began_s, None, watches, asked)
             while len(self._visits) > MOST_VISITS:
                 self._visits.pop(next(iter(self._visits)))
         return now
 
-    def _num_worth(self, prompt: Prompt, keys: Sequence[bytes], longest: int) -> int:
+    def _note_declined(self, rid: str, num_pages: int) -> None:
+        """A request is looked up several times, and counts once."""
+        if num_pages and rid not in self._declined:
+            self._declined[rid] = None
+            self._caches[KV].ladder.account.planned(0, num_pages)
+            while len(self._declined) > MOST_VISITS:
+                self._declined.pop(next(iter(self._declined)))
+
+    def _tell(self, rid: str) -> Tell | None:
+        """What logs a request's decision; once, though it may be looked up in every step."""
+        if rid in self._explained or not logger.isEnabledFor(logging.DEBUG):
+            return None
+        self._explained[rid] = None
+        while len(self._explained) > MOST_VISITS:
+            self._explained.pop(next(iter(self._explained)))
+        return lambda decision: logger.debug(
+            "prompt request=%s %s", printable(rid), explain(decision)
+        )
+
+    def _num_worth(
+        self, prompt: Prompt, keys: Sequence[bytes], longest: int, tell: Tell | None = None
+    ) -> int:
         """How many of the first pages to load, rather than compute; ``longest`` at most."""
         if self._always or not longest:
             return longest
@@ -130,6 +161,7 @@ class Bringing:
             block_size=page_size if len(caches) == 1 else 0,
             bytes_per_block=sum(cache.bytes_per_block for cache in caches),
             num_staging_slots=caches[0].host.num_open,
+            tell=tell,
         )
         return max(0, (end - prompt.num_cached) // page_size)
 
@@ -158,7 +190,19 @@ class Bringing:
     def wait(self, rid: str) -> Wait:
         """What a request waits for; for nothing, when it is time to compute it."""
         visit = self._visits.get(rid)
-        return Wait.OVER if visit is None else visit.wait(self._clock())
+        if visit is None:
+            return Wait.OVER
+        wait = visit.wait(self._clock())
+        if wait is Wait.OVER and visit.over_s is None:
+            visit.over_s = self._clock()
+        return wait
+
+    def waited_s(self, rid: str) -> float:
+        """How long a request has waited for what was brought."""
+        visit = self._visits.get(rid)
+        if visit is None:
+            return 0.0
+        return (self._clock() if visit.over_s is None else visit.over_s) - visit.began_s
 
     def keep_only(self, rids: Collection[str]) -> None:
         """All other requests have gone."""

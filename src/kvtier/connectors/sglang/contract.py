@@ -4,7 +4,7 @@ version     what is new in it, for kvtier
 0.5.18      the storage back end's calls of today
 0.5.23      a back end is told that all host pools are known; where a prompt may be cut is a list,
             that ranks intersect; pools beside the KV may come as groups of blocks, which are
-            not served
+            not served; whole prompts are told of
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ OVERRIDDEN: Mapping[str, Mapping[str, Takes]] = {
 CALLED: Mapping[str, Mapping[str, Takes]] = {
     "PoolTransferResult": {"empty": Takes()},
     "HookRegistry": {"register": Takes("target, hook, hook_type")},
+    "Req": {"finished": Takes()},
 }
 BUILT: Mapping[str, tuple[str, ...]] = {
     "PoolTransferResult": ("kv_hit_pages", "extra_pool_hit_pages"),
@@ -65,9 +66,21 @@ READ: Mapping[str, tuple[str, ...]] = {
         "update_weights_from_tensor", "update_weights_from_ipc",
     ),
     "Scheduler": ("run_batch", "process_batch_result"),
-    "ScheduleBatch": ("forward_mode", "prefix_lens", "extend_lens"),
+    "ScheduleBatch": ("forward_mode", "prefix_lens", "extend_lens", "reqs"),
+    "Req": ("extra_key", "input_embeds", "origin_input_ids", "output_ids", "rid"),
     "HookType": ("AROUND", "REPLACE"),
 }  # fmt: skip
+
+OPTIONS = (
+    "--attention-backend", "--device", "--disable-cuda-graph", "--disable-overlap-schedule",
+    "--dtype", "--enable-cache-report", "--enable-hierarchical-cache",
+    "--enable-unified-cache-external-linker", "--grammar-backend", "--hicache-ratio",
+    "--hicache-storage-backend", "--hicache-storage-backend-extra-config", "--host",
+    "--max-total-tokens", "--mem-fraction-static", "--model-path", "--page-size", "--port",
+    "--sampling-backend", "--unified-cache-external-linker-backend",
+    "--unified-cache-external-linker-config",
+)  # fmt: skip
+"""That people are told to give, to either of both."""
 
 STORAGE = Contract(
     "SGLang",
@@ -91,6 +104,7 @@ STORAGE = Contract(
     called=CALLED,
     built=BUILT,
     read=READ,
+    options=OPTIONS,
 )
 """Of the storage back end."""
 
@@ -108,6 +122,7 @@ LINKER = Contract(
         f"{CACHE}/memory_pool.py",
         f"{CACHE}/swa_memory_pool.py",
         f"{CACHE}/unified_cache/unified_cache_linker.py",
+        f"{CACHE}/unified_cache/unified_tree_core_interface.py",
         f"{CACHE}/unified_radix_cache.py",
         "srt/managers/schedule_batch.py",
         "srt/managers/scheduler.py",
@@ -128,12 +143,22 @@ LINKER = Contract(
             "close": Takes(),
         },
         "Scheduler": {"get_new_batch_prefill": Takes("running_batch")},
-        "UnifiedCacheLinkerWrapper": {"match": Takes("key, req, result")},
+        "UnifiedCacheLinkerWrapper": {
+            "match": Takes("key, req, result"),
+            "_offload_node": Takes("node_id, transfers"),
+        },
     },
     called={
         "HookRegistry": CALLED["HookRegistry"],
-        "Req": {"init_next_round_input": Takes("tree_cache, cow_mamba")},
-        "UnifiedRadixCache": {"_all_reduce_attn_groups": Takes("tensor, op")},
+        "Req": {**CALLED["Req"], "init_next_round_input": Takes("tree_cache, cow_mamba")},
+        "UnifiedRadixCache": {
+            "_all_reduce_attn_groups": Takes("tensor, op"),
+            "get_prefix_hash_values": Takes("node_id"),
+        },
+        "UnifiedTreeCoreInterface": {
+            "get_hash_values": Takes("node_id"),
+            "snapshot_buffer_backup": Takes("node_id, pass_prefix_keys"),
+        },
     },
     read={
         "CacheInitParams": (
@@ -148,21 +173,55 @@ LINKER = Contract(
         "DevicePoolGroup": ("entries", "num_layers"),
         "MHATokenToKVPool": ("k_buffer", "v_buffer", "k_scale_buffer", "use_hnd"),
         "MLATokenToKVPool": ("kv_buffer",),
-        "MatchResult": ("device_prefix_len",),
+        "BufferBackupSnapshot": ("parent_last_hash",),
+        "MatchResult": ("device_prefix_len", "last_device_node"),
         "PoolTransfer": ("name", "device_indices", "keys", "hit_policy"),
         "PoolHitPolicy": ("ALL_PAGES", "TRAILING_PAGES"),
         "PoolName": ("KV", "SWA", "MAMBA"),
-        "Req": ("rid",),
+        "Req": READ["Req"],
+        "ScheduleBatch": READ["ScheduleBatch"],
         "SWAKVPool": ("full_kv_pool", "layers_mapping", "start_layer", "swa_kv_pool"),
         "Scheduler": (
             "process_batch_result", "run_batch", "tree_cache", "waiting_queue",
         ),
         "SchedulerWeightUpdaterManager": READ["SchedulerWeightUpdaterManager"],
-        "UnifiedCacheLinkerWrapper": ("cache_linker",),
-        "UnifiedRadixCache": ("linker",),
+        "UnifiedCacheLinkerWrapper": ("cache", "cache_linker"),
+        "UnifiedRadixCache": ("linker", "tree_core"),
     },
 )  # fmt: skip
 """Of the linker."""
+
+TELLING = Contract(
+    "SGLang",
+    "sglang",
+    "0.5.23",
+    "0.5.23",
+    ("0.5.23",),
+    (
+        f"{CACHE}/base_prefix_cache.py",
+        f"{CACHE}/radix_cache.py",
+        f"{CACHE}/unified_cache/unified_tree_core_interface.py",
+        f"{CACHE}/unified_radix_cache.py",
+    ),
+    overridden={
+        "UnifiedRadixCache": {
+            "prefetch_from_storage": Takes(
+                "request, last_host_node_id, new_input_tokens, last_hash=, prefix_keys=, "
+                "matched_prefix_tokens=, extra_key=, cache_salt=, storage_hit_end="
+            ),
+        },
+    },
+    called={
+        "RadixKey": {"page_aligned": Takes("page_size")},
+        "UnifiedRadixCache": {"get_prefix_hash_values": Takes("node_id")},
+        "UnifiedTreeCoreInterface": {"get_hash_values": Takes("node_id")},
+    },
+    read={
+        "CacheRequestHandle": ("attempt_id", "rid"),
+        "UnifiedRadixCache": ("page_size", "tree_core"),
+    },
+)
+"""Of what tells the storage back end's policy of whole prompts."""
 
 COPIES = Contract(
     "SGLang",

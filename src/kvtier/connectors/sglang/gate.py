@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvtier.connectors.sglang.asking import keys_up_to
 from kvtier.connectors.sglang.waits import Wait
 
 if TYPE_CHECKING:  # a process that does not ask for kvtier pays for nothing
@@ -98,7 +100,12 @@ class Gate:
 
 def hooks() -> dict[str, Callable[..., Any]]:
     """What stands around SGLang's own, by its full name; each is given that first."""
-    return {f"{SCHEDULER}.get_new_batch_prefill": _choose, f"{WRAPPER}.match": _match}
+    return {f"{SCHEDULER}.get_new_batch_prefill": _choose, **told_by()}
+
+
+def told_by() -> dict[str, Callable[..., Any]]:
+    """Those of them that tell of prompts."""
+    return {f"{WRAPPER}.match": _match, f"{WRAPPER}._offload_node": _offload_node}
 
 
 def _linker(wrapper: Any) -> Any:
@@ -117,6 +124,23 @@ def _choose(choose: Callable[..., Any], scheduler: Any, running_batch: Any) -> A
 
 def _match(match: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any) -> Any:
     linker = _linker(wrapper)
+    if linker is None:
+        return match(wrapper, key, req, result)
+    node, num_cached = result.last_device_node, result.device_prefix_len
+    linker.note_prompt(num_cached, len(key))
+    before = partial(keys_up_to, wrapper.cache, node)
+    with linker.asking.looking_up(req, num_cached, before):
+        return match(wrapper, key, req, result)
+
+
+def _offload_node(offload: Callable[..., Any], wrapper: Any, node: Any, transfers: Any) -> Any:
+    linker = _linker(wrapper)
     if linker is not None:
-        linker.note_prompt(result.device_prefix_len, len(key))
-    return match(wrapper, key, req, result)
+        linker.asking.note_node(partial(_key_before, wrapper.cache.tree_core, node))
+    return offload(wrapper, node, transfers)
+
+
+def _key_before(core: Any, node: Any) -> str | None:
+    """Of the page in front of a node's; None at the beginning of a prompt."""
+    found = core.snapshot_buffer_backup(node, False)
+    return None if found is None else found.parent_last_hash

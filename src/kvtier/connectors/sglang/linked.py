@@ -10,6 +10,7 @@ from kvtier.connectors.sglang.identity import folder_of, pool_facts
 from kvtier.connectors.sglang.ranks import RankConfig, replica_of
 from kvtier.connectors.sglang.room import room, slot_bytes
 from kvtier.connectors.sglang.settings import LinkerSettings
+from kvtier.connectors.sglang.telling import told_metrics
 from kvtier.connectors.shared.names import Names
 from kvtier.connectors.shared.opening import open_disk, open_store
 from kvtier.connectors.shared.pool_cache import PoolCache
@@ -35,12 +36,13 @@ def link(
     names: Names,
     device: Device,
     engine: TransferEngine,
+    policy: str,
 ) -> Mapping[str, Linked]:
     """Host memory for each pool, a slab where the settings name a disk, and stores, by the pool's
     name.
 
-    options: SGLang's ``ServerArgs``. engine: copies for ``device``. Raises ``ConfigError`` for room
-    that can't be had.
+    options: SGLang's ``ServerArgs``. engine: copies for ``device``. policy: says what leaves first.
+    Raises ``ConfigError`` for room that can't be had.
     """
     page_bytes = {pool.name: pool.page_bytes for pool in pools}
     in_host = room("host_capacity", settings.host_bytes, config, options, page_bytes)
@@ -71,6 +73,8 @@ def link(
             names.digest_of_part(_facts(config, pool)),
             settings.bytes_per_day,
             settings.lookup_deadline_s,
+            policy,
+            told_metrics(config, pool.name),
         )
         linked[pool.name] = Linked(pool, cache)
     return linked

@@ -24,21 +24,24 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from kvtier.connectors.sglang import gate, new_weights, prefill
+from kvtier.connectors.sglang.asking import Asking, policy_of
 from kvtier.connectors.sglang.bringing import Bringing, Prompt
 from kvtier.connectors.sglang.device_pools import KV, DevicePool, find_pools
 from kvtier.connectors.sglang.identity import engine_digest, page_keys, sources
 from kvtier.connectors.sglang.layer_counter import LayerCounter
 from kvtier.connectors.sglang.linked import Linked, link
+from kvtier.connectors.sglang.loading import Loading
 from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
 from kvtier.connectors.sglang.plugin import tell_missing
 from kvtier.connectors.sglang.prefill import WATCH
-from kvtier.connectors.sglang.ranks import RankConfig
+from kvtier.connectors.sglang.ranks import RankConfig, replica_of
+from kvtier.connectors.sglang.recorded import open_recording
 from kvtier.connectors.sglang.refusals import refuse, refuse_linked
 from kvtier.connectors.sglang.settings import LinkerSettings
 from kvtier.connectors.shared.names import Names
-from kvtier.connectors.shared.pool_cache import Load, Store
+from kvtier.connectors.shared.pool_cache import Store
 from kvtier.devices import find_device
-from kvtier.keyed_cache import Place
+from kvtier.ladder import Account
 from kvtier.transfer import TransferEngine
 
 logger = logging.getLogger(__name__)
@@ -59,24 +62,6 @@ class Offload:
     @property
     def done(self) -> bool:
         return all(store.done for _, store in self.stores)
-
-
-@dataclass(slots=True)
-class Queued:
-    """What a request wants loaded: by pool, keys and pages of the device. is_whole: all of it is
-    there."""
-
-    parts: list[tuple[Linked, list[bytes], list[int]]] = field(default_factory=list)
-    is_whole: bool = False
-
-
-@dataclass(slots=True)
-class Batch:
-    """Loads that one forward follows, by pool; is_whole: everything was there that was asked
-    for."""
-
-    loads: list[tuple[Linked, Load]] = field(default_factory=list)
-    is_whole: bool = True
 
 
 class KvtierLinker(UnifiedCacheLinker):
@@ -107,7 +92,14 @@ class KvtierLinker(UnifiedCacheLinker):
         self._names.settle(sources(server_args, config))
         self._engine = self._start_engine(pools)
         self._linked = link(
-            pools, settings, config, server_args, self._names, self._device, self._engine
+            pools,
+            settings,
+            config,
+            server_args,
+            self._names,
+            self._device,
+            self._engine,
+            policy_of(settings, server_args, [pool.name for pool in pools], gate.told_by()),
         )
         self.pools = {PoolName(name): each.pool for name, each in self._linked.items()}
         self.layer_done_counter = LayerCounter()
@@ -116,15 +108,15 @@ class KvtierLinker(UnifiedCacheLinker):
         caches = {name: each.cache for name, each in self._linked.items()}
         self._bringing = Bringing(caches, self._page_size, settings.always_loads)
         self.gate = gate.Gate(self._bringing)
+        self.asking = Asking(caches[KV].cache, self._page_size)
         self._prompt = Prompt(0, 0)
-        self._promised: dict[str, Sequence[bytes]] = {}
-        self._queued: dict[str, Queued] = {}
-        self._batches: dict[int, Batch] = {}
-        self._num_batches = 0
-        self._has_waited = False
+        self._loading = Loading(
+            self._linked, self._page_size, self.layer_done_counter, self._after_forward
+        )
         self._is_closed = False
         self._offloads: deque[Offload] = deque()
         self._depths: dict[bytes, int] = {}
+        self._recording = open_recording(settings, config, self._page_size, replica_of())
         WATCH.listen(self._observe_prefill)
         NEW_WEIGHTS.listen(self)
         tell_missing(WATCH.hooks(), prefill.LOSS)
@@ -144,6 +136,10 @@ class KvtierLinker(UnifiedCacheLinker):
 
     # -- what is there -----------------------------------------------------------------------------
 
+    @property
+    def _account(self) -> Account:
+        return self._linked[KV].cache.ladder.account
+
     def note_prompt(self, num_cached: int, num_tokens: int) -> None:
         """The next look-up is of a prompt of so many tokens, the first of which the device has."""
         self._prompt = Prompt(num_cached, num_tokens)
@@ -156,12 +152,13 @@ class KvtierLinker(UnifiedCacheLinker):
             return []
 
     def _look_up(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        self._let_go()
         prompt, self._prompt = self._prompt, Prompt(0, 0)
+        self._loading.look_up(prompt.num_cached)
         needs = _needs(transfers)
         if needs is None or needs.keys() != self._linked.keys():
             return []
         keys = page_keys(next(each for each in transfers if each.name == PoolName.KV).keys)
+        self.asking.look_up(keys)
         looks = {
             name: each.cache.cache.find_or_ask(keys, has_gaps=name != KV)
             for name, each in self._linked.items()
@@ -171,7 +168,7 @@ class KvtierLinker(UnifiedCacheLinker):
         cuts = self._bringing.cuts(rid, prompt, keys, places, needs, asked)
         num_there = cuts[-1] if cuts else 0
         self._remember(keys[num_there:], prompt.num_cached // self._page_size + num_there)
-        self._promise(keys[:num_there], places)
+        self._loading.promise(keys[:num_there], places)
         return cuts
 
     def _remember(self, keys: Sequence[bytes], first: int) -> None:
@@ -180,19 +177,6 @@ class KvtierLinker(UnifiedCacheLinker):
             self._depths.clear()
         self._depths.update(zip(keys, range(first, first + len(keys)), strict=True))
 
-    def _promise(self, keys: Sequence[bytes], places: Mapping[str, Sequence[Place]]) -> None:
-        """What SGLang may load now stays until it does, or looks something else up: between both
-        nothing else happens. Other ranks may have less: all that is in memory stays."""
-        for name, linked in self._linked.items():
-            pairs = zip(keys, places[name], strict=False)
-            self._promised[name] = [key for key, place in pairs if place is Place.MEMORY]
-            linked.cache.cache.hold(self._promised[name])
-
-    def _let_go(self) -> None:
-        for name, keys in self._promised.items():
-            self._linked[name].cache.cache.release(keys)
-        self._promised.clear()
-
     # -- to the device -----------------------------------------------------------------------------
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
@@ -200,53 +184,17 @@ class KvtierLinker(UnifiedCacheLinker):
         wanted = [each for each in transfers if each.keys and each.device_indices is not None]
         if not wanted:
             return False
-        self.cancel_queued_load(rid)
-        self._queued[rid] = queued = Queued()
-        try:
-            for each in wanted:
-                queued.parts.append(self._queue(each))
-            queued.is_whole = True
-        except Exception:
-            logger.exception("kvtier: a load can't begin, its request fails rid=%s", rid)
-        self._let_go()
+        self._loading.queue(rid, wanted, self._bringing.waited_s(rid))
         return True
 
-    def _queue(self, transfer: PoolTransfer) -> tuple[Linked, list[bytes], list[int]]:
-        linked, keys = self._linked[transfer.name.value], page_keys(transfer.keys)
-        pages = linked.pool.pages(transfer.device_indices)
-        places = linked.cache.cache.find_all(keys)
-        if any(place is not Place.MEMORY for place in places):
-            raise LookupError(f"pages of pool {transfer.name} have left host memory")
-        linked.cache.cache.hold(keys)
-        return linked, keys, pages
-
     def cancel_queued_load(self, rid: str) -> bool:
-        queued = self._queued.pop(rid, None)
-        for linked, keys, _ in queued.parts if queued else ():
-            linked.cache.cache.release(keys)
-        return queued is not None
+        return self._loading.cancel(rid)
 
     def start_layer_wise_loading(self) -> int:
-        if not self._queued:
-            return -1
-        queued, self._queued = list(self._queued.values()), {}
-        parts = [part for each in queued for part in each.parts]
-        batch = Batch(is_whole=all(each.is_whole for each in queued))
-        index = self._num_batches
-        self._num_batches += 1
-        self._batches[index] = batch
-        try:
-            with self._after_forward():
-                for linked, keys, pages in _by_pool(parts):
-                    batch.loads.append((linked, linked.cache.load(keys, pages)))
-        except Exception:
-            logger.exception("kvtier: a load could not be begun")
-            batch.is_whole = False
-        finally:
-            for linked, keys, _ in parts:
-                linked.cache.cache.release(keys)
-        self.layer_done_counter.begin(index, [load.job for _, load in batch.loads])
-        return index
+        return self._loading.begin()
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        return self._loading.finish(counter_index)
 
     @contextmanager
     def _after_forward(self) -> Iterator[None]:
@@ -257,18 +205,6 @@ class KvtierLinker(UnifiedCacheLinker):
             return
         with torch.get_device_module(self.forward_stream.device.type).stream(self.forward_stream):
             yield
-
-    def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        self.layer_done_counter.end(counter_index)
-        batch = self._batches.pop(counter_index, None)
-        if batch is None:
-            return True
-        self._has_waited = True
-        are_there = batch.is_whole
-        for linked, load in batch.loads:
-            load.job.wait()
-            are_there &= linked.cache.end_load(load)
-        return are_there
 
     # -- from the device ---------------------------------------------------------------------------
 
@@ -283,7 +219,9 @@ class KvtierLinker(UnifiedCacheLinker):
                 depths: dict[bytes, int] = {}
                 for each in wanted:
                     linked, keys = self._linked[each.name.value], page_keys(each.keys)
-                    depths = depths or dict(zip(keys, self._depths_of(keys), strict=True))
+                    if not depths:
+                        self.asking.store(keys, self._depths)
+                        depths = dict(zip(keys, self._depths_of(keys), strict=True))
                     pages, at = linked.pool.pages(each.device_indices), [depths[k] for k in keys]
                     offload.stores.append((linked, linked.cache.store(keys, at, pages)))
             offload.is_whole = True
@@ -317,9 +255,8 @@ class KvtierLinker(UnifiedCacheLinker):
     # -- upkeep ------------------------------------------------------------------------------------
 
     def _observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
-        has_waited, self._has_waited = self._has_waited or bool(self._batches), False
-        if not has_waited:  # for layers, too
-            self._linked[KV].cache.ladder.costs.observe_prefill(num_before, num_tokens, seconds)
+        if not self._loading.take_waits():  # else it may be the time for layers, too
+            self._account.observe_prefill(num_before, num_tokens, seconds)
 
     def before_new_weights(self) -> None:
         """Pages of the old weights are forgotten: SGLang's keys stay the same. Of what is under way
@@ -327,7 +264,7 @@ class KvtierLinker(UnifiedCacheLinker):
         self._wait_for_copies()
         for offload in self._offloads:
             offload.is_whole = False
-        self._promised.clear()
+        self._loading.forget_promised()
         for linked in self._linked.values():
             linked.cache.cache.clear()
         self._names.forget()
@@ -338,20 +275,15 @@ class KvtierLinker(UnifiedCacheLinker):
 
     def _wait_for_copies(self) -> None:
         """From the device and to it."""
-        loads = (load.job for batch in self._batches.values() for _, load in batch.loads)
         stores = (store.job for each in self._offloads for _, store in each.stores)
-        for job in (*loads, *stores):
+        for job in (*self._loading.jobs(), *stores):
             if job is not None:
                 job.wait()
 
     def reset(self) -> None:
         """The device's pages mean nothing any more; what is kept below them stays."""
         self._wait_for_copies()
-        self._let_go()
-        for rid in list(self._queued):
-            self.cancel_queued_load(rid)
-        for index in list(self._batches):
-            self.finish_layer_wise_loading(index)
+        self._loading.reset()
         while self._offloads:
             self.pop_completed_offload()
         self._bringing.forget()
@@ -363,6 +295,8 @@ class KvtierLinker(UnifiedCacheLinker):
         self.reset()
         WATCH.leave(self._observe_prefill)
         NEW_WEIGHTS.leave(self)
+        if self._recording is not None:
+            self._recording.close()
         self._names.close()
         is_over = self._engine.close(DRAIN_S)
         for linked in self._linked.values():
@@ -383,15 +317,3 @@ def _needs(transfers: Sequence[PoolTransfer]) -> dict[str, int] | None:
         else:
             return None
     return needs
-
-
-def _by_pool(
-    parts: Sequence[tuple[Linked, list[bytes], list[int]]],
-) -> Iterator[tuple[Linked, list[bytes], list[int]]]:
-    """What all requests want of each pool, in one."""
-    found: dict[str, tuple[Linked, list[bytes], list[int]]] = {}
-    for linked, keys, pages in parts:
-        _, all_keys, all_pages = found.setdefault(linked.pool.name, (linked, [], []))
-        all_keys += keys
-        all_pages += pages
-    yield from found.values()

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
 
+from kvtier.telemetry.logs import log_in_engine
+
 logger = logging.getLogger(__name__)
 
 COPIES_VARIABLE = "KVTIER_SGLANG_COPIES"
@@ -23,6 +25,7 @@ def register() -> None:
     bring the copies that SGLang lacks on a CPU, or, to those who ask for them, on Ascend. Called
     whether kvtier is asked for or not: so it never raises, and what it hooks passes on what nobody
     listens to."""
+    log_in_engine(logging.root)
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
         from sglang.srt.utils import is_cpu
@@ -45,10 +48,13 @@ def around() -> Hooks:
     """Those that stand around SGLang's own; none for what an older one does not have."""
     from kvtier.connectors.sglang import gate
     from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
+    from kvtier.connectors.sglang.prefetches import PREFETCHES
     from kvtier.connectors.sglang.prefill import WATCH
 
     found = {**WATCH.hooks(), **NEW_WEIGHTS.hooks()}
-    return {**found, **gate.hooks()} if find_spec(gate.LINKER) else found
+    if not find_spec(gate.LINKER):
+        return found
+    return {**found, **gate.hooks(), **PREFETCHES.hooks()}
 
 
 def on_ascend() -> Hooks:
@@ -75,9 +81,13 @@ def on_ascend() -> Hooks:
 
 def tell_missing(hooks: Hooks, loss: str) -> None:
     """SGLang logs a hook that failed among much else: say what is lost by it."""
-    missing = [name for name, hook in hooks.items() if not _has_taken(name, hook)]
-    if missing:
-        logger.warning("kvtier's hooks did not take: %s; %s", ", ".join(missing), loss)
+    if names := missing(hooks):
+        logger.warning("kvtier's hooks did not take: %s; %s", ", ".join(names), loss)
+
+
+def missing(hooks: Hooks) -> list[str]:
+    """Those that did not take, by name."""
+    return [name for name, hook in hooks.items() if not _has_taken(name, hook)]
 
 
 def _has_taken(name: str, hook: Callable[..., Any]) -> bool:

@@ -1,4 +1,5 @@
-"""What SGLang's steps take: hooks around its scheduler's, for the planner."""
+"""What SGLang's steps take, for the planner, and which requests end in them, for the recorder:
+hooks around its scheduler's."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from typing import Any
 
 from kvtier.plan.steps import Observe, StepClock
 
-LOSS = "what prefill takes is not known, and all KV that is found is loaded"
+LOSS = "what prefill takes is not known, all KV that is found is loaded, and nothing is recorded"
 """Where the hooks did not take."""
+Ended = Callable[[Any], None]
+"""Told of each of SGLang's ``Req`` that was computed and is over. Does not raise."""
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 MOST_STEPS = 16
 """That have begun and not ended; more were forgotten by SGLang."""
@@ -23,6 +26,7 @@ class PrefillWatch:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._listeners: list[Observe] = []
+        self._ended: list[Ended] = []
         self._steps = StepClock(self._tell)
         self._begun: OrderedDict[int, int] = OrderedDict()  # by the result that stands for it
 
@@ -33,6 +37,14 @@ class PrefillWatch:
     def leave(self, observe: Observe) -> None:
         """And no more."""
         self._listeners.remove(observe)
+
+    def listen_to_ends(self, ended: Ended) -> None:
+        """Somebody wants to know of requests; on the scheduler's thread."""
+        self._ended.append(ended)
+
+    def leave_ends(self, ended: Ended) -> None:
+        """And no more."""
+        self._ended.remove(ended)
 
     def hooks(self) -> dict[str, Callable[..., Any]]:
         """What stands around SGLang's own, by its full name; each is given that first."""
@@ -56,7 +68,12 @@ class PrefillWatch:
     def _process_batch_result(
         self, process: Callable[..., Any], scheduler: Any, batch: Any, result: Any
     ) -> Any:
+        going = [req for req in batch.reqs if not req.finished()] if self._ended else ()
         done = process(scheduler, batch, result)
+        for req in going:
+            if req.finished():
+                for ended in self._ended:
+                    ended(req)
         if self._listeners:
             # A step without a number has ended, too: the next one did not begin before.
             self._steps.end(self._begun.pop(id(result), 0), self._clock())

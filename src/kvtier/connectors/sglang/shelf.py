@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from kvtier.connectors.sglang.identity import StorageConfig, folder_of, is_replicated, page_keys
 from kvtier.connectors.sglang.pages import Pages
 from kvtier.connectors.sglang.settings import StorageSettings
+from kvtier.connectors.sglang.telling import told_metrics
 from kvtier.connectors.shared.opening import open_disk, open_store
 from kvtier.connectors.shared.slab_calls import SlabCalls
 from kvtier.connectors.shared.slab_reads import SlabReads
+from kvtier.index.policies.replayed import LRU
 from kvtier.layout import opaque
+from kvtier.telemetry import Metrics
 from kvtier.tiers import Pieces, StorageTier
 from kvtier.tiers.disk import DiskReader, goes_straight
 
@@ -45,30 +48,42 @@ def open_shelf(
     capacity_bytes: int,
     digest: Callable[[], bytes],
     replica: int = 0,
+    policy: str = LRU,
 ) -> Shelf:
     """The slab of a rank's pool, or a look into that of the rank that writes for all. Raises
     ``ConfigError`` for settings that can't be used, and for a slab that somebody else has; a disk
-    that can't be read is left alone, and SGLang serves without it."""
-    group = opaque(pages.num_bytes)
+    that can't be read is left alone, and SGLang serves without it.
+
+    policy: says what leaves first; all but LRU are told of requests.
+    """
+    group, metrics = opaque(pages.num_bytes), told_metrics(config, name)
     if settings.stores:
         (location,) = settings.stores
         store = open_store(location, group, capacity_bytes, pages.memory)
-        return Shelf(pages, _calls(settings, store, pages, digest))
+        return Shelf(pages, _calls(settings, store, pages, digest, metrics, policy))
     options = settings.disk_options(folder_of(config, name, replica), capacity_bytes)
     if is_replicated(config, name) and config.tp_rank > 0:
         return Shelf(pages, SlabReads(DiskReader(options, group), digest))
     disk = open_disk(options, group, pages.memory if goes_straight(pages.sizes) else None)
-    return Shelf(pages, _calls(settings, disk, pages, digest))
+    return Shelf(pages, _calls(settings, disk, pages, digest, metrics, policy))
 
 
 def _calls(
-    settings: StorageSettings, tier: StorageTier, pages: Pages, digest: Callable[[], bytes]
+    settings: StorageSettings,
+    tier: StorageTier,
+    pages: Pages,
+    digest: Callable[[], bytes],
+    metrics: Metrics,
+    policy: str,
 ) -> SlabCalls:
     return SlabCalls(
         tier,
         pages.sizes.tolist(),
         digest,
         hold_s=settings.hold_s,
-        block_tokens=0 if settings.always_loads else pages.page_size,
+        block_tokens=pages.page_size,
+        always_loads=settings.always_loads,
+        policy=policy,
         bytes_per_day=settings.bytes_per_day,
+        metrics=metrics,
     )

@@ -21,15 +21,18 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils import is_cpu
 
-from kvtier.connectors.sglang import cpu_copies, new_weights, prefill
+from kvtier.connectors.sglang import cpu_copies, new_weights, prefetches, prefill
+from kvtier.connectors.sglang.asking import policy_of
 from kvtier.connectors.sglang.hits import SidePool, common_hits
 from kvtier.connectors.sglang.identity import engine_digest, pool_facts, sources
 from kvtier.connectors.sglang.moves import Moves
 from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
 from kvtier.connectors.sglang.pages import HostPool, Pages
 from kvtier.connectors.sglang.plugin import tell_missing
+from kvtier.connectors.sglang.prefetches import PREFETCHES, Joining
 from kvtier.connectors.sglang.prefill import WATCH
 from kvtier.connectors.sglang.ranks import replica_of
+from kvtier.connectors.sglang.recorded import Recording, open_recording
 from kvtier.connectors.sglang.refusals import refuse
 from kvtier.connectors.sglang.room import room
 from kvtier.connectors.sglang.settings import StorageSettings
@@ -67,6 +70,8 @@ class KvtierStorage(HiCacheStorage):
         self._shelves: dict[str, Shelf] = {}
         self._said: set[str] = set()
         self._moves = Moves()
+        self._recording: Recording | None = None
+        self._joining: Joining | None = None
         self._names = Names(self._engine_digest, self._settings.namespace)
 
     def _engine_digest(self, weights: str) -> bytes:
@@ -92,8 +97,15 @@ class KvtierStorage(HiCacheStorage):
         name = "storage_capacity" if self._settings.stores else "disk_capacity"
         num_bytes = self._settings.size(name)
         room_of = room(name, num_bytes, self._config, self._options, page_bytes)
+        policy = policy_of(self._settings, self._options, pages, prefetches.told_by())
         for name, each in pages.items():
-            self._shelves[name] = self._open(name, each, room_of[name])
+            self._shelves[name] = self._open(name, each, room_of[name], policy)
+        self._recording = open_recording(
+            self._settings, self._config, pages[KV].page_size, replica_of()
+        )
+        if self._shelves[KV].calls.learns:
+            self._joining = Joining(self._shelves[KV].calls.asked, pages[KV].page_size)
+            PREFETCHES.listen(self._joining.note)
         WATCH.listen(self._observe_prefill)
         NEW_WEIGHTS.listen(self)
         tell_missing(WATCH.hooks(), prefill.LOSS)
@@ -104,7 +116,7 @@ class KvtierStorage(HiCacheStorage):
     def _observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
         self._shelves[KV].calls.observe_prefill(num_before, num_tokens, seconds)
 
-    def _open(self, name: str, pages: Pages, capacity_bytes: int) -> Shelf:
+    def _open(self, name: str, pages: Pages, capacity_bytes: int, policy: str) -> Shelf:
         facts = pool_facts(self._config, name, self._pools[name], pages.sizes.tolist())
         return open_shelf(
             self._settings,
@@ -114,6 +126,7 @@ class KvtierStorage(HiCacheStorage):
             capacity_bytes,
             self._names.digest_of_part(facts),
             replica_of(),
+            policy,
         )
 
     def _shelf(self, name: str = KV) -> Shelf:
@@ -122,6 +135,8 @@ class KvtierStorage(HiCacheStorage):
     def _opened(self) -> dict[str, Shelf]:
         if not self._shelves:  # before 0.5.23 nobody says that all pools are known
             self.on_host_pools_registered()
+        if self._joining is not None:
+            self._joining.tell()
         return self._shelves
 
     # -- what SGLang's controller calls ------------------------------------------------------------
@@ -307,6 +322,12 @@ class KvtierStorage(HiCacheStorage):
         if self._shelves:
             WATCH.leave(self._observe_prefill)
             NEW_WEIGHTS.leave(self)
+        if self._joining is not None:
+            PREFETCHES.leave(self._joining.note)
+            self._joining = None
+        if self._recording is not None:
+            self._recording.close()
+            self._recording = None
         self._names.close()
         while self._shelves:
             _, shelf = self._shelves.popitem()

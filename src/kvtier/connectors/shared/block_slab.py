@@ -16,10 +16,12 @@ from kvtier.connectors.shared.holds import Holds
 from kvtier.connectors.shared.row_cache import Look, RowCache
 from kvtier.errors import ConfigError, TierError
 from kvtier.index import make_key_index
+from kvtier.index.policies.replayed import LRU
 from kvtier.keyed_cache import Change, Place
-from kvtier.ladder import Asked, Ladder, LadderOptions
+from kvtier.ladder import Account, Asked, Ladder, LadderOptions
 from kvtier.plan import CostModel, Costs
 from kvtier.plan.worth import is_worth_loading
+from kvtier.telemetry import Metrics
 from kvtier.tiers import LentMemory, MemoryTier, StorageTier
 from kvtier.tiers.row import rooms_of
 from kvtier.transfer import LocalMover
@@ -40,27 +42,16 @@ END_WAIT_S = 90.0
 
 
 @dataclass(frozen=True, slots=True)
-class SlabCounts:
-    """Blocks since the last ``take_counts``. lost: were not there any more, or not as they were.
-    refused: had no room, or came faster than the disk writes, or while it was left alone.
-    over_budget: beyond the day's writes. failed: could not be written."""
-
-    evicted: int = 0
-    lost: int = 0
-    refused: int = 0
-    over_budget: int = 0
-    failed: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class FinishedJob:
     """keys: of a load that are in place, or of a store that were written for it. is_whole: all that
-    was asked for is in place, or in the slab. seconds: from the start, time in line included."""
+    was asked for is in place, or in the slab. left_out: of a store, that were not written, for
+    they are not worth their room. seconds: from the start, time in line included."""
 
     job_id: int
     is_load: bool
     keys: list[bytes]
     is_whole: bool
+    left_out: list[bytes]
     seconds: float
 
 
@@ -68,7 +59,7 @@ class FinishedJob:
 class _Job:
     """A job. asked: its blocks. placed: those of them whose rows are lent. moving: those
     that are on their way, or wait for it. waiting: ``moving``, from the first that has not
-    ended."""
+    ended. left_out: those that are not worth their room."""
 
     job_id: int
     is_load: bool
@@ -77,20 +68,22 @@ class _Job:
     moving: list[bytes]
     began_s: float
     waiting: deque[bytes] = field(init=False)
+    left_out: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.waiting = deque(self.moving)
 
 
 class BlockSlab:
-    """A storage tier as a cache of jobs: the block that was used least recently leaves first.
+    """A storage tier as a cache of jobs: the block that was used least recently leaves first, or
+    the one that another policy chooses, by the requests that it was told of.
 
     rows: the engine's host memory, in slots of a block each. digest: of the namespace that the
     blocks belong to, 32 bytes; while it is empty nobody knows what they are called: none is found,
     and none is stored. most_queued: blocks that may wait for the disk; more are refused, since each
-    of them holds a row. bytes_per_day, lookup_patience_s: see
-    ``LadderOptions``. tells_changes: whether
-    ``take_changes`` is called. clock: seconds.
+    of them holds a row. bytes_per_day, lookup_patience_s: see ``LadderOptions``. tells_changes:
+    whether ``take_changes`` is called. policy: all but LRU want ``asked`` to be called. metrics:
+    what is counted; nothing shows it where there are none. clock: seconds.
 
     The caller guarantees
         one thread calls; the rows of a job stay as they are until the job is finished; no block is
@@ -111,6 +104,8 @@ class BlockSlab:
         piece_bytes: int = PIECE_BYTES,
         lookup_patience_s: float = 0.0,
         tells_changes: bool = True,
+        policy: str = LRU,
+        metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.digest = digest  # first: where it is wrong nothing was begun
@@ -120,7 +115,7 @@ class BlockSlab:
         self._memory = rows.name
         self._clock = clock
         self._mover = LocalMover(tiers, None, clock)
-        self._index = make_key_index(tuple(tiers), lambda: self.digest)
+        self._index = make_key_index(tuple(tiers), lambda: self.digest, (tier.name,), policy)
         self._ladder = Ladder(
             self._index,
             rooms_of(tiers),
@@ -132,14 +127,15 @@ class BlockSlab:
                 lookup_patience_s=lookup_patience_s,
             ),
             clock=clock,
+            metrics=metrics or Metrics(is_exposed=False),
         )
         self._cache = RowCache(rows, self._index, self._ladder, lambda: self.digest, clock)
         self._most_queued = max(1, most_queued)
         self._num_queued = 0
         self._tells_changes = tells_changes
         self._changes: list[Change] = []
-        self._num_gone = 0
         self._jobs: list[_Job] = []
+        self._ladder.tell_of_left_out(self._note_left_out)
         self._holds = Holds(self._index, tier.name, tier.num_blocks // HELD_SHARE)
 
     @property
@@ -211,6 +207,20 @@ class BlockSlab:
         """They are in the slab, and stay until ``until_s``, by ``clock``, or until ``let_go``."""
         self._holds.hold(blocks, until_s)
 
+    @property
+    def learns(self) -> bool:
+        """Whether a policy wants to hear of requests."""
+        return self._cache.learns
+
+    def asked(self, keys: Iterable[bytes]) -> None:
+        """A request begins; see ``KeyedCache.asked``."""
+        self._cache.asked(keys)
+
+    def continues(self, keys: Iterable[bytes], before: bytes) -> None:
+        """Blocks that no request has asked for, perhaps, come behind ``before``; see
+        ``KeyIndex.continues``."""
+        self._cache.continues(keys, before)
+
     def touch(self, keys: Collection[bytes]) -> None:
         """They were used just now. The first ones, the beginning of a prompt, leave last."""
         self._cache.touch(keys)
@@ -228,28 +238,9 @@ class BlockSlab:
 
     def _note_changes(self) -> None:
         """Called often enough that nothing piles up where nobody wants to know."""
-        changes = [each for each in self._cache.take_changes() if each.tier == self._tier.name]
-        self._num_gone += sum(len(each.keys) for each in changes if each.is_removed)
+        changes = self._cache.take_changes()
         if self._tells_changes:
-            self._changes += changes
-
-    def take_counts(self) -> SlabCounts:
-        """What happened since the last call."""
-        self._note_changes()
-        recent, disk = self._ladder.metrics.take_recent(), self._tier.name
-        num_gone, self._num_gone = self._num_gone, 0
-
-        def count(name: str, *labels: str) -> int:
-            return int(recent.get((name, labels), 0))
-
-        evicted = count("kvtier_evicted_blocks_total", disk)
-        return SlabCounts(
-            evicted=evicted,
-            lost=num_gone - evicted,
-            refused=count("kvtier_refused_blocks_total", disk),
-            over_budget=count("kvtier_unwritten_blocks_total", disk),
-            failed=count("kvtier_failed_blocks_total", self._memory, disk),
-        )
+            self._changes += [each for each in changes if each.tier == self._tier.name]
 
     # -- jobs --------------------------------------------------------------------------------------
 
@@ -318,7 +309,14 @@ class BlockSlab:
         if not job.is_load:
             self._num_queued -= len(job.moving)
             self.touch(job.asked)  # its pieces came one by one, the end of the prompt last
-        return FinishedJob(job.job_id, job.is_load, moved, is_whole, self._clock() - job.began_s)
+        seconds = self._clock() - job.began_s
+        return FinishedJob(job.job_id, job.is_load, moved, is_whole, job.left_out, seconds)
+
+    def _note_left_out(self, tier: str, blocks: Sequence[BlockId]) -> None:
+        keys = set(self._index.keys(blocks))
+        for job in self._jobs:
+            if not job.is_load:
+                job.left_out += keys.intersection(job.moving)
 
     def _poll(self) -> bool:
         """Notice what has ended. True while something waits or moves."""
@@ -336,8 +334,13 @@ class BlockSlab:
 
     @property
     def costs(self) -> CostModel:
-        """What reads and prefill took: to be told of more."""
+        """What reads and prefill took."""
         return self._ladder.costs
+
+    @property
+    def account(self) -> Account:
+        """To be told what prefill took, what was decided, and what was saved."""
+        return self._ladder.account
 
     def cost_snapshot(self) -> Costs:
         """What reads and prefill cost now, with the work that stands in line."""
@@ -384,6 +387,6 @@ class BlockSlab:
 
     def check_invariants(self) -> None:
         """Raise AssertionError where rows, blocks and leases don't add up."""
-        self._ladder.check_invariants(0)
+        self._cache.check_invariants()
         num_queued = sum(len(job.moving) for job in self._jobs if not job.is_load)
         assert self._num_queued == num_queued, "blocks wait for nobody"

@@ -41,7 +41,9 @@ class Contract:
     were run under. overridden: what the engine calls, and the connector has its own: what may be
     passed must be known. called: by the connector: they must take what it passes, and want nothing
     more. built: from the fields named, in this order. read: fields, attributes and members. files:
-    where these classes are, inside the package.
+    where these classes are, inside the package. options: of the engine's command line, that kvtier
+    prints or its guides name; not compared by ``differences``, for an engine without one of them
+    says so itself.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Contract:
     called: Mapping[str, Mapping[str, Takes]] = field(default_factory=dict)
     built: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     read: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
 
     @property
     def classes(self) -> list[str]:

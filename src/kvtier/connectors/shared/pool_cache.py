@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from kvtier.connectors.shared.paged_pool import GroupPages, LayerSteps, PagedPool
 from kvtier.devices import Direction
 from kvtier.index import make_key_index
+from kvtier.index.policies.replayed import LRU
 from kvtier.keyed_cache import KeyedCache, Place
 from kvtier.ladder import Ladder, LadderOptions
+from kvtier.telemetry import Metrics
 from kvtier.tiers import HostTier, MemoryTier, StorageTier
 from kvtier.tiers.row import rooms_of
 from kvtier.transfer import CopyJob, LocalMover, TransferEngine
@@ -58,7 +60,9 @@ class PoolCache:
     pool: of one group. ends: for each of the engine's layers, how many of the pool's shares belong
     to it or to those before it. storages: fastest first. engine: copies between the device and
     ``host``. digest: of the namespace, b"" while nobody knows it. bytes_per_day: of the disk.
-    lookup_deadline_s: how long somebody may wait to hear what a store has.
+    lookup_deadline_s: how long somebody may wait to hear what a store has. policy: says what leaves
+    each tier first; all but LRU follow from the requests that ``cache`` is told of. metrics: what
+    is counted; nothing shows it where there are none.
     """
 
     def __init__(
@@ -71,6 +75,8 @@ class PoolCache:
         digest: Callable[[], bytes],
         bytes_per_day: int = 0,
         lookup_deadline_s: float = 0.0,
+        policy: str = LRU,
+        metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         tiers: dict[str, MemoryTier | StorageTier] = {host.name: host}
@@ -83,7 +89,7 @@ class PoolCache:
         self._engine = engine
         self._mover = LocalMover(tiers, None, clock)
         self._mover.start()
-        index = make_key_index(tuple(tiers), digest)
+        index = make_key_index(tuple(tiers), digest, tuple(tiers), policy)
         self.ladder = Ladder(
             index,
             rooms_of(tiers),
@@ -96,6 +102,7 @@ class PoolCache:
             ),
             clock=clock,
             device=DEVICE,
+            metrics=metrics or Metrics(is_exposed=False),
         )
         self.cache = KeyedCache(index, self.ladder, digest, clock)
 
@@ -122,6 +129,8 @@ class PoolCache:
     def end_store(self, store: Store) -> bool:
         """It is done. Whether all that was asked for is in host memory, or was."""
         if store.job is not None and store.job.succeeded:
+            num_bytes = store.job.num_bytes
+            self.ladder.account.moved((DEVICE, HOST), num_bytes, store.job.seconds)
             new = set(store.new)
             mine = [
                 (key, depth)
@@ -159,7 +168,8 @@ class PoolCache:
         """It is done. Whether all of it has arrived."""
         if load.job.succeeded:
             seconds = load.job.seconds
-            self.ladder.costs.observe_copy((HOST, DEVICE), load.job.num_bytes, seconds)
+            self.ladder.account.moved((HOST, DEVICE), load.job.num_bytes, seconds)
+            self.ladder.account.observe_copy((HOST, DEVICE), load.job.num_bytes, seconds)
         self.cache.release(load.keys)
         return load.job.succeeded
 

@@ -92,6 +92,7 @@ class RowCache(KeyedCache):
         self._index.begin_write_all(blocks, self.memory, slots)
         self._index.commit_all(blocks, self.memory, self._clock())
         self._index.set_depths(blocks, depths)
+        self.ladder.returns.came(keys, blocks)
         self._use(blocks)
         for storage in self.ladder.storages:
             states = self._index.states_of(blocks, storage)
@@ -135,7 +136,7 @@ class RowCache(KeyedCache):
         in_line = np.array(self.ladder.are_in_line(blocks), bool)
         moving = (by_tier == State.WRITING).any(axis=1) | in_line
         stored = (by_tier[:, 1:] == State.READY).any(axis=1)
-        if self._lost or self._doubted:
+        if self._lost:
             for at, block in enumerate(blocks):
                 if block is not None and (in_memory[at] or stored[at]):
                     in_memory[at] &= not self._is_doubted(block)

@@ -12,6 +12,8 @@ from typing import ClassVar, Self
 
 from kvtier.config import check_storage, parse_size
 from kvtier.errors import ConfigError
+from kvtier.index.policies.replayed import POLICIES, RUNS
+from kvtier.recording import LEAST_BYTES
 from kvtier.tiers.disk import DiskOptions
 from kvtier.tiers.row import storage_names
 from kvtier.types import Durability, LoadPolicy, Verify
@@ -38,6 +40,7 @@ HINTS = {
     "str | None": "write it in quotes",
     "str | int": 'write for instance "200GiB", or bytes',
     "disk_path": "name a folder, or a list of folders",
+    "record": "name a file",
     "storage": 'write a URL such as "valkey://host", or a list of them',
 }
 """What to write for a kind of value, or for one setting."""
@@ -72,6 +75,11 @@ class Settings:
     namespace: str = ""
     """KV on disk is shared only under the same name: for what kvtier can't know of, such as weights
     that are in no file."""
+    record: str = ""
+    """File that requests are recorded to for ``kvtier replay``, as salted hashes, lengths and
+    times; "" for none."""
+    record_max_bytes: str | int = "1GiB"
+    """Space that the recording may take; older requests leave."""
 
     def __post_init__(self) -> None:
         for name, kind in CHOICES.items():
@@ -86,6 +94,8 @@ class Settings:
             )
         if self.bytes_per_day < 0:
             raise self.wrong(f"disk_bytes_per_day: {self.disk_bytes_per_day!r} is below 0")
+        if self.record_bytes < LEAST_BYTES:
+            raise self.wrong(f"record_max_bytes: {self.record_max_bytes!r} is below 1 MiB")
 
     @classmethod
     def wrong(cls, sentence: str) -> ConfigError:
@@ -123,6 +133,10 @@ class Settings:
         return self.size("disk_bytes_per_day")
 
     @property
+    def record_bytes(self) -> int:
+        return self.size("record_max_bytes")
+
+    @property
     def always_loads(self) -> bool:
         return self.load_policy == LoadPolicy.ALWAYS
 
@@ -157,15 +171,24 @@ def _is_text(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StoreSettings(Settings):
-    """Of those who keep KV where other servers find it, too."""
+    """Of those who keep KV where other servers find it, too, and have a policy for what leaves."""
 
     storage: str | list[str] = field(default="", repr=False)  # a password may be in it
     """Stores that other servers may share, fastest first: URLs such as "valkey://host"."""
     storage_capacity: str | int = "1TiB"
     """How much of what is in each store the engine knows of at a time."""
+    eviction_policy: str = RUNS
+    """Which KV leaves a full tier first: ``runs`` learns what is used again; ``lru``, what was used
+    longest ago; ``arc``, ``s3fifo``, ``lfuda`` and ``sieve`` are others' ways. Models with several
+    KV groups, or pools, have ``lru``."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
+        if self.eviction_policy not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise self.wrong(
+                f"eviction_policy can't be {self.eviction_policy!r}; use one of {known}"
+            )
         try:
             check_storage(self.stores)
             storage_names(self.stores, bool(self.disk_path))

@@ -13,12 +13,14 @@ from threading import Condition, Lock
 
 import numpy as np
 
-from kvtier.connectors.shared.block_slab import BlockSlab, FinishedJob, SlabCounts
+from kvtier.connectors.shared.block_slab import BlockSlab, FinishedJob
 from kvtier.connectors.shared.call_memory import CallMemory
 from kvtier.connectors.shared.row_cache import Look
 from kvtier.connectors.shared.spare_memory import SpareMemory
 from kvtier.errors import TierError
+from kvtier.index.policies.replayed import LRU
 from kvtier.plan import Costs
+from kvtier.telemetry import Metrics
 from kvtier.tiers import Pieces, StorageTier
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,8 @@ class SlabCalls:
     nobody knows it: nothing is found then, and nothing stored. hold_s: how long a block that was
     found stays for whoever asked. late_s: a read that takes longer means that nothing can be
     found for now. block_tokens: in a block, for a planner that leaves what is faster to compute
-    than to read; 0 for none. clock: seconds.
+    than to read, unless always_loads; 0 for none. policy, metrics: see ``BlockSlab``. clock:
+    seconds.
 
     The caller guarantees
         the memory of a call's blocks is alive and touched by nobody else until the call returns.
@@ -69,15 +72,20 @@ class SlabCalls:
         hold_s: float = 60.0,
         late_s: float = 5.0,
         block_tokens: int = 0,
+        always_loads: bool = False,
+        policy: str = LRU,
         bytes_per_day: int = 0,
+        metrics: Metrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.sizes = np.array(sizes, np.int64)
         self._digest = digest
+        self._tier_name = tier.name
         self._hold_s = hold_s
         self._late_s = late_s
         self._clock = clock
         self._block_tokens = block_tokens
+        self._always_loads = always_loads
         self._prefills: deque[tuple[int, int, float]] = deque(maxlen=MOST_PREFILLS)
         self._probed_s = clock()
         self.num_recomputed = 0
@@ -94,6 +102,8 @@ class SlabCalls:
             piece_bytes=PIECE_BYTES,
             lookup_patience_s=ANSWER_S,
             tells_changes=False,
+            policy=policy,
+            metrics=metrics,
             clock=clock,
         )
         self._lock = Lock()  # around the slab, which belongs to one thread at a time
@@ -105,6 +115,17 @@ class SlabCalls:
         self._tended_s, self._num_heard = -inf, 0
         self._snapshot: Costs | None = None
         self._slab.tell_of_ends(self._ring)
+
+    @property
+    def learns(self) -> bool:
+        """Whether a policy wants to hear of requests."""
+        return self._slab.learns
+
+    def asked(self, keys: Sequence[bytes]) -> None:
+        """A request begins: to be told once of each, with all of its prompt from the first block
+        on, where a policy learns."""
+        with self._lock:
+            self._slab.asked(keys)
 
     def num_found(self, keys: Sequence[bytes], num_before: int = 0) -> int:
         """How many of the first of ``keys`` there are; they stay for ``hold_s``, or until they are
@@ -151,8 +172,10 @@ class SlabCalls:
         """How many of the blocks that were found to tell of: all, or none where computing them is
         faster."""
         first, end = (num * self._block_tokens for num in (num_before, num_before + num_found))
-        if self._slab.is_worth_reading(self._costs(), num_found, first, end):
+        if self._always_loads or self._slab.is_worth_reading(self._costs(), num_found, first, end):
+            self._slab.account.planned(num_found, 0)
             return num_found
+        self._slab.account.planned(0, num_found)
         self.num_recomputed += num_found
         if self._clock() - self._probed_s >= PROBE_S and not self._probes:
             self._probed_s = self._clock()
@@ -177,9 +200,15 @@ class SlabCalls:
         before: the keys of the prompt that come before, which count as used as well.
         """
         done: list[bool] = []
+        began_s = self._clock()
         for at in range(0, len(keys), CALL_BLOCKS):
             some = slice(at, at + CALL_BLOCKS)
             done += self._load(keys[some], blocks.pick(some), [*before, *keys[:at]])
+        num = done.index(False) if False in done else len(done)
+        first, end = (self._block_tokens * each for each in (len(before), len(before) + num))
+        with self._lock:
+            self._slab.account.hit(self._tier_name, sum(done))
+            self._slab.account.saved(first, end, self._clock() - began_s)
         return done
 
     def _load(self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes]) -> list[bool]:
@@ -198,8 +227,9 @@ class SlabCalls:
     def store(
         self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes] = ()
     ) -> list[bool]:
-        """Write blocks that are not there yet; which are there now. Nothing is begun after a
-        failure: a prompt without its beginning is of no use.
+        """Write blocks that are not there yet; which are there now, or were left out, for they
+        are not worth their room. Nothing is begun after a failure: a prompt without its beginning
+        is of no use.
 
         keys: in prompt order. before: those of the prompt that come before.
         """
@@ -216,27 +246,26 @@ class SlabCalls:
         with self._lock:
             self._tend()
             self._slab.touch(prompt)  # what makes room for it is not its beginning
+            if self._slab.learns and before:
+                self._slab.continues(keys, before[-1])
             are_there = self._slab.look(keys).flags()
             new = [at for at, is_there in enumerate(are_there) if not is_there]
             slots = self._memory.place(blocks.pick(new))
             job = next(self._jobs)
             depths = [len(before) + at for at in new]
             self._slab.store(job, [keys[at] for at in new], depths, slots)
-        self._wait(job)
+        left_out = set(self._wait(job).left_out)
         with self._lock:
             self._memory.take_back(slots)
             self._slab.touch(prompt)
-            return self._slab.look(keys).flags()
+            are_there = self._slab.look(keys).flags()
+        pairs = zip(keys, are_there, strict=True)
+        return [is_there or key in left_out for key, is_there in pairs]
 
     def clear(self) -> None:
         """Forget everything, for good."""
         with self._lock:
             self._slab.clear()
-
-    def take_counts(self) -> SlabCounts:
-        """What happened since the last call."""
-        with self._lock:
-            return self._slab.take_counts()
 
     def close(self) -> None:
         """Finish what is under way, and give the slab to its next owner. As ``BlockSlab``."""
@@ -262,7 +291,7 @@ class SlabCalls:
         """Notice what has become known meanwhile, and what is over."""
         self._tended_s, self._num_heard, self._snapshot = self._clock(), self._num_rings, None
         while self._prefills:
-            self._slab.costs.observe_prefill(*self._prefills.popleft())
+            self._slab.account.observe_prefill(*self._prefills.popleft())
         self._slab.digest = self._digest()
         self._collect()
 

@@ -20,6 +20,12 @@ class SlabReads:
         self._tier = tier
         self._digest = digest
 
+    learns = False
+    """Its owner does."""
+
+    def asked(self, keys: Sequence[bytes]) -> None:
+        """Its owner is told."""
+
     def num_found(self, keys: Sequence[bytes], num_before: int = 0) -> int:
         are_there = self.find(keys)
         return are_there.index(False) if False in are_there else len(keys)

@@ -1,7 +1,7 @@
 """vLLM's OffloadingConnector, with a way for orders to the ranks, and a way back.
 
     scheduler process                                   each rank
-    advise, num_worth_loading  (manager.py)
+    advise, num_worth_loading  (bringing.py)
     orders  ---- TierMetadata, once a step --->  carry_out   (worker.py)
     hear    <--- TierWorkerMetadata -----------  take_report
 
@@ -35,8 +35,10 @@ from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from kvtier.connectors.shared.weights import Source
 from kvtier.connectors.vllm.ascend import split_caches
 from kvtier.connectors.vllm.cores import off_compute_cores
+from kvtier.connectors.vllm.counts import RECORDED
 from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.names import vllm_source
+from kvtier.connectors.vllm.recorded import RecordedConnector, record_settings, recorded
 from kvtier.connectors.vllm.spec import KvtierSpec
 from kvtier.connectors.vllm.visit import Advice
 from kvtier.connectors.vllm.worker import TierWorker
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import ModelConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -77,9 +80,9 @@ class TierWorkerMetadata(OffloadingWorkerMetadata):
         return _with(TierWorkerMetadata, both, report=self.report.and_also(theirs))
 
 
-class KvtierConnector(OffloadingConnector):
+class KvtierConnector(RecordedConnector):
     """Made in the scheduler's process and in each rank, for ``KvtierSpec``; for any other spec
-    it is vLLM's own connector that is made."""
+    it is vLLM's own connector that is made, recording where that is wanted."""
 
     theirs: type = OffloadingConnector
 
@@ -88,7 +91,10 @@ class KvtierConnector(OffloadingConnector):
     ) -> Any:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         if not issubclass(OffloadingSpecFactory.get_spec_cls(extra), KvtierSpec):
-            return cls.theirs(vllm_config, role, kv_cache_config)
+            is_there = isinstance(cls.theirs, type)  # else it says why when it is called
+            records = is_there and bool(record_settings(extra).record)
+            made = recorded(cls.theirs) if records else cls.theirs
+            return made(vllm_config, role, kv_cache_config)
         return super().__new__(cls)
 
     def __init__(
@@ -114,30 +120,29 @@ class KvtierConnector(OffloadingConnector):
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
         if request.lora_request is not None:
-            self._manager.keep_off_disk(request.request_id)
+            self._manager.visit(request.request_id).is_off_disk = True
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """As vLLM's, but what loading would not pay for is computed, and nobody waits longer than
         computing would take."""
-        if self._manager.must_wait(request.request_id, num_computed_tokens):
+        visit, bringing = self._manager.visit(request.request_id), self._manager.bringing
+        if bringing.must_wait(visit, num_computed_tokens):
             return None, False
         while True:
-            self._manager.begin_look_up(request.request_id, num_computed_tokens)
+            visit.begin_look_up(num_computed_tokens)
             found, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
             if found is None:
-                match self._manager.advise(
-                    request.request_id, num_computed_tokens, request.num_tokens
-                ):
+                match bringing.advise(visit, num_computed_tokens, request.num_tokens):
                     case Advice.WAIT:
                         return None, False
                     case Advice.COMPUTE:
                         return 0, False
                 continue
             if found:
-                found = self._manager.num_worth_loading(
-                    request.request_id, num_computed_tokens, found, request.num_tokens
+                found = bringing.num_worth_loading(
+                    visit, num_computed_tokens, found, request.num_tokens
                 )
             return found, is_async and found > 0
 
@@ -159,6 +164,12 @@ class KvtierConnector(OffloadingConnector):
             loads = meta.transfer_stats.load
             self._manager.observe_loads(loads.sizes, loads.time)
         super().update_connector_output(connector_output)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        if self.connector_scheduler:
+            for outcome, num in self.take_recorded().items():
+                self._manager.counts.add(RECORDED, num, outcome)
+        return super().get_kv_connector_stats()
 
     # -- in a rank ---------------------------------------------------------------------------------
 

@@ -70,6 +70,10 @@ OVERRIDDEN: Mapping[str, Mapping[str, Takes]] = {
         "start_load_kv": Takes("forward_context, **"),
         "get_transfer_results": Takes("finished_req_ids"),
         "build_connector_worker_meta": Takes(),
+        "request_finished": Takes("request, block_ids"),
+        "request_finished_all_groups": Takes("request, block_ids"),
+        "get_kv_connector_stats": Takes(),
+        "shutdown": Takes(),
     },
     "OffloadingWorkerMetadata": {"aggregate": Takes("other")},
 }
@@ -85,6 +89,7 @@ CALLED: Mapping[str, Mapping[str, Takes]] = {
     "OffloadingConnectorStats": {
         "increase_counter": Takes("counter_name, counter_increase_value, labelvalues"),
         "set_gauge": Takes("gauge_name, gauge_value, labelvalues"),
+        "observe_histogram": Takes("histogram_name, histogram_value, labelvalues"),
     },
     "ReqContext": {"get_offload_key_position": Takes("key")},
     "TierFilter": {"allows": Takes("medium, locality")},
@@ -96,6 +101,7 @@ BUILT: Mapping[str, tuple[str, ...]] = {
     "PrepareStoreOutput": ("keys_to_store", "store_spec", "evicted_keys"),
     "OffloadingEvent": ("keys", "medium", "removed", "locality"),
     "OffloadingMetricMetadata": ("documentation", "labelnames"),
+    "OffloadingHistogramMetadata": ("documentation", "labelnames", "buckets"),
     "TransferResult": ("job_id", "success", "transfer_size", "transfer_time"),
     "RequestOffloadingContext": (),
     "CanonicalKVCacheTensor": ("tensor", "page_size_bytes"),
@@ -120,7 +126,9 @@ READ: Mapping[str, tuple[str, ...]] = {
     "OffloadingConnector": (
         "scheduler", "connector_scheduler", "connector_worker", "_connector_metadata",
     ),
-    "OffloadingConnectorScheduler": ("manager",),
+    "OffloadingConnectorScheduler": ("config", "manager"),
+    "SchedulerOffloadConfig": ("kv_group_configs", "tokens_per_hash"),
+    "GroupOffloadConfig": ("tokens_per_chunk",),
     "OffloadingConnectorWorker": ("worker", "spec", "kv_cache_config"),
     "KVConnectorFactory": ("_registry",),
     "KVConnectorTransferResults": ("failed_recving",),
@@ -135,13 +143,19 @@ READ: Mapping[str, tuple[str, ...]] = {
     "SchedulerOutput": ("scheduled_new_reqs", "scheduled_cached_reqs", "num_scheduled_tokens"),
     "NewRequestData": ("req_id", "num_computed_tokens"),
     "CachedRequestData": ("req_ids", "num_computed_tokens"),
-    "ReqContext": ("req_id", "load_tier_filter", "_offload_key_positions"),
+    "ReqContext": ("req_id", "kv_transfer_params", "load_tier_filter", "_offload_key_positions"),
     "LookupResult": ("MISS", "HIT", "HIT_PENDING", "RETRY"),
     "Medium": ("CPU", "STORAGE"),
     "Locality": ("LOCAL", "REMOTE"),
     "CacheHitSource": ("HOST", "DISK", "EXTERNAL_UNSPECIFIED"),
     "VllmConfig": (
-        "kv_transfer_config", "model_config", "cache_config", "load_config", "speculative_config",
+        "kv_transfer_config", "model_config", "cache_config", "load_config", "parallel_config",
+        "speculative_config",
+    ),
+    "ParallelConfig": ("data_parallel_index",),
+    "Request": (
+        "arrival_time", "block_hashes", "num_computed_tokens", "num_output_tokens",
+        "num_prompt_tokens",
     ),
     "ModelConfig": ("model", "revision", "hf_config", "max_model_len"),
     "LoadConfig": ("load_format", "download_dir", "model_loader_extra_config"),
@@ -161,12 +175,17 @@ FILES = (
     f"{CONNECTOR}/v1/offloading/worker.py",
     "config/load.py",
     "config/model.py",
+    "config/parallel.py",
     "config/vllm.py",
     "v1/core/sched/output.py",
     "v1/metrics/cache_hit_source.py",
     "v1/outputs.py",
+    "v1/request.py",
 )
 """Where the classes above are, inside vLLM."""
+
+OPTIONS = ("--kv-transfer-config",)
+"""That people are told to give."""
 
 VLLM = Contract(
     "vLLM",
@@ -179,4 +198,5 @@ VLLM = Contract(
     called=CALLED,
     built=BUILT,
     read=READ,
+    options=OPTIONS,
 )

@@ -1,11 +1,25 @@
-"""A request's blocks, as vLLM has them."""
+"""How prompts are cut into blocks, and a request's blocks, as vLLM has them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How prompts are cut. block_sizes: tokens in a block, of each KV group. bytes_per_block: of
+    the largest one, on one rank."""
+
+    block_sizes: tuple[int, ...]
+    bytes_per_block: int
+
+    @property
+    def has_one_group(self) -> bool:
+        return len(self.block_sizes) == 1
 
 
 def depth(end: int, block_size: int) -> int:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 import vllm
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
-    OffloadingCounterMetadata,
-    OffloadingGaugeMetadata,
     OffloadingManager,
     OffloadingMetricMetadata,
     OffloadingSpec,
@@ -19,12 +17,15 @@ from vllm.v1.kv_offload.base import (
 
 from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.counts import METRICS
-from kvtier.connectors.vllm.manager import Shape, TierManager
+from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.names import Names
+from kvtier.connectors.vllm.prompt import Shape
 from kvtier.connectors.vllm.settings import Settings
+from kvtier.connectors.vllm.stats import definitions
 from kvtier.connectors.vllm.worker import RankRoom, TierWorker
 from kvtier.devices import find_device
 from kvtier.errors import ConfigError
+from kvtier.telemetry.logs import log_in_engine
 from kvtier.tiers import StorageFacts
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.row import storage_names
@@ -46,15 +47,11 @@ class KvtierSpec(OffloadingSpec):
     def build_metric_definitions(
         cls, extra_config: dict[str, object]
     ) -> dict[str, OffloadingMetricMetadata]:
-        kinds = {True: OffloadingGaugeMetadata, False: OffloadingCounterMetadata}
-        return {
-            each.name: kinds[each.is_gauge](documentation=each.meaning, labelnames=each.labels)
-            for each in METRICS
-        }
+        return definitions(METRICS)
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
-        _log_as_vllm_does()
+        log_in_engine(logging.getLogger("vllm"))
         self.settings = Settings.read(config.extra_config)
         num_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
         self.slot_bytes = -(-num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
@@ -108,6 +105,7 @@ class KvtierSpec(OffloadingSpec):
                 self.settings.bytes_per_day // self._num_shards,
                 self.kv_events_config.enable_kv_cache_events,
                 self.settings.lookup_deadline_s,
+                self.settings.eviction_policy,
             )
         return self._manager
 
@@ -158,12 +156,3 @@ class KvtierSpec(OffloadingSpec):
         if not self.replicated_layout:
             return None
         return SHARED_MEMORY / f"kvtier-{self.config.engine_id}"
-
-
-def _log_as_vllm_does() -> None:
-    """Where nobody has said how kvtier logs: to where vLLM does, and as much."""
-    ours, theirs = logging.getLogger("kvtier"), logging.getLogger("vllm")
-    if not ours.handlers and ours.level == logging.NOTSET:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.getEffectiveLevel())
-        ours.propagate = theirs.propagate

@@ -11,7 +11,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from kvtier.connectors.vllm.prompt import blocks_of
 from kvtier.keyed_cache import Place
 from kvtier.ladder import Asked
-from kvtier.watch import Watch
+from kvtier.watches import Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,15 @@ class Visit:
     places: of the blocks that its last look-up met, in that look-up's order. promoted: blocks that
     were brought from storage for it. limit: no block that ends beyond this token is loaded.
     waits_since: when it began to wait. is_impatient: it takes what is ready, and waits for nothing
-    more. is_off_disk: its blocks stay in memory. used: those that were loaded or stored for it.
+    more. is_off_disk: its blocks stay in memory, for they are named by what another process may
+    call something else: an adapter, by its name alone. used: those that were loaded or stored for
+    it. is_explained: the log has what was decided for it. last_asked: the last block that the
+    policy was told of, None before it was of any.
+
+    declined_ahead, declined: how many were there and are computed all the same: that were not
+    brought to memory, and of those in memory, by the last word on it.
+    waited_s: what it has waited for blocks to come to memory, in all. loading: the tokens that are
+    being loaded for it, from one up to another, and since when.
     """
 
     context: ReqContext
@@ -56,7 +64,22 @@ class Visit:
     waits_since: float | None = None
     is_impatient: bool = False
     is_off_disk: bool = False
+    is_explained: bool = False
     used: dict[OffloadKey, None] = field(default_factory=dict)
+    declined_ahead: int = 0
+    declined: int = 0
+    waited_s: float = 0.0
+    loading: tuple[int, int, float] | None = None
+    last_asked: bytes | None = None
+
+    def begin_look_up(self, num_computed: int) -> None:
+        """The request is about to ask for its blocks, those after so many tokens."""
+        self.places.clear()
+        self.found, self.num_computed = None, num_computed
+
+    def ends(self) -> dict[OffloadKey, int]:
+        """Of the blocks that its last look-up met: the tokens up to the end of each."""
+        return {key: self.context.get_offload_key_position(key) or 0 for key in self.places}
 
     def in_prompt_order(self) -> list[OffloadKey]:
         """All blocks of the request, those as well that the device had itself."""

@@ -166,7 +166,8 @@ class TierWorker(OffloadingWorker):
             return Report({}, self._hellos(), failed, (), steps)
         scrubbed = self._executor.take_scrubbed()
         done, pieces = self._executor.take_done(), self._executor.take_pieces()
-        return Report(done, self._hellos(), failed, scrubbed, steps, pieces)
+        breakers = self._executor.take_breakers()
+        return Report(done, self._hellos(), failed, scrubbed, steps, pieces, breakers)
 
     def _hellos(self) -> dict[int, Hello]:
         """What this rank has to say about itself, where that is new."""

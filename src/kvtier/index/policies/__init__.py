@@ -4,5 +4,15 @@ from __future__ import annotations
 
 from kvtier.index.policies.base import EvictionPolicy
 from kvtier.index.policies.lru import LruPolicy
+from kvtier.index.policies.queues import ArcPolicy, LfudaPolicy, S3FifoPolicy, SievePolicy
+from kvtier.index.policies.runs import RunsPolicy
 
-__all__ = ["EvictionPolicy", "LruPolicy"]
+__all__ = [
+    "ArcPolicy",
+    "EvictionPolicy",
+    "LfudaPolicy",
+    "LruPolicy",
+    "RunsPolicy",
+    "S3FifoPolicy",
+    "SievePolicy",
+]

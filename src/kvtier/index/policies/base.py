@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
+from kvtier.hints import Said
+from kvtier.index.residency import Residency
 from kvtier.types import BlockId
 
 
@@ -22,12 +25,17 @@ class EvictionPolicy(ABC):
     Outcomes
         ``victim`` gives None when there is no candidate. Nothing raises.
 
+    A policy that ``knows_prompts`` is told of more: ``asked`` for every request, before what it
+    brings enters the column, and ``entered`` for each block that begins to be written, or is there
+    at once. To it what it gives as a victim has left.
+
     native_name: the native core's name for the very same policy. Where it is set in the class
     itself, the native index is used and the object only names the policy; otherwise the index in
     Python calls the object.
     """
 
     native_name: ClassVar[str] = ""
+    knows_prompts: ClassVar[bool] = False
 
     @abstractmethod
     def touch(self, block: BlockId, now: float) -> None:
@@ -45,9 +53,51 @@ class EvictionPolicy(ABC):
     def forget(self, block: BlockId) -> None:
         """The column no longer holds the block: drop all state about it."""
 
+    def see(self, residency_of: Callable[[BlockId], Residency]) -> None:
+        """Where each block stands in the column may be asked from now on."""
+        return
+
+    def set_room(self, num_blocks: int) -> None:
+        """The column has room for so many blocks."""
+        return
+
+    def asked(self, path: Sequence[int], found: Sequence[BlockId], now: float) -> None:
+        """A request begins. path: names of its prefixes, 64 bits each. found: the first blocks, as
+        far as the column has them."""
+        return
+
+    def retain(self, path: Sequence[int], found: Sequence[BlockId], said: Said, now: float) -> None:
+        """Somebody says something of a prompt, which is given as to ``asked``."""
+        return
+
+    def set_doubling(self, at_blocks: float) -> None:
+        """The block so deep in a prompt is worth twice what the first one is from now on, and so on
+        in proportion; 0: all are worth the same."""
+        return
+
+    def admit(
+        self, names: Sequence[int], num_free: int, least_chance: float = 0.0
+    ) -> Sequence[int]:
+        """Which of these blocks, which are not in the column, are worth their room there, and a
+        write: their positions; see ``BlockIndex.admit``."""
+        return range(len(names))
+
+    def entered(self, block: BlockId, name: int, parent: BlockId | None, at: int) -> None:
+        """The block is in the column from now on. name: of its prefix. parent: the block in front
+        of it, None where the column has not got that. at: how many blocks are in front of it."""
+        return
+
+    def begin_evicting(self) -> None:
+        """The victims that follow are one eviction's."""
+        return
+
     @abstractmethod
     def victim(self) -> BlockId | None:
         """The candidate to lose first; it stays one until ``discard``."""
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the policy disagrees with itself; for tests."""
+        return
 
     @abstractmethod
     def candidates(self) -> set[BlockId]:

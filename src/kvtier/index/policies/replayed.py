@@ -11,9 +11,11 @@ import numpy.typing as npt
 
 from kvtier import _hot
 
-POLICIES: Final = ("runs", "lru", "arc", "s3fifo", "lfuda", "sieve")
+RUNS: Final = "runs"
+LRU: Final = "lru"
+POLICIES: Final = (RUNS, LRU, "arc", "s3fifo", "lfuda", "sieve")
 """By name: kvtier's own that learns; least recently used; ARC; S3-FIFO; least frequently used with
-ageing; SIEVE."""
+ageing; SIEVE. The tiers of a running cache can use each of them, too."""
 
 
 class PolicyReplay:

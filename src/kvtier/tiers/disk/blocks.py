@@ -15,7 +15,8 @@ from kvtier._hot import SlotTable
 from kvtier.devices.base import Finding, Memory
 from kvtier.layout import KVGroup
 from kvtier.tiers.base import Room
-from kvtier.tiers.disk.direct import Pool, way_of
+from kvtier.tiers.breaker import BreakerState
+from kvtier.tiers.disk.direct import Pool, Way, way_of
 from kvtier.tiers.disk.health import Health
 from kvtier.tiers.disk.kept import SlabKeys
 from kvtier.tiers.disk.membership import leave
@@ -106,6 +107,10 @@ class DiskBlocks(Room, SlotOwner):
             self.num_unclaimed,
             time.monotonic() - began,
         )
+        if pool is not None:
+            line = self._way(pool)
+            level = logging.WARNING if self.way.is_compatible else logging.INFO
+            logger.log(level, "disk to device way=%s: %s", line.found, line.note)
 
     # -- room --------------------------------------------------------------------------------------
 
@@ -135,9 +140,17 @@ class DiskBlocks(Room, SlotOwner):
         return tables + self._slots.num_bytes + self.listed.num_bytes()
 
     @property
-    def bounced(self) -> str:
-        """Why blocks don't go straight between the disk and the pool; "" where they do."""
-        return next((part.bounced for part in self.parts if part.bounced), "")
+    def way(self) -> Way:
+        """How blocks come to the pool: straight, where they do so from every disk."""
+        ways = [part.ports.way for part in self.parts]
+        return next((way for way in ways if way.reason or way.is_compatible), ways[0])
+
+    @property
+    def reached(self) -> frozenset[str]:
+        """Kinds of memory that blocks come to from every disk, besides the processor's."""
+        far = [part.ports.accelerator for part in self.parts]
+        kinds = frozenset(each.kind for each in far if each is not None)
+        return frozenset() if None in far else kinds
 
     @property
     def can_load(self) -> bool:
@@ -148,6 +161,11 @@ class DiskBlocks(Room, SlotOwner):
     def can_store(self) -> bool:
         """The same for storing."""
         return all(part.writes.is_passable for part in self.parts)
+
+    @property
+    def breaker(self) -> BreakerState:
+        """The worst of its disks', reading and writing."""
+        return max(each.breaker for part in self.parts for each in (part.reads, part.writes))
 
     def allocate(self, num_slots: int) -> list[Slot] | None:
         """That many slots: free ones, then those of unclaimed blocks, the oldest first. Their
@@ -348,7 +366,7 @@ class DiskBlocks(Room, SlotOwner):
 
     def _way(self, pool: Pool) -> Finding:
         has_host = self._arena is not None and self._arena.address != pool.memory.address
-        return way_of(self.options.direct, pool, has_host, self.bounced)
+        return way_of(self.options.direct, pool, has_host, self.way)
 
     def check_invariants(self) -> None:
         """Raise AssertionError where counts disagree. O(num_slots); nothing else may run."""

@@ -1,4 +1,5 @@
-"""Blocks between slots and memory: straight where both are aligned, else by way of a buffer.
+"""Blocks between slots and memory: straight where both are aligned, else by way of a buffer. Which
+engine moves them depends on the kind of the memory, and on nothing else.
 
 Straight goes also a block whose pieces lie apart: they are neighbours in the file, and the engine
 moves many of them in one call.
@@ -7,7 +8,7 @@ moves many of them in one call.
 from __future__ import annotations
 
 import errno
-import mmap
+import logging
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,9 +19,14 @@ import numpy.typing as npt
 
 from kvtier._hot import copy_batch
 from kvtier.devices.base import Memory
+from kvtier.errors import DeviceError
+from kvtier.tiers import pages
 from kvtier.tiers.crc_join import block_crcs, joined_crcs
+from kvtier.tiers.disk.accelerator import Accelerator
 from kvtier.tiers.disk.io import IoEngine
-from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.pieces import HOST_KINDS, Pieces
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT: Final = 4096
 """Of slots, and of what O_DIRECT reads and writes."""
@@ -60,7 +66,7 @@ class Bounce:
         self.num_slots = max(1, num_slots)
         self.slot_bytes = slot_bytes
         num_bytes = self.num_slots * slot_bytes
-        buffer = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        buffer = pages.anonymous(num_bytes)
         address = np.frombuffer(buffer, np.uint8).ctypes.data
         self.memory = Memory(address, num_bytes, "host", buffer)
         self.addresses: Uint64s = (address + np.arange(self.num_slots) * slot_bytes).astype(
@@ -72,9 +78,16 @@ class Bounce:
         places = np.arange(len(blocks))
         copy_batch(self._pieces(blocks, places), blocks.addresses.ravel(), _sizes(blocks))
 
-    def copy_out(self, blocks: Pieces, places: Int64s) -> None:
-        """The block at the i-th of ``places`` to where the i-th of ``blocks`` lies."""
-        copy_batch(blocks.addresses.ravel(), self._pieces(blocks, places), _sizes(blocks))
+    def copy_out(
+        self, blocks: Pieces, places: Int64s, accelerator: Accelerator | None = None
+    ) -> None:
+        """The block at the i-th of ``places`` to where the i-th of ``blocks`` lies, by the
+        accelerator whose memory that is. ``DeviceError`` where it can't."""
+        to, at, sizes = blocks.addresses.ravel(), self._pieces(blocks, places), _sizes(blocks)
+        if accelerator is None:
+            copy_batch(to, at, sizes)
+        else:
+            accelerator.copy(at, to, sizes.astype(np.int64))
 
     def _pieces(self, blocks: Pieces, places: Int64s) -> Uint64s:
         """Where the pieces of the blocks at ``places`` begin."""
@@ -89,6 +102,7 @@ def _sizes(blocks: Pieces) -> Uint64s:
 class BlockPort:
     """One direction between slots and memory: an engine, and a buffer of its own.
 
+    accelerator: whose memory is reached, too, in the direction away from the disk.
     ends_at: when nothing is begun any more, and what is under way is cancelled (``monotonic``).
     Results: int64 [n], ``slot_bytes`` where a block was moved, fewer or -errno elsewhere.
     """
@@ -100,6 +114,7 @@ class BlockPort:
         block_bytes: int,
         slot_bytes: int,
         num_threads: int = 1,
+        accelerator: Accelerator | None = None,
     ) -> None:
         assert 0 < block_bytes <= slot_bytes == bounce.slot_bytes, "a block larger than its slot"
         self.engine = engine
@@ -107,12 +122,27 @@ class BlockPort:
         self._block_bytes = block_bytes
         self._slot_bytes = slot_bytes
         self._num_threads = num_threads
+        self._accelerator = accelerator
+
+    def _of(self, kind: str) -> Accelerator | None:
+        """Whose memory is of that kind; None for the processor's."""
+        if kind in HOST_KINDS:
+            return None
+        assert self._accelerator is not None, f"the disk does not reach {kind} memory"
+        assert kind == self._accelerator.kind, f"the disk does not reach {kind} memory"
+        return self._accelerator
+
+    def _engine_for(self, kind: str) -> IoEngine | None:
+        """What moves blocks between slots and memory of that kind; None: only the buffer does."""
+        accelerator = self._of(kind)
+        return self.engine if accelerator is None else accelerator.engine
 
     def write(self, slots: Int64s, blocks: Pieces, ends_at: float) -> tuple[Int64s, Uint32s]:
         """Blocks from memory to slots, and their checksums; those of blocks that were not moved
         mean nothing."""
         done = np.full(len(slots), -errno.ETIMEDOUT, np.int64)
         crcs = np.zeros(len(slots), np.uint32)
+        assert blocks.is_host, f"no checksum is computed in {blocks.kind} memory"
         for part, is_aligned in self._parts(blocks):
             if time.monotonic() >= ends_at:
                 break
@@ -137,7 +167,8 @@ class BlockPort:
         or is as it was.
 
         checked: which of them a checksum is wanted of; the other ones' mean nothing. straight:
-        which of them may go without the buffer; None for all.
+        which of them may go without the buffer; None for all. Of an accelerator's memory none of
+        those is wanted a checksum of.
         """
         done = np.full(len(slots), -errno.ETIMEDOUT, np.int64)
         crcs = np.zeros(len(slots), np.uint32)
@@ -145,38 +176,40 @@ class BlockPort:
             if time.monotonic() >= ends_at:
                 break
             some = blocks.pick(part) if is_aligned else self._bounced(len(part))
+            engine = self._engine_for(some.kind)
+            assert engine is not None, "a buffer is host memory"
             wanted = np.flatnonzero(checked[part])
             if len(wanted) == len(part):
                 # while others are on their way
                 of_pieces = np.zeros(some.addresses.shape, np.uint32)
-                read: Transfer = partial(self._read_checked, of_pieces, int(some.sizes.max()))
+                most = int(some.sizes.max())
+                read: Transfer = partial(_read_checked, engine, of_pieces, most)
                 done[part] = self._move(read, slots[part], some, ends_at)
                 crcs[part] = joined_crcs(of_pieces, some.sizes)
             else:
-                done[part] = self._move(self.engine.read, slots[part], some, ends_at)
+                done[part] = self._move(engine.read, slots[part], some, ends_at)
                 if len(wanted):
                     crcs[part[wanted]] = block_crcs(some.pick(wanted))
             if not is_aligned:  # what has not arrived would be of another block
                 arrived = np.flatnonzero(done[part] == self._slot_bytes)
-                self._bounce.copy_out(blocks.pick(part[arrived]), arrived)
+                if not self._copy_out(blocks.pick(part[arrived]), arrived):
+                    done[part[arrived]] = -errno.ENODEV
         return done, crcs
+
+    def _copy_out(self, blocks: Pieces, places: Int64s) -> bool:
+        """From places in the buffer to where blocks lie. False where the accelerator is at fault:
+        they may be there in part."""
+        try:
+            self._bounce.copy_out(blocks, places, self._of(blocks.kind))
+        except DeviceError as error:
+            # Its words only: what it has come through holds fences.
+            logger.warning("blocks from disk are not on the device: %s", str(error))
+            return False
+        return True
 
     def _bounced(self, num_blocks: int) -> Pieces:
         """The first blocks in the buffer."""
         return Pieces.whole(self._bounce.addresses[:num_blocks], self._block_bytes)
-
-    def _read_checked(
-        self,
-        crcs: Uint32s,
-        num_checked: int,
-        offsets: Int64s,
-        addresses: Uint64s,
-        sizes: Int64s,
-        deadline_s: float | None,
-    ) -> Int64s:
-        done, found = self.engine.read_checked(offsets, addresses, sizes, num_checked, deadline_s)
-        crcs[:] = found.reshape(crcs.shape)
-        return done
 
     def _parts(
         self, blocks: Pieces, straight: Bools | None = None
@@ -185,6 +218,8 @@ class BlockPort:
         aligned = (blocks.addresses % ALIGNMENT == 0).all(axis=1)
         if straight is not None:
             aligned &= straight
+        if self._engine_for(blocks.kind) is None:
+            aligned[:] = False
         if self._block_bytes != self._slot_bytes or not goes_straight(blocks.sizes):
             aligned[:] = False
         if aligned.any():
@@ -206,3 +241,18 @@ class BlockPort:
         by_block = done.reshape(len(slots), -1)
         failed, least = (by_block < 0).any(axis=1), by_block.min(axis=1)
         return np.asarray(np.where(failed, least, by_block.sum(axis=1)))
+
+
+def _read_checked(
+    engine: IoEngine,
+    crcs: Uint32s,
+    num_checked: int,
+    offsets: Int64s,
+    addresses: Uint64s,
+    sizes: Int64s,
+    deadline_s: float | None,
+) -> Int64s:
+    """A read, and checksums put into ``crcs``, of which there is one for each piece."""
+    done, found = engine.read_checked(offsets, addresses, sizes, num_checked, deadline_s)
+    crcs[:] = found.reshape(crcs.shape)
+    return done

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.devices.base import Finding, Memory
+from kvtier.devices.base import Device, Finding, Memory
 from kvtier.errors import ConfigError
 from kvtier.tiers.base import MemoryTier
 from kvtier.tiers.disk.bounce import ALIGNMENT, why_bounced
-from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.disk.options import DiskOptions
+from kvtier.tiers.pieces import HOST_KINDS, Pieces
 from kvtier.types import Direct, Slot, Verify
+
+if TYPE_CHECKING:
+    from kvtier.tiers.disk.io.probe import Probe
 
 Bools = npt.NDArray[np.bool_]
 
@@ -20,25 +25,84 @@ Bools = npt.NDArray[np.bool_]
 @dataclass(frozen=True, slots=True, eq=False)
 class Pool:
     """The memory that blocks are used in: the engine's. blocks: where the first two of its slots
-    lie; every other one lies as far from the second as that from the first, or a multiple."""
+    lie; every other one lies as far from the second as that from the first, or a multiple. device:
+    whose memory it is, where the processor can't reach it."""
 
     memory: Memory
     blocks: Pieces
+    device: Device | None = None
+
+    def __post_init__(self) -> None:
+        assert self.blocks.is_host or self.device is not None, "whose memory the pool lies in"
 
     @classmethod
-    def of(cls, tier: MemoryTier) -> Pool:
-        """That of the first tier."""
-        return cls(tier.memory, tier.pieces([Slot(at) for at in range(min(2, tier.num_slots))]))
+    def of(cls, tier: MemoryTier, device: Device | None = None) -> Pool:
+        """That of the first tier. device: that it is in."""
+        first = tier.pieces([Slot(at) for at in range(min(2, tier.num_slots))])
+        return cls(tier.memory, first, None if tier.memory.kind in HOST_KINDS else device)
 
     def part(self, first: int, num_bytes: int) -> Pool:
         """Of each block the bytes from ``first`` on, ``num_bytes`` of them."""
-        return Pool(self.memory, self.blocks.part(first, num_bytes))
+        return Pool(self.memory, self.blocks.part(first, num_bytes), self.device)
 
     def __str__(self) -> str:
         sizes = self.blocks.sizes.tolist()
         least, most = f"{min(sizes) / 1024:g}", f"{max(sizes) / 1024:g}"
         size = f"{least} KiB" if least == most else f"{least} to {most} KiB"
         return f"{len(sizes)} pieces of {size}" if len(sizes) > 1 else f"one piece of {size}"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """From a slab to the pool. reason: why blocks don't go straight; "" where they do. probe: what
+    was found out about the accelerator's file library, where that was looked for."""
+
+    reason: str
+    probe: Probe | None = None
+
+    @property
+    def is_compatible(self) -> bool:
+        """Whether blocks go straight to a library that takes them through host memory itself."""
+        return not self.reason and self.probe is not None and self.probe.is_bounced
+
+    def __str__(self) -> str:
+        return "straight, in compatibility mode" if self.is_compatible else "straight"
+
+
+def find_way(options: DiskOptions, pool: Pool | None, slot_bytes: int, is_direct: bool) -> Way:
+    """How blocks come to ``pool``; of an accelerator's it is tried, in a process of its own.
+
+    slot_bytes, is_direct: as ``why_not``. Raises ``ConfigError`` where blocks have to go straight,
+    and can't.
+    """
+    reason = why_not(pool, slot_bytes, is_direct) if pool is not None else "no pool"
+    check_direct(options.direct, pool, reason)
+    if reason or pool is None or pool.device is None:
+        return Way(reason)
+    if options.direct is Direct.ON:
+        check_verify(options.verify, can_check=False)
+    way = _by_library(options, pool.device)
+    check_library(options, pool.device, way.reason)
+    return way
+
+
+def _by_library(options: DiskOptions, device: Device) -> Way:
+    if options.direct is Direct.OFF:
+        return Way("direct is off")
+    if options.verify is Verify.ALWAYS:
+        return Way(f"verify is {options.verify}, and the device computes no checksums")
+    if not device.file_library:
+        return Way(f"no library is known that brings files to the memory of {device.name}")
+    # Here, for people run it as a program: it must not be there before.
+    from kvtier.tiers.disk.io.probe import probe
+
+    found = probe(device.file_library, str(options.path), device.name)
+    if not found.works:
+        return Way(found.why_not, found)
+    if found.is_bounced and options.direct is Direct.AUTO:
+        note = "reads into host memory and copies, as is done without it"
+        return Way(f"{found.library} has its compatibility mode only: it {note}", found)
+    return Way("", found)
 
 
 def why_not(pool: Pool, slot_bytes: int, is_direct: bool) -> str:
@@ -71,18 +135,28 @@ def check_direct(direct: Direct, pool: Pool | None, reason: str) -> None:
         )
 
 
-def way_of(direct: Direct, pool: Pool, has_host: bool, reason: str) -> Finding:
-    """Which way blocks come from disk, and why. has_host: there is a host tier. reason: of
-    ``why_not``."""
+def check_library(options: DiskOptions, device: Device, reason: str) -> None:
+    """The same of an accelerator, whose library can't. reason: why; "" where it can."""
+    if options.direct is Direct.ON and reason:
+        raise ConfigError(
+            f"direct: on, and blocks can't go straight between {options.path} and {device.name}: "
+            f"{reason}; leave it at auto"
+        )
+
+
+def way_of(direct: Direct, pool: Pool, has_host: bool, way: Way) -> Finding:
+    """Which way blocks come from disk, and why. has_host: there is a host tier."""
     topic = "disk to device"
     if direct is Direct.OFF:
         return Finding(topic, "through host memory", "direct is off")
     if has_host and direct is Direct.AUTO:
-        note = f"also where that is short: {reason}" if reason else "straight where that is short"
+        note = f"{way} where that is short"
+        if way.reason:
+            note = f"also where that is short: {way.reason}"
         return Finding(topic, "through host memory", note)
-    if reason:
-        return Finding(topic, "through a buffer", reason)
-    return Finding(topic, "straight", str(pool))
+    if way.reason:
+        return Finding(topic, "through a buffer", way.reason)
+    return Finding(topic, str(way), str(pool))
 
 
 # -- verification ----------------------------------------------------------------------------------

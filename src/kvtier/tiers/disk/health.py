@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.breaker import Breaker
+from kvtier.tiers.breaker import Breaker, BreakerState
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,11 @@ class Health:
     def is_passable(self) -> bool:
         """Whether ``enter`` would say yes now."""
         return self._breaker.is_passable
+
+    @property
+    def breaker(self) -> BreakerState:
+        """Whether calls are refused, or tried."""
+        return self._breaker.state
 
     def enter(self) -> bool:
         """Whether a call may go through."""

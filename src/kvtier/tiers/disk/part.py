@@ -13,17 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.devices.base import Finding, Memory
-from kvtier.tiers.disk.bounce import BlockPort, Bounce
-from kvtier.tiers.disk.direct import Pool, check_direct, choose, why_not
-from kvtier.tiers.disk.health import MEDIUM_ERRORS, Health
+from kvtier.tiers.disk.bounce import Bounce
+from kvtier.tiers.disk.direct import Pool, choose
+from kvtier.tiers.disk.health import LATE, MEDIUM_ERRORS, Health
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.options import DiskOptions
+from kvtier.tiers.disk.ports import Ports
 from kvtier.tiers.disk.records import Kind, Records, as_keys, same_keys
 from kvtier.tiers.disk.scrub import RoundRobin, Scrubbed, check_blocks
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
-from kvtier.types import BlockKey, BlockName, Direct, Durability, IoKind, Slot, keys_of
+from kvtier.types import BlockKey, BlockName, Durability, IoKind, Slot, keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ PATIENT_SHARE = 0.5
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
+Uint32s = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
 NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
@@ -54,7 +56,7 @@ class DiskPart:
 
     slab: to be closed by the caller, after ``close``. owner: of the slots. clock: for pauses;
     seconds, ever growing. pool: this part of the memory that blocks are used in, where they may go
-    straight to it. bounced: why they don't go straight there; "" where they do.
+    straight to it. ports: the ways between slots and memory.
 
     The caller guarantees
         one thread stores, one loads, one scrubs, at the same time if they like; a slot is never
@@ -82,50 +84,11 @@ class DiskPart:
         limit = options.errors_until_off
         self.reads = Health(str(options.path), ["read"], limit, clock)
         self.writes = Health(str(options.path), ["write", "journal"], limit, clock)
-        self.pool = pool
-        self.bounced = why_not(pool, self.slot_bytes, slab.is_direct) if pool else "no pool"
-        check_direct(options.direct, pool, self.bounced)
         self._owner = owner
         self._num_loads = 0
         self._round = RoundRobin()
-        self._system = system
-        self._engines: list[IoEngine] = []
         self._scrubber: tuple[IoEngine, Bounce] | None = None
-        try:
-            self._writer, self._reader = self._open_ports(arena)
-        except BaseException:
-            self.close()
-            raise
-
-    def _open_ports(self, arena: Memory | None) -> list[BlockPort]:
-        """One engine, which a writer and a reader may use at once, and a buffer for each."""
-        most = self.slab.superblock.num_slots
-        num_slots = min(self.options.bounce_bytes // self.slot_bytes, most)
-        bounces = [Bounce(num_slots, self.slot_bytes) for _ in range(2)]
-        engine = self._open_engine(self.options.io, self._registered(arena, bounces))
-        threads = self.options.checksum_threads
-        return [
-            BlockPort(engine, each, self.num_bytes, self.slot_bytes, threads) for each in bounces
-        ]
-
-    def _registered(self, arena: Memory | None, bounces: Sequence[Bounce]) -> list[Memory]:
-        """What the engine registers. Such memory stays resident: no buffer that is hardly needed,
-        and no pool that is hardly reached."""
-        pool = self.pool.memory if self.pool is not None else None
-        is_pool = arena is not None and pool is not None and arena.address == pool.address
-        if self.num_bytes != self.slot_bytes or (is_pool and self.bounced):
-            return [each.memory for each in bounces]
-        memories = [arena] if arena is not None else []
-        if self.options.direct is Direct.ON and pool is not None and not is_pool:
-            memories.append(pool)
-        return memories
-
-    def _open_engine(self, kind: IoKind, buffers: Sequence[Memory]) -> IoEngine:
-        engine = self._system.open_engine(
-            self.slab.data_fd, kind, buffers, self.options.queue_depth
-        )
-        self._engines.append(engine)
-        return engine
+        self.ports = Ports(options, slab, arena, pool, system, clock)
 
     # -- blocks ------------------------------------------------------------------------------------
 
@@ -225,13 +188,13 @@ class DiskPart:
         """The order matters: a record never names a slot whose bytes are not yet those of its
         block, and ``empty`` comes before."""
         power = self.options.durability is Durability.POWER
-        done, crcs = self._writer.write(slots, blocks, limit.ends_at)
+        done, crcs = self.ports.writer.write(slots, blocks, limit.ends_at)
         self.writes.note("write", done, limit.is_patient)
         self._quarantine(slots, done, self.writes)
         written = done == self.slot_bytes
         if power:
             try:
-                self._writer.engine.sync()
+                self.ports.writer.engine.sync()
             except OSError as error:
                 # The kernel reports a lost write once, and this one may be of any block.
                 self.slab.distrust()
@@ -261,20 +224,11 @@ class DiskPart:
         known = (records["kind"] == Kind.PUT) & same_keys(records["key"], as_keys(keys))
         done = np.full(len(at), self.slot_bytes, np.int64)
         crcs = np.zeros(len(at), np.uint32)
-        # What the processor reads to, it can check there.
-        choice = choose(
-            trusted, self.options.verify, self._num_loads, self.options.sample_every, can_check=True
+        verified = np.zeros(len(at), bool)
+        there = blocks.pick(np.flatnonzero(known))
+        done[known], crcs[known], verified[known] = self._read(
+            at[known], there, trusted[known], limit
         )
-        self._num_loads += len(trusted)
-        verified = choice.checked
-        done[known], crcs[known] = self._reader.read(
-            at[known],
-            blocks.pick(np.flatnonzero(known)),
-            verified[known],
-            limit.ends_at,
-            choice.straight[known],
-        )
-        self.reads.note("read", done[known], limit.is_patient)
         self._quarantine(at, done, self.reads)
         failed = done < 0
         right = known & (done == self.slot_bytes)
@@ -284,6 +238,42 @@ class DiskPart:
             self.slab.trust(records[check[right[check]]])
         self._drop(records[known & ~right & ~failed])
         return right, failed
+
+    def _read(
+        self, slots: Int64s, blocks: Pieces, trusted: Bools, limit: _Limit
+    ) -> tuple[Int64s, Uint32s, Bools]:
+        """Bytes or -errno, checksums, and which of these were computed.
+
+        What the processor reads to, it can check there. Where it can't, blocks that have to be
+        verified take the buffer, and so do those that did not come straight: what the
+        accelerator's library fails at is not the disk's fault before the disk has failed, too.
+        """
+        far = None if blocks.is_host else self.ports.accelerator
+        is_straight = far is not None and far.enter()
+        choice = choose(
+            trusted,
+            self.options.verify,
+            self._num_loads,
+            self.options.sample_every,
+            can_check=not is_straight,
+        )
+        self._num_loads += len(trusted)
+        straight = choice.straight if far is None or is_straight else np.zeros(len(slots), bool)
+        read, checked = self.ports.reader.read, choice.checked
+        done, crcs = read(slots, blocks, checked, limit.ends_at, straight)
+        if far is None or not straight.any():
+            self.reads.note("read", done, limit.is_patient)
+            return done, crcs, checked
+        far.note(done[straight])
+        late = straight & np.isin(-done, LATE)
+        if (again := np.flatnonzero(straight & ~late & (done != self.slot_bytes))).size:
+            everything = np.ones(len(again), bool)
+            done[again], crcs[again] = read(
+                slots[again], blocks.pick(again), everything, limit.ends_at, ~everything
+            )
+            checked[again] = True
+        self.reads.note("read", done[~late], limit.is_patient)
+        return done, crcs, checked
 
     def _quarantine(self, slots: Int64s, done: Int64s, health: Health) -> None:
         if not (done < 0).any():
@@ -322,7 +312,7 @@ class DiskPart:
         """
         if self._scrubber is None:
             bounce = Bounce(SCRUB_BUFFER_BYTES // self.slot_bytes, self.slot_bytes)
-            engine = self._open_engine(IoKind.PREADV, [bounce.memory])
+            engine = self.ports.open_engine(IoKind.PREADV, [bounce.memory])
             self._scrubber = engine, bounce
         engine, bounce = self._scrubber
         slots = self._round.take(self.slab.table.kinds, max(1, max_bytes // self.slot_bytes))
@@ -347,13 +337,11 @@ class DiskPart:
 
     def findings(self) -> list[Finding]:
         direct = "" if self.slab.is_direct else "the file system has no O_DIRECT"
-        engine = self._writer.engine.findings()
-        return [Finding("disk path", str(self.options.path), direct), *engine]
+        return [Finding("disk path", str(self.options.path), direct), *self.ports.findings()]
 
     def close(self) -> None:
         """Nothing is read or written any more; the slab stays open."""
-        for engine in self._engines:
-            engine.close()
+        self.ports.close()
 
 
 class _Limit:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from typing import Final, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.tiers import pages
 from kvtier.tiers.disk.records import RECORD, RECORD_VERSION, Kind, Records, are_live
 
 ROW: Final = np.dtype([("key", "V32"), ("seq", "<u8"), ("crc", "<u4"), ("data_crc", "<u4")])
@@ -91,12 +90,9 @@ def zeros(num: int, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
     """As NumPy's, in huge pages where the system has them: a restart writes all of it, here and
     there, and with small pages most of its time would go into their faults."""
     num_bytes = num * np.dtype(dtype).itemsize
-    if num_bytes < HUGE_FROM_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if num_bytes < HUGE_FROM_BYTES:
         return np.zeros(num, dtype)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype, num)
+    return np.frombuffer(pages.anonymous(num_bytes), dtype, num)
 
 
 def _whole(rows: npt.NDArray[np.void]) -> npt.NDArray[np.void]:

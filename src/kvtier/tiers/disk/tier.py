@@ -16,12 +16,13 @@ import numpy.typing as npt
 from kvtier.devices.base import Finding, Memory
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import KVGroup
+from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.disk.blocks import DiskBlocks
 from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.records import as_keys
 from kvtier.tiers.disk.system import DiskSystem
-from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.pieces import HOST_KINDS, Pieces
 from kvtier.tiers.storage import (
     KeptKeys,
     Outcome,
@@ -35,8 +36,6 @@ from kvtier.types import DISK, BlockKey, BlockName, Direct, Slot
 Int64s = npt.NDArray[np.int64]
 
 HOST_ONLY = frozenset({"host"})
-REACHES = frozenset({"host", "cpu"})
-"""Kinds of memory that the kernel reads into and writes from."""
 
 
 def make_disk(site: StorageSite) -> DiskTier:
@@ -57,7 +56,7 @@ class DiskTier(StorageTier):
     ``DiskBlocks``.
     """
 
-    facts = StorageFacts(reaches=REACHES, finds_at_once=True, wants_scrubbing=True)
+    facts = StorageFacts(reaches=HOST_KINDS, finds_at_once=True, wants_scrubbing=True)
 
     def __init__(
         self,
@@ -75,8 +74,10 @@ class DiskTier(StorageTier):
         self.blocks = DiskBlocks(options, group, arena, system, clock, monotonic, pool)
         self.facts = replace(
             self.facts,
-            reaches=HOST_ONLY if options.direct is Direct.OFF else REACHES,
-            direct=Direct.OFF if self.blocks.bounced else options.direct,
+            reaches=HOST_ONLY if options.direct is Direct.OFF else HOST_KINDS | self.blocks.reached,
+            # Whose checksum is computed where it lies: of an accelerator's nothing is written.
+            writes_from=HOST_ONLY if options.direct is Direct.OFF else HOST_KINDS,
+            direct=Direct.OFF if self.blocks.way.reason else options.direct,
         )
         self._lock = Lock()
         self._slots = self.blocks.listed
@@ -101,6 +102,10 @@ class DiskTier(StorageTier):
     def memory_bytes(self) -> int:
         """Of what is kept for each slot, in memory."""
         return self.blocks.memory_bytes + self._is_kept.nbytes
+
+    @property
+    def breaker(self) -> BreakerState:
+        return self.blocks.breaker
 
     def unfound_keys(self) -> list[BlockKey]:
         return self.blocks.unclaimed_keys()

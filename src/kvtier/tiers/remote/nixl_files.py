@@ -22,6 +22,9 @@ from kvtier.types import BlockKey
 MODE: Final = 0o600
 UNFINISHED: Final = ".part"
 """How names end that nobody reads."""
+MAX_PARTS: Final = 64
+"""Of a transfer: NIXL hands so many to the kernel at once, and leaves none behind that it would
+begin later."""
 MAX_FAILURES: Final = 3
 """In a row: what comes behind them is not tried."""
 
@@ -76,9 +79,10 @@ class FilesClient(Client):
             os.close(descriptor)
             path.unlink(missing_ok=True)
 
-    def _path(self, key: BlockKey) -> Path:
+    def _path(self, key: BlockKey) -> str:
+        """A ``Path`` would take longer to make than its file takes to be opened."""
         name = key.hex()
-        return self._folder / name[:2] / name
+        return f"{self._folder}/{name[:2]}/{name}"
 
     def find(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         return [self._look(key) for key in keys]
@@ -120,8 +124,7 @@ class FilesClient(Client):
         written: dict[int, Path] = {}
         with _descriptors() as opened:
             for at, key in enumerate(keys):
-                path = self._path(key)
-                written[at] = path.with_name(_unfinished(path.name))
+                written[at] = Path(_unfinished(self._path(key)))
                 with suppress(OSError):
                     opened.append(self._create(written[at]))
                     parts[at] = (int(begins[at]), self._file_bytes, opened[-1])
@@ -147,6 +150,11 @@ class FilesClient(Client):
             return os.open(path, flags, MODE)
 
     def _move(self, operation: str, parts: list[Part]) -> list[bool]:
+        begins = range(0, len(parts), MAX_PARTS)
+        moved = (self._move_some(operation, parts[at : at + MAX_PARTS]) for at in begins)
+        return [has_moved for some in moved for has_moved in some]
+
+    def _move_some(self, operation: str, parts: list[Part]) -> list[bool]:
         """All in one transfer; where that fails, which has one status for all, one by one, by an
         agent that has nothing else under way."""
         if self._agent.move(operation, [parts]) == [True]:
@@ -161,7 +169,8 @@ class FilesClient(Client):
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
-            self._path(key).unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                os.unlink(self._path(key))
 
     def close(self) -> None:
         self._agent.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.devices.base import Finding
+from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import KeptKeys, Outcome, ScrubReport, StorageTier
 from kvtier.types import BlockKey, BlockName
@@ -26,6 +27,10 @@ class StorageWrapper(StorageTier):
     @property
     def has_unfound(self) -> bool:
         return self.inner.has_unfound
+
+    @property
+    def breaker(self) -> BreakerState:
+        return self.inner.breaker
 
     def unfound_keys(self) -> list[BlockKey]:
         return self.inner.unfound_keys()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvtier.tiers import KeptKeys, MemoryTier, Outcome
+from kvtier.tiers.breaker import BreakerState
 from kvtier.transfer.job import Job
 from kvtier.transfer.local import TIMEOUT_S
 from kvtier.transfer.mover import FindJob, Move, Mover, Scrubbed
@@ -56,6 +57,8 @@ class RankExecutor:
     ) -> None:
         self._tellings = {name: Telling(name, rank, each, num_ranks) for name, each in kept.items()}
         self._line: deque[Order] = deque()  # behind what is being cleared
+        self._rank = rank
+        self._breakers = dict.fromkeys(mover.storages, BreakerState.CLOSED)
         self._clock = clock
         self._memory = memory
         self._mover = mover
@@ -157,6 +160,13 @@ class RankExecutor:
     def take_scrubbed(self) -> tuple[Scrubbed, ...]:
         """What idle storage has verified since the last call."""
         return tuple(self._mover.scrub())
+
+    def take_breakers(self) -> dict[tuple[int, str], BreakerState]:
+        """Whether storage is left alone, where that is another than at the last call."""
+        now = {name: self._mover.breaker(name) for name in self._breakers}
+        news = {(self._rank, name): now[name] for name in now if now[name] != self._breakers[name]}
+        self._breakers = now
+        return news
 
     def close(self, timeout_s: float) -> bool:
         """Finish what was begun. False where that took too long: the tiers are in use then."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvtier.tiers.breaker import BreakerState
 from kvtier.transfer.mover import Scrubbed
 from kvtier.types import BlockName, Slot
 
@@ -135,7 +136,8 @@ class Report:
 
     done: by order id. hellos: by rank. failed: slots in memory from or to which a copy of the
     engine's went wrong. scrubbed: what was verified while storage was idle. steps: of the engine,
-    that were computed, of those asked for. pieces: of what ranks have kept.
+    that were computed, of those asked for. pieces: of what ranks have kept. breakers: by rank and
+    storage tier, those that are another than before.
     """
 
     done: Mapping[int, Done] = field(default_factory=dict)
@@ -144,10 +146,11 @@ class Report:
     scrubbed: tuple[Scrubbed, ...] = ()
     steps: frozenset[int] = frozenset()
     pieces: tuple[Piece, ...] = ()
+    breakers: Mapping[tuple[int, str], BreakerState] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         told = (self.done, self.hellos, self.failed, self.scrubbed, self.steps, self.pieces)
-        return any(told)
+        return any((*told, self.breakers))
 
     def and_also(self, other: Report) -> Report:
         """One report of several ranks."""
@@ -162,4 +165,5 @@ class Report:
             self.scrubbed + other.scrubbed,
             self.steps | other.steps,
             self.pieces + other.pieces,
+            {**self.breakers, **other.breakers},
         )

@@ -11,7 +11,7 @@ from math import inf
 
 from kvtier.plan import Route
 from kvtier.tiers import Outcome, StorageFacts
-from kvtier.tiers.breaker import Breaker
+from kvtier.tiers.breaker import Breaker, BreakerState
 from kvtier.transfer.job import Job
 from kvtier.transfer.local import FAILURES_UNTIL_OPEN, TIMEOUT_S
 from kvtier.transfer.mover import FindJob, Move, Mover, Scrubbed
@@ -90,6 +90,7 @@ class RankMover(Mover):
         self._ids: dict[Job, int] = {}
         self._num_orders = 0
         self._scrubbed: list[Scrubbed] = []
+        self._told_breakers: dict[tuple[int, str], BreakerState] = {}
         self._adoptions = {
             name: Adoption(num_storage_ranks, partial(self._ask, name))
             for name, facts in storages.items()
@@ -137,6 +138,11 @@ class RankMover(Mover):
         breaker = self._breaker(route)
         is_passable = breaker is None or breaker.is_passable
         return is_passable and not self._lines[route].num_late
+
+    def breaker(self, tier: str) -> BreakerState:
+        ours = [each.state for (name, _), each in self._breakers.items() if name == tier]
+        theirs = [each for (_, name), each in self._told_breakers.items() if name == tier]
+        return max(ours + theirs, default=BreakerState.CLOSED)
 
     def _breaker(self, route: Route) -> Breaker | None:
         """Of a store that is read from, or written to."""
@@ -285,6 +291,7 @@ class RankMover(Mover):
         for piece in report.pieces:
             self._adoptions[piece.tier].hear(piece)
         self._scrubbed += report.scrubbed
+        self._told_breakers.update(report.breakers)
         for order_id, done in report.done.items():
             self._note(order_id, done)
 

@@ -22,9 +22,7 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
-    OffloadingCounterMetadata,
     OffloadingEvent,
-    OffloadingGaugeMetadata,
     OffloadingMetricMetadata,
     OffloadingSpec,
     OffloadKey,
@@ -37,14 +35,17 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvtier.connectors.shared.block_slab import BlockSlab
 from kvtier.connectors.shared.opening import open_disk
+from kvtier.connectors.vllm.counts import LOADED, METRICS, SHARED, UNCLAIMED, Counts
 from kvtier.connectors.vllm.names import Names, vllm_source
 from kvtier.connectors.vllm.pieces.settings import TierSettings
 from kvtier.connectors.vllm.prompt import blocks_of, depth
+from kvtier.connectors.vllm.stats import definitions, take_stats
 from kvtier.devices.base import Memory
 from kvtier.keyed_cache import Place
 from kvtier.layout import opaque
+from kvtier.telemetry import Metrics
 from kvtier.tiers import LentMemory
-from kvtier.types import HOST, Slot
+from kvtier.types import DISK, HOST, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,6 @@ FOUND = {
 }
 QUEUED_SHARE = 2
 """At most one block in this many of the host tier waits for the disk: it can't leave meanwhile."""
-BLOCKS = "vllm:kv_offload_kvtier_chunks"
-GONE = "vllm:kv_offload_kvtier_gone_chunks"
-REFUSED = "vllm:kv_offload_kvtier_refused_chunks"
 
 
 class KvtierTier(SecondaryTierManager):
@@ -105,6 +103,8 @@ class KvtierTier(SecondaryTierManager):
         self._disk = open_disk(
             settings.disk_options(subfolder), opaque(self.block_size_bytes), rows
         )
+        self._counts, self._metrics = Counts(), Metrics(is_exposed=False)
+        self._metrics.keep_observations(SHARED)
         self.slab = BlockSlab(
             self._disk,
             LentMemory.of_rows(HOST, rows, self.block_size_bytes),
@@ -112,6 +112,7 @@ class KvtierTier(SecondaryTierManager):
             most_queued=num_rows // QUEUED_SHARE,
             bytes_per_day=settings.bytes_per_day,
             tells_changes=publishes,
+            metrics=self._metrics,
         )
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -132,6 +133,7 @@ class KvtierTier(SecondaryTierManager):
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         keys = list(job_metadata.keys)
+        self.slab.account.planned(len(keys), 0)  # vLLM decides, and loads whatever there is
         self.slab.load(job_metadata.job_id, keys, _rows_of(job_metadata))
 
     def _depth(self, key: OffloadKey, context: ReqContext) -> int:
@@ -139,6 +141,9 @@ class KvtierTier(SecondaryTierManager):
         return depth(context.get_offload_key_position(key) or 0, block_size)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
+        finished = self.slab.take_finished()
+        for job in finished:
+            self._counts.add(LOADED, len(job.keys) if job.is_load else 0, DISK)
         return [
             JobResult(
                 job.job_id,
@@ -147,7 +152,7 @@ class KvtierTier(SecondaryTierManager):
                 job.seconds,
                 len(job.keys) * self.block_size_bytes,
             )
-            for job in self.slab.take_finished()
+            for job in finished
         ]
 
     def has_pending_work(self) -> bool:
@@ -181,42 +186,14 @@ class KvtierTier(SecondaryTierManager):
     def build_metric_definitions(
         cls, extra_config: dict[str, object]
     ) -> dict[str, OffloadingMetricMetadata]:
-        return {
-            BLOCKS: OffloadingGaugeMetadata(
-                documentation=(
-                    "Blocks in kvtier's slab: in use, or found by a restart and not asked for yet."
-                ),
-                labelnames=("state",),
-            ),
-            GONE: OffloadingCounterMetadata(
-                documentation=(
-                    "Blocks that left kvtier's slab: evicted for others, or lost to a damaged disk."
-                ),
-                labelnames=("reason",),
-            ),
-            REFUSED: OffloadingCounterMetadata(
-                documentation=(
-                    "Blocks that kvtier's slab did not take: no room or too fast for the disk, "
-                    "beyond the day's budget, or the write failed."
-                ),
-                labelnames=("reason",),
-            ),
-        }
+        return definitions((*METRICS, UNCLAIMED))
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        counts = self.slab.take_counts()
-        stats = OffloadingConnectorStats()
-        stats.set_gauge(BLOCKS, self.slab.num_blocks, ("used",))
-        stats.set_gauge(BLOCKS, self._disk.num_unfound, ("unclaimed",))
-        for name, reason, value in (
-            (GONE, "evicted", counts.evicted),
-            (GONE, "lost", counts.lost),
-            (REFUSED, "room", counts.refused),
-            (REFUSED, "budget", counts.over_budget),
-            (REFUSED, "failed", counts.failed),
-        ):
-            if value:
-                stats.increase_counter(name, value, (reason,))
+        """Of the disk: vLLM's own host tier is vLLM's to tell of."""
+        used, room = {DISK: self.slab.num_blocks}, {DISK: self._disk.num_blocks}
+        stats = take_stats(self._counts, self._metrics, used, room)
+        if stats is not None:
+            stats.set_gauge(UNCLAIMED.name, self._disk.num_unfound, (DISK,))
         return stats
 
 

@@ -29,4 +29,9 @@ class TierSettings(Settings):
             raise self.wrong(f"disk_path and disk_capacity are missing; write {EXAMPLE}")
         if self.locality not in (None, "LOCAL", "REMOTE"):
             raise self.wrong(f"locality can't be {self.locality!r}; use LOCAL or REMOTE")
+        if self.record:
+            raise self.wrong(
+                "record stands beside secondary_tiers, in kv_connector_extra_config: a tier does "
+                "not see all requests"
+            )
         self.disk_options()

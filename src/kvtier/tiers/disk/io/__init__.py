@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from kvtier.tiers.disk.io.base import IoEngine
-from kvtier.tiers.disk.io.find import open_engine
+from kvtier.tiers.disk.io.find import open_direct, open_engine
 
-__all__ = ["IoEngine", "open_engine"]
+__all__ = ["IoEngine", "open_direct", "open_engine"]

@@ -110,7 +110,6 @@ class DirectEngine(IoEngine):
     ) -> None:
         self._process = OwnerProcess()
         self._lock = threading.Lock()
-        self._fd = fd
         self._use = use
         self._is_closed = False
         self._why_given_up = ""
@@ -119,6 +118,9 @@ class DirectEngine(IoEngine):
             raise self._refusal("the file was opened without O_DIRECT")
         self._memory = Registered(buffers)
         with ExitStack() as undo:
+            # Of our own: where the driver does not let go, nobody else's file gets this number.
+            self._fd = os.dup(fd)
+            undo.callback(os.close, self._fd)
             try:
                 self._library = FileLibrary(self.vendor)
                 self.way = way or best_way(self._library)

@@ -144,6 +144,17 @@ class Vendor:
     compat: tuple[str, str] | None = None
     log: str = ""
 
+    def variables(self, may_bounce: bool) -> dict[str, str]:
+        """The environment that its driver is to find when it opens. may_bounce: it may go through
+        host memory; False forbids it, so that what is called direct is."""
+        made = {}
+        if self.log and self.log not in os.environ:
+            made[self.log] = os.devnull
+        if self.compat is not None:
+            allow, force = self.compat
+            made |= {allow: "true"} if may_bounce else {allow: "false", force: "false"}
+        return made
+
 
 def shared_calls(
     prefix: str, status: type[Structure], descriptor: type[Structure]

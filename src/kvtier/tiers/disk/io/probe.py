@@ -24,7 +24,8 @@ from typing import Final
 from kvtier.devices.base import Finding
 from kvtier.errors import DeviceError
 from kvtier.tiers.disk.io.file_library import FileLibrary, Vendor
-from kvtier.tiers.disk.io.trial import KINDS, Tried
+from kvtier.tiers.disk.io.trial import Tried
+from kvtier.tiers.disk.io.vendors import KINDS
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,16 @@ class Probe:
     reach: Reach
     tried: Tried
     why_not: str
+
+    @property
+    def works(self) -> bool:
+        """Whether bytes came back as they were, whichever way."""
+        return self.reach is not Reach.NONE
+
+    @property
+    def is_bounced(self) -> bool:
+        """Whether they went by way of host memory, inside the library."""
+        return self.reach is Reach.BOUNCED
 
     def finding(self) -> Finding:
         """A line of ``kvtier doctor``."""
@@ -115,28 +126,17 @@ def _tried(
     except OSError as error:
         return Probe(kind, library, Reach.NONE, Tried(), str(error))
     try:
-        strictly = _run([*command, path], _variables(vendor, False), ends_at, limit_s)
+        strictly = _run([*command, path], vendor.variables(False), ends_at, limit_s)
         if not strictly.why_not:
             return Probe(kind, library, Reach.DIRECT, strictly, "")
         if vendor.compat is None or time.monotonic() >= ends_at:
             return Probe(kind, library, Reach.NONE, strictly, strictly.why_not)
-        freely = _run([*command, path], _variables(vendor, True), ends_at, limit_s)
+        freely = _run([*command, path], vendor.variables(True), ends_at, limit_s)
         if freely.why_not:
             return Probe(kind, library, Reach.NONE, freely, freely.why_not)
         return Probe(kind, library, Reach.BOUNCED, freely, strictly.why_not)
     finally:
         os.unlink(path)
-
-
-def _variables(vendor: Vendor, may_bounce: bool) -> dict[str, str]:
-    """The environment of a child, beside our own."""
-    made = {}
-    if vendor.log and vendor.log not in os.environ:
-        made[vendor.log] = os.devnull
-    if vendor.compat is not None:
-        allow, force = vendor.compat
-        made |= {allow: "true"} if may_bounce else {allow: "false", force: "false"}
-    return made
 
 
 def _run(command: list[str], variables: dict[str, str], ends_at: float, limit_s: float) -> Tried:

@@ -22,22 +22,12 @@ from kvtier.devices.base import CopyBatch, Direction, Memory
 from kvtier.errors import CacheError
 from kvtier.plugins import load_plugin
 from kvtier.tiers.disk.io.base import IO_ALIGNMENT, Int64s, Uint64s
-from kvtier.tiers.disk.io.cufile import CuFileEngine
-from kvtier.tiers.disk.io.direct import DirectEngine
-from kvtier.tiers.disk.io.hipfile import HipFileEngine
-from kvtier.tiers.disk.io.nds import NdsEngine
+from kvtier.tiers.disk.io.vendors import KINDS
 
 NUM_BYTES: Final = 32 << 20
 """Moved each way."""
 PIECE_BYTES: Final = 128 << 10
 """A layer of a block, about; pieces lie scattered in memory."""
-
-KINDS: Final[dict[str, tuple[type[DirectEngine], str]]] = {
-    "cufile": (CuFileEngine, "cuda"),
-    "hipfile": (HipFileEngine, "hip"),
-    "nds": (NdsEngine, "ascend"),
-}
-"""Per library what uses it, and the plug-in of the device whose memory it reaches."""
 
 
 class Driver(Protocol):

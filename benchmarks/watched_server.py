@@ -1,0 +1,116 @@
+"""The server of ``watched``: what is told to others can be switched off, and on, while it serves.
+
+    stdin   "metrics events"    these are on from now on, and nothing else
+    stdout  "done"
+
+On and off are the same process, model and memory: two servers differ by more than what is looked
+for, by where their memory lies alone. What is off is not called, or does nothing at once. The end
+of stdin ends the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Collection
+from threading import Event, Thread
+
+from kvtier.config import CacheConfig
+from kvtier.engine import Engine, EngineConfig
+from kvtier.ladder.account import Account
+from kvtier.ladder.gauges import Gauges
+from kvtier.ladder.returns import Returns
+from kvtier.server import HttpServer, ServerConfig, bind
+from kvtier.server.metrics import ServerMetrics
+from kvtier.telemetry import Metrics
+from kvtier.telemetry.block_events import BlockLog
+from kvtier.telemetry.publisher import Publisher
+
+
+def nothing(*arguments: object, **labels: object) -> None:
+    """In the place of what tells somebody."""
+
+
+def learn_prefill(account: Account, num_before: int, num_tokens: int, seconds: float) -> None:
+    """The planner learns from it, whoever is told."""
+    account._costs.observe_prefill(num_before, num_tokens, seconds)
+
+
+MODEL = "watched"
+
+METHODS: dict[str, dict[type, tuple[str, ...]]] = {
+    "metrics": {
+        Metrics: ("count", "gauge", "observe", "record"),
+        # ``Returns.left`` stays, or blocks that left would stay marked. It takes 0.1 us for each.
+        Returns: ("came",),
+        Account: ("planned", "hit", "loaded", "moved", "saved", "observe_prefill"),
+        Gauges: ("refresh",),
+        ServerMetrics: ("request", "first_token", "answered"),
+    },
+    "events": {BlockLog: ("prompt", "_put"), Publisher: ("_wait",)},
+}
+"""What is called where something is told, by part."""
+
+
+class Switch:
+    """All is on when it is made."""
+
+    def __init__(self) -> None:
+        self._publishes = Event()
+        self._publishes.set()
+        self._quiet: dict[tuple[type, str], Callable[..., object]] = {
+            (Account, "observe_prefill"): learn_prefill,
+            (Publisher, "_wait"): lambda publisher: self._publishes.wait(),
+        }
+        self._loud = {
+            (owner, name): owner.__dict__[name]
+            for methods in METHODS.values()
+            for owner, names in methods.items()
+            for name in names
+        }
+
+    def turn(self, parts: Collection[str]) -> None:
+        """These are on, and no others. To be called while nobody asks the server anything."""
+        for part, methods in METHODS.items():
+            for owner, names in methods.items():
+                for at in ((owner, name) for name in names):
+                    method = self._loud[at] if part in parts else self._quiet.get(at, nothing)
+                    setattr(*at, method)
+        if "events" in parts:
+            self._publishes.set()
+        else:
+            self._publishes.clear()
+
+    def turn_all_on(self) -> None:
+        self.turn(METHODS)
+
+
+def obey(switch: Switch, server: HttpServer) -> None:
+    for line in sys.stdin:
+        switch.turn(line.split())
+        print("done", flush=True)
+    switch.turn_all_on()
+    server.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--device-capacity", required=True)
+    parser.add_argument("--events", required=True)
+    arguments = parser.parse_args()
+    config = EngineConfig(
+        model=arguments.model,
+        device_capacity=arguments.device_capacity,
+        events=arguments.events,
+        threads=1,
+        cache=CacheConfig(host_capacity="2x"),
+    )
+    with Engine(config) as engine, bind("127.0.0.1", 0) as listener:
+        server = HttpServer(engine, ServerConfig(served_model_name=MODEL), listener)
+        Thread(target=obey, args=(Switch(), server), daemon=True).start()
+        server.run(lambda url: print(url, flush=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+// Blocks that were asked for and are not resident yet.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/cells.hpp"
+#include "policy/numbers.hpp"
+#include "policy/pool.hpp"
+
+namespace kvtier::policy {
+
+// By the name of its prefix, the run that a block will be of. Where there are too many, those that
+// were asked for longest ago are forgotten: such a block comes to where the one before it is.
+class Expected {
+ public:
+  struct Entry {
+    Key key;
+    Key before;  // the name of the prefix without its last block
+    Index run;
+    std::uint32_t number;  // of the run, its low bits
+    std::uint32_t at;      // place in the path
+    Index older, newer;
+  };
+
+  explicit Expected(std::size_t most) : most_(most) {}
+
+  // Null where it is not expected. Good until the next change.
+  const Entry* find(Key key) const {
+    const Index entry = find_entry(key);
+    return entry == kNone ? nullptr : &entries_[entry];
+  }
+
+  void add(Key key, Key before, Index run, std::uint64_t number, std::uint32_t at) {
+    remove(key);
+    if (entries_.size() == most_) remove(entries_[oldest_].key);
+    const auto low = static_cast<std::uint32_t>(number);
+    const Index entry = entries_.add({key, before, run, low, at, newest_, kNone});
+    (newest_ == kNone ? oldest_ : entries_[newest_].newer) = entry;
+    newest_ = entry;
+    cells_.insert(key, entry);
+  }
+
+  void remove(Key key) {
+    const Index entry = find_entry(key);
+    if (entry == kNone) return;
+    const Entry& it = entries_[entry];
+    (it.older == kNone ? oldest_ : entries_[it.older].newer) = it.newer;
+    (it.newer == kNone ? newest_ : entries_[it.newer].older) = it.older;
+    cells_.erase(key, [entry](Index other) { return other == entry; });
+    entries_.remove(entry);
+  }
+
+  std::size_t size() const { return entries_.size(); }
+  std::size_t num_bytes() const { return entries_.num_bytes() + cells_.num_bytes(); }
+
+ private:
+  Index find_entry(Key key) const {
+    return cells_.find(key, [&](Index entry) { return entries_[entry].key == key; });
+  }
+
+  std::size_t most_;
+  Pool<Entry> entries_;
+  Cells<std::uint32_t> cells_;
+  Index oldest_ = kNone;
+  Index newest_ = kNone;
+};
+
+}  // namespace kvtier::policy

@@ -1,0 +1,71 @@
+// The policy that works on runs, in a tier of a running cache.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "policy/expected.hpp"
+#include "policy/live.hpp"
+#include "policy/run_policy.hpp"
+
+namespace kvtier::policy {
+
+// What is expected joins the runs of its request as it comes; what nobody has asked for joins the run
+// of the block in front of it.
+class LiveRuns final : public RunPolicy, public Live {
+ public:
+  LiveRuns(std::size_t capacity, std::uint64_t seed, double doubles_at_blocks,
+           const Keeper& keeper);
+
+  void set_capacity(std::size_t capacity) override { RunPolicy::set_capacity(capacity); }
+  std::size_t num_blocks() const override { return RunPolicy::num_blocks(); }
+  std::size_t num_history() const override { return RunPolicy::num_history(); }
+  std::size_t num_bytes() const override { return RunPolicy::num_bytes() + expected_.num_bytes(); }
+  void check() const override { RunPolicy::check(); }
+
+  void set_doubling(double at_blocks) override { RunPolicy::set_doubling(at_blocks); }
+  void asked(std::span<const Key> path, std::span<const Index> found, double now) override;
+  void continues(std::span<const Key> names, Key before) override;
+  void retain(std::span<const Key> path, std::span<const Index> found, const Said& said,
+              double now) override;
+  void admit(std::span<const Key> names, std::size_t num_free, double least_chance,
+             std::vector<std::uint32_t>& which) override;
+  Index entered(Key name, Index item, std::optional<Place> place, Index behind = kNone) override;
+  void begin_evicting() override { victim_ = kNone; }
+  Index next_victim() override;
+  // Up to so many. Appends their items.
+  void evict(std::size_t num_blocks, std::vector<Index>& items);
+  void left(Index block) override;
+  Index in_front_of(Index block) const override {
+    const Index parent = blocks_[block].parent;
+    return parent == kNone ? kNone : blocks_[parent].item;
+  }
+
+ private:
+  void settle(std::span<const Index> found);
+  Index run_at(std::span<const Key> path, std::span<const Index> found, std::uint32_t at) const;
+  std::uint32_t end_of_shared(std::span<const Index> found) const;
+  Index split(std::span<const Key> path, std::span<const Index> found, Index run,
+              std::uint32_t at);
+  const Expected::Entry* entry_of(Key name) const;
+  std::uint32_t place_of(Index block) const;
+  Index pass_over_next();
+  void follow_plan();
+  void grow(Index run, Index block);
+  void begin_run(Index block, std::uint32_t at);
+  void leave_run(Index block);
+
+  // A run, by its place and its number.
+  struct Planned {
+    Index run;
+    std::uint64_t number;
+  };
+
+  Expected expected_;
+  std::vector<Planned> planned_;  // what was to leave for those that were admitted, the first last
+};
+
+}  // namespace kvtier::policy

@@ -1,0 +1,48 @@
+#include "policy/replayed_runs.hpp"
+
+#include "policy/promise.hpp"
+
+namespace kvtier::policy {
+
+std::size_t ReplayedRuns::request(std::span<const Key> path, double now) {
+  if (path.empty()) return 0;
+  names_.follow(path, path_);
+  const std::size_t num_hits = path_.size();
+  policy_.begin(path, path_, now);
+  store(path);
+  policy_.keep_runs(path, path_, true);
+  return num_hits;
+}
+
+// From the front, as far as it is worth its room. No run has the blocks of the path now, so none of
+// them leaves.
+void ReplayedRuns::store(std::span<const Key> path) {
+  for (const RunPolicy::Part& part : policy_.parts()) {
+    if (part.hi <= path_.size()) continue;
+    const double gain = policy_.gain(part);
+    while (path_.size() < part.hi) {
+      if (!make_room(gain)) return;
+      const Key key = path[path_.size()];
+      const Index block = policy_.add(path_.empty() ? kNone : path_.back(), kNone);
+      policy_.set_item(block, block);
+      names_.add(key, block);
+      path_.push_back(block);
+      ++num_stored_;
+    }
+  }
+}
+
+bool ReplayedRuns::make_room(double gain) {
+  if (policy_.num_blocks() < capacity_) return true;
+  const Index left = policy_.lose_one(gain);
+  if (left == kNone) return false;
+  names_.remove(left);
+  return true;
+}
+
+void ReplayedRuns::check() const {
+  policy_.check();
+  promise(num_blocks() <= capacity_, "runs: more blocks than there is room for");
+}
+
+}  // namespace kvtier::policy

@@ -1,0 +1,63 @@
+#include "trie/live_policy.hpp"
+
+#include <stdexcept>
+
+namespace kvtier::trie {
+
+namespace {
+
+constexpr std::size_t kUsualRoom = std::size_t{1} << 16;  // blocks, until it is known
+constexpr std::uint64_t kSeed = 7;
+
+}  // namespace
+
+LivePolicy::LivePolicy(ColumnView view, std::string_view name)
+    : Policy(view),
+      live_(policy::make_live(name, kUsualRoom, kSeed, *this)),
+      blocks_(sizeof(policy::Index)) {}
+
+void LivePolicy::asked(std::span<const std::uint64_t> path, std::span<const Index> found,
+                       double now) {
+  live_->asked(path, blocks_of(found), now);
+}
+
+void LivePolicy::retain(std::span<const std::uint64_t> path, std::span<const Index> found,
+                        const policy::Said& said, double now) {
+  live_->retain(path, blocks_of(found), said, now);
+}
+
+std::span<const policy::Index> LivePolicy::blocks_of(std::span<const Index> found) {
+  found_.clear();
+  for (const Index index : found) found_.push_back(block(index));
+  return found_;
+}
+
+void LivePolicy::entered(Index index) {
+  const Node& node = view_.node(index);
+  const bool has_parent = view_.is_block(node.parent) && view_.queued(node.parent);
+  const policy::Index parent = has_parent ? block(node.parent) : policy::kNone;
+  view_.queued(index) = true;
+  blocks_.reach(index);
+  block(index) = live_->entered(node.hash, index, policy::Live::Place{parent, node.depth - 1});
+}
+
+Index LivePolicy::victim() {
+  const Index index = live_->next_victim();
+  if (index != kNone) view_.queued(index) = false;
+  return index;
+}
+
+void LivePolicy::withdraw(Index index) {
+  view_.queued(index) = false;
+  live_->left(block(index));
+}
+
+void LivePolicy::check() const {
+  try {
+    live_->check();
+  } catch (const std::logic_error& error) {
+    throw BrokenPromise(error.what());
+  }
+}
+
+}  // namespace kvtier::trie

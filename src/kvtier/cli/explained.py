@@ -1,0 +1,135 @@
+"""An explanation of ``X-KVTier-Explain``, as a table and sentences for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvtier.errors import printable
+from kvtier.plan.explain import COMPUTED
+from kvtier.types import DEVICE, DISK, HOST
+
+Found = Mapping[str, Any]
+"""As the server sends it."""
+
+PLACES = {DEVICE: "device memory", HOST: "host memory", DISK: "disk", COMPUTED: "computed"}
+
+
+def show(found: Found, what: str, console: Console) -> None:
+    """what: whom it was asked of."""
+    num, reused = found["prompt_tokens"], found["reused_tokens"]
+    console.print(f"{printable(what)}: {num:,} tokens, {reused:,} of them reused\n")
+    console.print(_table(found))
+    for sentence in sentences(found):
+        console.print(sentence)
+
+
+def _table(found: Found) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("tokens")
+    table.add_column("from")
+    for name in ("expected", "took", "if computed"):
+        table.add_column(name, justify="right")
+    for part in found["parts"]:
+        is_there = part["from"] == DEVICE
+        table.add_row(
+            span(part),
+            place(part["from"]),
+            "-" if is_there else _expected(part),
+            "-" if is_there else seconds(part["took_s"]),
+            "" if part["from"] == COMPUTED else about(part["compute_s"]),
+        )
+    return table
+
+
+def sentences(found: Found) -> Iterator[str]:
+    """What the table does not say."""
+    yield ""
+    yield from _times(found)
+    weak = found["too_few_measurements"]
+    loaded = [part for part in found["parts"] if part["from"] not in (DEVICE, COMPUTED)]
+    took_s, instead_s = found["took"]["load_s"], _total(loaded, "compute_s")
+    if loaded and took_s is not None and instead_s is not None:
+        num = sum(part["end"] - part["first"] for part in loaded)
+        yield (
+            f"Loading {num:,} tokens took {seconds(took_s)}; computing them would have taken "
+            f"{about(instead_s)}."
+        )
+    for cut in found["rejected"]:
+        yield _rejected(cut, found)
+    for part in found["not_used"]:
+        yield f"Not used: tokens {span(part)}, found in {place(part['in'])}."
+    for note in found["notes"]:
+        yield f"{note[:1].upper()}{note[1:]}."
+    if weak:
+        named = ", ".join(f"{each['of']} ({each['number']})" for each in weak)
+        yield (
+            f"Too few measurements to rely on the estimates for: {named}. They get better with "
+            "every request."
+        )
+
+
+def _times(found: Found) -> Iterator[str]:
+    took = found["took"]
+    if took["first_token_s"] is not None:
+        waited = ""
+        if took["wait_s"] is not None:
+            waited = f", {seconds(took['wait_s'])} of it until its turn came"
+        yield f"First token after {seconds(took['first_token_s'])}{waited}."
+
+
+def _rejected(cut: Mapping[str, Any], found: Found) -> str:
+    total_s = _sum(cut["load_s"], cut["compute_s"])
+    is_known = all(part["measured"] != 0 for part in found["parts"])
+    chosen = _sum(found["predicted"]["load_s"], found["predicted"]["compute_s"])
+    tokens = cut["reused_tokens"]
+    what = f"reusing {tokens:,} tokens" if tokens else "reusing nothing"
+    if total_s is None:
+        return f"Compared with {what}: nobody knows yet what that takes."
+    if not is_known:
+        return f"Compared with {what}: {about(total_s)}. What was done was never measured: a try."
+    parts = f" ({about(cut['load_s'])} to load, {about(cut['compute_s'])} to compute)"
+    return (
+        f"Compared with {what}: {about(total_s)}{parts if cut['load_s'] else ''}, against "
+        f"{about(chosen)} for what was done."
+    )
+
+
+def _expected(part: Mapping[str, Any]) -> str:
+    """What was never measured costs nothing to the planner, so that it is tried; nobody knows."""
+    return "unknown" if part["measured"] == 0 else seconds(part["predicted_s"])
+
+
+def _sum(*values: float | None) -> float | None:
+    return None if None in values else sum(value for value in values if value is not None)
+
+
+def _total(parts: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    return _sum(*(part[name] for part in parts))
+
+
+def span(part: Mapping[str, Any]) -> str:
+    """ "0-1,023"."""
+    return f"{part['first']:,}-{part['end'] - 1:,}"
+
+
+def place(tier: str) -> str:
+    """A tier, for whoever has not read the guide."""
+    return PLACES.get(tier, f"store {printable(tier)}")
+
+
+def seconds(value: float | None) -> str:
+    """ "0.35 ms", "12 ms", "1.2 s"; "?" for what nobody knows."""
+    if value is None:
+        return "?"
+    if value >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.0f} ms" if value >= 0.01 else f"{value * 1e3:.2f} ms"
+
+
+def about(value: float | None) -> str:
+    """An estimate."""
+    return seconds(value) if value is None else f"about {seconds(value)}"

@@ -1,0 +1,56 @@
+"""``kvtier watch``: the live page for an engine that has none."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from kvtier.cli.failure import fail
+from kvtier.errors import ConfigError
+
+KEY_VARIABLE = "KVTIER_API_KEY"
+URL = "http://127.0.0.1:8000"
+
+
+def watch(
+    url: Annotated[
+        str, typer.Argument(help="The engine: its address, or that of its metrics.")
+    ] = URL,
+    host: Annotated[str, typer.Option(help="Address to show the page at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes any free one.")] = 8500,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help=f"Key that the engine wants; better given as {KEY_VARIABLE}."),
+    ] = None,
+) -> None:
+    """Show a page of what a cache does: of vLLM, SGLang, or a kvtier server elsewhere.
+
+    A server of kvtier's own has the page itself, at /.
+    """
+    from kvtier.watch.local import LOCAL_HOSTS, LocalServer
+    from kvtier.watch.scrape import Watched
+
+    try:
+        watched = Watched(url, api_key or os.environ.get(KEY_VARIABLE))
+    except ConfigError as error:
+        fail("watch", error)
+    try:
+        server = LocalServer(watched, host, port)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or error
+        fail("watch", f"{host}:{port}: {why}; give another --host or --port")
+    if host not in LOCAL_HOSTS:
+        typer.echo(
+            f"kvtier watch: warning: whoever reaches this machine at {host} can see the page",
+            err=True,
+        )
+    if error_text := watched.look().error:
+        typer.echo(f"kvtier watch: {error_text}; the page goes on asking", err=True)
+    with server:
+        typer.echo(f"kvtier shows {watched.url} at {server.url}")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            typer.echo("", err=True)

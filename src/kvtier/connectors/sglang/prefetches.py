@@ -1,0 +1,147 @@
+"""Which requests join SGLang's queue, for a storage back end whose policy learns: a hook around
+``prefetch_from_storage``.
+
+The scheduler's thread only notes them. What a prompt's pages are called is worked out, and told, on
+the storage's own threads, before anything is stored that could push something out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtier.connectors.sglang.asking import keys_up_to
+from kvtier.connectors.sglang.contract import TELLING
+from kvtier.connectors.sglang.identity import page_keys
+
+logger = logging.getLogger(__name__)
+
+TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+MOST_NOTED = 4096
+"""Requests that are remembered: those that were told of lately, and those that wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A request that joined the queue. before: keys of the pages that SGLang has of its prompt.
+    rest: its tokens behind these, as SGLang's ``RadixKey``. last: the key that they follow."""
+
+    before: Sequence[str]
+    rest: Any
+    last: str | None
+
+    def keys(self, page_size: int) -> list[bytes]:
+        """Of all whole pages of the prompt, from its beginning."""
+        from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+        rest = self.rest.page_aligned(page_size)
+        behind = get_storage_hash_str(rest, self.last, page_size=page_size) if len(rest) else []
+        return page_keys([*self.before, *behind])
+
+
+class PrefetchWatch:
+    """On the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Callable[[Joined], object]] = []
+        self._known: OrderedDict[str, int] = OrderedDict()  # requests: tokens of each
+
+    def listen(self, joined: Callable[[Joined], object]) -> None:
+        """Somebody wants to know of each request, once. Does not raise, and does not wait."""
+        self._listeners.append(joined)
+
+    def leave(self, joined: Callable[[Joined], object]) -> None:
+        """And no more."""
+        self._listeners.remove(joined)
+
+    def hooks(self) -> dict[str, Callable[..., Any]]:
+        """What stands around SGLang's own, by its full name; each is given that first."""
+        return {f"{TREE}.prefetch_from_storage": self._prefetch}
+
+    def _prefetch(
+        self,
+        prefetch: Callable[..., Any],
+        tree: Any,
+        request: Any,
+        node: Any,
+        tokens: Sequence[int],
+        last_hash: str | None = None,
+        prefix_keys: Sequence[str] | None = None,
+        **more: Any,
+    ) -> Any:
+        if self._listeners:
+            try:
+                self._note(tree, request, node, tokens, prefix_keys, **more)
+            except Exception:
+                logger.exception("kvtier: the eviction policy was not told of a request")
+        return prefetch(tree, request, node, tokens, last_hash, prefix_keys, **more)
+
+    def _note(
+        self,
+        tree: Any,
+        request: Any,
+        node: Any,
+        tokens: Sequence[int],
+        prefix_keys: Sequence[str] | None,
+        *,
+        matched_prefix_tokens: Sequence[int] | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        **_: Any,
+    ) -> None:
+        num_before = len(matched_prefix_tokens or ())
+        num_tokens = num_before + len(tokens)
+        if request.attempt_id or self._known.get(request.rid) == num_tokens:
+            return  # SGLang asks again
+        before = keys_up_to(tree, node, prefix_keys) if num_before else ()
+        if len(before) != num_before // tree.page_size:
+            return  # not all of its tree is hashed
+        self._known[request.rid] = num_tokens
+        self._known.move_to_end(request.rid)
+        while len(self._known) > MOST_NOTED:
+            self._known.popitem(last=False)
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        is_bigram = tree.tree_core.is_eagle
+        rest = RadixKey(tokens, extra_key, is_bigram=is_bigram, cache_salt=cache_salt)
+        joined = Joined(before, rest, before[-1] if before else None)
+        for listener in self._listeners:
+            listener(joined)
+
+
+class Joining:
+    """Requests on their way to a slab. ``note`` is the scheduler's, ``tell`` any thread's.
+
+    asked: told of the pages of each. page_size: tokens.
+    """
+
+    def __init__(self, asked: Callable[[list[bytes]], object], page_size: int) -> None:
+        self._asked = asked
+        self._page_size = page_size
+        self._noted: deque[Joined] = deque(maxlen=MOST_NOTED)
+
+    def note(self, joined: Joined) -> None:
+        """Costs the same however long the prompt is."""
+        self._noted.append(joined)
+
+    def tell(self) -> None:
+        """All that was noted."""
+        while self._noted:
+            try:
+                joined = self._noted.popleft()
+            except IndexError:  # another thread was faster
+                return
+            if keys := joined.keys(self._page_size):
+                self._asked(keys)
+
+
+def told_by() -> dict[str, Callable[..., Any]]:
+    """What tells of requests; none where this SGLang is another than is known."""
+    return {} if TELLING.differences() else PREFETCHES.hooks()
+
+
+PREFETCHES = PrefetchWatch()
+"""Of this process: a scheduler has one tree."""

@@ -1,0 +1,105 @@
+"""What is let in: what is worth its room, what is worth a write, and what passes through memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from kvtier.index import BlockIndex, KeyIndex, State
+from kvtier.ladder.passage import Passage
+from kvtier.ladder.row import Row
+from kvtier.types import BlockId
+
+Item = TypeVar("Item", BlockId, bytes)
+
+Ask = Callable[[Sequence[Item], str, int, float], Sequence[Item]]
+"""Which of some items, by the policy of a tier, with so many free slots, by the least chance of a
+use: ``BlockIndex.admit``."""
+LeastChance = Callable[[str, bool], float]
+"""That a block is used in a storage tier, for it to be worth a write now; and whether the tier is
+full."""
+
+
+class Admitted(NamedTuple, Generic[Item]):
+    """items: that are let in. passing: those of them that are not to stay."""
+
+    items: Sequence[Item]
+    passing: Collection[Item] = ()
+
+
+class Admission:
+    """Asks the policies of the tiers. Storage is written from memory, and each tier's policy judges
+    for itself: a block that is not worth its room in memory, and worth a write, passes through.
+
+    writes: whether anything is written to storage at present.
+    """
+
+    def __init__(
+        self,
+        row: Row,
+        index: BlockIndex,
+        passage: Passage,
+        least_chance: LeastChance,
+        writes: Callable[[], bool],
+    ) -> None:
+        self._row = row
+        self._passage = passage
+        self._index = index
+        self._least_chance = least_chance
+        self._writes = writes
+
+    def admit(self, blocks: Sequence[BlockId], tier: str) -> Sequence[BlockId]:
+        """Those of ``blocks``, which ``tier`` has not, that are let in."""
+        if tier in self._row.storages:
+            return self._worth_a_write(blocks, tier, self._index.admit)
+        admitted = self._let_in(blocks, tier, self._index.admit, self._lacking)
+        if tier == self._row.staging:
+            self._passage.note(*admitted)
+        return admitted.items
+
+    def admit_read(self, blocks: Sequence[BlockId], memory: str) -> None:
+        """``blocks`` are read from storage, for they are wanted: they come to ``memory``, and stay
+        there as far as they are worth their room."""
+        num_free = self._row.rooms[memory].num_free
+        if len(blocks) <= num_free:
+            self._passage.note(blocks, ())
+            return
+        stay = set(self._index.admit(blocks, memory, num_free))
+        self._passage.note(blocks, [block for block in blocks if block not in stay])
+
+    def admit_keys(self, index: KeyIndex, keys: Sequence[bytes], tier: str) -> Admitted[bytes]:
+        """``admit`` to a memory, of blocks that may not be known; tell ``Passage`` of them."""
+
+        def lacking(rest: Sequence[bytes], storage: str) -> Sequence[bytes]:
+            its = index.find_all(rest).states[index.tiers.index(storage) :: len(index.tiers)]
+            return [key for key, state in zip(rest, its, strict=True) if state <= State.ABSENT]
+
+        return self._let_in(keys, tier, index.admit_keys, lacking)
+
+    def _lacking(self, blocks: Sequence[BlockId], storage: str) -> Sequence[BlockId]:
+        states = self._index.states_of(blocks, storage)
+        return [block for block, at in zip(blocks, states, strict=True) if at is State.ABSENT]
+
+    def _let_in(
+        self,
+        items: Sequence[Item],
+        memory: str,
+        ask: Ask[Item],
+        lacking: Callable[[Sequence[Item], str], Sequence[Item]],
+    ) -> Admitted[Item]:
+        num_free = self._row.rooms[memory].num_free
+        stay = items if len(items) <= num_free else ask(items, memory, num_free, 0.0)
+        if len(stay) == len(items) or memory != self._row.staging or not self._writes():
+            return Admitted(stay)
+        staying, passing = set(stay), set[Item]()
+        rest = [item for item in items if item not in staying]
+        for storage in self._row.storages:
+            passing.update(self._worth_a_write(lacking(rest, storage), storage, ask))
+        return Admitted([item for item in items if item in staying or item in passing], passing)
+
+    def _worth_a_write(self, items: Sequence[Item], storage: str, ask: Ask[Item]) -> Sequence[Item]:
+        num_free = self._row.rooms[storage].num_free
+        least_chance = self._least_chance(storage, len(items) > num_free)
+        if len(items) <= num_free and not least_chance:
+            return items
+        return ask(items, storage, num_free, least_chance)

@@ -1,0 +1,49 @@
+"""How things stand: room, what is on its way and in line, storage that is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+from kvtier.ladder.row import Row
+from kvtier.ladder.traffic import Traffic
+from kvtier.telemetry import Metrics
+from kvtier.transfer import Mover
+
+PERIOD_S = 1.0
+
+
+class Gauges:
+    """Brought up to date once a second: every tier and route is asked for them."""
+
+    def __init__(
+        self,
+        row: Row,
+        traffic: Traffic,
+        mover: Mover,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._row = row
+        self._traffic = traffic
+        self._mover = mover
+        self._metrics = metrics
+        self._clock = clock
+        self._due_s = -inf
+
+    def refresh(self) -> None:
+        """``update``, where that is due."""
+        if self._clock() >= self._due_s:
+            self.update()
+
+    def update(self) -> None:
+        self._due_s = self._clock() + PERIOD_S
+        rooms = self._row.rooms
+        used = {name: room.num_used for name, room in rooms.items()}
+        self._metrics.occupancy(used, {name: room.num_slots for name, room in rooms.items()})
+        for (src, dst), num in self._traffic.num_in_flight.items():
+            self._metrics.gauge("kvtier_transfers_in_flight", num, src=src, dst=dst)
+        for (src, dst), seconds in self._traffic.queued_s().items():
+            self._metrics.gauge("kvtier_queued_seconds", seconds, src=src, dst=dst)
+        for name in self._row.storages:
+            self._metrics.gauge("kvtier_breaker_state", self._mover.breaker(name), tier=name)

@@ -1,0 +1,326 @@
+"""A decision of the planner, in words and figures: where each part of a prompt came from, what was
+compared, and what it would have cost otherwise.
+
+Nothing is decided here, and nothing is estimated anew that a plan says: all of it is read from what
+the plan was made from, which a lease keeps anyway. So it costs nothing until somebody asks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+
+from kvtier.plan.average import FEW
+from kvtier.plan.cost import Costs, Route
+from kvtier.plan.operations import Cut, Plan
+from kvtier.runs import runs_of
+from kvtier.types import DEVICE, Match
+
+COMPUTED = "computed"
+"""In the place of a tier: the part that was in none, or was faster to compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a plan was made from, as it was then.
+
+    num_tokens: of the prompt. block_size: tokens; blocks of it may be wider than the cache's own.
+    grain_blocks: cuts were multiples of it. is_weighed: False where everything found is loaded,
+    whatever it costs.
+    """
+
+    match: Match
+    costs: Costs
+    plan: Plan
+    num_tokens: int
+    block_size: int
+    bytes_per_block: int
+    grain_blocks: int = 1
+    is_weighed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Actual:
+    """What came of a plan, as far as it is known; seconds.
+
+    arrivals: positions of blocks, and when they had arrived, from the plan on. load_s: until all
+    had. compute_s: of the prompt, in all. waited_s: before the plan. first_token_s: from the
+    request's arrival on. num_failed_loads: before this plan. overlaps: it was computed while it
+    was still being loaded.
+    """
+
+    arrivals: Sequence[tuple[range, float]] = ()
+    load_s: float | None = None
+    compute_s: float | None = None
+    waited_s: float | None = None
+    first_token_s: float | None = None
+    num_failed_loads: int = 0
+    overlaps: bool = False
+
+
+UNKNOWN = Actual()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens ``first`` up to ``end``.
+
+    source: the tier where they were found, or ``COMPUTED``. predicted_s, actual_s: to bring them to
+    the device, or to compute them; None where nobody knows. compute_s: the estimate for computing
+    them. num_measured: what ``predicted_s`` rests on, the least of its steps. is_coming: they were
+    on their way already.
+    """
+
+    first: int
+    end: int
+    source: str
+    predicted_s: float | None
+    actual_s: float | None
+    compute_s: float | None
+    num_measured: int | None
+    is_coming: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """rejected: the choices next to the one that was made, by how much they reuse. weak: what was
+    estimated from fewer than ``FEW`` measurements, and how many there were. left: what was found
+    and not used: first token, end, tier. notes: sentences."""
+
+    num_tokens: int
+    num_reused: int
+    parts: tuple[Part, ...]
+    chosen: Cut
+    rejected: tuple[tuple[int, Cut], ...]
+    weak: tuple[tuple[str, int], ...]
+    left: tuple[tuple[int, int, str], ...]
+    actual: Actual
+    notes: tuple[str, ...] = field(default=())
+
+    def as_json(self) -> dict[str, object]:
+        """Plain data; null for what nobody knows."""
+        actual = self.actual
+        return {
+            "prompt_tokens": self.num_tokens,
+            "reused_tokens": self.num_reused,
+            "parts": [
+                {
+                    "first": part.first,
+                    "end": part.end,
+                    "from": part.source,
+                    "predicted_s": part.predicted_s,
+                    "took_s": part.actual_s,
+                    "compute_s": part.compute_s,
+                    "measured": part.num_measured,
+                }
+                for part in self.parts
+            ],
+            "predicted": {
+                "load_s": _known(self.chosen.load_s),
+                "compute_s": _known(self.chosen.recompute_s),
+            },
+            "took": {
+                "wait_s": actual.waited_s,
+                "load_s": actual.load_s,
+                "compute_s": actual.compute_s,
+                "first_token_s": actual.first_token_s,
+            },
+            "rejected": [
+                {
+                    "reused_tokens": tokens,
+                    "load_s": _known(cut.load_s),
+                    "compute_s": _known(cut.recompute_s),
+                }
+                for tokens, cut in self.rejected
+            ],
+            "not_used": [
+                {"first": first, "end": end, "in": tier} for first, end, tier in self.left
+            ],
+            "too_few_measurements": [{"of": what, "number": num} for what, num in self.weak],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        """The same in ``key=value``, for a log."""
+        by_source: dict[str, int] = {}
+        for part in self.parts:
+            by_source[part.source] = by_source.get(part.source, 0) + part.end - part.first
+        pairs: list[tuple[str, object]] = [("tokens", self.num_tokens), ("reused", self.num_reused)]
+        pairs += [(f"{source}_tokens", num) for source, num in by_source.items()]
+        seconds = [
+            ("predicted_load_s", _known(self.chosen.load_s)),
+            ("load_s", self.actual.load_s),
+            ("predicted_compute_s", _known(self.chosen.recompute_s)),
+            ("compute_s", self.actual.compute_s),
+        ]
+        seconds += [(f"reusing_{tokens}_s", _known(cut.seconds)) for tokens, cut in self.rejected]
+        pairs += [(name, f"{value:.4f}") for name, value in seconds if value is not None]
+        if self.weak:
+            few = ",".join(f"{what.replace(' ', '')}:{num}" for what, num in self.weak)
+            pairs.append(("too_few_measurements", few))
+        return " ".join(f"{name}={value}" for name, value in pairs)
+
+
+def explain(decision: Decision, actual: Actual = UNKNOWN) -> Explanation:
+    """Read a decision. Cost: O(blocks of the match)."""
+    plan, size = decision.plan, decision.block_size
+    num_reused = min(plan.num_reused_blocks * size, decision.num_tokens)
+    return Explanation(
+        decision.num_tokens,
+        num_reused,
+        (*_reused(decision, actual), *_computed(decision, actual, num_reused)),
+        Cut(plan.num_reused_blocks, plan.load_s, plan.recompute_s),
+        tuple((cut.num_blocks * size, cut) for cut in _rejected(plan)),
+        tuple(_weak(decision)),
+        tuple(_left(decision)),
+        actual,
+        tuple(_notes(decision, actual)),
+    )
+
+
+def _reused(decision: Decision, actual: Actual) -> Iterator[Part]:
+    """The runs of blocks that were found in one tier, up to the cut."""
+    costs, size = decision.costs, decision.block_size
+    runs = list(_runs(decision.match, 0, decision.plan.num_reused_blocks))
+    tier_s = _seconds_by_tier(decision, runs)
+    of_tier: dict[str, int] = {}
+    for tier, _, run in runs:
+        of_tier[tier] = of_tier.get(tier, 0) + len(run)
+    arrivals = sorted(actual.arrivals, key=lambda arrival: arrival[0].start)
+    starts = [where.start for where, _ in arrivals]
+    for tier, is_coming, run in runs:
+        first, end = run.start * size, run.stop * size
+        if tier == DEVICE:
+            yield Part(first, end, tier, 0.0, 0.0, _known(costs.prefill_s(first, end)), None)
+            continue
+        some = slice(max(0, bisect_right(starts, run.start) - 1), bisect_left(starts, run.stop))
+        times = [seconds for where, seconds in arrivals[some] if run.start < where.stop]
+        yield Part(
+            first,
+            end,
+            tier,
+            tier_s[tier] * len(run) / of_tier[tier] if decision.is_weighed else None,
+            max(times, default=None),
+            _known(costs.prefill_s(first, end)),
+            _num_measured(decision, tier, of_tier[tier]) if decision.is_weighed else None,
+            is_coming,
+        )
+
+
+def _computed(decision: Decision, actual: Actual, first: int) -> Iterator[Part]:
+    if first < decision.num_tokens:
+        predicted_s = _known(decision.plan.recompute_s)
+        num = decision.costs.num_prefills if decision.is_weighed else None
+        end = decision.num_tokens
+        yield Part(first, end, COMPUTED, predicted_s, actual.compute_s, predicted_s, num)
+
+
+def _runs(match: Match, first: int, end: int) -> Iterator[tuple[str, bool, range]]:
+    """Neighbours that are alike: their tier, whether they are on their way, their positions."""
+    for tier, run in runs_of(match.tiers[first:end], first):
+        for is_coming, part in runs_of(match.in_flight[run.start : run.stop], run.start):
+            yield tier, is_coming, part
+
+
+def _seconds_by_tier(
+    decision: Decision, runs: Sequence[tuple[str, bool, range]]
+) -> dict[str, float]:
+    """The plan's seconds of loading, shared out: each step of the way by the bytes that took it. So
+    they add up to what the plan says."""
+    costs = decision.costs
+    num_bytes: dict[str, int] = {}
+    for tier, is_coming, run in runs:
+        if tier != DEVICE:
+            moved = 0 if is_coming else len(run) * decision.bytes_per_block
+            num_bytes[tier] = num_bytes.get(tier, 0) + moved
+    users: dict[Route, list[str]] = {}
+    for tier in num_bytes:
+        for route in costs.ways[tier]:
+            users.setdefault(route, []).append(tier)
+    seconds = dict.fromkeys(num_bytes, 0.0)
+    for route, tiers in users.items():
+        total = sum(num_bytes[tier] for tier in tiers)
+        route_s = costs.copy_s(route, total) + costs.queued_s.get(route, 0.0)
+        for tier in tiers:
+            seconds[tier] += route_s * (num_bytes[tier] / total if total else 1 / len(tiers))
+    return seconds
+
+
+def _num_measured(decision: Decision, tier: str, num_blocks: int) -> int:
+    """Of the step that was measured least on the way from ``tier``."""
+    size = num_blocks * decision.bytes_per_block
+    costs = decision.costs
+    return min((costs.num_measured(route, size) for route in costs.ways[tier]), default=0)
+
+
+def _rejected(plan: Plan) -> Iterator[Cut]:
+    """To compute everything, to use what needs no load, and to reuse all that could be."""
+    chosen = plan.num_reused_blocks
+    told = {chosen}
+    free = [cut for cut in plan.compared if not cut.load_s]
+    nothing = Cut(0, 0.0, plan.all_recompute_s)
+    for cut in (nothing, *free[-1:], *plan.compared[-1:]):
+        if cut.num_blocks not in told:
+            told.add(cut.num_blocks)
+            yield cut
+
+
+def _weak(decision: Decision) -> Iterator[tuple[str, int]]:
+    """What was weighed, and known from too few measurements."""
+    if not decision.is_weighed:
+        return
+    costs, num_blocks = decision.costs, dict[str, int]()
+    for tier, _, run in _runs(decision.match, 0, decision.match.num_blocks):
+        num_blocks[tier] = num_blocks.get(tier, 0) + len(run)
+    told: set[Route] = set()
+    for tier, num in num_blocks.items():
+        for route in costs.ways.get(tier, ()) if tier != DEVICE else ():
+            seen = costs.num_measured(route, num * decision.bytes_per_block)
+            if seen < FEW and route not in told:
+                told.add(route)
+                yield " -> ".join(route), seen
+    if costs.num_prefills < FEW:
+        yield "computing", costs.num_prefills
+
+
+def _left(decision: Decision) -> Iterator[tuple[int, int, str]]:
+    size, match = decision.block_size, decision.match
+    for tier, run in runs_of(
+        match.tiers[decision.plan.num_reused_blocks :], decision.plan.num_reused_blocks
+    ):
+        yield run.start * size, run.stop * size, tier
+
+
+def _notes(decision: Decision, actual: Actual) -> Iterator[str]:
+    plan, match = decision.plan, decision.match
+    if not decision.is_weighed:
+        yield "everything that is found is loaded: the load policy is always"
+    if not match.num_blocks:
+        yield "nothing of this prompt was found in any tier"
+    grid = max(1, decision.grain_blocks)
+    last = (decision.num_tokens - 1) // decision.block_size // grid * grid
+    usable = min(match.num_blocks // grid * grid, last)
+    if plan.num_reused_blocks < match.num_blocks and plan.num_reused_blocks >= usable:
+        yield (
+            "what was found beyond the reused part is computed: prompts are cut on a grid of "
+            f"{grid * decision.block_size} tokens, and the last token is always computed"
+        )
+    elif plan.num_reused_blocks < usable and not any(
+        cut.num_blocks > plan.num_reused_blocks for cut in plan.compared
+    ):
+        yield "more was found, but there was no room for it, or its load would have come too late"
+    if any(is_coming for _, is_coming, _ in _runs(match, 0, plan.num_reused_blocks)):
+        yield "some of it was on its way to the device already, for another request"
+    if actual.num_failed_loads:
+        yield (
+            f"loads before this plan that failed or came too late: {actual.num_failed_loads}; "
+            "their seconds are in the time until the first token only"
+        )
+    if actual.overlaps:
+        yield "the first tokens were computed while others were being loaded: the seconds overlap"
+
+
+def _known(seconds: float) -> float | None:
+    return seconds if isfinite(seconds) else None

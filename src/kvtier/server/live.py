@@ -1,0 +1,70 @@
+"""The live page, and what it asks for each second."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+
+from fastapi import APIRouter
+from prometheus_client import CollectorRegistry, Metric
+from starlette.responses import Response
+
+from kvtier.server.metrics import CacheMetrics
+from kvtier.server.service import Service
+from kvtier.watch import History, Reading
+from kvtier.watch.files import FOLDER, HEADERS, LIVE_PATH, PAGE, TYPES, content_of
+from kvtier.watch.scrape import LEAST_PAUSE_S
+
+
+class Live:
+    """The picture of this server, made anew when somebody looks; on the event loop's thread.
+
+    However many look, the engine is asked once in ``LEAST_PAUSE_S``. Nobody looks: nothing is read.
+    """
+
+    def __init__(self, service: Service) -> None:
+        nothing: list[Metric] = []
+        self._service = service
+        self._cache = CacheMetrics(service.engine, _collect, nothing)
+        self._history = History()
+        self._looked_s = float("-inf")
+        self._content = b""
+
+    async def content(self) -> bytes:
+        """As JSON; see ``watch.Picture``."""
+        if time.monotonic() - self._looked_s >= LEAST_PAUSE_S or not self._content:
+            self._looked_s = time.monotonic()  # those who ask while this one waits get the last
+            theirs = await self._cache.read()
+            families: Iterable[Metric] = [*self._service.metrics.registry.collect(), *theirs]
+            self._history.add(Reading.of(families, time.monotonic()))
+            self._content = json.dumps(self._history.picture().as_json()).encode()
+        return self._content
+
+
+def _collect(registry: CollectorRegistry) -> list[Metric]:
+    return list(registry.collect())
+
+
+def live_router(service: Service) -> APIRouter:
+    """``/``, its files, and ``LIVE_PATH``."""
+    router = APIRouter(include_in_schema=False)
+    live = Live(service)
+
+    @router.get("/")
+    async def page() -> Response:
+        return _file(PAGE)
+
+    @router.get(FOLDER + "{name}")
+    async def file(name: str) -> Response:
+        return _file(name) if name in TYPES else Response(status_code=404, headers=dict(HEADERS))
+
+    @router.get(LIVE_PATH)
+    async def picture() -> Response:
+        return Response(await live.content(), 200, dict(HEADERS), "application/json")
+
+    return router
+
+
+def _file(name: str) -> Response:
+    return Response(content_of(name), 200, dict(HEADERS), TYPES[name])

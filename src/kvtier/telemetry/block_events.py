@@ -1,0 +1,282 @@
+"""What comes to a tier and what leaves it, for routers that send a prompt to where its KV is.
+
+    the cache's thread            the publisher's thread
+    BlockLog  -- appends -->      BlockEvents  -->  BlockStored, BlockRemoved, AllBlocksCleared
+
+The cache's thread appends what it has in its hands anyway: a prompt's labels and blocks, or blocks
+that moved. What routers want to know instead is found out on the other side: a hash for each block,
+its tokens, its parent. The hash is
+
+    hash[-1] = BLAKE3(namespace)        hash[i] = BLAKE3(hash[i-1] || label[i])
+
+of eight bytes each, so equal prompts of one model and tenant have equal hashes in every process,
+and after every restart.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from kvtier.runs import runs_of
+from kvtier.types import DEVICE, DISK, HOST, BlockId, Label
+
+Event = Mapping[str, object]
+"""As it is sent: a field "type", then those of the type."""
+Array = npt.NDArray[np.int64]
+T = TypeVar("T", bound=np.generic)
+
+MOST_BLOCKS = 1 << 18
+"""Blocks of changes that wait for the publisher. They hold their prompts' tokens: 64 MiB where a
+block has 64 of them. More are not told, and everybody who listens has to begin anew."""
+MOST_CHANGES = 1 << 16
+MOST_RECENT = 1 << 16
+"""Blocks whose tokens are remembered, so that what comes to a slower tier soon after is told with
+them, too: 25 MB where a block has 64."""
+
+CLEARED: Event = {"type": "AllBlocksCleared"}
+HASH_BYTES = 8
+TOKEN_BYTES = 4
+PLACE = 0xFFFF_FFFF
+"""Of a block's number the lower half is a place that others have after it, and the rest says how
+many had it before."""
+
+MEDIA = {DEVICE: "GPU", HOST: "CPU"}
+"""What readers call tiers. The first is the engine's own memory, whatever it is made of."""
+
+
+class Prompt(NamedTuple):
+    """Where a prompt's blocks are. tiers: of each, one that has it."""
+
+    namespace: bytes
+    labels: Sequence[Label]
+    blocks: Sequence[BlockId]
+    tiers: Sequence[str]
+
+
+class Moved(NamedTuple):
+    """Blocks that came to a tier, or left it."""
+
+    tier: str
+    blocks: Sequence[BlockId]
+    is_removed: bool
+
+
+Change = Prompt | Moved
+
+
+class BlockLog:
+    """Changes on their way from the thread that owns a cache to the one that publishes. Neither
+    waits for the other, and it can't grow without bound."""
+
+    def __init__(self) -> None:
+        self._changes: deque[Change] = deque()
+        self._num_put = 0  # written by one thread
+        self._num_taken = 0  # written by the other
+        self._was_lost = False
+
+    def prompt(
+        self,
+        namespace: bytes,
+        labels: Sequence[Label],
+        blocks: Sequence[BlockId],
+        tiers: Sequence[str],
+    ) -> None:
+        """A prompt's blocks are known, some of them perhaps only now."""
+        self._put(Prompt(namespace, labels, blocks, tiers))
+
+    def moved(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
+        """Blocks came to ``tier``, or leave it."""
+        self._put(Moved(tier, blocks, is_removed))
+
+    def lose(self) -> None:
+        """Nothing that was told holds any more."""
+        self._was_lost = True
+
+    def _put(self, change: Change) -> None:
+        num = len(change.blocks)
+        if not num:
+            return
+        is_full = self._num_put - self._num_taken + num > MOST_BLOCKS
+        if is_full or len(self._changes) >= MOST_CHANGES:
+            self._was_lost = True
+            return
+        self._num_put += num
+        self._changes.append(change)
+
+    def take(self) -> tuple[list[Change], bool]:
+        """What came since the last call, and whether something between was lost."""
+        was_lost, self._was_lost = self._was_lost, False
+        changes = [self._changes.popleft() for _ in range(len(self._changes))]
+        self._num_taken += sum(len(change.blocks) for change in changes)
+        return changes, was_lost
+
+
+class BlockEvents:
+    """Makes events of changes: each residency is told once when it begins and once when it ends. Of
+    a block that no prompt has named yet, what storage had kept for instance, nothing is told before
+    one does.
+
+    tiers: of the cache. shared: those of them that other processes fill, too. block_size: tokens.
+    Memory: 17 bytes for each block that the cache can hold.
+    """
+
+    def __init__(self, tiers: Sequence[str], shared: Sequence[str], block_size: int) -> None:
+        self._bits = {tier: np.uint8(1 << at) for at, tier in enumerate(tiers)}
+        self._media = {tier: _medium(tier, tier in shared) for tier in tiers}
+        self._block_size = block_size
+        self._block_bytes = block_size * TOKEN_BYTES
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing was told, and nothing is known."""
+        # By place. Stamps are one more than the upper half of a number, parents than a place.
+        self._stamps = np.zeros(0, np.uint32)
+        self._hashes = np.zeros(0, np.uint64)  # 0: no prompt has named it
+        self._parents = np.zeros(0, np.uint32)
+        self._where = np.zeros(0, np.uint8)  # a bit for each tier that has it
+        self._recent: OrderedDict[int, bytes] = OrderedDict()  # tokens
+
+    def of(self, change: Change) -> Iterator[Event]:
+        """What readers should hear."""
+        places = self._places(change.blocks)
+        if isinstance(change, Prompt):
+            yield from self._of_prompt(change, places)
+        elif change.is_removed:
+            yield from self._removed(change.tier, places)
+        else:
+            yield from self._came(change.tier, places)
+
+    def _places(self, blocks: Sequence[BlockId]) -> Array:
+        """Of blocks; those of others, which had them before, are forgotten."""
+        numbers = np.asarray(blocks, np.int64)
+        places, stamps = numbers & PLACE, (numbers >> 32) + 1
+        size = int(places.max(initial=-1)) + 1
+        if size > len(self._stamps):
+            size = max(size, 2 * len(self._stamps), 1024)
+            self._stamps = _grown(self._stamps, size)
+            self._hashes = _grown(self._hashes, size)
+            self._parents = _grown(self._parents, size)
+            self._where = _grown(self._where, size)
+        is_new = self._stamps[places] != stamps
+        if is_new.any():
+            new = places[is_new]
+            self._stamps[new] = stamps[is_new]
+            self._hashes[new] = 0
+            self._where[new] = 0
+        return places
+
+    # -- a prompt ---------------------------------------------------------------------------------
+
+    def _of_prompt(self, prompt: Prompt, places: Array) -> Iterator[Event]:
+        is_named = self._hashes[places] != 0
+        untold = np.where(is_named, 0, self._where[places])
+        for tier, run in runs_of(prompt.tiers[: len(places)]):
+            bit, part = self._bits[tier], slice(run.start, run.stop)
+            untold[part] |= ~self._where[places[part]] & bit
+            self._where[places[part]] |= bit
+        if not untold.any():
+            return  # as of most prompts: whatever is asked twice
+        labels = list(prompt.labels[: len(places)])
+        tokens = [label[: self._block_bytes] for label in labels]
+        if not is_named.all():
+            self._name(prompt.namespace, labels, tokens, places, int(is_named.argmin()))
+        for tier, bit in self._bits.items():
+            for wanted, run in runs_of(((untold & bit) != 0).tolist()):
+                if wanted:
+                    some = slice(run.start, run.stop)
+                    yield self._stored(tier, places[some], tokens[some])
+
+    def _name(
+        self,
+        namespace: bytes,
+        labels: Sequence[Label],
+        tokens: Sequence[bytes],
+        places: Array,
+        first: int,
+    ) -> None:
+        """Hash the blocks of a prompt from ``first`` on."""
+        before = _hash(namespace)
+        if first:
+            before = int(self._hashes[places[first - 1]]).to_bytes(HASH_BYTES, "little")
+        hashes = []
+        for label in labels[first:]:
+            before = _hash(before + label)
+            hashes.append(before)
+        new = places[first:]
+        self._hashes[new] = np.frombuffer(b"".join(hashes), "<u8")
+        self._parents[new[0]] = places[first - 1] + 1 if first else 0
+        self._parents[new[1:]] = new[:-1] + 1
+        self._recent.update(zip(new.tolist(), tokens[first:], strict=True))
+        while len(self._recent) > MOST_RECENT:
+            self._recent.popitem(last=False)
+
+    def _stored(self, tier: str, places: Array, tokens: Sequence[bytes]) -> Event:
+        """Blocks that follow each other. tokens: of each; none where nobody remembers them, as of
+        engines that know no more: who reads it knows the hash, or passes over it."""
+        above = int(self._parents[places[0]]) if tokens else 0
+        return {
+            "type": "BlockStored",
+            "block_hashes": self._hashes[places].tolist(),
+            "parent_block_hash": int(self._hashes[above - 1]) if above else None,
+            "token_ids": _ids(tokens),
+            "block_size": self._block_size if tokens else 0,
+            "lora_id": None,
+            "lora_name": None,
+            **self._media[tier],
+        }
+
+    # -- blocks that move -------------------------------------------------------------------------
+
+    def _came(self, tier: str, places: Array) -> Iterator[Event]:
+        bit = self._bits[tier]
+        is_told = (self._hashes[places] != 0) & (self._where[places] & bit == 0)
+        self._where[places] |= bit
+        places = places[is_told]
+        found = [self._recent.get(place) for place in places.tolist()]
+        is_recent = np.array([tokens is not None for tokens in found], bool)
+        tokens = [each for each in found if each is not None]
+        recent, others = places[is_recent], places[~is_recent]
+        edges = np.flatnonzero(self._parents[recent[1:]] != recent[:-1] + 1) + 1
+        for first, end in pairwise([0, *edges.tolist(), len(recent)]):
+            if first < end:
+                yield self._stored(tier, recent[first:end], tokens[first:end])
+        if len(others):
+            yield self._stored(tier, others, ())
+
+    def _removed(self, tier: str, places: Array) -> Iterator[Event]:
+        bit = self._bits[tier]
+        is_told = (self._hashes[places] != 0) & (self._where[places] & bit != 0)
+        self._where[places] &= ~bit
+        hashes = self._hashes[places[is_told]].tolist()
+        if hashes:
+            yield {"type": "BlockRemoved", "block_hashes": hashes, **self._media[tier]}
+
+
+def _grown(array: npt.NDArray[T], size: int) -> npt.NDArray[T]:
+    grown = np.zeros(size, array.dtype)
+    grown[: len(array)] = array
+    return grown
+
+
+def _hash(content: bytes) -> bytes:
+    return blake3(content).digest(HASH_BYTES)
+
+
+def _ids(tokens: Sequence[bytes]) -> list[int]:
+    found: list[int] = np.frombuffer(b"".join(tokens), "<u4").tolist()
+    return found
+
+
+def _medium(tier: str, is_shared: bool) -> dict[str, str]:
+    """As vLLM's readers know it: where there are several of a medium, ownership names which."""
+    if tier in MEDIA:
+        return {"medium": MEDIA[tier], "locality": "LOCAL"}
+    where = "REMOTE" if is_shared or tier != DISK else "LOCAL"
+    return {"medium": "STORAGE", "locality": where, "ownership": tier}

@@ -1,0 +1,71 @@
+"""A bound on how fast a log can grow, whatever clients do."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+
+BURST = 10
+PER_S = 0.2
+MAX_KINDS = 256
+"""Kinds of records that are told apart; all others are one more kind."""
+
+_VARIES = re.compile(r"0x[0-9a-f]+|\d+")
+
+
+@dataclass(slots=True)
+class _Kind:
+    allowance: float
+    seen_s: float
+    num_suppressed: int = 0
+
+
+class LogRate(logging.Filter):
+    """Lets ``BURST`` warnings of a kind pass, then one every five seconds, which says how many were
+    left out. A kind is a logger and the first line of a message, before its values are filled in.
+
+    For a handler, where it sees every logger's records. Records below WARNING pass: who asks for
+    them wants them all. now: a clock, seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._now = now
+        self._kinds: dict[tuple[str, str], _Kind] = {}
+        self._lock = Lock()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        with self._lock:
+            return self._is_due(record)
+
+    def _is_due(self, record: logging.LogRecord) -> bool:
+        now = self._now()
+        key = (record.name, _VARIES.sub("#", str(record.msg).partition("\n")[0][:200]))
+        if len(self._kinds) >= MAX_KINDS and key not in self._kinds:
+            key = ("", "")
+        kind = self._kinds.setdefault(key, _Kind(BURST, now))
+        kind.allowance = min(BURST, kind.allowance + (now - kind.seen_s) * PER_S)
+        kind.seen_s = now
+        if kind.allowance < 1:
+            kind.num_suppressed += 1
+            return False
+        kind.allowance -= 1
+        if kind.num_suppressed:
+            _append(record, kind.num_suppressed)
+            kind.num_suppressed = 0
+        return True
+
+
+def _append(record: logging.LogRecord, num_suppressed: int) -> None:
+    """As one more value, so that a formatter still knows which is which."""
+    if isinstance(record.args, tuple):
+        text = str(record.msg) if record.args else str(record.msg).replace("%", "%%")
+        record.msg, record.args = f"{text} suppressed=%d", (*record.args, num_suppressed)
+    else:
+        record.msg, record.args = f"{record.getMessage()} suppressed={num_suppressed}", None

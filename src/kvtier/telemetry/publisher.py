@@ -1,0 +1,195 @@
+"""Events of blocks over ZeroMQ, in the format that vLLM and SGLang publish and routers read.
+
+    PUB     topic, number, [time, [event, ...]]
+    ROUTER  a number asked for  -->  "", topic, number, batch  for each kept from it on, then an end
+
+A number has eight bytes, big-endian, and counts batches from 0. A batch is msgpack, an array; its
+events are maps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from threading import Event, Thread
+from typing import TYPE_CHECKING
+
+from kvtier.errors import ConfigError
+from kvtier.telemetry.block_events import CLEARED, BlockEvents, BlockLog
+from kvtier.telemetry.block_events import Event as BlockEvent
+
+if TYPE_CHECKING:
+    import zmq
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.05
+"""How often the log is looked at: what happens between goes into one batch."""
+MOST_EVENTS = 256
+"""Of one batch."""
+MOST_UNREAD = 10_000
+"""Batches that wait for one subscriber. What is too much for a slow one is lost to it: the numbers
+tell it so, and it may ask for them again."""
+MOST_KEPT, MOST_KEPT_BYTES = 10_000, 64 << 20
+"""Batches that can be asked for again."""
+END = (-1).to_bytes(8, "big", signed=True)
+"""In the place of a number: the last message of a replay."""
+CLOSE_MS = 1000
+"""How long the last batches may take to their readers."""
+QUESTION_BYTES = 1024
+"""A longer message is no question for a replay, and is not read."""
+
+
+class Publisher:
+    """Publishes what is in ``log``, from ``start`` to ``close``, on a thread of its own.
+
+    endpoint, replay: addresses to bind, such as "tcp://127.0.0.1:5557"; "" for no replay. topic: in
+    front of every batch. Raises ``ConfigError`` where an address can't be bound, or a package is
+    missing.
+    """
+
+    def __init__(self, log: BlockLog, endpoint: str, replay: str = "", topic: str = "") -> None:
+        try:
+            import msgspec
+            import zmq
+        except ImportError as error:
+            raise ConfigError(
+                f'events: {error}; install what they need: pip install "kvtier[events]"'
+            ) from error
+        self._log = log
+        self._topic = topic.encode()
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._context = zmq.Context()
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._num_kept_bytes = 0
+        self._num_sent = 0
+        self._events: BlockEvents | None = None
+        self._stop = Event()
+        self._thread = Thread(target=self._run, name="kvtier-events", daemon=True)
+        self._replay: zmq.Socket[bytes] | None = None
+        self._poller = zmq.Poller()  # made once: one for each wait costs as much as the wait
+        try:
+            self._pub = self._bind(zmq.PUB, endpoint, MOST_UNREAD)
+            if replay:
+                self._replay = self._bind(zmq.ROUTER, replay, MOST_KEPT + 1)
+                self._poller.register(self._replay, zmq.POLLIN)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def _bind(self, kind: int, endpoint: str, most_unread: int) -> zmq.Socket[bytes]:
+        import zmq
+
+        socket = self._context.socket(kind)
+        socket.set_hwm(most_unread)
+        socket.setsockopt(zmq.MAXMSGSIZE, QUESTION_BYTES)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"events: can't publish at {endpoint!r}: {error.strerror}; write for instance "
+                "tcp://127.0.0.1:5557"
+            ) from error
+        return socket
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Where it listens, for those who bound port 0: events, then replay."""
+        import zmq
+
+        sockets = [self._pub] if self._replay is None else [self._pub, self._replay]
+        return [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in sockets]
+
+    def start(self, events: BlockEvents) -> None:
+        """events: of the cache whose log it is."""
+        self._events = events
+        self._thread.start()
+
+    def close(self) -> None:
+        """Publish what is in the log, and end. Safe to call twice."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if not self._context.closed:
+            self._context.destroy(linger=CLOSE_MS)
+
+    def _run(self) -> None:
+        self._send([CLEARED])  # what an earlier life has told holds no more
+        while not self._stop.is_set():
+            self._guarded(self._wait)
+            self._guarded(self._publish)
+        self._guarded(self._publish)
+
+    def _wait(self) -> None:
+        """For a while, or until somebody asks for a replay; who gets it at once."""
+        if self._replay is None:
+            self._stop.wait(TICK_S)
+        elif self._poller.poll(int(TICK_S * 1000)):
+            self._answer(self._replay)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Readers of a publisher that has failed know nothing, rather than what is wrong."""
+        try:
+            work()
+        except Exception:
+            logger.exception("events not published")
+            self._log.lose()
+            self._stop.wait(TICK_S)
+
+    def _publish(self) -> None:
+        assert self._events is not None, "it was started"
+        changes, was_lost = self._log.take()
+        if was_lost:  # of what remains, nobody knows what it is behind
+            logger.warning("events lost, readers begin anew changes=%d", len(changes))
+            self._events.clear()
+            self._send([CLEARED])
+            return
+        made = (event for change in changes for event in self._events.of(change))
+        for batch in _batches(made):
+            self._send(batch)
+
+    def _send(self, batch: Sequence[BlockEvent]) -> None:
+        import zmq
+
+        payload = self._encode([time.time(), list(batch)])
+        number = self._num_sent
+        self._num_sent += 1
+        self._keep(number, payload)
+        self._pub.send_multipart([self._topic, number.to_bytes(8, "big"), payload], zmq.NOBLOCK)
+
+    def _keep(self, number: int, payload: bytes) -> None:
+        if self._replay is None:
+            return
+        self._kept.append((number, payload))
+        self._num_kept_bytes += len(payload)
+        while len(self._kept) > MOST_KEPT or self._num_kept_bytes > MOST_KEPT_BYTES:
+            self._num_kept_bytes -= len(self._kept.popleft()[1])
+
+    def _answer(self, replay: zmq.Socket[bytes]) -> None:
+        """Somebody has missed something. Who does not read the answer loses it."""
+        import zmq
+
+        frames = replay.recv_multipart()
+        if len(frames) != 3 or frames[1] or len(frames[2]) != len(END):
+            logger.warning("no replay, the question has frames=%d", len(frames))
+            return
+        asker, first = frames[0], int.from_bytes(frames[2], "big")
+        for number, payload in self._kept:
+            if number >= first:
+                told = [asker, b"", self._topic, number.to_bytes(8, "big"), payload]
+                replay.send_multipart(told, zmq.NOBLOCK, copy=False)
+        replay.send_multipart([asker, b"", b"", END, b""], zmq.NOBLOCK)
+
+
+def is_local(endpoint: str) -> bool:
+    """Whether only programs on this machine can reach it."""
+    local = ("tcp://127.", "tcp://localhost:", "tcp://[::1]:", "ipc://", "inproc://")
+    return endpoint.startswith(local)
+
+
+def _batches(events: Iterator[BlockEvent]) -> Iterator[list[BlockEvent]]:
+    while batch := list(islice(events, MOST_EVENTS)):
+        yield batch

@@ -1,0 +1,148 @@
+"""Spans of requests, for whoever collects OpenTelemetry's traces.
+
+They are made when all is over, from times that were noted anyway, beside the thread that computes.
+Where to, how many and under which name is said by OpenTelemetry's own environment variables.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import Span, Tracer
+
+Attributes = Mapping[str, str | int | float | bool]
+
+EXPORTERS = {"otlp": "otlp_proto_http"}
+"""OpenTelemetry's names of exporters, where their entry points have another one."""
+CLOSE_S = 3.0
+"""How long the last spans may take to their collector."""
+
+
+def _ns(perf_s: float) -> int:
+    """Nanoseconds since 1970 of a ``time.perf_counter``."""
+    return time.time_ns() - int((time.perf_counter() - perf_s) * 1e9)
+
+
+class RequestSpan:
+    """One request. Times are those of ``time.perf_counter``; attributes are put under "kvtier."."""
+
+    def __init__(self, tracer: Tracer, span: Span) -> None:
+        from opentelemetry.trace import set_span_in_context
+
+        self._tracer = tracer
+        self._span = span
+        self._context = set_span_in_context(span)
+        self.is_recording = span.is_recording()
+
+    def child(
+        self, name: str, began_s: float, ended_s: float, attributes: Attributes, error: str = ""
+    ) -> None:
+        """A part of it, over by now; the request may be over, too."""
+        if not self.is_recording:
+            return
+        began = _ns(began_s)
+        span = self._tracer.start_span(f"kvtier.{name}", self._context, start_time=began)
+        _fill(span, attributes, error)
+        span.end(began + max(0, int((ended_s - began_s) * 1e9)))
+
+    def end(self, attributes: Attributes, error: str = "") -> None:
+        """The answer is complete, or never will be."""
+        _fill(self._span, attributes, error)
+        self._span.end()
+
+
+class Traces:
+    """close: of the exporter, where it is ours."""
+
+    def __init__(self, tracer: Tracer, close: Callable[[], object] | None) -> None:
+        self._tracer = tracer
+        self._close = close
+
+    def begin(self, name: str, headers: Mapping[str, str], began_s: float) -> RequestSpan:
+        """A request: below the span that is under way in this process, or else the one that its
+        ``traceparent`` names."""
+        from opentelemetry.trace import SpanKind
+
+        span = self._tracer.start_span(
+            name, _parent(headers), kind=SpanKind.SERVER, start_time=_ns(began_s)
+        )
+        return RequestSpan(self._tracer, span)
+
+    def close(self) -> None:
+        """Send what is left; a collector that does not answer is waited for no longer than
+        ``CLOSE_S``."""
+        if self._close is not None:
+            thread = Thread(target=self._close, name="kvtier-traces-end", daemon=True)
+            thread.start()
+            thread.join(CLOSE_S)
+
+
+def _parent(headers: Mapping[str, str]) -> Context | None:
+    from opentelemetry.propagate import extract
+    from opentelemetry.trace import get_current_span
+
+    if get_current_span().get_span_context().is_valid:
+        return None  # whatever watches the server has read the headers already
+    return extract(headers)
+
+
+def _fill(span: Span, attributes: Attributes, error: str) -> None:
+    from opentelemetry.trace import Status, StatusCode
+
+    span.set_attributes({f"kvtier.{name}": value for name, value in attributes.items()})
+    if error:
+        span.set_status(Status(StatusCode.ERROR, error))
+
+
+def open_traces(version: str) -> Traces:
+    """Traces to where the environment says: to the provider that this process has, or else to one
+    of our own. Raises ``ConfigError`` for what is missing or unknown."""
+    try:
+        from opentelemetry import trace
+
+        provider = trace.get_tracer_provider()
+        if not isinstance(provider, trace.ProxyTracerProvider):
+            return Traces(provider.get_tracer("kvtier", version), None)
+        made = _make_provider()
+    except ImportError as error:
+        raise ConfigError(
+            f'traces: {error}; install what they need: pip install "kvtier[traces]"'
+        ) from error
+    return Traces(made.get_tracer("kvtier", version), made.shutdown)
+
+
+def _make_provider() -> TracerProvider:
+    from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    is_named = "OTEL_SERVICE_NAME" in os.environ or SERVICE_NAME in os.environ.get(
+        "OTEL_RESOURCE_ATTRIBUTES", ""
+    )
+    resource = Resource.create({} if is_named else {SERVICE_NAME: "kvtier"})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    for name in os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(","):
+        if (wanted := name.strip()) != "none":
+            provider.add_span_processor(BatchSpanProcessor(_exporter(wanted)()))
+    return provider
+
+
+def _exporter(name: str) -> type:
+    found = entry_points(group="opentelemetry_traces_exporter", name=EXPORTERS.get(name, name))
+    for entry in found:
+        kind: type = entry.load()
+        return kind
+    raise ConfigError(
+        f"traces: OTEL_TRACES_EXPORTER={name!r} in the environment, and no package has it; use "
+        "otlp, console or none, or install the exporter"
+    )

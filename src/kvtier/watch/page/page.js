@@ -1,0 +1,180 @@
+// Asks once a second how things are, and shows it. What was before is kept here, and nowhere else.
+
+import { Chart } from "./chart.js";
+import { Ladder } from "./ladder.js";
+import { TOO_FEW, count, made, rate, seconds, share } from "./words.js";
+
+const EVERY_MS = 1000, HIDDEN_MS = 5000, PATIENCE_MS = 8000;
+const KEY = "kvtier-api-key";
+const byId = (id) => document.getElementById(id);
+const ladder = new Ladder(byId("ladder"));
+const charts = {
+  hits: new Chart(byId("charts"), "Of prompts, given by", share, 0.1),
+  flows: new Chart(byId("charts"), "Moved", rate, 1024),
+  saved: new Chart(byId("charts"), "Computing spared, per second", seconds, 0.001),
+  ttft: new Chart(byId("charts"), "To the first token", seconds, 0.001),
+};
+const NEW_MS = 120_000; // so long a server is said to have begun anew
+let isPaused = false, hasSeen = false, lastSeen = 0, turn = 0, lastAge = 0, begunAnew = -NEW_MS;
+
+async function ask() {
+  const headers = {}, key = sessionStorage.getItem(KEY);
+  if (key) headers.Authorization = `Bearer ${key}`;
+  const answer = await fetch("/kvtier/live.json", { headers, cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+  if (answer.status === 401) {
+    // A slow answer to an earlier question says nothing about a key that was given since.
+    if (sessionStorage.getItem(KEY) === key) askForKey(Boolean(key));
+    return;
+  }
+  byId("key").hidden = true;
+  const content = await answer.json();
+  if (!answer.ok) throw new Error(content.error && content.error.message || content.error || `it answers ${answer.status}`);
+  show(content);
+}
+
+async function turnRound(number) {
+  if (number !== turn) return;
+  let pause = document.hidden ? HIDDEN_MS : EVERY_MS;
+  try {
+    if (!isPaused) await ask();
+  } catch (error) {
+    if (number === turn) sayLost(error);
+  }
+  setTimeout(turnRound, pause, number);
+}
+
+function sayLost(error) {
+  const why = error instanceof TypeError || error instanceof DOMException ? "the server does not answer" : error.message;
+  // Read out aloud where somebody listens: so it changes seldom.
+  const tens = Math.floor((Date.now() - lastSeen) / 10000);
+  const since = lastSeen && tens ? ` What is shown is ${seconds(10 * tens)} old.` : "";
+  say(`No news: ${why}. Asking again.${since}`, "bad");
+  addToCharts(null);
+}
+
+function say(text, level) {
+  const state = byId("state");
+  if (state.textContent !== text) state.textContent = text;
+  state.dataset.level = level;
+}
+
+function askForKey(wasWrong) {
+  sessionStorage.removeItem(KEY);
+  say(wasWrong ? "That is another key." : "Waiting for the key.", wasWrong ? "bad" : "plain");
+  if (byId("key").hidden) {
+    byId("key").hidden = false;
+    byId("key-text").focus();
+  }
+}
+
+byId("key").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, byId("key-text").value.trim());
+  byId("key-text").value = "";
+  byId("key").hidden = true;
+  turnRound(++turn);
+});
+
+byId("pause").addEventListener("click", () => {
+  isPaused = !isPaused;
+  byId("pause").setAttribute("aria-pressed", String(isPaused));
+  if (isPaused) say("Paused.", "plain");
+});
+
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden) turnRound(++turn);
+});
+
+function show(picture) {
+  lastSeen = Date.now();
+  if (isPaused) return;
+  hasSeen = true;
+  byId("main").hidden = false;
+  byId("engine").textContent = picture.engine === "kvtier" ? "" : `under ${picture.engine}`;
+  if (picture.age_s < lastAge) begunAnew = lastSeen;
+  lastAge = picture.age_s;
+  say(lastSeen - begunAnew < NEW_MS ? "Live; the server has begun anew." : "Live", "good");
+  showTiles(picture);
+  showAnswers(picture.answers);
+  ladder.show(picture);
+  showPlans(picture);
+  showTiers(picture.tiers);
+  addToCharts(picture);
+}
+
+function showTiles({ hit_share, saved, requests }) {
+  const perMinute = saved.seconds_per_s === null ? null : 60 * saved.seconds_per_s;
+  const tiles = [
+    ["From the cache", hit_share.recent, share],
+    ["Computing spared a minute", perMinute, seconds],
+    ["To the first token", requests.ttft_s, seconds],
+    ["Requests running", requests.running, count],
+    ["Waiting", requests.waiting, count],
+  ];
+  byId("tiles").replaceChildren(...tiles.map(([name, value, say]) =>
+    made("div", {}, made("dt", {}, name), made("dd", value === null ? { class: "none" } : {}, say(value)))));
+}
+
+function showAnswers(answers) {
+  const list = byId("answer-list");
+  answers.forEach((each, at) => {
+    let card = list.children[at];
+    if (!card) {
+      card = made("div", {}, made("h3"), made("p"));
+      list.append(card);
+    }
+    const [title, text] = card.children;
+    if (title.textContent !== each.question) title.textContent = each.question;
+    if (text.textContent !== each.text) text.textContent = each.text;
+    card.dataset.level = each.level;
+  });
+  while (list.children.length > answers.length) list.lastChild.remove();
+}
+
+function showPlans({ loaded, recomputed, loaded_recently, recomputed_recently, guesses }) {
+  const some = (value) => (value === null ? "–" : count(value));
+  byId("plans").textContent = loaded === null && recomputed === null
+    ? "No cached block below the device was asked for yet."
+    : `Cached blocks below the device: ${some(loaded)} loaded, ${some(recomputed)} computed all the same ` +
+    `(in the last minute ${some(loaded_recently)} and ${some(recomputed_recently)}).`;
+  fill("guesses", ["in the last minute", "expected", "took", "took / expected"], guesses.map((each) => [
+    each.what === "prefill" ? "computing" : `loading from ${each.what}`,
+    seconds(each.expected_s), seconds(each.took_s), each.ratio === null ? TOO_FEW : each.ratio.toFixed(2),
+  ]), "Nothing was loaded or computed yet.");
+}
+
+function showTiers(tiers) {
+  const states = { 0: "in use", 1: "being tried again", 2: "left alone" };
+  const heads = ["", "in use", "leave a second", "all new in", "come again", "half within", "damaged", "not written", "storage"];
+  fill("tiers", heads, tiers.map((each) => [
+    each.name, each.fill === null ? "–" : share(each.fill),
+    each.evicted_per_s === null ? "–" : each.evicted_per_s.toFixed(1),
+    each.turnover_s === null ? "–" : seconds(each.turnover_s),
+    each.evicted ? share(each.returned) : "–", each.return_s === null ? "–" : seconds(each.return_s),
+    count(each.damaged), count(each.unwritten), states[each.left_alone] ?? "–",
+  ]), "This engine tells of no tiers.");
+}
+
+function fill(id, heads, rows, nothing) {
+  const table = byId(id);
+  if (!rows.length) {
+    table.replaceChildren(made("tbody", {}, made("tr", {}, made("td", { class: "none" }, nothing))));
+    return;
+  }
+  const kind = (cell) => (cell === "left alone" ? "bad" : cell === "being tried again" ? "warn" : cell === TOO_FEW ? "none" : "");
+  table.replaceChildren(
+    made("thead", {}, made("tr", {}, ...heads.map((head) => made("th", { scope: "col" }, head)))),
+    made("tbody", {}, ...rows.map(([name, ...cells]) =>
+      made("tr", {}, made("th", { scope: "row" }, name), ...cells.map((cell) => made("td", { class: kind(cell) }, cell))))));
+}
+
+function addToCharts(picture) {
+  if (!hasSeen) return;
+  const now = Date.now() / 1000, named = (list, name, value) => Object.fromEntries(list.map((each) => [name(each), value(each)]));
+  charts.hits.add(now, picture ? named(picture.hits, (each) => each.tier, (each) => each.recent) : {});
+  charts.flows.add(now, picture ? named(picture.flows, (each) => `${each.src} → ${each.dst}`, (each) => each.bytes_per_s) : {});
+  charts.saved.add(now, picture ? { spared: picture.saved.seconds_per_s } : {});
+  charts.ttft.add(now, picture ? { mean: picture.requests.ttft_s } : {});
+}
+
+turnRound(++turn);

@@ -1,0 +1,48 @@
+// Numbers for people, as in the terminal. null stands for what can't be told.
+
+export const TOO_FEW = "too few to tell";
+
+const short = (value) => {
+  const digits = Math.max(0, 2 - Math.floor(Math.log10(Math.abs(value) || 1)));
+  return Number(value.toFixed(Math.min(digits, 3))).toString();
+};
+
+export function share(part) {
+  if (part === null) return TOO_FEW;
+  return part > 0 && part < 0.005 ? "below 1 %" : `${Math.round(100 * part)} %`;
+}
+
+export function seconds(value) {
+  if (value === null) return TOO_FEW;
+  if (!value) return "0 s";
+  const units = [[0.9995e-3, 1e-6, "µs"], [0.9995, 1e-3, "ms"], [100, 1, "s"], [7200, 60, "min"], [172800, 3600, "h"]];
+  const [, unit, name] = units.find(([limit]) => value < limit) || [0, 86400, "d"];
+  return `${short(value / unit)} ${name}`;
+}
+
+export function count(value) {
+  if (value === null) return TOO_FEW;
+  if (value >= 1e9) return `${short(value / 1e9)} G`;
+  if (value >= 1e6) return `${short(value / 1e6)} M`;
+  return value >= 1e4 ? `${short(value / 1e3)} k` : Math.round(value).toString();
+}
+
+export function size(bytes) {
+  if (bytes === null) return TOO_FEW;
+  const names = ["B", "KiB", "MiB", "GiB", "TiB"];
+  const at = bytes < 1 ? 0 : Math.min(4, Math.floor(Math.log2(bytes) / 10));
+  return `${at ? short(bytes / 1024 ** at) : Math.round(bytes)} ${names[at]}`;
+}
+
+export const rate = (bytes) => (bytes === null ? TOO_FEW : `${size(bytes)}/s`);
+
+// An element with text and children; nothing is ever taken for HTML.
+export function made(tag, attributes = {}, ...children) {
+  const isDrawn = ["svg", "g", "rect", "path", "line", "text", "title"].includes(tag);
+  const element = isDrawn
+    ? document.createElementNS("http://www.w3.org/2000/svg", tag)
+    : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children.filter((each) => each !== null));
+  return element;
+}

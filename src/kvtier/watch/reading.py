@@ -1,0 +1,116 @@
+"""One scrape of an engine's metrics, under the names that kvtier has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import isnan
+
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvtier.errors import CacheError
+from kvtier.telemetry.metrics import UNDER_VLLM
+
+Labels = tuple[tuple[str, str], ...]
+
+UNDER_ENGINE = "vllm:kvtier_"
+KEPT = frozenset({"tier", "src", "dst", "decision", "le", "source", "cache_source"})
+"""Labels that tell kinds of numbers apart. Over the others, as model, engine and process, the
+numbers are summed."""
+WORST = frozenset({"kvtier_breaker_state", "kvtier_queued_seconds"})
+"""Of which the largest counts, not the sum."""
+COUNTED = ("counter", "histogram", "summary")
+ENDINGS = ("_total", "_count", "_sum", "_bucket")
+"""Kinds of metrics that only grow, and how the names of such numbers end."""
+
+
+class UnreadableError(CacheError):
+    """What was read are no metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """values: by name and labels. at_s: when, seconds of any clock that only grows. growing: names
+    of what can't fall while the server lives."""
+
+    at_s: float
+    values: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
+    growing: frozenset[str] = frozenset()
+
+    @classmethod
+    def parse(cls, text: str, at_s: float) -> Reading:
+        """From Prometheus' text format. Raises ``UnreadableError`` for what is none."""
+        try:
+            return cls.of(text_string_to_metric_families(text), at_s)
+        except (ValueError, KeyError, IndexError) as error:
+            raise UnreadableError(f"no Prometheus text: {error}") from error
+
+    @classmethod
+    def of(cls, families: Iterable[Metric], at_s: float) -> Reading:
+        """From what a registry collects."""
+        values: dict[str, dict[Labels, float]] = {}
+        growing: set[str] = set()
+        for family in families:
+            for sample in family.samples:
+                if isnan(sample.value) or sample.name.endswith("_created"):
+                    continue
+                name = _canonical(sample.name)
+                if family.type in (*COUNTED, "unknown") and name.endswith(ENDINGS):
+                    growing.add(name)
+                kept = tuple(sorted(each for each in sample.labels.items() if each[0] in KEPT))
+                by_labels = values.setdefault(name, {})
+                before = by_labels.get(kept)
+                if before is None:
+                    by_labels[kept] = sample.value
+                elif name in WORST:
+                    by_labels[kept] = max(before, sample.value)
+                else:
+                    by_labels[kept] = before + sample.value
+        return cls(at_s, values, frozenset(growing))
+
+    def has(self, name: str) -> bool:
+        """Whether the engine tells it, be it 0."""
+        return name in self.values
+
+    def total(self, name: str, **labels: str) -> float | None:
+        """The sum of what has these labels; None where nothing of that name is told."""
+        by_labels = self.values.get(name)
+        if by_labels is None:
+            return None
+        wanted = set(labels.items())
+        return sum(value for at, value in by_labels.items() if wanted <= set(at))
+
+    def by(self, name: str, label: str) -> dict[str, float]:
+        """The sums by one label, in the order in which they are told."""
+        found: dict[str, float] = {}
+        for at, value in self.values.get(name, {}).items():
+            key = dict(at).get(label)
+            if key is not None:
+                found[key] = found.get(key, 0.0) + value
+        return found
+
+    def by_route(self, name: str) -> dict[tuple[str, str], float]:
+        """The same by ``src`` and ``dst``."""
+        found: dict[tuple[str, str], float] = {}
+        for at, value in self.values.get(name, {}).items():
+            labels = dict(at)
+            if "src" in labels and "dst" in labels:
+                route = labels["src"], labels["dst"]
+                found[route] = found.get(route, 0.0) + value
+        return found
+
+    def has_fallen(self, before: Reading) -> bool:
+        """Whether something counted is below what it was: the server has begun anew."""
+        for name in before.growing:
+            now = self.values.get(name, {})
+            if any(now.get(at, 0.0) < value for at, value in before.values[name].items()):
+                return True
+        return False
+
+
+def _canonical(name: str) -> str:
+    if not name.startswith(UNDER_ENGINE):
+        return name
+    bare = name.partition(":")[2]
+    return UNDER_VLLM.get(bare, bare)

@@ -1,0 +1,51 @@
+"""Whether what a command printed is what its page says, but for numbers.
+
+A line of the page stands for one of the output that is equal, where runs of blanks and of lines
+that tables are drawn with count as one, numbers as any number, and units of size and time as any
+of their kind. ``...`` within a line stands for anything, as a line of its own for any lines.
+Lines that the page leaves out do no harm: other parts of a server may speak meanwhile.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+ANYTHING = "..."
+NUMBER = r"[-+\N{MINUS SIGN}]?\d[\d,]*(?:\.\d+)?"
+SIZES, TIMES = "B|bytes|KiB|MiB|GiB|TiB", "ns|µs|ms|s|min|h|d"
+DRAWN = re.compile("[\N{BOX DRAWINGS LIGHT HORIZONTAL}-\N{RIGHT HALF BLOCK}]+")
+
+
+def shape(line: str) -> str:
+    """What is compared of a line."""
+    line = DRAWN.sub(" | ", line.replace("\N{NO-BREAK SPACE}", " "))
+    line = re.sub(r"\b[0-9a-f]{8,}\b", "#", line)
+    line = re.sub(NUMBER, "#", line)
+    line = re.sub(rf"# ?(?:{SIZES})\b", "#B", line)
+    line = re.sub(rf"# ?(?:{TIMES})\b", "#s", line)
+    line = re.sub(r"(?:\| *)+", "| ", line)
+    return " ".join(line.split()).strip("| ")
+
+
+def missing_line(said: str, printed: str) -> str | None:
+    """The first line of the page that the output does not have, in order; None for none."""
+    shapes = [shape(each) for each in printed.splitlines()]
+    at = 0
+    for line in said.splitlines():
+        if line.strip() in ("", ANYTHING) or not shape(line):
+            continue
+        at = _find(line, shapes, at)
+        if at < 0:
+            return line
+    return None
+
+
+def _find(line: str, shapes: Sequence[str], at: int) -> int:
+    """Behind the first of ``shapes`` from ``at`` on that a line of the page stands for, or -1."""
+    parts = [re.escape(shape(part)) for part in line.split(ANYTHING)]
+    wanted = re.compile(".*".join(part or "" for part in parts))
+    for number in range(at, len(shapes)):
+        if wanted.fullmatch(shapes[number]):
+            return number + 1
+    return -1
