@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvtier.errors import Closed
 
@@ -16,10 +17,14 @@ Result = TypeVar("Result")
 Request = Callable[[], Coroutine[Any, Any, Result]]
 """Begins a request when it is called."""
 
+EXIT_S: Final = 1.0
+SETTLE_S: Final = 0.1
+"""In it a client's own threads hear that their requests were cancelled."""
+
 
 class RequestLoop:
     """A thread with an event loop. What is asked of it is cancelled when the asker's time is over:
-    its connection is closed then.
+    its connection is closed then. A process that ends begins nothing more: all is cancelled.
 
     num_at_once: requests of one call that are under way, or done and not yet taken.
     """
@@ -29,6 +34,8 @@ class RequestLoop:
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+        self._is_ending = False
+        atexit.register(self._end)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -37,6 +44,10 @@ class RequestLoop:
 
     def begin(self, request: Request[Result]) -> Future[Result]:
         """Go on with something in the background. Raises ``Closed`` where the loop was closed."""
+        if self._is_ending:
+            never: Future[Result] = Future()
+            never.cancel()
+            return never
         coroutine = request()
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -94,6 +105,7 @@ class RequestLoop:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
+        atexit.unregister(self._end)
         if self._loop.is_closed():
             return
         ending = asyncio.run_coroutine_threadsafe(cancel_all(), self._loop)
@@ -103,3 +115,10 @@ class RequestLoop:
             ending.cancel()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
+
+    def _end(self) -> None:
+        """Nobody closed this, and the interpreter goes: a client's thread that enters it with an
+        answer after that takes the process down."""
+        self._is_ending = True
+        self.close(EXIT_S)
+        time.sleep(SETTLE_S)
