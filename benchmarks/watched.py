@@ -5,11 +5,15 @@ of it is on or off; four of them are a round, on and off both early and late in 
 of the server's process is compared, all its threads counted: it varies less than time does, and
 what throughput loses is no more. A page that looks once a second, a Prometheus that asks every 15
 seconds and a router that reads every event are outside of the process.
+
+With ``--count`` the processor time is counted where it is spent instead: finer by far, but of what
+these make slower beside themselves nothing is seen.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import time
@@ -44,7 +48,10 @@ NUM_LINES = 20
 SETTLE_S = 0.15
 """After the last answer of a phase: what it has to store and to publish belongs to it."""
 ORDERS = (("on", "off", "off", "on"), ("off", "on", "on", "off"))
+METRICS_PATH = "/metrics"
 LOOK_S, SCRAPE_LOOKS = 1.0, 15
+NUM_LOOKS = 30
+"""That are counted, of each kind, when nobody asks for anything else."""
 
 
 class Viewer:
@@ -56,6 +63,9 @@ class Viewer:
         self._left_s = 0.0
         self.num_looks = 0
 
+    def get(self, path: str) -> None:
+        self._client.get(path).raise_for_status()
+
     def watch(self, is_over: Event) -> None:
         """Until it is."""
         while True:
@@ -63,9 +73,9 @@ class Viewer:
             if is_over.wait(self._left_s):
                 self._left_s = max(0.0, self._left_s - (time.monotonic() - began_s))
                 return
-            self._client.get(LIVE_PATH).raise_for_status()
+            self.get(LIVE_PATH)
             if self.num_looks % SCRAPE_LOOKS == 0:
-                self._client.get("/metrics").raise_for_status()
+                self.get(METRICS_PATH)
             self.num_looks += 1
             self._left_s = LOOK_S
 
@@ -79,11 +89,15 @@ class Server:
         self._clock = (~process.pid << 3) | 2
         self._client = httpx.Client(base_url=url, timeout=120)
 
-    def turn(self, parts: Sequence[str]) -> None:
+    def turn(self, parts: Sequence[str]) -> dict[str, float]:
+        """What is on from now on; or ["count"]. Returns what was counted since that was said:
+        processor time in seconds, by part."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(*parts, file=self._process.stdin, flush=True)
-        assert self._process.stdout.readline() == "done\n", "the server has ended"
+        done, _, told = self._process.stdout.readline().partition(" ")
+        assert done == "done", "the server has ended"
+        return {str(part): float(seconds) for part, seconds in json.loads(told).items()}
 
     @property
     def cpu_s(self) -> float:
@@ -158,14 +172,18 @@ class Rounds:
         before_s, began_s = self._server.cpu_s, time.perf_counter()
         if is_watched:
             viewer.start()
-        with ThreadPoolExecutor(NUM_CLIENTS) as clients:
-            list(clients.map(self._server.ask, prompts))
+        ask_all(self._server, prompts)
         took_s = time.perf_counter() - began_s
         time.sleep(SETTLE_S)
         is_over.set()
         if is_watched:
             viewer.join()
         return self._server.cpu_s - before_s, took_s
+
+
+def ask_all(server: Server, prompts: Sequence[str]) -> None:
+    with ThreadPoolExecutor(NUM_CLIENTS) as clients:
+        list(clients.map(server.ask, prompts))
 
 
 def ratio(rows: Sequence[dict[str, float]], what: str) -> Estimate:
@@ -179,8 +197,30 @@ def ratio(rows: Sequence[dict[str, float]], what: str) -> Estimate:
     return estimate([(row[f"on_{what}"], row[f"off_{what}"]) for row in rows], figure)
 
 
-def measure(arguments: argparse.Namespace) -> tuple[list[dict[str, float]], dict[str, object]]:
-    """A row for each round; how much was read meanwhile, and how many blocks were hits."""
+class Watched:
+    """A server, and who watches it: ``viewer``, and a router that reads every event."""
+
+    def __init__(self, server: Server, url: str, router: zmq.Socket[bytes]) -> None:
+        self.server = server
+        self.viewer = Viewer(url)
+        self._url = url
+        self._router = router
+        self._num_batches = 0
+
+    def read_events(self) -> None:
+        while self._router.poll(0):
+            self._router.recv_multipart()
+            self._num_batches += 1
+
+    def read(self) -> dict[str, object]:
+        """How much was read, and how many blocks were hits."""
+        told = Reading.parse(read_text(self._url + METRICS_PATH), 0.0)
+        hits = told.by("kvtier_hit_blocks_total", "tier")
+        return {"looks": self.viewer.num_looks, "event_batches": self._num_batches, "hits": hits}
+
+
+@contextmanager
+def watched(arguments: argparse.Namespace) -> Iterator[Watched]:
     with ExitStack() as stack:
         context = stack.enter_context(zmq.Context())
         router = stack.enter_context(context.socket(zmq.SUB))
@@ -189,21 +229,53 @@ def measure(arguments: argparse.Namespace) -> tuple[list[dict[str, float]], dict
         router.unbind(f"tcp://127.0.0.1:{port}")
         events = f"tcp://127.0.0.1:{port}"
         router.connect(events)
-        server, url = stack.enter_context(
-            serving(arguments.model, arguments.device_capacity, events)
-        )
-        viewer = Viewer(url)
-        rounds = Rounds(server, viewer, arguments.parts)
-        rows, num_batches = [], 0
+        serves = serving(arguments.model, arguments.device_capacity, events)
+        server, url = stack.enter_context(serves)
+        yield Watched(server, url, router)
+
+
+def compare(arguments: argparse.Namespace) -> tuple[list[dict[str, float]], dict[str, object]]:
+    """A row for each round; and what was read meanwhile."""
+    with watched(arguments) as all_of_it:
+        rounds = Rounds(all_of_it.server, all_of_it.viewer, arguments.parts)
+        rows = []
         for at in range(arguments.warm_up + arguments.rounds):
             row = rounds.run(ORDERS[at % len(ORDERS)])
             if at >= arguments.warm_up:
                 rows.append(row)
-            while router.poll(0):
-                router.recv_multipart()
-                num_batches += 1
-        hits = Reading.parse(read_text(f"{url}/metrics"), 0.0).by("kvtier_hit_blocks_total", "tier")
-        return rows, {"looks": viewer.num_looks, "event_batches": num_batches, "hits": hits}
+            all_of_it.read_events()
+        return rows, all_of_it.read()
+
+
+def count(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, object]]:
+    """The share of each part of the server's processor time; and what was read meanwhile."""
+    with watched(arguments) as all_of_it:
+        server, viewer = all_of_it.server, all_of_it.viewer
+        for phase in range(4 * arguments.warm_up):
+            ask_all(server, prompts_of(phase))
+        server.turn(["count"])
+        before_s, began_s = server.cpu_s, time.perf_counter()
+        for phase in range(4 * arguments.warm_up, 4 * (arguments.warm_up + arguments.rounds)):
+            ask_all(server, prompts_of(phase))
+            all_of_it.read_events()
+        took_s, cpu_s = time.perf_counter() - began_s, server.cpu_s - before_s
+        counted = server.turn(PARTS)
+
+        def per_call_s(path: str) -> float:
+            before_s = server.cpu_s
+            for _ in range(NUM_LOOKS):
+                time.sleep(LOOK_S)
+                if path:
+                    viewer.get(path)
+            return (server.cpu_s - before_s) / NUM_LOOKS
+
+        idle_s = per_call_s("")
+        looks, scrapes = took_s / LOOK_S, took_s / LOOK_S / SCRAPE_LOOKS
+        counted["page"] = looks * (per_call_s(LIVE_PATH) - idle_s)
+        counted["scrapes"] = scrapes * (per_call_s(METRICS_PATH) - idle_s)
+        # What is counted is in the denominator, but for looks and scrapes, of which there are none.
+        rest_s = cpu_s - counted["metrics"] - counted["events"]
+        return {part: seconds / rest_s for part, seconds in counted.items()}, all_of_it.read()
 
 
 def main() -> None:
@@ -214,11 +286,15 @@ def main() -> None:
     parser.add_argument(
         "--parts", nargs="*", choices=PARTS, default=list(PARTS), help="what is on; none: a control"
     )
+    parser.add_argument("--count", action="store_true", help="where processor time is spent")
     parser.add_argument("--model", default="kvtier-tiny", help="the smaller, the larger the share")
     parser.add_argument("--device-capacity", default="16MiB", help="host memory has twice of it")
     arguments = parser.parse_args()
     machine = machine_facts()
-    rows, read = measure(arguments)
+    if arguments.count:
+        report_counted(arguments, machine)
+        return
+    rows, read = compare(arguments)
     cpu, seconds = ratio(rows, "cpu_s"), ratio(rows, "s")
     table = Table("", "on / off", "95 % sure", title=" and ".join(arguments.parts) or "nothing")
     for name, each in (("processor time", cpu), ("time", seconds)):
@@ -234,6 +310,21 @@ def main() -> None:
         "targets": [judged("W1", cpu, TARGET, at_least=False, digits=4)]
         if set(arguments.parts) == set(PARTS)
         else [],
+    }
+    report(result, arguments.json, table)
+
+
+def report_counted(arguments: argparse.Namespace, machine: object) -> None:
+    shares, read = count(arguments)
+    table = Table("", "of the processor time", title="Counted where it is spent")
+    for part, share in (*shares.items(), ("together", sum(shares.values()))):
+        table.add_row(part, f"{share:.2%}")
+    result = {
+        "benchmark": "watched, counted",
+        "machine": machine,
+        "shares": shares,
+        "read": read,
+        "targets": [],
     }
     report(result, arguments.json, table)
 

@@ -1,7 +1,8 @@
 """The server of ``watched``: what is told to others can be switched off, and on, while it serves.
 
     stdin   "metrics events"    these are on from now on, and nothing else
-    stdout  "done"
+            "count"             all is on, and its processor time is counted from now on
+    stdout  "done", and behind it what was counted, as JSON; seconds by part
 
 On and off are the same process, model and memory: two servers differ by more than what is looked
 for, by where their memory lies alone. What is off is not called, or does nothing at once. The end
@@ -11,9 +12,13 @@ of stdin ends the server.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Collection
-from threading import Event, Thread
+from functools import wraps
+from threading import Event, Thread, local
 
 from kvtier.config import CacheConfig
 from kvtier.engine import Engine, EngineConfig
@@ -85,10 +90,54 @@ class Switch:
         self.turn(METHODS)
 
 
+class Count:
+    """The processor time of what is called where something is told, on whatever thread. A call
+    within another is the outer one's. A look at the clock is counted with each."""
+
+    def __init__(self) -> None:
+        self._found: deque[tuple[str, int]] = deque()
+        self._thread = local()
+
+    def begin(self) -> None:
+        """To be called once, and while all is on."""
+        self._found.clear()
+        for part, methods in (*METHODS.items(), ("events", {Publisher: ("_publish",)})):
+            for owner, names in methods.items():
+                for name in names:
+                    setattr(owner, name, self._counted(part, owner.__dict__[name]))
+
+    def _counted(self, part: str, method: Callable[..., object]) -> Callable[..., object]:
+        @wraps(method)
+        def counted(*arguments: object, **labels: object) -> object:
+            if getattr(self._thread, "is_counting", False):
+                return method(*arguments, **labels)
+            self._thread.is_counting = True
+            began_ns = time.thread_time_ns()
+            try:
+                return method(*arguments, **labels)
+            finally:
+                self._found.append((part, time.thread_time_ns() - began_ns))
+                self._thread.is_counting = False
+
+        return counted
+
+    def seconds(self) -> dict[str, float]:
+        """By part, since it began."""
+        found = dict.fromkeys(METHODS, 0.0)
+        for part, ns in [*self._found]:
+            found[part] += ns / 1e9
+        return found
+
+
 def obey(switch: Switch, server: HttpServer) -> None:
+    count = Count()
     for line in sys.stdin:
-        switch.turn(line.split())
-        print("done", flush=True)
+        if line.split() == ["count"]:
+            switch.turn_all_on()
+            count.begin()
+        else:
+            switch.turn(line.split())
+        print("done", json.dumps(count.seconds()), flush=True)
     switch.turn_all_on()
     server.stop()
 
