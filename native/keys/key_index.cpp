@@ -1,100 +1,38 @@
 #include "keys/key_index.hpp"
 
 #include <algorithm>
-#include <cstring>
-#include <random>
-#include <stdexcept>
 #include <string>
-
-#include "trie/hash.hpp"
 
 namespace kvtier::keys {
 
 using trie::BrokenPromise;
 using trie::promise;
-using trie::UnknownBlock;
 
 namespace {
 
 constexpr std::size_t kAhead = 16;  // blocks whose rows are fetched at a time
 constexpr std::uint16_t kMaxLeases = 0xFFFF;
-constexpr std::size_t kMaxKeyBytes = 256;
-constexpr std::size_t kUsualRoom = std::size_t{1} << 16;  // blocks, until it is known
-constexpr std::uint64_t kPolicySeed = 7;
 
 }  // namespace
 
 KeyIndex::KeyIndex(const std::vector<bool>& learns, std::string_view policy)
-    : seed_(std::random_device{}()), rows_(learns.size()), orders_(learns.size()) {
-  seed_ = seed_ << 32 | std::random_device{}();
-  for (std::size_t column = 0; column < learns.size(); ++column)
-    if (learns[column]) orders_[column].learning = std::make_unique<Learning>(*this, column, policy);
+    : known_(learns.size()), rows_(known_.rows()), orders_(learns.size()) {
+  for (std::size_t column = 0; column < learns.size(); ++column) {
+    if (!learns[column]) continue;
+    orders_[column].learned = std::make_unique<LearnedColumn>(known_, column, policy);
+  }
 }
 
 std::size_t KeyIndex::num_bytes() const {
-  std::size_t sum = rows_.num_bytes() + cells_.num_bytes();
+  std::size_t sum = known_.num_bytes();
   for (const Order& order : orders_)
-    if (order.learning) sum += order.learning->live->num_bytes();
+    if (order.learned) sum += order.learned->live().num_bytes();
   return sum;
 }
 
-// -- rows
-// ---------------------------------------------------------------------------------------------
-
-Index KeyIndex::row(BlockId block) const {
-  if (!rows_.has(block)) throw UnknownBlock(block);
-  return static_cast<Index>(block);
-}
-
-std::uint64_t KeyIndex::hash_of(Key key) const { return trie::prefix_hash(seed_, key); }
-
-auto KeyIndex::row_hash() const {
-  return [this](Index row) { return hash_of({rows_.key(row), rows_.key_bytes()}); };
-}
-
-Index KeyIndex::find_row(std::uint64_t hash, Key key) const {
-  return cells_.find(hash, [&](Index row) {
-    return std::memcmp(rows_.key(row), key.data, rows_.key_bytes()) == 0;
-  });
-}
-
-template <typename Visit>
-void KeyIndex::for_each(std::span<const Key> keys, Visit&& visit) const {
-  cells_.for_each(
-      keys.size(), [&](std::size_t i) { return hash_of(keys[i]); },
-      [&](Index row) { rows_.prefetch(row); }, visit);
-}
-
 void KeyIndex::find(std::span<const Key> keys, std::vector<Index>& rows) const {
-  rows.assign(keys.size(), kNone);
-  for_each(keys, [&](std::size_t i, std::uint64_t hash) {
-    if (keys[i].size == rows_.key_bytes()) rows[i] = find_row(hash, keys[i]);
-  });
-}
-
-void KeyIndex::check_key(Key key) const {
-  if (key.size == 0 || key.size > kMaxKeyBytes)
-    throw std::invalid_argument("a key has 1 to 256 bytes, not " + std::to_string(key.size));
-  if (rows_.key_bytes() > 0 && key.size != rows_.key_bytes())
-    throw std::invalid_argument("a key has " + std::to_string(key.size) +
-                                " bytes, those before it " + std::to_string(rows_.key_bytes()));
-}
-
-void KeyIndex::expect(std::size_t num_blocks) {
-  cells_.reserve(num_blocks, 0.5, row_hash());  // where cells are free searches are short
-}
-
-void KeyIndex::make(std::span<const Key> keys, std::vector<BlockId>& blocks) {
-  for_each(keys, [&](std::size_t i, std::uint64_t hash) {
-    check_key(keys[i]);
-    if (rows_.key_bytes() == 0) rows_.set_key_bytes(keys[i].size);
-    Index row = find_row(hash, keys[i]);
-    if (row == kNone) {
-      row = rows_.allocate(keys[i].data);
-      cells_.insert(hash, row, row_hash());
-    }
-    blocks.push_back(rows_.id(row));
-  });
+  rows.resize(keys.size());
+  known_.find(keys, [&](std::size_t i, Index row, std::uint64_t) { rows[i] = row; });
 }
 
 State KeyIndex::state(BlockId block, std::size_t column) const {
@@ -104,57 +42,36 @@ State KeyIndex::state(BlockId block, std::size_t column) const {
 // -- where a policy knows requests
 // ---------------------------------------------------------------------------------------------
 
-KeyIndex::Learning::Learning(const KeyIndex& index, std::size_t column, std::string_view name)
-    : index(index),
-      column(column),
-      live(policy::make_live(name, kUsualRoom, kPolicySeed, *this)) {}
-
-policy::Key KeyIndex::Learning::key(Index row) const { return index.row_hash()(row); }
-
-bool KeyIndex::Learning::may_leave(Index row, std::uint32_t) const {
-  const Standing& it = index.rows_.at(row, column);
-  return it.state == State::ready && it.num_leases == 0;
-}
-
-Index KeyIndex::Learning::find(policy::Key name) const {
-  const auto is_it = [&](Index row) { return index.row_hash()(row) == name; };
-  const Index row = index.cells_.find(name, is_it);
-  if (row == kNone) return kNone;
-  const Standing& it = index.rows_.at(row, column);
-  return it.is_linked ? it.before : kNone;
-}
-
 // Where nobody has asked for it, it lies behind what it lies behind elsewhere.
 void KeyIndex::enter(Index row, std::size_t column) {
-  Learning& mine = *orders_[column].learning;
+  LearnedColumn& here = *orders_[column].learned;
   Index behind = kNone;
   for (std::size_t other = 0; other < orders_.size() && behind == kNone; ++other) {
-    if (other == column || !orders_[other].learning || !rows_.at(row, other).is_linked) continue;
-    const Index above = orders_[other].learning->live->in_front_of(rows_.at(row, other).before);
-    if (above != kNone && rows_.at(above, column).is_linked) behind = rows_.at(above, column).before;
+    if (other == column || !orders_[other].learned) continue;
+    const Index above = orders_[other].learned->in_front_of(row);
+    if (above != kNone) behind = here.number(above);
   }
-  Standing& it = rows_.at(row, column);
-  it.before = mine.live->entered(row_hash()(row), row, {}, behind);
-  it.is_linked = true;
+  here.enter(row, behind);
 }
 
 // Calls tell(policy) for each column that learns; names_ has the prompt, found_ what is there of it.
 template <typename Tell>
 void KeyIndex::tell_of_prompt(std::span<const Key> keys, Tell&& tell) {
   names_.resize(keys.size());
-  std::vector<Index> rows(keys.size(), kNone);
-  for_each(keys, [&](std::size_t i, std::uint64_t hash) {
-    names_[i] = hash;
-    if (keys[i].size == rows_.key_bytes()) rows[i] = find_row(hash, keys[i]);
+  std::vector<Index> rows(keys.size());
+  known_.find(keys, [&](std::size_t i, Index row, std::uint64_t name) {
+    rows[i] = row;
+    names_[i] = name;
   });
-  for (std::size_t column = 0; column < orders_.size(); ++column) {
-    if (!orders_[column].learning) continue;
+  for (const Order& order : orders_) {
+    if (!order.learned) continue;
     found_.clear();
     for (const Index row : rows) {
-      if (row == kNone || !rows_.at(row, column).is_linked) break;
-      found_.push_back(rows_.at(row, column).before);
+      const Index number = row == kNone ? kNone : order.learned->number(row);
+      if (number == kNone) break;
+      found_.push_back(number);
     }
-    tell(*orders_[column].learning->live);
+    tell(order.learned->live());
   }
 }
 
@@ -168,41 +85,39 @@ void KeyIndex::retain(std::span<const Key> keys, const policy::Said& said, doubl
 
 void KeyIndex::continues(std::span<const Key> keys, Key before) {
   names_.clear();
-  for (const Key key : keys) names_.push_back(hash_of(key));
+  for (const Key key : keys) names_.push_back(known_.name(key));
   for (const Order& order : orders_)
-    if (order.learning) order.learning->live->continues(names_, hash_of(before));
+    if (order.learned) order.learned->live().continues(names_, known_.name(before));
 }
 
 void KeyIndex::admit(std::span<const Key> keys, std::size_t column, std::size_t num_free,
                      double least_chance, std::vector<std::uint32_t>& which) {
   names_.clear();
-  for (const Key key : keys) names_.push_back(hash_of(key));
-  if (orders_[column].learning) {
-    orders_[column].learning->live->admit(names_, num_free, least_chance, which);
+  for (const Key key : keys) names_.push_back(known_.name(key));
+  if (orders_[column].learned) {
+    orders_[column].learned->live().admit(names_, num_free, least_chance, which);
   } else {
     for (std::uint32_t i = 0; i < keys.size(); ++i) which.push_back(i);
   }
 }
 
 void KeyIndex::set_room(std::size_t column, std::size_t num_blocks) {
-  if (orders_[column].learning) orders_[column].learning->live->set_capacity(num_blocks);
+  if (orders_[column].learned) orders_[column].learned->live().set_capacity(num_blocks);
 }
 
 void KeyIndex::set_doubling(double doubles_at_blocks) {
   for (const Order& order : orders_)
-    if (order.learning) order.learning->live->set_doubling(doubles_at_blocks);
+    if (order.learned) order.learned->live().set_doubling(doubles_at_blocks);
 }
 
 void KeyIndex::evict_learned(std::size_t column, std::size_t num_blocks,
                              std::vector<BlockId>& chosen) {
   Order& order = orders_[column];
-  order.learning->live->begin_evicting();
+  order.learned->live().begin_evicting();
   for (; num_blocks > 0; --num_blocks) {
-    const Index at = order.learning->live->next_victim();
+    const Index at = order.learned->evict();
     if (at == kNone) return;
-    Standing& it = rows_.at(at, column);
-    it.is_linked = false;
-    it.state = State::evicting;
+    rows_.at(at, column).state = State::evicting;
     --order.num_idle;
     chosen.push_back(rows_.id(at));
   }
@@ -223,7 +138,7 @@ void KeyIndex::link_first(Index row, std::size_t column) {
 
 void KeyIndex::link_last(Index row, std::size_t column) {
   Order& order = orders_[column];
-  if (order.learning) return;
+  if (order.learned) return;
   Standing& it = rows_.at(row, column);
   it.before = order.last;
   it.after = kNone;
@@ -235,7 +150,7 @@ void KeyIndex::link_last(Index row, std::size_t column) {
 void KeyIndex::unlink(Index row, std::size_t column) {
   Order& order = orders_[column];
   Standing& it = rows_.at(row, column);
-  if (order.learning) return;
+  if (order.learned) return;
   (it.before == kNone ? order.first : rows_.at(it.before, column).after) = it.after;
   (it.after == kNone ? order.last : rows_.at(it.after, column).before) = it.before;
   it.is_linked = false;
@@ -245,7 +160,7 @@ void KeyIndex::unlink(Index row, std::size_t column) {
 void KeyIndex::come_back(Index row, std::size_t column) {
   const Standing& it = rows_.at(row, column);
   if (it.state != State::ready || it.num_leases > 0) return;
-  if (orders_[column].learning) orders_[column].learning->live->let_go(it.before);
+  if (orders_[column].learned) orders_[column].learned->let_go(row);
   else if (!it.is_linked) link_first(row, column);
 }
 
@@ -267,7 +182,7 @@ void KeyIndex::begin_write(BlockId block, std::size_t column, Slot slot) {
   rows_.at(at, column).slot = slot;
   rows_.at(at, column).was_used = false;
   ++orders_[column].num_held;
-  if (orders_[column].learning) enter(at, column);
+  if (orders_[column].learned) enter(at, column);
   link_last(at, column);
 }
 
@@ -290,19 +205,15 @@ Slot KeyIndex::leave(Index row, std::size_t column) {
   const Slot slot = it.slot;
   orders_[column].num_idle -= before == State::ready;
   --orders_[column].num_held;
-  if (it.is_linked && orders_[column].learning) {
-    orders_[column].learning->live->left(it.before);
-    it.is_linked = false;
+  if (it.is_linked && orders_[column].learned) {
+    orders_[column].learned->leave(row);
   } else if (it.is_linked) {
     unlink(row, column);
   }
   bool is_cached = false;
   for (std::size_t each = 0; each < rows_.num_columns(); ++each)
     is_cached |= state_at(row, each) != State::absent;
-  if (!is_cached) {
-    cells_.erase(row_hash()(row), [row](Index other) { return other == row; }, row_hash());
-    rows_.free(row);
-  }
+  if (!is_cached) known_.drop(row);
   return slot;
 }
 
@@ -348,7 +259,7 @@ void KeyIndex::release(BlockId block, std::size_t column) {
 void KeyIndex::evict(std::size_t column, std::size_t num_blocks, std::vector<BlockId>& chosen) {
   Order& order = orders_[column];
   num_blocks = std::min(num_blocks, order.num_idle);
-  if (order.learning) return evict_learned(column, num_blocks, chosen);
+  if (order.learned) return evict_learned(column, num_blocks, chosen);
   while (num_blocks > 0 && order.first != kNone) {
     const Index at = order.first;
     Standing& it = rows_.at(at, column);
@@ -367,7 +278,7 @@ void KeyIndex::keep(BlockId block, std::size_t column) {
   promise(state_at(at, column) == State::evicting, "only what is being evicted may be kept");
   move(at, column, State::ready);
   ++orders_[column].num_idle;
-  if (orders_[column].learning) enter(at, column);
+  if (orders_[column].learned) enter(at, column);
   come_back(at, column);
 }
 
@@ -384,7 +295,7 @@ std::optional<Slot> KeyIndex::lose(BlockId block, std::size_t column) {
 
 std::vector<Index> KeyIndex::order(std::size_t column) const {
   std::vector<Index> found;
-  if (orders_[column].learning) {
+  if (orders_[column].learned) {
     each([&](Index row) {
       if (rows_.at(row, column).is_linked) found.push_back(row);
     });
@@ -399,10 +310,7 @@ std::vector<Index> KeyIndex::order(std::size_t column) const {
 
 void KeyIndex::check_invariants() const {
   for (std::size_t column = 0; column < rows_.num_columns(); ++column) check_column(column);
-  each([&](Index row) {
-    promise(find_row(row_hash()(row), {rows_.key(row), rows_.key_bytes()}) == row,
-            "a block that is not found by its key");
-  });
+  known_.check();
 }
 
 void KeyIndex::check_column(std::size_t column) const {
@@ -421,15 +329,7 @@ void KeyIndex::check_column(std::size_t column) const {
   });
   promise(num_held == orders_[column].num_held, "blocks miscounted");
   promise(num_idle == orders_[column].num_idle, "idle blocks miscounted");
-  if (const auto& learning = orders_[column].learning) {
-    promise(num_linked == learning->live->num_blocks(), "the policy has lost blocks");
-    try {
-      learning->live->check();
-    } catch (const std::logic_error& error) {
-      throw BrokenPromise(error.what());
-    }
-    return;
-  }
+  if (orders_[column].learned) return orders_[column].learned->check(num_linked);
   Index before = kNone;
   for (const Index at : order(column)) {
     promise(rows_.at(at, column).before == before, "links disagree");

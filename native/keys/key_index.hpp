@@ -9,9 +9,9 @@
 #include <string_view>
 #include <vector>
 
-#include "common/cells.hpp"
 #include "keys/key_rows.hpp"
-#include "policy/keeper.hpp"
+#include "keys/known_blocks.hpp"
+#include "keys/learned_column.hpp"
 #include "policy/live.hpp"
 #include "trie/types.hpp"
 
@@ -28,7 +28,7 @@ class KeyIndex {
   KeyIndex(const KeyIndex&) = delete;
   KeyIndex& operator=(const KeyIndex&) = delete;
 
-  using Key = trie::Label;
+  using Key = KnownBlocks::Key;
 
   // -- queries
 
@@ -45,7 +45,7 @@ class KeyIndex {
   }
   std::uint32_t depth(BlockId block) const { return rows_.depth(row(block)); }
   void set_depth(BlockId block, std::uint32_t depth) { rows_.depth(row(block)) = depth; }
-  Key key(BlockId block) const { return {rows_.key(row(block)), rows_.key_bytes()}; }
+  Key key(BlockId block) const { return known_.key(row(block)); }
   std::size_t num_evictable(std::size_t column) const { return orders_[column].num_idle; }
   std::size_t num_held(std::size_t column) const { return orders_[column].num_held; }
   std::size_t size() const { return rows_.num_live(); }
@@ -54,9 +54,9 @@ class KeyIndex {
   // -- writing
 
   // There will be about so many. Before any request comes: it takes a while.
-  void expect(std::size_t num_blocks);
+  void expect(std::size_t num_blocks) { known_.expect(num_blocks); }
   // blocks[i]: of keys[i], new where it was not known.
-  void make(std::span<const Key> keys, std::vector<BlockId>& blocks);
+  void make(std::span<const Key> keys, std::vector<BlockId>& blocks) { known_.make(keys, blocks); }
   void begin_write(BlockId block, std::size_t column, Slot slot);
   void commit(BlockId block, std::size_t column);
   Slot abort(BlockId block, std::size_t column) { return leave(row(block), column); }
@@ -105,19 +105,6 @@ class KeyIndex {
   void check_invariants() const;
 
  private:
-  // A column where a policy knows requests. Its number of a block is kept in `before`, and all that
-  // are written or ready count as linked.
-  struct Learning final : policy::Keeper {
-    Learning(const KeyIndex& index, std::size_t column, std::string_view name);
-    policy::Key key(Index row) const override;
-    bool may_leave(Index row, std::uint32_t) const override;
-    Index find(policy::Key name) const override;
-
-    const KeyIndex& index;
-    std::size_t column;
-    std::unique_ptr<policy::Live> live;
-  };
-
   // The blocks of a column from the first to leave to the last. Those that an eviction has passed
   // over, for they are held or being written, are taken out, so that no eviction meets them twice.
   struct Order {
@@ -125,17 +112,10 @@ class KeyIndex {
     Index last = kNone;
     std::size_t num_held = 0;
     std::size_t num_idle = 0;
-    std::unique_ptr<Learning> learning;  // in the place of the order
+    std::unique_ptr<LearnedColumn> learned;  // in the place of the order
   };
 
-  Index row(BlockId block) const;
-  std::uint64_t hash_of(Key key) const;
-  auto row_hash() const;
-  Index find_row(std::uint64_t hash, Key key) const;
-  // Calls visit(i, hash) for each key; by then what it will look at has come near.
-  template <typename Visit>
-  void for_each(std::span<const Key> keys, Visit&& visit) const;
-  void check_key(Key key) const;
+  Index row(BlockId block) const { return known_.row(block); }
   void move(Index row, std::size_t column, State to);
   void enter(Index row, std::size_t column);
   template <typename Tell>
@@ -148,9 +128,8 @@ class KeyIndex {
   void come_back(Index row, std::size_t column);
   Slot leave(Index row, std::size_t column);
 
-  std::uint64_t seed_;
-  KeyRows rows_;
-  Cells<std::uint8_t> cells_;
+  KnownBlocks known_;
+  KeyRows& rows_;  // of the blocks that are known
   std::vector<Order> orders_;
   // Kept from call to call, to spare allocations.
   std::vector<policy::Key> names_;

@@ -1,21 +1,11 @@
 #include "uring/ring.hpp"
 
-#include "crc/crc32c.hpp"
-#include "errors.hpp"
-
-#if defined(__linux__) && !defined(KVTIER_NO_URING)
-
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
-#include <iterator>
-#include <string>
 #include <thread>
+
+#include "crc/crc32c.hpp"
 
 namespace kvtier::uring {
 
@@ -27,37 +17,11 @@ constexpr std::uint64_t kIsCancel = ~std::uint64_t{0};
 constexpr std::int64_t kPage = 4096;
 constexpr std::size_t kMaxVectors = 256;  // of one request: what the kernel puts into one bio
 
-unsigned load(const unsigned* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
-void store(unsigned* word, unsigned value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
-
-// A system call: its result, or -errno.
-int call(long number, auto... arguments) {
-  const long result = syscall(number, arguments...);
-  return result < 0 ? -errno : static_cast<int>(result);
-}
-
 }  // namespace
-
-Ring::Mapping::~Mapping() {
-  if (start_ != nullptr) munmap(start_, num_bytes_);
-}
-
-void Ring::Mapping::map(int fd, std::size_t num_bytes, std::uint64_t offset) {
-  void* const start = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd,
-                           static_cast<off_t>(offset));
-  if (start == MAP_FAILED)
-    throw NativeError(std::string("io_uring: mapping its rings failed: ") + std::strerror(errno));
-  start_ = start;
-  num_bytes_ = num_bytes;
-}
-
-Ring::Descriptor::~Descriptor() {
-  if (number >= 0) close(number);
-}
 
 Ring::Ring(int fd, unsigned depth, std::int64_t piece_bytes, bool is_direct,
            std::int64_t fuse_bytes)
-    : owner_(getpid()),
+    : queues_(2 * depth),  // room for a cancellation of each request, too
       fd_(fd),
       depth_(depth),
       piece_bytes_(piece_bytes),
@@ -65,70 +29,27 @@ Ring::Ring(int fd, unsigned depth, std::int64_t piece_bytes, bool is_direct,
       fuse_bytes_(std::min(fuse_bytes, piece_bytes)),
       pieces_(depth),
       vectors_(fuse_bytes_ > 0 ? depth : 0) {
-  // Room for a cancellation of each request, too.
-  int made = -EINVAL;
-  for (const std::uint32_t flags : {kernel::kCoopTaskrun, std::uint32_t{0}}) {
-    params_ = {};
-    params_.flags = flags;
-    made = call(kernel::kSetup, 2 * depth, &params_);
-    if (made != -EINVAL) break;  // an older kernel does not know the flag
-  }
-  if (made < 0)
-    throw NativeError(std::string("io_uring is not available: ") + std::strerror(-made) +
-                      (made == -ENOMEM ? "; raise the limit on locked memory" : ""));
-  ring_.number = made;
-  if ((params_.features & kernel::kFeatureSingleMmap) == 0 ||
-      (params_.features & kernel::kFeatureExtArg) == 0)
-    throw NativeError("io_uring is too old: Linux 5.11 or newer is needed");
-  const std::size_t sq_bytes = params_.sq.array + params_.sq_entries * sizeof(unsigned);
-  const std::size_t cq_bytes = params_.cq.cqes + params_.cq_entries * sizeof(kernel::Cqe);
-  rings_.map(ring_.number, std::max(sq_bytes, cq_bytes), kernel::kSqRingOffset);
-  sqes_.map(ring_.number, params_.sq_entries * sizeof(kernel::Sqe), kernel::kSqesOffset);
-  for (unsigned i = 0; i < params_.sq_entries; ++i) rings_.at<unsigned>(params_.sq.array)[i] = i;
   for (std::size_t place = depth; place-- > 0;) places_.push_back(place);
   // Nothing may fail for want of memory while buffers are in use.
   again_.reserve(depth);
   apart_.reserve(depth);
   for (auto& each : vectors_) each.reserve(kMaxVectors);
-  has_fixed_vectors_ = knows(kernel::kReadVectorFixed) && knows(kernel::kWriteVectorFixed);
-}
-
-Ring::~Ring() {
-  if (getpid() != owner_) return;
-  // The kernel takes a ring apart some time after it was closed; file and memory are free at once.
-  if (has_file_) call(kernel::kRegister, ring_.number, kernel::kUnregisterFiles, nullptr, 0u);
-  if (!buffers_.empty())
-    call(kernel::kRegister, ring_.number, kernel::kUnregisterBuffers, nullptr, 0u);
-}
-
-void Ring::check_owner() const {
-  if (const long here = getpid(); here != owner_)
-    throw NativeError("the ring belongs to process " + std::to_string(owner_) + ", and process " +
-                      std::to_string(here) + " was forked from it; open another ring here");
-}
-
-bool Ring::knows(std::uint8_t opcode) const {
-  kernel::Probe probe{};
-  const int result = call(kernel::kRegister, ring_.number, kernel::kRegisterProbe, &probe,
-                          static_cast<unsigned>(std::size(probe.requests)));
-  return result >= 0 && opcode <= probe.last_opcode &&
-         (probe.requests[opcode].flags & kernel::kIsSupported) != 0;
+  has_fixed_vectors_ =
+      queues_.knows(kernel::kReadVectorFixed) && queues_.knows(kernel::kWriteVectorFixed);
 }
 
 int Ring::register_file() {
-  const int result = call(kernel::kRegister, ring_.number, kernel::kRegisterFiles, &fd_, 1u);
+  const int result = queues_.register_file(fd_);
   has_file_ = result >= 0;
-  return result < 0 ? result : 0;
+  return result;
 }
 
 int Ring::register_buffers(std::span<const Memory> buffers) {
   std::vector<kernel::Vector> vectors;
   for (const Memory& each : buffers) vectors.push_back({each.address, each.num_bytes});
-  const int result = call(kernel::kRegister, ring_.number, kernel::kRegisterBuffers, vectors.data(),
-                          static_cast<unsigned>(vectors.size()));
-  if (result < 0) return result;
-  buffers_.assign(buffers.begin(), buffers.end());
-  return 0;
+  const int result = queues_.register_buffers(vectors);
+  if (result >= 0) buffers_.assign(buffers.begin(), buffers.end());
+  return result;
 }
 
 int Ring::buffer_of(std::uint64_t address, std::int64_t size) const {
@@ -138,16 +59,9 @@ int Ring::buffer_of(std::uint64_t address, std::int64_t size) const {
   return -1;
 }
 
-kernel::Sqe& Ring::next_request() {
-  const unsigned mask = *rings_.at<unsigned>(params_.sq.ring_mask);
-  kernel::Sqe& request = sqes_.at<kernel::Sqe>(0)[tail_++ & mask];
-  request = {};
-  return request;
-}
-
 void Ring::submit(Way way, std::span<const Block> blocks, std::size_t place) {
   const Piece& piece = pieces_[place];
-  kernel::Sqe& request = next_request();
+  kernel::Sqe& request = queues_.next();
   request.fd = has_file_ ? 0 : fd_;
   request.flags = has_file_ ? kernel::kFixedFile : std::uint8_t{0};
   request.offset = static_cast<std::uint64_t>(blocks[piece.block].offset + piece.begin);
@@ -203,30 +117,11 @@ Ring::Piece Ring::piece_at(std::span<const Block> blocks, std::size_t block,
 }
 
 void Ring::cancel(std::size_t place) {
-  kernel::Sqe& request = next_request();
+  kernel::Sqe& request = queues_.next();
   request.opcode = kernel::kCancel;
   request.fd = -1;
   request.address = place;
   request.user_data = kIsCancel;
-}
-
-int Ring::enter(unsigned num_wanted, std::optional<double> timeout_s) {
-  unsigned* const sq_tail = rings_.at<unsigned>(params_.sq.tail);
-  store(sq_tail, tail_);
-  const unsigned num_requests = tail_ - load(rings_.at<unsigned>(params_.sq.head));
-  kernel::Timespec time{};
-  kernel::GetEventsArg argument{};
-  if (timeout_s) {
-    const double seconds = std::max(*timeout_s, 0.0);
-    time.seconds = static_cast<std::int64_t>(seconds);
-    time.nanoseconds =
-        static_cast<std::int64_t>((seconds - static_cast<double>(time.seconds)) * 1e9);
-    argument.timespec = reinterpret_cast<std::uint64_t>(&time);
-  }
-  const int result =
-      call(kernel::kEnter, ring_.number, num_requests, num_wanted,
-           kernel::kGetEvents | kernel::kExtArg, &argument, sizeof(argument));
-  return result < 0 ? result : 0;
 }
 
 void Ring::complete(Way way, std::span<const Block> blocks, std::uint64_t place, int result,
@@ -360,7 +255,7 @@ void Ring::transfer(Way way, std::span<const Block> blocks, std::optional<double
     if (checks.crcs == nullptr) {
       whole_.clear();
     } else if (!whole_.empty()) {
-      enter(0, std::nullopt);  // the disk goes on meanwhile
+      queues_.enter(0, std::nullopt);  // the disk goes on meanwhile
       check_whole(blocks, checks);
     }
     const std::size_t num_running = depth_ - places_.size();
@@ -373,21 +268,15 @@ void Ring::transfer(Way way, std::span<const Block> blocks, std::optional<double
     // While there is more to begin, a quarter of the depth at a time spares system calls.
     const bool is_last = is_over || (block >= blocks.size() && apart_.empty());
     const std::size_t wanted = is_last ? 1 : std::max<std::size_t>(1, depth_ / 4);
-    const int entered = enter(static_cast<unsigned>(std::min(wanted, num_running)),
-                              is_over ? std::nullopt : left_s());
+    const int entered = queues_.enter(static_cast<unsigned>(std::min(wanted, num_running)),
+                                      is_over ? std::nullopt : left_s());
     // Buffers are in use, so there is no way out but to ask again; it is not asked in a frenzy.
     if (entered < 0 && entered != -ETIME && entered != -EINTR)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    unsigned* const head = rings_.at<unsigned>(params_.cq.head);
-    const unsigned mask = *rings_.at<unsigned>(params_.cq.ring_mask);
-    const auto* const events = rings_.at<kernel::Cqe>(params_.cq.cqes);
-    unsigned at = load(head);
-    for (const unsigned end = load(rings_.at<unsigned>(params_.cq.tail)); at != end; ++at) {
-      const kernel::Cqe& event = events[at & mask];
+    queues_.take([&](const kernel::Cqe& event) {
       if (event.user_data != kIsCancel)
         complete(way, blocks, event.user_data, event.result, is_over);
-    }
-    store(head, at);
+    });
   }
   for (std::size_t i = 0; i < blocks.size(); ++i) {
     const bool was_begun = i < block || (i == block && begin >= blocks[i].size);
@@ -399,25 +288,3 @@ void Ring::transfer(Way way, std::span<const Block> blocks, std::optional<double
 }
 
 }  // namespace kvtier::uring
-
-#else  // another system: a ring cannot be made, and so none of the rest is reached
-
-namespace kvtier::uring {
-
-Ring::Mapping::~Mapping() = default;
-Ring::Descriptor::~Descriptor() = default;
-
-Ring::Ring(int, unsigned, std::int64_t, bool, std::int64_t) {
-  throw NativeError("io_uring is not available: this is not Linux");
-}
-Ring::~Ring() = default;
-
-void Ring::check_owner() const {}
-int Ring::register_file() { return 0; }
-int Ring::register_buffers(std::span<const Memory>) { return 0; }
-void Ring::transfer(Way, std::span<const Block>, std::optional<double>, std::int64_t*,
-                    const Checks&) {}
-
-}  // namespace kvtier::uring
-
-#endif

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "uring/kernel.hpp"
+#include "uring/queues.hpp"
 
 namespace kvtier::uring {
 
@@ -35,12 +36,8 @@ struct Checks {
   std::size_t num_bytes = 0;
 };
 
-// A submission and a completion ring of their own. Used by one thread at a time. Linux only: elsewhere
-// the constructor throws.
-//
-// A child made by fork shares the kernel's side of the ring with its parent: what it registered, it
-// would unregister for both, and completions would come to either. So a ring belongs to the process
-// that made it. Its destructor may run anywhere.
+// Queues of its own, for one file. Used by one thread at a time. Belongs to the process that made
+// it, as its queues do; the destructor may run anywhere.
 class Ring {
  public:
   // `depth` requests are under way at a time; larger blocks go in pieces of `piece_bytes`.
@@ -49,13 +46,12 @@ class Ring {
   // Throws NativeError where the kernel has no io_uring, or does not allow it.
   Ring(int fd, unsigned depth, std::int64_t piece_bytes, bool is_direct,
        std::int64_t fuse_bytes = 0);
-  ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
   // Throws NativeError in another process than the one that made the ring. Before anything else, and
   // before any lock: what was held when the process forked, nobody gives back in the child.
-  void check_owner() const;
+  void check_owner() const { queues_.check_owner(); }
 
   // Spares the kernel a look-up of the file, and of the pages, per request: 0 or -errno.
   int register_file();
@@ -79,38 +75,12 @@ class Ring {
     std::int64_t left;  // bytes that have not been moved yet
     int error = 0;
   };
-  class Mapping {
-   public:
-    Mapping() = default;
-    ~Mapping();
-    Mapping(const Mapping&) = delete;
-    Mapping& operator=(const Mapping&) = delete;
-    void map(int fd, std::size_t num_bytes, std::uint64_t offset);
-    template <typename Item>
-    Item* at(std::size_t offset) const {
-      return reinterpret_cast<Item*>(static_cast<std::byte*>(start_) + offset);
-    }
 
-   private:
-    void* start_ = nullptr;
-    std::size_t num_bytes_ = 0;
-  };
-  class Descriptor {
-   public:
-    ~Descriptor();
-    int number = -1;
-  };
-
-  kernel::Sqe& next_request();
-  bool knows(std::uint8_t opcode) const;
   void submit(Way way, std::span<const Block> blocks, std::size_t place);
   void set_memory(Way way, std::span<const Block> blocks, std::size_t place, kernel::Sqe& request);
   // The next piece that begins with `block`, from `begin` of it on.
   Piece piece_at(std::span<const Block> blocks, std::size_t block, std::int64_t begin) const;
   void cancel(std::size_t place);
-  // Submits what waits, and returns when `num_wanted` completions are there or the time is over.
-  // 0 or -errno.
-  int enter(unsigned num_wanted, std::optional<double> timeout_s);
   void complete(Way way, std::span<const Block> blocks, std::uint64_t place, int result,
                 bool is_over);
   void advance(std::span<const Block> blocks, Piece& piece, std::int64_t num_bytes);
@@ -118,11 +88,7 @@ class Ring {
   int buffer_of(std::uint64_t address, std::int64_t size) const;
   void check_whole(std::span<const Block> blocks, const Checks& checks);
 
-  long owner_ = 0;  // process id
-  Descriptor ring_;
-  Mapping rings_;
-  Mapping sqes_;
-  kernel::Params params_{};
+  Queues queues_;
   int fd_ = -1;
   unsigned depth_ = 0;
   std::int64_t piece_bytes_ = 0;
@@ -131,7 +97,6 @@ class Ring {
   bool has_file_ = false;
   bool has_fixed_vectors_ = false;
   std::vector<Memory> buffers_;  // registered ones, by address
-  unsigned tail_ = 0;            // of the submission ring, ahead of what the kernel knows
 
   // Of the batch that is being moved.
   std::vector<Piece> pieces_;                         // by place, 0 .. depth - 1

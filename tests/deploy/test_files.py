@@ -18,7 +18,7 @@ import yaml  # type: ignore[import-untyped]
 from typer.testing import CliRunner
 
 from kvtier.cli import app
-from kvtier.cli.serve import _KEY_VARIABLE
+from kvtier.cli.api_keys import KEY_VARIABLE
 from kvtier.config import parse_size
 from kvtier.connectors.vllm.settings import Settings
 
@@ -102,9 +102,9 @@ def test_what_vllm_is_given_is_what_its_plug_in_reads() -> None:
 
 
 def test_keys_come_by_the_variable_that_is_read() -> None:
-    assert _KEY_VARIABLE in load("compose/compose.yaml")["services"]["server"]["environment"]
-    assert _KEY_VARIABLE in [each["name"] for each in container("kubernetes/server.yaml")["env"]]
-    assert _KEY_VARIABLE in environment()
+    assert KEY_VARIABLE in load("compose/compose.yaml")["services"]["server"]["environment"]
+    assert KEY_VARIABLE in [each["name"] for each in container("kubernetes/server.yaml")["env"]]
+    assert KEY_VARIABLE in environment()
 
 
 @pytest.mark.engine
@@ -164,7 +164,7 @@ def test_prometheus_scrapes_what_is_there_and_has_a_key() -> None:
     (secret,) = services["prometheus"]["secrets"]
     assert scrape["authorization"]["credentials_file"] == f"/run/secrets/{secret}"
     source = load("compose/compose.yaml")["secrets"][secret]["environment"]
-    assert f"${{{source}:?" in services["server"]["environment"][_KEY_VARIABLE]
+    assert f"${{{source}:?" in services["server"]["environment"][KEY_VARIABLE]
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="no Prometheus: apt-get install it")

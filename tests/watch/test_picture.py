@@ -158,6 +158,25 @@ def test_estimates_are_judged_by_the_last_minute_alone() -> None:
     assert (disk.expected_s, disk.took_s, disk.ratio, prefill.ratio) == (0.0, 0.0, None, None)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("kvtier_late_loads_total", "3 loads came too late in the last minute"),
+        ('kvtier_damaged_blocks_total{tier="disk"}', "Disk gave back 3 blocks that were damaged"),
+    ],
+)
+def test_why_it_was_slow_is_told_of_the_last_minute_alone(name: str, said: str) -> None:
+    """What went wrong before is no reason for what is slow now; it stays in the sums."""
+    disk = {KVTIER: 1, 'kvtier_slots{tier="disk"}': 100}
+    before, after = {**disk, name: 7}, {**disk, name: 10}
+    assert "Nothing here holds requests up" in answer(picture(before), "Why was this slow")
+    assert said in answer(picture(before, after), "Why was this slow")
+    assert said in answer(picture(disk, {**disk, name: 3}), "Why was this slow"), "told since then"
+    seen = picture(before, *[after] * 8)
+    assert "Nothing here holds requests up" in answer(seen, "Why was this slow")
+    assert 10 in (seen.late_loads, seen.tiers[0].damaged)
+
+
 def returns(num_seen: int, weight: int, evicted: int) -> dict[str, float]:
     bucket = 'kvtier_return_seconds_bucket{tier="host",le="%s"}'
     return {

@@ -1,21 +1,19 @@
-"""``kvtier serve``: options, and from them an engine and a server."""
+"""``kvtier serve``: its options, and the configs that they make."""
 
 from __future__ import annotations
 
-import os
 from enum import StrEnum
 from typing import Annotated
 
 import typer
 
-from kvtier.cli.arguments import hide_arguments
+from kvtier.cli.api_keys import KEY_VARIABLE, take_keys
 from kvtier.cli.failure import fail
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, CacheConfig, parse_size
-from kvtier.errors import CacheError, ConfigError
+from kvtier.errors import CacheError
 from kvtier.types import Direct, Durability, LogFormat, PrefetchPolicy, Verify, WritePolicy
 
 _SERVER, _MODEL, _CACHE = "Server", "Model", "Cache"
-_KEY_VARIABLE = "KVTIER_API_KEY"
 
 
 class LogLevel(StrEnum):
@@ -39,7 +37,7 @@ def serve(
         list[str] | None,
         typer.Option(
             help="Key that clients must send. Given several times: each of them will do. Better "
-            f"given as {_KEY_VARIABLE} in the environment (several: with blanks in between), where "
+            f"given as {KEY_VARIABLE} in the environment (several: with blanks in between), where "
             "other users of the machine never see it.",
             rich_help_panel=_SERVER,
             show_default="none",
@@ -298,17 +296,10 @@ def serve(
 ) -> None:
     """Serve a model with an OpenAI-compatible API."""
     try:
-        from kvtier.engine import Engine, EngineConfig
-        from kvtier.server import (
-            HttpServer,
-            ServerConfig,
-            bind,
-            is_loopback,
-            open_certificate,
-            raise_descriptor_limit,
-        )
+        from kvtier.cli.serving import serve_until_ended
+        from kvtier.engine import EngineConfig
+        from kvtier.server import ServerConfig, raise_descriptor_limit
         from kvtier.telemetry.logs import format_of, log_to_stderr
-        from kvtier.telemetry.publisher import is_local
     except ImportError as error:
         fail("serve", f'{error}; install what the engine needs: pip install "kvtier[engine]"')
     raise_descriptor_limit()
@@ -317,7 +308,7 @@ def serve(
         server_config = ServerConfig(
             host=host,
             port=port,
-            api_key=_keys(api_key),
+            api_key=take_keys(api_key),
             metrics_open=metrics_open,
             ssl_certfile=ssl_certfile,
             ssl_keyfile=ssl_keyfile,
@@ -364,48 +355,6 @@ def serve(
                 prefetch_timeout_s=prefetch_timeout_s,
             ),
         )
-        # Before the model is loaded: what can't be used is told at once.
-        open_certificate(server_config)
-        listener = bind(host, port)
     except CacheError as error:
         fail("serve", error)
-    if not server_config.api_keys and not is_loopback(listener):
-        typer.echo(
-            f"kvtier serve: warning: listening on {host} without an API key: whoever reaches this "
-            f"machine can use it; set {_KEY_VARIABLE}",
-            err=True,
-        )
-
-    if events and not is_local(events):
-        typer.echo(
-            f"kvtier serve: warning: whoever reaches {events} reads the token ids of all prompts; "
-            "publish on a network that only routers are in",
-            err=True,
-        )
-
-    with listener:
-        try:
-            engine = Engine(engine_config)
-        except CacheError as error:
-            fail("serve", error)
-
-        def tell(url: str) -> None:
-            name = server_config.served_model_name or engine.info.model_name
-            typer.echo(f"kvtier serves {name} on {engine.info.device} at {url}")
-
-        with engine:
-            try:
-                HttpServer(engine, server_config, listener).run(tell, handle_signals=True)
-            except ConfigError as error:
-                fail("serve", error)
-
-
-def _keys(given: list[str] | None) -> list[str] | None:
-    """Those of the command line, which then shows them no longer, or those of the environment,
-    which no other program gets from this one."""
-    variable = os.environ.pop(_KEY_VARIABLE, None)
-    if given:
-        hide_arguments(given)
-        return given
-    # An empty variable is a mistake, and no open door.
-    return None if variable is None else variable.split() or [""]
+    serve_until_ended(engine_config, server_config)

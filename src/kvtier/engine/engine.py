@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import atexit
 import logging
-import queue
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from threading import Lock, Thread
+from threading import Thread
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -20,11 +19,11 @@ from kvtier.cache import Cache
 from kvtier.config import parse_size
 from kvtier.devices import Finding, find_device
 from kvtier.engine.config import EngineConfig, EngineInfo
+from kvtier.engine.inbox import Inbox
 from kvtier.engine.models import kv_group, load_model
 from kvtier.engine.pool import KVPool
 from kvtier.engine.request import (
     Completion,
-    EngineBusy,
     Request,
     RequestError,
     RequestHandle,
@@ -35,7 +34,7 @@ from kvtier.engine.sampling import Sampler, SamplingParams
 from kvtier.engine.scheduler import Scheduler
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.engine.warm_up import warm_up
-from kvtier.errors import Closed, ConfigError, DeviceError
+from kvtier.errors import ConfigError, DeviceError
 from kvtier.hints import Hint
 from kvtier.identity import Basis, Identity
 from kvtier.keys import Labels, Namespace, grid_labels
@@ -117,12 +116,9 @@ class Engine:
             config.max_running,
             config.follow_loads,
         )
-        self._inbox: queue.SimpleQueue[Request | Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = Lock()
+        self._inbox = Inbox(config.max_queue + config.max_running)
         self._process = OwnerProcess()
-        self._num_unfinished = 0
         self._thread: Thread | None = None
-        self._closing = False
         self._stop = False
         warm_up(self._runner, self.info, self._cache.observe_prefill)
         if self._events is not None:
@@ -176,14 +172,7 @@ class Engine:
             on_stored=on_stored,
             hint=hint,
         )
-        with self._lock:
-            if self._closing:
-                raise Closed("the engine is closed; make a new one")
-            if self._num_unfinished >= self.config.max_queue + self.config.max_running:
-                raise EngineBusy(
-                    f"{self._num_unfinished} requests are waiting or running; try again later"
-                )
-            self._num_unfinished += 1
+        self._inbox.let_in()
         if isinstance(labels, Labels) and self._cache.wants_keys(labels):
             labels.compute_keys(self._namespace_of(salt))
         self._inbox.put(request)
@@ -243,7 +232,7 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        return max(0, self._num_unfinished - len(self._scheduler.running))
+        return max(0, self._inbox.num_unfinished - len(self._scheduler.running))
 
     @property
     def events_endpoints(self) -> list[str]:
@@ -259,8 +248,7 @@ class Engine:
     def start(self) -> None:
         """Begin to serve."""
         self._process.must_be_here("the engine")
-        if self._closing:
-            raise Closed("the engine is closed; make a new one")
+        self._inbox.must_be_open()
         if self._thread is None:
             self._thread = Thread(target=self._serve, name="kvtier-engine", daemon=True)
             self._thread.start()
@@ -273,16 +261,14 @@ class Engine:
         """
         if not self._process.is_here:
             return
-        with self._lock:
-            if self._closing:
-                return
-            self._closing = True
+        if not self._inbox.close():
+            return
         if self._thread is not None:
             end = time.monotonic() + grace_s
-            while self._num_unfinished and time.monotonic() < end:
+            while self._inbox.num_unfinished and time.monotonic() < end:
                 time.sleep(0.01)
             self._stop = True
-            self._wake()
+            self._inbox.wake()
             self._thread.join()
         atexit.unregister(self.close)
         if self._weights is not None:
@@ -322,25 +308,19 @@ class Engine:
     def _note_done(
         self, on_done: Callable[[Completion], None] | None, completion: Completion
     ) -> None:
-        with self._lock:
-            self._num_unfinished -= 1
+        self._inbox.note_end()
         if on_done is not None:
             on_done(completion)
 
     def _take_in(self, wait: bool) -> None:
         """Take requests and calls from the inbox. wait: for one, for a moment."""
         # A load or a store on its way is noticed by polling: look again soon.
-        timeout = 0.0005 if self._scheduler.has_requests else IDLE_WAIT_S
-        while True:
-            try:
-                item = self._inbox.get(block=wait, timeout=timeout)
-            except queue.Empty:
-                return
-            wait = False
+        patience_s = 0.0005 if self._scheduler.has_requests else IDLE_WAIT_S
+        for item in self._inbox.take(patience_s if wait else 0.0):
             if isinstance(item, Request):
                 item.namespace = self._namespace_of(item.salt)
                 self._scheduler.add(item)
-            elif item is not None:
+            else:
                 item()
 
     def _namespace_of(self, salt: str) -> bytes:
@@ -369,9 +349,6 @@ class Engine:
     def _abort(self, request: Request) -> None:
         """From any thread."""
         self._inbox.put(partial(self._scheduler.abort, request))
-
-    def _wake(self) -> None:
-        self._inbox.put(None)
 
     def _refuse_bad(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise ``RequestError`` with one clear sentence for what can't be served."""

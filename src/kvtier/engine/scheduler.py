@@ -1,7 +1,8 @@
 """Continuous batching: who is admitted, what runs next. Owned by the engine thread.
 
 Requests are admitted in turn (``line.py``), as soon as the device tier has room for all they may
-need, so nothing that runs ever has to be thrown out; who waits for storage lets others pass.
+need, so nothing that runs ever has to be thrown out; who waits for storage lets others pass
+(``waiting.py``).
 
 A step computes chunks of prompts, whoever's turn it is, and then one more token for everybody who
 already generates. Chunks are computed one after another, for each has to be alone in its forward
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
@@ -29,15 +29,14 @@ import torch
 from kvtier.cache import Cache
 from kvtier.engine.config import EngineInfo
 from kvtier.engine.hints import Hints
-from kvtier.engine.line import Line
 from kvtier.engine.paged import Span
 from kvtier.engine.request import Marks, Request, Stage, Token
 from kvtier.engine.runner import ModelRunner
 from kvtier.engine.sampling import NO_TOKEN, choose, logprobs
+from kvtier.engine.waiting import Waiting
 from kvtier.errors import DeviceError
 from kvtier.lease import Stores
 from kvtier.transfer import LayerGate
-from kvtier.types import PrefetchPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +45,6 @@ T = TypeVar("T")
 PROMPT_TOKENS = 4
 """Tokens of prompts that are computed in a step for each sequence that generates: about as much
 work as its one token, which is multiplied alone but reads its whole context."""
-
-NUM_LOOKS = 16
-"""Requests that wait for storage and are asked in one step whether they still have to."""
 
 COMMIT_CHUNKS = 8
 """Chunks of a prompt that are committed together. Nobody looks for them before its prefill ends;
@@ -82,17 +78,15 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self._max_running = max_running
         self.follow_loads = follow_loads
-        self._line = Line()
-        self._reading: deque[Request] = deque()  # out of line as long as storage is read for them
-        self._unread: deque[Request] = deque()  # storage was not asked for them yet
+        self._waiting = Waiting(cache)
         self._aborted: list[Request] = []
         self.running: list[Request] = []
 
     def add(self, request: Request) -> None:
         """A new request."""
         match = self._cache.match(request.namespace, request.labels)
-        self._line.join(request, len(request.prompt) - match.num_blocks * self._info.block_size)
-        self._unread.append(request)
+        num_cached = match.num_blocks * self._info.block_size
+        self._waiting.join(request, len(request.prompt) - num_cached)
         self._hints.came(request)
 
     def abort(self, request: Request) -> None:
@@ -101,7 +95,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        return bool(self.running or self._line or self._reading)
+        return bool(self.running or self._waiting)
 
     def step(self) -> bool:
         """Do a bit of everything that can be done. False when there was nothing to do."""
@@ -128,52 +122,15 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Who may run now, runs. Those that have to wait have storage read for them meanwhile."""
-        self._look_at_storage()
-        while self._line and len(self.running) < self._max_running:
-            request = self._line.first
-            if self._waits_for_storage(request):
-                self._line.leave(request)  # others may pass
-                self._reading.append(request)
-            elif self._fetch(request):
-                self._line.leave(request)
-                self.running.append(request)
-            else:
+        self._waiting.look_at_storage()
+        while len(self.running) < self._max_running:
+            request = self._waiting.whose_turn()
+            if request is None or not self._fetch(request):
                 break
+            self._waiting.leave(request)
+            self.running.append(request)
         self._hints.tell_who_waits()
-        while self._unread and self._prefetch(self._unread[0]):
-            self._unread.popleft()
-
-    def _look_at_storage(self) -> None:
-        """Who need not wait for storage any more comes back to its place. Some are asked in each
-        step, in turn."""
-        for _ in range(min(NUM_LOOKS, len(self._reading))):
-            request = self._reading.popleft()
-            if self._waits_for_storage(request):
-                self._reading.append(request)
-            else:
-                self._line.rejoin(request)
-
-    def _waits_for_storage(self, request: Request) -> bool:
-        may_load = request.may_load and request.labels
-        if may_load and self._cache.is_asking(request.namespace, request.labels):
-            return True
-        if self._cache.config.prefetch_policy is PrefetchPolicy.BEST_EFFORT:
-            return False
-        self._prefetch(request)
-        return request.prefetch is not None and self._cache.is_worth_waiting(request.prefetch)
-
-    def _prefetch(self, request: Request) -> bool:
-        """Have storage read for a waiting request, once. False when there is no room for it now."""
-        waits = request.stage is Stage.WAITING
-        if waits and request.prefetch is None and request.may_load and request.labels:
-            request.prefetch = self._cache.prefetch(request.namespace, request.labels)
-            return request.prefetch is not None
-        return True
-
-    def _end_prefetch(self, request: Request) -> None:
-        if request.prefetch is not None:
-            self._cache.end_prefetch(request.prefetch)
-            request.prefetch = None
+        self._waiting.read_ahead()
 
     def _fetch(self, request: Request) -> bool:
         """Take a lease for the request. False when there is no room now."""
@@ -195,7 +152,7 @@ class Scheduler:
         self._hints.begins(request)
         request.stage = Stage.LOADING
         request.may_follow, request.has_followed = self.follow_loads, False
-        self._end_prefetch(request)
+        self._waiting.end_prefetch(request)
         return True
 
     def _check_load(self, request: Request) -> None:
@@ -218,8 +175,7 @@ class Scheduler:
         self._cache.release(request.lease, record=False)
         if not self._fetch(request):
             self.running.remove(request)
-            self._line.rejoin(request)
-            self._unread.appendleft(request)
+            self._waiting.rejoin(request)
             self._hints.came(request)
 
     # -- prefill ----------------------------------------------------------------------------------
@@ -376,7 +332,7 @@ class Scheduler:
             return None
 
     def _end(self, request: Request, reason: str, error: str = "") -> None:
-        self._end_prefetch(request)
+        self._waiting.end_prefetch(request)
         if request.lease is not None:
             if reason == "abort":
                 self._commit(request)
@@ -387,8 +343,8 @@ class Scheduler:
         self._hints.goes(request)
         if request in self.running:
             self.running.remove(request)
-        elif not self._line.leave(request) and request in self._reading:
-            self._reading.remove(request)
+        else:
+            self._waiting.leave(request)
         request.finish(reason, error)
 
     def _end_aborted(self) -> None:
@@ -404,7 +360,7 @@ class Scheduler:
         that was found ends with an error. One that computed all of its KV goes on.
         """
         for request in self._everybody():
-            self._end_prefetch(request)
+            self._waiting.end_prefetch(request)
             self._hints.goes(request)
             request.namespace = namespace_of(request.salt)
         for request in [r for r in self.running if r.stage is not Stage.DECODE]:
@@ -427,4 +383,4 @@ class Scheduler:
             self._end(request, "abort")
 
     def _everybody(self) -> Iterator[Request]:
-        yield from (*self.running, *self._line, *self._reading)
+        yield from (*self.running, *self._waiting)

@@ -13,6 +13,7 @@ from itertools import accumulate, islice
 from kvtier.hints import Said, check_said
 from kvtier.index.block_index import check_slot, check_time
 from kvtier.index.groups import ALL, ReuseRule, columns_of
+from kvtier.index.matches import find_cuts, find_prefix
 from kvtier.index.policies.base import EvictionPolicy
 from kvtier.index.prompt_index import PromptIndex
 from kvtier.index.residency import Residency, State
@@ -63,54 +64,11 @@ class PythonIndex(PromptIndex):
 
     def match(self, namespace: bytes, labels: Sequence[Label]) -> Match:
         assert self.rules == (ALL,), "ask match_groups: what can be reused is no prefix"
-        blocks: list[BlockId] = []
-        tiers: list[str] = []
-        in_flight: list[bool] = []
-        for node in self._trie.walk(namespace, labels):
-            for tier, residency in zip(self.tiers, node.residencies, strict=True):
-                if residency.state is State.READY:
-                    blocks.append(node.block)
-                    tiers.append(tier)
-                    in_flight.append(node.residencies[0].state is State.WRITING)
-                    break
-            else:
-                break
-        return Match(tuple(blocks), tuple(tiers), tuple(in_flight), len(labels))
+        return find_prefix(self._trie.walk(namespace, labels), self.tiers, len(labels))
 
     def match_groups(self, namespace: bytes, labels: Sequence[Label]) -> GroupMatch:
-        blocks: list[BlockId] = []
-        tiers: list[list[str | None]] = [[] for _ in self.rules]
-        in_flight: list[list[bool]] = [[] for _ in self.rules]
-        runs = [0] * len(self.rules)  # per group: how many of the last blocks are ready
-        cuts: list[int] = []
-        for cut, node in enumerate(self._trie.walk(namespace, labels), start=1):
-            found = [self._fastest(node, group) for group in range(len(self.rules))]
-            if any(f is None and r.needs_all for f, r in zip(found, self.rules, strict=True)):
-                break
-            blocks.append(node.block)
-            for group, tier in enumerate(found):
-                first = node.residencies[group * len(self.tiers)]
-                runs[group] = 0 if tier is None else runs[group] + 1
-                tiers[group].append(tier)
-                in_flight[group].append(tier is not None and first.state is State.WRITING)
-            if all(n >= rule.num_needed(cut) for n, rule in zip(runs, self.rules, strict=True)):
-                cuts.append(cut)
-        end = cuts[-1] if cuts else 0
-        return GroupMatch(
-            tuple(blocks[:end]),
-            tuple(tuple(each[:end]) for each in tiers),
-            tuple(tuple(each[:end]) for each in in_flight),
-            tuple(cuts),
-            len(labels),
-        )
-
-    def _fastest(self, node: Node, group: int) -> str | None:
-        """The fastest tier that has the group's part of the block ready."""
-        first = group * len(self.tiers)
-        for tier, residency in zip(self.tiers, node.residencies[first:], strict=False):
-            if residency.state is State.READY:
-                return tier
-        return None
+        nodes = self._trie.walk(namespace, labels)
+        return find_cuts(nodes, self.tiers, self.rules, len(labels))
 
     def state(self, block: BlockId, column: AnyColumn) -> State:
         node = self._trie.nodes.get(block)

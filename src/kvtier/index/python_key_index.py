@@ -12,26 +12,13 @@ from kvtier._reference.runs import Block
 from kvtier.hints import Said, check_said
 from kvtier.index.block_index import check_slot, check_time
 from kvtier.index.key_index import UNKNOWN, Found, KeyedBlock, KeyIndex
+from kvtier.index.known_blocks import KnownBlocks
 from kvtier.index.policies.replayed import RUNS
 from kvtier.index.policies.runs import SEED, USUAL_ROOM
 from kvtier.index.residency import Residency, State
 from kvtier.types import AnyColumn, BlockId, Slot
 
 MOST_LEASES = 0xFFFF
-MOST_KEY_BYTES = 256
-
-
-@dataclass(slots=True)
-class _Block:
-    block: BlockId
-    key: bytes
-    residencies: tuple[Residency, ...]
-    num_uses: int = 0
-    depth: int = 0
-
-    @property
-    def is_cached(self) -> bool:
-        return any(each.state is not State.ABSENT for each in self.residencies)
 
 
 @dataclass(slots=True)
@@ -60,12 +47,7 @@ class PythonKeyIndex(KeyIndex):
         super().__init__(tiers, namespace, learning, policy)
         self._because = because
         self._columns = tuple(_Column() for _ in self.tiers)
-        self._by_key: dict[bytes, _Block] = {}
-        self._by_number: dict[BlockId, _Block] = {}
-        self._free: list[int] = []  # numbers for new blocks, the next one last
-        self._num_numbers = 0
-        self._key_bytes: int | None = None
-        self._by_name: dict[int, _Block] = {}  # what policies call them: the hashes of their keys
+        self._blocks = KnownBlocks(len(self.tiers))
         for tier, column in zip(self.tiers, self._columns, strict=True):
             if tier in self.learning:
                 column.learning = self._make_policy(tier, column)
@@ -75,7 +57,7 @@ class PythonKeyIndex(KeyIndex):
             return self._residency(BlockId(block.item), tier).evictable
 
         def find(name: int) -> Block | None:
-            known = self._by_name.get(name)
+            known = self._blocks.named(name)
             return None if known is None else column.known.get(known.block)
 
         return LIVE[self.policy](USUAL_ROOM, SEED, may_leave, find)
@@ -83,7 +65,7 @@ class PythonKeyIndex(KeyIndex):
     # -- queries ----------------------------------------------------------------------------------
 
     def find_all(self, keys: Sequence[bytes]) -> Found:
-        found = [self._by_key.get(key) for key in keys]
+        found = [self._blocks.find(key) for key in keys]
         nowhere = bytes([UNKNOWN]) * len(self.tiers)
         states = (
             nowhere if each is None else bytes(residency.state for residency in each.residencies)
@@ -93,23 +75,23 @@ class PythonKeyIndex(KeyIndex):
 
     def state(self, block: BlockId, column: AnyColumn) -> State:
         position = self._position(column)
-        known = self._by_number.get(block)
+        known = self._blocks.get(block)
         return State.ABSENT if known is None else known.residencies[position].state
 
     def slots(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[Slot]:
         return [self._residency(block, column).slot for block in blocks]
 
     def keys(self, blocks: Iterable[BlockId]) -> list[bytes]:
-        return [self._by_number[block].key for block in blocks]
+        return [self._blocks[block].key for block in blocks]
 
     def num_uses(self, block: BlockId) -> int:
-        return self._by_number[block].num_uses
+        return self._blocks[block].num_uses
 
     def num_leases(self, block: BlockId, column: AnyColumn) -> int:
         return self._residency(block, column).leases
 
     def depth(self, block: BlockId) -> int:
-        return self._by_number[block].depth
+        return self._blocks[block].depth
 
     def num_evictable(self, column: AnyColumn) -> int:
         return self._column(column).num_idle
@@ -118,33 +100,16 @@ class PythonKeyIndex(KeyIndex):
         return self._column(column).num_held
 
     def __len__(self) -> int:
-        return len(self._by_number)
+        return len(self._blocks)
 
     # -- writing ----------------------------------------------------------------------------------
 
     def make(self, keys: Sequence[bytes]) -> list[BlockId]:
-        return [self._made(key).block for key in keys]
-
-    def _made(self, key: bytes) -> _Block:
-        if not 0 < len(key) <= MOST_KEY_BYTES:
-            raise ValueError(f"a key has 1 to {MOST_KEY_BYTES} bytes, not {len(key)}")
-        if self._key_bytes is None:
-            self._key_bytes = len(key)
-        if len(key) != self._key_bytes:
-            raise ValueError(f"a key has {len(key)} bytes, those before it {self._key_bytes}")
-        known = self._by_key.get(key)
-        if known is None:
-            number = self._free.pop() if self._free else self._num_numbers
-            self._num_numbers += number == self._num_numbers
-            residencies = tuple(Residency() for _ in self.tiers)
-            known = _Block(BlockId(number), key, residencies)
-            self._by_key[key] = self._by_number[known.block] = known
-            self._by_name[hash(key)] = known
-        return known
+        return [self._blocks.make(key).block for key in keys]
 
     def set_depths(self, blocks: Sequence[BlockId], depths: Sequence[int]) -> None:
         for block, depth in zip(blocks, depths, strict=True):
-            self._by_number[block].depth = depth
+            self._blocks[block].depth = depth
 
     def begin_write(self, block: BlockId, column: AnyColumn, slot: Slot) -> None:
         check_slot(slot)
@@ -183,7 +148,7 @@ class PythonKeyIndex(KeyIndex):
     def _prompt(self, keys: Iterable[bytes]) -> Iterator[tuple[Live, list[int], list[Block]]]:
         path = list(dict.fromkeys(keys))
         names = list(map(hash, path))
-        rows = [self._by_key.get(key) for key in path]
+        rows = [self._blocks.find(key) for key in path]
         for column in self._columns:
             if column.learning is not None:
                 there = [row and column.known.get(row.block) for row in rows]
@@ -225,7 +190,7 @@ class PythonKeyIndex(KeyIndex):
             known = other.known.get(block) if other is not here else None
             if behind is None and known is not None and known.parent is not None:
                 behind = here.known.get(BlockId(known.parent.item))
-        name = hash(self._by_number[block].key)
+        name = self._blocks[block].name
         here.known[block] = here.learning.entered(name, block, None, behind)
         here.order[block] = None
 
@@ -246,7 +211,7 @@ class PythonKeyIndex(KeyIndex):
     def touch(self, blocks: Iterable[BlockId], now: float) -> None:
         check_time(now)
         for block in reversed(list(blocks)):
-            known = self._by_number[block]
+            known = self._blocks[block]
             known.num_uses += 1
             for tier, residency in zip(self.tiers, known.residencies, strict=True):
                 if residency.state in (State.WRITING, State.READY):
@@ -327,7 +292,7 @@ class PythonKeyIndex(KeyIndex):
         return self._leave(block, column)
 
     def _leave(self, block: BlockId, column: AnyColumn) -> Slot:
-        known, residency = self._by_number[block], self._residency(block, column)
+        known, residency = self._blocks[block], self._residency(block, column)
         before, slot = residency.state, residency.slot
         residency.move(State.ABSENT)
         residency.slot = Slot(-1)
@@ -338,9 +303,7 @@ class PythonKeyIndex(KeyIndex):
         if here.learning is not None and (gone := here.known.pop(block, None)) is not None:
             here.learning.left(gone)
         if not known.is_cached:
-            del self._by_key[known.key], self._by_number[block]
-            del self._by_name[hash(known.key)]
-            self._free.append(block + (1 << 32))  # the number of a block is never that of another
+            self._blocks.drop(known)
         return slot
 
     # -- bookkeeping ------------------------------------------------------------------------------
@@ -355,7 +318,7 @@ class PythonKeyIndex(KeyIndex):
         return self._columns[self._position(column)]
 
     def _residency(self, block: BlockId, column: AnyColumn) -> Residency:
-        return self._by_number[block].residencies[self._position(column)]
+        return self._blocks[block].residencies[self._position(column)]
 
     # -- for tests and doctors --------------------------------------------------------------------
 
@@ -368,7 +331,7 @@ class PythonKeyIndex(KeyIndex):
                 each.depth,
                 tuple((at.state, at.slot, at.leases) for at in each.residencies),
             )
-            for each in sorted(self._by_number.values(), key=lambda each: each.block & 0xFFFFFFFF)
+            for each in self._blocks
         ]
 
     def order(self, column: AnyColumn) -> list[BlockId]:
@@ -382,9 +345,7 @@ class PythonKeyIndex(KeyIndex):
 
     def check_invariants(self) -> None:
         for tier, column in zip(self.tiers, self._columns, strict=True):
-            places = [
-                (each.block, self._residency(each.block, tier)) for each in self._by_number.values()
-            ]
+            places = [(each.block, self._residency(each.block, tier)) for each in self._blocks]
             held = [at.slot for _, at in places if at.state is not State.ABSENT]
             idle = {block for block, at in places if at.evictable}
             assert len(held) == len(set(held)), f"{tier}: two blocks share a slot"
@@ -397,6 +358,4 @@ class PythonKeyIndex(KeyIndex):
                 assert column.known.keys() == column.order.keys(), f"{tier}: a block is lost"
                 assert len(column.known) == column.learning.num_blocks, f"{tier}: a block is lost"
                 column.learning.check_invariants()
-        for key, known in self._by_key.items():
-            assert known.key == key, "a block under another key"
-            assert known.is_cached, "a block that nothing needs"
+        self._blocks.check_invariants()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 
@@ -132,10 +131,7 @@ class Ladder:
     def num_staging_slots(self) -> int | None:
         """Blocks that could be brought from storage at a time: room for them on their way. None
         where they need none, or can do without."""
-        row = self._row
-        if not row.is_staged or row.direct_at_need.union(row.direct).issuperset(row.storages):
-            return None
-        return self._space.num_available(row.staging)
+        return self._space.num_staging
 
     def allocate(self, num_slots: int) -> Sequence[Slot] | None:
         """Slots of the fastest tier, neighbours if possible, after evicting what has to go; None
@@ -344,12 +340,7 @@ class Ladder:
 
     def drain(self, timeout_s: float, poll: Callable[[], object]) -> bool:
         """``poll`` until nothing is on its way. False if ``timeout_s`` was too short."""
-        ends_s = time.monotonic() + timeout_s
-        while self._traffic.transfers:
-            if not self._traffic.wait(max(0.0, ends_s - time.monotonic())):
-                return False
-            poll()
-        return True
+        return self._traffic.drain(timeout_s, poll)
 
     # -- costs ------------------------------------------------------------------------------------
 

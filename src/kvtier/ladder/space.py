@@ -57,6 +57,15 @@ class Space:
         """Slots of ``tier`` that are free or could be had by eviction. An upper bound."""
         return self._row.rooms[tier].num_free + self._index.num_evictable(tier)
 
+    @property
+    def num_staging(self) -> int | None:
+        """Slots for blocks on their way from storage, as ``num_available``. None where they need
+        none, or can do without."""
+        row = self._row
+        if not row.is_staged or row.direct_at_need.union(row.direct).issuperset(row.storages):
+            return None
+        return self.num_available(row.staging)
+
     def allocate(self, num_slots: int) -> Sequence[Slot] | None:
         """Slots of the fastest tier, after evicting what has to go; None when that is not enough.
 

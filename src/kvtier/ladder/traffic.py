@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -306,6 +307,15 @@ class Traffic:
     def wait(self, timeout_s: float) -> bool:
         """Wait until the oldest transfer is done, or there is none. False on time-out."""
         return self._under_way.wait(timeout_s)
+
+    def drain(self, timeout_s: float, poll: Callable[[], object]) -> bool:
+        """``poll`` until nothing is on its way. False if ``timeout_s`` was too short."""
+        ends_s = time.monotonic() + timeout_s
+        while self.transfers:
+            if not self.wait(max(0.0, ends_s - time.monotonic())):
+                return False
+            poll()
+        return True
 
     def cost_snapshot(self, is_free: bool = False) -> Costs:
         """What copies and prefill cost now, with the work that stands in line before a new one.

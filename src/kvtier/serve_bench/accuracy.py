@@ -102,6 +102,40 @@ class AccuracyResult:
             self.num_prompts >= FULL_ACCURACY_PROMPTS and self.prompt_tokens >= FULL_PROMPT_TOKENS
         )
 
+    def as_json(self) -> Mapping[str, object]:
+        """The counts, in all and by tier."""
+        return {
+            "prompts": self.num_prompts,
+            "equal": self.num_equal(),
+            "control_noticed": self.num_noticed(),
+            "by_tier": {
+                tier: {
+                    "equal": self.num_equal(tier),
+                    "control_noticed": self.num_noticed(tier),
+                    "damage": {kind.value: self.num_noticed(tier, damage=kind) for kind in Damage},
+                }
+                for tier in TIERS
+            },
+            "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
+            "steps": self.steps,
+        }
+
+    def rows_json(self) -> list[Mapping[str, object]]:
+        """One object for each prompt and tier."""
+        return [
+            {
+                "experiment": "accuracy",
+                "prompt": row.prompt,
+                "tier": row.tier,
+                "reused_all": row.reused,
+                "equal": row.equal,
+                "max_difference": row.max_difference,
+                "noticed": {damage.value: seen for damage, seen in row.noticed.items()},
+            }
+            for row in self.rows
+        ]
+
 
 def num_steps(num_prompts: int) -> int:
     """Runs in the whole experiment, for the progress bar."""

@@ -10,7 +10,7 @@ result. The tiers are small, and full from early on: eviction is part of the cos
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.engine import Completion, Engine, SamplingParams
@@ -25,7 +25,7 @@ from kvtier.serve_bench.engines import (
 )
 from kvtier.serve_bench.options import FULL_PROMPT_TOKENS, BenchError
 from kvtier.serve_bench.progress import Progress
-from kvtier.serve_bench.stats import Estimate, median_with_interval
+from kvtier.serve_bench.stats import Estimate, median_with_interval, rounded
 
 TTFT_OUTPUT_TOKENS = 4
 FULL_PAIRS = 30
@@ -109,6 +109,37 @@ class OverheadResult:
     def full_length(self) -> bool:
         """Whether the prompts are as long."""
         return self.prompt_tokens >= FULL_PROMPT_TOKENS
+
+    def as_json(self) -> Mapping[str, object]:
+        """The ratios, and where they lie."""
+        return {
+            "ttft_ratio": rounded(self.ttft_ratio.value),
+            "throughput_ratio": rounded(self.throughput_ratio.value),
+            "num_pairs": len(self.rows),
+            "cpu_ratio": rounded(self.cpu_ratio.value),
+            "interval_95": {
+                "ttft_ratio": self.ttft_ratio.interval_json(),
+                "throughput_ratio": self.throughput_ratio.interval_json(),
+                "cpu_ratio": self.cpu_ratio.interval_json(),
+            },
+            "prompt_tokens": self.prompt_tokens,
+        }
+
+    def rows_json(self) -> list[Mapping[str, object]]:
+        """One object for each pair."""
+        return [
+            {
+                "experiment": "overhead",
+                "pair": row.pair,
+                "ttft_ms": {"on": round(row.on.ttft_ms, 3), "off": round(row.off.ttft_ms, 3)},
+                "tokens_per_s": {
+                    "on": round(row.on.tokens_per_s, 1),
+                    "off": round(row.off.tokens_per_s, 1),
+                },
+                "cpu_s": {"on": round(row.on.cpu_s, 3), "off": round(row.off.cpu_s, 3)},
+            }
+            for row in self.rows
+        ]
 
 
 def num_steps(num_pairs: int) -> int:

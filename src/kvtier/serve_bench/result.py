@@ -1,4 +1,4 @@
-"""What a run of ``kvtier bench serve`` found, as values and as the JSON object that it prints."""
+"""What a run of ``kvtier bench serve`` found: against its targets, and as one JSON object."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvtier.engine import EngineInfo
-from kvtier.serve_bench.accuracy import TIERS, AccuracyResult
+from kvtier.serve_bench.accuracy import AccuracyResult
 from kvtier.serve_bench.machine import Fact
 from kvtier.serve_bench.options import ServeOptions
 from kvtier.serve_bench.overhead import OverheadResult
 from kvtier.serve_bench.overlap import Case, OverlapResult
 from kvtier.serve_bench.sample import Sample
 from kvtier.serve_bench.slow_disk import SlowDiskResult
-from kvtier.serve_bench.stats import Estimate, Summary, exactly, rounded
+from kvtier.serve_bench.stats import exactly
 from kvtier.serve_bench.store import StoreResult
-from kvtier.serve_bench.tamper import Damage
 from kvtier.serve_bench.target import Target
-from kvtier.serve_bench.ttft import COLD, WARM, TtftResult
-from kvtier.types import DEVICE, DISK, HOST
+from kvtier.serve_bench.ttft import FIELDS, TtftResult
+from kvtier.types import DISK
 
 Json = Mapping[str, object]
 
@@ -116,85 +115,32 @@ class ServeResult:
                 "bytes_per_block": info.bytes_per_block,
             },
             "text": self.text,
-            "accuracy": _accuracy_json(self.accuracy),
-            **_ttft_json(self.ttft),
-            "overhead": _overhead_json(self.overhead),
-            "slow_disk": _slow_disk_json(self.slow_disk),
-            "overlap": None if self.overlap is None else self.overlap.as_json(),
-            "store": _store_json(self.store),
-            "rows": self._rows(),
+            "accuracy": _json(self.accuracy),
+            **(dict.fromkeys(FIELDS) if self.ttft is None else self.ttft.as_json()),
+            "overhead": _json(self.overhead),
+            "slow_disk": _json(self.slow_disk),
+            "overlap": _json(self.overlap),
+            "store": _json(self.store),
+            "rows": [row for found in self._found for row in found.rows_json()],
             "targets": [target.as_json() for target in self.targets],
         }
 
-    def _rows(self) -> list[Json]:
-        rows: list[Json] = []
-        if self.accuracy is not None:
-            rows += [
-                {
-                    "experiment": "accuracy",
-                    "prompt": row.prompt,
-                    "tier": row.tier,
-                    "reused_all": row.reused,
-                    "equal": row.equal,
-                    "max_difference": row.max_difference,
-                    "noticed": {damage.value: seen for damage, seen in row.noticed.items()},
-                }
-                for row in self.accuracy.rows
-            ]
-        if self.ttft is not None:
-            rows += [
-                {
-                    "experiment": "ttft",
-                    "pass": row.turn,
-                    "order": row.order,
-                    "prompt": row.prompt,
-                    "served_from": row.served_from,
-                    "hit_tokens": dict(row.hit_tokens),
-                    "ttft_ms": round(row.ttft_ms, 3),
-                    "same_logits": row.same_logits,
-                }
-                for row in self.ttft.rows
-            ]
-        if self.overhead is not None:
-            rows += [
-                {
-                    "experiment": "overhead",
-                    "pair": row.pair,
-                    "ttft_ms": {"on": round(row.on.ttft_ms, 3), "off": round(row.off.ttft_ms, 3)},
-                    "tokens_per_s": {
-                        "on": round(row.on.tokens_per_s, 1),
-                        "off": round(row.off.tokens_per_s, 1),
-                    },
-                    "cpu_s": {"on": round(row.on.cpu_s, 3), "off": round(row.off.cpu_s, 3)},
-                }
-                for row in self.overhead.rows
-            ]
-        if self.slow_disk is not None:
-            rows += [
-                {
-                    "experiment": "slow-disk",
-                    "prompt": row.prompt,
-                    "ttft_ms": round(row.ttft_ms, 3),
-                    "cold_ms": round(row.cold_ms, 3),
-                    "reused_tokens": row.reused_tokens,
-                }
-                for row in self.slow_disk.rows
-            ]
-        if self.overlap is not None:
-            rows += self.overlap.rows_json()
-        if self.store is not None:
-            rows += [
-                {
-                    "experiment": "store",
-                    "prompt": row.prompt,
-                    "cold_ms": round(row.cold_ms, 3),
-                    "ttft_ms": round(row.ttft_ms, 3),
-                    "hit_tokens": row.hit_tokens,
-                    "same_logits": row.same_logits,
-                }
-                for row in self.store.rows
-            ]
-        return rows
+    @property
+    def _found(self) -> list[_Experiment]:
+        """What the experiments found that did run, in their order."""
+        every = (self.accuracy, self.ttft, self.overhead, self.slow_disk, self.overlap, self.store)
+        return [found for found in every if found is not None]
+
+
+class _Experiment(Protocol):
+    """What an experiment says for the JSON object: its figures, and what they are made of."""
+
+    def as_json(self) -> Json: ...
+    def rows_json(self) -> list[Json]: ...
+
+
+def _json(found: _Experiment | None) -> Json | None:
+    return None if found is None else found.as_json()
 
 
 class _Sized(Protocol):
@@ -294,110 +240,3 @@ def _overlap_targets(result: OverlapResult) -> list[Target]:
             comparable=result.full_size,
         ),
     ]
-
-
-def _accuracy_json(result: AccuracyResult | None) -> Json | None:
-    if result is None:
-        return None
-    return {
-        "prompts": result.num_prompts,
-        "equal": result.num_equal(),
-        "control_noticed": result.num_noticed(),
-        "by_tier": {
-            tier: {
-                "equal": result.num_equal(tier),
-                "control_noticed": result.num_noticed(tier),
-                "damage": {kind.value: result.num_noticed(tier, damage=kind) for kind in Damage},
-            }
-            for tier in TIERS
-        },
-        "prompt_tokens": result.prompt_tokens,
-        "reused_tokens": result.reused_tokens,
-        "steps": result.steps,
-    }
-
-
-def _ttft_json(result: TtftResult | None) -> dict[str, object]:
-    if result is None:
-        return {
-            "ttft_ms": None,
-            "reduction": None,
-            "hit_tokens": None,
-            "second_pass": None,
-            "restart": None,
-            "same_logits": None,
-        }
-    return {
-        "ttft_ms": {name: _summary_json(result.summary(name)) for name in (COLD, *WARM)},
-        "reduction": {
-            "mean": rounded(result.reduction.value),
-            **{tier: _value(result.reduction_from(tier)) for tier in WARM},
-        },
-        "hit_tokens": {tier: result.hit_tokens(tier) for tier in WARM},
-        "second_pass": {
-            "prompts": result.num_prompts,
-            "prompt_tokens": result.prompt_tokens,
-            "served_from": {name: len(result.times_ms(2, name)) for name in (DEVICE, HOST, COLD)},
-        },
-        "restart": {
-            "served_from": {name: len(result.times_ms(3, name)) for name in (*WARM, COLD)},
-        },
-        "same_logits": {"equal": result.num_same, "of": result.num_warm},
-    }
-
-
-def _overhead_json(result: OverheadResult | None) -> Json | None:
-    if result is None:
-        return None
-    return {
-        "ttft_ratio": rounded(result.ttft_ratio.value),
-        "throughput_ratio": rounded(result.throughput_ratio.value),
-        "num_pairs": len(result.rows),
-        "cpu_ratio": rounded(result.cpu_ratio.value),
-        "interval_95": {
-            "ttft_ratio": result.ttft_ratio.interval_json(),
-            "throughput_ratio": result.throughput_ratio.interval_json(),
-            "cpu_ratio": result.cpu_ratio.interval_json(),
-        },
-        "prompt_tokens": result.prompt_tokens,
-    }
-
-
-def _slow_disk_json(result: SlowDiskResult | None) -> Json | None:
-    if result is None:
-        return None
-    return {
-        "ttft_ms": {"slow_disk": result.warm.as_json(), "cold": result.cold.as_json()},
-        "p50_ratio": rounded(1 + result.p50_loss.value),
-        "p99_ratio": rounded(1 + result.p99_loss.value) if result.p99_loss.is_bounded else None,
-        "bytes_per_s": result.bytes_per_s,
-        "prompt_bytes": result.prompt_bytes,
-        "load_s": rounded(result.load_s),
-        "prompt_tokens": result.prompt_tokens,
-    }
-
-
-def _store_json(result: StoreResult | None) -> Json | None:
-    if result is None:
-        return None
-    return {
-        "where": result.where,
-        "prompts": len(result.rows),
-        "hits": len(result.hits),
-        "hit_tokens": result.hit_tokens,
-        "prompt_tokens": result.prompt_tokens,
-        "ttft_ms": {"cold": result.cold.as_json(), "store": _summary_json(result.warm)},
-        "reduction": _value(result.saved),
-        "bytes_read": result.num_bytes,
-        "lookups": result.num_lookups,
-        "lookup_ms": rounded(result.lookup_ms, 3),
-        "same_logits": sum(row.same_logits for row in result.rows),
-    }
-
-
-def _summary_json(summary: Summary | None) -> Json | None:
-    return None if summary is None else summary.as_json()
-
-
-def _value(found: Estimate | None) -> float | None:
-    return None if found is None else rounded(found.value)

@@ -8,7 +8,7 @@ has to be that of a cold run. Who goes first changes with every prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.config import parse_size
@@ -23,6 +23,7 @@ from kvtier.serve_bench.stats import (
     Estimate,
     Summary,
     percentile_ratio,
+    rounded,
     summarize,
 )
 
@@ -92,6 +93,32 @@ class SlowDiskResult:
     def full_length(self) -> bool:
         """Whether they are as long."""
         return self.prompt_tokens >= FULL_PROMPT_TOKENS
+
+    def as_json(self) -> Mapping[str, object]:
+        """The times, and what they come to."""
+        p99 = self.p99_loss
+        return {
+            "ttft_ms": {"slow_disk": self.warm.as_json(), "cold": self.cold.as_json()},
+            "p50_ratio": rounded(1 + self.p50_loss.value),
+            "p99_ratio": rounded(1 + p99.value) if p99.is_bounded else None,
+            "bytes_per_s": self.bytes_per_s,
+            "prompt_bytes": self.prompt_bytes,
+            "load_s": rounded(self.load_s),
+            "prompt_tokens": self.prompt_tokens,
+        }
+
+    def rows_json(self) -> list[Mapping[str, object]]:
+        """One object for each prompt."""
+        return [
+            {
+                "experiment": "slow-disk",
+                "prompt": row.prompt,
+                "ttft_ms": round(row.ttft_ms, 3),
+                "cold_ms": round(row.cold_ms, 3),
+                "reused_tokens": row.reused_tokens,
+            }
+            for row in self.rows
+        ]
 
 
 def num_steps(num_prompts: int) -> int:

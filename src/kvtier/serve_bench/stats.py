@@ -165,6 +165,16 @@ def percentile_ratio(pairs: Sequence[tuple[float, float]], percentile: int, leas
     return estimate(pairs, figure, least)
 
 
+def summary_json(summary: Summary | None) -> dict[str, float | None] | None:
+    """None for no values."""
+    return None if summary is None else summary.as_json()
+
+
+def value_json(found: Estimate | None) -> float | None:
+    """Without its interval; None for no figure."""
+    return None if found is None else rounded(found.value)
+
+
 def rounded(value: float | None, digits: int = 4) -> float | None:
     """For JSON, which knows neither more digits nor infinity."""
     return None if value is None or not math.isfinite(value) else round(value, digits)

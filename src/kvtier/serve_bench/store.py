@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -20,7 +20,15 @@ from kvtier.serve_bench.corpus import Prompt
 from kvtier.serve_bench.engines import Setting, clear_tiers, open_engine, run_one, settle
 from kvtier.serve_bench.options import BenchError
 from kvtier.serve_bench.progress import Progress
-from kvtier.serve_bench.stats import Estimate, Summary, mean_saved, summarize
+from kvtier.serve_bench.stats import (
+    Estimate,
+    Summary,
+    mean_saved,
+    rounded,
+    summarize,
+    summary_json,
+    value_json,
+)
 from kvtier.tiers.remote.pruning import make_keeper, prune
 from kvtier.types import DEVICE, HOST
 
@@ -83,6 +91,36 @@ class StoreResult:
     @property
     def all_same(self) -> bool:
         return all(row.same_logits for row in self.rows)
+
+    def as_json(self) -> Mapping[str, object]:
+        """What was found there, and how soon."""
+        return {
+            "where": self.where,
+            "prompts": len(self.rows),
+            "hits": len(self.hits),
+            "hit_tokens": self.hit_tokens,
+            "prompt_tokens": self.prompt_tokens,
+            "ttft_ms": {"cold": self.cold.as_json(), "store": summary_json(self.warm)},
+            "reduction": value_json(self.saved),
+            "bytes_read": self.num_bytes,
+            "lookups": self.num_lookups,
+            "lookup_ms": rounded(self.lookup_ms, 3),
+            "same_logits": sum(row.same_logits for row in self.rows),
+        }
+
+    def rows_json(self) -> list[Mapping[str, object]]:
+        """One object for each prompt."""
+        return [
+            {
+                "experiment": "store",
+                "prompt": row.prompt,
+                "cold_ms": round(row.cold_ms, 3),
+                "ttft_ms": round(row.ttft_ms, 3),
+                "hit_tokens": row.hit_tokens,
+                "same_logits": row.same_logits,
+            }
+            for row in self.rows
+        ]
 
 
 def num_steps(num_prompts: int) -> int:

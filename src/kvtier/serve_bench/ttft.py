@@ -27,7 +27,15 @@ from kvtier.serve_bench.engines import (
 )
 from kvtier.serve_bench.options import FULL_PROMPT_TOKENS, FULL_TTFT_PROMPTS
 from kvtier.serve_bench.progress import Progress
-from kvtier.serve_bench.stats import Estimate, Summary, mean_saved, summarize
+from kvtier.serve_bench.stats import (
+    Estimate,
+    Summary,
+    mean_saved,
+    rounded,
+    summarize,
+    summary_json,
+    value_json,
+)
 from kvtier.types import DEVICE, DISK, HOST
 
 WARM = (DEVICE, HOST, DISK)
@@ -37,6 +45,8 @@ COLD = "cold"
 MAX_TOKENS = 4
 DEVICE_SHARE_WANTED = (0.30, 0.40)
 """Share of requests from the device for which the target is defined."""
+FIELDS = ("ttft_ms", "reduction", "hit_tokens", "second_pass", "restart", "same_logits")
+"""What the JSON of a benchmark has of this experiment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +154,41 @@ class TtftResult:
     def full_length(self) -> bool:
         """Whether they are as long."""
         return self.prompt_tokens >= FULL_PROMPT_TOKENS
+
+    def as_json(self) -> Mapping[str, object]:
+        """The fields that this experiment has, under the names of ``FIELDS``."""
+        fields = (
+            {name: summary_json(self.summary(name)) for name in (COLD, *WARM)},
+            {
+                "mean": rounded(self.reduction.value),
+                **{tier: value_json(self.reduction_from(tier)) for tier in WARM},
+            },
+            {tier: self.hit_tokens(tier) for tier in WARM},
+            {
+                "prompts": self.num_prompts,
+                "prompt_tokens": self.prompt_tokens,
+                "served_from": {name: len(self.times_ms(2, name)) for name in (DEVICE, HOST, COLD)},
+            },
+            {"served_from": {name: len(self.times_ms(3, name)) for name in (*WARM, COLD)}},
+            {"equal": self.num_same, "of": self.num_warm},
+        )
+        return dict(zip(FIELDS, fields, strict=True))
+
+    def rows_json(self) -> list[Mapping[str, object]]:
+        """One object for each request."""
+        return [
+            {
+                "experiment": "ttft",
+                "pass": row.turn,
+                "order": row.order,
+                "prompt": row.prompt,
+                "served_from": row.served_from,
+                "hit_tokens": dict(row.hit_tokens),
+                "ttft_ms": round(row.ttft_ms, 3),
+                "same_logits": row.same_logits,
+            }
+            for row in self.rows
+        ]
 
 
 def _turn_of(tier: str) -> int:

@@ -11,10 +11,12 @@ Needs pytest.
 
 from __future__ import annotations
 
+from kvtier.testing.crashing_disk import Crash, CrashingDisk
 from kvtier.testing.device_suite import DeviceSuite
 from kvtier.testing.faulty import FaultyDevice
-from kvtier.testing.faulty_disk import Crash, CrashingDisk, FaultyDisk, LossyDisk
+from kvtier.testing.faulty_disk import FaultyDisk
 from kvtier.testing.faulty_storage import FaultyStorage
+from kvtier.testing.lossy_disk import LossyDisk
 from kvtier.testing.memory import BlockBytes, host_memory, memory_bytes
 from kvtier.testing.policy_suite import PolicySuite
 from kvtier.testing.storage import MemoryStorage, Shelf

@@ -1,53 +1,20 @@
-"""Disks that fail when they are told to: errors, short transfers, flipped bytes, power cuts."""
+"""A disk that fails when it is told to: errors, short transfers, flipped bytes, waits."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from threading import Event, Lock
-from typing import BinaryIO
 
 import numpy as np
 
 from kvtier.devices.base import Memory
+from kvtier.testing.wrapped_engine import SECTOR_BYTES, WrappedEngine, open_plain
 from kvtier.tiers.disk import DiskSystem, IoKind
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.io.base import Int64s, Uint64s
-
-SECTOR_BYTES = 512
-"""What a disk writes whole or not at all."""
-
-
-class WrappedEngine(IoEngine):
-    """Passes everything on; subclasses change what they want."""
-
-    def __init__(self, inner: IoEngine, fd: int) -> None:
-        self.inner = inner
-        self.fd = fd
-
-    def read(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
-    ) -> Int64s:
-        return self.inner.read(offsets, addresses, sizes, deadline_s)
-
-    def write(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
-    ) -> Int64s:
-        return self.inner.write(offsets, addresses, sizes, deadline_s)
-
-    def sync(self) -> None:
-        self.inner.sync()
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-# -- errors ----------------------------------------------------------------------------------------
 
 
 class FaultyDisk(DiskSystem):
@@ -236,195 +203,8 @@ def _raise(result: int) -> None:
 
 def _spoil(fd: int, offset: int, num_bytes: int) -> None:
     """Invert bytes of an open file."""
-    with _plain(fd) as file:
+    with open_plain(fd) as file:
         file.seek(offset)
         content = np.frombuffer(file.read(num_bytes), np.uint8)
         file.seek(offset)
         file.write((~content).tobytes())
-
-
-def _write_plain(fd: int, offset: int, data: bytes) -> None:
-    """Write any number of bytes anywhere."""
-    with _plain(fd) as file:
-        file.seek(offset)
-        file.write(data)
-
-
-def _plain(fd: int) -> BinaryIO:
-    """The same file by way of the page cache: nothing has to be aligned."""
-    return Path(f"/proc/self/fd/{fd}").open("r+b")
-
-
-# -- power cuts ------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _File:
-    """What a file surely holds, and what was written to it since."""
-
-    path: Path
-    content: bytearray
-    unsynced: list[tuple[int, bytes]] = field(default_factory=list)
-
-
-class LossyDisk(DiskSystem):
-    """Remembers what was synced. ``power_cut`` leaves that, and some of the rest in any order."""
-
-    def __init__(self) -> None:
-        self._files: dict[int, _File] = {}
-
-    def power_cut(self, rng: random.Random) -> None:
-        """Change the files to what a power cut may leave. Close what uses them first.
-
-        Of the writes that were not synced some are lost, some are torn at a sector, and what is
-        left may have reached the disk in another order than it was written.
-        """
-        for file in self._files.values():
-            if not file.path.exists():
-                continue
-            kept = [write for write in file.unsynced if rng.random() < 0.6]
-            rng.shuffle(kept)
-            content = bytearray(file.content)
-            for offset, data in kept:
-                if rng.random() < 0.3:
-                    data = data[: rng.randrange(len(data)) // SECTOR_BYTES * SECTOR_BYTES]
-                content.extend(bytes(max(0, offset + len(data) - len(content))))
-                content[offset : offset + len(data)] = data
-            file.path.write_bytes(content)
-        self._files.clear()
-
-    def note(self, fd: int, offset: int, data: bytes) -> None:
-        """This is about to be written."""
-        self._file(fd).unsynced.append((offset, data))
-
-    def _file(self, fd: int) -> _File:
-        number = os.fstat(fd).st_ino
-        if number not in self._files:
-            path = Path(os.readlink(f"/proc/self/fd/{fd}"))
-            self._files[number] = _File(path, bytearray(path.read_bytes()))
-        return self._files[number]
-
-    def open_engine(
-        self, fd: int, kind: IoKind, buffers: Sequence[Memory], queue_depth: int
-    ) -> IoEngine:
-        return _LossyEngine(super().open_engine(fd, kind, buffers, queue_depth), fd, self)
-
-    def write_at(self, fd: int, data: bytes, offset: int) -> None:
-        self.note(fd, offset, bytes(data))
-        super().write_at(fd, data, offset)
-
-    def sync(self, fd: int) -> None:
-        file = self._file(fd)  # nothing to wait for: this disk's power is cut by us
-        file.content = bytearray(file.path.read_bytes())
-        file.unsynced.clear()
-
-    def replace(self, source: Path, target: Path) -> None:
-        if target.exists():
-            self._files.pop(target.stat().st_ino, None)  # another file may get its number
-        os.replace(source, target)
-        self._files.pop(target.stat().st_ino, None)
-        fd = os.open(target, os.O_RDONLY)
-        self._file(fd)
-        os.close(fd)
-
-
-class _LossyEngine(WrappedEngine):
-    def __init__(self, inner: IoEngine, fd: int, system: LossyDisk) -> None:
-        super().__init__(inner, fd)
-        self._system = system
-
-    def write(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
-    ) -> Int64s:
-        for offset, address, size in zip(
-            offsets.tolist(), addresses.tolist(), sizes.tolist(), strict=True
-        ):
-            self._system.note(self.fd, offset, ctypes.string_at(address, size))
-        return self.inner.write(offsets, addresses, sizes, deadline_s)
-
-    def sync(self) -> None:
-        self._system.sync(self.fd)
-
-
-# -- crashes ---------------------------------------------------------------------------------------
-
-
-class Crash(BaseException):
-    """The process ends here. Not an ``Exception``: nobody is meant to handle it."""
-
-
-class CrashingDisk(DiskSystem):
-    """Crashes at the ``at``-th thing that it is asked to do; a write is half done then."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def step(self) -> None:
-        """One more thing was asked for."""
-        self.left -= 1
-        if self.left == 0:
-            raise Crash
-
-    def open_engine(
-        self, fd: int, kind: IoKind, buffers: Sequence[Memory], queue_depth: int
-    ) -> IoEngine:
-        return _CrashingEngine(super().open_engine(fd, kind, buffers, queue_depth), fd, self)
-
-    def write_at(self, fd: int, data: bytes, offset: int) -> None:
-        try:
-            self.step()
-        except Crash:
-            super().write_at(fd, data[: len(data) // 2 + 7], offset)
-            raise
-        super().write_at(fd, data, offset)
-
-    def sync(self, fd: int) -> None:
-        self.step()
-        super().sync(fd)
-
-    def truncate(self, fd: int, num_bytes: int) -> None:
-        self.step()
-        super().truncate(fd, num_bytes)
-
-    def reserve(self, fd: int, num_bytes: int) -> None:
-        self.step()
-        super().reserve(fd, num_bytes)
-
-    def reserve_ahead(self, fd: int, num_bytes: int) -> None:
-        self.step()
-        super().reserve_ahead(fd, num_bytes)
-
-    def stamp(self, fd: int) -> os.stat_result:
-        self.step()
-        return super().stamp(fd)
-
-    def replace(self, source: Path, target: Path) -> None:
-        self.step()
-        super().replace(source, target)
-        self.step()
-
-
-class _CrashingEngine(WrappedEngine):
-    def __init__(self, inner: IoEngine, fd: int, system: CrashingDisk) -> None:
-        super().__init__(inner, fd)
-        self._system = system
-
-    def write(
-        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
-    ) -> Int64s:
-        done = np.zeros(len(offsets), np.int64)
-        for i in range(len(offsets)):
-            try:
-                self._system.step()
-            except Crash:
-                half = int(sizes[i]) // 2 // SECTOR_BYTES * SECTOR_BYTES
-                _write_plain(self.fd, int(offsets[i]), ctypes.string_at(int(addresses[i]), half))
-                raise
-            done[i : i + 1] = self.inner.write(
-                offsets[i : i + 1], addresses[i : i + 1], sizes[i : i + 1], deadline_s
-            )
-        return done
-
-    def sync(self) -> None:
-        self._system.step()
-        self.inner.sync()

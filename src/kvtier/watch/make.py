@@ -48,6 +48,7 @@ def make_picture(
         _grown(first, now, "kvtier_planned_blocks_total", decision="recompute"),
         _guesses(first, now),
         now.total("kvtier_late_loads_total") or 0.0,
+        _grown(first, now, "kvtier_late_loads_total"),
         _requests(first, now, dialect),
     )
     return replace(picture, answers=tuple(answer(picture)))
@@ -136,6 +137,7 @@ def _tier(name: str, first: Reading, now: Reading) -> Tier:
         returned,
         return_s,
         now.total("kvtier_damaged_blocks_total", tier=name) or 0.0,
+        _grown(first, now, "kvtier_damaged_blocks_total", tier=name),
         now.total("kvtier_unwritten_blocks_total", tier=name) or 0.0,
         None if state is None else int(state),
     )

@@ -25,7 +25,9 @@ class Tier:
     """A place for blocks. used, slots: in blocks. fill: 0 to 1. evicted_per_s: blocks, in the last
     minute. turnover_s: until all of it would have left at that rate. returned: of the blocks that
     left since the server began, the share that was wanted again; return_s: half of these within.
-    left_alone: 0 it is used, 1 it is being tried again, 2 it is left alone.
+    damaged: blocks that it could not give back as they were, since the server began;
+    damaged_recently: in the last minute. left_alone: 0 it is used, 1 it is being tried again, 2 it
+    is left alone.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Tier:
     returned: float | None = None
     return_s: float | None = None
     damaged: float = 0.0
+    damaged_recently: float | None = None
     unwritten: float = 0.0
     left_alone: int | None = None
 
@@ -108,7 +111,7 @@ class Picture:
     """engine: by name. age_s: for how long this server has been watched. window_s: what "in the
     last minute" is, where it is less. has_restarted: it began anew since. loaded, recomputed:
     cached blocks that were to be loaded, or computed all the same, since the server began; the
-    same in the last minute."""
+    same in the last minute. late_loads, late_loads_recently: given up at their deadline."""
 
     engine: str
     age_s: float
@@ -126,6 +129,7 @@ class Picture:
     recomputed_recently: float | None
     guesses: tuple[Guess, ...]
     late_loads: float
+    late_loads_recently: float | None
     requests: Requests
     answers: tuple[Answer, ...] = ()
 

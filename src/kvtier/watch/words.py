@@ -132,8 +132,9 @@ def _reasons(picture: Picture) -> Iterator[str]:
             yield f"{tier.name} failed again and again and is left alone: requests compute instead."
         elif tier.left_alone == 1:
             yield f"{tier.name} failed and is being tried again."
-        if tier.damaged:
-            yield f"{tier.name} gave back {count(tier.damaged)} blocks that were damaged."
+        if tier.damaged_recently:
+            num = count(tier.damaged_recently)
+            yield f"{tier.name} gave back {num} blocks that were damaged, in the last minute."
     for flow in picture.flows:
         if flow.queued_s is not None and flow.queued_s >= LONG_LINE_S:
             yield f"{flow.src} → {flow.dst} has a line of {seconds(flow.queued_s)}."
@@ -141,8 +142,9 @@ def _reasons(picture: Picture) -> Iterator[str]:
         if guess.ratio is not None and not 1 / WRONG_RATIO <= guess.ratio <= WRONG_RATIO:
             what = "computing" if guess.what == "prefill" else f"loading from {guess.what}"
             yield f"{what.capitalize()} took {guess.ratio:.2g} times what was expected."
-    if picture.late_loads:
-        yield f"{count(picture.late_loads)} loads came too late and were computed instead."
+    if picture.late_loads_recently:
+        num = count(picture.late_loads_recently)
+        yield f"{num} loads came too late in the last minute, and were computed instead."
     declined, loaded = picture.recomputed_recently or 0, picture.loaded_recently or 0
     if declined > loaded and declined >= 100:
         yield (

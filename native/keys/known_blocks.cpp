@@ -1,0 +1,63 @@
+#include "keys/known_blocks.hpp"
+
+#include <random>
+#include <stdexcept>
+#include <string>
+
+namespace kvtier::keys {
+
+namespace {
+
+constexpr std::size_t kMaxKeyBytes = 256;
+
+std::uint64_t random_seed() {
+  std::random_device random;
+  const std::uint64_t high = random();
+  return high << 32 | random();
+}
+
+}  // namespace
+
+KnownBlocks::KnownBlocks(std::size_t num_columns) : seed_(random_seed()), rows_(num_columns) {}
+
+Index KnownBlocks::named(std::uint64_t name) const {
+  return cells_.find(name, [&](Index row) { return this->name(row) == name; });
+}
+
+void KnownBlocks::expect(std::size_t num_blocks) {
+  cells_.reserve(num_blocks, 0.5, name_of_row());  // where cells are free searches are short
+}
+
+void KnownBlocks::make(std::span<const Key> keys, std::vector<BlockId>& blocks) {
+  for_each(keys, [&](std::size_t i, std::uint64_t name) {
+    check_key(keys[i]);
+    if (rows_.key_bytes() == 0) rows_.set_key_bytes(keys[i].size);
+    Index row = find_row(name, keys[i]);
+    if (row == kNone) {
+      row = rows_.allocate(keys[i].data);
+      cells_.insert(name, row, name_of_row());
+    }
+    blocks.push_back(rows_.id(row));
+  });
+}
+
+void KnownBlocks::check_key(Key key) const {
+  if (key.size == 0 || key.size > kMaxKeyBytes)
+    throw std::invalid_argument("a key has 1 to 256 bytes, not " + std::to_string(key.size));
+  if (rows_.key_bytes() > 0 && key.size != rows_.key_bytes())
+    throw std::invalid_argument("a key has " + std::to_string(key.size) +
+                                " bytes, those before it " + std::to_string(rows_.key_bytes()));
+}
+
+void KnownBlocks::drop(Index row) {
+  cells_.erase(name(row), [row](Index other) { return other == row; }, name_of_row());
+  rows_.free(row);
+}
+
+void KnownBlocks::check() const {
+  for (Index row = 0; row < rows_.end(); ++row)
+    trie::promise(!rows_.is_live(row) || find_row(name(row), key(row)) == row,
+                  "a block that is not found by its key");
+}
+
+}  // namespace kvtier::keys

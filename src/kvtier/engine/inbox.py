@@ -1,0 +1,78 @@
+"""What any thread has for the engine thread: requests, and calls between two of its steps."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from threading import Lock
+
+from kvtier.engine.request import EngineBusy, Request
+from kvtier.errors import Closed
+
+Call = Callable[[], None]
+
+
+class Inbox:
+    """Requests and calls, in the order in which they came.
+
+    most: requests that may be without an end at a time. All but ``take`` may be called from any
+    thread.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._items: queue.SimpleQueue[Request | Call | None] = queue.SimpleQueue()
+        self._most = most
+        self._lock = Lock()
+        self._num_unfinished = 0
+        self._is_closed = False
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that were let in, and have not ended."""
+        return self._num_unfinished
+
+    def let_in(self) -> None:
+        """One more request comes. Raises ``EngineBusy`` where there are too many, ``Closed`` after
+        ``close``."""
+        with self._lock:
+            self.must_be_open()
+            if self._num_unfinished >= self._most:
+                raise EngineBusy(
+                    f"{self._num_unfinished} requests are waiting or running; try again later"
+                )
+            self._num_unfinished += 1
+
+    def note_end(self) -> None:
+        """One that was let in has ended."""
+        with self._lock:
+            self._num_unfinished -= 1
+
+    def must_be_open(self) -> None:
+        """Raises ``Closed`` after ``close``."""
+        if self._is_closed:
+            raise Closed("the engine is closed; make a new one")
+
+    def close(self) -> bool:
+        """Let no more requests in. False where that was so already."""
+        with self._lock:
+            was_open, self._is_closed = not self._is_closed, True
+        return was_open
+
+    def put(self, item: Request | Call) -> None:
+        """For the engine thread: a request that was let in, or a call."""
+        self._items.put(item)
+
+    def wake(self) -> None:
+        """End the wait of ``take``."""
+        self._items.put(None)
+
+    def take(self, wait_s: float = 0.0) -> Iterator[Request | Call]:
+        """All that is there by now. wait_s: how long to wait where there is nothing."""
+        while True:
+            try:
+                item = self._items.get(block=wait_s > 0, timeout=wait_s)
+            except queue.Empty:
+                return
+            wait_s = 0.0
+            if item is not None:
+                yield item

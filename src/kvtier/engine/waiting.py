@@ -1,0 +1,96 @@
+"""Requests whose turn has not come: in line, or out of it while storage is read for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from kvtier.cache import Cache
+from kvtier.engine.line import Line
+from kvtier.engine.request import Request, Stage
+from kvtier.types import PrefetchPolicy
+
+NUM_LOOKS = 16
+"""Requests that wait for storage and are asked in one step whether they still have to."""
+
+
+class Waiting:
+    """Who waits, and what storage has of them, on its way to memory meanwhile.
+
+    Who has to wait for storage lets others pass, and comes back to its place in line.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._line = Line()
+        self._reading: deque[Request] = deque()  # out of line as long as storage is read for them
+        self._unread: deque[Request] = deque()  # storage was not asked for them yet
+
+    def __len__(self) -> int:
+        return len(self._line) + len(self._reading)
+
+    def __iter__(self) -> Iterator[Request]:
+        yield from (*self._line, *self._reading)
+
+    def join(self, request: Request, num_tokens: int) -> None:
+        """A new request comes. num_tokens: of its prompt, as far as they have to be computed."""
+        self._line.join(request, num_tokens)
+        self._unread.append(request)
+
+    def rejoin(self, request: Request) -> None:
+        """One whose turn had come found no room after all."""
+        self._line.rejoin(request)
+        self._unread.appendleft(request)
+
+    def leave(self, request: Request) -> None:
+        """It runs now, or it has gone."""
+        if not self._line.leave(request) and request in self._reading:
+            self._reading.remove(request)
+
+    def whose_turn(self) -> Request | None:
+        """The first in line. Those before it that have to wait for storage are out of line now."""
+        while self._line:
+            request = self._line.first
+            if not self._waits_for_storage(request):
+                return request
+            self._line.leave(request)
+            self._reading.append(request)
+        return None
+
+    def look_at_storage(self) -> None:
+        """Who need not wait for storage any more comes back to its place. Some are asked in each
+        step, in turn."""
+        for _ in range(min(NUM_LOOKS, len(self._reading))):
+            request = self._reading.popleft()
+            if self._waits_for_storage(request):
+                self._reading.append(request)
+            else:
+                self._line.rejoin(request)
+
+    def read_ahead(self) -> None:
+        """Have storage read for those who came, as far as there is room."""
+        while self._unread and self._prefetch(self._unread[0]):
+            self._unread.popleft()
+
+    def end_prefetch(self, request: Request) -> None:
+        """What was read for a request is held no longer."""
+        if request.prefetch is not None:
+            self._cache.end_prefetch(request.prefetch)
+            request.prefetch = None
+
+    def _waits_for_storage(self, request: Request) -> bool:
+        may_load = request.may_load and request.labels
+        if may_load and self._cache.is_asking(request.namespace, request.labels):
+            return True
+        if self._cache.config.prefetch_policy is PrefetchPolicy.BEST_EFFORT:
+            return False
+        self._prefetch(request)
+        return request.prefetch is not None and self._cache.is_worth_waiting(request.prefetch)
+
+    def _prefetch(self, request: Request) -> bool:
+        """Have storage read for a waiting request, once. False when there is no room for it now."""
+        waits = request.stage is Stage.WAITING
+        if waits and request.prefetch is None and request.may_load and request.labels:
+            request.prefetch = self._cache.prefetch(request.namespace, request.labels)
+            return request.prefetch is not None
+        return True

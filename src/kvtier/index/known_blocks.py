@@ -1,0 +1,96 @@
+"""Blocks that engines name by keys: one row each, found by key, by number, and by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvtier.index.residency import Residency, State
+from kvtier.index.trie import Numbers
+from kvtier.types import BlockId
+
+MOST_KEY_BYTES = 256
+
+
+@dataclass(slots=True)
+class KnownBlock:
+    """One block: where it stands in each column, how often it was used, its place in a prompt."""
+
+    block: BlockId
+    key: bytes
+    residencies: tuple[Residency, ...]
+    num_uses: int = 0
+    depth: int = 0
+
+    @property
+    def name(self) -> int:
+        """What policies call it."""
+        return hash(self.key)
+
+    @property
+    def is_cached(self) -> bool:
+        """Whether some column holds it, or is about to."""
+        return any(each.state is not State.ABSENT for each in self.residencies)
+
+
+class KnownBlocks:
+    """A block is known from ``make`` until ``drop``. All keys have as many bytes as the first."""
+
+    def __init__(self, num_columns: int) -> None:
+        self._num_columns = num_columns
+        self._numbers = Numbers()
+        self._key_bytes: int | None = None
+        self._by_key: dict[bytes, KnownBlock] = {}
+        self._by_number: dict[BlockId, KnownBlock] = {}
+        self._by_name: dict[int, KnownBlock] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def __iter__(self) -> Iterator[KnownBlock]:
+        """In the order of their places."""
+        return iter(sorted(self._by_number.values(), key=lambda each: each.block & 0xFFFFFFFF))
+
+    def __getitem__(self, block: BlockId) -> KnownBlock:
+        return self._by_number[block]
+
+    def get(self, block: BlockId) -> KnownBlock | None:
+        """None for a block that is not known any more."""
+        return self._by_number.get(block)
+
+    def find(self, key: bytes) -> KnownBlock | None:
+        """None where it is not known."""
+        return self._by_key.get(key)
+
+    def named(self, name: int) -> KnownBlock | None:
+        """The one that policies call so."""
+        return self._by_name.get(name)
+
+    def make(self, key: bytes) -> KnownBlock:
+        """The block of ``key``, new where it was not known. Raises ValueError for no such key."""
+        self._check(key)
+        known = self._by_key.get(key)
+        if known is None:
+            residencies = tuple(Residency() for _ in range(self._num_columns))
+            known = KnownBlock(self._numbers.take(), key, residencies)
+            self._by_key[key] = self._by_number[known.block] = self._by_name[known.name] = known
+        return known
+
+    def _check(self, key: bytes) -> None:
+        if not 0 < len(key) <= MOST_KEY_BYTES:
+            raise ValueError(f"a key has 1 to {MOST_KEY_BYTES} bytes, not {len(key)}")
+        if self._key_bytes is None:
+            self._key_bytes = len(key)
+        if len(key) != self._key_bytes:
+            raise ValueError(f"a key has {len(key)} bytes, those before it {self._key_bytes}")
+
+    def drop(self, known: KnownBlock) -> None:
+        """Nobody needs it any more."""
+        del self._by_key[known.key], self._by_number[known.block], self._by_name[known.name]
+        self._numbers.give_back(known.block)
+
+    def check_invariants(self) -> None:
+        """AssertionError where a block is not found by its key, or nothing needs it."""
+        for key, known in self._by_key.items():
+            assert known.key == key, "a block under another key"
+            assert known.is_cached, "a block that nothing needs"

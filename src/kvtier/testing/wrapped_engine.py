@@ -1,0 +1,41 @@
+"""What disks that fail are made of: an engine around the real one, and its file past both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import BinaryIO
+
+from kvtier.tiers.disk.io import IoEngine
+from kvtier.tiers.disk.io.base import Int64s, Uint64s
+
+SECTOR_BYTES = 512
+"""What a disk writes whole or not at all."""
+
+
+class WrappedEngine(IoEngine):
+    """Passes everything on; subclasses change what they want."""
+
+    def __init__(self, inner: IoEngine, fd: int) -> None:
+        self.inner = inner
+        self.fd = fd
+
+    def read(
+        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
+    ) -> Int64s:
+        return self.inner.read(offsets, addresses, sizes, deadline_s)
+
+    def write(
+        self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None
+    ) -> Int64s:
+        return self.inner.write(offsets, addresses, sizes, deadline_s)
+
+    def sync(self) -> None:
+        self.inner.sync()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def open_plain(fd: int) -> BinaryIO:
+    """The same file by way of the page cache: nothing has to be aligned."""
+    return Path(f"/proc/self/fd/{fd}").open("r+b")
