@@ -126,7 +126,7 @@ void LiveRuns::admit(std::span<const Key> names, std::size_t num_free, double le
       run = entry->run;
       const Run& it = runs_[run];
       cls = it.cls;
-      its_worth = worth(it.hi - 1);
+      its_worth = worth(it.lo, it.hi);
       gain = model_.value(cls, age(it)) * its_worth;
       level = runs_.level(run);
       is_known = false;
@@ -142,7 +142,7 @@ void LiveRuns::admit(std::span<const Key> names, std::size_t num_free, double le
           its_value = model_.value(runs_[victim].cls, age(runs_[victim]));
         }
       }
-      const double price = victim == kNone ? 0.0 : its_value * worth(at - 1);
+      const double price = victim == kNone ? 0.0 : its_value * worth(runs_[victim].lo, at);
       const Level its_level = victim == kNone ? level : runs_.level(victim);
       if (its_level != level) {
         lacks_worth = its_level > level;

@@ -213,7 +213,7 @@ class LiveRuns(RunPolicy):
             entry = self._entry_of(name)
             if entry is not None and entry[0] is not run:
                 run, _ = entry
-                cls, its_worth = run.cls, self._worth(run.hi - 1)
+                cls, its_worth = run.cls, self._worth(run.lo, run.hi)
                 gain = self._model.value(cls, self._age(run)) * its_worth
                 level = run.level
                 chance = None
@@ -226,7 +226,7 @@ class LiveRuns(RunPolicy):
                     if victim is not None:
                         at = victim.mid
                         its_value = self._model.value(victim.cls, self._age(victim))
-                price = 0.0 if victim is None else its_value * self._worth(at - 1)
+                price = 0.0 if victim is None else its_value * self._worth(victim.lo, at)
                 if victim is not None and victim.level != level:
                     was_left_out = lacks_worth = victim.level > level
                 else:
