@@ -177,7 +177,7 @@ def tables(rows: list[Row]) -> Iterator[Table]:
 
 def replay_all(traces: list[tuple[Trace, int | None]], options: argparse.Namespace) -> list[Row]:
     """All that is asked for, by worker processes that have the traces from this one."""
-    jobs = []
+    jobs: list[tuple[object, ...]] = []
     for number, (trace, _) in enumerate(traces):
         shares = options.shares or WANTED.get(trace.name, SHARES)
         names = options.policies
@@ -193,7 +193,7 @@ def replay_pairs(
     traces: list[tuple[Trace, int | None]], options: argparse.Namespace
 ) -> list[PairRow]:
     """Both tiers at once, and each alone."""
-    jobs = [
+    jobs: list[tuple[object, ...]] = [
         (number, name, through, tuple(options.shares or PAIRS[trace.name]))
         for number, (trace, _) in enumerate(traces)
         for through in WAYS
