@@ -92,9 +92,9 @@ _replayed: list[tuple[Trace, int | None]] = []
 
 
 def _made(policy: str, capacity: int, through: str) -> PolicyReplay | TierReplay:
-    if through == TIERS:
-        return TierReplay(policy, capacity)
     name, doubles_at = (OURS, EVEN_BLOCKS) if policy == BY_TIME else (policy, 0.0)
+    if through == TIERS:
+        return TierReplay(name, capacity, doubles_at_blocks=doubles_at)
     return PolicyReplay(name, capacity, doubles_at_blocks=doubles_at)
 
 
@@ -177,10 +177,10 @@ def tables(rows: list[Row]) -> Iterator[Table]:
 
 def replay_all(traces: list[tuple[Trace, int | None]], options: argparse.Namespace) -> list[Row]:
     """All that is asked for, by worker processes that have the traces from this one."""
-    jobs = []
+    jobs: list[tuple[object, ...]] = []
     for number, (trace, _) in enumerate(traces):
         shares = options.shares or WANTED.get(trace.name, SHARES)
-        names = [name for name in options.policies if options.through != TIERS or name in POLICIES]
+        names = options.policies
         jobs += [(number, name, share, options.through) for share in shares for name in names]
     return _in_processes(measure, jobs, traces, options.processes)
 
@@ -193,7 +193,7 @@ def replay_pairs(
     traces: list[tuple[Trace, int | None]], options: argparse.Namespace
 ) -> list[PairRow]:
     """Both tiers at once, and each alone."""
-    jobs = [
+    jobs: list[tuple[object, ...]] = [
         (number, name, through, tuple(options.shares or PAIRS[trace.name]))
         for number, (trace, _) in enumerate(traces)
         for through in WAYS

@@ -25,10 +25,17 @@ class TierReplay:
     it is let in. The interface is that of ``PolicyReplay``.
 
     bytes_per_day: what may be written to the disk, a block being one MiB; 0 for no limit.
+    doubles_at_blocks: so deep in a prompt a block takes twice as long to compute as its first one,
+    as the planner would have measured; 0 where all are worth the same.
     """
 
     def __init__(
-        self, policy: str, capacity_blocks: int, disk_blocks: int = 0, bytes_per_day: int = 0
+        self,
+        policy: str,
+        capacity_blocks: int,
+        disk_blocks: int = 0,
+        bytes_per_day: int = 0,
+        doubles_at_blocks: float = 0.0,
     ) -> None:
         self.policy = policy
         self.num_from_host = 0
@@ -46,6 +53,8 @@ class TierReplay:
         self._index = make_key_index(tuple(rooms), lambda: NAMESPACE, rooms, policy)
         options = LadderOptions(BLOCK_BYTES, bytes_per_day={DISK: bytes_per_day})
         self._ladder = Ladder(self._index, rooms, self._mover, options=options, clock=self._clock)
+        if doubles_at_blocks:
+            self._index.set_doubling(doubles_at_blocks)
         self._cache = KeyedCache(self._index, self._ladder, lambda: NAMESPACE, self._clock)
 
     def _clock(self) -> float:

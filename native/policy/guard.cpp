@@ -10,6 +10,8 @@ namespace {
 constexpr double kFreeShare = 0.0005;
 // In capacities: a debt that is too much, what was gained that may be lost again, the first rest.
 constexpr double kMostDebt = 0.05;
+// Where blocks differ one long prompt may cost what hundreds of requests gain, and that is no habit.
+constexpr double kMostUnevenDebt = 0.2;
 constexpr double kMostCredit = 4.0;
 constexpr double kFirstRest = 40.0;
 constexpr double kUnitShare = 0.01;  // of a request, in what a block is worth lately
@@ -24,6 +26,7 @@ void Guard::set_capacity(std::size_t capacity) {
 void Guard::judge(std::size_t num_asked, double lost, double usual) {
   const auto num = static_cast<double>(num_asked);
   unit_ += kUnitShare * (usual - unit_);
+  const double most_debt = (is_uneven_ ? kMostUnevenDebt : kMostDebt) * capacity_ * unit_;
   const double most_credit = kMostCredit * capacity_ * unit_;
   debt_ = std::max(-most_credit, debt_ + lost - kFreeShare * num * usual);
   if (is_lru_) {
@@ -31,7 +34,7 @@ void Guard::judge(std::size_t num_asked, double lost, double usual) {
     if (rest_ > 0.0) return;
     is_lru_ = false;
     debt_ = std::min(debt_, 0.0);
-  } else if (debt_ > kMostDebt * capacity_ * unit_) {
+  } else if (debt_ > most_debt) {
     is_lru_ = true;
     rest_ = patience_;
     patience_ *= 2.0;

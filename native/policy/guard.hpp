@@ -12,6 +12,9 @@ class Guard {
   explicit Guard(std::size_t capacity) { set_capacity(capacity); }
   void set_capacity(std::size_t capacity);
 
+  // Whether blocks are worth more or less than each other.
+  void set_uneven(bool is_uneven) { is_uneven_ = is_uneven; }
+
   // num_asked: blocks of the request. lost: what the hits of LRU would have been worth, less what
   // those were that there were. usual: what a block of its middle is worth.
   void judge(std::size_t num_asked, double lost, double usual);
@@ -24,6 +27,7 @@ class Guard {
   double rest_ = 0.0;  // blocks to be asked for until the policy may try again
   double patience_ = 0.0;  // the next rest
   bool is_lru_ = false;
+  bool is_uneven_ = false;
 };
 
 }  // namespace kvtier::policy

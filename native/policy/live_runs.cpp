@@ -83,13 +83,20 @@ const Expected::Entry* LiveRuns::entry_of(Key name) const {
                                                                                       : nullptr;
 }
 
+// That of the block in front of the first of them, kNone where it is not resident.
+Index LiveRuns::run_in_front_of(std::span<const Key> names) const {
+  const Expected::Entry* const entry = names.empty() ? nullptr : expected_.find(names.front());
+  const Index block = entry != nullptr && entry->at > 0 ? keeper_.find(entry->before) : kNone;
+  return block == kNone ? kNone : blocks_[block].run;
+}
+
 // The next run that would lose all of its blocks, after those that were passed over.
 Index LiveRuns::pass_over_next() {
   const Index run = choose();
   if (run == kNone) return kNone;
-  if (passed_over_.size() == kMostPassed) {
-    passed_over_.erase(passed_over_.begin());
-    exposed_.erase(exposed_.begin());
+  if (passed_over_.size() == kMostPassed) {  // but for the first, which may be the one in front
+    passed_over_.erase(passed_over_.begin() + 1);
+    exposed_.erase(exposed_.begin() + 1);
   }
   passed_over_.push_back(run);
   Index in_front = runs_[run].tail;
@@ -120,13 +127,19 @@ void LiveRuns::admit(std::span<const Key> names, std::size_t num_free, double le
   bool may_leave = true;
   bool was_left_out = false;
   bool lacks_worth = false;  // and not only a chance
+  // What these blocks continue does not leave for them.
+  const Index front = takes_all ? kNone : run_in_front_of(names);
+  if (front != kNone) {
+    passed_over_.push_back(front);
+    exposed_.push_back(kNone);
+  }
   for (std::uint32_t i = 0; i < names.size(); ++i) {
     const Expected::Entry* const entry = takes_all ? nullptr : entry_of(names[i]);
     if (entry != nullptr && entry->run != run) {
       run = entry->run;
       const Run& it = runs_[run];
       cls = it.cls;
-      its_worth = worth(it.hi - 1);
+      its_worth = worth(it.lo, it.hi);
       gain = model_.value(cls, age(it)) * its_worth;
       level = runs_.level(run);
       is_known = false;
@@ -142,9 +155,13 @@ void LiveRuns::admit(std::span<const Key> names, std::size_t num_free, double le
           its_value = model_.value(runs_[victim].cls, age(runs_[victim]));
         }
       }
-      const double price = victim == kNone ? 0.0 : its_value * worth(at - 1);
+      const bool has_none = num_free == 0 && !may_leave && front != kNone;
+      const double price = victim == kNone ? 0.0 : its_value * worth(runs_[victim].lo, at);
       const Level its_level = victim == kNone ? level : runs_.level(victim);
-      if (its_level != level) {
+      if (has_none) {
+        lacks_worth = false;
+        was_left_out = true;
+      } else if (its_level != level) {
         lacks_worth = its_level > level;
         was_left_out = lacks_worth;
       } else {

@@ -52,6 +52,7 @@ class LiveRuns final : public RunPolicy, public Live {
               std::uint32_t at);
   const Expected::Entry* entry_of(Key name) const;
   std::uint32_t place_of(Index block) const;
+  Index run_in_front_of(std::span<const Key> names) const;
   Index pass_over_next();
   void follow_plan();
   void grow(Index run, Index block);

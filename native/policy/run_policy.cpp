@@ -59,8 +59,8 @@ double RunPolicy::weight(std::uint32_t num_blocks) const {
   return num_blocks < weights_.size() ? weights_[num_blocks] : std::pow(num_blocks, kSizePower);
 }
 
-double RunPolicy::worth(std::uint32_t at) const {
-  return 1.0 + (static_cast<double>(at) + 0.5) * per_block_;
+double RunPolicy::worth(std::uint32_t lo, std::uint32_t hi) const {
+  return 1.0 + (static_cast<double>(lo) + static_cast<double>(hi)) / 2.0 * per_block_;
 }
 
 void RunPolicy::begin(std::span<const Key> path, std::span<const Index> found, double now) {
@@ -110,7 +110,7 @@ void RunPolicy::compare(std::span<const Key> path, std::span<const Index> found)
     return n + n * n / 2.0 * per_block_;
   };
   guard_.judge(path.size(), sum(theirs) - sum(found.size()),
-               worth(static_cast<std::uint32_t>(path.size() / 2)));
+               worth(0, static_cast<std::uint32_t>(path.size())));
 }
 
 // Up to where the path, which is in the run's ghost or at its beginning, goes along it.
@@ -225,7 +225,8 @@ Index RunPolicy::lose_one(double gain) {
     if (victim_ == kNone) return kNone;
     victim_value_ = decides_as_lru() ? 0.0 : model_.value(runs_[victim_].cls, age(runs_[victim_]));
   }
-  if (victim_value_ * worth(runs_[victim_].mid - 1) > kEnter * gain) return kNone;
+  const Run& its = runs_[victim_];
+  if (victim_value_ * worth(its.lo, its.mid) > kEnter * gain) return kNone;
   return drop_tail(victim_);
 }
 

@@ -55,6 +55,7 @@ class RunPolicy {
   // the same.
   void set_doubling(double doubles_at_blocks) {
     per_block_ = doubles_at_blocks > 0.0 ? 1.0 / doubles_at_blocks : 0.0;
+    guard_.set_uneven(per_block_ > 0.0);
   }
 
   std::size_t num_blocks() const { return blocks_.size(); }
@@ -67,7 +68,7 @@ class RunPolicy {
   // then: its parts are about to be runs.
   void begin(std::span<const Key> path, std::span<const Index> found, double now);
   const std::vector<Part>& parts() const { return parts_; }
-  double gain(const Part& part) { return model_.value_of_new(part.cls) * worth(part.hi - 1); }
+  double gain(const Part& part) { return model_.value_of_new(part.cls) * worth(part.lo, part.hi); }
   // The parts are runs; `resident` are the first blocks of the path. tries_all: LRU would have
   // taken the others in.
   void keep_runs(std::span<const Key> path, std::span<const Index> resident, bool tries_all);
@@ -93,8 +94,11 @@ class RunPolicy {
   void forget_most();  // as many of those that left as there is no room for in the history
 
   double age(const Run& run) const { return now_ - run.last_use; }
-  double worth(std::uint32_t at) const;
-  double value(const Run& run) { return model_.value(run.cls, age(run)) * worth(run.mid - 1); }
+  // What a block of those from lo to hi - 1 is worth. The last of a run is worth more than those in
+  // front of it, and none of these is worth its room for nothing but themselves: they stand and fall
+  // together.
+  double worth(std::uint32_t lo, std::uint32_t hi) const;
+  double value(const Run& run) { return model_.value(run.cls, age(run)) * worth(run.lo, run.mid); }
   bool may_shrink(Index run) const;
 
   std::size_t capacity_;

@@ -47,6 +47,21 @@ def test_what_is_asked_for_is_found_as_far_as_it_was_stored(make: Make) -> None:
     policy.check_invariants()
 
 
+def test_what_a_prompt_has_does_not_leave_for_what_it_brings(make: Make) -> None:
+    """Nobody holds what was found of it. The deep blocks are worth more than those in front, by
+    far, and nothing without them."""
+    policy = make(20, 7, 1.0)
+    for turn in range(400):  # a prompt that grows, and begins anew
+        path = names(prompt(turn // 4, 10 * (1 + turn % 4)))
+        num_there = policy.asked(path, float(turn))
+        new = path[num_there:]
+        num = policy.admits(new, NOTHING)
+        left = policy.victims(num - (20 - policy.num_blocks()), NOTHING)
+        assert turn < 100 or not set(left) & set(path[:num_there].tolist())
+        policy.entered(new[: min(num, 20 - policy.num_blocks())])
+    policy.check_invariants()
+
+
 def test_a_prompt_leaves_from_its_end_and_what_is_kept_stays(make: Make) -> None:
     policy = make(20)
     first, second = names(prompt(1, 8)), names(prompt(2, 8))

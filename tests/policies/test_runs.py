@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
+from kvtier._reference.guard import Guard
 from kvtier.index.policies.replayed import PolicyReplay
 from tests.policies.traffic import CAPACITY, TRAFFIC, Keys, prompt
 
@@ -75,21 +76,39 @@ def test_the_same_seed_chooses_the_same_and_another_seed_much_the_same() -> None
     assert hits(2) == pytest.approx(hits(1), rel=0.05)
 
 
-def test_by_time_long_prompts_are_kept_rather_than_short_ones() -> None:
-    """Both kinds come back as often; a block deep in a long one saves more."""
-    chance = np.random.default_rng(2)
-    asked = [
-        (float(now), prompt(number, 200 if number % 2 else 20))
-        for now, number in enumerate(chance.integers(0, 30, 3000).tolist())
-    ]
+@pytest.mark.parametrize("seed", range(3))
+def test_by_time_more_time_is_saved_than_by_blocks(seed: int) -> None:
+    """Short prompts and long ones come back, and others come once. A run's last block saves most,
+    and is worth nothing without those in front of it: it does not speak for the run."""
+    chance = np.random.default_rng(seed)
+    asked: list[Keys] = []
+    for number in range(6000):
+        if chance.random() < 0.5:
+            asked.append(prompt(int(chance.integers(0, 60)), 20))
+        elif chance.random() < 0.7:
+            asked.append(prompt(1000 + int(chance.integers(0, 12)), 200))
+        else:
+            asked.append(prompt(10_000 + number, int(chance.integers(10, 200))))
 
-    def saved(doubles_at_blocks: float) -> tuple[float, float]:
+    def saved(doubles_at_blocks: float) -> float:
         replay = PolicyReplay("runs", CAPACITY, doubles_at_blocks=doubles_at_blocks)
-        found = [replay.request(keys, now) for now, keys in asked]
-        return sum(hits + hits**2 / 2 / 20 for hits in found), sum(found)
+        found = [replay.request(keys, float(now)) for now, keys in enumerate(asked)]
+        return sum(hits + hits**2 / 2 / 20 for hits in found)
 
-    by_time, by_hits = saved(20.0), saved(0.0)
-    assert by_time[0] >= by_hits[0]
+    assert saved(20.0) > 1.01 * saved(0.0)
+
+
+def test_one_long_prompt_is_no_reason_to_be_lru_where_blocks_are_worth_more_or_less() -> None:
+    def is_lru_after(lost: float, is_uneven: bool) -> bool:
+        guard = Guard(1000)
+        guard.is_uneven = is_uneven
+        guard.judge(100.0, lost, 1.0)
+        return guard.is_lru
+
+    assert not is_lru_after(40.0, is_uneven=False)
+    assert is_lru_after(100.0, is_uneven=False)
+    assert not is_lru_after(100.0, is_uneven=True)
+    assert is_lru_after(250.0, is_uneven=True)
 
 
 def test_a_prompt_of_a_million_tokens_is_a_few_runs() -> None:

@@ -183,12 +183,19 @@ class LiveRuns(RunPolicy):
                 self._expect(name, _Expected(before, None, at))
             before, at = name, at + 1
 
+    def _run_in_front_of(self, names: Sequence[int]) -> Run | None:
+        entry = self._expected.get(names[0]) if names else None
+        block = self._find(entry.before) if entry is not None and entry.at > 0 else None
+        return None if block is None else block.run
+
     def _pass_over_next(self) -> Run | None:
         run = self._choose()
         if run is not None:
             *_, first = run.blocks()
-            self._passed_over = [*self._passed_over[-MOST_PASSED + 1 :], run]
-            self._exposed = [*self._exposed[-MOST_PASSED + 1 :], first.parent]
+            if len(self._passed_over) == MOST_PASSED:
+                del self._passed_over[1], self._exposed[1]
+            self._passed_over.append(run)
+            self._exposed.append(first.parent)
             self._planned.append(run)
         return run
 
@@ -209,11 +216,15 @@ class LiveRuns(RunPolicy):
         its_value = 0.0
         may_leave = True
         was_left_out = lacks_worth = False
+        front = self._run_in_front_of(names)
+        if front is not None:
+            self._passed_over.append(front)
+            self._exposed.append(None)
         for i, name in enumerate(names):
             entry = self._entry_of(name)
             if entry is not None and entry[0] is not run:
                 run, _ = entry
-                cls, its_worth = run.cls, self._worth(run.hi - 1)
+                cls, its_worth = run.cls, self._worth(run.lo, run.hi)
                 gain = self._model.value(cls, self._age(run)) * its_worth
                 level = run.level
                 chance = None
@@ -226,8 +237,10 @@ class LiveRuns(RunPolicy):
                     if victim is not None:
                         at = victim.mid
                         its_value = self._model.value(victim.cls, self._age(victim))
-                price = 0.0 if victim is None else its_value * self._worth(at - 1)
-                if victim is not None and victim.level != level:
+                price = 0.0 if victim is None else its_value * self._worth(victim.lo, at)
+                if not num_free and not may_leave and front is not None:
+                    was_left_out, lacks_worth = True, False
+                elif victim is not None and victim.level != level:
                     was_left_out = lacks_worth = victim.level > level
                 else:
                     if is_dear and chance is None:

@@ -64,11 +64,11 @@ class RunPolicy:
         may_leave: MayLeave = lambda block, num_gone: True,
     ) -> None:
         self._capacity = capacity
+        self._guard = Guard(capacity)
         self.set_doubling(doubles_at_blocks)
         self._may_leave = may_leave
         self._random = Random(seed)
         self._model = ReuseModel()
-        self._guard = Guard(capacity)
         self.num_blocks = 0
         self._runs = Runs(capacity)
         self._ghosts: dict[int, tuple[Run, int]] = {}
@@ -89,6 +89,7 @@ class RunPolicy:
 
     def set_doubling(self, doubles_at_blocks: float) -> None:
         self._per_block = 1.0 / doubles_at_blocks if doubles_at_blocks > 0.0 else 0.0
+        self._guard.is_uneven = self._per_block > 0.0
 
     @property
     def num_history(self) -> int:
@@ -132,7 +133,7 @@ class RunPolicy:
             return num + float(num) * num / 2.0 * self._per_block
 
         lost = worth_of(self._lru_hits(path, found)) - worth_of(len(found))
-        self._guard.judge(float(len(path)), lost, self._worth(len(path) // 2))
+        self._guard.judge(float(len(path)), lost, self._worth(0, len(path)))
 
     def _reach(self, path: Sequence[int], run: Run, start: int) -> int:
         known = start
@@ -219,15 +220,15 @@ class RunPolicy:
     def _age(self, run: Run) -> float:
         return self._now - run.last_use
 
-    def _worth(self, at: int) -> float:
-        return 1.0 + (at + 0.5) * self._per_block
+    def _worth(self, lo: int, hi: int) -> float:
+        return 1.0 + (lo + hi) / 2.0 * self._per_block
 
     def _value(self, run: Run) -> float:
-        return self._model.value(run.cls, self._age(run)) * self._worth(run.mid - 1)
+        return self._model.value(run.cls, self._age(run)) * self._worth(run.lo, run.mid)
 
     def gain(self, part: Part) -> float:
         """Of a new block."""
-        return self._model.value_of_new(part.cls) * self._worth(part.hi - 1)
+        return self._model.value_of_new(part.cls) * self._worth(part.lo, part.hi)
 
     def _decides_as_lru(self) -> bool:
         return self._guard.is_lru or not self._model.has_learned
