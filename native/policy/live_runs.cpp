@@ -127,8 +127,8 @@ void LiveRuns::admit(std::span<const Key> names, std::size_t num_free, double le
   bool may_leave = true;
   bool was_left_out = false;
   bool lacks_worth = false;  // and not only a chance
-  // What these blocks continue does not leave for them.
-  const Index front = takes_all ? kNone : run_in_front_of(names);
+  // What these blocks continue does not leave for them, which are worth more, and nothing without it.
+  const Index front = takes_all || !is_uneven() ? kNone : run_in_front_of(names);
   if (front != kNone) {
     passed_over_.push_back(front);
     exposed_.push_back(kNone);

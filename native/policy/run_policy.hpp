@@ -55,7 +55,7 @@ class RunPolicy {
   // the same.
   void set_doubling(double doubles_at_blocks) {
     per_block_ = doubles_at_blocks > 0.0 ? 1.0 / doubles_at_blocks : 0.0;
-    guard_.set_uneven(per_block_ > 0.0);
+    guard_.set_uneven(is_uneven());
   }
 
   std::size_t num_blocks() const { return blocks_.size(); }
@@ -93,6 +93,8 @@ class RunPolicy {
   void forget(Index run);
   void forget_most();  // as many of those that left as there is no room for in the history
 
+  // Whether blocks are worth more or less than each other.
+  bool is_uneven() const { return per_block_ > 0.0; }
   double age(const Run& run) const { return now_ - run.last_use; }
   // What a block of those from lo to hi - 1 is worth. The last of a run is worth more than those in
   // front of it, and none of these is worth its room for nothing but themselves: they stand and fall

@@ -216,7 +216,7 @@ class LiveRuns(RunPolicy):
         its_value = 0.0
         may_leave = True
         was_left_out = lacks_worth = False
-        front = self._run_in_front_of(names)
+        front = self._run_in_front_of(names) if self._per_block > 0.0 else None
         if front is not None:
             self._passed_over.append(front)
             self._exposed.append(None)
