@@ -3,8 +3,8 @@
 One real server of the embedded engine on loopback. It serves phases of the same work, in which all
 of it is on or off; four of them are a round, on and off both early and late in it. Processor time
 of the server's process is compared, all its threads counted: it varies less than time does, and
-what throughput loses is no more. A page that looks once a second, a Prometheus that asks every 15
-seconds and a router that reads every event are outside of the process.
+what throughput loses is no more. A page that is open, a Prometheus that asks every 15 seconds and a
+router that reads every event are outside of the process.
 
 With ``--count`` the processor time is counted where it is spent instead: finer by far, but of what
 these make slower beside themselves nothing is seen.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -33,7 +34,7 @@ from benchmarks.targets import judged
 from kvtier.serve_bench.figures import TOO_FEW
 from kvtier.serve_bench.stats import Estimate, Floats, estimate
 from kvtier.watch import Reading
-from kvtier.watch.files import LIVE_PATH
+from kvtier.watch.files import LIVE_PATH, content_of
 from kvtier.watch.scrape import read_text
 
 PARTS = ("page", "metrics", "events")
@@ -49,18 +50,20 @@ SETTLE_S = 0.15
 """After the last answer of a phase: what it has to store and to publish belongs to it."""
 ORDERS = (("on", "off", "off", "on"), ("off", "on", "on", "off"))
 METRICS_PATH = "/metrics"
-LOOK_S, SCRAPE_LOOKS = 1.0, 15
+SCRAPE_S = 15.0
 NUM_LOOKS = 30
 """That are counted, of each kind, when nobody asks for anything else."""
 
 
 class Viewer:
     """A page that is open, and a Prometheus. While nothing is on their time stands still, so that
-    there is one look for each second that is measured, however short the phases are."""
+    there are as many looks for each second that is measured, however short the phases are."""
 
     def __init__(self, url: str) -> None:
         self._client = httpx.Client(base_url=url, timeout=60)
         self._left_s = 0.0
+        self._every_s = look_s()
+        self._next_scrape_s = 0.0
         self.num_looks = 0
 
     def get(self, path: str) -> None:
@@ -74,10 +77,18 @@ class Viewer:
                 self._left_s = max(0.0, self._left_s - (time.monotonic() - began_s))
                 return
             self.get(LIVE_PATH)
-            if self.num_looks % SCRAPE_LOOKS == 0:
+            if self.num_looks * self._every_s >= self._next_scrape_s:
                 self.get(METRICS_PATH)
+                self._next_scrape_s += SCRAPE_S
             self.num_looks += 1
-            self._left_s = LOOK_S
+            self._left_s = self._every_s
+
+
+def look_s() -> float:
+    """How often the page asks, in seconds."""
+    said = re.search(rb"EVERY_MS = (\d+)", content_of("page.js"))
+    assert said, "the page says how often it asks"
+    return int(said[1]) / 1000
 
 
 class Server:
@@ -264,15 +275,14 @@ def count(arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, ob
         def per_call_s(path: str) -> float:
             before_s = server.cpu_s
             for _ in range(NUM_LOOKS):
-                time.sleep(LOOK_S)
+                time.sleep(1.0)
                 if path:
                     viewer.get(path)
             return (server.cpu_s - before_s) / NUM_LOOKS
 
         idle_s = per_call_s("")
-        looks, scrapes = took_s / LOOK_S, took_s / LOOK_S / SCRAPE_LOOKS
-        counted["page"] = looks * (per_call_s(LIVE_PATH) - idle_s)
-        counted["scrapes"] = scrapes * (per_call_s(METRICS_PATH) - idle_s)
+        counted["page"] = took_s / look_s() * (per_call_s(LIVE_PATH) - idle_s)
+        counted["scrapes"] = took_s / SCRAPE_S * (per_call_s(METRICS_PATH) - idle_s)
         # What is counted is in the denominator, but for looks and scrapes, of which there are none.
         rest_s = cpu_s - counted["metrics"] - counted["events"]
         return {part: seconds / rest_s for part, seconds in counted.items()}, all_of_it.read()

@@ -19,12 +19,14 @@ from collections import deque
 from collections.abc import Callable, Collection
 from functools import wraps
 from threading import Event, Thread, local
+from typing import ParamSpec, TypeVar
 
 from kvtier.config import CacheConfig
 from kvtier.engine import Engine, EngineConfig
 from kvtier.ladder.account import Account
 from kvtier.ladder.gauges import Gauges
 from kvtier.ladder.returns import Returns
+from kvtier.plan import CostModel
 from kvtier.server import HttpServer, ServerConfig, bind
 from kvtier.server.metrics import ServerMetrics
 from kvtier.telemetry import Metrics
@@ -42,6 +44,8 @@ def learn_prefill(account: Account, num_before: int, num_tokens: int, seconds: f
 
 
 MODEL = "watched"
+P = ParamSpec("P")
+T = TypeVar("T")
 
 METHODS: dict[str, dict[type, tuple[str, ...]]] = {
     "metrics": {
@@ -92,7 +96,8 @@ class Switch:
 
 class Count:
     """The processor time of what is called where something is told, on whatever thread. A call
-    within another is the outer one's. A look at the clock is counted with each."""
+    within another is the outer one's, but for what would be called all the same. A look at the
+    clock is counted with each."""
 
     def __init__(self) -> None:
         self._found: deque[tuple[str, int]] = deque()
@@ -101,25 +106,39 @@ class Count:
     def begin(self) -> None:
         """To be called once, and while all is on."""
         self._found.clear()
-        for part, methods in (*METHODS.items(), ("events", {Publisher: ("_publish",)})):
+        for part, methods in METHODS.items():
             for owner, names in methods.items():
                 for name in names:
                     setattr(owner, name, self._counted(part, owner.__dict__[name]))
+        publish: Callable[[Publisher], None] = self._counted("events", Publisher._publish)
+        Publisher._publish = publish  # type: ignore[assignment, method-assign]
+        learn = self._not_counted(CostModel.observe_prefill)
+        CostModel.observe_prefill = learn  # type: ignore[method-assign]
 
-    def _counted(self, part: str, method: Callable[..., object]) -> Callable[..., object]:
+    def _counted(self, part: str, method: Callable[..., T]) -> Callable[..., T]:
         @wraps(method)
-        def counted(*arguments: object, **labels: object) -> object:
+        def counted(*arguments: object, **labels: object) -> T:
             if getattr(self._thread, "is_counting", False):
                 return method(*arguments, **labels)
-            self._thread.is_counting = True
+            self._thread.is_counting, self._thread.besides_ns = True, 0
             began_ns = time.thread_time_ns()
             try:
                 return method(*arguments, **labels)
             finally:
-                self._found.append((part, time.thread_time_ns() - began_ns))
+                took_ns = time.thread_time_ns() - began_ns
+                self._found.append((part, took_ns - self._thread.besides_ns))
                 self._thread.is_counting = False
 
         return counted
+
+    def _not_counted(self, method: Callable[P, None]) -> Callable[P, None]:
+        @wraps(method)
+        def besides(*arguments: P.args, **named: P.kwargs) -> None:
+            began_ns = time.thread_time_ns()
+            method(*arguments, **named)
+            self._thread.besides_ns = time.thread_time_ns() - began_ns
+
+        return besides
 
     def seconds(self) -> dict[str, float]:
         """By part, since it began."""

@@ -90,8 +90,7 @@ class ToldWorld(World):
             self.translator.clear()
             self.reader.read([block_events.CLEARED])
             return
-        for change in changes:
-            self.reader.read(self.translator.of(change))
+        self.reader.read(self.translator.of(changes))
 
     def there(self) -> dict[str, set[int]]:
         """Of each tier, the hashes of what it has."""
@@ -172,9 +171,8 @@ def test_tokens_of_a_chunk_are_those_of_its_blocks() -> None:
     log, reader = BlockLog(), Reader()
     log.prompt(NS, labels, [BlockId(at) for at in range(8)], (DEVICE,) * 8)
     events = BlockEvents([DEVICE, HOST], [], 2)
-    for change in log.take()[0]:
-        (event,) = found = list(events.of(change))
-        reader.read(found)
+    (event,) = found = list(events.of(log.take()[0]))
+    reader.read(found)
     assert event["token_ids"] == tokens
     assert reader.held[DEVICE] == {hash_of(NS, list(labels)[: at + 1]) for at in range(8)}
 
@@ -186,8 +184,7 @@ def test_a_number_that_is_used_again_is_another_block() -> None:
     log.moved(DEVICE, [BlockId(0)], True)
     log.moved(HOST, [again], False)
     log.prompt(NS, token_labels(B, BLOCK_SIZE), [again], (DEVICE,))
-    for change in log.take()[0]:
-        reader.read(events.of(change))
+    reader.read(events.of(log.take()[0]))
     expected = {hash_of(NS, token_labels(B, BLOCK_SIZE)[:1])}
     assert reader.held == {DEVICE: expected, HOST: expected, DISK: set()}
 
@@ -219,7 +216,7 @@ def test_what_is_too_old_is_told_without_its_tokens(monkeypatch: pytest.MonkeyPa
     log, blocks = BlockLog(), [BlockId(at) for at in range(4)]
     log.prompt(NS, token_labels(A, BLOCK_SIZE), blocks, (DEVICE,) * 4)
     log.moved(HOST, blocks, False)
-    told = [event for change in log.take()[0] for event in events.of(change)]
+    told = list(events.of(log.take()[0]))
     assert [len(event["block_hashes"]) for event in told] == [4, 2, 2]  # type: ignore[arg-type]
     assert [event["block_size"] for event in told] == [BLOCK_SIZE, BLOCK_SIZE, 0]
     assert told[0]["block_hashes"] == [*told[2]["block_hashes"], *told[1]["block_hashes"]]  # type: ignore[misc]
@@ -233,7 +230,7 @@ def test_most_of_what_is_asked_twice_costs_a_look(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         log.prompt(NS, labels, blocks, (DEVICE,) * len(blocks))
     first, second = log.take()[0]
-    assert len(list(events.of(first))) == 1
+    assert len(list(events.of([first]))) == 1
     monkeypatch.setattr(block_events, "_hash", None)
     monkeypatch.setattr(type(labels), "__getitem__", None)
-    assert list(events.of(second)) == []
+    assert list(events.of([second])) == []

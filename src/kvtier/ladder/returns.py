@@ -47,17 +47,22 @@ class Returns:
         chosen = [(at, mark) for at, mark in enumerate(map(hash, names)) if not mark & mask]
         for at, mark in chosen:
             self._marks[blocks[at]] = mark
-            if self._gone:
-                self._note_return(mark)
+        if self._gone:
+            self._note_returns([mark for _, mark in chosen])
         while len(self._marks) > MOST_MARKED:
             self._halve()
 
-    def _note_return(self, mark: int) -> None:
+    def _note_returns(self, marks: Sequence[int]) -> None:
+        now = self._clock()
         for tier in self._index.tiers:
-            left_s = self._gone.pop((tier, mark), None)
-            if left_s is not None:
-                self._metrics.count("kvtier_returned_blocks_total", self.weight, tier=tier)
-                self._metrics.observe("kvtier_return_seconds", self._clock() - left_s, tier=tier)
+            left = [self._gone.pop((tier, mark), None) for mark in marks]
+            ages_s = [now - left_s for left_s in left if left_s is not None]
+            if not ages_s:
+                continue
+            num_blocks = self.weight * len(ages_s)
+            self._metrics.count("kvtier_returned_blocks_total", num_blocks, tier=tier)
+            for age_s in ages_s:
+                self._metrics.observe("kvtier_return_seconds", age_s, tier=tier)
 
     def left(self, blocks: Sequence[BlockId], tier: str) -> None:
         """They are leaving ``tier`` for others."""

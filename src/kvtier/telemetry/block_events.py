@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -46,6 +46,8 @@ TOKEN_BYTES = 4
 PLACE = 0xFFFF_FFFF
 """Of a block's number the lower half is a place that others have after it, and the rest says how
 many had it before."""
+NOBODY = -1
+"""In the place of a block's number."""
 
 MEDIA = {DEVICE: "GPU", HOST: "CPU"}
 """What readers call tiers. The first is the engine's own memory, whatever it is made of."""
@@ -124,7 +126,7 @@ class BlockEvents:
     one does.
 
     tiers: of the cache. shared: those of them that other processes fill, too. block_size: tokens.
-    Memory: 17 bytes for each block that the cache can hold.
+    Memory: 21 bytes for each block that the cache can hold.
     """
 
     def __init__(self, tiers: Sequence[str], shared: Sequence[str], block_size: int) -> None:
@@ -136,41 +138,46 @@ class BlockEvents:
 
     def clear(self) -> None:
         """Nothing was told, and nothing is known."""
-        # By place. Stamps are one more than the upper half of a number, parents than a place.
-        self._stamps = np.zeros(0, np.uint32)
+        # By place.
+        self._blocks = np.zeros(0, np.int64)  # whose place it is
         self._hashes = np.zeros(0, np.uint64)  # 0: no prompt has named it
-        self._parents = np.zeros(0, np.uint32)
+        self._parents = np.zeros(0, np.uint32)  # one more than a place
         self._where = np.zeros(0, np.uint8)  # a bit for each tier that has it
         self._recent: OrderedDict[int, bytes] = OrderedDict()  # tokens
 
-    def of(self, change: Change) -> Iterator[Event]:
+    def of(self, changes: Sequence[Change]) -> Iterator[Event]:
         """What readers should hear."""
-        places = self._places(change.blocks)
-        if isinstance(change, Prompt):
-            yield from self._of_prompt(change, places)
-        elif change.is_removed:
-            yield from self._removed(change.tier, places)
-        else:
-            yield from self._came(change.tier, places)
+        for change in _joined(changes):
+            places = self._places(change.blocks)
+            if isinstance(change, Prompt):
+                yield from self._of_prompt(change, places)
+            elif change.is_removed:
+                yield from self._removed(change.tier, places)
+            else:
+                yield from self._came(change.tier, places)
 
     def _places(self, blocks: Sequence[BlockId]) -> Array:
         """Of blocks; those of others, which had them before, are forgotten."""
         numbers = np.asarray(blocks, np.int64)
-        places, stamps = numbers & PLACE, (numbers >> 32) + 1
-        size = int(places.max(initial=-1)) + 1
-        if size > len(self._stamps):
-            size = max(size, 2 * len(self._stamps), 1024)
-            self._stamps = _grown(self._stamps, size)
-            self._hashes = _grown(self._hashes, size)
-            self._parents = _grown(self._parents, size)
-            self._where = _grown(self._where, size)
-        is_new = self._stamps[places] != stamps
+        places = numbers & PLACE
+        try:
+            is_new = self._blocks[places] != numbers
+        except IndexError:
+            self._grow(int(places.max()) + 1)
+            is_new = self._blocks[places] != numbers
         if is_new.any():
             new = places[is_new]
-            self._stamps[new] = stamps[is_new]
+            self._blocks[new] = numbers[is_new]
             self._hashes[new] = 0
             self._where[new] = 0
         return places
+
+    def _grow(self, size: int) -> None:
+        size = max(size, 2 * len(self._blocks), 1024)
+        self._blocks = _grown(self._blocks, size, NOBODY)
+        self._hashes = _grown(self._hashes, size)
+        self._parents = _grown(self._parents, size)
+        self._where = _grown(self._where, size)
 
     # -- a prompt ---------------------------------------------------------------------------------
 
@@ -259,8 +266,21 @@ class BlockEvents:
             yield {"type": "BlockRemoved", "block_hashes": hashes, **self._media[tier]}
 
 
-def _grown(array: npt.NDArray[T], size: int) -> npt.NDArray[T]:
-    grown = np.zeros(size, array.dtype)
+def _joined(changes: Sequence[Change]) -> Iterator[Change]:
+    """Removals that follow each other as one: a full tier is left by a block or two at a time."""
+
+    def leaves(change: Change) -> str:
+        return change.tier if isinstance(change, Moved) and change.is_removed else ""
+
+    for tier, some in groupby(changes, leaves):
+        if tier:
+            yield Moved(tier, [block for change in some for block in change.blocks], True)
+        else:
+            yield from some
+
+
+def _grown(array: npt.NDArray[T], size: int, empty: int = 0) -> npt.NDArray[T]:
+    grown = np.full(size, empty, array.dtype)
     grown[: len(array)] = array
     return grown
 

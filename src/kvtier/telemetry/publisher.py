@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.05
+TICK_S = 0.1
 """How often the log is looked at: what happens between goes into one batch."""
 MOST_EVENTS = 256
 """Of one batch."""
@@ -147,8 +147,7 @@ class Publisher:
             self._events.clear()
             self._send([CLEARED])
             return
-        made = (event for change in changes for event in self._events.of(change))
-        for batch in _batches(made):
+        for batch in _batches(self._events.of(changes)):
             self._send(batch)
 
     def _send(self, batch: Sequence[BlockEvent]) -> None:

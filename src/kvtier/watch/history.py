@@ -10,7 +10,7 @@ from kvtier.watch.reading import Reading
 
 WINDOW_S = 60.0
 """What is called "in the last minute"."""
-FLOW_S = 2.5
+FLOW_S = 5.0
 """What "now" is, for bytes on their way: less jumps from piece to piece."""
 MOST = 256
 """Readings that are kept: who asks more often gets the same picture."""

@@ -3,7 +3,7 @@
 import { made } from "./words.js";
 
 const HEIGHT = 110, LEFT = 68, TOP = 8, BOTTOM = 18, RIGHT = 6;
-const MOST = 900; // points that are kept: a quarter of an hour
+const MOST = 900; // points that are kept: half an hour
 
 export class Chart {
   // say: a value in words. top: the least that the axis reaches to.

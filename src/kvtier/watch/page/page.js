@@ -1,10 +1,10 @@
-// Asks once a second how things are, and shows it. What was before is kept here, and nowhere else.
+// Asks every other second how things are, and shows it. What was before is kept here, and nowhere else.
 
 import { Chart } from "./chart.js";
 import { Ladder } from "./ladder.js";
 import { TOO_FEW, count, made, rate, seconds, share } from "./words.js";
 
-const EVERY_MS = 1000, HIDDEN_MS = 5000, PATIENCE_MS = 8000;
+const EVERY_MS = 2000, HIDDEN_MS = 5000, PATIENCE_MS = 8000;
 const KEY = "kvtier-api-key";
 const byId = (id) => document.getElementById(id);
 const ladder = new Ladder(byId("ladder"));
