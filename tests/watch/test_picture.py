@@ -161,8 +161,8 @@ def test_estimates_are_judged_by_the_last_minute_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("kvtier_late_loads_total", "3 loads came too late in the last minute"),
-        ('kvtier_damaged_blocks_total{tier="disk"}', "Disk gave back 3 blocks that were damaged"),
+        ("kvtier_late_loads_total", "Of the last minute's loads 3 came too late"),
+        ('kvtier_damaged_blocks_total{tier="disk"}', "Disk gave back 3 damaged blocks"),
     ],
 )
 def test_why_it_was_slow_is_told_of_the_last_minute_alone(name: str, said: str) -> None:

@@ -133,8 +133,8 @@ def _reasons(picture: Picture) -> Iterator[str]:
         elif tier.left_alone == 1:
             yield f"{tier.name} failed and is being tried again."
         if tier.damaged_recently:
-            num = count(tier.damaged_recently)
-            yield f"{tier.name} gave back {num} blocks that were damaged, in the last minute."
+            num, noun = tier.damaged_recently, "block" if tier.damaged_recently == 1 else "blocks"
+            yield f"{tier.name} gave back {count(num)} damaged {noun} in the last minute."
     for flow in picture.flows:
         if flow.queued_s is not None and flow.queued_s >= LONG_LINE_S:
             yield f"{flow.src} → {flow.dst} has a line of {seconds(flow.queued_s)}."
@@ -144,7 +144,7 @@ def _reasons(picture: Picture) -> Iterator[str]:
             yield f"{what.capitalize()} took {guess.ratio:.2g} times what was expected."
     if picture.late_loads_recently:
         num = count(picture.late_loads_recently)
-        yield f"{num} loads came too late in the last minute, and were computed instead."
+        yield f"Of the last minute's loads {num} came too late: computing took their place."
     declined, loaded = picture.recomputed_recently or 0, picture.loaded_recently or 0
     if declined > loaded and declined >= 100:
         yield (
