@@ -18,7 +18,8 @@ std::uint64_t random_seed() {
 
 }  // namespace
 
-KnownBlocks::KnownBlocks(std::size_t num_columns) : seed_(random_seed()), rows_(num_columns) {}
+KnownBlocks::KnownBlocks(const std::vector<bool>& has_order)
+    : seed_(random_seed()), rows_(has_order) {}
 
 Index KnownBlocks::named(std::uint64_t name) const {
   return cells_.find(name, [&](Index row) { return this->name(row) == name; });

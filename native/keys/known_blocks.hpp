@@ -19,7 +19,8 @@ class KnownBlocks {
  public:
   using Key = trie::Label;
 
-  explicit KnownBlocks(std::size_t num_columns);
+  // has_order: see KeyRows.
+  explicit KnownBlocks(const std::vector<bool>& has_order);
   KnownBlocks(const KnownBlocks&) = delete;
   KnownBlocks& operator=(const KnownBlocks&) = delete;
 

@@ -237,7 +237,7 @@ bool RunPolicy::may_shrink(Index run) const {
   if (!blocks_.is_leaf(tail) && !exposed_.empty())
     num_gone = static_cast<std::uint32_t>(std::count(exposed_.begin(), exposed_.end(), tail));
   return blocks_[tail].num_children == num_gone &&
-         keeper_.may_leave(blocks_[tail].item, num_gone);
+         keeper_.may_leave(blocks_.item(tail), num_gone);
 }
 
 // Runs that could lose a block, all of one level: of the lowest that has some.
@@ -296,7 +296,7 @@ Index RunPolicy::choose() {
 Index RunPolicy::drop_tail(Index run) {
   Run& it = runs_[run];
   const Index block = it.tail;
-  const Index item = blocks_[block].item;
+  const Index item = blocks_.item(block);
   const std::uint32_t at = it.mid - 1;
   if (it.keeps_key(at)) ghosts_.add(run, it.ghost, keeper_.key(item), at);
   runs_.shorten(run, blocks_.remove(block));

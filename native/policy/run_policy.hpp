@@ -25,7 +25,7 @@ namespace kvtier::policy {
 // Where somebody has said something of a prompt, its runs have levels: the lowest leave first.
 //
 // As LRU until something has been learned, and where LRU would have had more hits. A run has 64
-// bytes, a block 16, and of what has left at most two entries per block of the capacity are kept.
+// bytes, a block 12, and of what has left at most two entries per block of the capacity are kept.
 //
 // What is the same wherever it works: `ReplayedRuns` drives it by whole requests, `LiveRuns` by what
 // happens in a tier.
@@ -74,7 +74,6 @@ class RunPolicy {
   void keep_runs(std::span<const Key> path, std::span<const Index> resident, bool tries_all);
 
   Index add(Index parent, Index item) { return blocks_.add(parent, item); }
-  void set_item(Index block, Index item) { blocks_[block].item = item; }
   // One block leaves, unless the least is worth more than a new one's gain allows. Returns its
   // item, kNone where none leaves.
   Index lose_one(double gain);
