@@ -273,6 +273,12 @@ void KeyIndex::evict(std::size_t column, std::size_t num_blocks, std::vector<Blo
   }
 }
 
+void KeyIndex::forget(std::span<const BlockId> blocks, std::size_t column,
+                      std::vector<Slot>& slots) {
+  known_.for_each_dropped(
+      blocks, [&](std::size_t i) { slots.push_back(leave(row(blocks[i]), column)); });
+}
+
 void KeyIndex::keep(BlockId block, std::size_t column) {
   const Index at = row(block);
   promise(state_at(at, column) == State::evicting, "only what is being evicted may be kept");

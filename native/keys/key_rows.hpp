@@ -90,6 +90,8 @@ class KeyRows {
     const auto row = static_cast<Index>(block);
     return row < end_ && is_live(row) && id(row) == block;
   }
+  // But for its key.
+  void prefetch_standings(Index row) const { rows_.prefetch(row, 1); }
   void prefetch(Index row) const { rows_.prefetch(row, key_at_ + key_bytes_); }
 
   Index allocate(const std::byte* key) {

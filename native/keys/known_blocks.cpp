@@ -26,7 +26,7 @@ Index KnownBlocks::named(std::uint64_t name) const {
 }
 
 void KnownBlocks::expect(std::size_t num_blocks) {
-  cells_.reserve(num_blocks, 0.5, name_of_row());  // where cells are free searches are short
+  cells_.reserve(num_blocks, 0.25, name_of_row());  // where cells are free searches are short
 }
 
 void KnownBlocks::make(std::span<const Key> keys, std::vector<BlockId>& blocks) {

@@ -43,6 +43,7 @@ class LearnedColumn final : private policy::Keeper {
 
  private:
   policy::Key key(Index row) const override { return known_.name(row); }
+  void prefetch(Index row) const override { known_.rows().prefetch_standings(row); }
   bool may_leave(Index row, std::uint32_t num_gone) const override;
   Index find(policy::Key name) const override;
 

@@ -55,6 +55,8 @@ void LiveRuns::settle(std::span<const Index> found) {
     const bool is_elsewhere = begins_run && run != kNone && runs_[run].lo != at;
     if (it.parent == before && !is_elsewhere) continue;
     leave_run(found[at]);
+    note_children(blocks_[found[at]].parent);
+    note_children(before);
     blocks_.hang_below(found[at], before);
     run = kNone;
   }
@@ -222,7 +224,7 @@ void LiveRuns::entered(Key name, Index item, std::optional<Place> place, Index b
     const Run& above = runs_[its];
     if (above.tail == parent && above.mid == above.hi && above.mid == at) run = its;
   }
-  const Index block = blocks_.add(parent, item);
+  const Index block = add(parent, item);
   if (run == kNone) begin_run(block, at);
   else grow(run, block);
 }
@@ -283,7 +285,7 @@ void LiveRuns::evict(std::size_t num_blocks, std::vector<Index>& items) {
 void LiveRuns::left(Index item) {
   const Index block = blocks_.number(item);
   leave_run(block);
-  blocks_.remove(block);
+  remove(block);
 }
 
 // It is of no run then; what came behind it in its run goes on in one of its own.
