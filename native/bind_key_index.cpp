@@ -174,9 +174,10 @@ class KeyIndex {
     return list_of(slots_, number);
   }
   nb::object forget(nb::handle blocks, nb::handle column) {
+    const std::size_t at = columns_.position(column);
+    read_blocks(blocks);
     slots_.clear();
-    each(blocks, column,
-         [&](BlockId block, std::size_t at) { slots_.push_back(index_.forget(block, at)); });
+    checked([&] { index_.forget(blocks_, at, slots_); });
     return list_of(slots_, number);
   }
   nb::object lose(nb::handle block, nb::handle column) {

@@ -129,12 +129,11 @@ class LivePolicy {
       if (policy_.num_blocks() == capacity_)
         fail(PyExc_ValueError, "there is room for %zu blocks, and all of it is used", capacity_);
       guarded([&] {
-        const policy::Index block = policy_.entered(path_[i], policy::kNone, {}, behind);
-        policy_.set_item(block, block);
-        behind = block;
-        names_.add(path_[i], block);
-        if (keys_.size() <= block) keys_.resize(block + 1);
-        keys_[block] = given_[i];
+        const policy::Index item = names_.add(path_[i]);
+        policy_.entered(path_[i], item, {}, behind);
+        behind = item;
+        if (keys_.size() <= item) keys_.resize(item + 1);
+        keys_[item] = given_[i];
       });
     }
   }

@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.machine import machine_facts
 from benchmarks.scale.part import Part
 
-PARTS = ("deciding", "long_prompt", "restart", "compaction", "engine")
+PARTS = ("deciding", "learned", "long_prompt", "restart", "compaction", "engine")
 
 
 def table(name: str, part: Part) -> Table:

@@ -22,7 +22,9 @@ namespace kvtier {
 //   cell = | tag | number |
 //
 // A tag of four bytes is the home: a part doubles, and closes a hole, without asking for a hash.
-// With one of a byte, cells have five bytes: for those who know how many there will be.
+// With one of a byte, cells have five bytes: for those who know how many there will be. With one of
+// two they have six, and the second says how far from its home a cell lies: a hole is closed without
+// asking for a hash, hardly ever with one.
 //
 // is_it(number): whether what is meant has this number. hash_of(number): of one that is listed.
 // Not safe to be used by several threads at once.
@@ -93,7 +95,7 @@ class Cells {
       return insert(hash, number, hash_of);
     Cell& cell = part.cells[part.find(hash, is_it)];
     if (cell.is_empty()) {
-      cell.tag = tag_of(hash);
+      cell.tag = part.tag_at(tag_of(hash), hash >> kHomeShift, &cell - part.cells.get());
       ++part.num_listed;
       ++num_listed_;
     }
@@ -139,12 +141,14 @@ class Cells {
 
  private:
   static constexpr bool kTagIsHome = sizeof(Tag) == sizeof(std::uint32_t);
+  static constexpr bool kKnowsDistance = sizeof(Tag) == sizeof(std::uint16_t);
+  static constexpr std::size_t kFar = 0xFF;  // it lies so far from its home, or farther
   static constexpr int kPartBits = kTagIsHome ? 7 : 10;  // hashes to ask for take time
   static constexpr int kPartShift = 64 - kPartBits;
   static constexpr int kHomeShift = kPartShift - 32;
   static constexpr std::size_t kFewestCells = 8;
   static constexpr std::size_t kAhead = 16;  // whose cells are fetched at a time
-  static_assert(kTagIsHome || sizeof(Tag) == 1);
+  static_assert(kTagIsHome || kKnowsDistance || sizeof(Tag) == 1);
 
   // Zeros mean: empty.
   struct [[gnu::packed]] Cell {
@@ -158,7 +162,10 @@ class Cells {
 
   static bool is_full(std::size_t num, std::size_t num_cells) { return 5 * num > 4 * num_cells; }
   static Tag tag_of(std::uint64_t hash) {
-    return static_cast<Tag>(kTagIsHome ? hash >> kHomeShift : hash);
+    return static_cast<Tag>(kTagIsHome ? hash >> kHomeShift : hash & 0xFF);
+  }
+  static bool is_tagged(Tag it, Tag tag) {
+    return kKnowsDistance ? static_cast<std::uint8_t>(it) == tag : it == tag;
   }
 
   struct Part {
@@ -182,25 +189,43 @@ class Cells {
       const Tag tag = tag_of(hash);
       std::size_t at = home(hash >> kHomeShift);
       for (; !cells[at].is_empty(); at = next(at))
-        if (cells[at].tag == tag && is_it(cells[at].number())) break;
+        if (is_tagged(cells[at].tag, tag) && is_it(cells[at].number())) break;
       return at;
     }
 
     void put(Tag tag, std::uint64_t bits, Number number) {
       std::size_t at = home(bits);
       while (!cells[at].is_empty()) at = next(at);
-      cells[at] = {tag, number + 1};
+      cells[at] = {tag_at(tag, bits, at), number + 1};
+    }
+
+    std::size_t distance(std::size_t from, std::size_t to) const {
+      return to >= from ? to - from : to + num_cells - from;
+    }
+    Tag tag_at(Tag tag, std::uint64_t bits, std::size_t at) const {
+      if constexpr (!kKnowsDistance) return tag;
+      else return with_distance(tag, distance(home(bits), at));
+    }
+    static Tag with_distance(Tag tag, std::size_t far) {
+      return static_cast<Tag>((tag & 0xFF) | std::min(far, kFar) << 8);
+    }
+    // From its home.
+    template <typename HashOf>
+    std::size_t distance_of(std::size_t at, HashOf&& hash_of) const {
+      if constexpr (kKnowsDistance)
+        if (const std::size_t known = cells[at].tag >> 8; known < kFar) return known;
+      return distance(home(home_bits(cells[at], hash_of)), at);
     }
 
     // Cells that were pushed on by this one move back, so that no search ends too early.
     template <typename HashOf>
     void erase(std::size_t hole, HashOf&& hash_of) {
-      const auto distance = [&](std::size_t from, std::size_t to) {
-        return to >= from ? to - from : to + num_cells - from;
-      };
       for (std::size_t at = next(hole); !cells[at].is_empty(); at = next(at)) {
-        if (distance(home(home_bits(cells[at], hash_of)), at) < distance(hole, at)) continue;
+        const std::size_t far = distance_of(at, hash_of);
+        const std::size_t back = distance(hole, at);
+        if (far < back) continue;
         cells[hole] = cells[at];
+        if constexpr (kKnowsDistance) cells[hole].tag = with_distance(cells[at].tag, far - back);
         hole = at;
       }
       cells[hole] = {};

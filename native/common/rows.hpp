@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "common/pages.hpp"
@@ -31,11 +32,27 @@ class Rows {
 
   // Rows 0 .. index exist afterwards; new ones hold nothing defined.
   void reach(std::uint32_t index) {
-    while (chunks_.size() <= index >> kBits)
+    for (; chunks_.size() <= index >> kBits; ++num_chunks_)
       chunks_.push_back(allocate_pages<std::byte>(kRows * row_bytes_));
   }
+  // Row `index` exists afterwards, and not all before it; new ones hold zeros.
+  void reach_alone(std::uint32_t index) {
+    if (chunks_.size() <= index >> kBits) chunks_.resize((index >> kBits) + 1);
+    Pages<std::byte>& chunk = chunks_[index >> kBits];
+    if (chunk) return;
+    chunk = allocate_pages<std::byte>(kRows * row_bytes_);
+    std::memset(chunk.get(), 0, kRows * row_bytes_);
+    ++num_chunks_;
+  }
+  // Calls visit(index) for each row that exists.
+  template <typename Visit>
+  void each(Visit&& visit) const {
+    for (std::size_t chunk = 0; chunk < chunks_.size(); ++chunk)
+      for (std::size_t at = 0; chunks_[chunk] && at < kRows; ++at)
+        visit(static_cast<std::uint32_t>(chunk << kBits | at));
+  }
 
-  std::size_t num_bytes() const { return chunks_.size() * kRows * row_bytes_; }
+  std::size_t num_bytes() const { return num_chunks_ * kRows * row_bytes_; }
 
  private:
   static constexpr std::size_t kBits = 12;
@@ -47,6 +64,7 @@ class Rows {
 
   std::size_t row_bytes_;
   std::vector<Pages<std::byte>> chunks_;
+  std::size_t num_chunks_ = 0;
 };
 
 }  // namespace kvtier

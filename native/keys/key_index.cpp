@@ -13,10 +13,15 @@ namespace {
 constexpr std::size_t kAhead = 16;  // blocks whose rows are fetched at a time
 constexpr std::uint16_t kMaxLeases = 0xFFFF;
 
+std::vector<bool> opposite(std::vector<bool> each) {
+  each.flip();
+  return each;
+}
+
 }  // namespace
 
 KeyIndex::KeyIndex(const std::vector<bool>& learns, std::string_view policy)
-    : known_(learns.size()), rows_(known_.rows()), orders_(learns.size()) {
+    : known_(opposite(learns)), rows_(known_.rows()), orders_(learns.size()) {
   for (std::size_t column = 0; column < learns.size(); ++column) {
     if (!learns[column]) continue;
     orders_[column].learned = std::make_unique<LearnedColumn>(known_, column, policy);
@@ -49,7 +54,7 @@ void KeyIndex::enter(Index row, std::size_t column) {
   for (std::size_t other = 0; other < orders_.size() && behind == kNone; ++other) {
     if (other == column || !orders_[other].learned) continue;
     const Index above = orders_[other].learned->in_front_of(row);
-    if (above != kNone) behind = here.number(above);
+    if (above != kNone && here.has(above)) behind = above;
   }
   here.enter(row, behind);
 }
@@ -67,9 +72,8 @@ void KeyIndex::tell_of_prompt(std::span<const Key> keys, Tell&& tell) {
     if (!order.learned) continue;
     found_.clear();
     for (const Index row : rows) {
-      const Index number = row == kNone ? kNone : order.learned->number(row);
-      if (number == kNone) break;
-      found_.push_back(number);
+      if (row == kNone || !order.learned->has(row)) break;
+      found_.push_back(row);
     }
     tell(order.learned->live());
   }
@@ -128,32 +132,28 @@ void KeyIndex::evict_learned(std::size_t column, std::size_t num_blocks,
 
 void KeyIndex::link_first(Index row, std::size_t column) {
   Order& order = orders_[column];
-  Standing& it = rows_.at(row, column);
-  it.before = kNone;
-  it.after = order.first;
-  it.is_linked = true;
-  (order.first == kNone ? order.last : rows_.at(order.first, column).before) = row;
+  rows_.links(row, column) = {kNone, order.first};
+  rows_.at(row, column).is_linked = true;
+  (order.first == kNone ? order.last : rows_.links(order.first, column).before) = row;
   order.first = row;
 }
 
 void KeyIndex::link_last(Index row, std::size_t column) {
   Order& order = orders_[column];
   if (order.learned) return;
-  Standing& it = rows_.at(row, column);
-  it.before = order.last;
-  it.after = kNone;
-  it.is_linked = true;
-  (order.last == kNone ? order.first : rows_.at(order.last, column).after) = row;
+  rows_.links(row, column) = {order.last, kNone};
+  rows_.at(row, column).is_linked = true;
+  (order.last == kNone ? order.first : rows_.links(order.last, column).after) = row;
   order.last = row;
 }
 
 void KeyIndex::unlink(Index row, std::size_t column) {
   Order& order = orders_[column];
-  Standing& it = rows_.at(row, column);
   if (order.learned) return;
-  (it.before == kNone ? order.first : rows_.at(it.before, column).after) = it.after;
-  (it.after == kNone ? order.last : rows_.at(it.after, column).before) = it.before;
-  it.is_linked = false;
+  const auto [before, after] = rows_.links(row, column);
+  (before == kNone ? order.first : rows_.links(before, column).after) = after;
+  (after == kNone ? order.last : rows_.links(after, column).before) = before;
+  rows_.at(row, column).is_linked = false;
 }
 
 // A block that was passed over leaves next: those that left meanwhile were used after it.
@@ -273,6 +273,12 @@ void KeyIndex::evict(std::size_t column, std::size_t num_blocks, std::vector<Blo
   }
 }
 
+void KeyIndex::forget(std::span<const BlockId> blocks, std::size_t column,
+                      std::vector<Slot>& slots) {
+  known_.for_each_dropped(
+      blocks, [&](std::size_t i) { slots.push_back(leave(row(blocks[i]), column)); });
+}
+
 void KeyIndex::keep(BlockId block, std::size_t column) {
   const Index at = row(block);
   promise(state_at(at, column) == State::evicting, "only what is being evicted may be kept");
@@ -301,7 +307,7 @@ std::vector<Index> KeyIndex::order(std::size_t column) const {
     });
     return found;
   }
-  for (Index at = orders_[column].first; at != kNone; at = rows_.at(at, column).after) {
+  for (Index at = orders_[column].first; at != kNone; at = rows_.links(at, column).after) {
     promise(found.size() <= rows_.num_live(), "the order of leaving goes round");
     found.push_back(at);
   }
@@ -332,7 +338,7 @@ void KeyIndex::check_column(std::size_t column) const {
   if (orders_[column].learned) return orders_[column].learned->check(num_linked);
   Index before = kNone;
   for (const Index at : order(column)) {
-    promise(rows_.at(at, column).before == before, "links disagree");
+    promise(rows_.links(at, column).before == before, "links disagree");
     before = at;
     --num_linked;
   }

@@ -86,7 +86,8 @@ class KeyIndex {
   // -- eviction
 
   void evict(std::size_t column, std::size_t num_blocks, std::vector<BlockId>& chosen);
-  Slot forget(BlockId block, std::size_t column) { return leave(row(block), column); }
+  // Appends their slots.
+  void forget(std::span<const BlockId> blocks, std::size_t column, std::vector<Slot>& slots);
   void keep(BlockId block, std::size_t column);
   std::optional<Slot> lose(BlockId block, std::size_t column);
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <stdexcept>
+#include <vector>
 
 #include "common/rows.hpp"
 #include "trie/types.hpp"
@@ -17,23 +18,37 @@ using trie::kNone;
 using trie::Slot;
 using trie::State;
 
-// One block in one column. Of those that are there, and were not passed over, before and after say
-// which ones leave just before it and just after it.
+// One block in one column.
 struct Standing {
   Slot slot;
-  Index before;
-  Index after;
   std::uint16_t num_leases;
   State state;
   bool is_linked : 1;
   bool was_used : 1;  // since its write began
 };
+static_assert(sizeof(Standing) == 8);
 
-// Rows of one size: what is known of a block, a standing per column, its key. They grow in chunks:
-// nothing moves, and no growth copies what is there.
+// One block in a column with an order: which ones leave just before it and just after it. Of those
+// that are there, and were not passed over.
+struct Links {
+  Index before;
+  Index after;
+};
+
+// Rows of one size: what is known of a block, a standing per column, links per column with an order,
+// its key. They grow in chunks: nothing moves, and no growth copies what is there.
 class KeyRows {
  public:
-  explicit KeyRows(std::size_t num_columns) : num_columns_(num_columns), rows_(sizeof(Block)) {}
+  // has_order: per column.
+  explicit KeyRows(const std::vector<bool>& has_order)
+      : num_columns_(has_order.size()), rows_(sizeof(Block)) {
+    std::size_t at = sizeof(Block) + num_columns_ * sizeof(Standing);
+    for (const bool has_links : has_order) {
+      links_at_.push_back(at);
+      if (has_links) at += sizeof(Links);
+    }
+    key_at_ = at;
+  }
 
   std::size_t num_columns() const { return num_columns_; }
   std::size_t key_bytes() const { return key_bytes_; }
@@ -45,7 +60,7 @@ class KeyRows {
   void set_key_bytes(std::size_t num_bytes) {
     constexpr std::size_t kWord = alignof(Block);
     key_bytes_ = num_bytes;
-    rows_ = Rows(key_at() + (num_bytes + kWord - 1) / kWord * kWord);
+    rows_ = Rows(key_at_ + (num_bytes + kWord - 1) / kWord * kWord);
   }
 
   Standing& at(Index row, std::size_t column) {
@@ -54,11 +69,18 @@ class KeyRows {
   const Standing& at(Index row, std::size_t column) const {
     return *rows_.at<Standing>(row, sizeof(Block) + column * sizeof(Standing));
   }
+  // Of a column with an order.
+  Links& links(Index row, std::size_t column) {
+    return *rows_.at<Links>(row, links_at_[column]);
+  }
+  const Links& links(Index row, std::size_t column) const {
+    return *rows_.at<Links>(row, links_at_[column]);
+  }
   std::uint32_t& num_uses(Index row) { return block(row).num_uses; }
   std::uint32_t num_uses(Index row) const { return block(row).num_uses; }
   std::uint32_t& depth(Index row) { return block(row).depth; }
   std::uint32_t depth(Index row) const { return block(row).depth; }
-  const std::byte* key(Index row) const { return rows_.at<std::byte>(row, key_at()); }
+  const std::byte* key(Index row) const { return rows_.at<std::byte>(row, key_at_); }
 
   BlockId id(Index row) const {
     return static_cast<BlockId>(block(row).generation & ~kFree) << 32 | row;
@@ -68,7 +90,9 @@ class KeyRows {
     const auto row = static_cast<Index>(block);
     return row < end_ && is_live(row) && id(row) == block;
   }
-  void prefetch(Index row) const { rows_.prefetch(row, key_at() + key_bytes_); }
+  // But for its key.
+  void prefetch_standings(Index row) const { rows_.prefetch(row, 1); }
+  void prefetch(Index row) const { rows_.prefetch(row, key_at_ + key_bytes_); }
 
   Index allocate(const std::byte* key) {
     Index row = free_;
@@ -84,8 +108,8 @@ class KeyRows {
     block(row).num_uses = 0;
     block(row).depth = 0;
     for (std::size_t column = 0; column < num_columns_; ++column)
-      at(row, column) = {0, kNone, kNone, 0, State::absent, false, false};
-    std::memcpy(rows_.at<std::byte>(row, key_at()), key, key_bytes_);
+      at(row, column) = {0, 0, State::absent, false, false};
+    std::memcpy(rows_.at<std::byte>(row, key_at_), key, key_bytes_);
     ++num_live_;
     return row;
   }
@@ -109,9 +133,10 @@ class KeyRows {
 
   Block& block(Index row) { return *rows_.at<Block>(row, 0); }
   const Block& block(Index row) const { return *rows_.at<Block>(row, 0); }
-  std::size_t key_at() const { return sizeof(Block) + num_columns_ * sizeof(Standing); }
 
   std::size_t num_columns_;
+  std::vector<std::size_t> links_at_;  // per column
+  std::size_t key_at_ = 0;
   std::size_t key_bytes_ = 0;
   Rows rows_;
   Index end_ = 0;

@@ -18,14 +18,15 @@ std::uint64_t random_seed() {
 
 }  // namespace
 
-KnownBlocks::KnownBlocks(std::size_t num_columns) : seed_(random_seed()), rows_(num_columns) {}
+KnownBlocks::KnownBlocks(const std::vector<bool>& has_order)
+    : seed_(random_seed()), rows_(has_order) {}
 
 Index KnownBlocks::named(std::uint64_t name) const {
   return cells_.find(name, [&](Index row) { return this->name(row) == name; });
 }
 
 void KnownBlocks::expect(std::size_t num_blocks) {
-  cells_.reserve(num_blocks, 0.5, name_of_row());  // where cells are free searches are short
+  cells_.reserve(num_blocks, 0.25, name_of_row());  // where cells are free searches are short
 }
 
 void KnownBlocks::make(std::span<const Key> keys, std::vector<BlockId>& blocks) {

@@ -19,7 +19,8 @@ class KnownBlocks {
  public:
   using Key = trie::Label;
 
-  explicit KnownBlocks(std::size_t num_columns);
+  // has_order: see KeyRows.
+  explicit KnownBlocks(const std::vector<bool>& has_order);
   KnownBlocks(const KnownBlocks&) = delete;
   KnownBlocks& operator=(const KnownBlocks&) = delete;
 
@@ -54,6 +55,14 @@ class KnownBlocks {
   void make(std::span<const Key> keys, std::vector<BlockId>& blocks);
   // Nobody needs it any more.
   void drop(Index row);
+  // Calls visit(i) for each block, in order; by then what `drop` looks at has come near.
+  template <typename Visit>
+  void for_each_dropped(std::span<const BlockId> blocks, Visit&& visit) const {
+    cells_.for_each(
+        blocks.size(),
+        [&](std::size_t i) { return rows_.has(blocks[i]) ? name(row(blocks[i])) : 0; },
+        [&](Index row) { rows_.prefetch(row); }, [&](std::size_t i, std::uint64_t) { visit(i); });
+  }
 
   // Throws BrokenPromise where a block is not found by its key. O(all blocks).
   void check() const;
@@ -78,7 +87,7 @@ class KnownBlocks {
 
   std::uint64_t seed_;  // secret, so that nobody can name keys that all meet in one place
   KeyRows rows_;
-  Cells<std::uint8_t> cells_;
+  Cells<std::uint16_t> cells_;
 };
 
 }  // namespace kvtier::keys

@@ -23,23 +23,12 @@ bool LearnedColumn::may_leave(Index row, std::uint32_t) const {
 
 Index LearnedColumn::find(policy::Key name) const {
   const Index row = known_.named(name);
-  return row == kNone ? kNone : number(row);
-}
-
-Index LearnedColumn::number(Index row) const {
-  const Standing& it = known_.rows().at(row, column_);
-  return it.is_linked ? it.before : kNone;
-}
-
-Index LearnedColumn::in_front_of(Index row) const {
-  const Index at = number(row);
-  return at == kNone ? kNone : live_->in_front_of(at);
+  return row == kNone || !has(row) ? kNone : row;
 }
 
 void LearnedColumn::enter(Index row, Index behind) {
-  Standing& it = known_.rows().at(row, column_);
-  it.before = live_->entered(known_.name(row), row, {}, behind);
-  it.is_linked = true;
+  live_->entered(known_.name(row), row, {}, behind);
+  known_.rows().at(row, column_).is_linked = true;
 }
 
 Index LearnedColumn::evict() {
@@ -49,9 +38,8 @@ Index LearnedColumn::evict() {
 }
 
 void LearnedColumn::leave(Index row) {
-  Standing& it = known_.rows().at(row, column_);
-  live_->left(it.before);
-  it.is_linked = false;
+  live_->left(row);
+  known_.rows().at(row, column_).is_linked = false;
 }
 
 void LearnedColumn::check(std::size_t num_linked) const {

@@ -12,8 +12,8 @@
 
 namespace kvtier::keys {
 
-// The policy knows every block that is written or ready, and sees by itself which may leave: they
-// all count as linked, and `before` of a block's standing is the policy's number of it.
+// The policy knows every block that is written or ready by its row, and sees by itself which may
+// leave: they all count as linked.
 class LearnedColumn final : private policy::Keeper {
  public:
   // policy: one that `make_live` knows.
@@ -24,14 +24,14 @@ class LearnedColumn final : private policy::Keeper {
   policy::Live& live() { return *live_; }
   const policy::Live& live() const { return *live_; }
 
-  // The policy's number of a block, kNone where the column does not have it.
-  Index number(Index row) const;
+  // Whether the policy knows it.
+  bool has(Index row) const { return known_.rows().at(row, column_).is_linked; }
   // The row of the block in front of one, kNone where one of them is not there.
-  Index in_front_of(Index row) const;
+  Index in_front_of(Index row) const { return has(row) ? live_->in_front_of(row) : kNone; }
 
-  // The column has a block. Where nobody has asked for it, it lies behind the block of that number.
+  // The column has a block. Where nobody has asked for it, it lies behind another row.
   void enter(Index row, Index behind);
-  void let_go(Index row) { live_->let_go(number(row)); }
+  void let_go(Index row) { live_->let_go(row); }
   // The row of the block that leaves next, kNone where none may.
   Index evict();
   // A block is gone that was not evicted.
@@ -43,6 +43,7 @@ class LearnedColumn final : private policy::Keeper {
 
  private:
   policy::Key key(Index row) const override { return known_.name(row); }
+  void prefetch(Index row) const override { known_.rows().prefetch_standings(row); }
   bool may_leave(Index row, std::uint32_t num_gone) const override;
   Index find(policy::Key name) const override;
 

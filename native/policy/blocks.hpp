@@ -3,53 +3,98 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
+#include <stdexcept>
+#include <unordered_map>
 #include <vector>
 
+#include "common/rows.hpp"
 #include "policy/pool.hpp"
 #include "policy/promise.hpp"
 
 namespace kvtier::policy {
 
+// Zeros mean: nothing is here.
 struct Block {
   Index parent;                // kNone: the first of a prompt, or the one in front is not resident
-  std::uint32_t num_children : 31;  // resident ones
+  std::uint32_t num_children : 30;  // resident ones
   std::uint32_t is_fork : 1;  // prompts were seen to go on from here in more than one way
+  std::uint32_t is_resident : 1;
   Index run;                   // or an entry; kNone: of none, for a moment, or for good, being gone
-  Index item;                  // its owner's number
 };
+static_assert(sizeof(Block) == 12);
 
-// A block that leaves before its children is gone, but its place stays until they let go of it: no
-// link points to another block than it was made to.
+// A block's number is its item, which is its owner's number, so that nobody keeps which is which. One
+// that leaves before its children is gone, but its place stays until they let go of it: no link
+// points to another block than it was made to. An item that comes there meanwhile has its place, and
+// a number, elsewhere. That is rare: blocks leave from the end, unless they are lost.
 class Blocks {
  public:
-  Block& operator[](Index block) { return pool_[block]; }
-  const Block& operator[](Index block) const { return pool_[block]; }
-  void prefetch(Index block) const { pool_.prefetch(block); }
-  bool is_leaf(Index block) const { return pool_[block].num_children == 0; }
-  std::size_t size() const { return pool_.size() - num_gone_; }
-  std::size_t num_bytes() const { return pool_.num_bytes(); }
+  Blocks() : rows_(sizeof(Block)) {}
+
+  Block& operator[](Index block) {
+    return block < kElsewhere ? *rows_.at<Block>(block, 0) : elsewhere_[block - kElsewhere].block;
+  }
+  const Block& operator[](Index block) const {
+    return block < kElsewhere ? *rows_.at<Block>(block, 0) : elsewhere_[block - kElsewhere].block;
+  }
+  void prefetch(Index block) const {
+    if (block < kElsewhere) rows_.prefetch(block, sizeof(Block));
+  }
+  bool is_leaf(Index block) const { return (*this)[block].num_children == 0; }
+  std::size_t size() const { return num_resident_; }
+  std::size_t num_bytes() const { return rows_.num_bytes() + elsewhere_.num_bytes(); }
+
+  // The number of a resident item; kNone for kNone.
+  Index number(Index item) const {
+    if (numbers_.empty()) return item;
+    const auto it = numbers_.find(item);
+    return it == numbers_.end() ? item : it->second;
+  }
+  // The same of each, in `room` where they have to be written down.
+  std::span<const Index> numbers(std::span<const Index> items, std::vector<Index>& room) const {
+    if (numbers_.empty()) return items;
+    room.clear();
+    for (const Index item : items) room.push_back(number(item));
+    return room;
+  }
+  Index item(Index block) const {
+    return block < kElsewhere || block == kNone ? block : elsewhere_[block - kElsewhere].item;
+  }
 
   Index add(Index parent, Index item) {
-    const Index block = pool_.add({parent, 0, 0, kNone, item});
-    if (parent != kNone) ++pool_[parent].num_children;
+    if (item >= kElsewhere) throw std::length_error("a policy knows 2**31 blocks");
+    rows_.reach_alone(item);
+    const Block made{parent, 0, 0, 1, kNone};
+    Index block = item;
+    if (is_leaf(item)) {
+      (*this)[item] = made;
+    } else {
+      block = kElsewhere + elsewhere_.add({made, item});
+      numbers_[item] = block;
+    }
+    ++num_resident_;
+    if (parent != kNone) ++(*this)[parent].num_children;
     return block;
   }
 
   // Returns its parent.
   Index remove(Index block) {
-    Block& it = pool_[block];
+    Block& it = (*this)[block];
     const Index parent = it.parent;
-    it.parent = it.run = it.item = kNone;
-    if (it.num_children > 0) ++num_gone_;
-    else pool_.remove(block);
+    it.parent = it.run = kNone;
+    it.is_resident = 0;
+    --num_resident_;
+    if (block >= kElsewhere) numbers_.erase(item(block));
+    if (it.num_children == 0) free(block);
     let_go(parent);
     return parent;
   }
 
   void hang_below(Index block, Index parent) {
-    Block& it = pool_[block];
+    Block& it = (*this)[block];
     if (it.parent == parent) return;
-    if (parent != kNone) ++pool_[parent].num_children;
+    if (parent != kNone) ++(*this)[parent].num_children;
     let_go(it.parent);
     it.parent = parent;
   }
@@ -57,36 +102,58 @@ class Blocks {
   // Calls visit(block) for each resident one.
   template <typename Visit>
   void each(Visit&& visit) const {
-    for (Index block = 0; block < pool_.end(); ++block)
-      if (pool_[block].item != kNone) visit(block);
+    rows_.each([&](Index block) {
+      if ((*this)[block].is_resident) visit(block);
+    });
+    for (const auto& [item, block] : numbers_) visit(block);
   }
 
   // Throws std::logic_error where links and counts disagree. resident(visit): calls visit for each
   // resident block.
   template <typename Each>
   void check(Each&& resident) const {
-    std::vector<std::uint32_t> num_children(pool_.end(), 0);
+    std::unordered_map<Index, std::uint32_t> num_children;
     std::size_t num = 0;
     resident([&](Index block) {
       ++num;
-      promise(pool_[block].item != kNone, "blocks: one that is gone is resident");
-      if (const Index parent = pool_[block].parent; parent != kNone) ++num_children[parent];
+      promise((*this)[block].is_resident, "blocks: one that is gone is resident");
+      promise(number(item(block)) == block, "blocks: one is not found by its item");
+      if (const Index parent = (*this)[block].parent; parent != kNone) ++num_children[parent];
     });
     promise(num == size(), "blocks: some are of no run");
-    resident([&](Index block) {
-      promise(pool_[block].num_children == num_children[block], "blocks: children are miscounted");
-    });
+    std::size_t num_links = 0, num_gone = 0;
+    rows_.each([&](Index block) { num_links += (*this)[block].num_children; });
+    for (const auto& [block, counted] : num_children) {
+      promise((*this)[block].num_children == counted, "blocks: children are miscounted");
+      const bool is_elsewhere = block >= kElsewhere;
+      num_links -= is_elsewhere ? 0 : counted;
+      num_gone += is_elsewhere && !(*this)[block].is_resident;
+    }
+    promise(num_links == 0, "blocks: one has children that nobody knows");
+    promise(elsewhere_.size() == numbers_.size() + num_gone, "blocks: a place is lost");
   }
 
  private:
+  static constexpr Index kElsewhere = 0x8000'0000;  // numbers from here on
+
+  struct Placed {
+    Block block;
+    Index item;
+  };
+
   void let_go(Index parent) {
-    if (parent == kNone || --pool_[parent].num_children > 0 || pool_[parent].item != kNone) return;
-    --num_gone_;
-    pool_.remove(parent);
+    if (parent == kNone || --(*this)[parent].num_children > 0 || (*this)[parent].is_resident) return;
+    free(parent);
+  }
+  // Of a place by its item nothing is kept.
+  void free(Index block) {
+    if (block >= kElsewhere) elsewhere_.remove(block - kElsewhere);
   }
 
-  Pool<Block> pool_;
-  std::size_t num_gone_ = 0;  // whose places stay
+  Rows rows_;  // by item
+  Pool<Placed> elsewhere_;
+  std::unordered_map<Index, Index> numbers_;  // by item: of those elsewhere
+  std::size_t num_resident_ = 0;
 };
 
 }  // namespace kvtier::policy

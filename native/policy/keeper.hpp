@@ -8,15 +8,17 @@
 
 namespace kvtier::policy {
 
-// An item is the owner's number of a block, a block the policy's.
+// An item is the owner's number of a block.
 class Keeper {
  public:
   // The name of the prefix that ends with a resident item.
   virtual Key key(Index item) const = 0;
   // Whether a resident item could leave now, were so many of its children in the tier gone.
   virtual bool may_leave(Index item, std::uint32_t num_gone) const = 0;
-  // The policy's number of the resident block with this name, kNone where there is none.
+  // The resident item with this name, kNone where there is none.
   virtual Index find(Key key) const = 0;
+  // `may_leave` will be asked of a resident item: brings nearer what it looks at.
+  virtual void prefetch(Index) const {}
 
  protected:
   ~Keeper() = default;

@@ -20,6 +20,9 @@ namespace kvtier::policy {
 // answer, lies behind the block in front of it. A block with resident ones behind it does not leave,
 // nor does one of which the keeper says so. Blocks may be gone otherwise, too.
 //
+// Blocks are called by the owner's numbers, their items: below 2**31, and nobody else's while a
+// block is resident.
+//
 // The caller guarantees
 //   a block that is resident was told of by `entered` and not yet of its end, by `next_victim` or
 //   `left`; a block that may leave after it might not was told of by `let_go`.
@@ -27,7 +30,7 @@ class Live {
  public:
   // Where a block is in its prompt, for those who know.
   struct Place {
-    Index parent;      // the block in front of it, kNone where that is not resident
+    Index parent;      // the item in front of it, kNone where that is not resident
     std::uint32_t at;  // blocks in front of it, resident or not
   };
 
@@ -37,7 +40,8 @@ class Live {
   virtual void set_capacity(std::size_t capacity) = 0;
   // The block so deep in a prompt is worth twice what the first one is; 0: all are worth the same.
   virtual void set_doubling(double) {}
-  // A request begins. path: the names of its prefixes. found: the first blocks that are resident.
+  // A request begins. path: the names of its prefixes. found: the first items, those that are
+  // resident.
   virtual void asked(std::span<const Key> path, std::span<const Index> found, double now) = 0;
   // A prompt goes on behind a prefix: blocks that nobody has asked for, such as those of an answer,
   // are expected there.
@@ -52,10 +56,9 @@ class Live {
   // otherwise, room or not.
   virtual void admit(std::span<const Key> names, std::size_t num_free, double least_chance,
                      std::vector<std::uint32_t>& which) = 0;
-  // A block is resident. Returns its number. Without a place it is where it was asked for, or, where
-  // nobody has, behind another block.
-  virtual Index entered(Key name, Index item, std::optional<Place> place,
-                        Index behind = kNone) = 0;
+  // A block is resident. Without a place it is where it was asked for, or, where nobody has, behind
+  // another item.
+  virtual void entered(Key name, Index item, std::optional<Place> place, Index behind = kNone) = 0;
   // Nothing holds the block any more.
   virtual void let_go(Index) {}
   // The victims that follow are one eviction's.
@@ -63,9 +66,9 @@ class Live {
   // A block leaves. Its item, kNone where none may.
   virtual Index next_victim() = 0;
   // A block is gone that was not evicted.
-  virtual void left(Index block) = 0;
-  // The item of the block in front of a resident one, kNone where that is not resident.
-  virtual Index in_front_of(Index block) const = 0;
+  virtual void left(Index item) = 0;
+  // The item in front of a resident one, kNone where that is not resident.
+  virtual Index in_front_of(Index item) const = 0;
 
   virtual std::size_t num_blocks() const = 0;
   // Entries that are kept of blocks which have left: at most two per block of the capacity.

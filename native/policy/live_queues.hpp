@@ -49,11 +49,10 @@ class LiveQueues final : public Live {
   std::size_t num_bytes() const override {
     return sizeof(*this) + queues_.num_bytes() + blocks_.num_bytes() + expected_.num_bytes();
   }
-  Index in_front_of(Index block) const override {
-    const Index parent = blocks_[block].parent;
-    return parent == kNone ? kNone : blocks_[parent].item;
+  Index in_front_of(Index item) const override {
+    const Index parent = blocks_[blocks_.number(item)].parent;
+    return parent == kNone || !blocks_[parent].is_resident ? kNone : blocks_.item(parent);
   }
-  void set_item(Index block, Index item) { blocks_[block].item = item; }
 
   void asked(std::span<const Key> path, std::span<const Index> found, double) override {
     use(path, found);
@@ -62,7 +61,8 @@ class LiveQueues final : public Live {
   }
 
   // The same, where the places of all blocks that come will be known.
-  void use(std::span<const Key> path, std::span<const Index> found) {
+  void use(std::span<const Key> path, std::span<const Index> items) {
+    const std::span<const Index> found = blocks_.numbers(items, found_);
     settle(found);
     for (std::size_t at = path.size(); at-- > 0;) {
       if (at >= found.size() + kAhead) queues_.prefetch(path[at - kAhead]);
@@ -75,7 +75,7 @@ class LiveQueues final : public Live {
 
   void continues(std::span<const Key> names, Key before) override {
     std::uint32_t at = 0;
-    if (const Index block = keeper_.find(before); block != kNone) at = place_behind(block);
+    if (const Index block = find(before); block != kNone) at = place_behind(block);
     else if (const Expected::Entry* const entry = expected_.find(before)) at = entry->at + 1;
     for (const Key name : names) {
       if (expected_.find(name) == nullptr && keeper_.find(name) == kNone)
@@ -99,30 +99,28 @@ class LiveQueues final : public Live {
     for (std::size_t i = names.size(); i-- > end;) queues_.turn_away(names[i]);
   }
 
-  Index entered(Key name, Index item, std::optional<Place> place, Index behind = kNone) override {
-    if (!place) place = place_of(name, behind);
+  void entered(Key name, Index item, std::optional<Place> place, Index behind = kNone) override {
+    if (!place) place = place_of(name, blocks_.number(behind));
+    else place->parent = blocks_.number(place->parent);
     expected_.remove(name);
     const Index block = blocks_.add(place->parent, item);
     blocks_[block].run = queues_.enter(name, block, place->at);
-    return block;
   }
 
   // It leaves next, where it was to leave before and might not.
-  void let_go(Index block) override {
-    const Index entry = blocks_[block].run;
-    if (entry != kNone && blocks_.is_leaf(block)) queues_.come_back(entry);
-  }
+  void let_go(Index item) override { come_back(blocks_.number(item)); }
 
   void begin_evicting() override { queues_.begin_evicting(); }
   Index next_victim() override {
     const Index block = queues_.leave([this](Index each) { return may_leave(each); });
     if (block == kNone) return kNone;
-    const Index item = blocks_[block].item;
+    const Index item = blocks_.item(block);
     drop(block);
     return item;
   }
 
-  void left(Index block) override {
+  void left(Index item) override {
+    const Index block = blocks_.number(item);
     queues_.remove(blocks_[block].run);
     drop(block);
   }
@@ -144,8 +142,13 @@ class LiveQueues final : public Live {
   static constexpr std::size_t kShare = 16;                     // of the capacity, one in so many
   static constexpr std::size_t kAhead = 8;
 
+  Index find(Key name) const { return blocks_.number(keeper_.find(name)); }
+  void come_back(Index block) {
+    const Index entry = blocks_[block].run;
+    if (entry != kNone && blocks_.is_leaf(block)) queues_.come_back(entry);
+  }
   bool may_leave(Index block) const {
-    return blocks_.is_leaf(block) && keeper_.may_leave(blocks_[block].item, 0);
+    return blocks_.is_leaf(block) && keeper_.may_leave(blocks_.item(block), 0);
   }
   std::uint32_t place_behind(Index block) const { return queues_.place(blocks_[block].run) + 1; }
 
@@ -156,26 +159,27 @@ class LiveQueues final : public Live {
     for (const Index block : found) {
       const Index parent = blocks_[block].parent;
       blocks_.hang_below(block, before);
-      if (parent != kNone && parent != before) let_go(parent);
+      if (parent != kNone && parent != before) come_back(parent);
       before = block;
     }
   }
 
   Place place_of(Key name, Index behind) const {
     if (const Expected::Entry* const entry = expected_.find(name))
-      return {entry->at > 0 ? keeper_.find(entry->before) : kNone, entry->at};
+      return {entry->at > 0 ? find(entry->before) : kNone, entry->at};
     return {behind, behind == kNone ? 0 : place_behind(behind)};
   }
 
   void drop(Index block) {
     const Index parent = blocks_.remove(block);
-    if (parent != kNone) let_go(parent);
+    if (parent != kNone) come_back(parent);
   }
 
   Queues queues_;
   const Keeper& keeper_;
   Blocks blocks_;  // `run` is the entry
   Expected expected_;
+  std::vector<Index> found_;  // kept from call to call, to spare allocations
 };
 
 }  // namespace kvtier::policy

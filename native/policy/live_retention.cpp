@@ -23,8 +23,9 @@ std::uint32_t LiveRuns::end_of_shared(std::span<const Index> found) const {
   return end;
 }
 
-void LiveRuns::retain(std::span<const Key> path, std::span<const Index> found, const Said& said,
+void LiveRuns::retain(std::span<const Key> path, std::span<const Index> items, const Said& said,
                       double now) {
+  const std::span<const Index> found = blocks_.numbers(items, found_);
   now_ = std::max(now_, now);
   runs_.expire(now_);
   victim_ = kNone;

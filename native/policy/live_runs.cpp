@@ -21,8 +21,9 @@ LiveRuns::LiveRuns(std::size_t capacity, std::uint64_t seed, double doubles_at_b
 // -- requests
 // ---------------------------------------------------------------------------------------------
 
-void LiveRuns::asked(std::span<const Key> path, std::span<const Index> found, double now) {
+void LiveRuns::asked(std::span<const Key> path, std::span<const Index> items, double now) {
   if (path.empty()) return;
+  const std::span<const Index> found = blocks_.numbers(items, found_);
   settle(found);
   const Index last = found.empty() ? kNone : found.back();
   const Index its_run = last == kNone ? kNone : blocks_[last].run;
@@ -54,6 +55,8 @@ void LiveRuns::settle(std::span<const Index> found) {
     const bool is_elsewhere = begins_run && run != kNone && runs_[run].lo != at;
     if (it.parent == before && !is_elsewhere) continue;
     leave_run(found[at]);
+    note_children(blocks_[found[at]].parent);
+    note_children(before);
     blocks_.hang_below(found[at], before);
     run = kNone;
   }
@@ -64,10 +67,10 @@ void LiveRuns::settle(std::span<const Index> found) {
 
 void LiveRuns::continues(std::span<const Key> names, Key before) {
   std::uint32_t at = 0;
-  if (const Index block = keeper_.find(before); block != kNone) at = place_of(block) + 1;
+  if (const Index block = find(before); block != kNone) at = place_of(block) + 1;
   else if (const Expected::Entry* const entry = expected_.find(before)) at = entry->at + 1;
   for (const Key name : names) {
-    if (expected_.find(name) == nullptr && keeper_.find(name) == kNone)
+    if (expected_.find(name) == nullptr && find(name) == kNone)
       expected_.add(name, before, kNone, 0, at);
     before = name;
     ++at;
@@ -86,7 +89,7 @@ const Expected::Entry* LiveRuns::entry_of(Key name) const {
 // That of the block in front of the first of them, kNone where it is not resident.
 Index LiveRuns::run_in_front_of(std::span<const Key> names) const {
   const Expected::Entry* const entry = names.empty() ? nullptr : expected_.find(names.front());
-  const Index block = entry != nullptr && entry->at > 0 ? keeper_.find(entry->before) : kNone;
+  const Index block = entry != nullptr && entry->at > 0 ? find(entry->before) : kNone;
   return block == kNone ? kNone : blocks_[block].run;
 }
 
@@ -193,27 +196,27 @@ std::uint32_t LiveRuns::place_of(Index block) const {
   return at;
 }
 
-Index LiveRuns::entered(Key name, Index item, std::optional<Place> place, Index behind) {
+void LiveRuns::entered(Key name, Index item, std::optional<Place> place, Index behind) {
   const Expected::Entry* const entry = entry_of(name);
   Index run = kNone;
-  Index parent = place ? place->parent : kNone;
+  Index parent = place ? blocks_.number(place->parent) : kNone;
   std::uint32_t at = place ? place->at : 0;
   if (entry != nullptr) {
     const Run& it = runs_[entry->run];
     at = entry->at;
     if (!place && at > 0) {
       const bool is_next = at == it.mid && at > it.lo;
-      parent = is_next ? it.tail : keeper_.find(entry->before);
+      parent = is_next ? it.tail : find(entry->before);
     }
     // Behind one that is missing it can't be of its run.
     if (at == it.mid && (at == it.lo || it.tail == parent)) run = entry->run;
   } else if (const Expected::Entry* const known = expected_.find(name);
              !place && known != nullptr && known->run == kNone) {
     at = known->at;
-    if (at > 0) parent = keeper_.find(known->before);
+    if (at > 0) parent = find(known->before);
   } else if (!place && behind != kNone) {
-    parent = behind;
-    at = place_of(behind) + 1;
+    parent = blocks_.number(behind);
+    at = place_of(parent) + 1;
   }
   expected_.remove(name);
   if (run == kNone && parent != kNone) {
@@ -221,10 +224,9 @@ Index LiveRuns::entered(Key name, Index item, std::optional<Place> place, Index 
     const Run& above = runs_[its];
     if (above.tail == parent && above.mid == above.hi && above.mid == at) run = its;
   }
-  const Index block = blocks_.add(parent, item);
+  const Index block = add(parent, item);
   if (run == kNone) begin_run(block, at);
   else grow(run, block);
-  return block;
 }
 
 void LiveRuns::grow(Index run, Index block) {
@@ -280,9 +282,10 @@ void LiveRuns::evict(std::size_t num_blocks, std::vector<Index>& items) {
   }
 }
 
-void LiveRuns::left(Index block) {
+void LiveRuns::left(Index item) {
+  const Index block = blocks_.number(item);
   leave_run(block);
-  blocks_.remove(block);
+  remove(block);
 }
 
 // It is of no run then; what came behind it in its run goes on in one of its own.

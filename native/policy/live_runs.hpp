@@ -33,18 +33,19 @@ class LiveRuns final : public RunPolicy, public Live {
               double now) override;
   void admit(std::span<const Key> names, std::size_t num_free, double least_chance,
              std::vector<std::uint32_t>& which) override;
-  Index entered(Key name, Index item, std::optional<Place> place, Index behind = kNone) override;
+  void entered(Key name, Index item, std::optional<Place> place, Index behind = kNone) override;
   void begin_evicting() override { victim_ = kNone; }
   Index next_victim() override;
   // Up to so many. Appends their items.
   void evict(std::size_t num_blocks, std::vector<Index>& items);
-  void left(Index block) override;
-  Index in_front_of(Index block) const override {
-    const Index parent = blocks_[block].parent;
-    return parent == kNone ? kNone : blocks_[parent].item;
+  void left(Index item) override;
+  Index in_front_of(Index item) const override {
+    const Index parent = blocks_[blocks_.number(item)].parent;
+    return parent == kNone || !blocks_[parent].is_resident ? kNone : blocks_.item(parent);
   }
 
  private:
+  Index find(Key name) const { return blocks_.number(keeper_.find(name)); }
   void settle(std::span<const Index> found);
   Index run_at(std::span<const Key> path, std::span<const Index> found, std::uint32_t at) const;
   std::uint32_t end_of_shared(std::span<const Index> found) const;
@@ -67,6 +68,7 @@ class LiveRuns final : public RunPolicy, public Live {
 
   Expected expected_;
   std::vector<Planned> planned_;  // what was to leave for those that were admitted, the first last
+  std::vector<Index> found_;      // kept from call to call, to spare allocations
 };
 
 }  // namespace kvtier::policy

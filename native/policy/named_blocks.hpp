@@ -8,16 +8,17 @@
 
 #include "common/cells.hpp"
 #include "policy/keeper.hpp"
+#include "policy/pool.hpp"
 
 namespace kvtier::policy {
 
-// An item is the block itself.
+// Items are the numbers that `add` gives.
 class NamedBlocks final : public Keeper {
  public:
-  Key key(Index block) const override { return keys_[block]; }
-  bool may_leave(Index block, std::uint32_t) const override { return !is_held_[block]; }
+  Key key(Index item) const override { return keys_[item]; }
+  bool may_leave(Index item, std::uint32_t) const override { return !is_held_[item]; }
   Index find(Key key) const override {
-    return cells_.find(key, [&](Index block) { return keys_[block] == key; });
+    return cells_.find(key, [&](Index item) { return keys_[item] == key; });
   }
 
   // The blocks of a prompt that are resident, from its first on.
@@ -26,29 +27,28 @@ class NamedBlocks final : public Keeper {
     found.clear();
     for (std::size_t i = 0; i < path.size(); ++i) {
       if (i + kAhead < path.size()) cells_.prefetch(path[i + kAhead]);
-      const Index block = find(path[i]);
-      if (block == kNone) return;
-      found.push_back(block);
+      const Index item = find(path[i]);
+      if (item == kNone) return;
+      found.push_back(item);
     }
   }
 
-  void add(Key key, Index block) {
-    if (block >= keys_.size()) {
-      keys_.resize(block + 1);
-      is_held_.resize(block + 1, false);
-    }
-    keys_[block] = key;
-    cells_.insert(key, block);
+  Index add(Key key) {
+    const Index item = keys_.add(key);
+    if (item >= is_held_.size()) is_held_.resize(item + 1, false);
+    cells_.insert(key, item);
+    return item;
   }
-  void remove(Index block) {
-    cells_.erase(keys_[block], [&](Index other) { return other == block; });
+  void remove(Index item) {
+    cells_.erase(keys_[item], [&](Index other) { return other == item; });
+    keys_.remove(item);
   }
-  void hold(Index block, bool is_held) { is_held_[block] = is_held; }
+  void hold(Index item, bool is_held) { is_held_[item] = is_held; }
 
-  std::size_t num_bytes() const { return keys_.capacity() * sizeof(Key) + cells_.num_bytes(); }
+  std::size_t num_bytes() const { return keys_.num_bytes() + cells_.num_bytes(); }
 
  private:
-  std::vector<Key> keys_;        // of blocks that are gone, too
+  Pool<Key> keys_;               // of items that are gone, too
   std::vector<bool> is_held_;    // for a moment
   Cells<std::uint32_t> cells_;   // keys are mixed bits: their own hashes
 };

@@ -56,11 +56,10 @@ void ReplayedLfuda::store(std::span<const Key> path) {
     }
     const Index parent = path_.empty() ? kNone : path_.back();
     const Live::Place place{parent, static_cast<std::uint32_t>(at)};
-    const Index block = queues_.entered(path[at], kNone, place);
-    queues_.set_item(block, block);
-    names_.add(path[at], block);
-    names_.hold(block, true);
-    path_.push_back(block);
+    const Index item = names_.add(path[at]);
+    queues_.entered(path[at], item, place);
+    names_.hold(item, true);
+    path_.push_back(item);
     ++num_stored_;
   }
 }

@@ -22,11 +22,8 @@ void ReplayedRuns::store(std::span<const Key> path) {
     const double gain = policy_.gain(part);
     while (path_.size() < part.hi) {
       if (!make_room(gain)) return;
-      const Key key = path[path_.size()];
-      const Index block = policy_.add(path_.empty() ? kNone : path_.back(), kNone);
-      policy_.set_item(block, block);
-      names_.add(key, block);
-      path_.push_back(block);
+      const Index item = names_.add(path[path_.size()]);
+      path_.push_back(policy_.add(path_.empty() ? kNone : path_.back(), item));
       ++num_stored_;
     }
   }

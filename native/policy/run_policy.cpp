@@ -230,14 +230,23 @@ Index RunPolicy::lose_one(double gain) {
   return drop_tail(victim_);
 }
 
-bool RunPolicy::may_shrink(Index run) const {
-  if (!runs_[run].is_resident()) return false;
-  const Index tail = runs_[run].tail;
+bool RunPolicy::may_shrink(Index run) {
+  Run& it = runs_[run];
+  if (!it.is_resident()) return false;
+  if (it.tail_is == Tail::unseen) it.tail_is = blocks_.is_leaf(it.tail) ? Tail::leaf : Tail::inside;
   std::uint32_t num_gone = 0;
-  if (!blocks_.is_leaf(tail) && !exposed_.empty())
-    num_gone = static_cast<std::uint32_t>(std::count(exposed_.begin(), exposed_.end(), tail));
-  return blocks_[tail].num_children == num_gone &&
-         keeper_.may_leave(blocks_[tail].item, num_gone);
+  if (it.tail_is == Tail::inside) {
+    num_gone = static_cast<std::uint32_t>(std::count(exposed_.begin(), exposed_.end(), it.tail));
+    if (num_gone == 0 || blocks_[it.tail].num_children != num_gone) return false;
+  }
+  return keeper_.may_leave(blocks_.item(it.tail), num_gone);
+}
+
+// What `may_shrink` looks at comes near.
+void RunPolicy::prefetch_tail(Index run) const {
+  const Run& it = runs_[run];
+  if (it.tail_is == Tail::unseen) blocks_.prefetch(it.tail);
+  else if (it.tail_is == Tail::leaf) keeper_.prefetch(blocks_.item(it.tail));
 }
 
 // Runs that could lose a block, all of one level: of the lowest that has some.
@@ -261,7 +270,7 @@ void RunPolicy::look_among(const std::vector<Index>& residents, std::size_t num_
   std::array<Index, kLooks> some;
   for (int round = 0; round < 4 && leaves_.size() < num_wanted; ++round) {
     for (Index& run : some) runs_.prefetch(run = residents[random_.below(num)]);
-    for (const Index run : some) blocks_.prefetch(runs_[run].tail);
+    for (const Index run : some) prefetch_tail(run);
     for (const Index run : some)
       if (leaves_.size() < num_wanted && is_open(run)) leaves_.push_back(run);
   }
@@ -296,10 +305,10 @@ Index RunPolicy::choose() {
 Index RunPolicy::drop_tail(Index run) {
   Run& it = runs_[run];
   const Index block = it.tail;
-  const Index item = blocks_[block].item;
+  const Index item = blocks_.item(block);
   const std::uint32_t at = it.mid - 1;
   if (it.keeps_key(at)) ghosts_.add(run, it.ghost, keeper_.key(item), at);
-  runs_.shorten(run, blocks_.remove(block));
+  runs_.shorten(run, remove(block));
   return item;
 }
 
@@ -384,6 +393,9 @@ void RunPolicy::check() const {
   for (Index run = 0; run < runs_.end(); ++run) {
     if (!runs_.is_live(run)) continue;
     const Run& it = runs_[run];
+    promise(!it.is_resident() || it.tail_is == Tail::unseen ||
+                (it.tail_is == Tail::leaf) == blocks_.is_leaf(it.tail),
+            "runs: the last block is taken for another kind");
     promise((it.ghost != kNone) == (it.hi > it.mid), "runs: a ghost is lost");
     num_keys += ghosts_.num_keys(it.ghost);
     num_ghosts += it.ghost != kNone;

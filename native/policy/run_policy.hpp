@@ -25,7 +25,7 @@ namespace kvtier::policy {
 // Where somebody has said something of a prompt, its runs have levels: the lowest leave first.
 //
 // As LRU until something has been learned, and where LRU would have had more hits. A run has 64
-// bytes, a block 16, and of what has left at most two entries per block of the capacity are kept.
+// bytes, a block 12, and of what has left at most two entries per block of the capacity are kept.
 //
 // What is the same wherever it works: `ReplayedRuns` drives it by whole requests, `LiveRuns` by what
 // happens in a tier.
@@ -73,8 +73,10 @@ class RunPolicy {
   // taken the others in.
   void keep_runs(std::span<const Key> path, std::span<const Index> resident, bool tries_all);
 
-  Index add(Index parent, Index item) { return blocks_.add(parent, item); }
-  void set_item(Index block, Index item) { blocks_[block].item = item; }
+  Index add(Index parent, Index item) {
+    note_children(parent);
+    return blocks_.add(parent, item);
+  }
   // One block leaves, unless the least is worth more than a new one's gain allows. Returns its
   // item, kNone where none leaves.
   Index lose_one(double gain);
@@ -101,7 +103,17 @@ class RunPolicy {
   // together.
   double worth(std::uint32_t lo, std::uint32_t hi) const;
   double value(const Run& run) { return model_.value(run.cls, age(run)) * worth(run.lo, run.mid); }
-  bool may_shrink(Index run) const;
+  bool may_shrink(Index run);
+  // A block gets a child, or loses one.
+  void note_children(Index block) {
+    if (block != kNone && blocks_[block].run != kNone)
+      runs_[blocks_[block].run].tail_is = Tail::unseen;
+  }
+  // Returns its parent.
+  Index remove(Index block) {
+    note_children(blocks_[block].parent);
+    return blocks_.remove(block);
+  }
 
   std::size_t capacity_;
   double per_block_ = 0.0;           // by how much more a block is worth for each one before it
@@ -136,6 +148,7 @@ class RunPolicy {
   void take(Index run, std::uint32_t from, std::uint32_t to);
   void cut(std::span<const Key> path, std::span<const Index> found);
   void name_parts(std::size_t num_asked);
+  void prefetch_tail(Index run) const;
   void learn();
   double weight(std::uint32_t num_blocks) const;
 

@@ -9,6 +9,7 @@ Index Runs::add(Run run) {
   run.older = newest_;
   run.newer = kNone;
   run.place = kNone;
+  run.tail_is = Tail::unseen;
   const Index made = pool_.add(run);
   (newest_ == kNone ? oldest_ : pool_[newest_].newer) = made;
   newest_ = made;
@@ -62,6 +63,7 @@ void Runs::forget_ghost(Index run) {
 void Runs::shorten(Index run, Index new_tail) {
   Run& it = pool_[run];
   it.tail = new_tail;
+  it.tail_is = Tail::unseen;
   --it.mid;
   if (!it.is_resident()) unlist(run);
 }
@@ -69,6 +71,7 @@ void Runs::shorten(Index run, Index new_tail) {
 void Runs::grow(Index run, Index new_tail) {
   Run& it = pool_[run];
   it.tail = new_tail;
+  it.tail_is = Tail::unseen;
   it.tried = std::max(it.tried, ++it.mid);
   if (it.place == kNone) list(run);
   if (it.mid <= it.hi) return;
@@ -83,6 +86,7 @@ void Runs::cut_off(Index run, std::uint32_t end, Index new_tail) {
   if (is_in_window(it)) num_in_window_ -= it.hi - end;
   it.hi = it.mid = end;
   it.tail = new_tail;
+  it.tail_is = Tail::unseen;
 }
 
 bool Runs::would_be_kept(Index run, std::uint32_t at) const {

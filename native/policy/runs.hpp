@@ -13,6 +13,13 @@
 
 namespace kvtier::policy {
 
+// What is known of the last resident block of a run, to look at fewer blocks.
+enum class Tail : std::uint16_t {
+  unseen,
+  leaf,
+  inside,  // it has resident children
+};
+
 // Blocks lo .. hi - 1 of one request's path, all of one class. They leave from the end:
 //
 //   start <= lo       mid        hi     places in the path
@@ -31,7 +38,8 @@ struct Run {
   Index place;         // among those with resident blocks, kNone where it has none
   Index ghost;         // kNone where no key is kept
   std::uint32_t tried;  // LRU had what lies before this place: it was here, or was not let in
-  ReuseModel::Class cls;
+  ReuseModel::Class cls : 14;
+  Tail tail_is : 2;
   std::uint16_t num_uses;
 
   bool is_resident() const { return mid > lo; }

@@ -13,32 +13,24 @@ constexpr std::uint64_t kSeed = 7;
 
 LivePolicy::LivePolicy(ColumnView view, std::string_view name)
     : Policy(view),
-      live_(policy::make_live(name, kUsualRoom, kSeed, *this)),
-      blocks_(sizeof(policy::Index)) {}
+      live_(policy::make_live(name, kUsualRoom, kSeed, *this)) {}
 
 void LivePolicy::asked(std::span<const std::uint64_t> path, std::span<const Index> found,
                        double now) {
-  live_->asked(path, blocks_of(found), now);
+  live_->asked(path, found, now);
 }
 
 void LivePolicy::retain(std::span<const std::uint64_t> path, std::span<const Index> found,
                         const policy::Said& said, double now) {
-  live_->retain(path, blocks_of(found), said, now);
-}
-
-std::span<const policy::Index> LivePolicy::blocks_of(std::span<const Index> found) {
-  found_.clear();
-  for (const Index index : found) found_.push_back(block(index));
-  return found_;
+  live_->retain(path, found, said, now);
 }
 
 void LivePolicy::entered(Index index) {
   const Node& node = view_.node(index);
   const bool has_parent = view_.is_block(node.parent) && view_.queued(node.parent);
-  const policy::Index parent = has_parent ? block(node.parent) : policy::kNone;
+  const Index parent = has_parent ? node.parent : policy::kNone;
   view_.queued(index) = true;
-  blocks_.reach(index);
-  block(index) = live_->entered(node.hash, index, policy::Live::Place{parent, node.depth - 1});
+  live_->entered(node.hash, index, policy::Live::Place{parent, node.depth - 1});
 }
 
 Index LivePolicy::victim() {
@@ -49,7 +41,7 @@ Index LivePolicy::victim() {
 
 void LivePolicy::withdraw(Index index) {
   view_.queued(index) = false;
-  live_->left(block(index));
+  live_->left(index);
 }
 
 void LivePolicy::check() const {

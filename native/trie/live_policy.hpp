@@ -5,9 +5,7 @@
 #include <memory>
 #include <span>
 #include <string_view>
-#include <vector>
 
-#include "common/rows.hpp"
 #include "policy/keeper.hpp"
 #include "policy/live.hpp"
 #include "trie/policy.hpp"
@@ -34,12 +32,12 @@ class LivePolicy final : public Policy, private policy::Keeper {
   }
   void entered(Index index) override;
   void offer(Index) override {}
-  void let_go(Index index) override { live_->let_go(block(index)); }
+  void let_go(Index index) override { live_->let_go(index); }
   void begin_evicting() override { live_->begin_evicting(); }
   Index victim() override;
   void withdraw(Index index) override;
   std::size_t num_queued() const override { return live_->num_blocks(); }
-  std::size_t num_bytes() const override { return live_->num_bytes() + blocks_.num_bytes(); }
+  std::size_t num_bytes() const override { return live_->num_bytes(); }
   void check() const override;
 
  private:
@@ -49,12 +47,7 @@ class LivePolicy final : public Policy, private policy::Keeper {
   }
   policy::Index find(policy::Key) const override { return policy::kNone; }
 
-  std::span<const policy::Index> blocks_of(std::span<const Index> found);
-  policy::Index& block(Index index) { return *blocks_.at<policy::Index>(index, 0); }
-
   std::unique_ptr<policy::Live> live_;
-  Rows blocks_;  // the policy's number of each node in the column
-  std::vector<policy::Index> found_;
 };
 
 }  // namespace kvtier::trie

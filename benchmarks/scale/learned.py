@@ -1,0 +1,141 @@
+"""N1, N4 where a policy learns: new prompts that take the place of others in the flat index."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from pathlib import Path
+
+from benchmarks.scale.keyed import NAMESPACE, new_keys
+from benchmarks.scale.part import Part, Row
+from benchmarks.targets import judged
+from kvtier.index import make_key_index
+from kvtier.index.policies.replayed import LRU, RUNS
+from kvtier.serve_bench.stats import Estimate, exactly, median_with_interval
+from kvtier.types import DISK, HOST
+
+SIZES = (1_000_000, 10_000_000)
+QUICK_SIZES = (100_000, 200_000)
+PROMPT_BLOCKS = 20
+BATCH_PROMPTS = 1_000
+ASKED_AGAIN = 5
+"""Of the prompts of the batch before, each so many-th: so there is something to learn, and what was
+used just now is worth more than what was not for long."""
+SECONDS_APART = 0.01
+CALLS = 30
+CAPACITIES = 5
+"""So many times the blocks of the tier leave until the policy remembers as much as it may."""
+MOST_BLOCK_US = 2.0
+MOST_BYTES = 100
+OPERATION = "replace a block, prompts of 20"
+
+
+def _resident_bytes() -> int:
+    """Of the process."""
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return 4096 * int(pages)
+
+
+class LearnedTier:
+    """The index alone, of ``num_blocks`` blocks of host memory above a disk that has none, all of
+    it full of prompts of 20 blocks. bytes_per_block: as the index counts; process_bytes_per_block:
+    by which the process has grown."""
+
+    def __init__(self, num_blocks: int, policy: str) -> None:
+        before = _resident_bytes()
+        self.num_blocks = num_blocks
+        self._index = make_key_index((HOST, DISK), lambda: NAMESPACE, (HOST,), policy)
+        self._index.expect(num_blocks)
+        self._index.set_room(HOST, num_blocks)
+        self._num_free = num_blocks
+        self._now = 0.0
+        self._prompts: list[list[bytes]] = []
+        while self._num_free:
+            self.batch()
+        self.process_bytes_per_block = (_resident_bytes() - before) / num_blocks
+
+    @property
+    def bytes_per_block(self) -> float:
+        return float(self._index.num_bytes / self.num_blocks)  # type: ignore[attr-defined]
+
+    def batch(self) -> float:
+        """New prompts come, and take the place of others where there is no room. Seconds of this
+        thread's CPU for each of their blocks."""
+        for keys in self._prompts[::ASKED_AGAIN]:
+            self._index.asked(keys, self._now)
+        keys = new_keys(BATCH_PROMPTS * PROMPT_BLOCKS)
+        self._prompts = [keys[at : at + PROMPT_BLOCKS] for at in range(0, len(keys), PROMPT_BLOCKS)]
+        began = time.thread_time()
+        num_stored = sum(map(self._store, self._prompts))
+        seconds = time.thread_time() - began
+        assert num_stored == len(keys), (
+            "some are not worth their room: nothing would leave for them"
+        )
+        return seconds / num_stored
+
+    def _store(self, keys: list[bytes]) -> int:
+        """What the cache and its ladder ask of the index. Returns how many blocks came."""
+        index = self._index
+        self._now += SECONDS_APART
+        index.find_all(keys)
+        index.asked(keys, self._now)
+        new = index.admit_keys(keys, HOST, self._num_free)
+        if self._num_free:
+            self._num_free -= len(new)
+            slots = range(self._num_free, self._num_free + len(new))
+        else:
+            slots = index.forget_all(index.evict(HOST, len(new)), HOST)  # type: ignore[assignment]
+        blocks = index.make(new)
+        index.begin_write_all(blocks, HOST, slots)  # type: ignore[arg-type]
+        index.touch(blocks, self._now)
+        index.set_depths(blocks, range(len(blocks)))  # type: ignore[arg-type]
+        index.commit_all(blocks, HOST, self._now)
+        return len(blocks)
+
+
+def measure(quick: bool) -> Part:
+    few, many = QUICK_SIZES if quick else SIZES
+    rows = [_in_process(*each) for each in ((many, LRU), (many, RUNS), (few, RUNS, True))]
+    ours = rows[1]
+    what = {"operation": OPERATION, "policy": RUNS, "blocks": ours.num}
+    return Part(
+        rows,
+        [
+            judged("N1", _microseconds(ours), MOST_BLOCK_US, at_least=False, unit="us", **what),
+            judged(
+                "N4",
+                exactly(float(str(ours.more["bytes_per_block"]))),
+                MOST_BYTES,
+                at_least=False,
+                **what,
+            ),
+        ],
+    )
+
+
+def _microseconds(row: Row) -> Estimate:
+    """As targets are compared: with four digits behind the point."""
+    return median_with_interval([1e6 * seconds for seconds in row.seconds])
+
+
+def _in_process(num_blocks: int, policy: str, remembers_all: bool = False) -> Row:
+    """In one of its own, which has no memory that others have left."""
+    with multiprocessing.get_context("spawn").Pool(1) as process:
+        return process.apply(_row, (num_blocks, policy, remembers_all))
+
+
+def _row(num_blocks: int, policy: str, remembers_all: bool) -> Row:
+    """remembers_all: it has been full for long, and the policy knows of as many blocks that have
+    left as it may; else it has just become full."""
+    tier = LearnedTier(num_blocks, policy)
+    more: dict[str, object] = {
+        "bytes_per_block": round(tier.bytes_per_block, 1),
+        "process_bytes_per_block": round(tier.process_bytes_per_block, 1),
+    }
+    if remembers_all:
+        for _ in range(CAPACITIES * num_blocks // (BATCH_PROMPTS * PROMPT_BLOCKS)):
+            tier.batch()
+        more["bytes_per_block_with_history"] = round(tier.bytes_per_block, 1)
+    seconds = [tier.batch() for _ in range(CALLS)]
+    state = ", all history" if remembers_all else ""
+    return Row(OPERATION + state, policy, "blocks", num_blocks, seconds, more)
