@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from kvtier.tiers.remote.manifests import Grave, Manifest, Pack
 from kvtier.tiers.remote.pack_reader import PackReader
 from kvtier.tiers.remote.packs import PackShape, pack_name
 from tests.effort import effort
-from tests.remote.bucket import Bucket
+from tests.remote.bucket import Bucket, OnePack
 from tests.remote.valkeys import open_tier, tell
 
 pytestmark = pytest.mark.slow
@@ -57,17 +56,6 @@ def test_no_flipped_bit_of_a_value_is_overlooked(secret: bytes) -> None:
         assert found == [False] * len(KEYS)
 
 
-@dataclass
-class OnePack:
-    """In the place of a bucket."""
-
-    content: bytes
-
-    async def part(self, path: str, start: int, end: int) -> memoryview:
-        del path
-        return memoryview(self.content)[start:end]
-
-
 @pytest.mark.parametrize("secret", [b"", b"a secret"])
 def test_no_flipped_bit_of_a_pack_becomes_a_wrong_byte(secret: bytes) -> None:
     """Read and checked as it is from a bucket, with a header that was read before, and without."""
@@ -91,22 +79,27 @@ def test_no_flipped_bit_of_a_pack_becomes_a_wrong_byte(secret: bytes) -> None:
     async def run() -> None:
         for turn in range(IN_PACKS // 2):
             reader = PackReader(store, shape, envelope)  # type: ignore[arg-type]
-            (asked,) = reader.by_pack(places)
+            ((asked, part),) = reader.parts(places)
             if turn % 2:  # its header is known
                 store.content = whole
-                reader.take(asked, KEYS, await reader.read(asked), memory.pieces)
+                content = await reader.read(asked, part)
+                reader.take(asked, part, content, KEYS, memory.pieces)
+                ((asked, part),) = reader.parts(places)
+                assert part.start, "the header is not read again"
             begin, end = (0, number_of_entries) if turn % 4 < 2 else (4096, len(whole))
             store.content = whole[:begin] + flipped(whole[begin:end], at) + whole[end:]
             memory.clear()
-            outcomes = reader.take(asked, KEYS, await reader.read(asked), memory.pieces)
-            for number, outcome in enumerate(outcomes):
+            content = await reader.read(asked, part)
+            outcomes = reader.take(asked, part, content, KEYS, memory.pieces)
+            assert sorted(outcomes) == list(range(len(KEYS)))
+            for number, outcome in outcomes.items():
                 seen[outcome] += 1
                 if outcome is THERE:
                     assert memory.read(number) == expected[number]
             if begin:
-                assert outcomes.count(DAMAGED) == 1, "the others are right"
+                assert list(outcomes.values()).count(DAMAGED) == 1, "the others are right"
             elif not turn % 2:
-                assert DAMAGED in outcomes, "a changed header was taken"
+                assert DAMAGED in outcomes.values(), "a changed header was taken"
 
     asyncio.run(run())
     assert min(seen.values()) > IN_PACKS // 8

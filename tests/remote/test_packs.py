@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 import random
+import subprocess
+import sys
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from kvtier.tiers.remote.catalogue import Catalogue, as_keys
 from kvtier.tiers.remote.envelope import Envelope
 from kvtier.tiers.remote.manifests import Grave, Manifest, Pack
 from kvtier.tiers.remote.packs import PackShape, pack_name, pack_path
-from kvtier.tiers.remote.reading import GAP_BYTES, PART_BYTES, Wanted, copy_blocks
+from kvtier.tiers.remote.reading import GAP_BYTES, PART_BYTES, parts_of
 
 BLOCK_BYTES = 1000
 SHAPE = PackShape(BLOCK_BYTES, 16 << 20)
@@ -80,48 +82,52 @@ def test_pack_is_called_by_its_last_key_and_all_of_them() -> None:
     seed=st.integers(0, 1 << 30),
     with_header=st.booleans(),
 )
-def test_ranges_cover_what_is_wanted_and_little_else(
+def test_parts_have_what_is_wanted_and_little_else(
     num_blocks: int, block_bytes: int, seed: int, with_header: bool
 ) -> None:
     place = random.Random(seed)
-    at = sorted(place.sample(range(num_blocks), place.randint(1, num_blocks)))
+    wanted = sorted(place.sample(range(num_blocks), place.randint(1, num_blocks)))
     shape = PackShape(block_bytes, 16 << 20)
-    ranges = Wanted(shape, num_blocks, at).ranges(with_header)
-    assert all(end - start <= PART_BYTES for start, end in ranges)
-    assert ranges == sorted(ranges)
-    wanted = [(shape.offset(num_blocks, each), shape.offset(num_blocks, each + 1)) for each in at]
-    if with_header:
-        wanted.append((0, shape.header_bytes(num_blocks)))
-        assert ranges[0][0] == 0
-        assert ranges[0][1] >= shape.header_bytes(num_blocks)
-    for start, end in wanted:
-        covered = [(max(start, one), min(end, two)) for one, two in ranges]
-        assert sum(two - one for one, two in covered if two > one) == end - start
-    assert all(one[1] <= two[0] for one, two in pairwise(ranges))
-    num_in_vain = sum(end - start for start, end in ranges) - sum(end - a for a, end in wanted)
-    assert 0 <= num_in_vain <= GAP_BYTES * len(wanted)
+    parts = parts_of(shape, num_blocks, wanted, with_header)
+    assert [at for each in parts for at in wanted[each.wanted]] == wanted, "each in one part"
+    assert all(one.end <= two.start for one, two in pairwise(parts))
+    header_bytes = shape.header_bytes(num_blocks)
+    assert (parts[0].start == 0) == with_header
+    assert parts[0].end >= header_bytes
+    num_in_vain = 0
+    for part in parts:
+        blocks = wanted[part.wanted]
+        for at in blocks:
+            assert part.start <= shape.offset(num_blocks, at)
+            assert shape.offset(num_blocks, at + 1) <= part.end
+        num_header = header_bytes if part.start == 0 else 0
+        assert len(blocks) <= 1 or part.end - part.start <= num_header + GAP_BYTES + PART_BYTES
+        num_in_vain += part.end - part.start - len(blocks) * block_bytes - num_header
+    assert 0 <= num_in_vain <= GAP_BYTES * (len(wanted) + with_header)
 
 
-@pytest.mark.parametrize("cut", [100, 999, 1000, 2500, 100_000])
-def test_blocks_come_together_from_any_parts(cut: int) -> None:
-    numbers = [0, 2, 3, 7]
-    sizes = cuts(BLOCK_BYTES)["unequal pieces"]
-    everything = np.random.default_rng(3).integers(0, 256, SHAPE.offset(9, 9), np.uint8)
-    starts = list(range(0, len(everything), cut))
-    parts = [memoryview(everything[start : start + cut]) for start in starts]
-    memory = Scattered(len(numbers), sizes)
-    wanted = Wanted(SHAPE, 9, numbers)
-    addresses = wanted.addresses(starts, parts)
-    for at, address in enumerate(addresses.tolist()):
-        if address:
-            copy_blocks(memory.pieces.pick([at]), addresses[[at]])
-        else:
-            wanted.gather(at, starts, parts, memory.pieces.pick([at]))
-    assert (addresses > 0).all() == (cut == 100_000)
-    for at, number in enumerate(numbers):
-        begin = SHAPE.offset(9, number)
-        assert memory.read(at) == everything[begin : begin + BLOCK_BYTES].tobytes()
-    memory.check_around()
+ANSWERS_COME_AND_GO = """
+import resource, sys
+from kvtier.tiers.remote.reading import keep_freed_memory
+if "keep" in sys.argv:
+    keep_freed_memory()
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    answers = [bytearray(17 << 20) for _ in range(3)]
+    del answers
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is about glibc's malloc")
+def test_answers_come_into_memory_of_those_before_them() -> None:
+    """Page faults of the last three."""
+
+    def faults(*arguments: str) -> int:
+        command = [sys.executable, "-c", ANSWERS_COME_AND_GO, *arguments]
+        return int(subprocess.run(command, capture_output=True, check=True).stdout)
+
+    assert faults("keep") < 100 < faults()
 
 
 # -- manifests -------------------------------------------------------------------------------------

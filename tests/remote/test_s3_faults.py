@@ -99,8 +99,8 @@ def test_block_of_another_secret_is_damaged(
 
 
 def test_blocks_may_come_in_several_parts(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part ends within the second block, of 256 bytes each behind 4096 of the header."""
-    monkeypatch.setattr(reading, "PART_BYTES", 4096 + 256 + 100)
+    """Three blocks in each but the last, of 256 bytes each behind 4096 of the header."""
+    monkeypatch.setattr(reading, "PART_BYTES", 3 * 256 + 100)
     tier = bucket.tier()
     user = User(tier)
     user.put(*range(10))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 from typing import Final
 
@@ -16,7 +15,7 @@ from kvtier.tiers.remote.catalogue import Place
 from kvtier.tiers.remote.envelope import Envelope
 from kvtier.tiers.remote.objects import Objects
 from kvtier.tiers.remote.packs import PackName, PackShape, pack_path
-from kvtier.tiers.remote.reading import Wanted, copy_blocks
+from kvtier.tiers.remote.reading import Part, copy_blocks, keep_freed_memory, parts_of
 from kvtier.tiers.storage import Outcome
 from kvtier.types import BlockKey
 
@@ -24,23 +23,17 @@ MAX_HEADERS: Final = 4096
 """Of packs that were read: 50 KiB each at the most, and 1 KiB mostly."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
-    """Blocks of a call that are in one pack. numbers: theirs in the call, in the pack's order."""
+    """Blocks of a call that are in one pack. at: their numbers there, ascending. numbers: theirs in
+    the call. headers: one for each block of the pack, as soon as they are known. early: parts that
+    came before them."""
 
     place: Place
+    at: list[int]
     numbers: list[int]
-    wanted: Wanted
-
-
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """What was read of a pack. headers: one for each of its blocks; None where that is no header of
-    it. starts: where each part begins, in the pack."""
-
     headers: list[bytes] | None
-    starts: list[int]
-    parts: list[memoryview]
+    early: list[tuple[Part, memoryview]] = field(default_factory=list)
 
 
 class PackReader:
@@ -52,101 +45,111 @@ class PackReader:
         self._envelope = envelope
         self._headers: OrderedDict[PackName, list[bytes]] = OrderedDict()
         self._lock = Lock()
+        keep_freed_memory()
 
-    def by_pack(self, places: Sequence[Place | None]) -> list[Asked]:
-        """What to ask for, of blocks in ``places``."""
+    def parts(self, places: Sequence[Place | None]) -> list[tuple[Asked, Part]]:
+        """What to ask for, of blocks in ``places``; of each pack the header first."""
         packs: dict[PackName, list[tuple[int, int]]] = {}
         of: dict[PackName, Place] = {}
         for number, place in enumerate(places):
             if place is not None:
                 packs.setdefault(place.pack, []).append((place.at, number))
                 of[place.pack] = place
-        asked = []
+        parts = []
         for pack, found in packs.items():
             found.sort()
-            wanted = Wanted(self._shape, of[pack].num_blocks, [at for at, _ in found])
-            asked.append(Asked(of[pack], [number for _, number in found], wanted))
-        return asked
+            headers = self._known(pack)
+            at = [each for each, _ in found]
+            asked = Asked(of[pack], at, [number for _, number in found], headers)
+            parts += [
+                (asked, part)
+                for part in parts_of(self._shape, of[pack].num_blocks, at, headers is None)
+            ]
+        return parts
 
-    async def read(self, asked: Asked) -> Parts:
+    async def read(self, asked: Asked, part: Part) -> memoryview:
         """Raises what ``Objects`` raises."""
-        pack = asked.place.pack
-        with self._lock:
-            headers = self._headers.get(pack)
-        ranges = asked.wanted.ranges(with_header=headers is None)
-        reads = [
-            asyncio.ensure_future(self._objects.part(pack_path(pack), *each)) for each in ranges
-        ]
-        try:
-            parts = await asyncio.gather(*reads)
-        finally:
-            for each in reads:
-                each.cancel()
-        if any(len(part) != end - start for part, (start, end) in zip(parts, ranges, strict=True)):
-            return Parts(None, [], [])
-        if headers is None:
-            num_blocks = asked.place.num_blocks
-            header = np.frombuffer(parts[0], np.uint8)[: self._shape.header_bytes(num_blocks)]
-            headers = self._shape.read_header(header, num_blocks)
-        return Parts(headers, [start for start, _ in ranges], parts)
+        return await self._objects.part(pack_path(asked.place.pack), part.start, part.end)
 
     def take(
-        self, asked: Asked, keys: Sequence[BlockKey], found: Parts, blocks: Pieces
-    ) -> list[Outcome]:
-        """Copy what was read to ``blocks``, and see that it is right: ``THERE`` or ``DAMAGED``."""
-        outcomes = [Outcome.DAMAGED] * len(keys)
-        if found.headers is not None:
-            headers = [found.headers[at] for at in asked.wanted.at]
-            for at in self._copy(asked.wanted, headers, keys, found, blocks):
-                outcomes[at] = Outcome.THERE
-        self._remember(asked.place.pack, None if Outcome.DAMAGED in outcomes else found.headers)
+        self,
+        asked: Asked,
+        part: Part,
+        content: memoryview,
+        keys: Sequence[BlockKey],
+        blocks: Pieces,
+    ) -> dict[int, Outcome]:
+        """Copy the blocks of a part that are right, and say of each, by its number in the call:
+        ``THERE`` or ``DAMAGED``. What comes before the header is told of with it.
+
+        keys, blocks: of the call.
+        """
+        parts = [(part, content)]
+        if asked.headers is None:
+            if part.start:
+                asked.early += parts
+                return {}
+            asked.headers = self._read_headers(asked.place, content)
+            parts += asked.early
+            asked.early.clear()
+        outcomes: dict[int, Outcome] = {}
+        for each, its_content in parts:
+            outcomes |= self._copy(asked, asked.headers, each, its_content, keys, blocks)
+        if Outcome.DAMAGED in outcomes.values():
+            self._forget(asked.place.pack)
         return outcomes
 
     def _copy(
         self,
-        wanted: Wanted,
+        asked: Asked,
         headers: Sequence[bytes],
+        part: Part,
+        content: memoryview,
         keys: Sequence[BlockKey],
-        found: Parts,
         blocks: Pieces,
-    ) -> list[int]:
-        """Copy blocks, and return those that are right."""
-        are_sound = self._envelope.are_of(headers, keys)
-        sound = [at for at, is_sound in enumerate(are_sound) if is_sound]
-        addresses = wanted.addresses(found.starts, found.parts)
+    ) -> dict[int, Outcome]:
+        """Blocks of one part."""
+        numbers, at = asked.numbers[part.wanted], asked.at[part.wanted]
+        if not numbers or len(content) != part.end - part.start:
+            return dict.fromkeys(numbers, Outcome.DAMAGED)
+        first = np.frombuffer(content, np.uint8).ctypes.data - part.start
+        begins = first + self._shape.offsets(asked.place.num_blocks, at)
         # Checked where they were read: there each block lies in one piece, which is a good deal
         # faster to check than the many that it may lie in at its destination.
-        whole = [at for at in sound if addresses[at]]
-        as_read = Pieces.whole(addresses[whole], self._shape.block_bytes)
-        right = self._right(whole, headers, keys, as_read)
-        copy_blocks(blocks.pick(right), addresses[right])
-        split = [at for at in sound if not addresses[at]]
-        for at in split:
-            wanted.gather(at, found.starts, found.parts, blocks.pick([at]))
-        return right + self._right(split, headers, keys, blocks.pick(split))
-
-    def _right(
-        self,
-        at: Sequence[int],
-        headers: Sequence[bytes],
-        keys: Sequence[BlockKey],
-        blocks: Pieces,
-    ) -> list[int]:
-        """Those of ``at`` whose bytes, in ``blocks``, are the ones of their headers."""
-        if not at:
-            return []
         are_right = self._envelope.are_blocks(
-            [headers[each] for each in at], [keys[each] for each in at], blocks
+            [headers[each] for each in at],
+            [keys[number] for number in numbers],
+            Pieces.whole(begins, self._shape.block_bytes),
         )
-        return [each for each, is_right in zip(at, are_right, strict=True) if is_right]
+        right = np.flatnonzero(are_right)
+        copy_blocks(blocks.pick(np.array(numbers)[right]), begins[right])
+        return {
+            number: Outcome.THERE if is_right else Outcome.DAMAGED
+            for number, is_right in zip(numbers, are_right, strict=True)
+        }
 
-    def _remember(self, pack: PackName, headers: list[bytes] | None) -> None:
-        """headers: None where they are to be read anew."""
+    # -- headers -----------------------------------------------------------------------------------
+
+    def _read_headers(self, place: Place, content: memoryview) -> list[bytes]:
+        """content: of the part that begins with them. What is no header of such a pack is none of
+        any block."""
+        header = np.array(content[: self._shape.header_bytes(place.num_blocks)], np.uint8)
+        headers = self._shape.read_header(header, place.num_blocks)
+        if headers is None:
+            return [b""] * place.num_blocks
         with self._lock:
-            if headers is None:
-                self._headers.pop(pack, None)
-                return
-            self._headers[pack] = headers
-            self._headers.move_to_end(pack)
+            self._headers[place.pack] = headers
             if len(self._headers) > MAX_HEADERS:
                 self._headers.popitem(last=False)
+        return headers
+
+    def _known(self, pack: PackName) -> list[bytes] | None:
+        with self._lock:
+            if pack in self._headers:
+                self._headers.move_to_end(pack)
+            return self._headers.get(pack)
+
+    def _forget(self, pack: PackName) -> None:
+        """They are read anew."""
+        with self._lock:
+            self._headers.pop(pack, None)

@@ -33,6 +33,7 @@ from kvtier.tiers.storage import Keys
 from kvtier.types import BlockKey
 
 Uint8s = npt.NDArray[np.uint8]
+Int64s = npt.NDArray[np.int64]
 PackName = NewType("PackName", bytes)
 """The key of the last block, and ``DIGEST_BYTES`` of a hash of all keys."""
 
@@ -40,6 +41,8 @@ MAGIC: Final = b"kvtierP1"
 HEAD: Final = Struct("<8sIIQ")
 PLACE: Final = Struct("<QQ")
 ENTRY_BYTES: Final = PLACE.size + HEADER_BYTES
+ENTRY: Final = np.dtype([("offset", "<u8"), ("size", "<u8"), ("envelope", f"V{HEADER_BYTES}")])
+"""Of a block, as numpy reads many of them."""
 ALIGNMENT: Final = 4096
 """Of the header's end: a device may read blocks straight out of an object that was cached."""
 DIGEST_BYTES: Final = 8
@@ -67,6 +70,10 @@ class PackShape:
     def offset(self, num_blocks: int, at: int) -> int:
         """Where block ``at`` begins; that of block ``num_blocks`` is the pack's size."""
         return self.header_bytes(num_blocks) + at * self.block_bytes
+
+    def offsets(self, num_blocks: int, at: npt.ArrayLike) -> Int64s:
+        """Where some blocks begin. at: int64 [num_wanted]."""
+        return self.header_bytes(num_blocks) + np.asarray(at, np.int64) * self.block_bytes
 
     def build(self, keys: Sequence[BlockKey], blocks: Pieces, envelope: Envelope) -> Uint8s:
         """The bytes of a pack: a copy of its blocks, which lie in host memory."""
@@ -108,14 +115,10 @@ class PackShape:
         self._fill(copied, num_blocks, 0)
         if _check(copied) != check:
             return None
-        found = []
-        for at in range(num_blocks):
-            begin = HEAD.size + at * ENTRY_BYTES
-            place = PLACE.unpack_from(whole, begin)
-            if place != (self.offset(num_blocks, at), self.block_bytes):
-                return None
-            found.append(whole[begin + PLACE.size : begin + ENTRY_BYTES])
-        return found
+        entries = np.frombuffer(whole, ENTRY, num_blocks, HEAD.size)
+        are_ours = entries["offset"] == self.offsets(num_blocks, np.arange(num_blocks))
+        are_ours &= entries["size"] == self.block_bytes
+        return entries["envelope"].tolist() if are_ours.all() else None
 
 
 def keys_in(header: bytes) -> tuple[int, list[bytes]] | None:

@@ -71,7 +71,8 @@ class RequestLoop:
         """Number and result of each request, or what it raised, in the order in which they end.
 
         end_s: of ``time.monotonic``. Those that have not ended by then are cancelled, and are not
-        among the results; so are all when the iterator is closed.
+        among the results; so are all when the iterator is closed. No result is held here that was
+        given.
         """
         ended: SimpleQueue[int] = SimpleQueue()
         running: dict[int, Future[Result]] = {}
@@ -81,17 +82,14 @@ class RequestLoop:
                 while next_one < len(requests) and len(running) < self._num_at_once:
                     if time.monotonic() >= end_s:
                         return
-                    future = self.begin(requests[next_one])
-                    running[next_one] = future
-                    future.add_done_callback(lambda _, at=next_one: ended.put(at))  # type: ignore[misc]
+                    running[next_one] = self.begin(requests[next_one])
+                    running[next_one].add_done_callback(lambda _, at=next_one: ended.put(at))  # type: ignore[misc]
                     next_one += 1
                 try:
                     at = ended.get(timeout=max(0.0, end_s - time.monotonic()))
                 except Empty:
                     return
-                done = running.pop(at)
-                error = CancelledError() if done.cancelled() else done.exception()
-                yield at, done.result() if error is None else error
+                yield at, _ending(running.pop(at))
         finally:
             for future in running.values():
                 future.cancel()
@@ -122,3 +120,9 @@ class RequestLoop:
         self._is_ending = True
         self.close(EXIT_S)
         time.sleep(SETTLE_S)
+
+
+def _ending(done: Future[Any]) -> Any:
+    """Its result, or what it raised."""
+    error = CancelledError() if done.cancelled() else done.exception()
+    return done.result() if error is None else error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -16,7 +16,7 @@ from kvtier.tiers.remote.catalogue import Catalogue, as_keys
 from kvtier.tiers.remote.envelope import Envelope
 from kvtier.tiers.remote.exchange import Exchange
 from kvtier.tiers.remote.objects import Missing, Objects
-from kvtier.tiers.remote.pack_reader import PackReader, Parts
+from kvtier.tiers.remote.pack_reader import PackReader
 from kvtier.tiers.remote.packs import PackName, PackShape, pack_name, pack_path
 from kvtier.tiers.remote.requests import RequestLoop
 from kvtier.tiers.remote.trouble import Refused, Unreachable, Unsound
@@ -152,32 +152,32 @@ class S3Tier(StorageTier):
         end_s = time.monotonic() + timeout_s
         places = self._catalogue.places(keys, self._exchange.since)
         outcomes = [Outcome.ABSENT if place is None else Outcome.FAILED for place in places]
-        asked = self._reader.by_pack(places)
-        reads: list[Callable[[], Coroutine[Any, Any, Parts]]] = [
-            partial(self._reader.read, each) for each in asked
+        parts = self._reader.parts(places)
+        reads: list[Callable[[], Coroutine[Any, Any, memoryview]]] = [
+            partial(self._reader.read, *each) for each in parts
         ]
         for at, result in self._loop.each(reads, end_s):
-            of_pack = [keys[number] for number in asked[at].numbers]
+            asked, part = parts[at]
             if isinstance(result, Missing):
-                self._catalogue.lose(of_pack[0], asked[at].place.pack)
-                found = [Outcome.ABSENT] * len(of_pack)
+                self._catalogue.lose(keys[asked.numbers[0]], asked.place.pack)
+                for number in asked.numbers:
+                    if outcomes[number] is Outcome.FAILED:
+                        outcomes[number] = Outcome.ABSENT
             elif isinstance(result, BaseException):
                 self._note_failure(result)
-                continue
             else:
-                found = self._reader.take(
-                    asked[at], of_pack, result, blocks.pick(asked[at].numbers)
-                )
-                self._forget_damaged(asked[at].place.pack, of_pack, found)
-            for number, outcome in zip(asked[at].numbers, found, strict=True):
-                outcomes[number] = outcome
+                found = self._reader.take(asked, part, result, keys, blocks)
+                self._forget_damaged(asked.place.pack, keys, found)
+                for number, outcome in found.items():
+                    outcomes[number] = outcome
+            del result  # the next answer comes into its memory
         return outcomes
 
     def _forget_damaged(
-        self, pack: PackName, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]
+        self, pack: PackName, keys: Sequence[BlockKey], outcomes: Mapping[int, Outcome]
     ) -> None:
         damaged = [
-            key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.DAMAGED
+            keys[number] for number, outcome in outcomes.items() if outcome is Outcome.DAMAGED
         ]
         if damaged:
             logger.warning(
