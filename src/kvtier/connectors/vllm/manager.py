@@ -177,7 +177,8 @@ class TierManager(OffloadingManager):
         self.cache.touch(keys)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> HostSlots:
-        read = self._visits[req_context.req_id].begin_load(keys)
+        visit = self._visits.get(req_context.req_id)
+        read = {} if visit is None else visit.begin_load(keys)
         held = [key for key in keys if key not in read]
         sources = self.cache.straight.read(list(read), list(read.values()))
         for tier, num in Counter([*self.cache.origins(held), *sources]).items():
