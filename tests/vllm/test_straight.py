@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -29,7 +30,9 @@ from kvtier.connectors.vllm.visit import Advice
 from kvtier.connectors.vllm.worker import RankRoom, TierWorker
 from kvtier.devices import Device, find_device
 from kvtier.errors import ConfigError
-from kvtier.tiers.disk import DiskOptions
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.transfer import LocalMover
 from kvtier.transfer.ranks import Done, Order, Report, Verb
 from kvtier.types import DISK, HOST, BlockKey, BlockName, Direct, Slot
 from tests.core.test_direct import LateFence, StrictDevice
@@ -173,6 +176,7 @@ PAGE = 4096
 NUM_PAGES = 10
 GQA, MLA = (4 * PAGE,) * 4, (8 * PAGE, PAGE) * 2
 """Bytes of a page in each tensor: K and V of two layers; a latent and a rotary part of two."""
+TO_PAGES = GPULoadStoreSpec([3, 4], [2], [0])
 NAMES = tuple(BlockName(b"n" * 32, at, BlockKey(b"%032d" % at)) for at in range(6))
 
 
@@ -324,7 +328,35 @@ def test_a_read_waits_for_those_who_use_its_pages_still(
     rank.close()
 
 
-def test_load_with_a_flipped_bit_fails_and_its_block_is_gone(rank: Rank, tmp_path: Path) -> None:
+def test_load_is_done_when_the_disk_has_answered(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it may write to these pages, and vLLM must not give them to others."""
+    rank.store(2, [0, 1])
+    begun, answers, get = Event(), Event(), DiskTier.get
+
+    def hangs(*args: object) -> list[Outcome]:
+        begun.set()
+        assert answers.wait(60)
+        return get(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DiskTier, "get", hangs)
+    order = Order(2, Verb.READ, DISK, NAMES[1:2], (Slot(1),))
+    assert rank.worker.submit_load(9, HostSlots([0, STRAIGHT], [order]), TO_PAGES)
+    assert begun.wait(60)
+    for _ in range(20):
+        rank.worker.rest()
+        assert rank.worker.get_finished() == []
+    answers.set()
+    rank.worker.wait({9})
+    assert [each.job_id for each in rank.worker.get_finished()] == [9]
+    assert np.array_equal(rank.pages()[3:5], rank.pages()[:2])
+
+
+def test_load_with_a_flipped_bit_fails_and_its_block_is_gone(
+    rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalMover, "scrub", lambda self: [])  # it might find the block before
     rank.store(3, [0, 1, 2])
     (data,) = tmp_path.rglob("data.slab")
     with data.open("r+b") as file:
