@@ -19,6 +19,7 @@ from kvtier.engine_copies import EngineCopies
 from kvtier.hints import Hint
 from kvtier.index import KeyIndex, State
 from kvtier.keyed_recall import KeyedRecall
+from kvtier.keyed_straight import KeyedStraight
 from kvtier.ladder import Asked, Ladder
 from kvtier.types import BlockId, Slot
 from kvtier.watches import Watch
@@ -92,6 +93,7 @@ class KeyedCache:
         self._came_from = np.zeros(num_slots, np.int8)  # by slot: which of the tiers
         self._copies = EngineCopies(index, ladder)
         self._recall = KeyedRecall(index, ladder, namespace, knows_storage)
+        self.straight = KeyedStraight(index, ladder, self._storage_of)
         self._changes: list[Change] = []
         ladder.listen(self._note)
 

@@ -11,7 +11,7 @@ from kvtier.keys import next_key
 from kvtier.ladder import Ladder, LadderOptions
 from kvtier.tiers import DistantRoom, Quota, Room, StorageFacts
 from kvtier.transfer.ranks import Done, Found, Hello, Order, RankMover, Report
-from kvtier.types import DISK, HOST, BlockKey
+from kvtier.types import DEVICE, DISK, HOST, BlockKey, Direct
 
 KEYS = [bytes([number]) * 3 for number in range(10)]
 NS = b"n" * 32
@@ -42,13 +42,16 @@ class Engine:
         bytes_per_day: int = 0,
         stores: Sequence[str] = (),
         clock: Callable[[], float] | None = None,
+        direct: Direct = Direct.OFF,
     ) -> None:
-        facts = {DISK: StorageFacts(finds_at_once=True)}
+        facts = {DISK: StorageFacts(finds_at_once=True, direct=direct)}
         facts |= dict.fromkeys(stores, StorageFacts(is_shared=True))
         self.num_ranks = num_ranks
         ticks = count()
         clock = clock or (lambda: float(next(ticks)))
-        self.mover = RankMover(facts, BLOCK_BYTES, num_ranks, num_ranks, PATIENCE_S, clock)
+        self.mover = RankMover(
+            facts, BLOCK_BYTES, num_ranks, num_ranks, PATIENCE_S, clock, device=DEVICE
+        )
         self.host = DistantRoom(num_host)
         rooms: dict[str, Room] = {HOST: self.host, DISK: Quota(lambda: num_disk)}
         rooms |= {name: Quota(lambda: NUM_STORED) for name in stores}
@@ -63,6 +66,7 @@ class Engine:
                 lookup_patience_s=PATIENCE_S,
             ),
             clock=clock,
+            device=DEVICE,
         )
         self.cache = KeyedCache(
             self.index, self.ladder, lambda: NS, clock, lambda: self.mover.is_complete
@@ -70,11 +74,16 @@ class Engine:
         for rank in range(num_ranks if says_hello else 0):
             self.hello(rank)
 
-    def hello(self, rank: int, *found: BlockKey, num_open: int | None = None) -> None:
+    def hello(
+        self,
+        rank: int,
+        *found: BlockKey,
+        num_open: int | None = None,
+        straight: frozenset[str] = frozenset({DISK}),
+    ) -> None:
         num_open = self.host.num_slots if num_open is None else num_open
-        self.hear(
-            Report(hellos={rank: Hello(num_open, {DISK: Found(len(found), b"".join(found))})})
-        )
+        kept = {DISK: Found(len(found), b"".join(found))}
+        self.hear(Report(hellos={rank: Hello(num_open, kept, straight)}))
 
     def hear(self, report: Report) -> None:
         self.mover.hear(report)

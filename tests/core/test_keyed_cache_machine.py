@@ -15,9 +15,12 @@ from hypothesis.stateful import (
 
 from kvtier.keyed_cache import Place
 from kvtier.transfer.ranks import Done, Order, Verb
-from kvtier.types import DISK, HOST
+from kvtier.types import DISK, HOST, Direct
 
 from .keyed_world import KEYS, Engine, name, names
+
+PAGES = 1000
+"""From here on places are the engine's pages, and no slots."""
 
 
 class Rank:
@@ -55,7 +58,7 @@ class KeyedMachine(RuleBasedStateMachine):
 
     @initialize(num_host=st.integers(1, 5), num_disk=st.integers(1, 6))
     def make(self, num_host: int, num_disk: int) -> None:
-        self.engine = Engine(num_host, num_disk, num_ranks=2)
+        self.engine = Engine(num_host, num_disk, num_ranks=2, direct=Direct.ON)
         self.cache = self.engine.cache
         self.ranks = [Rank(), Rank()]
         self.num_disk = num_disk
@@ -104,7 +107,9 @@ class KeyedMachine(RuleBasedStateMachine):
             self.under_way.remove(mine[0])
             failing = data.draw(st.sets(st.integers(0, 3), max_size=1))
             order = mine[0][0]
-            self.engine.finish(order, self.ranks[rank].carry_out(order, failing))
+            done = self.ranks[rank].carry_out(order, failing)
+            assert not (order.slots[:1] >= (PAGES,) and done.gone), "it left while it was read"
+            self.engine.finish(order, done)
 
     @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True))
     def promote(self, keys: list[bytes]) -> None:
@@ -112,6 +117,13 @@ class KeyedMachine(RuleBasedStateMachine):
         keys = [key for key in keys if self.cache.find(key) is Place.STORAGE and key not in lost]
         num = self.cache.promote(keys)
         assert all(self.cache.find(key) is Place.ARRIVING for key in keys[:num])
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True))
+    def read_straight(self, keys: list[bytes]) -> None:
+        keys = [key for key in keys if self.cache.find(key) is Place.STORAGE]
+        self.cache.straight.read(keys, range(PAGES, PAGES + len(keys)))
+        for order in self.engine.mover.take_reads():
+            self.under_way += [(order, 0), (order, 1)]
 
     def is_lost(self, key: bytes) -> bool:
         """Held in memory, and not to be used."""

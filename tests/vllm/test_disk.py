@@ -80,15 +80,18 @@ def test_kv_comes_from_host_and_after_a_restart_from_disk(
 def test_damaged_slab_is_computed_again(
     alone: dict[str, list[tuple[int, Answer]]], slab: Path
 ) -> None:
-    data = slab / "rank0" / "data.slab"
-    with data.open("r+b") as file:
-        for at in range(2000, data.stat().st_size, 200_000):
-            file.seek(at)
-            file.write(b"\xa5\x5a\xa5")
+    _damage(slab / "rank0" / "data.slab")
     with engine(with_disk(slab)) as llm:
         assert one_by_one(llm, PROMPTS) == alone["cold"]
         assert one_by_one(llm, PROMPTS) == alone["warm"]
         assert count("vllm:kvtier_failed_chunks_total", src="disk") >= 6
+
+
+def _damage(data: Path) -> None:
+    with data.open("r+b") as file:
+        for at in range(2000, data.stat().st_size, 200_000):
+            file.seek(at)
+            file.write(b"\xa5\x5a\xa5")
 
 
 @pytest.mark.timeout(600)
@@ -149,25 +152,65 @@ def test_full_disk_is_no_reason_to_stop(
         assert one_by_one(llm, PROMPTS) == alone["warm"]
 
 
+def _moved_from_disk(before: tuple[float, float] = (0, 0)) -> tuple[float, float]:
+    """Bytes: straight to the device, and to host memory."""
+    name = "vllm:kvtier_moved_bytes_total"
+    straight, through = (count(name, src="disk", dst=dst) for dst in ("device", "host"))
+    return straight - before[0], through - before[1]
+
+
+@pytest.mark.timeout(900)
+def test_kv_comes_straight_from_disk(
+    alone: dict[str, list[tuple[int, Answer]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Past host memory: all of it, or what that has no room for; and what is damaged is found."""
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # vLLM's memory begins at a page
+    with engine(with_disk(tmp_path)) as llm:
+        one_by_one(llm, PROMPTS)
+    num_bytes = 36 * 5 * (128 << 10)  # 36 blocks in 5 pieces of 128 KiB
+    with engine(with_disk(tmp_path, disk_direct="on")) as llm:
+        before = _moved_from_disk()
+        assert one_by_one(llm, PROMPTS) == alone["warm"]
+        assert _moved_from_disk(before) == (num_bytes, 0)
+    with engine(with_disk(tmp_path, host_capacity="2MiB")) as llm:  # 3 blocks, of 6 in a prompt
+        before = _moved_from_disk()
+        assert one_by_one(llm, PROMPTS) == alone["warm"]
+        assert _moved_from_disk(before) == (num_bytes / 2, num_bytes / 2)
+    _damage(tmp_path / "rank0" / "data.slab")
+    with engine(with_disk(tmp_path, disk_direct="on")) as llm:
+        failed = count("vllm:kvtier_failed_chunks_total", src="disk", dst="device")
+        assert one_by_one(llm, PROMPTS) == alone["cold"]
+        now = count("vllm:kvtier_failed_chunks_total", src="disk", dst="device")
+        assert now - failed >= 6
+
+
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("direct", ["off", "on"])
 def test_two_ranks_find_their_shards_after_a_restart(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    direct: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Each rank has half of the heads and a slab of its own; the scheduler decides for both."""
+    monkeypatch.setenv(
+        "THP_MEM_ALLOC_ENABLE", "1"
+    )  # where it is on, vLLM's memory begins at a page
     # vLLM wants a NUMA node for each rank, unless it is told which cores to take.
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         pytest.skip("two ranks need two cores")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(map(str, cores)))
-    with engine(with_disk(tmp_path), tensor_parallel_size=2) as llm:
+    config = with_disk(tmp_path, disk_direct=direct)
+    with engine(config, tensor_parallel_size=2) as llm:
         one_by_one(llm, PROMPTS)
         on_device = one_by_one(llm, PROMPTS)
         assert [cached for cached, _ in on_device] == [6 * BLOCK] * len(PROMPTS)
         assert llm.reset_prefix_cache()
         assert one_by_one(llm, PROMPTS) == on_device
-    with engine(with_disk(tmp_path), tensor_parallel_size=2) as llm:
+    with engine(config, tensor_parallel_size=2) as llm:
+        before = _moved_from_disk()
         assert one_by_one(llm, PROMPTS) == on_device
         assert count("vllm:kvtier_loaded_chunks_total", tier="disk") > 0
+        straight, through = _moved_from_disk(before)
+        assert (straight > 0, through > 0) == (direct == "on", direct == "off")
     assert (tmp_path / "rank0" / "data.slab").stat().st_size <= 128 << 20, "half for each"
     assert (tmp_path / "rank1" / "data.slab").exists()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -28,7 +29,7 @@ from kvtier.connectors.vllm.spec import KvtierSpec
 from kvtier.connectors.vllm.visit import Advice
 from kvtier.tiers.disk import DiskTier
 from kvtier.transfer.ranks import Done, Found, Hello, Order, RankMover, Report, Verb
-from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
+from kvtier.types import DEVICE, DISK, HOST, Direct, LoadPolicy
 
 STEP = 128
 BLOCK_BYTES = 1 << 20
@@ -45,11 +46,16 @@ class Scheduler:
     """Asks as vLLM's scheduler does, and says what one rank would."""
 
     def __init__(
-        self, num_host: int = 4, policy: LoadPolicy = LoadPolicy.ALWAYS, num_disk: int = 8
+        self,
+        num_host: int = 4,
+        policy: LoadPolicy = LoadPolicy.ALWAYS,
+        num_disk: int = 8,
+        direct: Direct = Direct.OFF,
     ) -> None:
         names = Known(None, BLOCK_BYTES, "vllm")  # type: ignore[arg-type]
+        facts = {DISK: replace(DiskTier.facts, direct=direct)}
         self.manager = TierManager(
-            RankMover({DISK: DiskTier.facts}, BLOCK_BYTES, 1, 1),
+            RankMover(facts, BLOCK_BYTES, 1, 1, device=DEVICE),
             {HOST: num_host, DISK: num_disk},
             names,
             Shape((STEP,), BLOCK_BYTES),
@@ -58,7 +64,8 @@ class Scheduler:
             publishes_events=True,
         )
         self.costs = self.manager.ladder.costs
-        self.manager.hear(Report(hellos={0: Hello(num_host, {DISK: Found()})}))
+        hello = Hello(num_host, {DISK: Found()}, frozenset({DISK}))
+        self.manager.hear(Report(hellos={0: hello}))
 
     def request(self, name: str, keys: list[OffloadKey], **changes: object) -> ReqContext:
         context = ReqContext(name, **changes)  # type: ignore[arg-type]

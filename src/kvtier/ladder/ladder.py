@@ -20,6 +20,7 @@ from kvtier.ladder.returns import Returns
 from kvtier.ladder.row import Row
 from kvtier.ladder.space import Space, TellLeftOut
 from kvtier.ladder.stores import Stored, Stores
+from kvtier.ladder.straight import Straight
 from kvtier.ladder.traffic import OnChange, Traffic
 from kvtier.plan import Copy, CostModel, Costs, patience_s
 from kvtier.telemetry import Metrics
@@ -55,8 +56,8 @@ class Ladder:
         self._index = index
         self._mover = mover
         self._options = options
-        self._row = row = Row(rooms, mover.storages)
-        self._traffic = Traffic(row, device, index, mover, self.metrics, clock)
+        self._row = row = Row(rooms, mover.storages, device)
+        self._traffic = Traffic(row, index, mover, self.metrics, clock)
         self._gauges = Gauges(row, self._traffic, mover, self.metrics, clock)
         self.returns = Returns(index, self.metrics, clock)
         """Told of blocks that were computed, or are to be loaded."""
@@ -95,6 +96,8 @@ class Ladder:
         self._loads = Loads(
             row, index, mover, self._traffic, self._space, self.admission, options.piece_blocks
         )
+        self.straight = Straight(row, mover, self._loads)
+        """Reads from storage to an engine's own memory."""
         size = options.block_size
         self._depths = DepthWorth(index, self.costs, size) if size else None
 

@@ -67,7 +67,7 @@ class Loads:
         """Begin a plan's copy to the fastest tier, from tier to tier or straight."""
         between = self._row.above(copy.src)
         if copy.src in self._row.direct or between == self._row.fastest:
-            self._load_straight(copy, dst_slots)
+            self.load_straight(copy, dst_slots)
             return
         blocks, rest = copy.blocks, copy.blocks[:0]
         if copy.src in self._row.direct_at_need:
@@ -78,9 +78,10 @@ class Loads:
             slots, at = dst_slots[at : at + len(part)], at + len(part)
             self._traffic.begin(Copy(between, copy.dst, part), slots, after=leg)
         if rest:
-            self._load_straight(Copy(copy.src, copy.dst, rest), dst_slots[at:])
+            self.load_straight(Copy(copy.src, copy.dst, rest), dst_slots[at:])
 
-    def _load_straight(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
+    def load_straight(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
+        """Begin a copy that passes through no other memory, in pieces."""
         at = 0
         for piece in self._pieces(copy, STRAIGHT_PIECES):
             slots, at = dst_slots[at : at + len(piece.blocks)], at + len(piece.blocks)

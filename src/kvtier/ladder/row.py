@@ -15,17 +15,38 @@ class Row:
     Storage is read into ``staging``, the slowest memory, and written from there. Some may be read
     straight into the fastest one: always (``direct``), or where ``staging`` is short of room.
 
-    rooms: of all tiers, the memories first. storages: those of them that are storage.
+    rooms: of all tiers, the memories first. storages: those of them that are storage, as they are
+    now. device: memory of an engine's above the fastest tier, which is then what storage may be
+    read straight into; no tier has what is there.
     """
 
-    def __init__(self, rooms: Mapping[str, Room], storages: Mapping[str, StorageFacts]) -> None:
+    def __init__(
+        self,
+        rooms: Mapping[str, Room],
+        storages: Mapping[str, StorageFacts],
+        device: str | None = None,
+    ) -> None:
         self.rooms = dict(rooms)
         self.storages = [name for name in rooms if name in storages]
         self.memories = [name for name in rooms if name not in storages]
         self.fastest, self.staging = self.memories[0], self.memories[-1]
-        wants = {name: storages[name].direct for name in self.storages if self.is_staged}
-        self.direct = frozenset(name for name, how in wants.items() if how is Direct.ON)
-        self.direct_at_need = frozenset(name for name, how in wants.items() if how is Direct.AUTO)
+        self.device = device
+        self._facts = storages
+
+    @property
+    def direct(self) -> frozenset[str]:
+        """Storage that is read straight, whatever a request waits for."""
+        return self._those(Direct.ON)
+
+    @property
+    def direct_at_need(self) -> frozenset[str]:
+        """Storage that is read straight where ``staging`` is short of room."""
+        return self._those(Direct.AUTO)
+
+    def _those(self, how: Direct) -> frozenset[str]:
+        if not self.is_staged and self.device is None:
+            return frozenset()
+        return frozenset(name for name in self.storages if self._facts[name].direct is how)
 
     @property
     def is_staged(self) -> bool:
@@ -43,7 +64,7 @@ class Row:
         after = self.memories.index(tier) + 1
         return self.memories[after] if after < len(self.memories) else None
 
-    def ways(self, device: str | None = None) -> Ways:
+    def ways(self) -> Ways:
         """From each tier to the fastest one; to ``device``, where an engine has one above it."""
-        memories = self.memories if device is None else [device, *self.memories]
+        memories = self.memories if self.device is None else [self.device, *self.memories]
         return ways_of(memories, self.storages, self.direct)

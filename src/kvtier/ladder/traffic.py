@@ -32,21 +32,21 @@ class Traffic:
     A transfer may have to wait for the one that brings its sources: a load from disk is a copy to
     host memory and, after it, one to the device.
 
-    device: memory above the fastest tier, where there is one. lost: what tiers have of blocks and
-    is not to be used; it goes when nobody holds it any more.
+    What goes to the device above the fastest tier is no tier's: the index does not hear of it.
+
+    lost: what tiers have of blocks and is not to be used; it goes when nobody holds it any more.
     """
 
     def __init__(
         self,
         row: Row,
-        device: str | None,
         index: BlockIndex,
         mover: Mover,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
         self._row = row
-        self._ways = row.ways(device)
+        self._ways = row.ways()
         self._least_s = {
             self._ways[name][0]: facts.request_s
             for name, facts in mover.storages.items()
@@ -91,7 +91,8 @@ class Traffic:
         after: the transfer that brings the sources, if they are on their way themselves.
         urgent: False for a read that nobody waits for yet; it lets others pass.
         """
-        self._index.begin_write_all(copy.blocks, copy.dst, dst_slots)
+        if copy.dst != self._row.device:
+            self._index.begin_write_all(copy.blocks, copy.dst, dst_slots)
         transfer = Transfer(copy.src, copy.dst, copy.blocks, after, dst_slots=dst_slots)
         self._under_way.add(transfer)
         if after is None:
@@ -164,7 +165,9 @@ class Traffic:
         assert job is not None
         self._under_way.remove(transfer)
         absent = _absent(transfer, job)
-        self._arrive(transfer, absent)
+        is_ours = transfer.dst != self._row.device
+        if is_ours:
+            self._arrive(transfer, absent)
         self._note(transfer, job)
         for waiter in list(transfer.waiters):
             if job.succeeded and not absent:
@@ -173,7 +176,7 @@ class Traffic:
                 waiter.failed(transfer)
         if transfer.holds_source:
             self._index.release(transfer.blocks, transfer.src)
-        if absent:
+        if absent and is_ours:
             self._undo(transfer, absent)
         self._distrust(transfer, job)
         for follower in transfer.followers:
@@ -288,7 +291,8 @@ class Traffic:
         for transfer in self.transfers:
             transfer.is_void = True
             self.lose(transfer.blocks, transfer.src)
-            self.lose(transfer.blocks, transfer.dst)
+            if transfer.dst != self._row.device:
+                self.lose(transfer.blocks, transfer.dst)
 
     def found(self, blocks: Sequence[BlockId], tier: str, slots: Sequence[Slot]) -> None:
         """Blocks turned out to be in ``tier``, though nobody brought them there."""

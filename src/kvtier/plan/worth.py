@@ -27,7 +27,7 @@ def end_worth_loading(
     num_tokens: int,
     block_size: int,
     bytes_per_block: int,
-    num_staging_slots: int,
+    num_staging_slots: int | None,
     tell: Tell | None = None,
 ) -> int:
     """The token up to which loading beats computing.
@@ -59,13 +59,14 @@ def num_worth_loading(
     num_tokens: int,
     block_size: int,
     bytes_per_block: int,
-    num_staging_slots: int,
+    num_staging_slots: int | None,
     tell: Tell | None = None,
 ) -> int:
     """How many of the first blocks of a prompt to load rather than compute.
 
     tiers: of each block, from the prompt's start; those on the device cost nothing. num_tokens: of
-    the prompt. num_staging_slots: blocks that could be brought from storage.
+    the prompt. num_staging_slots: blocks that could be brought from storage; None where they need
+    no room on the way, or can do without.
     """
     order = list(costs.ways)
     width = -(-len(tiers) // MAX_CUTS) or 1
@@ -79,7 +80,7 @@ def num_worth_loading(
         block_size=block_size * width,
         bytes_per_block=bytes_per_block * width,
         num_free_slots=len(wide),
-        num_staging_slots=num_staging_slots // width,
+        num_staging_slots=None if num_staging_slots is None else num_staging_slots // width,
     )
     if tell is not None:
         tell(Decision(match, costs, plan, num_tokens, block_size * width, bytes_per_block * width))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvtier.transfer.behind import Blocks, behind
 from kvtier.transfer.copy_job import CopyJob
 from kvtier.transfer.engine import TransferEngine
 from kvtier.transfer.job import Job
@@ -13,6 +14,7 @@ from kvtier.transfer.staging import Steps, stage, stage_steps
 from kvtier.transfer.transfer import Transfer, Waiter
 
 __all__ = [
+    "Blocks",
     "CopyJob",
     "FindJob",
     "Job",
@@ -26,6 +28,7 @@ __all__ = [
     "Transfer",
     "TransferEngine",
     "Waiter",
+    "behind",
     "stage",
     "stage_steps",
 ]

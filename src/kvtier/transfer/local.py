@@ -13,6 +13,7 @@ from kvtier.errors import TierError
 from kvtier.plan import Route
 from kvtier.tiers import MemoryTier, Outcome, Pieces, StorageFacts, StorageTier
 from kvtier.tiers.breaker import Breaker, BreakerState
+from kvtier.transfer.behind import Blocks, behind
 from kvtier.transfer.drops import OwedDrops
 from kvtier.transfer.engine import TransferEngine
 from kvtier.transfer.job import Job
@@ -21,7 +22,7 @@ from kvtier.transfer.mover import FindJob, Move, Mover, Scrubbed
 from kvtier.transfer.ring import Ring
 from kvtier.transfer.staging import stage, stage_steps
 from kvtier.transfer.unanswered import Unanswered
-from kvtier.types import BlockKey, Slot, keys_of
+from kvtier.types import BlockKey, BlockName, Slot, keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,22 +103,26 @@ class LocalMover(Mover):
             batch = stage(src, move.src_slots, dst, move.dst_slots)
             return self._engine.submit([batch], Direction.STORE)
         if dst is not None:
-            storage, blocks = self._storages[move.src], self._blocks(dst, move.dst_slots)
-            keys = keys_of(move.names)
-
-            def get(at: list[int] | None, timeout_s: float) -> list[Outcome]:
-                if at is None:
-                    return storage.get(keys, blocks(), timeout_s)
-                return storage.get([keys[each] for each in at], blocks().pick(at), timeout_s)
-
-            gate = self._gates[move.src, "read"]
-            return gate.submit(get, keys, storage.bytes_per_block, urgent)
+            return self.read(move.src, move.names, self._blocks(dst, move.dst_slots), urgent)
         assert src is not None, f"no way from {move.src} to {move.dst}"
         if self._ring is not None and not self.storages[move.dst].can_write_from(src.memory.kind):
             return self._begin_by_ring(self._ring, move, src, urgent)
         return self._put(move, self._blocks(src, move.src_slots), urgent)
 
-    def _put(self, move: Move, blocks: Callable[[], Pieces], urgent: bool) -> Job:
+    def read(
+        self, tier: str, names: Sequence[BlockName], blocks: Blocks, urgent: bool = True
+    ) -> Job:
+        """Queue a read to where ``blocks`` says; that need be no tier's memory."""
+        storage, keys = self._storages[tier], keys_of(names)
+
+        def get(at: list[int] | None, timeout_s: float) -> list[Outcome]:
+            if at is None:
+                return storage.get(keys, blocks(), timeout_s)
+            return storage.get([keys[each] for each in at], blocks().pick(at), timeout_s)
+
+        return self._gates[tier, "read"].submit(get, keys, storage.bytes_per_block, urgent)
+
+    def _put(self, move: Move, blocks: Blocks, urgent: bool) -> Job:
         """Queue a write. blocks: where they lie, for a worker's thread."""
         storage, names = self._storages[move.dst], move.names
 
@@ -152,18 +157,12 @@ class LocalMover(Mover):
         job.when_done(lambda: copy.when_done(lambda: ring.give_back(slots)))
         return job
 
-    def _blocks(self, memory: MemoryTier, slots: Sequence[Slot]) -> Callable[[], Pieces]:
-        """Where blocks lie, for a worker's thread: it waits until what the device computes now, and
-        may still use or make these blocks, is done."""
+    def _blocks(self, memory: MemoryTier, slots: Sequence[Slot]) -> Blocks:
+        """Where blocks lie; of the device's memory, behind what it computes now."""
+        pieces = partial(memory.pieces, slots)
         if self._device is None or memory is not self._memories.get(self._fastest):
-            return partial(memory.pieces, slots)
-        fence = self._device.fence()
-
-        def after_compute() -> Pieces:
-            fence.wait()
-            return memory.pieces(slots)
-
-        return after_compute
+            return pieces
+        return behind(self._device.fence(), pieces)
 
     def accepts(self, route: Route) -> bool:
         src, dst = route

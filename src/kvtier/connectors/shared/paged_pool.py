@@ -5,7 +5,8 @@ A *share* is what one tensor keeps of a page. A block of n pages lies in its slo
     slot(s) + n * (bytes of the shares before p) + j * bytes(p)      share p of page j of the block
 
 so that neighbouring pages of one tensor are neighbours in the slot, and one copy. Where an engine's
-compute follows a load, the shares of a layer stand together.
+compute follows a load, the shares of a layer stand together. Storage has a block's bytes in that
+order, too, and may read them straight to the pages.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.devices import CopyBatch, Direction, Memory
+from kvtier.tiers import Pieces
+from kvtier.tiers.disk.direct import Pool
+from kvtier.tiers.pieces import HOST_KINDS
 from kvtier.transfer import Steps
 from kvtier.transfer.batching import NO_SEAMS, coalesce
 from kvtier.types import Slot
@@ -46,6 +50,19 @@ class GroupPages:
     slots: Sequence[Slot]
     first: int
 
+    def blocks(self, start: int, end: int, pages_per_block: int) -> GroupPages:
+        """Some of the blocks, neighbours, and the pages that belong to them."""
+        begin = max(0, start * pages_per_block - self.first)
+        pages = self.pages[begin : max(0, end * pages_per_block - self.first)]
+        return GroupPages(pages, self.slots[start:end], 0 if start else self.first)
+
+    def by_block(self, pages_per_block: int) -> Int64s:
+        """int64 [num_blocks, pages_per_block]: the page at each place; -1 where there is none, for
+        a block is touched in part only."""
+        places = np.full(len(self.slots) * pages_per_block, -1, np.int64)
+        places[self.first : self.first + len(self.pages)] = self.pages
+        return places.reshape(-1, pages_per_block)
+
 
 class PagedPool:
     """An engine's tensors as shares, by group; and the slots of host memory for their blocks.
@@ -68,7 +85,8 @@ class PagedPool:
         end = max(each.address + (num_pages - 1) * each.stride + each.nbytes for each in shares)
         self.memory = Memory(begin, end - begin, kind, owner)
         self._groups = [_Columns.of(group, begin) for group in groups]
-        self._pages_per_block = pages_per_block
+        self._num_pages = num_pages
+        self.pages_per_block = pages_per_block
         self._slot_bytes = slot_bytes
         largest = max(int(group.nbytes.sum()) for group in self._groups) * pages_per_block
         assert largest <= slot_bytes, f"a block of {largest} bytes in slots of {slot_bytes}"
@@ -91,12 +109,12 @@ class PagedPool:
                 continue
             shares = columns.pick(some)
             place = group.first + np.arange(len(group.pages))
-            block, within = np.divmod(place, self._pages_per_block)
+            block, within = np.divmod(place, self.pages_per_block)
             slots = np.asarray(group.slots, np.int64)[block] * self._slot_bytes
             pages = np.asarray(group.pages, np.int64)
             # Share after share, pages within a share in order: neighbours follow each other.
             at_device.append((shares.offset[:, None] + np.outer(shares.stride, pages)).ravel())
-            base = shares.before[:, None] * self._pages_per_block
+            base = shares.before[:, None] * self.pages_per_block
             at_host.append((slots + base + np.outer(shares.nbytes, within)).ravel())
             sizes.append(np.repeat(shares.nbytes, len(pages)))
         device, inside, size = (
@@ -107,6 +125,36 @@ class PagedPool:
             return coalesce(batch, src_seams=seams)
         batch = CopyBatch(self.memory, host, device, inside, size)
         return coalesce(batch, dst_seams=seams)
+
+    # -- past host memory --------------------------------------------------------------------------
+
+    def straight(self) -> Pool | None:
+        """This memory as storage has to know it to read to it. None where it can't: memory that the
+        processor does not reach, or blocks of several groups, which may be of other sizes."""
+        if self.memory.kind not in HOST_KINDS or len(self._groups) > 1:
+            return None
+        first_two = np.arange(min(2, self._num_pages))
+        pages = np.repeat(first_two[:, None], self.pages_per_block, axis=1)
+        return Pool(self.memory, self.pieces(pages))
+
+    def num_spare_bytes(self, pages: Int64s) -> int:
+        """What ``pieces`` needs for the pages that are not there."""
+        return int((pages < 0).sum()) * int(self._groups[0].nbytes.sum())
+
+    def pieces(self, pages: Int64s, spare: int = 0) -> Pieces:
+        """Where the bytes of whole blocks go to, of a pool of one group.
+
+        pages: int64 [num_blocks, n], of each block; -1 for one that is not to be touched. What
+        belongs there goes to memory of its own. spare: its address, of ``num_spare_bytes``.
+        """
+        (shares,) = self._groups
+        lies_at = shares.offset[:, None] + shares.stride[:, None] * pages[:, None, :]
+        addresses = self.memory.address + lies_at  # [num_blocks, num_shares, n]
+        block, place = np.nonzero(pages < 0)
+        begins = spare + np.arange(len(block)) * shares.nbytes.sum()
+        addresses[block, :, place] = begins[:, None] + shares.before
+        sizes = np.repeat(shares.nbytes, self.pages_per_block)
+        return Pieces(addresses.reshape(len(pages), -1).astype(np.uint64), sizes, self.memory.kind)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,5 +1,6 @@
 """What storage has of prompts is brought to host memory, and their requests wait for it: for no
-longer than computing it would take, and for no more than is worth it."""
+longer than computing it would take, and for no more than is worth it. Some of it need not pass
+there: of that vLLM is told at once, and the ranks read it straight to where vLLM wants it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from kvtier.errors import printable
 from kvtier.keyed_cache import KeyedCache, Place
 from kvtier.plan import Costs, Tell, end_worth_loading, explain, patience_s
 from kvtier.tiers import Room
-from kvtier.types import HOST, LoadPolicy
+from kvtier.types import HOST, Direct, LoadPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Bringing:
         counts: Counts,
     ) -> None:
         self._cache = cache
+        self._straight = cache.straight
         self._host = host
         self._shape = shape
         self._always_loads = policy is LoadPolicy.ALWAYS
@@ -59,6 +61,16 @@ class Bringing:
             return self._cache.sources(list(places))
         (storage,) = storages
         return [storage if place is Place.STORAGE else HOST for place in places.values()]
+
+    def goes_straight(self, key: OffloadKey, visit: Visit) -> bool:
+        """Whether a block in storage is to be read straight to the device: once for a request. What
+        did not come that way is brought to host memory."""
+        if key in visit.straight:
+            return True
+        if key in visit.read or self._straight.how(key) is not Direct.ON:
+            return False
+        visit.straight.add(key)
+        return True
 
     # -- to wait or not ----------------------------------------------------------------------------
 
@@ -96,7 +108,7 @@ class Bringing:
             self._counts.add(IMPATIENT, 1)
             visit.is_impatient = True
             return Advice.LOOK_AGAIN
-        stored = [key for key, place in visit.places.items() if place is Place.STORAGE]
+        stored = visit.to_bring()
         if not stored:
             self._wait(visit, first, until_s)
             return Advice.WAIT
@@ -108,12 +120,17 @@ class Bringing:
         beside = [key for key, place in visit.places.items() if place is Place.MEMORY]
         num = self._cache.promote(wanted, beside)
         visit.promoted.update(wanted[:num])
-        if num < len(wanted):
-            limit = ends[wanted[num]] - 1 if self._shape.has_one_group else first
+        for key in wanted[num:]:
+            if key in visit.read or self._straight.how(key) is Direct.OFF:
+                limit = ends[key] - 1 if self._shape.has_one_group else first
+                break
+            visit.straight.add(key)
         if limit < found:
             visit.limit = limit
             visit.declined_ahead = sum(end > limit for end in ends.values())
             self._counts.add(RECOMPUTED, visit.declined_ahead)
+            return Advice.LOOK_AGAIN
+        if not visit.straight.isdisjoint(wanted):
             return Advice.LOOK_AGAIN
         self._wait(visit, first, until_s)
         return Advice.WAIT
@@ -122,7 +139,11 @@ class Bringing:
         """Note what has to happen before another look is worth it. Where nothing is on its way to
         memory, vLLM waits for a load of its own."""
         unknown = next((key for key, at in visit.places.items() if at is Place.UNKNOWN), None)
-        coming = [key for key, at in visit.places.items() if at in (Place.ARRIVING, Place.STORAGE)]
+        coming = [
+            key
+            for key, at in visit.places.items()
+            if at in (Place.ARRIVING, Place.STORAGE) and key not in visit.straight
+        ]
         if coming or unknown is not None:
             watches = [self._cache.watch(coming)] if coming else []
             if self._knows_storage():  # then stores were asked for it
@@ -176,7 +197,7 @@ class Bringing:
             num_tokens=num_tokens,
             block_size=self._shape.block_sizes[0] if self._shape.has_one_group else 0,
             bytes_per_block=self._shape.bytes_per_block,
-            num_staging_slots=self._host.num_open,
+            num_staging_slots=None if self._straight.is_for_all else self._host.num_open,
             tell=tell,
         )
 

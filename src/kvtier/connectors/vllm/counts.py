@@ -28,7 +28,10 @@ LOADED = _counter(
 )
 EVICTED = _counter("kvtier_evicted_chunks", "Blocks that left a tier for others.", "tier")
 MOVED_BYTES = _counter(
-    "kvtier_moved_bytes", "Bytes moved between host memory and storage, per rank.", "src", "dst"
+    "kvtier_moved_bytes",
+    "Bytes moved from and to storage, per rank: by way of host memory, or straight to the device.",
+    "src",
+    "dst",
 )
 MOVED_SECONDS = _counter(
     "kvtier_moved_seconds", "What that took, without the time in line.", "src", "dst"

@@ -24,7 +24,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.connectors.vllm.bringing import Bringing
 from kvtier.connectors.vllm.counts import LOADED, SHARED, Counts
 from kvtier.connectors.vllm.hints import hint_of
-from kvtier.connectors.vllm.host_slots import HostSlots
+from kvtier.connectors.vllm.host_slots import STRAIGHT, HostSlots
 from kvtier.connectors.vllm.names import Names
 from kvtier.connectors.vllm.prompt import Shape, blocks_after, blocks_of, depth
 from kvtier.connectors.vllm.stats import take_stats
@@ -140,6 +140,8 @@ class TierManager(OffloadingManager):
         if visit.is_impatient and place is not Place.MEMORY:
             return LookupResult.MISS
         visit.places[key] = place
+        if place is Place.STORAGE and self.bringing.goes_straight(key, visit):
+            return LookupResult.HIT
         return FOUND[place]
 
     def _find(self, key: OffloadKey, visit: Visit) -> Place:
@@ -165,6 +167,9 @@ class TierManager(OffloadingManager):
         return bool(context.load_tier_filter.allows(*kind_of(tier)))
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        visit = self._visits.get(req_context.req_id)
+        if visit is not None and key in visit.read:
+            return source_of(DISK)
         (origin,) = self.cache.origins([key])
         return source_of(origin)
 
@@ -172,16 +177,22 @@ class TierManager(OffloadingManager):
         self.cache.touch(keys)
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> HostSlots:
-        for tier, num in Counter(self.cache.origins(list(keys))).items():
+        visit = self._visits.get(req_context.req_id)
+        read = {} if visit is None else visit.begin_load(keys)
+        held = [key for key in keys if key not in read]
+        sources = self.cache.straight.read(list(read), list(read.values()))
+        for tier, num in Counter([*self.cache.origins(held), *sources]).items():
             self.counts.add(LOADED, num, tier)
         self._note_load(keys, req_context)
         self._use(keys, req_context)
-        return HostSlots(self.cache.hold(list(keys)))
+        slots = iter(self.cache.hold(held))
+        ids = [STRAIGHT if key in read else next(slots) for key in keys]
+        return HostSlots(ids, self._mover.take_reads())
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self.cache.release(keys)
-        self.bringing.load_ended()
         visit = req_context.get_state(Visit)
+        self.cache.release([key for key in keys if visit is None or key not in visit.read])
+        self.bringing.load_ended()
         if visit is not None and visit.loading is not None:
             first, end, since_s = visit.loading
             waited_s = visit.waited_s + time.monotonic() - since_s
@@ -284,6 +295,8 @@ class TierManager(OffloadingManager):
         for visit in self._visits.values():
             visit.limit = visit.wait = None
             visit.promoted.clear()
+            visit.straight.clear()
+            visit.read.clear()
             visit.used.clear()
 
     def get_stats(self) -> OffloadingConnectorStats | None:

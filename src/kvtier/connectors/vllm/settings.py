@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtier.connectors.shared.settings import HostSettings
+from kvtier.types import Direct
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,17 @@ class Settings(HostSettings):
     disk_bytes_per_s: str | int = 0
     """What is read, and what is written, in a second, of all ranks together; 0 for no limit. For
     disks that others need, too."""
+
+    disk_direct: str = "auto"
+    """Which way KV comes from disk: ``auto``, through host memory, and straight to vLLM's own while
+    that has no room; ``on``, straight; ``off``, through host memory."""
+
+    def __post_init__(self) -> None:
+        HostSettings.__post_init__(self)
+        if self.disk_direct not in list(Direct):
+            raise self.wrong(
+                f"disk_direct can't be {self.disk_direct!r}; use one of {', '.join(Direct)}"
+            )
 
     @property
     def bytes_per_s(self) -> int:

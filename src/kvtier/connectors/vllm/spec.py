@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ from kvtier.tiers import StorageFacts
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.row import storage_names
 from kvtier.transfer.ranks import RankMover
-from kvtier.types import DISK, HOST, LoadPolicy
+from kvtier.types import DEVICE, DISK, HOST, Direct, LoadPolicy
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
@@ -66,6 +67,7 @@ class KvtierSpec(OffloadingSpec):
         self.num_disk_slots = self._num_slots_in("disk_capacity", self.settings.disk_bytes)
         store_bytes = self.settings.store_bytes if self.settings.stores else 0
         self.num_store_slots = self._num_slots_in("storage_capacity", store_bytes)
+        self.direct = self._find_direct()
         self._manager: TierManager | None = None
         self._worker: TierWorker | None = None
 
@@ -79,13 +81,28 @@ class KvtierSpec(OffloadingSpec):
             )
         return num_slots
 
+    def _find_direct(self) -> Direct:
+        """Whether blocks may go straight from the disk to vLLM's memory, as far as is known before
+        a rank has looked at that."""
+        reason = ""
+        if not self.num_disk_slots:
+            reason = "there is no disk_path"
+        elif len(self.tokens_per_block) > 1:
+            reason = "the model's layers are in several KV groups, with blocks of their own"
+        elif self._num_shards < self._num_ranks:
+            reason = "one rank has the disk, and all load what it brings to host memory"
+        direct = Direct(self.settings.disk_direct)
+        if direct is Direct.ON and reason:
+            raise self.settings.wrong(f"disk_direct is on, and {reason}; leave it at auto")
+        return Direct.OFF if reason else direct
+
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             tokens = tuple(each * self.blocks_per_chunk for each in self.tokens_per_block)
             stores = storage_names(self.settings.stores, bool(self.num_disk_slots))
+            disk = replace(DiskTier.facts, direct=self.direct)
             facts = {
-                name: DiskTier.facts if name == DISK else StorageFacts(is_shared=True)
-                for name in stores
+                name: disk if name == DISK else StorageFacts(is_shared=True) for name in stores
             }
             room = dict.fromkeys(stores, self.num_store_slots)
             room |= {HOST: self.num_slots, DISK: self.num_disk_slots}
@@ -95,6 +112,7 @@ class KvtierSpec(OffloadingSpec):
                 self._num_ranks,
                 self._num_shards,
                 self.settings.lookup_deadline_s,
+                device=DEVICE,
             )
             self._manager = TierManager(
                 mover,
@@ -140,9 +158,10 @@ class KvtierSpec(OffloadingSpec):
         if not self.num_disk_slots or rank >= self._num_shards:
             return None
         num_bytes = self.num_disk_slots * self.slot_bytes
-        return self.settings.disk_options(
+        options = self.settings.disk_options(
             self._folder(rank), num_bytes, rank=rank, num_ranks=self._num_shards
         )
+        return replace(options, direct=self.direct)
 
     def _folder(self, rank: int) -> str:
         """Replicas of an engine have slabs of their own."""

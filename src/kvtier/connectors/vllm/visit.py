@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -41,6 +41,8 @@ class Visit:
 
     places: of the blocks that its last look-up met, in that look-up's order. promoted: blocks that
     were brought from storage for it. limit: no block that ends beyond this token is loaded.
+    straight: those on disk that are to be read straight to the device. read: those that were, until
+    they are loaded from memory.
     waits_since: when it began to wait. is_impatient: it takes what is ready, and waits for nothing
     more. is_off_disk: its blocks stay in memory, for they are named by what another process may
     call something else: an adapter, by its name alone. used: those that were loaded or stored for
@@ -60,6 +62,8 @@ class Visit:
     wait: Wait | None = None
     places: dict[OffloadKey, Place] = field(default_factory=dict)
     promoted: set[OffloadKey] = field(default_factory=set)
+    straight: set[OffloadKey] = field(default_factory=set)
+    read: set[OffloadKey] = field(default_factory=set)
     limit: int | None = None
     waits_since: float | None = None
     is_impatient: bool = False
@@ -80,6 +84,24 @@ class Visit:
     def ends(self) -> dict[OffloadKey, int]:
         """Of the blocks that its last look-up met: the tokens up to the end of each."""
         return {key: self.context.get_offload_key_position(key) or 0 for key in self.places}
+
+    def to_bring(self) -> list[OffloadKey]:
+        """Of the blocks that its last look-up met, those in storage that have to come to memory."""
+        there = (key for key, place in self.places.items() if place is Place.STORAGE)
+        return [key for key in there if key not in self.straight]
+
+    def begin_load(self, keys: Collection[OffloadKey]) -> dict[OffloadKey, int]:
+        """Blocks that its last look-up found are about to be loaded: those of them that are read
+        straight, with their places among all."""
+        read = {
+            key: at
+            for at, key in enumerate(keys)
+            if key in self.straight and self.places.get(key) is Place.STORAGE
+        }
+        self.straight.clear()
+        self.read.difference_update(keys)
+        self.read.update(read)
+        return read
 
     def in_prompt_order(self) -> list[OffloadKey]:
         """All blocks of the request, those as well that the device had itself."""

@@ -6,9 +6,11 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
@@ -18,18 +20,21 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.connectors.shared.paged_pool import GroupPages, PagedPool, Share
-from kvtier.connectors.vllm.host_slots import HostSlots
-from kvtier.devices import Device, Direction, Finding
+from kvtier.connectors.vllm.host_slots import STRAIGHT, HostSlots
+from kvtier.connectors.vllm.page_copy import PageCopy
+from kvtier.devices import CopyBatch, Device, Direction, Finding
 from kvtier.layout import opaque
+from kvtier.runs import runs_of
 from kvtier.tiers import HostTier, StorageTier
 from kvtier.tiers.arena import ArenaOptions
 from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.tiers.pages import anonymous
 from kvtier.tiers.row import make_storage
 from kvtier.tiers.slots import check_slots
 from kvtier.tiers.wrappers import ShardTier, ThrottledTier
-from kvtier.transfer import Job, LocalMover, TransferEngine
+from kvtier.transfer import LocalMover, TransferEngine, behind
 from kvtier.transfer.ranks import Hello, Order, RankExecutor, Report
-from kvtier.types import DISK, Slot
+from kvtier.types import DISK, Direct, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +94,7 @@ class TierWorker(OffloadingWorker):
         self._host = HostTier(group, room.num_slots * room.slot_bytes, device, arena)
         self._executor: RankExecutor | None = None
         try:
-            self._storages = _storages(room, self._host, rank)
+            self._storages = _storages(room, self._host, self._pool, rank)
         except BaseException:
             self._host.close()  # shared memory would stay when the process has gone
             raise
@@ -98,11 +103,12 @@ class TierWorker(OffloadingWorker):
             _log([finding for each in self._storages for finding in each.findings()])
         self._engine = TransferEngine(device)
         self._engine.start()
-        self._jobs: dict[int, tuple[Job, Direction, frozenset[Slot]]] = {}
+        self._copies: dict[int, PageCopy] = {}
         self._failed_loads: list[int] = []
         self._failed_slots: set[Slot] = set()
         found = None if self._executor is None else self._executor.found()
-        self._hello = Hello(self._host.num_open, found)
+        straight = (each.name for each in self._storages if each.facts.direct is not Direct.OFF)
+        self._hello = Hello(self._host.num_open, found, frozenset(straight))
         self._is_told = False
         _log((*device.findings(), *self._host.findings()))
 
@@ -121,13 +127,13 @@ class TierWorker(OffloadingWorker):
         return self._submit(job_id, dst_spec, src_spec, Direction.LOAD)
 
     def get_finished(self) -> list[TransferResult]:
-        done = [job_id for job_id, (job, *_) in self._jobs.items() if job.done]
+        done = [job_id for job_id, copy in self._copies.items() if copy.done]
         return [self._finish(job_id) for job_id in done]
 
     def wait(self, job_ids: set[int]) -> None:
         for job_id in job_ids:
-            if job_id in self._jobs:
-                self._jobs[job_id][0].wait()
+            if job_id in self._copies:
+                self._copies[job_id].wait()
 
     def shutdown(self) -> None:
         is_over = self._engine.close(CLOSE_WAIT_S)
@@ -145,7 +151,7 @@ class TierWorker(OffloadingWorker):
     @property
     def job_ids(self) -> Collection[int]:
         """Copies that vLLM does not know to be done yet."""
-        return self._jobs.keys()
+        return self._copies.keys()
 
     def carry_out(self, order: Order) -> None:
         """Begin what the scheduler ordered, on the ranks that have storage."""
@@ -174,7 +180,7 @@ class TierWorker(OffloadingWorker):
         num_open = self._host.num_open
         if self._is_told and num_open == self._hello.num_open:
             return {}
-        self._hello = Hello(num_open, None if self._is_told else self._hello.found)
+        self._hello = Hello(num_open) if self._is_told else replace(self._hello, num_open=num_open)
         self._is_told = True
         return {self._rank: self._hello}
 
@@ -187,7 +193,7 @@ class TierWorker(OffloadingWorker):
         What vLLM waits for would never end.
         """
         for _ in range(round(REST_S / REST_PIECE_S)):
-            if any(job.done for job, *_ in self._jobs.values()):
+            if any(copy.done for copy in self._copies.values()):
                 return
             time.sleep(REST_PIECE_S)
 
@@ -197,13 +203,46 @@ class TierWorker(OffloadingWorker):
         self, job_id: int, pages: GPULoadStoreSpec, slots: LoadStoreSpec, direction: Direction
     ) -> bool:
         assert isinstance(slots, HostSlots), f"slots of another manager: {type(slots)}"
-        touched = frozenset(map(Slot, slots.block_ids.tolist()))
+        touched = frozenset(map(Slot, slots.block_ids[slots.block_ids != STRAIGHT].tolist()))
         check_slots(tuple(touched), self._host.num_slots)
-        batch = self._pool.stage(
-            self._groups(pages, slots), self._host.memory, direction, self._host.seams
-        )
-        self._jobs[job_id] = self._engine.submit([batch], direction), direction, touched
+        groups = self._groups(pages, slots)
+        if slots.reads:
+            self._copies[job_id] = self._read_straight(groups, slots, touched)
+            return True
+        job = self._engine.submit([self._stage(groups, direction)], direction)
+        self._copies[job_id] = PageCopy(direction, touched, job)
         return True
+
+    def _stage(self, groups: Sequence[GroupPages], direction: Direction) -> CopyBatch:
+        return self._pool.stage(groups, self._host.memory, direction, self._host.seams)
+
+    def _read_straight(
+        self, groups: Sequence[GroupPages], slots: HostSlots, touched: frozenset[Slot]
+    ) -> PageCopy:
+        """A load of which some blocks come straight from storage, and the others from their slots.
+        Both wait for what may still use these pages."""
+        assert self._executor is not None, "a rank without storage is told to read from it"
+        (group,) = groups
+        job = None
+        if touched:
+            kept = (slots.block_ids == STRAIGHT).tolist()
+            runs = [run for is_straight, run in runs_of(kept) if not is_straight]
+            parts = [group.blocks(run.start, run.stop, self._pages_per_block) for run in runs]
+            steps = [self._stage([part], Direction.LOAD) for part in parts]
+            job = self._engine.submit(steps, Direction.LOAD)
+        pages = group.by_block(self._pages_per_block)[slots.block_ids == STRAIGHT]
+        spare = anonymous(max(1, self._pool.num_spare_bytes(pages)))
+        blocks = self._pool.pieces(pages, np.frombuffer(spare, np.uint8).ctypes.data)
+        straight = np.flatnonzero(slots.block_ids == STRAIGHT).tolist()
+        place = {at: number for number, at in enumerate(straight)}
+        fence = self._device.fence()
+        reads = [
+            self._executor.read(
+                order, behind(fence, partial(blocks.pick, [place[at] for at in order.slots]))
+            )
+            for order in slots.reads
+        ]
+        return PageCopy(Direction.LOAD, touched, job, reads, spare)
 
     def _groups(self, pages: GPULoadStoreSpec, slots: HostSlots) -> list[GroupPages]:
         """By group, which pages belong to which of the slots."""
@@ -223,23 +262,28 @@ class TierWorker(OffloadingWorker):
         return groups
 
     def _finish(self, job_id: int) -> TransferResult:
-        job, direction, slots = self._jobs.pop(job_id)
-        if job.error is not None:
-            logger.error("copy failed direction=%s error=%s", direction.value, job.error)
-            self._failed_slots |= slots
-            if direction is Direction.LOAD:
+        copy = self._copies.pop(job_id)
+        if copy.error is not None:
+            logger.error("copy failed direction=%s error=%s", copy.direction.value, copy.error)
+            if copy.job is not None and copy.job.error is not None:
+                self._failed_slots |= copy.slots
+            if copy.direction is Direction.LOAD:
                 self._failed_loads.append(job_id)
             return TransferResult(job_id, True)  # nobody learns from it
-        return TransferResult(job_id, True, job.num_bytes, job.seconds)
+        if copy.job is None:
+            return TransferResult(job_id, True)  # a report tells what reads took
+        return TransferResult(job_id, True, copy.job.num_bytes, copy.job.seconds)
 
 
-def _storages(room: RankRoom, host: HostTier, rank: int) -> list[StorageTier]:
-    """This rank's, fastest first; what can't be made leaves nothing open."""
+def _storages(room: RankRoom, host: HostTier, pool: PagedPool, rank: int) -> list[StorageTier]:
+    """This rank's, fastest first; what can't be made leaves nothing open. pool: that blocks may
+    come to straight from the disk."""
     group, memory = host.layout.group, host.ready_memory
     made: list[StorageTier] = []
     with ExitStack() as undo:
         if room.disk is not None:
-            disk: StorageTier = DiskTier(room.disk, group, memory)
+            reached = None if room.disk.direct is Direct.OFF else pool.straight()
+            disk: StorageTier = DiskTier(room.disk, group, memory, pool=reached)
             undo.callback(disk.close)
             made.append(ThrottledTier(disk, room.bytes_per_s) if room.bytes_per_s else disk)
         for location in room.stores:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from kvtier.tiers import KeptKeys, MemoryTier, Outcome
 from kvtier.tiers.breaker import BreakerState
+from kvtier.transfer.behind import Blocks
 from kvtier.transfer.job import Job
-from kvtier.transfer.local import TIMEOUT_S
-from kvtier.transfer.mover import FindJob, Move, Mover, Scrubbed
+from kvtier.transfer.local import TIMEOUT_S, LocalMover
+from kvtier.transfer.mover import FindJob, Move, Scrubbed
 from kvtier.transfer.ranks.digests import keys_in
 from kvtier.transfer.ranks.messages import Done, Found, Order, Piece, Verb
 from kvtier.transfer.ranks.telling import Telling
@@ -49,7 +50,7 @@ class RankExecutor:
     def __init__(
         self,
         memory: MemoryTier,
-        mover: Mover,
+        mover: LocalMover,
         kept: Mapping[str, KeptKeys],
         rank: int = 0,
         num_ranks: int = 1,
@@ -99,6 +100,13 @@ class RankExecutor:
         move = Move(*ends, order.slots, order.slots, order.names)
         job = self._mover.begin(move, order.urgent)
         self._under_way[order.order_id] = _UnderWay(order, job, self._clock())
+
+    def read(self, order: Order, blocks: Blocks) -> Job:
+        """Begin an order to read that came with a load of the engine's. blocks: where they go to.
+        The job ends before the report of it is taken."""
+        job = self._mover.read(order.tier, order.names, blocks, order.urgent)
+        self._under_way[order.order_id] = _UnderWay(order, job, self._clock())
+        return job
 
     def _turn(self, order: Order) -> None:
         """Change the place in line of a read that has not begun."""

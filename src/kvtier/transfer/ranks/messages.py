@@ -41,7 +41,8 @@ class Order:
     """Every rank does the same with its shard of the same blocks.
 
     tier: the storage. names: the blocks. slots: theirs in memory, one per name, for ``WRITE`` and
-    ``READ``. urgent: somebody waits for it. about: the order that is hurried or withdrawn.
+    ``READ``; for a ``READ`` that comes with a load of the engine's, their places in that load.
+    urgent: somebody waits for it. about: the order that is hurried or withdrawn.
 
     ranks: whom it is for; () for all. num: for ``DIGEST``, of buckets; for ``LIST``, of keys per
     report at most. buckets: how many there are, and a bit for each, the lowest one first, whose
@@ -123,11 +124,13 @@ class Hello:
     """What a rank has to say about itself; the last one counts.
 
     num_open: slots in memory that can be used by now. found: by storage tier, what a restart found
-    there; only in a rank's first hello, and only where it has that storage.
+    there; only in a rank's first hello, and only where it has that storage. straight: the storage
+    tiers that blocks can come from straight to where the engine uses them; in the same hello.
     """
 
     num_open: int
     found: Mapping[str, Found] | None = None
+    straight: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

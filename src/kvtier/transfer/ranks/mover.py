@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
@@ -17,7 +17,7 @@ from kvtier.transfer.local import FAILURES_UNTIL_OPEN, TIMEOUT_S
 from kvtier.transfer.mover import FindJob, Move, Mover, Scrubbed
 from kvtier.transfer.ranks.adoption import Adoption
 from kvtier.transfer.ranks.messages import Done, Found, Hello, Order, Report, Verb
-from kvtier.types import BlockKey, BlockName, Slot
+from kvtier.types import BlockKey, BlockName, Direct, Slot
 
 
 @dataclass(slots=True)
@@ -64,7 +64,8 @@ class RankMover(Mover):
 
     storages: what each rank has of storage; those that don't find at once are asked. block_bytes:
     of one rank. num_ranks: that say hello. num_storage_ranks: those of them that have the storage.
-    lookup_patience_s: after which ranks say that a look-up is late.
+    lookup_patience_s: after which ranks say that a look-up is late. device: the engine's memory,
+    whose places it knows itself: an order to read to it goes with the engine's own load.
     """
 
     tells_late = True
@@ -77,14 +78,17 @@ class RankMover(Mover):
         num_storage_ranks: int,
         lookup_patience_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        device: str | None = None,
     ) -> None:
         self.storages = dict(storages)
+        self._device = device
         self._lookup_patience_s = lookup_patience_s
         self._block_bytes = block_bytes
         self._num_ranks = num_ranks
         self._num_storage_ranks = num_storage_ranks if storages else 0
         self._hellos: dict[int, Hello] = {}
         self._orders: list[Order] = []
+        self._reads: list[Order] = []  # to the device
         self._moving: dict[int, _Moving] = {}
         self._lines: defaultdict[Route, _Line] = defaultdict(_Line)
         self._ids: dict[Job, int] = {}
@@ -117,7 +121,8 @@ class RankMover(Mover):
             return job
         if not is_read:
             self._touch(tier, [name.key for name in move.names])
-        order = self._order(verb, tier, move.names, tuple(slots), urgent)
+        line = self._reads if move.dst == self._device else self._orders
+        order = self._order(verb, tier, move.names, tuple(slots), urgent, line=line)
         route = (move.src, move.dst)
         self._moving[order.order_id] = _Moving(job, route, job.num_bytes, self._num_storage_ranks)
         self._lines[route].count(+1, job.num_bytes)
@@ -222,10 +227,11 @@ class RankMover(Mover):
         slots: tuple[Slot, ...] = (),
         urgent: bool = True,
         about: int = 0,
+        line: list[Order] | None = None,
     ) -> Order:
         self._num_orders += 1
         order = Order(self._num_orders, verb, tier, tuple(names), slots, urgent, about)
-        self._orders.append(order)
+        (self._orders if line is None else line).append(order)
         return order
 
     def _ask(
@@ -253,6 +259,11 @@ class RankMover(Mover):
                 self._order(Verb.ERASE, tier, names)
         orders, self._orders = self._orders, []
         return orders
+
+    def take_reads(self) -> list[Order]:
+        """Those to the device, since the last call: to go with a load of the engine's."""
+        reads, self._reads = self._reads, []
+        return reads
 
     @property
     def _has_heard_all(self) -> bool:
@@ -288,6 +299,8 @@ class RankMover(Mover):
             if hello.found is not None:
                 for tier, adoption in self._adoptions.items():
                     adoption.hello(rank, hello.found.get(tier, Found()))
+                for tier in self.storages.keys() - hello.straight:  # what one rank can't, none does
+                    self.storages[tier] = replace(self.storages[tier], direct=Direct.OFF)
         for piece in report.pieces:
             self._adoptions[piece.tier].hear(piece)
         self._scrubbed += report.scrubbed
