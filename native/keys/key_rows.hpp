@@ -18,7 +18,8 @@ using trie::Slot;
 using trie::State;
 
 // One block in one column. Of those that are there, and were not passed over, before and after say
-// which ones leave just before it and just after it.
+// which ones leave just before it and just after it. Where a policy decides, before is the policy's
+// number, and after the next of those that have the same one.
 struct Standing {
   Slot slot;
   Index before;

@@ -18,11 +18,8 @@ std::uint64_t random_seed() {
 
 }  // namespace
 
-KnownBlocks::KnownBlocks(std::size_t num_columns) : seed_(random_seed()), rows_(num_columns) {}
-
-Index KnownBlocks::named(std::uint64_t name) const {
-  return cells_.find(name, [&](Index row) { return this->name(row) == name; });
-}
+KnownBlocks::KnownBlocks(std::size_t num_columns, std::size_t group_bytes)
+    : group_bytes_(group_bytes), seed_(random_seed()), rows_(num_columns) {}
 
 void KnownBlocks::expect(std::size_t num_blocks) {
   cells_.reserve(num_blocks, 0.5, name_of_row());  // where cells are free searches are short

@@ -64,6 +64,8 @@ class Live {
   virtual Index next_victim() = 0;
   // A block is gone that was not evicted.
   virtual void left(Index block) = 0;
+  // A resident block has another number with its owner from now on.
+  virtual void set_item(Index block, Index item) = 0;
   // The item of the block in front of a resident one, kNone where that is not resident.
   virtual Index in_front_of(Index block) const = 0;
 

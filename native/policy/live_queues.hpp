@@ -53,7 +53,7 @@ class LiveQueues final : public Live {
     const Index parent = blocks_[block].parent;
     return parent == kNone ? kNone : blocks_[parent].item;
   }
-  void set_item(Index block, Index item) { blocks_[block].item = item; }
+  void set_item(Index block, Index item) override { blocks_[block].item = item; }
 
   void asked(std::span<const Key> path, std::span<const Index> found, double) override {
     use(path, found);

@@ -39,6 +39,7 @@ class LiveRuns final : public RunPolicy, public Live {
   // Up to so many. Appends their items.
   void evict(std::size_t num_blocks, std::vector<Index>& items);
   void left(Index block) override;
+  void set_item(Index block, Index item) override { RunPolicy::set_item(block, item); }
   Index in_front_of(Index block) const override {
     const Index parent = blocks_[block].parent;
     return parent == kNone ? kNone : blocks_[parent].item;
