@@ -4,6 +4,7 @@
     python -m benchmarks.policies --traces DIR --json -   one JSON object on stdout as well
     python -m benchmarks.policies --traces DIR --through tiers   by kvtier's index and ladder
     python -m benchmarks.policies --traces DIR --pair            host memory and a disk below it
+    python -m benchmarks.policies --traces DIR --pair --write-budget 0.3 0.5   and less to write
 
 Every request of a trace goes through ``kvtier.index.policies.replayed``. A hit is a block of the
 longest cached prefix at arrival. Needs zstd. README.md says the method.
@@ -24,6 +25,15 @@ from typing import TypeVar
 from rich.table import Table
 
 from benchmarks.machine import machine_facts
+from benchmarks.policies_budget import (
+    BUCKET,
+    BUDGETED,
+    BudgetRow,
+    Limit,
+    budget_tables,
+    budget_targets,
+    measure_budget,
+)
 from benchmarks.policies_pair import (
     PAIRS,
     WAYS,
@@ -203,6 +213,31 @@ def replay_pairs(
     return _in_processes(_measure_pair, jobs, traces, options.processes)
 
 
+def _measure_budget(
+    number: int, through: str, shares: tuple[float, float], limit: Limit | None
+) -> BudgetRow:
+    return measure_budget(*_replayed[number], through, shares, limit)
+
+
+def replay_budgets(
+    traces: list[tuple[Trace, int | None]], options: argparse.Namespace
+) -> list[BudgetRow]:
+    """Both tiers, without a limit to what is written, and then with each that is asked for."""
+    kinds = [
+        (number, tuple(options.shares or PAIRS[trace.name]))
+        for number, (trace, _) in enumerate(traces)
+    ]
+    jobs: list[tuple[object, ...]] = [(number, TIERS, shares, None) for number, shares in kinds]
+    free = _in_processes(_measure_budget, jobs, traces, options.processes)
+    jobs = [
+        (number, through, shares, Limit(share, options.bucket, row.num_written))
+        for (number, shares), row in zip(kinds, free, strict=True)
+        for share in options.write_budget
+        for through in BUDGETED
+    ]
+    return free + _in_processes(_measure_budget, jobs, traces, options.processes)
+
+
 def _in_processes(
     work: Callable[..., AnyRow],
     jobs: list[tuple[object, ...]],
@@ -246,6 +281,19 @@ def main(arguments: list[str] | None = None) -> None:
         action="store_true",
         help="host memory and a disk below it; --shares has their two sizes (1 and 5 or 10 %%)",
     )
+    parser.add_argument(
+        "--write-budget",
+        nargs="+",
+        type=float,
+        metavar="SHARE",
+        help="with --pair: what may be written to the disk, of what would be",
+    )
+    parser.add_argument(
+        "--bucket",
+        type=float,
+        default=BUCKET,
+        help="how much of a budget may be saved up, of that of the trace (1/24)",
+    )
     parser.add_argument("--processes", type=int, default=2, help="(2)")
     options = parser.parse_args(arguments)
 
@@ -271,7 +319,11 @@ def main(arguments: list[str] | None = None) -> None:
             for each, seed in traces
         ],
     }
-    if options.pair:
+    if options.pair and options.write_budget:
+        budgets = replay_budgets(traces, options)
+        result |= {"rows": [asdict(row) for row in budgets], "targets": budget_targets(budgets)}
+        report(result, options.json, *budget_tables(budgets))
+    elif options.pair:
         pairs = replay_pairs(traces, options)
         result |= {"rows": [asdict(row) for row in pairs], "targets": pair_targets(pairs)}
         report(result, options.json, *pair_tables(pairs))

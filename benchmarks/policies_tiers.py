@@ -7,16 +7,29 @@ from collections.abc import Callable, Sequence
 
 from benchmarks.traces import Keys
 from kvtier.index import make_key_index
+from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.keyed_cache import KeyedCache, Place
 from kvtier.ladder import Ladder, LadderOptions
+from kvtier.ladder.archive import LEAST_CHANCE
 from kvtier.tiers import DistantRoom, Quota, Room, StorageFacts
 from kvtier.transfer import FindJob, Job, Move, Mover
-from kvtier.types import DISK, HOST, BlockKey
+from kvtier.types import DISK, HOST, AnyColumn, BlockKey
 
 BLOCK_BYTES = 1 << 20
 KEY_BYTES = 8
+DAY_S = 86_400.0
 NAMESPACE = bytes(32)
 PREFIX = (Place.MEMORY, Place.STORAGE)
+
+
+class FirstComeIndex(NativeKeyIndex):
+    """Lets to the disk what it would if there were no limit to what may be written."""
+
+    def admit_keys(
+        self, keys: Sequence[bytes], column: AnyColumn, num_free: int, least_chance: float = 0.0
+    ) -> list[bytes]:
+        is_full_disk = column == DISK and len(keys) > num_free
+        return super().admit_keys(keys, column, num_free, LEAST_CHANCE if is_full_disk else 0.0)
 
 
 class TierReplay:
@@ -24,9 +37,11 @@ class TierReplay:
     take no time. What is asked for is brought from the disk, and the rest stored at once, as far as
     it is let in. The interface is that of ``PolicyReplay``.
 
-    bytes_per_day: what may be written to the disk, a block being one MiB; 0 for no limit.
-    doubles_at_blocks: so deep in a prompt a block takes twice as long to compute as its first one,
-    as the planner would have measured; 0 where all are worth the same.
+    bytes_per_day: what may be written to the disk, a block being one MiB; 0 for no limit. day_s:
+    seconds of the requests' time that count as a day there. is_first_come: what may be written is
+    used up by what comes first, worth more or less. doubles_at_blocks: so deep in a prompt a block
+    takes twice as long to compute as its first one, as the planner would have measured; 0 where
+    all are worth the same.
     """
 
     def __init__(
@@ -36,6 +51,8 @@ class TierReplay:
         disk_blocks: int = 0,
         bytes_per_day: int = 0,
         doubles_at_blocks: float = 0.0,
+        day_s: float = DAY_S,
+        is_first_come: bool = False,
     ) -> None:
         self.policy = policy
         self.num_from_host = 0
@@ -50,9 +67,16 @@ class TierReplay:
         if disk_blocks:
             rooms[DISK] = Quota(lambda: disk_blocks)
         self._mover = _AtOnce([tier for tier in rooms if tier != HOST])
-        self._index = make_key_index(tuple(rooms), lambda: NAMESPACE, rooms, policy)
+        make = FirstComeIndex if is_first_come else make_key_index
+        self._index = make(tuple(rooms), lambda: NAMESPACE, rooms, policy)
         options = LadderOptions(BLOCK_BYTES, bytes_per_day={DISK: bytes_per_day})
-        self._ladder = Ladder(self._index, rooms, self._mover, options=options, clock=self._clock)
+        self._ladder = Ladder(
+            self._index,
+            rooms,
+            self._mover,
+            options=options,
+            clock=lambda: self._now * DAY_S / day_s,
+        )
         if doubles_at_blocks:
             self._index.set_doubling(doubles_at_blocks)
         self._cache = KeyedCache(self._index, self._ladder, lambda: NAMESPACE, self._clock)

@@ -35,8 +35,9 @@ namespace {
 
 class KeyIndex {
  public:
-  KeyIndex(nb::tuple tiers, nb::tuple states, nb::tuple learning, const std::string& policy)
-      : index_(which_of(tiers, learning), checked_policy(policy, learning)),
+  KeyIndex(nb::tuple tiers, nb::tuple states, nb::tuple learning, const std::string& policy,
+           std::size_t group_bytes)
+      : index_(which_of(tiers, learning), checked_policy(policy, learning), group_bytes),
         columns_(std::move(tiers), 1),
         states_(std::move(states)) {
     if (states_.size() != 4) fail(PyExc_ValueError, "four states, not %zu", states_.size());
@@ -292,8 +293,9 @@ class KeyIndex {
 
 void bind_key_index(nb::module_& module) {
   nb::class_<KeyIndex>(module, "KeyIndex", "Blocks by key, and where they are: see kvtier.index.")
-      .def(nb::init<nb::tuple, nb::tuple, nb::tuple, const std::string&>(), nb::arg("tiers"),
-           nb::arg("states"), nb::arg("learning"), nb::arg("policy") = "runs")
+      .def(nb::init<nb::tuple, nb::tuple, nb::tuple, const std::string&, std::size_t>(),
+           nb::arg("tiers"), nb::arg("states"), nb::arg("learning"), nb::arg("policy") = "runs",
+           nb::arg("group_bytes") = 0)
       .def("__len__", &KeyIndex::size, nb::lock_self())
       .def("num_bytes", &KeyIndex::num_bytes, nb::lock_self())
       .def("find", &KeyIndex::find, nb::arg("keys"), nb::lock_self())

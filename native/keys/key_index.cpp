@@ -13,15 +13,20 @@ namespace {
 constexpr std::size_t kAhead = 16;  // blocks whose rows are fetched at a time
 constexpr std::uint16_t kMaxLeases = 0xFFFF;
 
-std::vector<bool> opposite(std::vector<bool> each) {
-  each.flip();
-  return each;
+// Columns with an order have links, and all where blocks have groups.
+std::vector<bool> have_links(std::vector<bool> learns, bool has_groups) {
+  learns.flip();
+  if (has_groups) learns.assign(learns.size(), true);
+  return learns;
 }
 
 }  // namespace
 
-KeyIndex::KeyIndex(const std::vector<bool>& learns, std::string_view policy)
-    : known_(opposite(learns)), rows_(known_.rows()), orders_(learns.size()) {
+KeyIndex::KeyIndex(const std::vector<bool>& learns, std::string_view policy,
+                   std::size_t group_bytes)
+    : known_(have_links(learns, group_bytes > 0), group_bytes),
+      rows_(known_.rows()),
+      orders_(learns.size()) {
   for (std::size_t column = 0; column < learns.size(); ++column) {
     if (!learns[column]) continue;
     orders_[column].learned = std::make_unique<LearnedColumn>(known_, column, policy);
@@ -31,7 +36,7 @@ KeyIndex::KeyIndex(const std::vector<bool>& learns, std::string_view policy)
 std::size_t KeyIndex::num_bytes() const {
   std::size_t sum = known_.num_bytes();
   for (const Order& order : orders_)
-    if (order.learned) sum += order.learned->live().num_bytes();
+    if (order.learned) sum += order.learned->num_bytes();
   return sum;
 }
 
@@ -54,42 +59,61 @@ void KeyIndex::enter(Index row, std::size_t column) {
   for (std::size_t other = 0; other < orders_.size() && behind == kNone; ++other) {
     if (other == column || !orders_[other].learned) continue;
     const Index above = orders_[other].learned->in_front_of(row);
-    if (above != kNone && here.has(above)) behind = above;
+    if (above != kNone) behind = here.place(above);
   }
   here.enter(row, behind);
 }
 
-// Calls tell(policy) for each column that learns; names_ has the prompt, found_ what is there of it.
+// Calls tell(column) for each that learns; names_ has the places of the prompt, found_ what is there
+// of it: the first ones of which some block is.
 template <typename Tell>
 void KeyIndex::tell_of_prompt(std::span<const Key> keys, Tell&& tell) {
-  names_.resize(keys.size());
+  names_.clear();
   std::vector<Index> rows(keys.size());
+  std::vector<std::size_t> ends;  // of the places, in `rows`
   known_.find(keys, [&](std::size_t i, Index row, std::uint64_t name) {
     rows[i] = row;
-    names_[i] = name;
+    if (names_.empty() || name != names_.back()) {
+      names_.push_back(name);
+      ends.push_back(i);
+    }
+    ends.back() = i + 1;
   });
   for (const Order& order : orders_) {
     if (!order.learned) continue;
     found_.clear();
-    for (const Index row : rows) {
-      if (row == kNone || !order.learned->has(row)) break;
-      found_.push_back(row);
+    std::size_t i = 0;
+    for (std::size_t at = 0; at < ends.size(); i = ends[at++]) {
+      Index place = kNone;
+      for (; i < ends[at] && place == kNone; ++i)
+        if (rows[i] != kNone && order.learned->has(rows[i])) place = order.learned->place(rows[i]);
+      if (place == kNone && known_.has_groups()) place = order.learned->find(names_[at]);
+      if (place == kNone) break;
+      found_.push_back(place);
     }
-    tell(order.learned->live());
+    tell(*order.learned);
   }
 }
 
 void KeyIndex::asked(std::span<const Key> keys, double now) {
-  tell_of_prompt(keys, [&](policy::Live& live) { live.asked(names_, found_, now); });
+  tell_of_prompt(keys, [&](LearnedColumn& column) { column.asked(names_, found_, now); });
 }
 
 void KeyIndex::retain(std::span<const Key> keys, const policy::Said& said, double now) {
-  tell_of_prompt(keys, [&](policy::Live& live) { live.retain(names_, found_, said, now); });
+  tell_of_prompt(
+      keys, [&](LearnedColumn& column) { column.live().retain(names_, found_, said, now); });
+}
+
+// By place, in order.
+void KeyIndex::read_names(std::span<const Key> keys) {
+  names_.clear();
+  for (const Key key : keys)
+    if (const std::uint64_t name = known_.name(key); names_.empty() || name != names_.back())
+      names_.push_back(name);
 }
 
 void KeyIndex::continues(std::span<const Key> keys, Key before) {
-  names_.clear();
-  for (const Key key : keys) names_.push_back(known_.name(key));
+  read_names(keys);
   for (const Order& order : orders_)
     if (order.learned) order.learned->live().continues(names_, known_.name(before));
 }
@@ -99,14 +123,14 @@ void KeyIndex::admit(std::span<const Key> keys, std::size_t column, std::size_t 
   names_.clear();
   for (const Key key : keys) names_.push_back(known_.name(key));
   if (orders_[column].learned) {
-    orders_[column].learned->live().admit(names_, num_free, least_chance, which);
+    orders_[column].learned->admit(names_, num_free, least_chance, which);
   } else {
     for (std::uint32_t i = 0; i < keys.size(); ++i) which.push_back(i);
   }
 }
 
 void KeyIndex::set_room(std::size_t column, std::size_t num_blocks) {
-  if (orders_[column].learned) orders_[column].learned->live().set_capacity(num_blocks);
+  if (orders_[column].learned) orders_[column].learned->set_room(num_blocks);
 }
 
 void KeyIndex::set_doubling(double doubles_at_blocks) {
@@ -118,9 +142,9 @@ void KeyIndex::evict_learned(std::size_t column, std::size_t num_blocks,
                              std::vector<BlockId>& chosen) {
   Order& order = orders_[column];
   order.learned->live().begin_evicting();
-  for (; num_blocks > 0; --num_blocks) {
-    const Index at = order.learned->evict();
-    if (at == kNone) return;
+  leaving_.clear();
+  while (leaving_.size() < num_blocks && order.learned->evict(leaving_)) continue;
+  for (const Index at : leaving_) {
     rows_.at(at, column).state = State::evicting;
     --order.num_idle;
     chosen.push_back(rows_.id(at));

@@ -23,8 +23,9 @@ namespace kvtier::keys {
 class KeyIndex {
  public:
   // learns: per column, whether a policy decides there that knows requests, or least recently used
-  // first. policy: which one; one that `make_live` knows.
-  KeyIndex(const std::vector<bool>& learns, std::string_view policy);
+  // first. policy: which one; one that `make_live` knows. group_bytes: at the end of keys, what tells
+  // blocks of one place apart.
+  KeyIndex(const std::vector<bool>& learns, std::string_view policy, std::size_t group_bytes = 0);
   KeyIndex(const KeyIndex&) = delete;
   KeyIndex& operator=(const KeyIndex&) = delete;
 
@@ -63,7 +64,7 @@ class KeyIndex {
 
   // -- requests
 
-  // A request begins: the keys of its prompt, no two alike.
+  // A request begins: the keys of its prompt, no two alike, those of one place beside each other.
   void asked(std::span<const Key> keys, double now);
   // Somebody says something of a prompt.
   void retain(std::span<const Key> keys, const policy::Said& said, double now);
@@ -121,6 +122,7 @@ class KeyIndex {
   void enter(Index row, std::size_t column);
   template <typename Tell>
   void tell_of_prompt(std::span<const Key> keys, Tell&& tell);
+  void read_names(std::span<const Key> keys);
   void evict_learned(std::size_t column, std::size_t num_blocks, std::vector<BlockId>& chosen);
   void check_column(std::size_t column) const;
   void link_first(Index row, std::size_t column);
@@ -135,6 +137,7 @@ class KeyIndex {
   // Kept from call to call, to spare allocations.
   std::vector<policy::Key> names_;
   std::vector<Index> found_;
+  std::vector<Index> leaving_;
 };
 
 }  // namespace kvtier::keys

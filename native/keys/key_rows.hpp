@@ -29,21 +29,20 @@ struct Standing {
 static_assert(sizeof(Standing) == 8);
 
 // One block in a column with an order: which ones leave just before it and just after it. Of those
-// that are there, and were not passed over.
+// that are there, and were not passed over. Where a policy decides: see `Places`.
 struct Links {
   Index before;
   Index after;
 };
 
-// Rows of one size: what is known of a block, a standing per column, links per column with an order,
-// its key. They grow in chunks: nothing moves, and no growth copies what is there.
+// Rows of one size: what is known of a block, a standing per column, links in some columns, its key. They grow in chunks: nothing moves, and no growth copies what is there.
 class KeyRows {
  public:
-  // has_order: per column.
-  explicit KeyRows(const std::vector<bool>& has_order)
-      : num_columns_(has_order.size()), rows_(sizeof(Block)) {
+  // have_links: which columns.
+  explicit KeyRows(const std::vector<bool>& have_links)
+      : num_columns_(have_links.size()), rows_(sizeof(Block)) {
     std::size_t at = sizeof(Block) + num_columns_ * sizeof(Standing);
-    for (const bool has_links : has_order) {
+    for (const bool has_links : have_links) {
       links_at_.push_back(at);
       if (has_links) at += sizeof(Links);
     }
@@ -69,7 +68,7 @@ class KeyRows {
   const Standing& at(Index row, std::size_t column) const {
     return *rows_.at<Standing>(row, sizeof(Block) + column * sizeof(Standing));
   }
-  // Of a column with an order.
+  // Of a column that has them.
   Links& links(Index row, std::size_t column) {
     return *rows_.at<Links>(row, links_at_[column]);
   }

@@ -18,12 +18,8 @@ std::uint64_t random_seed() {
 
 }  // namespace
 
-KnownBlocks::KnownBlocks(const std::vector<bool>& has_order)
-    : seed_(random_seed()), rows_(has_order) {}
-
-Index KnownBlocks::named(std::uint64_t name) const {
-  return cells_.find(name, [&](Index row) { return this->name(row) == name; });
-}
+KnownBlocks::KnownBlocks(const std::vector<bool>& have_links, std::size_t group_bytes)
+    : group_bytes_(group_bytes), seed_(random_seed()), rows_(have_links) {}
 
 void KnownBlocks::expect(std::size_t num_blocks) {
   cells_.reserve(num_blocks, 0.25, name_of_row());  // where cells are free searches are short

@@ -1,6 +1,7 @@
 // Blocks that engines name by keys: a row each, found by key and by name.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -14,13 +15,14 @@
 
 namespace kvtier::keys {
 
-// A block is known from `make` until `drop`. All keys have as many bytes as the first one.
+// A block is known from `make` until `drop`. All keys have as many bytes as the first one; the last
+// `group_bytes` of them say which of the blocks of one place in a prompt is meant.
 class KnownBlocks {
  public:
   using Key = trie::Label;
 
-  // has_order: see KeyRows.
-  explicit KnownBlocks(const std::vector<bool>& has_order);
+  // have_links: see KeyRows.
+  explicit KnownBlocks(const std::vector<bool>& have_links, std::size_t group_bytes = 0);
   KnownBlocks(const KnownBlocks&) = delete;
   KnownBlocks& operator=(const KnownBlocks&) = delete;
 
@@ -29,8 +31,12 @@ class KnownBlocks {
   std::size_t num_bytes() const { return rows_.num_bytes() + cells_.num_bytes(); }
 
   Key key(Index row) const { return {rows_.key(row), rows_.key_bytes()}; }
-  // What policies call a block: the hash of its key.
-  std::uint64_t name(Key key) const { return trie::prefix_hash(seed_, key); }
+  // Whether several blocks may have one name.
+  bool has_groups() const { return group_bytes_ > 0; }
+  // What policies call a block: the hash of its key, but for its group.
+  std::uint64_t name(Key key) const {
+    return trie::prefix_hash(seed_, {key.data, key.size - std::min(group_bytes_, key.size)});
+  }
   std::uint64_t name(Index row) const { return name(key(row)); }
 
   // Throws UnknownBlock.
@@ -38,8 +44,11 @@ class KnownBlocks {
     if (!rows_.has(block)) throw trie::UnknownBlock(block);
     return static_cast<Index>(block);
   }
-  // The row with this name, kNone where there is none.
-  Index named(std::uint64_t name) const;
+  // A row with this name for which is_it(row), kNone where there is none.
+  template <typename Test>
+  Index named(std::uint64_t name, Test&& is_it) const {
+    return cells_.find(name, [&](Index row) { return this->name(row) == name && is_it(row); });
+  }
   // Calls visit(i, row, name) for each key, in order; row is kNone where it is not known.
   template <typename Visit>
   void find(std::span<const Key> keys, Visit&& visit) const {
@@ -85,6 +94,7 @@ class KnownBlocks {
   }
   void check_key(Key key) const;
 
+  std::size_t group_bytes_;
   std::uint64_t seed_;  // secret, so that nobody can name keys that all meet in one place
   KeyRows rows_;
   Cells<std::uint16_t> cells_;

@@ -16,7 +16,7 @@ from enum import Enum
 import numpy as np
 
 from kvtier.engine_copies import EngineCopies
-from kvtier.hints import Hint
+from kvtier.hints import Hint, waits
 from kvtier.index import KeyIndex, State
 from kvtier.keyed_recall import KeyedRecall
 from kvtier.keyed_straight import KeyedStraight
@@ -222,6 +222,11 @@ class KeyedCache:
         now = self._clock()
         for said in hint.said(block_size, now):
             self._index.retain(keys, said, now)
+
+    def wait(self, keys: Collection[bytes], is_waiting: bool) -> None:
+        """The request of this prompt begins to wait for its turn, or waits no more, in pairs."""
+        now = self._clock()
+        self._index.retain(keys, waits(is_waiting, now), now)
 
     def touch(self, keys: Collection[bytes]) -> None:
         """They were used just now, in prompt order: the first ones leave last."""

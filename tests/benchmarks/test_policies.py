@@ -12,6 +12,15 @@ import numpy as np
 import pytest
 
 from benchmarks import policies, traces
+from benchmarks.policies_budget import (
+    BUDGETED,
+    FIRST_COME,
+    BudgetRow,
+    Limit,
+    budget_tables,
+    budget_targets,
+    measure_budget,
+)
 from benchmarks.policies_pair import TIERS, WAYS, PairRow, measure_pair, pair_targets
 from benchmarks.traces import Trace
 from tests.policies.traffic import Requests, scan_flood, tenants
@@ -145,3 +154,29 @@ def test_a_pair_is_judged_against_lru_and_each_alone() -> None:
         "made: from host, points below alone": False,
         "made: written, of LRU's": True,
     }
+
+
+def with_budgets(trace: Trace, bucket: float) -> list[BudgetRow]:
+    """Without a limit, and with half of what is written then, as the tiers are and first come."""
+    shares = 100 / trace.num_unique, 400 / trace.num_unique
+    free = measure_budget(trace, None, TIERS, shares)
+    limit = Limit(0.5, bucket, free.num_written)
+    return [free, *(measure_budget(trace, None, each, shares, limit) for each in BUDGETED)]
+
+
+def test_where_less_may_be_written_it_is_what_will_be_used() -> None:
+    free, ours, first_come = rows = with_budgets(some(tenants, 1500), 1 / 24)
+    most = 0.5 * (1 + 1 / 24) * free.num_written
+    assert max(ours.num_written, first_come.num_written) <= most + 100
+    assert first_come.through == FIRST_COME
+    assert first_come.hit_ratio < ours.hit_ratio
+    [judged] = budget_targets(rows)
+    assert judged["met"]
+    [table] = budget_tables(rows)
+    assert table.row_count == 3
+
+
+def test_what_may_be_written_is() -> None:
+    """Of a budget that may be saved up for as long as the trace."""
+    _, ours, first_come = with_budgets(some(tenants, 1500), 1.0)
+    assert 0.85 * first_come.num_written < ours.num_written < first_come.num_written

@@ -9,8 +9,11 @@ import pytest
 
 from kvtier.index import BlockIndex, State
 from kvtier.ladder.admission import Admission
+from kvtier.ladder.archive import LEAST_CHANCE, SCARCE_SHARE, Archive
 from kvtier.ladder.passage import Passage
 from kvtier.ladder.row import Row
+from kvtier.plan import WriteBudget
+from kvtier.telemetry import Metrics
 from kvtier.tiers import Quota, StorageFacts
 from kvtier.types import DEVICE, DISK, HOST, BlockId
 
@@ -96,3 +99,26 @@ def test_storage_with_room_and_no_limit_is_not_asked() -> None:
     made = admission(Judges({HOST: [], DISK: []}), num_free=lambda: 4)
     assert made.admit(BLOCKS, DISK) == BLOCKS
     assert made.admit(BLOCKS, HOST) == BLOCKS
+
+
+def test_writes_are_dearer_where_little_is_left_of_what_may_be_written() -> None:
+    rooms = {HOST: Quota(full), DISK: Quota(full)}
+    budget = WriteBudget(24 * 1000, clock=lambda: 0.0)
+    line = Archive(
+        DISK,
+        Row(rooms, {DISK: StorageFacts()}),
+        cast("BlockIndex", None),
+        Metrics(is_exposed=False),
+        block_bytes=1,
+        after_uses=1,
+        budget=budget,
+    )
+    chances = []
+    for _ in range(9):
+        chances.append((line.least_chance(is_full=False), line.least_chance(is_full=True)))
+        line.began(125)
+    num_plenty = int((1 - SCARCE_SHARE) * 8) + 1
+    assert chances[:num_plenty] == [(0.0, LEAST_CHANCE)] * num_plenty, "as without a limit"
+    rising = [chance for chance, _ in chances[num_plenty:]]
+    assert LEAST_CHANCE < rising[0] < rising[1] == 1.0
+    assert all(with_room == when_full for with_room, when_full in chances[num_plenty:])

@@ -27,6 +27,7 @@ from kvtier.connectors.vllm.names import Names
 from kvtier.connectors.vllm.prompt import Shape
 from kvtier.connectors.vllm.spec import KvtierSpec
 from kvtier.connectors.vllm.visit import Advice
+from kvtier.keyed_cache import Place
 from kvtier.tiers.disk import DiskTier
 from kvtier.transfer.ranks import Done, Found, Hello, Order, RankMover, Report, Verb
 from kvtier.types import DEVICE, DISK, HOST, Direct, LoadPolicy
@@ -51,6 +52,7 @@ class Scheduler:
         policy: LoadPolicy = LoadPolicy.ALWAYS,
         num_disk: int = 8,
         direct: Direct = Direct.OFF,
+        block_sizes: tuple[int, ...] = (STEP,),
     ) -> None:
         names = Known(None, BLOCK_BYTES, "vllm")  # type: ignore[arg-type]
         facts = {DISK: replace(DiskTier.facts, direct=direct)}
@@ -58,7 +60,7 @@ class Scheduler:
             RankMover(facts, BLOCK_BYTES, 1, 1, device=DEVICE),
             {HOST: num_host, DISK: num_disk},
             names,
-            Shape((STEP,), BLOCK_BYTES),
+            Shape(block_sizes, BLOCK_BYTES),
             policy,
             bytes_per_day=0,
             publishes_events=True,
@@ -357,6 +359,55 @@ def test_emptied_cache_has_nothing_on_disk_either(scheduler: Scheduler) -> None:
     scheduler.carry_out()
     request = scheduler.request("again", KEYS[:1])
     assert scheduler.look_up(request, KEYS[:1]) == [LookupResult.MISS]
+
+
+def two_groups(numbers: Sequence[int]) -> list[OffloadKey]:
+    """Keys of a prompt, group by group."""
+    hashes = [bytes([number]) * 32 for number in numbers]
+    return [make_offload_key(each, group) for group in range(2) for each in hashes]
+
+
+def serve(scheduler: Scheduler, numbers: Sequence[int], answer: Sequence[int] = ()) -> int:
+    """A prompt of two groups, and blocks of its answer: how many it found."""
+    prompt = two_groups(numbers)
+    context = ReqContext("request")
+    for at, key in enumerate(prompt):
+        context.set_offload_key_position(key, (at % len(numbers) + 1) * STEP)
+    scheduler.manager.on_new_request(context)
+    found = scheduler.look_up(context, prompt).count(LookupResult.HIT)
+    for at, number in enumerate(answer):
+        for key in two_groups([number]):
+            context.set_offload_key_position(key, (len(numbers) + at + 1) * STEP)
+    scheduler.store(context, prompt)
+    for number in answer:
+        scheduler.store(context, two_groups([number]))
+    scheduler.manager.on_request_finished(context)
+    scheduler.manager.cache.check_invariants()
+    return found
+
+
+def test_with_two_groups_a_prompt_that_comes_back_outlasts_a_flood() -> None:
+    scheduler = Scheduler(num_host=24, num_disk=0, block_sizes=(STEP, STEP))
+    fresh = iter(range(10, 250))
+    found = 0
+    for _ in range(60):
+        found = serve(scheduler, (1, 2, 3))
+        serve(scheduler, [next(fresh) for _ in range(4)])
+    assert found == 6
+    assert scheduler.manager.cache.learns
+
+
+def test_with_two_groups_an_answer_leaves_before_its_question() -> None:
+    scheduler = Scheduler(num_host=12, num_disk=0, block_sizes=(STEP, STEP))
+    serve(scheduler, (1, 2), answer=(3, 4))
+    serve(scheduler, (11, 12, 13, 14))
+    kept = scheduler.manager.cache.find_all(two_groups((1, 2, 3, 4)))
+    assert [each is Place.MEMORY for each in kept] == [True, True, False, False] * 2
+
+
+def test_groups_that_are_cut_otherwise_have_least_recently_used_first() -> None:
+    scheduler = Scheduler(block_sizes=(STEP, 4 * STEP))
+    assert not scheduler.manager.cache.learns
 
 
 @pytest.mark.parametrize(("hint", "found"), [(None, 0), ({"back_in_s": 60}, 2)])

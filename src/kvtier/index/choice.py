@@ -43,12 +43,13 @@ def make_key_index(
     namespace: Callable[[], bytes],
     learning: Collection[str] = (),
     policy: str = RUNS,
+    group_bytes: int = 0,
 ) -> KeyIndex:
     """The native flat index, or its Python twin where nothing was compiled.
 
-    tiers: fastest tier first. namespace, learning, policy: see ``KeyIndex``.
+    tiers: fastest tier first. The others: see ``KeyIndex``.
     """
     if not NATIVE:
         because = f"native core: {NATIVE_REASON}"
-        return PythonKeyIndex(tiers, namespace, learning, policy, because)
-    return NativeKeyIndex(tiers, namespace, learning, policy)
+        return PythonKeyIndex(tiers, namespace, learning, policy, group_bytes, because)
+    return NativeKeyIndex(tiers, namespace, learning, policy, group_bytes)

@@ -55,6 +55,11 @@ class KeyIndex(BlockIndex):
     learning: tiers in which ``policy`` decides what leaves, by the requests and at the times that
     it is told of; none where that is ``lru``, which this order is. Keys have 1 to 256 bytes, and as
     many as the first one had: ValueError otherwise, and for a policy that there is not.
+
+    group_bytes: for models with several groups of layers, how many bytes at the end of a key name
+    the group. Keys that are alike but for these are of one *place* in a prompt. Where a policy
+    decides, its blocks leave together, those of groups that have none there left out; an eviction
+    may take more blocks than it was asked for, to the end of a place.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class KeyIndex(BlockIndex):
         namespace: Callable[[], bytes],
         learning: Collection[str] = (),
         policy: str = RUNS,
+        group_bytes: int = 0,
     ) -> None:
         self.tiers = tuple(tiers)
         self.policy = policy
@@ -128,7 +134,7 @@ class KeyIndex(BlockIndex):
     @abstractmethod
     def asked(self, keys: Iterable[bytes], now: float) -> None:
         """A request begins: to be told once of each, with all of its prompt from the first block
-        on, known or not, before anything is written for it."""
+        on, known or not, before anything is written for it. Keys of one place come together."""
 
     @abstractmethod
     def retain(self, keys: Iterable[bytes], said: Said, now: float) -> None:

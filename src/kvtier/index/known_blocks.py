@@ -1,4 +1,4 @@
-"""Blocks that engines name by keys: one row each, found by key, by number, and by name."""
+"""Blocks that engines name by keys: one row each, found by key and by number."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ MOST_KEY_BYTES = 256
 
 @dataclass(slots=True)
 class KnownBlock:
-    """One block: where it stands in each column, how often it was used, its place in a prompt."""
+    """One block: where it stands in each column, how often it was used, its place in a prompt.
+
+    name: what policies call it, and all blocks of the same place.
+    """
 
     block: BlockId
     key: bytes
+    name: int
     residencies: tuple[Residency, ...]
     num_uses: int = 0
     depth: int = 0
-
-    @property
-    def name(self) -> int:
-        """What policies call it."""
-        return hash(self.key)
 
     @property
     def is_cached(self) -> bool:
@@ -34,15 +33,16 @@ class KnownBlock:
 
 
 class KnownBlocks:
-    """A block is known from ``make`` until ``drop``. All keys have as many bytes as the first."""
+    """A block is known from ``make`` until ``drop``. All keys have as many bytes as the first; the
+    last ``group_bytes`` of them say which of the blocks of one place in a prompt is meant."""
 
-    def __init__(self, num_columns: int) -> None:
+    def __init__(self, num_columns: int, group_bytes: int = 0) -> None:
         self._num_columns = num_columns
+        self._group_bytes = group_bytes
         self._numbers = Numbers()
         self._key_bytes: int | None = None
         self._by_key: dict[bytes, KnownBlock] = {}
         self._by_number: dict[BlockId, KnownBlock] = {}
-        self._by_name: dict[int, KnownBlock] = {}
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -62,9 +62,14 @@ class KnownBlocks:
         """None where it is not known."""
         return self._by_key.get(key)
 
-    def named(self, name: int) -> KnownBlock | None:
-        """The one that policies call so."""
-        return self._by_name.get(name)
+    @property
+    def has_groups(self) -> bool:
+        """Whether several blocks may have one name."""
+        return self._group_bytes > 0
+
+    def name(self, key: bytes) -> int:
+        """What policies call the block of ``key``."""
+        return hash(key[: len(key) - self._group_bytes])
 
     def make(self, key: bytes) -> KnownBlock:
         """The block of ``key``, new where it was not known. Raises ValueError for no such key."""
@@ -72,8 +77,8 @@ class KnownBlocks:
         known = self._by_key.get(key)
         if known is None:
             residencies = tuple(Residency() for _ in range(self._num_columns))
-            known = KnownBlock(self._numbers.take(), key, residencies)
-            self._by_key[key] = self._by_number[known.block] = self._by_name[known.name] = known
+            known = KnownBlock(self._numbers.take(), key, self.name(key), residencies)
+            self._by_key[key] = self._by_number[known.block] = known
         return known
 
     def _check(self, key: bytes) -> None:
@@ -86,7 +91,7 @@ class KnownBlocks:
 
     def drop(self, known: KnownBlock) -> None:
         """Nobody needs it any more."""
-        del self._by_key[known.key], self._by_number[known.block], self._by_name[known.name]
+        del self._by_key[known.key], self._by_number[known.block]
         self._numbers.give_back(known.block)
 
     def check_invariants(self) -> None:

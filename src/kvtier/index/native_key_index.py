@@ -23,10 +23,11 @@ class NativeKeyIndex(KeyIndex):
         namespace: Callable[[], bytes],
         learning: Collection[str] = (),
         policy: str = RUNS,
+        group_bytes: int = 0,
     ) -> None:
         assert Core is not None, "the native core is not there"
-        super().__init__(tiers, namespace, learning, policy)
-        self._core = Core(self.tiers, tuple(State), self.learning, policy)
+        super().__init__(tiers, namespace, learning, policy, group_bytes)
+        self._core = Core(self.tiers, tuple(State), self.learning, policy, group_bytes)
 
     # -- queries ----------------------------------------------------------------------------------
 

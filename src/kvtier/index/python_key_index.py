@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import groupby, takewhile
 
-from kvtier._reference.live import LIVE, Live
 from kvtier._reference.runs import Block
 from kvtier.hints import Said, check_said
 from kvtier.index.block_index import check_slot, check_time
 from kvtier.index.key_index import UNKNOWN, Found, KeyedBlock, KeyIndex
 from kvtier.index.known_blocks import KnownBlocks
+from kvtier.index.learned_column import LearnedColumn
 from kvtier.index.policies.replayed import RUNS
-from kvtier.index.policies.runs import SEED, USUAL_ROOM
 from kvtier.index.residency import Residency, State
 from kvtier.types import AnyColumn, BlockId, Slot
 
@@ -23,14 +22,13 @@ MOST_LEASES = 0xFFFF
 
 @dataclass(slots=True)
 class _Column:
-    """order: of leaving; what an eviction has passed over is not in it. learning: the policy, where
-    one is told of requests; then ``order`` has all that are written or ready. known: its blocks."""
+    """order: of leaving; what an eviction has passed over is not in it. learning: in its place,
+    where a policy is told of requests."""
 
     order: OrderedDict[BlockId, None] = field(default_factory=OrderedDict)
     num_held: int = 0
     num_idle: int = 0
-    learning: Live | None = None
-    known: dict[BlockId, Block] = field(default_factory=dict)
+    learning: LearnedColumn | None = None
 
 
 class PythonKeyIndex(KeyIndex):
@@ -42,25 +40,16 @@ class PythonKeyIndex(KeyIndex):
         namespace: Callable[[], bytes],
         learning: Collection[str] = (),
         policy: str = RUNS,
+        group_bytes: int = 0,
         because: str = "asked for",
     ) -> None:
-        super().__init__(tiers, namespace, learning, policy)
+        super().__init__(tiers, namespace, learning, policy, group_bytes)
         self._because = because
         self._columns = tuple(_Column() for _ in self.tiers)
-        self._blocks = KnownBlocks(len(self.tiers))
-        for tier, column in zip(self.tiers, self._columns, strict=True):
+        self._blocks = KnownBlocks(len(self.tiers), group_bytes)
+        for at, tier in enumerate(self.tiers):
             if tier in self.learning:
-                column.learning = self._make_policy(tier, column)
-
-    def _make_policy(self, tier: str, column: _Column) -> Live:
-        def may_leave(block: Block, num_gone: int) -> bool:
-            return self._residency(BlockId(block.item), tier).evictable
-
-        def find(name: int) -> Block | None:
-            known = self._blocks.named(name)
-            return None if known is None else column.known.get(known.block)
-
-        return LIVE[self.policy](USUAL_ROOM, SEED, may_leave, find)
+                self._columns[at].learning = LearnedColumn(self._blocks, at, policy)
 
     # -- queries ----------------------------------------------------------------------------------
 
@@ -116,9 +105,12 @@ class PythonKeyIndex(KeyIndex):
         residency = self._residency(block, column)
         residency.move(State.WRITING)
         residency.slot, residency.was_used = slot, False
-        self._column(column).num_held += 1
-        self._column(column).order[block] = None
-        self._enter(block, column)
+        here = self._column(column)
+        here.num_held += 1
+        if here.learning is not None:
+            self._enter(block, here.learning)
+        else:
+            here.order[block] = None
 
     def commit(self, block: BlockId, column: AnyColumn, now: float) -> None:
         check_time(now)
@@ -143,23 +135,30 @@ class PythonKeyIndex(KeyIndex):
         check_time(now)
         check_said(said)
         for learning, path, found in self._prompt(keys):
-            learning.retain(path, found, said, now)
+            learning.live.retain(path, found, said, now)
 
-    def _prompt(self, keys: Iterable[bytes]) -> Iterator[tuple[Live, list[int], list[Block]]]:
-        path = list(dict.fromkeys(keys))
-        names = list(map(hash, path))
-        rows = [self._blocks.find(key) for key in path]
+    @property
+    def _learning(self) -> Iterator[LearnedColumn]:
         for column in self._columns:
             if column.learning is not None:
-                there = [row and column.known.get(row.block) for row in rows]
-                found = list(takewhile(lambda block: block is not None, there))
-                yield column.learning, names, [block for block in found if block]
+                yield column.learning
+
+    def _names(self, keys: Iterable[bytes]) -> list[int]:
+        """By place, in order."""
+        return [name for name, _ in groupby(keys, self._blocks.name)]
+
+    def _prompt(
+        self, keys: Iterable[bytes]
+    ) -> Iterator[tuple[LearnedColumn, list[int], list[Block]]]:
+        names = self._names(dict.fromkeys(keys))
+        for learning in self._learning:
+            found = takewhile(lambda block: block is not None, map(learning.named, names))
+            yield learning, names, [block for block in found if block]
 
     def continues(self, keys: Iterable[bytes], before: bytes) -> None:
-        names = list(map(hash, keys))
-        for column in self._columns:
-            if column.learning is not None:
-                column.learning.continues(names, hash(before))
+        names = self._names(keys)
+        for learning in self._learning:
+            learning.live.continues(names, self._blocks.name(before))
 
     def admit_keys(
         self, keys: Sequence[bytes], column: AnyColumn, num_free: int, least_chance: float = 0.0
@@ -167,43 +166,38 @@ class PythonKeyIndex(KeyIndex):
         learning = self._column(column).learning
         if learning is None:
             return list(keys)
-        names = list(map(hash, keys))
+        names = list(map(self._blocks.name, keys))
         return [keys[at] for at in learning.admit(names, max(0, num_free), least_chance)]
 
     def set_doubling(self, at_blocks: float) -> None:
-        for column in self._columns:
-            if column.learning is not None:
-                column.learning.set_doubling(at_blocks)
+        for learning in self._learning:
+            learning.live.set_doubling(at_blocks)
 
     def set_room(self, column: AnyColumn, num_blocks: int) -> None:
         learning = self._column(column).learning
         if learning is not None:
-            learning.set_capacity(num_blocks)
+            learning.set_room(num_blocks)
 
-    def _enter(self, block: BlockId, column: AnyColumn) -> None:
+    def _enter(self, block: BlockId, here: LearnedColumn) -> None:
         """Where nobody has asked for it, it lies behind what it lies behind elsewhere."""
-        here = self._column(column)
-        if here.learning is None:
-            return
+        known = self._blocks[block]
         behind: Block | None = None
-        for other in self._columns:
-            known = other.known.get(block) if other is not here else None
-            if behind is None and known is not None and known.parent is not None:
-                behind = here.known.get(BlockId(known.parent.item))
-        name = self._blocks[block].name
-        here.known[block] = here.learning.entered(name, block, None, behind)
-        here.order[block] = None
+        for other in self._learning:
+            in_front = other.in_front_of(known) if other is not here else None
+            if behind is None and in_front is not None:
+                behind = here.named(in_front)
+        here.enter(known, behind)
 
-    def _evict_learned(self, here: _Column, column: AnyColumn, num_blocks: int) -> list[BlockId]:
-        assert here.learning is not None
+    def _evict_learned(
+        self, learning: LearnedColumn, column: AnyColumn, num_blocks: int
+    ) -> list[BlockId]:
         chosen: list[BlockId] = []
-        here.learning.begin_evicting()
-        while len(chosen) < num_blocks and (left := here.learning.next_victim()) is not None:
-            block = BlockId(left.item)
-            del here.known[block], here.order[block]
-            self._residency(block, column).move(State.EVICTING)
-            here.num_idle -= 1
-            chosen.append(block)
+        learning.live.begin_evicting()
+        while len(chosen) < num_blocks and (left := learning.evict()):
+            for block in left:
+                self._residency(block, column).move(State.EVICTING)
+            self._column(column).num_idle -= len(left)
+            chosen += left
         return chosen
 
     # -- use --------------------------------------------------------------------------------------
@@ -250,7 +244,7 @@ class PythonKeyIndex(KeyIndex):
         if not self._residency(block, column).evictable:
             return
         if here.learning is not None:
-            here.learning.let_go(here.known[block])
+            here.learning.let_go(self._blocks[block])
         elif block not in here.order:
             here.order[block] = None
             here.order.move_to_end(block, last=False)
@@ -260,8 +254,9 @@ class PythonKeyIndex(KeyIndex):
     def evict(self, column: AnyColumn, num_blocks: int) -> list[BlockId]:
         order = self._column(column).order
         num_blocks = min(num_blocks, self._column(column).num_idle)
-        if self._column(column).learning is not None:
-            return self._evict_learned(self._column(column), column, num_blocks)
+        learning = self._column(column).learning
+        if learning is not None:
+            return self._evict_learned(learning, column, num_blocks)
         chosen: list[BlockId] = []
         while len(chosen) < num_blocks:
             block, _ = order.popitem(last=False)
@@ -279,8 +274,10 @@ class PythonKeyIndex(KeyIndex):
         residency = self._residency(block, column)
         assert residency.state is State.EVICTING, "only what is being evicted may be kept"
         residency.move(State.READY)
-        self._column(column).num_idle += 1
-        self._enter(block, column)
+        here = self._column(column)
+        here.num_idle += 1
+        if here.learning is not None:
+            self._enter(block, here.learning)
         self._come_back(block, column)
 
     def lose(self, block: BlockId, column: AnyColumn) -> Slot | None:
@@ -300,8 +297,8 @@ class PythonKeyIndex(KeyIndex):
         here.num_idle -= before is State.READY
         here.num_held -= 1
         here.order.pop(block, None)
-        if here.learning is not None and (gone := here.known.pop(block, None)) is not None:
-            here.learning.left(gone)
+        if here.learning is not None:
+            here.learning.leave(known)
         if not known.is_cached:
             self._blocks.drop(known)
         return slot
@@ -337,7 +334,7 @@ class PythonKeyIndex(KeyIndex):
     def order(self, column: AnyColumn) -> list[BlockId]:
         here = self._column(column)
         if here.learning is not None:
-            return sorted(here.known, key=lambda block: block & 0xFFFFFFFF)
+            return sorted(here.learning.blocks, key=lambda block: block & 0xFFFFFFFF)
         return list(here.order)
 
     def describe(self) -> str:
@@ -351,11 +348,9 @@ class PythonKeyIndex(KeyIndex):
             assert len(held) == len(set(held)), f"{tier}: two blocks share a slot"
             assert len(held) == column.num_held, f"{tier}: blocks miscounted"
             assert len(idle) == column.num_idle, f"{tier}: idle blocks miscounted"
-            assert idle <= column.order.keys(), (
+            assert idle <= set(self.order(tier)), (
                 f"{tier}: a block that may leave is not in the order"
             )
             if column.learning is not None:
-                assert column.known.keys() == column.order.keys(), f"{tier}: a block is lost"
-                assert len(column.known) == column.learning.num_blocks, f"{tier}: a block is lost"
                 column.learning.check_invariants()
         self._blocks.check_invariants()

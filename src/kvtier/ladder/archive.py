@@ -26,6 +26,9 @@ what has waited longest is not written: its next use offers it again."""
 LEAST_CHANCE = 0.1
 """That a block is used before it leaves again, for it to be worth a write where as much may be
 written as there is: docs/decisions/0047 says what others give."""
+SCARCE_SHARE = 1 / 4
+"""Of what a budget saves up at most: where less is left, writes are dearer. What lies above is to
+be spent: what is saved up and not written is found by nobody."""
 
 
 class Archive:
@@ -108,11 +111,10 @@ class Archive:
         self._budget.spend(num_blocks * self._block_bytes)
 
     def least_chance(self, is_full: bool) -> float:
-        """That a block is used in storage, for it to be worth a write now: the less may be written,
-        the higher it is. What has room and no limit takes everything."""
-        if not is_full and not self._budget.bytes_per_day:
-            return 0.0
-        return float(LEAST_CHANCE**self._budget.share_left)
+        """That a block is used in storage, for it to be worth a write now: where little is left of
+        what may be written, the less, the higher it is. What has room takes everything before."""
+        plenty = min(1.0, self._budget.share_left / SCARCE_SHARE)
+        return float(LEAST_CHANCE**plenty) if is_full or plenty < 1.0 else 0.0
 
     def ended(self, num_blocks: int) -> None:
         """So many are not on their way any more, written or not."""

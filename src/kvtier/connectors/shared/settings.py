@@ -179,8 +179,8 @@ class StoreSettings(Settings):
     """How much of what is in each store the engine knows of at a time."""
     eviction_policy: str = RUNS
     """Which KV leaves a full tier first: ``runs`` learns what is used again; ``lru``, what was used
-    longest ago; ``arc``, ``s3fifo``, ``lfuda`` and ``sieve`` are others' ways. Models with several
-    KV groups, or pools, have ``lru``."""
+    longest ago; ``arc``, ``s3fifo``, ``lfuda`` and ``sieve`` are others' ways. SGLang with several
+    pools, and vLLM with KV groups whose blocks have different lengths, have ``lru``."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)

@@ -38,9 +38,15 @@ from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.counts import RECORDED
 from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.names import vllm_source
-from kvtier.connectors.vllm.recorded import RecordedConnector, record_settings, recorded
+from kvtier.connectors.vllm.recorded import (
+    Finished,
+    RecordedConnector,
+    record_settings,
+    recorded,
+)
 from kvtier.connectors.vllm.spec import KvtierSpec
 from kvtier.connectors.vllm.visit import Advice
+from kvtier.connectors.vllm.waiting import Waiting
 from kvtier.connectors.vllm.worker import TierWorker
 from kvtier.transfer.ranks import Order, Report
 
@@ -105,6 +111,12 @@ class KvtierConnector(RecordedConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._loading: dict[int, str] = {}
         self._steps: list[int] = []
+        self._waiting: Waiting | None = None
+        if self.connector_scheduler and self._manager.cache.learns:
+            config = self.scheduler.config
+            group = config.kv_group_configs[0]
+            hashes_per_block = group.tokens_per_chunk // config.tokens_per_hash
+            self._waiting = Waiting(hashes_per_block, group.group_idx, self._manager.cache.wait)
         if self.connector_scheduler and self._manager.has_storage:
             with off_compute_cores():
                 self._manager.names.settle(_sources(vllm_config), _traits(vllm_config))
@@ -119,6 +131,8 @@ class KvtierConnector(RecordedConnector):
 
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
+        if self._waiting is not None:
+            self._waiting.came(request)
         if request.lora_request is not None:
             self._manager.visit(request.request_id).is_off_disk = True
 
@@ -149,6 +163,10 @@ class KvtierConnector(RecordedConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         theirs = super().build_connector_meta(scheduler_output)
         assert isinstance(theirs, OffloadingConnectorMetadata)
+        if self._waiting is not None:
+            for each in scheduler_output.scheduled_new_reqs:
+                self._waiting.goes(each.req_id)
+            self._waiting.end_step()
         return _with(
             TierMetadata,
             theirs,
@@ -156,6 +174,20 @@ class KvtierConnector(RecordedConnector):
             step=self._manager.steps.begin(time.monotonic(), _pieces(scheduler_output)),
             computes=bool(scheduler_output.num_scheduled_tokens),
         )
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
+        self._goes(request)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> Finished:
+        self._goes(request)
+        return super().request_finished_all_groups(request, block_ids)
+
+    def _goes(self, request: Request) -> None:
+        if self._waiting is not None:
+            self._waiting.goes(request.request_id)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta

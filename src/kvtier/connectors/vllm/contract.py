@@ -63,6 +63,7 @@ OVERRIDDEN: Mapping[str, Mapping[str, Takes]] = {
     },
     "OffloadingConnector": {
         "__init__": Takes("vllm_config, role, kv_cache_config"),
+        "on_new_request": Takes("request"),
         "get_num_new_matched_tokens": Takes("request, num_computed_tokens"),
         "build_connector_meta": Takes("scheduler_output"),
         "update_connector_output": Takes("connector_output"),
@@ -128,7 +129,7 @@ READ: Mapping[str, tuple[str, ...]] = {
     ),
     "OffloadingConnectorScheduler": ("config", "manager"),
     "SchedulerOffloadConfig": ("kv_group_configs", "tokens_per_hash"),
-    "GroupOffloadConfig": ("tokens_per_chunk",),
+    "GroupOffloadConfig": ("group_idx", "tokens_per_chunk"),
     "OffloadingConnectorWorker": ("worker", "spec", "kv_cache_config"),
     "KVConnectorFactory": ("_registry",),
     "KVConnectorTransferResults": ("failed_recving",),
@@ -155,7 +156,7 @@ READ: Mapping[str, tuple[str, ...]] = {
     "ParallelConfig": ("data_parallel_index",),
     "Request": (
         "arrival_time", "block_hashes", "num_computed_tokens", "num_output_tokens",
-        "num_prompt_tokens",
+        "num_prompt_tokens", "request_id",
     ),
     "ModelConfig": ("model", "revision", "hf_config", "max_model_len"),
     "LoadConfig": ("load_format", "download_dir", "model_loader_extra_config"),

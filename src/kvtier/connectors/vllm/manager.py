@@ -26,7 +26,7 @@ from kvtier.connectors.vllm.counts import LOADED, SHARED, Counts
 from kvtier.connectors.vllm.hints import hint_of
 from kvtier.connectors.vllm.host_slots import STRAIGHT, HostSlots
 from kvtier.connectors.vllm.names import Names
-from kvtier.connectors.vllm.prompt import Shape, blocks_after, blocks_of, depth
+from kvtier.connectors.vllm.prompt import GROUP_BYTES, Shape, blocks_after, depth, path_of
 from kvtier.connectors.vllm.stats import take_stats
 from kvtier.connectors.vllm.visit import Visit
 from kvtier.connectors.vllm.words import FOUND, kind_of, source_of
@@ -69,9 +69,11 @@ class TierManager(OffloadingManager):
         self._host = DistantRoom(room[HOST])
         rooms: dict[str, Room] = {HOST: self._host}
         rooms |= {name: Quota(partial(room.__getitem__, name)) for name in mover.storages}
-        # Of several groups some need no prefix: what leaves first is another question there.
-        learning = rooms if shape.has_one_group else ()
-        index = make_key_index(tuple(rooms), lambda: names.digest, learning, eviction_policy)
+        learning = rooms if shape.is_cut_alike else ()
+        group_bytes = 0 if shape.has_one_group else GROUP_BYTES
+        index = make_key_index(
+            tuple(rooms), lambda: names.digest, learning, eviction_policy, group_bytes
+        )
         self.ladder = Ladder(
             index,
             rooms,
@@ -227,7 +229,7 @@ class TierManager(OffloadingManager):
     def _begin(self, visit: Visit) -> None:
         """The first time that its blocks matter: tell the policy of the request."""
         if self.cache.learns and visit.last_asked is None:
-            keys = blocks_of(visit.context)
+            keys = self._path(visit.context)
             self.cache.asked(keys)
             visit.last_asked = keys[-1] if keys else b""
             self._hint(visit.context, at_end=False)
@@ -236,7 +238,10 @@ class TierManager(OffloadingManager):
         hint = hint_of(context)
         if hint is not None:
             said = hint.at_end if at_end else hint.at_begin
-            self.cache.hint(blocks_of(context), said, self._shape.block_sizes[0])
+            self.cache.hint(self._path(context), said, self._shape.block_sizes[0])
+
+    def _path(self, context: ReqContext) -> list[OffloadKey]:
+        return path_of(context, self._shape.block_sizes[0])
 
     def _tell(self, keys: list[OffloadKey], context: ReqContext) -> None:
         """Blocks are about to be stored: those of an answer come behind its prompt."""
@@ -244,10 +249,13 @@ class TierManager(OffloadingManager):
         if visit is None:
             return
         self._begin(visit)
-        end = context.get_offload_key_position
         last = visit.last_asked
-        if last and keys and (end(keys[-1]) or 0) > (end(OffloadKey(last)) or 0):
-            new = [key for key in keys if (end(key) or 0) > (end(OffloadKey(last)) or 0)]
+        if not last:
+            return
+        end_asked = context.get_offload_key_position(OffloadKey(last)) or 0
+        ends = {key: context.get_offload_key_position(key) or 0 for key in keys}
+        new = sorted((key for key in keys if ends[key] > end_asked), key=ends.__getitem__)
+        if new:
             self.cache.continues(new, last)
             visit.last_asked = new[-1]
 

@@ -9,6 +9,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 
+GROUP_BYTES = 4
+"""At the end of vLLM's keys: of which KV group a block is. Those that end at the same token of a
+prompt have the same hash in front."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How prompts are cut. block_sizes: tokens in a block, of each KV group. bytes_per_block: of
@@ -21,6 +26,13 @@ class Shape:
     def has_one_group(self) -> bool:
         return len(self.block_sizes) == 1
 
+    @property
+    def is_cut_alike(self) -> bool:
+        """Whether the blocks of all groups end at the same tokens: then they stand and fall
+        together. Otherwise a group may keep a block here and there, and its prompts have gaps that
+        no policy knows of."""
+        return len(set(self.block_sizes)) == 1
+
 
 def depth(end: int, block_size: int) -> int:
     """Position in its prompt, in blocks, of the block that ends at a token; 0 for the first one."""
@@ -32,6 +44,13 @@ def blocks_of(context: ReqContext) -> list[OffloadKey]:
     vLLM has no other way to ask for them."""
     ends: dict[OffloadKey, int] = context._offload_key_positions
     return sorted(ends, key=ends.__getitem__)
+
+
+def path_of(context: ReqContext, block_size: int) -> list[OffloadKey]:
+    """``blocks_of``, but for the ends of prompts that are no whole blocks: vLLM tries many of these
+    where it looks for the state of recurrent layers."""
+    ends: dict[OffloadKey, int] = context._offload_key_positions
+    return [key for key in blocks_of(context) if ends[key] % block_size == 0]
 
 
 def blocks_after(context: ReqContext, num_tokens: int) -> list[OffloadKey]:

@@ -9,12 +9,13 @@ import numpy.typing as npt
 
 from kvtier import _hot
 from kvtier.hints import Said
+from kvtier.index.policies.counted import Counted
 
 Keys = npt.NDArray[np.uint64]
 _NOTHING = np.zeros(0, np.uint64)
 
 
-class LivePolicy:
+class LivePolicy(Counted):
     """A tier of ``capacity_blocks`` blocks of one size.
 
     A key names a whole prefix, up to the end of a block: 64 bits of a hash that is chained, for
@@ -33,6 +34,7 @@ class LivePolicy:
     """
 
     __slots__ = ("_core",)
+    _core: _hot.LivePolicy
 
     def __init__(
         self, capacity_blocks: int, *, seed: int = 7, doubles_at_blocks: float = 0.0
@@ -80,22 +82,3 @@ class LivePolicy:
         """Blocks are not resident any more, for another reason; those that were not are passed
         over."""
         self._core.left(keys)
-
-    @property
-    def num_blocks(self) -> int:
-        """Resident now."""
-        return self._core.num_blocks()
-
-    @property
-    def num_history(self) -> int:
-        """Entries kept of blocks that have left: at most twice the capacity."""
-        return self._core.num_history()
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the policy."""
-        return self._core.num_bytes()
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError where the policy disagrees with itself. O(all blocks)."""
-        self._core.check_invariants()

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import _hot
+from kvtier.index.policies.counted import Counted
 
 RUNS: Final = "runs"
 LRU: Final = "lru"
@@ -18,7 +19,7 @@ POLICIES: Final = (RUNS, LRU, "arc", "s3fifo", "lfuda", "sieve")
 ageing; SIEVE. The tiers of a running cache can use each of them, too."""
 
 
-class PolicyReplay:
+class PolicyReplay(Counted):
     """A tier of ``capacity_blocks`` blocks of one size under one policy; no bytes are kept.
 
     policy: one of ``POLICIES``. seed: of what ``runs`` leaves to chance: among many blocks it looks
@@ -35,6 +36,7 @@ class PolicyReplay:
     """
 
     __slots__ = ("_core", "policy")
+    _core: _hot.PolicyReplay
 
     def __init__(
         self,
@@ -60,25 +62,6 @@ class PolicyReplay:
         return self._core.request(keys, now_s)
 
     @property
-    def num_blocks(self) -> int:
-        """Cached now."""
-        return self._core.num_blocks()
-
-    @property
     def num_stored(self) -> int:
         """Blocks that were written since the beginning: hits are not."""
         return self._core.num_stored()
-
-    @property
-    def num_history(self) -> int:
-        """Entries kept of blocks that have left: at most twice the capacity."""
-        return self._core.num_history()
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the policy."""
-        return self._core.num_bytes()
-
-    def check_invariants(self) -> None:
-        """Raise AssertionError where the policy disagrees with itself. O(all blocks)."""
-        self._core.check_invariants()

@@ -1,0 +1,59 @@
+"""Who stands in vLLM's queue: what there is of their prompts is about to be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+MOST_TOLD = 8
+"""Requests in a step. Each takes time on the scheduler's thread, by the length of its prompt, once;
+those that come in a burst are told of over the steps that follow, in the order of their coming."""
+
+Tell = Callable[[Sequence[OffloadKey], bool], None]
+"""Told of a prompt's blocks whether their request begins to wait, or waits no more."""
+
+
+class Waiting:
+    """Each request is told of once when it begins to wait, and once when it waits no more. One that
+    has its turn in the step after it came is not told of at all.
+
+    hashes_per_block: of vLLM's hashes. group: the KV group whose keys stand for those of all.
+    """
+
+    def __init__(self, hashes_per_block: int, group: int, tell: Tell) -> None:
+        self._hashes_per_block = hashes_per_block
+        self._group = group
+        self._tell = tell
+        self._new: dict[str, Request] = {}
+        self._told: dict[str, list[OffloadKey]] = {}
+
+    def came(self, request: Request) -> None:
+        """It joins the queue."""
+        self._new[request.request_id] = request
+
+    def goes(self, request_id: str) -> None:
+        """Its turn has come, or it has ended."""
+        self._new.pop(request_id, None)
+        keys = self._told.pop(request_id, None)
+        if keys is not None:
+            self._tell(keys, False)
+
+    def end_step(self) -> None:
+        """Those that came before this step, and had no turn in it, wait."""
+        for request_id in list(islice(self._new, MOST_TOLD)):
+            keys = self._keys(self._new.pop(request_id))
+            if keys:
+                self._told[request_id] = keys
+                self._tell(keys, True)
+
+    def _keys(self, request: Request) -> list[OffloadKey]:
+        every = self._hashes_per_block
+        return [
+            make_offload_key(each, self._group) for each in request.block_hashes[every - 1 :: every]
+        ]

@@ -1,0 +1,40 @@
+"""What may be asked of every policy over one tier, whoever drives it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Core(Protocol):
+    """A policy of the native core, or its twin."""
+
+    def num_blocks(self) -> int: ...
+    def num_history(self) -> int: ...
+    def num_bytes(self) -> int: ...
+    def check_invariants(self) -> None: ...
+
+
+class Counted:
+    """Of the policy ``_core``, which whoever derives from this makes."""
+
+    __slots__ = ()
+    _core: Core
+
+    @property
+    def num_blocks(self) -> int:
+        """In the tier now."""
+        return self._core.num_blocks()
+
+    @property
+    def num_history(self) -> int:
+        """Entries kept of blocks that have left: at most twice the capacity."""
+        return self._core.num_history()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the policy."""
+        return self._core.num_bytes()
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the policy disagrees with itself. O(all blocks)."""
+        self._core.check_invariants()

@@ -1,0 +1,88 @@
+"""Requests in vLLM's queue, told of as those whose blocks are about to be used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
+from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
+
+from kvtier.connectors.vllm.waiting import MOST_TOLD, Waiting
+from tests.vllm.test_manager import KEYS, LookupResult, Scheduler
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class Told:
+    """What was told of whom, by the first hash of a prompt."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[OffloadKey], bool]] = []
+        self.waiting = Waiting(2, 0, self.note)
+
+    def note(self, keys: Sequence[OffloadKey], is_waiting: bool) -> None:
+        self.calls.append((list(keys), is_waiting))
+
+    def take(self) -> list[tuple[list[OffloadKey], bool]]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+def request(name: str, numbers: Sequence[int]) -> Request:
+    hashes = [bytes([number]) * 32 for number in numbers]
+    return cast("Request", SimpleNamespace(request_id=name, block_hashes=hashes))
+
+
+def keys(*numbers: int) -> list[OffloadKey]:
+    return [make_offload_key(bytes([number]) * 32, 0) for number in numbers]
+
+
+def test_who_had_no_turn_waits_from_then_on_until_it_has() -> None:
+    told = Told()
+    told.waiting.came(request("at once", (1, 2)))
+    told.waiting.came(request("later", (1, 2, 3, 4, 5)))
+    told.waiting.goes("at once")
+    told.waiting.end_step()
+    assert told.take() == [(keys(2, 4), True)], "a block has two hashes, and the fifth is of none"
+    told.waiting.end_step()
+    assert told.take() == [], "once"
+    told.waiting.goes("later")
+    told.waiting.goes("later")
+    assert told.take() == [(keys(2, 4), False)]
+
+
+def test_a_burst_is_told_of_a_few_at_a_time() -> None:
+    told = Told()
+    for number in range(MOST_TOLD + 2):
+        told.waiting.came(request(str(number), (0, number)))
+    told.waiting.end_step()
+    assert [told[0] for told in told.take()] == [keys(number) for number in range(MOST_TOLD)]
+    told.waiting.goes(str(MOST_TOLD))
+    told.waiting.end_step()
+    assert told.take() == [(keys(MOST_TOLD + 1), True)]
+
+
+@pytest.mark.parametrize(("waits", "found"), [(False, 0), (True, 2)])
+def test_what_a_waiting_request_will_need_outlasts_a_flood(waits: bool, found: int) -> None:
+    scheduler = Scheduler(num_host=4, num_disk=0)
+    first = scheduler.request("first", KEYS[:2])
+    scheduler.store(first, KEYS[:2])
+    scheduler.manager.on_request_finished(first)
+    waiting = Waiting(1, 0, scheduler.manager.cache.wait)
+    if waits:
+        waiting.came(request("waits", (0, 1)))
+    waiting.end_step()
+    for at in (2, 4, 6):
+        other = scheduler.request(f"other {at}", KEYS[at : at + 2])
+        scheduler.store(other, KEYS[at : at + 2])
+        scheduler.manager.on_request_finished(other)
+    again = scheduler.request("waits", KEYS[:2])
+    assert scheduler.look_up(again, KEYS[:2]).count(LookupResult.HIT) == found
+    waiting.goes("waits")
+    scheduler.manager.cache.check_invariants()
