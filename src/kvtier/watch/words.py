@@ -133,8 +133,9 @@ def _reasons(picture: Picture) -> Iterator[str]:
         elif tier.left_alone == 1:
             yield f"{tier.name} failed and is being tried again."
         if tier.damaged_recently:
-            num, noun = tier.damaged_recently, "block" if tier.damaged_recently == 1 else "blocks"
-            yield f"{tier.name} gave back {count(num)} damaged {noun} in the last minute."
+            noun = "block" if tier.damaged_recently == 1 else "blocks"
+            num = count(tier.damaged_recently)
+            yield f"{tier.name} gave back {num} damaged {noun} in the last minute."
     for flow in picture.flows:
         if flow.queued_s is not None and flow.queued_s >= LONG_LINE_S:
             yield f"{flow.src} → {flow.dst} has a line of {seconds(flow.queued_s)}."
