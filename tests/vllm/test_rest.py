@@ -104,6 +104,8 @@ def test_scheduler_says_whether_a_step_computes(
     monkeypatch.setattr(KvtierConnector, "_manager", manager)
     output = SchedulerOutput.make_empty()
     output.num_scheduled_tokens = {"request": num_tokens} if num_tokens else {}
-    meta = object.__new__(KvtierConnector).build_connector_meta(output)
+    connector = object.__new__(KvtierConnector)
+    connector._waiting = None
+    meta = connector.build_connector_meta(output)
     assert isinstance(meta, TierMetadata)
     assert meta.computes == (num_tokens > 0)

@@ -12,7 +12,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
 
-from kvtier.connectors.vllm.waiting import MOST_TOLD, Waiting
+from kvtier.connectors.vllm import waiting
+from kvtier.connectors.vllm.waiting import Waiting
 from tests.vllm.test_manager import KEYS, LookupResult, Scheduler
 
 if TYPE_CHECKING:
@@ -57,15 +58,19 @@ def test_who_had_no_turn_waits_from_then_on_until_it_has() -> None:
     assert told.take() == [(keys(2, 4), False)]
 
 
-def test_a_burst_is_told_of_a_few_at_a_time() -> None:
+def test_a_burst_is_told_of_a_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "MOST_BLOCKS", 3)
     told = Told()
-    for number in range(MOST_TOLD + 2):
+    told.waiting.came(request("long", range(12)))
+    for number in range(5):
         told.waiting.came(request(str(number), (0, number)))
     told.waiting.end_step()
-    assert [told[0] for told in told.take()] == [keys(number) for number in range(MOST_TOLD)]
-    told.waiting.goes(str(MOST_TOLD))
+    assert told.take() == [(keys(1, 3, 5), True)], "its beginning"
     told.waiting.end_step()
-    assert told.take() == [(keys(MOST_TOLD + 1), True)]
+    assert [keys for keys, _ in told.take()] == [keys(0), keys(1), keys(2)]
+    told.waiting.goes("3")
+    told.waiting.end_step()
+    assert told.take() == [(keys(4), True)]
 
 
 @pytest.mark.parametrize(("waits", "found"), [(False, 0), (True, 2)])
@@ -74,15 +79,15 @@ def test_what_a_waiting_request_will_need_outlasts_a_flood(waits: bool, found: i
     first = scheduler.request("first", KEYS[:2])
     scheduler.store(first, KEYS[:2])
     scheduler.manager.on_request_finished(first)
-    waiting = Waiting(1, 0, scheduler.manager.cache.wait)
+    queue = Waiting(1, 0, scheduler.manager.cache.wait)
     if waits:
-        waiting.came(request("waits", (0, 1)))
-    waiting.end_step()
+        queue.came(request("waits", (0, 1)))
+    queue.end_step()
     for at in (2, 4, 6):
         other = scheduler.request(f"other {at}", KEYS[at : at + 2])
         scheduler.store(other, KEYS[at : at + 2])
         scheduler.manager.on_request_finished(other)
     again = scheduler.request("waits", KEYS[:2])
     assert scheduler.look_up(again, KEYS[:2]).count(LookupResult.HIT) == found
-    waiting.goes("waits")
+    queue.goes("waits")
     scheduler.manager.cache.check_invariants()

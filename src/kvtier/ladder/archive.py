@@ -23,7 +23,7 @@ LONGEST_LINE = 1 << 16
 what has waited longest is not written: its next use offers it again."""
 
 
-LEAST_CHANCE = 0.1
+LEAST_CHANCE = 0.125
 """That a block is used before it leaves again, for it to be worth a write where as much may be
 written as there is: docs/decisions/0047 says what others give."""
 SCARCE_SHARE = 1 / 4
