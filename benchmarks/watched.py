@@ -43,7 +43,6 @@ NUM_CLIENTS = 4
 NUM_NEW = 8
 """Prompts of a phase that nobody has asked for; half as many are asked for again, and as many of
 the phase in the same place of the round before, which the device has no more."""
-ANSWER_TOKENS = 8
 TEXT = "def method_{0:06d}(self, value):\n    return value + {0:06d}\n\n"
 NUM_LINES = 20
 SETTLE_S = 0.15
@@ -94,8 +93,9 @@ def look_s() -> float:
 class Server:
     """``watched_server`` in a process of its own."""
 
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], url: str, answer_tokens: int) -> None:
         self._process = process
+        self._answer_tokens = answer_tokens
         # As clock_getcpuclockid(3) makes it: the time of all threads, also of those that ended.
         self._clock = (~process.pid << 3) | 2
         self._client = httpx.Client(base_url=url, timeout=120)
@@ -118,7 +118,7 @@ class Server:
         asked = {
             "model": "watched",
             "prompt": prompt,
-            "max_tokens": ANSWER_TOKENS,
+            "max_tokens": self._answer_tokens,
             "temperature": 0,
             "ignore_eos": True,
         }
@@ -126,11 +126,11 @@ class Server:
 
 
 @contextmanager
-def serving(model: str, device_capacity: str, events: str) -> Iterator[tuple[Server, str]]:
+def serving(arguments: argparse.Namespace, events: str) -> Iterator[tuple[Server, str]]:
     """A server, and its address."""
-    command = [sys.executable, "-m", "benchmarks.watched_server", "--model", model]
+    command = [sys.executable, "-m", "benchmarks.watched_server", "--model", arguments.model]
     process = subprocess.Popen(
-        [*command, "--device-capacity", device_capacity, "--events", events],
+        [*command, "--device-capacity", arguments.device_capacity, "--events", events],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -139,7 +139,7 @@ def serving(model: str, device_capacity: str, events: str) -> Iterator[tuple[Ser
         assert process.stdout is not None
         url = process.stdout.readline().strip()
         assert url, "the server does not start"
-        yield Server(process, url), url
+        yield Server(process, url, arguments.answer_tokens), url
 
 
 def prompts_of(phase: int) -> list[str]:
@@ -240,8 +240,7 @@ def watched(arguments: argparse.Namespace) -> Iterator[Watched]:
         router.unbind(f"tcp://127.0.0.1:{port}")
         events = f"tcp://127.0.0.1:{port}"
         router.connect(events)
-        serves = serving(arguments.model, arguments.device_capacity, events)
-        server, url = stack.enter_context(serves)
+        server, url = stack.enter_context(serving(arguments, events))
         yield Watched(server, url, router)
 
 
@@ -298,6 +297,7 @@ def main() -> None:
     )
     parser.add_argument("--count", action="store_true", help="where processor time is spent")
     parser.add_argument("--model", default="kvtier-tiny", help="the smaller, the larger the share")
+    parser.add_argument("--answer-tokens", type=int, default=8, help="the same (8)")
     parser.add_argument("--device-capacity", default="16MiB", help="host memory has twice of it")
     arguments = parser.parse_args()
     machine = machine_facts()
@@ -313,6 +313,7 @@ def main() -> None:
     result = {
         "benchmark": "watched",
         "machine": machine,
+        "answer_tokens": arguments.answer_tokens,
         "parts": list(arguments.parts),
         "rows": rows,
         "time": {"value": seconds.value, "interval_95": seconds.interval_json()},
@@ -332,6 +333,7 @@ def report_counted(arguments: argparse.Namespace, machine: object) -> None:
     result = {
         "benchmark": "watched, counted",
         "machine": machine,
+        "answer_tokens": arguments.answer_tokens,
         "shares": shares,
         "read": read,
         "targets": [],

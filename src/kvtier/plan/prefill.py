@@ -27,8 +27,9 @@ FITS = ((1,), (1, 2), (0, 1), (0, 1, 2))
 """Which of call, token and pair are fitted; the fewest first."""
 GOOD_FIT = 0.01
 """Relative error below which more terms are not worth it."""
-MOST_UNFITTED = 32
-"""Observations after which ``recent`` is fitted again, where nobody else wants to know."""
+FEWEST_UNFITTED, MOST_UNFITTED = 8, 256
+"""Observations after which ``recent`` is fitted again, where nobody else wants to know: as many as
+there were by then, within these bounds."""
 HALF_LIFE = 100
 """Observations of other classes after which one counts half; never less than a hundredth."""
 
@@ -105,7 +106,8 @@ class PrefillModel:
     def recent(self) -> PrefillCost | None:
         """``cost`` as it was when it was last asked for, and not long ago: a fit takes a hundred
         times as long as an observation."""
-        if self._num_seen - self._num_fitted >= MOST_UNFITTED:
+        due = min(max(self._num_fitted, FEWEST_UNFITTED), MOST_UNFITTED)
+        if self._num_seen - self._num_fitted >= due:
             return self.cost
         return self._recent
 
