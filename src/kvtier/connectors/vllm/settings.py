@@ -35,9 +35,10 @@ class Settings(HostSettings):
     """What is read, and what is written, in a second, of all ranks together; 0 for no limit. For
     disks that others need, too."""
 
-    disk_direct: str = "auto"
+    disk_direct: str = "off"
     """Which way KV comes from disk: ``auto``, through host memory, and straight to vLLM's own while
-    that has no room; ``on``, straight; ``off``, through host memory."""
+    that has no room; ``on``, straight; ``off``, through host memory. A read straight to vLLM's
+    memory can't be called off: where the disk hangs, its request waits."""
 
     def __post_init__(self) -> None:
         HostSettings.__post_init__(self)

@@ -93,7 +93,7 @@ class KvtierSpec(OffloadingSpec):
             reason = "one rank has the disk, and all load what it brings to host memory"
         direct = Direct(self.settings.disk_direct)
         if direct is Direct.ON and reason:
-            raise self.settings.wrong(f"disk_direct is on, and {reason}; leave it at auto")
+            raise self.settings.wrong(f"disk_direct is on, and {reason}; leave it off")
         return Direct.OFF if reason else direct
 
     def get_manager(self) -> OffloadingManager:
