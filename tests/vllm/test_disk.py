@@ -172,7 +172,8 @@ def test_kv_comes_straight_from_disk(
         before = _moved_from_disk()
         assert one_by_one(llm, PROMPTS) == alone["warm"]
         assert _moved_from_disk(before) == (num_bytes, 0)
-    with engine(with_disk(tmp_path, host_capacity="2MiB")) as llm:  # 3 blocks, of 6 in a prompt
+    # 3 blocks, of 6 in a prompt
+    with engine(with_disk(tmp_path, disk_direct="auto", host_capacity="2MiB")) as llm:
         before = _moved_from_disk()
         assert one_by_one(llm, PROMPTS) == alone["warm"]
         assert _moved_from_disk(before) == (num_bytes / 2, num_bytes / 2)
