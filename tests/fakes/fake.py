@@ -221,6 +221,7 @@ class Fake:
 
     @property
     def num_pending(self) -> int:
+        """Operations that have yet to touch memory; a stream may still wait for what has ended."""
         return int(self._library.fake_num_pending())
 
     @property

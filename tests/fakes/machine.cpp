@@ -100,7 +100,9 @@ std::map<std::string, long> Machine::counts() {
 long Machine::num_pending() {
     std::lock_guard lock(mutex_);
     long count = 0;
-    for (auto &stream : streams_) count += static_cast<long>(stream->ops.size());
+    for (auto &stream : streams_)
+        for (const Op &op : stream->ops)
+            count += op.what == Op::What::copies || op.what == Op::What::fill;
     return count;
 }
 
