@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvtier.serve_bench.stats import Estimate, median_with_interval, rounded
-from kvtier.serve_bench.target import is_met
+from kvtier.serve_bench.target import DIGITS, is_met
 
 Bounds = tuple[float | None, float | None]
 """Between which a figure lies with 95 % confidence; None where the rounds are too few to say so."""
@@ -46,5 +46,5 @@ def judged(
         "value": rounded(found.value, digits),
         "interval_95": found.interval_json(digits),
         "target": wanted,
-        "met": is_met(found, wanted, at_least),
+        "met": is_met(found, wanted, at_least, max(digits, DIGITS)),
     }

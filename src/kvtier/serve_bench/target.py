@@ -13,10 +13,10 @@ DIGITS = 4
 TOO_SMALL = "too small a run to tell"
 
 
-def is_met(found: Estimate, wanted: float, at_least: bool) -> bool | None:
+def is_met(found: Estimate, wanted: float, at_least: bool, digits: int = DIGITS) -> bool | None:
     """Whether a figure is on the right side of ``wanted``; None where its interval says that it may
-    be on either. The one place that decides this."""
-    low, high = (round(each, DIGITS) for each in (found.low, found.high))
+    be on either. The one place that decides this. digits: it is printed with, after the point."""
+    low, high = (round(each, digits) for each in (found.low, found.high))
     if at_least:
         low, high, wanted = -high, -low, -wanted
     return True if high <= wanted else False if low > wanted else None
