@@ -1,6 +1,9 @@
-"""A spec whose copies fail, in a rank of a real vLLM."""
+"""Specs whose copies fail, or whose disk answers nothing, in a rank of a real vLLM."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from threading import Event
 
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
 
@@ -8,6 +11,7 @@ from kvtier.connectors.vllm.spec import KvtierSpec
 from kvtier.connectors.vllm.worker import TierWorker
 from kvtier.devices import CopyBatch, Direction
 from kvtier.errors import DeviceError
+from kvtier.tiers.disk import DiskTier
 from kvtier.transfer import CopyJob, TransferEngine
 
 
@@ -35,3 +39,17 @@ class FaultySpec(KvtierSpec):
             worker._engine.close()
             worker._engine = FailingEngine(worker._device)
         return worker
+
+
+class SilentDiskSpec(KvtierSpec):
+    """Its disk answers no read, and leaves a file ``asked`` beside the slabs."""
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        folder = Path(str(self.settings.disk_path))
+
+        def hangs(*_: object) -> None:
+            (folder / "asked").touch()
+            Event().wait()
+
+        DiskTier.get = hangs  # type: ignore[method-assign,assignment]
+        return super().get_worker(kv_caches)

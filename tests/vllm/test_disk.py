@@ -186,6 +186,19 @@ def test_kv_comes_straight_from_disk(
 
 
 @pytest.mark.timeout(600)
+def test_disk_that_answers_nothing_holds_nobody_up(
+    alone: dict[str, list[tuple[int, Answer]]], tmp_path: Path
+) -> None:
+    """Its reads go to host memory, which can be given up; a read into vLLM's pages can not."""
+    with engine(with_disk(tmp_path)) as llm:
+        one_by_one(llm, PROMPTS)
+    silent = {"spec_name": "SilentDiskSpec", "spec_module_path": "tests.vllm.faulty"}
+    with engine(with_disk(tmp_path, **silent)) as llm:
+        assert one_by_one(llm, PROMPTS) == alone["cold"]
+    assert (tmp_path / "asked").exists()
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("direct", ["off", "on"])
 def test_two_ranks_find_their_shards_after_a_restart(
     direct: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
