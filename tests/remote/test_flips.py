@@ -12,8 +12,8 @@ from kvtier.testing.servers import ValkeyServer, has_valkey
 from kvtier.testing.storage_user import Scattered, User, cuts, stored_bytes, stored_key
 from kvtier.tiers import Outcome
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.remote.catalogue import Place, as_keys
-from kvtier.tiers.remote.envelope import HEADER_BYTES, Envelope
+from kvtier.tiers.remote.catalogue import Place
+from kvtier.tiers.remote.envelope import HEADER_BYTES, Envelope, as_headers, as_keys
 from kvtier.tiers.remote.manifests import Grave, Manifest, Pack
 from kvtier.tiers.remote.pack_reader import PackReader
 from kvtier.tiers.remote.packs import PackShape, pack_name
@@ -46,14 +46,15 @@ def test_no_flipped_bit_of_a_value_is_overlooked(secret: bytes) -> None:
     begins = np.arange(len(KEYS), dtype=np.uint64) * np.uint64(BLOCK_BYTES)
     blocks = Pieces.whole(begins + np.uint64(rows.ctypes.data), BLOCK_BYTES)
     headers = envelope.headers(KEYS, blocks)
-    assert envelope.are_blocks(headers, KEYS, blocks) == [True] * len(KEYS)
+    keys = as_keys(KEYS)
+    assert envelope.are_blocks(as_headers(headers), keys, blocks).all()
     values = [header + row.tobytes() for header, row in zip(headers, rows, strict=True)]
     for _ in range(IN_VALUES // 2 // len(KEYS)):
         spoiled = [flipped(value, at) for value in values]
         for row, value in zip(rows, spoiled, strict=True):
             row[:] = np.frombuffer(value, np.uint8)[HEADER_BYTES:]
-        found = envelope.are_blocks([value[:HEADER_BYTES] for value in spoiled], KEYS, blocks)
-        assert found == [False] * len(KEYS)
+        found = as_headers([value[:HEADER_BYTES] for value in spoiled])
+        assert not envelope.are_blocks(found, keys, blocks).any()
 
 
 @pytest.mark.parametrize("secret", [b"", b"a secret"])
@@ -72,37 +73,39 @@ def test_no_flipped_bit_of_a_pack_becomes_a_wrong_byte(secret: bytes) -> None:
     # Most of a pack this small are zeros of its header: blocks and entries are to be hit as often.
     number_of_entries = 24 + len(KEYS) * 112
     store = OnePack(whole)
-    name = pack_name(as_keys(KEYS))
-    places = [Place(name, len(KEYS), number) for number in range(len(KEYS))]
-    seen = {THERE: 0, DAMAGED: 0}
+    keys = as_keys(KEYS)
+    every = np.arange(len(KEYS))
+    places = [Place(pack_name(keys), len(KEYS), every, every)]
+    num_there = num_damaged = 0
 
     async def run() -> None:
+        nonlocal num_there, num_damaged
         for turn in range(IN_PACKS // 2):
             reader = PackReader(store, shape, envelope)  # type: ignore[arg-type]
             ((asked, part),) = reader.parts(places)
             if turn % 2:  # its header is known
                 store.content = whole
                 content = await reader.read(asked, part)
-                reader.take(asked, part, content, KEYS, memory.pieces)
+                reader.take(asked, part, content, keys, memory.pieces)
                 ((asked, part),) = reader.parts(places)
                 assert part.start, "the header is not read again"
             begin, end = (0, number_of_entries) if turn % 4 < 2 else (4096, len(whole))
             store.content = whole[:begin] + flipped(whole[begin:end], at) + whole[end:]
             memory.clear()
             content = await reader.read(asked, part)
-            outcomes = reader.take(asked, part, content, KEYS, memory.pieces)
-            assert sorted(outcomes) == list(range(len(KEYS)))
-            for number, outcome in outcomes.items():
-                seen[outcome] += 1
-                if outcome is THERE:
-                    assert memory.read(number) == expected[number]
+            there, damaged = reader.take(asked, part, content, keys, memory.pieces)
+            assert sorted([*there, *damaged]) == list(range(len(KEYS)))
+            for number in there.tolist():
+                assert memory.read(number) == expected[number]
             if begin:
-                assert list(outcomes.values()).count(DAMAGED) == 1, "the others are right"
+                assert len(damaged) == 1, "the others are right"
             elif not turn % 2:
-                assert DAMAGED in outcomes.values(), "a changed header was taken"
+                assert len(damaged), "a changed header was taken"
+            num_there += len(there)
+            num_damaged += len(damaged)
 
     asyncio.run(run())
-    assert min(seen.values()) > IN_PACKS // 8
+    assert min(num_there, num_damaged) > IN_PACKS // 8
 
 
 def test_no_flipped_bit_of_a_manifest_is_overlooked() -> None:

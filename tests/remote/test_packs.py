@@ -8,13 +8,14 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.testing.storage_user import Scattered, cuts, stored_bytes, stored_key
-from kvtier.tiers.remote.catalogue import Catalogue, as_keys
-from kvtier.tiers.remote.envelope import Envelope
+from kvtier.tiers.remote.catalogue import Catalogue
+from kvtier.tiers.remote.envelope import Envelope, as_keys
 from kvtier.tiers.remote.manifests import Grave, Manifest, Pack
 from kvtier.tiers.remote.packs import PackShape, pack_name, pack_path
 from kvtier.tiers.remote.reading import GAP_BYTES, PART_BYTES, parts_of
@@ -43,7 +44,7 @@ def test_pack_has_its_blocks_behind_its_header(num_blocks: int, sizes: list[int]
     assert SHAPE.header_bytes(num_blocks) % 4096 == 0
     headers = SHAPE.read_header(made[: SHAPE.header_bytes(num_blocks)], num_blocks)
     assert headers is not None
-    assert all(envelope.are_of(headers, keys))
+    assert all(envelope.are_of([each.tobytes() for each in headers], keys))
     for at, key in enumerate(keys):
         begin = SHAPE.offset(num_blocks, at)
         assert made[begin : begin + BLOCK_BYTES].tobytes() == stored_bytes(key, BLOCK_BYTES)
@@ -88,7 +89,7 @@ def test_parts_have_what_is_wanted_and_little_else(
     place = random.Random(seed)
     wanted = sorted(place.sample(range(num_blocks), place.randint(1, num_blocks)))
     shape = PackShape(block_bytes, 16 << 20)
-    parts = parts_of(shape, num_blocks, wanted, with_header)
+    parts = parts_of(shape, num_blocks, np.array(wanted), with_header)
     assert [at for each in parts for at in wanted[each.wanted]] == wanted, "each in one part"
     assert all(one.end <= two.start for one, two in pairwise(parts))
     header_bytes = shape.header_bytes(num_blocks)
@@ -203,17 +204,16 @@ def test_catalogue_agrees_with_a_dictionary(seed: int) -> None:
         was_full |= len(known) > capacity
         catalogue.check_invariants()
         assert len(catalogue) <= capacity
-        places = catalogue.places([stored_key(number) for number in range(30)])
-        assert catalogue.have([stored_key(number) for number in range(30)]) == [
-            each is not None for each in places
-        ]
-        for number, found in enumerate(places):
-            if found is None:
-                assert number not in known or was_full
-            else:
-                assert number in known
-                if not was_full:
-                    assert (found.pack, found.at, found.num_blocks) == known[number][1:]
+        keys = [stored_key(number) for number in range(30)]
+        found = {}
+        for each in catalogue.places(as_keys(keys)):
+            assert (np.diff(each.at) > 0).all(), "not in the order of the pack"
+            for number, at in zip(each.numbers.tolist(), each.at.tolist(), strict=True):
+                found[number] = (each.pack, at, each.num_blocks)
+        assert catalogue.have(keys) == [number in found for number in range(30)]
+        assert found.keys() <= known.keys()
+        if not was_full:
+            assert found == {number: told[1:] for number, told in known.items()}
 
 
 def test_old_news_of_a_buried_block_is_no_news() -> None:

@@ -13,6 +13,7 @@ from kvtier.layout import DType, full_attention
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome
 from kvtier.tiers.remote import exchange as exchange_module
+from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.packs import pack_path
 from kvtier.tiers.remote.s3_tier import S3Tier
 from tests.remote.bucket import Bucket
@@ -93,9 +94,8 @@ def test_stale_yes_is_a_miss(bucket: Bucket) -> None:
     tier = bucket.tier(pack_bytes=2 * 256)
     user = User(tier)
     user.put(0, 1, 2, 3)
-    places = tier._catalogue.places([stored_key(0)])
-    assert places[0] is not None
-    bucket.delete(pack_path(places[0].pack))
+    (place,) = tier._catalogue.places(as_keys([stored_key(0)]))
+    bucket.delete(pack_path(place.pack))
     assert user.get(0, 2, 3) == [ABSENT, THERE, THERE]
     assert user.find(0, 1) == [ABSENT] * 2, "the whole pack is forgotten"
     assert user.put(0, 1) == user.get(0, 1) == [THERE] * 2

@@ -12,6 +12,7 @@ from kvtier.testing import StorageSuite
 from kvtier.testing.proxy import Proxy
 from kvtier.testing.servers import port_of
 from kvtier.tiers import StorageTier
+from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.packs import pack_path
 from kvtier.tiers.remote.s3_tier import S3Tier
 from kvtier.types import BlockKey
@@ -41,11 +42,11 @@ class TestS3Tier(StorageSuite):
     def spoil(self, storage: StorageTier, key: BlockKey) -> bool:
         """In its last byte."""
         assert isinstance(storage, S3Tier)
-        (place,) = storage._catalogue.places([key])
-        assert place is not None
+        (place,) = storage._catalogue.places(as_keys([key]))
+        (at,) = place.at.tolist()
         path = pack_path(place.pack)
         content = bytearray(self.bucket.read(path))
-        content[storage._shape.offset(place.num_blocks, place.at + 1) - 1] ^= 1
+        content[storage._shape.offset(place.num_blocks, at + 1) - 1] ^= 1
         self.bucket.write(path, bytes(content))
         return True
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier._hot import KeyTable
+from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.manifests import Grave, Pack
 from kvtier.tiers.remote.packs import PackName, pack_name
 from kvtier.tiers.storage import Keys
@@ -25,13 +26,15 @@ ADD_AT_ONCE: Final = 256
 """Packs: some thousand blocks, a few milliseconds. A look-up has to wait for it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """Where a block is. num_blocks: in its pack. at: its number there."""
+    """Blocks of a call that are in one pack. num_blocks: that the pack has. numbers: int64 [n],
+    theirs in the call. at: int64 [n], theirs in the pack, ascending."""
 
     pack: PackName
     num_blocks: int
-    at: int
+    numbers: Int64s
+    at: Int64s
 
 
 @dataclass(slots=True)
@@ -78,37 +81,41 @@ class Catalogue:
 
     # -- questions ---------------------------------------------------------------------------------
 
-    def places(self, keys: Sequence[BlockKey], since: int = 0) -> list[Place | None]:
-        """Where each block is; None where that is not known, or its pack is older than ``since``, a
-        stamp."""
+    def places(self, keys: Keys, since: int = 0) -> list[Place]:
+        """Where blocks are, pack by pack, in the order in which the call has them; those that are
+        not known, or only in packs older than ``since``, a stamp, are nowhere. keys: V32 [n]."""
         with self._lock:
             slots = self._slots(keys, since)
             there = np.flatnonzero(slots >= 0)
-            rows = self._row_of[slots[there]].tolist()
-            numbers = self._at[slots[there]].tolist()
-            found: list[Place | None] = [None] * len(keys)
-            for at, row, number in zip(there.tolist(), rows, numbers, strict=True):
-                pack = self._rows[row]
-                found[at] = Place(pack.name, pack.num_blocks, number)
-            return found
+            rows = self._row_of[slots[there]]
+            at = self._at[slots[there]].astype(np.int64)
+            order = np.lexsort((at, rows))
+            cuts = np.flatnonzero(np.diff(rows[order])) + 1
+            found = []
+            for some in np.split(order, cuts) if len(order) else ():
+                pack = self._rows[int(rows[some[0]])]
+                found.append(Place(pack.name, pack.num_blocks, there[some], at[some]))
+        return sorted(found, key=lambda place: int(place.numbers.min()))
 
     def have(self, keys: Sequence[BlockKey], since: int = 0) -> list[bool]:
         """Whether each block is known, in a pack that is not older than ``since``."""
         with self._lock:
-            return [slot >= 0 for slot in self._slots(keys, since).tolist()]
+            are_known: list[bool] = (self._slots(as_keys(keys), since) >= 0).tolist()
+        return are_known
 
-    def _slots(self, keys: Sequence[BlockKey], since: int) -> Int64s:
+    def _slots(self, keys: Keys, since: int) -> Int64s:
         """int64 [n]: the place of each block in the ring; -1 for none."""
-        slots = self._table.find(as_keys(keys))
+        slots = self._table.find(keys)
         self._pass_over_old(slots, since)
         return slots
 
     def _pass_over_old(self, slots: Int64s, since: int) -> None:
         """Those of packs that are older than ``since`` become -1."""
         if since:
-            for at in np.flatnonzero(slots >= 0).tolist():
-                if self._rows[int(self._row_of[slots[at]])].stamp < since:
-                    slots[at] = -1
+            there = np.flatnonzero(slots >= 0)
+            rows, which = np.unique(self._row_of[slots[there]], return_inverse=True)
+            are_old = np.array([self._rows[row].stamp < since for row in rows.tolist()], bool)
+            slots[there[are_old[which]]] = -1
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -253,11 +260,6 @@ class Catalogue:
             assert len({*known, *self._free_rows}) == len(known) + len(self._free_rows), (
                 "a row is used and free"
             )
-
-
-def as_keys(keys: Sequence[BlockKey]) -> Keys:
-    """V32 [n]."""
-    return np.frombuffer(b"".join(keys), "V32")
 
 
 def _as_bytes(keys: Keys) -> list[bytes]:

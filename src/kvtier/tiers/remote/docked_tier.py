@@ -17,7 +17,7 @@ from kvtier.devices.base import Finding
 from kvtier.errors import Closed, ConfigError, TierError
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.docks import Client, Connect, Dock, Docks, Result, Rows, Work
-from kvtier.tiers.remote.envelope import Envelope
+from kvtier.tiers.remote.envelope import Envelope, as_keys
 from kvtier.tiers.remote.location import Location, StoreOptions
 from kvtier.tiers.remote.trouble import Unreachable, Unsound
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageSite, StorageTier
@@ -128,7 +128,8 @@ class DockedTier(StorageTier):
         there."""
         headers = rows.headers(places)
         rows.copy_out(blocks, np.array(places, np.int64))
-        return self._envelope.are_blocks(headers, keys, blocks)
+        are_right: list[bool] = self._envelope.are_blocks(headers, as_keys(keys), blocks).tolist()
+        return are_right
 
     def _forget(self, damaged: Sequence[BlockKey]) -> None:
         """Or nobody could put the right ones there."""

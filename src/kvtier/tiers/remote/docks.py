@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvtier.errors import Closed
 from kvtier.process import OwnerProcess
 from kvtier.tiers.disk.bounce import ALIGNMENT, Bounce
-from kvtier.tiers.remote.envelope import HEADER_BYTES
+from kvtier.tiers.remote.envelope import HEADER_BYTES, Headers
 from kvtier.tiers.storage import Outcome
 from kvtier.types import BlockKey
 
@@ -61,9 +61,9 @@ class Rows(Bounce):
         rows = np.frombuffer(b"".join(headers), np.uint8).reshape(-1, HEADER_BYTES)
         self._headers[: len(rows)] = rows
 
-    def headers(self, places: Sequence[int]) -> list[bytes]:
+    def headers(self, places: Sequence[int]) -> Headers:
         """Copies of those in some rows."""
-        return [self._headers[at].tobytes() for at in places]
+        return np.take(self._headers, places, axis=0)
 
 
 class Client(ABC):

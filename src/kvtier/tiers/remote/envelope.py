@@ -27,7 +27,12 @@ from blake3 import blake3
 from kvtier._hot import crc32c_rows
 from kvtier.tiers.crc_join import block_crcs
 from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.storage import Keys
 from kvtier.types import BlockKey
+
+Headers = npt.NDArray[np.uint8]
+"""Of some blocks: uint8 [num_blocks, HEADER_BYTES]."""
+Bools = npt.NDArray[np.bool_]
 
 MAGIC: Final = b"kvtierB1"
 HEAD: Final = Struct("<8sIIQ32s")
@@ -82,35 +87,35 @@ class Envelope:
             at for at, each in enumerate(headers) if each is not None and len(each) == HEADER_BYTES
         ]
         found = np.zeros(len(headers), bool)
-        if whole:
-            text = b"".join(headers[at] or b"" for at in whole)
-            rows = np.frombuffer(text, np.uint8).reshape(-1, HEADER_BYTES)
-            wanted = np.frombuffer(b"".join(keys[at] for at in whole), np.uint8)
-            checks = crc32c_rows(np.ascontiguousarray(rows[:, : -CHECK.size]))
-            fields = np.frombuffer(text, FIELDS)
-            are_ours = fields["magic"] == np.void(MAGIC)
-            are_ours &= fields["size"] == self._block_bytes
-            are_ours &= (fields["check"] == checks) & (fields["zeros"] == 0)
-            are_ours &= (rows[:, KEY] == wanted.reshape(-1, KEY_BYTES)).all(axis=1)
-            if self._tag_key:
-                are_ours &= (fields["flags"] & TAGGED) != 0
-            found[whole] = are_ours
-        return _flags(found)
+        found[whole] = self._are_of(
+            as_headers([headers[at] or b"" for at in whole]), as_keys([keys[at] for at in whole])
+        )
+        are_ours: list[bool] = found.tolist()
+        return are_ours
 
-    def are_blocks(
-        self, headers: Sequence[bytes], keys: Sequence[BlockKey], blocks: Pieces
-    ) -> list[bool]:
+    def are_blocks(self, headers: Headers, keys: Keys, blocks: Pieces) -> Bools:
         """Whether each block, in host memory, is the one of its key, by the header that came with
-        it."""
-        are_ours = np.array(self.are_of(headers, keys), bool)
+        it: bool [num_blocks]. keys: V32 [num_blocks]."""
+        are_ours = self._are_of(headers, keys)
         ours = np.flatnonzero(are_ours)
-        if ours.size:
-            fields = np.frombuffer(b"".join(headers[at] for at in ours.tolist()), FIELDS)
-            are_ours[ours] = fields["crc"] == block_crcs(blocks.pick(ours))
+        are_ours[ours] = _fields(headers)["crc"][ours] == block_crcs(blocks.pick(ours))
         for at in np.flatnonzero(are_ours).tolist() if self._tag_key else ():
-            head, tag = headers[at][: HEAD.size], headers[at][HEAD.size : -CHECK.size]
+            header = headers[at].tobytes()
+            head, tag = header[: HEAD.size], header[HEAD.size : -CHECK.size]
             are_ours[at] = hmac.compare_digest(tag, self._tag(head, blocks, at))
-        return _flags(are_ours)
+        return are_ours
+
+    def _are_of(self, headers: Headers, keys: Keys) -> Bools:
+        """bool [n]: whether each is a header of its key."""
+        fields = _fields(headers)
+        are_ours: Bools = fields["magic"] == np.void(MAGIC)
+        are_ours &= fields["size"] == self._block_bytes
+        are_ours &= fields["check"] == crc32c_rows(headers[:, : -CHECK.size])
+        are_ours &= fields["zeros"] == 0
+        are_ours &= fields["key"] == keys
+        if self._tag_key:
+            are_ours &= (fields["flags"] & TAGGED) != 0
+        return are_ours
 
     def _tag(self, head: bytes, blocks: Pieces, at: int) -> bytes:
         if not self._tag_key:
@@ -132,9 +137,19 @@ def size_behind(header: bytes, key: bytes) -> int | None:
     return size if is_sound else None
 
 
-def _flags(array: npt.NDArray[np.bool_]) -> list[bool]:
-    flags: list[bool] = array.tolist()
-    return flags
+def as_headers(headers: Sequence[bytes]) -> Headers:
+    """uint8 [n, HEADER_BYTES], of so many bytes each."""
+    return np.frombuffer(b"".join(headers), np.uint8).reshape(-1, HEADER_BYTES)
+
+
+def as_keys(keys: Sequence[BlockKey]) -> Keys:
+    """V32 [n]."""
+    return np.frombuffer(b"".join(keys), "V32")
+
+
+def _fields(headers: Headers) -> npt.NDArray[np.void]:
+    """``FIELDS`` [n]."""
+    return headers.view(FIELDS).ravel()
 
 
 def _check(above: bytes) -> int:

@@ -12,27 +12,24 @@ import numpy as np
 
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.catalogue import Place
-from kvtier.tiers.remote.envelope import Envelope
+from kvtier.tiers.remote.envelope import HEADER_BYTES, Bools, Envelope, Headers
 from kvtier.tiers.remote.objects import Objects
-from kvtier.tiers.remote.packs import PackName, PackShape, pack_path
+from kvtier.tiers.remote.packs import Int64s, PackName, PackShape, pack_path
 from kvtier.tiers.remote.reading import Part, copy_blocks, keep_freed_memory, parts_of
-from kvtier.tiers.storage import Outcome
-from kvtier.types import BlockKey
+from kvtier.tiers.storage import Keys
 
 MAX_HEADERS: Final = 4096
 """Of packs that were read: 50 KiB each at the most, and 1 KiB mostly."""
+NONE: Final = np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
 class Asked:
-    """Blocks of a call that are in one pack. at: their numbers there, ascending. numbers: theirs in
-    the call. headers: one for each block of the pack, as soon as they are known. early: parts that
-    came before them."""
+    """What is asked for of one pack. headers: one for each of its blocks, as soon as they are
+    known. early: parts that came before them."""
 
     place: Place
-    at: list[int]
-    numbers: list[int]
-    headers: list[bytes] | None
+    headers: Headers | None
     early: list[tuple[Part, memoryview]] = field(default_factory=list)
 
 
@@ -43,27 +40,18 @@ class PackReader:
         self._objects = objects
         self._shape = shape
         self._envelope = envelope
-        self._headers: OrderedDict[PackName, list[bytes]] = OrderedDict()
+        self._headers: OrderedDict[PackName, Headers] = OrderedDict()
         self._lock = Lock()
         keep_freed_memory()
 
-    def parts(self, places: Sequence[Place | None]) -> list[tuple[Asked, Part]]:
+    def parts(self, places: Sequence[Place]) -> list[tuple[Asked, Part]]:
         """What to ask for, of blocks in ``places``; of each pack the header first."""
-        packs: dict[PackName, list[tuple[int, int]]] = {}
-        of: dict[PackName, Place] = {}
-        for number, place in enumerate(places):
-            if place is not None:
-                packs.setdefault(place.pack, []).append((place.at, number))
-                of[place.pack] = place
         parts = []
-        for pack, found in packs.items():
-            found.sort()
-            headers = self._known(pack)
-            at = [each for each, _ in found]
-            asked = Asked(of[pack], at, [number for _, number in found], headers)
+        for place in places:
+            asked = Asked(place, self._known(place.pack))
+            is_new = asked.headers is None
             parts += [
-                (asked, part)
-                for part in parts_of(self._shape, of[pack].num_blocks, at, headers is None)
+                (asked, part) for part in parts_of(self._shape, place.num_blocks, place.at, is_new)
             ]
         return parts
 
@@ -76,74 +64,70 @@ class PackReader:
         asked: Asked,
         part: Part,
         content: memoryview,
-        keys: Sequence[BlockKey],
+        keys: Keys,
         blocks: Pieces,
-    ) -> dict[int, Outcome]:
-        """Copy the blocks of a part that are right, and say of each, by its number in the call:
-        ``THERE`` or ``DAMAGED``. What comes before the header is told of with it.
+    ) -> tuple[Int64s, Int64s]:
+        """Copy the blocks of a part that are right. Returns their numbers in the call, and those
+        of the damaged ones: int64. What comes before the header is told of with it.
 
-        keys, blocks: of the call.
+        keys: V32 [n], and blocks: of the call.
         """
         parts = [(part, content)]
         if asked.headers is None:
             if part.start:
                 asked.early += parts
-                return {}
+                return NONE, NONE
             asked.headers = self._read_headers(asked.place, content)
             parts += asked.early
             asked.early.clear()
-        outcomes: dict[int, Outcome] = {}
-        for each, its_content in parts:
-            outcomes |= self._copy(asked, asked.headers, each, its_content, keys, blocks)
-        if Outcome.DAMAGED in outcomes.values():
+        there, damaged = [], []
+        for each in parts:
+            numbers, are_right = self._copy(asked, asked.headers, *each, keys, blocks)
+            there.append(numbers[are_right])
+            damaged.append(numbers[~are_right])
+        if any(map(len, damaged)):
             self._forget(asked.place.pack)
-        return outcomes
+        return np.concatenate(there), np.concatenate(damaged)
 
     def _copy(
         self,
         asked: Asked,
-        headers: Sequence[bytes],
+        headers: Headers,
         part: Part,
         content: memoryview,
-        keys: Sequence[BlockKey],
+        keys: Keys,
         blocks: Pieces,
-    ) -> dict[int, Outcome]:
-        """Blocks of one part."""
-        numbers, at = asked.numbers[part.wanted], asked.at[part.wanted]
-        if not numbers or len(content) != part.end - part.start:
-            return dict.fromkeys(numbers, Outcome.DAMAGED)
+    ) -> tuple[Int64s, Bools]:
+        """Numbers in the call of the blocks of one part, and whether each was right."""
+        numbers, at = asked.place.numbers[part.wanted], asked.place.at[part.wanted]
+        if not len(numbers) or len(content) != part.end - part.start:
+            return numbers, np.zeros(len(numbers), bool)
         first = np.frombuffer(content, np.uint8).ctypes.data - part.start
         begins = first + self._shape.offsets(asked.place.num_blocks, at)
         # Checked where they were read: there each block lies in one piece, which is a good deal
         # faster to check than the many that it may lie in at its destination.
         are_right = self._envelope.are_blocks(
-            [headers[each] for each in at],
-            [keys[number] for number in numbers],
-            Pieces.whole(begins, self._shape.block_bytes),
+            headers[at], keys[numbers], Pieces.whole(begins, self._shape.block_bytes)
         )
-        right = np.flatnonzero(are_right)
-        copy_blocks(blocks.pick(np.array(numbers)[right]), begins[right])
-        return {
-            number: Outcome.THERE if is_right else Outcome.DAMAGED
-            for number, is_right in zip(numbers, are_right, strict=True)
-        }
+        copy_blocks(blocks.pick(numbers[are_right]), begins[are_right])
+        return numbers, are_right
 
     # -- headers -----------------------------------------------------------------------------------
 
-    def _read_headers(self, place: Place, content: memoryview) -> list[bytes]:
+    def _read_headers(self, place: Place, content: memoryview) -> Headers:
         """content: of the part that begins with them. What is no header of such a pack is none of
         any block."""
         header = np.array(content[: self._shape.header_bytes(place.num_blocks)], np.uint8)
         headers = self._shape.read_header(header, place.num_blocks)
         if headers is None:
-            return [b""] * place.num_blocks
+            return np.zeros((place.num_blocks, HEADER_BYTES), np.uint8)
         with self._lock:
             self._headers[place.pack] = headers
             if len(self._headers) > MAX_HEADERS:
                 self._headers.popitem(last=False)
         return headers
 
-    def _known(self, pack: PackName) -> list[bytes] | None:
+    def _known(self, pack: PackName) -> Headers | None:
         with self._lock:
             if pack in self._headers:
                 self._headers.move_to_end(pack)

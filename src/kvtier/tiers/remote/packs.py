@@ -28,7 +28,7 @@ from blake3 import blake3
 
 from kvtier._hot import copy_batch, crc32c_rows
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY, Envelope, size_behind
+from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY, Envelope, Headers, size_behind
 from kvtier.tiers.storage import Keys
 from kvtier.types import BlockKey
 
@@ -103,7 +103,7 @@ class PackShape:
         head = HEAD.pack(MAGIC, num_blocks, check, self.block_bytes)
         header[: HEAD.size] = np.frombuffer(head, np.uint8)
 
-    def read_header(self, header: Uint8s, num_blocks: int) -> list[bytes] | None:
+    def read_header(self, header: Uint8s, num_blocks: int) -> Headers | None:
         """The envelope header of each block; None where that is no header of such a pack."""
         if len(header) != self.header_bytes(num_blocks):
             return None
@@ -118,7 +118,9 @@ class PackShape:
         entries = np.frombuffer(whole, ENTRY, num_blocks, HEAD.size)
         are_ours = entries["offset"] == self.offsets(num_blocks, np.arange(num_blocks))
         are_ours &= entries["size"] == self.block_bytes
-        return entries["envelope"].tolist() if are_ours.all() else None
+        if not are_ours.all():
+            return None
+        return np.frombuffer(entries["envelope"].tobytes(), np.uint8).reshape(-1, HEADER_BYTES)
 
 
 def keys_in(header: bytes) -> tuple[int, list[bytes]] | None:
@@ -131,9 +133,10 @@ def keys_in(header: bytes) -> tuple[int, list[bytes]] | None:
         return None
     shape = PackShape(block_bytes, 0)
     whole = np.frombuffer(header, np.uint8)[: shape.header_bytes(number)]
-    envelopes = shape.read_header(whole, number)
-    if envelopes is None:
+    found = shape.read_header(whole, number)
+    if found is None:
         return None
+    envelopes = [each.tobytes() for each in found]
     keys = [each[KEY] for each in envelopes]
     sizes = {size_behind(each, key) for each, key in zip(envelopes, keys, strict=True)}
     return (block_bytes, keys) if sizes == {block_bytes} else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -31,23 +30,19 @@ class Part:
     wanted: slice
 
 
-def parts_of(
-    shape: PackShape, num_blocks: int, wanted: Sequence[int], with_header: bool
-) -> list[Part]:
-    """Parts of a pack of ``num_blocks``, ascending. wanted: numbers of blocks in it, ascending, one
-    at least. with_header: it has a part of its own, or stands at the beginning of the first."""
-    begins = shape.offsets(num_blocks, wanted).tolist()
-    ends = [begin + shape.block_bytes for begin in begins]
-    firsts = [0]
-    for number, (last_end, begin, end) in enumerate(
-        zip(ends[:-1], begins[1:], ends[1:], strict=True), 1
-    ):
-        if begin - last_end > GAP_BYTES or end - begins[firsts[-1]] > PART_BYTES:
-            firsts.append(number)
-    parts = [
-        Part(begins[first], ends[last - 1], slice(first, last))
-        for first, last in zip(firsts, [*firsts[1:], len(wanted)], strict=True)
-    ]
+def parts_of(shape: PackShape, num_blocks: int, wanted: Int64s, with_header: bool) -> list[Part]:
+    """Parts of a pack of ``num_blocks``, ascending. wanted: int64 [n], numbers of blocks in it,
+    ascending, one at least. with_header: it has a part of its own, or stands at the beginning of
+    the first."""
+    begins = shape.offsets(num_blocks, wanted)
+    ends = begins + shape.block_bytes
+    gaps = np.append(np.flatnonzero(begins[1:] - ends[:-1] > GAP_BYTES) + 1, len(wanted))
+    parts, first = [], 0
+    while first < len(wanted):
+        full = int(np.searchsorted(ends, begins[first] + PART_BYTES, "right"))
+        last = min(max(full, first + 1), int(gaps[np.searchsorted(gaps, first, "right")]))
+        parts.append(Part(int(begins[first]), int(ends[last - 1]), slice(first, last)))
+        first = last
     if with_header:
         header_bytes = shape.header_bytes(num_blocks)
         if parts[0].start - header_bytes > GAP_BYTES:

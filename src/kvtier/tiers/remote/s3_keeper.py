@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 from kvtier.errors import CacheError, ConfigError
-from kvtier.tiers.remote.catalogue import as_keys
+from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.manifests import MAX_BYTES, Manifest
 from kvtier.tiers.remote.objects import Listed, Missing, Objects, Taken

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
+
 from kvtier.devices.base import Finding
 from kvtier.errors import ConfigError, TierError
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.remote.catalogue import Catalogue, as_keys
-from kvtier.tiers.remote.envelope import Envelope
+from kvtier.tiers.remote.catalogue import Catalogue
+from kvtier.tiers.remote.envelope import Envelope, as_keys
 from kvtier.tiers.remote.exchange import Exchange
 from kvtier.tiers.remote.objects import Missing, Objects
 from kvtier.tiers.remote.pack_reader import PackReader
@@ -150,8 +152,11 @@ class S3Tier(StorageTier):
 
     def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         end_s = time.monotonic() + timeout_s
-        places = self._catalogue.places(keys, self._exchange.since)
-        outcomes = [Outcome.ABSENT if place is None else Outcome.FAILED for place in places]
+        wanted = as_keys(keys)
+        places = self._catalogue.places(wanted, self._exchange.since)
+        outcomes = np.full(len(keys), Outcome.ABSENT, object)
+        for place in places:
+            outcomes[place.numbers] = Outcome.FAILED
         parts = self._reader.parts(places)
         reads: list[Callable[[], Coroutine[Any, Any, memoryview]]] = [
             partial(self._reader.read, *each) for each in parts
@@ -159,26 +164,21 @@ class S3Tier(StorageTier):
         for at, result in self._loop.each(reads, end_s):
             asked, part = parts[at]
             if isinstance(result, Missing):
-                self._catalogue.lose(keys[asked.numbers[0]], asked.place.pack)
-                for number in asked.numbers:
-                    if outcomes[number] is Outcome.FAILED:
-                        outcomes[number] = Outcome.ABSENT
+                numbers = asked.place.numbers
+                self._catalogue.lose(keys[numbers[0]], asked.place.pack)
+                outcomes[numbers[outcomes[numbers] == Outcome.FAILED]] = Outcome.ABSENT
             elif isinstance(result, BaseException):
                 self._note_failure(result)
             else:
-                found = self._reader.take(asked, part, result, keys, blocks)
-                self._forget_damaged(asked.place.pack, keys, found)
-                for number, outcome in found.items():
-                    outcomes[number] = outcome
+                there, damaged = self._reader.take(asked, part, result, wanted, blocks)
+                outcomes[there] = Outcome.THERE
+                outcomes[damaged] = Outcome.DAMAGED
+                self._forget(asked.place.pack, [keys[number] for number in damaged.tolist()])
             del result  # the next answer comes into its memory
-        return outcomes
+        told: list[Outcome] = outcomes.tolist()
+        return told
 
-    def _forget_damaged(
-        self, pack: PackName, keys: Sequence[BlockKey], outcomes: Mapping[int, Outcome]
-    ) -> None:
-        damaged = [
-            keys[number] for number, outcome in outcomes.items() if outcome is Outcome.DAMAGED
-        ]
+    def _forget(self, pack: PackName, damaged: Sequence[BlockKey]) -> None:
         if damaged:
             logger.warning(
                 "wrong bytes store=%s pack=%s num_blocks=%d",

@@ -15,7 +15,7 @@ from typing import Final
 from kvtier.devices.base import Finding
 from kvtier.errors import TierError
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, Envelope
+from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, Envelope, as_headers, as_keys
 from kvtier.tiers.remote.lines import CONNECT_S, Lines, ValkeyOptions
 from kvtier.tiers.remote.location import Location, read_location, read_options
 from kvtier.tiers.remote.resp import Connection, Part, ReplyError, command
@@ -156,11 +156,11 @@ class ValkeyTier(StorageTier):
         outcomes: list[Outcome],
     ) -> None:
         if arrived:
-            some = [keys[at] for at in arrived]
+            some = as_keys([keys[at] for at in arrived])
             are_right = self._envelope.are_blocks(
-                [*arrived.values()], some, blocks.pick([*arrived])
+                as_headers([*arrived.values()]), some, blocks.pick([*arrived])
             )
-            for at, is_right in zip(arrived, are_right, strict=True):
+            for at, is_right in zip(arrived, are_right.tolist(), strict=True):
                 outcomes[at] = THERE if is_right else DAMAGED
             arrived.clear()
 
