@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import local
 from typing import Any
 
-from benchmarks.remote_stores import Client, Memory, Place, Tier
+from benchmarks.remote_stores import Client, Memory, Place
 from kvtier.testing.servers import MooncakeMaster, has_mooncake
 from kvtier.types import BlockKey
 
@@ -69,10 +69,12 @@ def _parts(at: slice) -> list[slice]:
 
 
 class MooncakePlace(Place):
-    """A master, and a process that lends it memory."""
+    """A master, and a process that lends it memory. While the client is set up no other thread of
+    Python's runs, not even those of a proxy."""
 
     name, client_name = "mooncake", "mooncake"
     packages = ("mooncake-transfer-engine-non-cuda",)
+    is_far = False
 
     @classmethod
     def missing(cls) -> str | None:
@@ -87,9 +89,6 @@ class MooncakePlace(Place):
 
     def location(self, port: int, threads: int) -> str:
         return f"mooncake://127.0.0.1:{port}?readers={threads}&writers={threads}"
-
-    def far(self, round_trip_s: float, block_bytes: int, num_blocks: int) -> Tier | None:
-        """Its client gets no answer through a proxy that takes its time."""
 
     def client(self, threads: int) -> Client:
         return Mooncake(self._master.address)

@@ -152,7 +152,8 @@ class Client(ABC):
 
 
 class Place(ABC):
-    """A real server, started. has_to_ask: a look-up is a request. is_far: a network leads to it."""
+    """A real server, started. has_to_ask: a look-up is a request. is_far: a network leads to
+    it, and a proxy here can stand for that."""
 
     name: ClassVar[str]
     client_name: ClassVar[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -193,6 +194,16 @@ def test_master_that_is_not_there_can_come_later(tmp_path: Path) -> None:
     assert "not " in tier.findings()[0].found
     assert User(tier, timeout_s=0.5).get(1) == [FAILED]
     tier.close()
+
+
+def test_master_that_takes_connections_and_says_nothing_holds_nobody_up() -> None:
+    """Mooncake's client would keep every thread of this process waiting."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tier = open_tier(f"127.0.0.1:{silent.getsockname()[1]}", "silent")
+        assert "no answer" in tier.findings()[0].found
+        assert User(tier, timeout_s=0.5).get(1) == [FAILED]
+        assert eventually(lambda: "has not answered" in tier.findings()[0].found)
+        tier.close()
 
 
 def test_store_without_memory_says_so(tmp_path: Path) -> None:

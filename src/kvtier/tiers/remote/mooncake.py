@@ -7,6 +7,8 @@ whoever reaches it, so only the secret of ``StoreOptions`` tells our blocks from
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,6 +40,8 @@ GIVES_WAY: Final = 5
 """A third of a core, where somebody else wants it (nice(1))."""
 TURN_S: Final = 1.0
 """How long a transfer waits for its turn: one that hangs must not hold up those that don't."""
+KNOCK_S: Final = 10.0
+"""For a process to start, and a master to answer it."""
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
 
@@ -125,6 +129,8 @@ class StoreProcess:
         return MooncakeClient(self, self._store, self._options.prefix, rows)
 
     def _set_up(self) -> Any:
+        """Only with a master that has just answered somebody else: until it answers, the client's
+        set-up keeps all Python threads of its process from running, for minutes."""
         from mooncake.store import MooncakeDistributedStore
 
         store, options = MooncakeDistributedStore(), self._options
@@ -133,6 +139,7 @@ class StoreProcess:
             address = options.address or _address_towards(host, port)
         except OSError as error:
             raise Unreachable(error.strerror or str(error)) from error
+        _knock(address, f"{host}:{port}")
         code = store.setup(
             address,
             "P2PHANDSHAKE",
@@ -245,3 +252,22 @@ def _address_towards(host: str, port: int) -> str:
     with socket.socket(family, kind) as line:
         line.connect(address)
         return str(line.getsockname()[0])
+
+
+def _knock(address: str, master: str) -> None:
+    """Whether a process of its own gets an answer. Raises ``Unreachable``."""
+    command = [sys.executable, "-m", "kvtier.tiers.remote.mooncake_knock", address, master]
+    try:
+        ended = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=KNOCK_S,
+            check=False,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise Unreachable(f"its master has not answered within {KNOCK_S:g} s") from error
+    if ended.returncode:
+        raise Unreachable("its master does not answer as one of Mooncake's")

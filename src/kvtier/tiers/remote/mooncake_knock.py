@@ -1,0 +1,22 @@
+"""Whether a Mooncake master answers, asked in a process that can be ended: see ``mooncake.py``."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+BUFFER_BYTES = 16 << 20
+"""Of the client, which wants some; none is lent."""
+
+
+def main(address: str, master: str) -> None:
+    from mooncake.store import MooncakeDistributedStore
+
+    code = MooncakeDistributedStore().setup(
+        address, "P2PHANDSHAKE", 0, BUFFER_BYTES, "tcp", "", master
+    )
+    os._exit(1 if code else 0)  # its threads need not end one by one
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
