@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
+from kvtier.child_process import KILLED_S
 from kvtier.tiers.disk.io import probe as probing
 from kvtier.tiers.disk.io.cufile import CUFILE
 from kvtier.tiers.disk.io.nds import NDS
-from kvtier.tiers.disk.io.probe import KILLED_S, Probe, Reach, findings, main, probe
+from kvtier.tiers.disk.io.probe import Probe, Reach, findings, main, probe
 from tests.fakes.storage import STORAGE, StorageFake
 
 KINDS = {"cuda": "cufile", "hip": "hipfile", "ascend": "nds"}
-POPEN = "kvtier.tiers.disk.io.probe.subprocess.Popen"
+POPEN = "kvtier.child_process.subprocess.Popen"
 DEVICES = {"cuda": "cuda:0", "hip": "cuda:0", "ascend": "npu:0"}
 
 

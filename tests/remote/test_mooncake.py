@@ -63,6 +63,10 @@ def open_tier(address: str, prefix: str, num_blocks: int = 64, **options: object
     return made
 
 
+def docks(tier: StorageTier) -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name.startswith(f"kvtier {tier.name}")]
+
+
 class Values:
     """Of a store, by prefix and key."""
 
@@ -167,6 +171,7 @@ def test_store_that_dies_in_mid_transfer(tmp_path: Path) -> None:
     assert {*outcomes} <= {THERE, FAILED, ABSENT}
     assert FAILED in outcomes
     tier.close()
+    assert eventually(lambda: not docks(tier)), "those that were in a call have ended, too"
 
 
 @pytest.mark.slow
@@ -193,6 +198,7 @@ def test_master_that_is_not_there_can_come_later(tmp_path: Path) -> None:
     tier = open_tier(f"127.0.0.1:{free_port()}", "later")
     assert "not " in tier.findings()[0].found
     assert User(tier, timeout_s=0.5).get(1) == [FAILED]
+    assert eventually(lambda: "has not answered" in tier.findings()[0].found)
     tier.close()
 
 

@@ -7,8 +7,6 @@ whoever reaches it, so only the secret of ``StoreOptions`` tells our blocks from
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvtier.child_process import Overdue, run_module
 from kvtier.errors import ConfigError
 from kvtier.process import give_way, num_cores
 from kvtier.tiers.remote.docked_tier import DockedTier
@@ -30,7 +29,8 @@ from kvtier.types import BlockKey
 PORT: Final = 50051
 PROTOCOLS: Final = ("tcp", "rdma")
 NO_ROOM, NOT_FOUND, NOT_READY, IS_THERE, REPLICA_GONE = -200, -704, -703, -705, -712
-"""Codes of the store."""
+NO_ANSWER = -900
+"""Codes of the store. Every call to a master that is gone takes seconds until it says so."""
 GONE: Final = frozenset({NOT_FOUND, NOT_READY, REPLICA_GONE})
 LEAST_BYTES: Final = 16 << 20
 """Of memory that is lent."""
@@ -40,6 +40,7 @@ GIVES_WAY: Final = 5
 """A third of a core, where somebody else wants it (nice(1))."""
 TURN_S: Final = 1.0
 """How long a transfer waits for its turn: one that hangs must not hold up those that don't."""
+KNOCK: Final = "kvtier.tiers.remote.mooncake_knock"
 KNOCK_S: Final = 10.0
 """For a process to start, and a master to answer it."""
 
@@ -208,15 +209,22 @@ class MooncakeClient(Client):
         names, size = self._names(keys), self._rows.value_bytes
         with self._process.turn():
             found = self._store.batch_get_into(names, begins.tolist(), [size] * len(names))
-        return [self._outcome(name, code) for name, code in zip(names, found, strict=True)]
+        outcomes, is_answering = [], NO_ANSWER not in found
+        for name, code in zip(names, found, strict=True):
+            there = code
+            if is_answering and code < 0 and code not in GONE:  # a value too long, maybe
+                there = self._store.get_size(name)
+                is_answering = there != NO_ANSWER
+            outcomes.append(self._outcome(code, there))
+        return outcomes
 
-    def _outcome(self, name: str, code: int) -> Outcome:
+    def _outcome(self, code: int, there: int) -> Outcome:
+        """code: of a read. there: bytes of the value, or why they are not known."""
         size = self._rows.value_bytes
         if code == size:
             return THERE
         if code in GONE:
             return ABSENT
-        there = code if code >= 0 else self._store.get_size(name)
         return DAMAGED if there >= 0 and there != size else FAILED
 
     def write(
@@ -233,8 +241,12 @@ class MooncakeClient(Client):
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         """Whether somebody has a lease on them or not: who reads what is gone finds that out."""
-        codes = {self._store.remove(name, True) for name in self._names(keys)} - {0, *GONE}
-        if codes:
+        codes = set()
+        for name in self._names(keys):
+            codes.add(self._store.remove(name, True))
+            if NO_ANSWER in codes:
+                break  # nor will there be one for the rest
+        if codes := codes - {0, *GONE}:
             raise Unreachable(f"the store says {min(codes)}")
 
     def close(self) -> None:
@@ -256,18 +268,11 @@ def _address_towards(host: str, port: int) -> str:
 
 def _knock(address: str, master: str) -> None:
     """Whether a process of its own gets an answer. Raises ``Unreachable``."""
-    command = [sys.executable, "-m", "kvtier.tiers.remote.mooncake_knock", address, master]
     try:
-        ended = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=KNOCK_S,
-            check=False,
-            start_new_session=True,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise Unreachable(f"its master has not answered within {KNOCK_S:g} s") from error
-    if ended.returncode:
-        raise Unreachable("its master does not answer as one of Mooncake's")
+        ended = run_module(KNOCK, address, master, timeout_s=KNOCK_S)
+    except Overdue:
+        raise Unreachable(f"its master has not answered within {KNOCK_S:g} s") from None
+    except OSError as error:
+        raise Unreachable(f"no process can be begun that asks its master: {error}") from error
+    if ended.code:
+        raise Unreachable(f"its master was asked, and {ended}")

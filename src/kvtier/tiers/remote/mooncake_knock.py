@@ -15,6 +15,8 @@ def main(address: str, master: str) -> None:
     code = MooncakeDistributedStore().setup(
         address, "P2PHANDSHAKE", 0, BUFFER_BYTES, "tcp", "", master
     )
+    if code:
+        print(f"Mooncake's client says {code}", file=sys.stderr, flush=True)
     os._exit(1 if code else 0)  # its threads need not end one by one
 
 

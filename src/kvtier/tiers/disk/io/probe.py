@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,18 +18,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from kvtier.child_process import Overdue, run_module
 from kvtier.devices.base import Finding
 from kvtier.errors import DeviceError
 from kvtier.tiers.disk.io.file_library import FileLibrary, Vendor
 from kvtier.tiers.disk.io.trial import Tried
 from kvtier.tiers.disk.io.vendors import KINDS
 
-logger = logging.getLogger(__name__)
-
 LIMIT_S: Final = 30.0
 """Of all that a probe tries. Opening cuFile's driver and its first transfer take a few seconds."""
-KILLED_S: Final = 2.0
-"""For a killed process to be gone. One that hangs in the kernel is left behind."""
+TRIAL: Final = "kvtier.tiers.disk.io.trial"
 OF_DEVICE: Final = {"cuda": ("cufile", "hipfile"), "npu": ("nds",)}
 """Libraries for an accelerator, by what torch calls it."""
 
@@ -91,7 +86,7 @@ def probe(kind: str, folder: str, device: str = "cuda:0", limit_s: float = LIMIT
     """Try ``kind``, "cufile", "hipfile" or "nds", between ``folder`` and ``device``.
 
     Tried once per process for each disk, library, version and accelerator. Costs one or two
-    processes, ``limit_s`` at most and ``KILLED_S``. Never raises for what it finds.
+    processes, ``limit_s`` at most and what it takes to kill one. Never raises for what it finds.
     """
     vendor = KINDS[kind][0].vendor
     try:
@@ -119,19 +114,18 @@ def _tried(
 ) -> Probe:
     """First with the way through host memory forbidden: what works then is direct."""
     ends_at = time.monotonic() + limit_s
-    command = [sys.executable, "-m", "kvtier.tiers.disk.io.trial", kind, device]
     try:
         fd, path = tempfile.mkstemp(prefix=".kvtier-probe-", dir=folder)
         os.close(fd)
     except OSError as error:
         return Probe(kind, library, Reach.NONE, Tried(), str(error))
     try:
-        strictly = _run([*command, path], vendor.variables(False), ends_at, limit_s)
+        strictly = _run([kind, device, path], vendor.variables(False), ends_at, limit_s)
         if not strictly.why_not:
             return Probe(kind, library, Reach.DIRECT, strictly, "")
         if vendor.compat is None or time.monotonic() >= ends_at:
             return Probe(kind, library, Reach.NONE, strictly, strictly.why_not)
-        freely = _run([*command, path], vendor.variables(True), ends_at, limit_s)
+        freely = _run([kind, device, path], vendor.variables(True), ends_at, limit_s)
         if freely.why_not:
             return Probe(kind, library, Reach.NONE, freely, freely.why_not)
         return Probe(kind, library, Reach.BOUNCED, freely, strictly.why_not)
@@ -139,43 +133,17 @@ def _tried(
         os.unlink(path)
 
 
-def _run(command: list[str], variables: dict[str, str], ends_at: float, limit_s: float) -> Tried:
+def _run(arguments: list[str], variables: dict[str, str], ends_at: float, limit_s: float) -> Tried:
     """Run a trial; never longer than until ``ends_at``."""
-    child = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env=os.environ | variables,
-        start_new_session=True,
-    )
+    left_s = max(0.0, ends_at - time.monotonic())
     try:
-        output, errors = child.communicate(timeout=max(0.0, ends_at - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return Tried(why_not=f"it did not answer within {limit_s:g} s, and was {_kill(child)}")
-    except BaseException:
-        _kill(child)
-        raise
-    if child.returncode < 0:
-        return Tried(why_not=f"its process ended by signal {-child.returncode}")
-    for line in reversed(output.splitlines()):
-        if line.startswith("{"):
+        ended = run_module(TRIAL, *arguments, timeout_s=left_s, variables=variables)
+    except Overdue as overdue:
+        return Tried(why_not=f"it did not answer within {limit_s:g} s, and was {overdue}")
+    for line in reversed(ended.output.splitlines()):
+        if line.startswith("{") and ended.code >= 0:
             return Tried(**json.loads(line))
-    last = (errors.strip().splitlines() or ["without a word"])[-1]
-    return Tried(why_not=f"its process ended with {child.returncode}: {last}")
-
-
-def _kill(child: subprocess.Popen[str]) -> str:
-    """What happened to it."""
-    child.kill()
-    try:
-        child.communicate(timeout=KILLED_S)
-    except subprocess.TimeoutExpired:
-        logger.warning("a probe can't be killed pid=%d", child.pid)
-        return f"left behind: process {child.pid} can't be killed"
-    return "killed"
+    return Tried(why_not=str(ended))
 
 
 def main() -> None:
