@@ -20,6 +20,7 @@ from kvtier.engine import Engine, EngineConfig
 from kvtier.engine.pool import KVPool
 from kvtier.errors import ConfigError
 from kvtier.layout import KVGroup
+from kvtier.tiers.disk.tier import DiskTier
 from kvtier.types import DEVICE, DISK, HOST
 from tests.devices.drivers import make_device
 from tests.disk.accelerated import KINDS
@@ -151,8 +152,12 @@ def test_beside_host_memory_it_is_read_straight(
 
 
 @pytest.mark.parametrize("name", ["cufile120"])
-def test_damage_on_disk_is_recomputed(tmp_path: Path, prompt: list[int], machine: Machine) -> None:
-    """After a crash nothing is trusted, so that all of it is looked at."""
+def test_damage_on_disk_is_recomputed(
+    tmp_path: Path, prompt: list[int], machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a crash nothing is trusted, so that all of it is looked at: here by the request, and
+    not by a scrub, which may well be there first."""
+    monkeypatch.setattr(DiskTier, "facts", replace(DiskTier.facts, wants_scrubbing=False))
     config = straight(tmp_path / "slab", disk_verify="off")
     with machine.serve(config) as engine:
         cold = ask(engine, prompt)
