@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "common/pages.hpp"
@@ -14,6 +15,18 @@ namespace kvtier {
 class Rows {
  public:
   explicit Rows(std::size_t row_bytes) : row_bytes_(row_bytes) {}
+
+  // There will be about so many: their chunks are made now, in huge pages where the system has some,
+  // so that a row at random waits for its own memory only, and not for the page tables' as well. To
+  // be called once, before any request comes.
+  void reserve(std::size_t num) {
+    const std::size_t num_bytes = (num + kRows - 1) / kRows * chunk_bytes();
+    if (num_bytes < kFewestReserved) return;
+    reserved_ = zeroed_pages<std::byte>(num_bytes);
+    num_reserved_ = num_bytes;
+  }
+  // Before the first row. What was reserved stays.
+  void set_row_bytes(std::size_t num_bytes) { row_bytes_ = num_bytes; }
 
   // What lies `offset` bytes into a row.
   template <typename Item>
@@ -32,17 +45,16 @@ class Rows {
 
   // Rows 0 .. index exist afterwards; new ones hold nothing defined.
   void reach(std::uint32_t index) {
-    for (; chunks_.size() <= index >> kBits; ++num_chunks_)
-      chunks_.push_back(allocate_pages<std::byte>(kRows * row_bytes_));
+    while (chunks_.size() <= index >> kBits) chunks_.push_back(next_chunk());
   }
   // Row `index` exists afterwards, and not all before it; new ones hold zeros.
   void reach_alone(std::uint32_t index) {
     if (chunks_.size() <= index >> kBits) chunks_.resize((index >> kBits) + 1);
-    Pages<std::byte>& chunk = chunks_[index >> kBits];
-    if (chunk) return;
-    chunk = allocate_pages<std::byte>(kRows * row_bytes_);
-    std::memset(chunk.get(), 0, kRows * row_bytes_);
-    ++num_chunks_;
+    std::byte*& chunk = chunks_[index >> kBits];
+    if (chunk != nullptr) return;
+    const std::size_t num_given = num_given_;
+    chunk = next_chunk();
+    if (num_given == num_given_) std::memset(chunk, 0, chunk_bytes());  // not one of the reserved
   }
   // Calls visit(index) for each row that exists.
   template <typename Visit>
@@ -52,19 +64,33 @@ class Rows {
         visit(static_cast<std::uint32_t>(chunk << kBits | at));
   }
 
-  std::size_t num_bytes() const { return num_chunks_ * kRows * row_bytes_; }
+  std::size_t num_bytes() const { return num_reserved_ + grown_.size() * chunk_bytes(); }
 
  private:
   static constexpr std::size_t kBits = 12;
   static constexpr std::size_t kRows = std::size_t{1} << kBits;
+  static constexpr std::size_t kFewestReserved = std::size_t{2} << 20;  // bytes: a huge page
 
+  std::size_t chunk_bytes() const { return kRows * row_bytes_; }
   std::byte* row(std::uint32_t index) const {
-    return chunks_[index >> kBits].get() + (index & (kRows - 1)) * row_bytes_;
+    return chunks_[index >> kBits] + (index & (kRows - 1)) * row_bytes_;
+  }
+  std::byte* next_chunk() {
+    const std::size_t at = num_given_;
+    if (at + chunk_bytes() <= num_reserved_) {
+      num_given_ += chunk_bytes();
+      return reserved_.get() + at;
+    }
+    grown_.push_back(allocate_pages<std::byte>(chunk_bytes()));
+    return grown_.back().get();
   }
 
   std::size_t row_bytes_;
-  std::vector<Pages<std::byte>> chunks_;
-  std::size_t num_chunks_ = 0;
+  std::vector<std::byte*> chunks_;
+  std::vector<Pages<std::byte>> grown_;  // chunks that were not reserved
+  std::shared_ptr<std::byte[]> reserved_;
+  std::size_t num_reserved_ = 0;  // bytes
+  std::size_t num_given_ = 0;     // bytes: of those reserved, as chunks
 };
 
 }  // namespace kvtier

@@ -138,6 +138,12 @@ void KeyIndex::set_doubling(double doubles_at_blocks) {
     if (order.learned) order.learned->live().set_doubling(doubles_at_blocks);
 }
 
+void KeyIndex::expect(std::size_t num_blocks) {
+  known_.expect(num_blocks);
+  for (Order& order : orders_)
+    if (order.learned) order.learned->live().expect(num_blocks);
+}
+
 void KeyIndex::evict_learned(std::size_t column, std::size_t num_blocks,
                              std::vector<BlockId>& chosen) {
   Order& order = orders_[column];

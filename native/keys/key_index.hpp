@@ -55,7 +55,7 @@ class KeyIndex {
   // -- writing
 
   // There will be about so many. Before any request comes: it takes a while.
-  void expect(std::size_t num_blocks) { known_.expect(num_blocks); }
+  void expect(std::size_t num_blocks);
   // blocks[i]: of keys[i], new where it was not known.
   void make(std::span<const Key> keys, std::vector<BlockId>& blocks) { known_.make(keys, blocks); }
   void begin_write(BlockId block, std::size_t column, Slot slot);

@@ -59,7 +59,14 @@ class KeyRows {
   void set_key_bytes(std::size_t num_bytes) {
     constexpr std::size_t kWord = alignof(Block);
     key_bytes_ = num_bytes;
-    rows_ = Rows(key_at_ + (num_bytes + kWord - 1) / kWord * kWord);
+    rows_.set_row_bytes(key_at_ + (num_bytes + kWord - 1) / kWord * kWord);
+  }
+  // There will be about so many. As if keys had as many bytes as most engines': theirs are not known
+  // before the first one.
+  void reserve(std::size_t num) {
+    if (end_ > 0) return;
+    rows_.set_row_bytes(key_at_ + kUsualKeyBytes);
+    rows_.reserve(num);
   }
 
   Standing& at(Index row, std::size_t column) {
@@ -89,8 +96,6 @@ class KeyRows {
     const auto row = static_cast<Index>(block);
     return row < end_ && is_live(row) && id(row) == block;
   }
-  // But for its key.
-  void prefetch_standings(Index row) const { rows_.prefetch(row, 1); }
   void prefetch(Index row) const { rows_.prefetch(row, key_at_ + key_bytes_); }
 
   Index allocate(const std::byte* key) {
@@ -129,6 +134,7 @@ class KeyRows {
     std::uint32_t depth;  // of a free row: the next free one
   };
   static constexpr std::uint32_t kFree = 0x8000'0000;
+  static constexpr std::size_t kUsualKeyBytes = 36;  // a SHA-256, and a number
 
   Block& block(Index row) { return *rows_.at<Block>(row, 0); }
   const Block& block(Index row) const { return *rows_.at<Block>(row, 0); }

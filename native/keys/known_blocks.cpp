@@ -23,6 +23,7 @@ KnownBlocks::KnownBlocks(const std::vector<bool>& have_links, std::size_t group_
 
 void KnownBlocks::expect(std::size_t num_blocks) {
   cells_.reserve(num_blocks, 0.25, name_of_row());  // where cells are free searches are short
+  rows_.reserve(num_blocks);
 }
 
 void KnownBlocks::make(std::span<const Key> keys, std::vector<BlockId>& blocks) {

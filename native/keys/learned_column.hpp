@@ -64,9 +64,6 @@ class LearnedColumn final : private policy::Keeper {
 
  private:
   policy::Key key(Index place) const override { return known_.name(places_.row(place)); }
-  void prefetch(Index place) const override {
-    known_.rows().prefetch_standings(places_.row(place));
-  }
   bool may_leave(Index place, std::uint32_t num_gone) const override;
 
   Standing& at(Index row) { return known_.rows().at(row, column_); }

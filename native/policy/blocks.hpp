@@ -38,6 +38,7 @@ class Blocks {
   const Block& operator[](Index block) const {
     return block < kElsewhere ? *rows_.at<Block>(block, 0) : elsewhere_[block - kElsewhere].block;
   }
+  void reserve(std::size_t num_items) { rows_.reserve(num_items); }
   void prefetch(Index block) const {
     if (block < kElsewhere) rows_.prefetch(block, sizeof(Block));
   }

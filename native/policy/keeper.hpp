@@ -17,8 +17,6 @@ class Keeper {
   virtual bool may_leave(Index item, std::uint32_t num_gone) const = 0;
   // The resident item with this name, kNone where there is none.
   virtual Index find(Key key) const = 0;
-  // `may_leave` will be asked of a resident item: brings nearer what it looks at.
-  virtual void prefetch(Index) const {}
 
  protected:
   ~Keeper() = default;

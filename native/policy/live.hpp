@@ -38,6 +38,9 @@ class Live {
 
   // The tier has room for so many blocks from now on.
   virtual void set_capacity(std::size_t capacity) = 0;
+  // There will be about so many blocks, with items below their number: memory for them is made now.
+  // Once, before any request comes.
+  virtual void expect(std::size_t) {}
   // The block so deep in a prompt is worth twice what the first one is; 0: all are worth the same.
   virtual void set_doubling(double) {}
   // A request begins. path: the names of its prefixes. found: the first items, those that are

@@ -1,7 +1,6 @@
 #include "policy/live_runs.hpp"
 
 #include <algorithm>
-#include <limits>
 
 namespace kvtier::policy {
 
@@ -268,7 +267,8 @@ void LiveRuns::follow_plan() {
 
 Index LiveRuns::next_victim() {
   follow_plan();
-  const Index item = lose_one(std::numeric_limits<double>::infinity());
+  if (victim_ == kNone) victim_ = choose();
+  const Index item = victim_ == kNone ? kNone : drop_tail(victim_);
   forget_most();
   return item;
 }

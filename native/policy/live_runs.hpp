@@ -21,6 +21,7 @@ class LiveRuns final : public RunPolicy, public Live {
            const Keeper& keeper);
 
   void set_capacity(std::size_t capacity) override { RunPolicy::set_capacity(capacity); }
+  void expect(std::size_t num_blocks) override { RunPolicy::expect(num_blocks); }
   std::size_t num_blocks() const override { return RunPolicy::num_blocks(); }
   std::size_t num_history() const override { return RunPolicy::num_history(); }
   std::size_t num_bytes() const override { return RunPolicy::num_bytes() + expected_.num_bytes(); }

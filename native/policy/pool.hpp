@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
-#include <vector>
 
+#include "common/list.hpp"
 #include "common/rows.hpp"
 
 namespace kvtier::policy {
@@ -35,16 +35,17 @@ class Pool {
     return index;
   }
   void remove(Index index) { free_.push_back(index); }
+  void reserve(std::size_t num) { rows_.reserve(num); }
   // Brings an item nearer.
   void prefetch(Index index) const { rows_.prefetch(index, sizeof(Item)); }
 
   std::size_t size() const { return end_ - free_.size(); }
   Index end() const { return end_; }  // numbers used at any time are below
-  std::size_t num_bytes() const { return rows_.num_bytes() + free_.capacity() * sizeof(Index); }
+  std::size_t num_bytes() const { return rows_.num_bytes() + free_.num_bytes(); }
 
  private:
   Rows rows_;
-  std::vector<Index> free_;
+  List<Index> free_;
   Index end_ = 0;
 };
 

@@ -1,6 +1,7 @@
 #include "policy/reuse.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <numbers>
 
@@ -53,9 +54,9 @@ ReuseModel::Class ReuseModel::class_of(const Features& features) {
 std::size_t ReuseModel::bucket(double age) const {
   if (age < edges_[1]) return 0;
   if (age >= edges_[kNumAges]) return kNumAges - 1;
-  int exponent = 0;
-  std::frexp(age / kFirstAge, &exponent);  // 2 to the power of `exponent - 1`, or above it
-  const std::size_t at = 2 * static_cast<std::size_t>(exponent) - 1;
+  // 2 to the power of `octave`, or above it: at least 1.
+  const std::uint64_t octave = (std::bit_cast<std::uint64_t>(age / kFirstAge) >> 52) - 1023;
+  const std::size_t at = 2 * static_cast<std::size_t>(octave) + 1;
   return age < edges_[at + 1] ? at : at + 1;
 }
 

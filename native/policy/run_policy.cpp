@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <iterator>
+#include <tuple>
 
 #include "policy/promise.hpp"
 
@@ -21,6 +21,7 @@ constexpr std::uint32_t kKeysOfGhost = 4;  // about
 constexpr std::uint32_t kMostSearched = 1U << 16;  // runs, where chance has found none
 // Blocks that may be unknown in front of a key that is kept: a run's first block has one.
 constexpr std::uint32_t kGap = 64;
+constexpr std::size_t kUsualRunBlocks = 10;
 constexpr std::uint32_t kNever = 0;
 constexpr std::uint32_t kMostUses = 0xFFFF;
 
@@ -48,6 +49,11 @@ void RunPolicy::set_capacity(std::size_t capacity) {
   capacity_ = capacity;
   guard_.set_capacity(capacity);
   runs_.set_capacity(capacity);
+}
+
+void RunPolicy::expect(std::size_t num_blocks) {
+  blocks_.reserve(num_blocks);
+  runs_.reserve(num_blocks / kUsualRunBlocks);
 }
 
 std::size_t RunPolicy::num_bytes() const {
@@ -230,76 +236,110 @@ Index RunPolicy::lose_one(double gain) {
   return drop_tail(victim_);
 }
 
-bool RunPolicy::may_shrink(Index run) {
+// Of its blocks behind the last one, those that were passed over count as gone.
+std::uint32_t RunPolicy::num_gone_behind(Index tail) const {
+  return static_cast<std::uint32_t>(std::count(exposed_.begin(), exposed_.end(), tail));
+}
+
+// Whether nothing is behind what it has. Once somebody has looked the run alone tells.
+bool RunPolicy::ends_a_path(Index run) {
   Run& it = runs_[run];
   if (!it.is_resident()) return false;
-  if (it.tail_is == Tail::unseen) it.tail_is = blocks_.is_leaf(it.tail) ? Tail::leaf : Tail::inside;
-  std::uint32_t num_gone = 0;
-  if (it.tail_is == Tail::inside) {
-    num_gone = static_cast<std::uint32_t>(std::count(exposed_.begin(), exposed_.end(), it.tail));
-    if (num_gone == 0 || blocks_[it.tail].num_children != num_gone) return false;
-  }
+  if (it.tail_is == Tail::unseen)
+    runs_.set_tail(run, blocks_.is_leaf(it.tail) ? Tail::leaf : Tail::inside);
+  if (it.tail_is == Tail::leaf) return true;
+  const std::uint32_t num_gone = num_gone_behind(it.tail);
+  return num_gone > 0 && blocks_[it.tail].num_children == num_gone;
+}
+
+// Whether its keeper lets the last block go, where nothing is behind that.
+bool RunPolicy::is_let_go(Index run) const {
+  const Run& it = runs_[run];
+  const std::uint32_t num_gone = it.tail_is == Tail::leaf ? 0 : num_gone_behind(it.tail);
   return keeper_.may_leave(blocks_.item(it.tail), num_gone);
 }
 
-// What `may_shrink` looks at comes near.
-void RunPolicy::prefetch_tail(Index run) const {
-  const Run& it = runs_[run];
-  if (it.tail_is == Tail::unseen) blocks_.prefetch(it.tail);
-  else if (it.tail_is == Tail::leaf) keeper_.prefetch(blocks_.item(it.tail));
-}
-
-// Runs that could lose a block, all of one level: of the lowest that has some.
-void RunPolicy::look(std::size_t num_wanted) {
-  leaves_.clear();
-  for (std::size_t level = 0; level < kNumLevels && leaves_.empty(); ++level)
-    look_among(runs_.residents(level), num_wanted);
-}
-
-// Of a few all, of many some. What each look needs comes near while those before it are looked at.
-void RunPolicy::look_among(const std::vector<Index>& residents, std::size_t num_wanted) {
-  const auto num = static_cast<std::uint32_t>(residents.size());
-  const auto is_open = [&](Index run) {
-    return may_shrink(run) &&
-           std::find(passed_over_.begin(), passed_over_.end(), run) == passed_over_.end();
-  };
-  if (num <= 4 * kLooks) {
-    std::copy_if(residents.begin(), residents.end(), std::back_inserter(leaves_), is_open);
-    return;
-  }
-  std::array<Index, kLooks> some;
-  for (int round = 0; round < 4 && leaves_.size() < num_wanted; ++round) {
-    for (Index& run : some) runs_.prefetch(run = residents[random_.below(num)]);
-    for (const Index run : some) prefetch_tail(run);
-    for (const Index run : some)
-      if (leaves_.size() < num_wanted && is_open(run)) leaves_.push_back(run);
-  }
-  if (!leaves_.empty()) return;
-  // Hardly any could: the path has them, or others hold them.
-  const auto end = residents.begin() + std::min(num, kMostSearched);
-  const auto found = std::find_if(residents.begin(), end, is_open);
-  if (found != end) leaves_.push_back(*found);
-}
-
-// The run that loses blocks first.
+// The run that loses blocks first: one of the lowest level where some may.
 Index RunPolicy::choose() {
-  const bool is_lru = decides_as_lru();
-  look(is_lru ? 4 * kLooks : kLooks);
-  if (leaves_.empty()) return kNone;
-  const auto is_older = [&](Index one, Index another) {
-    return runs_[one].number < runs_[another].number;
-  };
-  const Index oldest = *std::min_element(leaves_.begin(), leaves_.end(), is_older);
-  if (is_lru) return oldest;
-  Index cheapest = kNone;
-  double least = 0.0;
-  for (const Index run : leaves_) {
-    const double its = value(runs_[run]);
-    if (cheapest != kNone && (its > least || (its == least && is_older(cheapest, run)))) continue;
-    least = its;
-    cheapest = run;
+  for (std::size_t level = 0; level < kNumLevels; ++level)
+    if (const Index run = choose_among(runs_.residents(level)); run != kNone) return run;
+  return kNone;
+}
+
+// As far as its entry tells: one that is not inside, or that has a block in front of what was passed
+// over.
+bool RunPolicy::may_end_a_path(const Resident& resident) const {
+  bool may = !resident.is_inside;
+  for (const Index block : exposed_) may |= block != kNone && blocks_[block].run == resident.run;
+  return may;
+}
+
+// Of a few all are looked at, of many some.
+Index RunPolicy::choose_among(const List<Resident>& residents) {
+  const std::uint32_t num = residents.size();
+  leaves_.clear();
+  if (num <= 4 * kLooks) {
+    for (std::uint32_t at = 0; at < num; ++at) look_at(residents[at].run);
+    return best_leaf();
   }
-  return least < kClearly * value(runs_[oldest]) ? cheapest : oldest;
+  const std::size_t num_wanted = decides_as_lru() ? 4 * kLooks : kLooks;
+  std::array<Resident, kLooks> some;
+  for (int round = 0; round < 4 && leaves_.size() < num_wanted; ++round) {
+    // What each look needs comes near while those before it are looked at. No step takes a way that
+    // depends on what is on its way still.
+    for (Resident& it : some) it = residents[random_.below(num)];
+    std::size_t num_some = 0;
+    for (const Resident& it : some) {
+      some[num_some] = it;
+      num_some += may_end_a_path(it);
+    }
+    const std::span<const Resident> these(some.data(), num_some);
+    for (const Resident& it : these) runs_.prefetch(it.run);
+    for (const Resident& it : these)
+      if (runs_[it.run].tail_is == Tail::unseen) blocks_.prefetch(runs_[it.run].tail);
+    for (const Resident& it : these)
+      if (leaves_.size() < num_wanted) look_at(it.run);
+  }
+  if (const Index run = best_leaf(); run != kNone) return run;
+  // Hardly any could: the path has them, or others hold them.
+  for (std::uint32_t at = 0; at < std::min(num, kMostSearched); ++at)
+    if (const Index run = residents[at].run; may_shrink(run) && !is_passed_over(run)) return run;
+  return kNone;
+}
+
+bool RunPolicy::is_passed_over(Index run) const {
+  return std::find(passed_over_.begin(), passed_over_.end(), run) != passed_over_.end();
+}
+
+void RunPolicy::look_at(Index run) {
+  if (!ends_a_path(run) || is_passed_over(run)) return;
+  const Run& it = runs_[run];
+  leaves_.push_back({run, it.number, decides_as_lru() ? 0.0 : value(it)});
+}
+
+// Keepers are asked of those only that are about to be chosen: it takes another look at memory.
+Index RunPolicy::best_leaf() {
+  const auto is_older = [](const Leaf& one, const Leaf& other) { return one.number < other.number; };
+  const auto is_cheaper = [](const Leaf& one, const Leaf& other) {
+    return std::tie(one.value, one.number) < std::tie(other.value, other.number);
+  };
+  const auto take_out = [this](std::vector<Leaf>::iterator leaf) {
+    *leaf = leaves_.back();
+    leaves_.pop_back();
+  };
+  while (!leaves_.empty()) {
+    const auto oldest = std::min_element(leaves_.begin(), leaves_.end(), is_older);
+    if (!is_let_go(oldest->run)) {
+      take_out(oldest);
+      continue;
+    }
+    if (decides_as_lru()) return oldest->run;
+    const auto cheapest = std::min_element(leaves_.begin(), leaves_.end(), is_cheaper);
+    if (cheapest->value >= kClearly * oldest->value) return oldest->run;
+    if (is_let_go(cheapest->run)) return cheapest->run;
+    take_out(cheapest);
+  }
+  return kNone;
 }
 
 Index RunPolicy::drop_tail(Index run) {

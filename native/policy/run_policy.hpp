@@ -51,6 +51,8 @@ class RunPolicy {
 
   // The tier has room for so many blocks from now on.
   void set_capacity(std::size_t capacity);
+  // There will be about so many blocks: memory for them is made now.
+  void expect(std::size_t num_blocks);
   // The block so deep in a prompt is worth twice what the first one is from now on; 0: all are worth
   // the same.
   void set_doubling(double doubles_at_blocks) {
@@ -88,8 +90,6 @@ class RunPolicy {
   bool decides_as_lru() const { return guard_.is_lru() || !model_.has_learned(); }
 
   // Runs that lose blocks.
-  void look(std::size_t num_wanted);
-  void look_among(const std::vector<Index>& residents, std::size_t num_wanted);
   Index choose();
   Index drop_tail(Index run);
   void forget(Index run);
@@ -103,11 +103,11 @@ class RunPolicy {
   // together.
   double worth(std::uint32_t lo, std::uint32_t hi) const;
   double value(const Run& run) { return model_.value(run.cls, age(run)) * worth(run.lo, run.mid); }
-  bool may_shrink(Index run);
+  bool may_shrink(Index run) { return ends_a_path(run) && is_let_go(run); }
   // A block gets a child, or loses one.
   void note_children(Index block) {
     if (block != kNone && blocks_[block].run != kNone)
-      runs_[blocks_[block].run].tail_is = Tail::unseen;
+      runs_.set_tail(blocks_[block].run, Tail::unseen);
   }
   // Returns its parent.
   Index remove(Index block) {
@@ -134,8 +134,6 @@ class RunPolicy {
   std::vector<Index> passed_over_;
   std::vector<Index> exposed_;
   std::vector<Part> parts_;         // of the request that is being made
-  // Kept from call to call, to spare allocations.
-  std::vector<Index> leaves_;  // that were looked at
   std::uint32_t num_known_ = 0;  // of what is asked for, how many of the first were used before
 
  private:
@@ -148,10 +146,26 @@ class RunPolicy {
   void take(Index run, std::uint32_t from, std::uint32_t to);
   void cut(std::span<const Key> path, std::span<const Index> found);
   void name_parts(std::size_t num_asked);
-  void prefetch_tail(Index run) const;
+  std::uint32_t num_gone_behind(Index tail) const;
+  bool ends_a_path(Index run);
+  bool is_let_go(Index run) const;
+  bool is_passed_over(Index run) const;
+  bool may_end_a_path(const Resident& resident) const;
+  Index choose_among(const List<Resident>& residents);
+  void look_at(Index run);
+  Index best_leaf();
   void learn();
   double weight(std::uint32_t num_blocks) const;
 
+  // A run that could lose a block, as far as it knows itself.
+  struct Leaf {
+    Index run;
+    std::uint64_t number;
+    double value;
+  };
+
+  // Kept from call to call, to spare allocations.
+  std::vector<Leaf> leaves_;  // that were looked at
   std::vector<ReuseModel::Waiting> waiting_;
 };
 

@@ -63,7 +63,7 @@ void Runs::forget_ghost(Index run) {
 void Runs::shorten(Index run, Index new_tail) {
   Run& it = pool_[run];
   it.tail = new_tail;
-  it.tail_is = Tail::unseen;
+  set_tail(run, Tail::unseen);
   --it.mid;
   if (!it.is_resident()) unlist(run);
 }
@@ -71,7 +71,7 @@ void Runs::shorten(Index run, Index new_tail) {
 void Runs::grow(Index run, Index new_tail) {
   Run& it = pool_[run];
   it.tail = new_tail;
-  it.tail_is = Tail::unseen;
+  set_tail(run, Tail::unseen);
   it.tried = std::max(it.tried, ++it.mid);
   if (it.place == kNone) list(run);
   if (it.mid <= it.hi) return;
@@ -86,7 +86,15 @@ void Runs::cut_off(Index run, std::uint32_t end, Index new_tail) {
   if (is_in_window(it)) num_in_window_ -= it.hi - end;
   it.hi = it.mid = end;
   it.tail = new_tail;
-  it.tail_is = Tail::unseen;
+  set_tail(run, Tail::unseen);
+}
+
+void Runs::set_tail(Index run, Tail tail) {
+  Run& it = pool_[run];
+  const bool is_inside = tail == Tail::inside;
+  if (it.place != kNone && is_inside != (it.tail_is == Tail::inside))
+    residents_[level(run)][it.place].is_inside = is_inside;
+  it.tail_is = tail;
 }
 
 bool Runs::would_be_kept(Index run, std::uint32_t at) const {
@@ -149,18 +157,19 @@ void Runs::expire(double now) {
 // ---------------------------------------------------------------------------------------------
 
 void Runs::list(Index run) {
-  std::vector<Index>& residents = residents_[level(run)];
-  pool_[run].place = static_cast<Index>(residents.size());
-  residents.push_back(run);
+  List<Resident>& residents = residents_[level(run)];
+  Run& it = pool_[run];
+  it.place = residents.size();
+  residents.push_back({run, it.tail_is == Tail::inside});
 }
 
 void Runs::unlist(Index run) {
   const Index place = pool_[run].place;
   if (place == kNone) return;
-  std::vector<Index>& residents = residents_[level(run)];
-  const Index moved = residents.back();
+  List<Resident>& residents = residents_[level(run)];
+  const Resident moved = residents.back();
   residents[place] = moved;
-  pool_[moved].place = place;
+  pool_[moved.run].place = place;
   residents.pop_back();
   pool_[run].place = kNone;
 }
@@ -176,7 +185,11 @@ void Runs::check() const {
             "runs: one without blocks");
     promise(it.mid <= it.tried, "runs: a block came in unseen");
     promise((it.place != kNone) == it.is_resident(), "runs: a resident one is not listed");
-    promise(it.place == kNone || residents_[level(run)][it.place] == run, "runs: listed elsewhere");
+    if (it.place != kNone) {
+      const Resident& listed = residents_[level(run)][it.place];
+      promise(listed.run == run, "runs: listed elsewhere");
+      promise(listed.is_inside == (it.tail_is == Tail::inside), "runs: listed as another kind");
+    }
     num_said += retention(run) != Retention{};
     num_retained += level(run) != kUsual;
     promise(level(run) == retention(run).level(), "runs: not at the level that was said");

@@ -48,6 +48,14 @@ struct Run {
 };
 static_assert(sizeof(Run) == 64);
 
+// A run that has resident blocks, as it is listed: half of all have others behind their last one, and
+// who looks for what may leave need not look at those.
+struct Resident {
+  Index run : 31;
+  Index is_inside : 1;  // its tail is
+};
+static_assert(sizeof(Resident) == sizeof(Index));
+
 // All runs, in the order of their use. The order alone tells what a tier of `capacity` blocks would
 // hold that evicts the least recently used: the latest runs.
 class Runs {
@@ -56,14 +64,19 @@ class Runs {
 
   Run& operator[](Index run) { return pool_[run]; }
   const Run& operator[](Index run) const { return pool_[run]; }
+  // There will be about so many. Once, before any request comes.
+  void reserve(std::size_t num) {
+    pool_.reserve(num);
+    residents_[kUsual].reserve(num);
+  }
   void prefetch(Index run) const { pool_.prefetch(run); }
   std::size_t size() const { return pool_.size(); }
   Index end() const { return pool_.end(); }
   bool is_live(Index run) const { return pool_[run].number != 0; }
   std::size_t num_bytes() const {
     std::size_t num_listed = 0;
-    for (const auto& each : residents_) num_listed += each.capacity();
-    return pool_.num_bytes() + num_listed * sizeof(Index) + said_.capacity() * sizeof(Heard) +
+    for (const auto& each : residents_) num_listed += each.num_bytes();
+    return pool_.num_bytes() + num_listed + said_.capacity() * sizeof(Heard) +
            ends_.capacity() * sizeof(End);
   }
 
@@ -77,6 +90,8 @@ class Runs {
   void shorten(Index run, Index new_tail);
   // The next block is resident: one that has left or was expected, or one more at the end.
   void grow(Index run, Index new_tail);
+  // What somebody has seen of the last resident block, or that it may be otherwise by now.
+  void set_tail(Index run, Tail tail);
   // The end is another run's now; what has left is not part of it any more.
   void cut_off(Index run, std::uint32_t end, Index new_tail);
 
@@ -86,7 +101,7 @@ class Runs {
   std::uint64_t num_made() const { return num_made_; }
 
   // Runs of a level with resident blocks, in any order.
-  const std::vector<Index>& residents(std::size_t level) const { return residents_[level]; }
+  const List<Resident>& residents(std::size_t level) const { return residents_[level]; }
 
   // What was said of a run. It is kept beside the runs, so that it costs nothing where nobody says
   // anything.
@@ -144,7 +159,7 @@ class Runs {
 
   std::size_t capacity_;
   Pool<Run> pool_;
-  std::array<std::vector<Index>, kNumLevels> residents_;
+  std::array<List<Resident>, kNumLevels> residents_;
   std::vector<Heard> said_;  // by run, as far as anything was said
   std::vector<End> ends_;   // a heap
   std::size_t num_said_ = 0;

@@ -279,3 +279,23 @@ def test_native_and_twin_learn_alike(seed: int, capacity: int) -> None:
             tier.policy.left(gone)
             tier.blocks.difference_update(gone.tolist())
     tier.policy.check_invariants()
+
+
+@pytest.mark.parametrize("share", [0.5, 0.95, 0.999, 1.0])
+def test_where_most_is_held_the_rest_leaves_and_nothing_else(share: float) -> None:
+    chance = np.random.default_rng(3)
+    tier = Tier(Pair(2000, 1), 2000)
+    for at in range(400):  # some are asked for again: there is something to learn
+        for number in (at, max(0, at - 5)):
+            tier.request(names(prompt(number, 4)), float(at))
+    for at in range(1000, 1400):
+        tier.request(names(prompt(at, 1)), float(at))
+    blocks = np.array(sorted(tier.blocks), np.uint64)
+    held = blocks[chance.random(len(blocks)) < share]
+    num_free_to_go = len(blocks) - len(held)
+    left = tier.lose(len(blocks), held)
+    # What has a held block behind it stays, too.
+    assert len(left) <= num_free_to_go
+    assert bool(left) == bool(num_free_to_go)
+    assert not tier.lose(1, held)
+    tier.policy.check_invariants()

@@ -256,40 +256,50 @@ class RunPolicy:
         return self._drop_tail(self._victim)
 
     def _may_shrink(self, run: Run) -> bool:
+        return self._ends_a_path(run) and self._is_let_go(run)
+
+    def _num_gone_behind(self, run: Run) -> int:
+        return sum(block is run.tail for block in self._exposed)
+
+    def _ends_a_path(self, run: Run) -> bool:
         if not run.is_resident or run.tail is None:
             return False
-        num_gone = sum(block is run.tail for block in self._exposed)
-        return run.tail.num_children == num_gone and self._may_leave(run.tail, num_gone)
+        return run.tail.num_children == self._num_gone_behind(run)
 
-    def _look(self, num_wanted: int) -> list[Run]:
-        looks = (self._look_among(each, num_wanted) for each in self._runs.residents if each)
-        return next(filter(None, looks), [])
-
-    def _look_among(self, residents: list[Run], num_wanted: int) -> list[Run]:
-        def is_open(run: Run) -> bool:
-            return self._may_shrink(run) and run not in self._passed_over
-
-        num = len(residents)
-        if num <= 4 * LOOKS:
-            return [run for run in residents if is_open(run)]
-        leaves: list[Run] = []
-        for _ in range(4):
-            if len(leaves) < num_wanted:
-                some = [residents[self._random.below(num)] for _ in range(LOOKS)]
-                leaves += [run for run in some if is_open(run)]
-        if not leaves:
-            return [run for run in residents[:MOST_SEARCHED] if is_open(run)][:1]
-        return leaves[:num_wanted]
+    def _is_let_go(self, run: Run) -> bool:
+        return run.tail is not None and self._may_leave(run.tail, self._num_gone_behind(run))
 
     def _choose(self) -> Run | None:
-        leaves = self._look(4 * LOOKS if self._decides_as_lru() else LOOKS)
-        if not leaves:
+        found = (self._choose_among(each) for each in self._runs.residents if each)
+        return next((run for run in found if run is not None), None)
+
+    def _choose_among(self, residents: list[Run]) -> Run | None:
+        num = len(residents)
+        leaves: list[Run] = []
+        if num <= 4 * LOOKS:
+            return self._best(self._leaves(residents))
+        num_wanted = 4 * LOOKS if self._decides_as_lru() else LOOKS
+        for _ in range(4):
+            if len(leaves) < num_wanted:
+                leaves += self._leaves([residents[self._random.below(num)] for _ in range(LOOKS)])
+        best = self._best(leaves[:num_wanted])
+        if best is not None:
+            return best
+        leaves = self._leaves(residents[:MOST_SEARCHED])
+        return next(filter(self._is_let_go, leaves), None)
+
+    def _leaves(self, runs: Sequence[Run]) -> list[Run]:
+        return [run for run in runs if self._ends_a_path(run) and run not in self._passed_over]
+
+    def _best(self, leaves: Sequence[Run]) -> Run | None:
+        free = [run for run in leaves if self._is_let_go(run)]
+        if not free:
             return None
-        oldest = min(leaves, key=lambda run: run.number)
+        oldest = min(free, key=lambda run: run.number)
         if self._decides_as_lru():
             return oldest
-        values = {run: self._value(run) for run in leaves}
-        cheapest = min(leaves, key=lambda run: (values[run], run.number))
+        values = {run: self._value(run) for run in free}
+        cheapest = min(free, key=lambda run: (values[run], run.number))
         return cheapest if values[cheapest] < CLEARLY * values[oldest] else oldest
 
     def _drop_tail(self, run: Run) -> Block:

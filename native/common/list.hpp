@@ -1,0 +1,37 @@
+// Things in a row, of which the last one goes first.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "common/rows.hpp"
+
+namespace kvtier {
+
+// As a vector, but that it never moves what it has, however long it grows.
+template <typename Item>
+class List {
+ public:
+  List() : rows_(sizeof(Item)) {}
+
+  std::uint32_t size() const { return size_; }
+  bool empty() const { return size_ == 0; }
+  std::size_t num_bytes() const { return rows_.num_bytes(); }
+  Item& operator[](std::uint32_t at) { return *rows_.at<Item>(at, 0); }
+  const Item& operator[](std::uint32_t at) const { return *rows_.at<Item>(at, 0); }
+  const Item& back() const { return (*this)[size_ - 1]; }
+
+  // There will be about so many. Once, before any request comes.
+  void reserve(std::size_t num) { rows_.reserve(num); }
+  void push_back(const Item& item) {
+    rows_.reach(size_);
+    (*this)[size_++] = item;
+  }
+  void pop_back() { --size_; }
+
+ private:
+  Rows rows_;
+  std::uint32_t size_ = 0;
+};
+
+}  // namespace kvtier
