@@ -16,7 +16,8 @@ from kvtier.testing.servers import ValkeyServer, free_port, has_valkey
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome
 from kvtier.tiers.remote import s3_keeper
-from kvtier.tiers.remote.pruning import Entry, chosen, make_keeper, prune
+from kvtier.tiers.remote.keeper import Entry
+from kvtier.tiers.remote.pruning import chosen, make_keeper, prune
 from tests.remote.bucket import Bucket
 from tests.remote.valkeys import open_tier, tell
 

@@ -80,7 +80,8 @@ def test_hooks_that_did_not_take_are_told_with_what_is_lost(
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from kvtier.connectors.sglang import cpu_copies
-    from kvtier.connectors.sglang.plugin import around, register, tell_missing
+    from kvtier.connectors.sglang.hooks import tell_missing
+    from kvtier.connectors.sglang.plugin import around, register
 
     hooks = {**around(), **cpu_copies.hooks()}
     tell_missing(hooks, "this and that")

@@ -22,7 +22,8 @@ from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.fixtures import build_fixture
 
 from kvtier.connectors.sglang.entry import KvtierLinker
-from kvtier.connectors.sglang.plugin import around, missing, register
+from kvtier.connectors.sglang.hooks import missing
+from kvtier.connectors.sglang.plugin import around, register
 
 PAGE = 16
 MIB = 1 << 20

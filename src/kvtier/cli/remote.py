@@ -17,7 +17,8 @@ from kvtier.errors import CacheError, ConfigError, printable
 from kvtier.serve_bench.figures import ago, size
 
 if TYPE_CHECKING:
-    from kvtier.tiers.remote.pruning import Contents, Keeper, Pruned
+    from kvtier.tiers.remote.keeper import Keeper
+    from kvtier.tiers.remote.pruning import Contents, Pruned
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -22,6 +22,7 @@ from threading import Lock
 from typing import Any
 
 from kvtier.connectors.sglang.ascend_parts import PageMove, Part, mha_parts, mla_parts
+from kvtier.connectors.sglang.hooks import tell_missing
 from kvtier.devices import CopyBatch, Direction, Fence
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.devices.find import look_for
@@ -102,8 +103,6 @@ class AscendCopies:
 
     def _check(self, make: Callable[..., None], *args: Any, **more: Any) -> None:
         """SGLang's hooks are in place by now, or never."""
-        from kvtier.connectors.sglang.plugin import tell_missing
-
         make(*args, **more)
         tell_missing(self.hooks, LOSS)
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from kvtier.connectors.sglang.hooks import Hooks, missing
 from kvtier.connectors.sglang.identity import page_keys
-from kvtier.connectors.sglang.plugin import Hooks, missing
 from kvtier.connectors.shared.settings import StoreSettings
 from kvtier.index.policies.replayed import LRU
 from kvtier.keyed_cache import KeyedCache

@@ -27,12 +27,12 @@ from kvtier.connectors.sglang import gate, new_weights, prefill
 from kvtier.connectors.sglang.asking import Asking, policy_of
 from kvtier.connectors.sglang.bringing import Bringing, Prompt
 from kvtier.connectors.sglang.device_pools import KV, DevicePool, find_pools
+from kvtier.connectors.sglang.hooks import tell_missing
 from kvtier.connectors.sglang.identity import engine_digest, page_keys, sources
 from kvtier.connectors.sglang.layer_counter import LayerCounter
 from kvtier.connectors.sglang.linked import Linked, link
 from kvtier.connectors.sglang.loading import Loading
 from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
-from kvtier.connectors.sglang.plugin import tell_missing
 from kvtier.connectors.sglang.prefill import WATCH
 from kvtier.connectors.sglang.ranks import RankConfig, replica_of
 from kvtier.connectors.sglang.recorded import open_recording

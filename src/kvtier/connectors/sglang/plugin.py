@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
 from importlib.util import find_spec
-from pkgutil import resolve_name
-from typing import Any
 
+from kvtier.connectors.sglang.hooks import Hooks
 from kvtier.telemetry.logs import log_in_engine
 
 logger = logging.getLogger(__name__)
 
 COPIES_VARIABLE = "KVTIER_SGLANG_COPIES"
 """In the environment: "1" has kvtier copy between SGLang's own pools on Ascend."""
-
-Hooks = Mapping[str, Callable[..., Any]]
-"""What stands around SGLang's own, or in its place, by the full name of that."""
 
 
 def register() -> None:
@@ -77,28 +72,3 @@ def on_ascend() -> Hooks:
         logger.warning("kvtier leaves its copies to SGLang: %s; %s", found[0], ascend_copies.LOSS)
         return {}
     return ascend_copies.COPIES.hooks
-
-
-def tell_missing(hooks: Hooks, loss: str) -> None:
-    """SGLang logs a hook that failed among much else: say what is lost by it."""
-    if names := missing(hooks):
-        logger.warning("kvtier's hooks did not take: %s; %s", ", ".join(names), loss)
-
-
-def missing(hooks: Hooks) -> list[str]:
-    """Those that did not take, by name."""
-    return [name for name, hook in hooks.items() if not _has_taken(name, hook)]
-
-
-def _has_taken(name: str, hook: Callable[..., Any]) -> bool:
-    """Whether ``hook`` is in what stands there now: SGLang keeps it in a closure around its own."""
-    try:
-        found = resolve_name(name)
-    except (ImportError, AttributeError):
-        return False
-    while found is not None:
-        cells = getattr(found, "__closure__", None) or ()
-        if any(callable(each.cell_contents) and each.cell_contents == hook for each in cells):
-            return True
-        found = getattr(found, "__wrapped__", None)
-    return False

@@ -24,11 +24,11 @@ from sglang.srt.utils import is_cpu
 from kvtier.connectors.sglang import cpu_copies, new_weights, prefetches, prefill
 from kvtier.connectors.sglang.asking import policy_of
 from kvtier.connectors.sglang.hits import SidePool, common_hits
+from kvtier.connectors.sglang.hooks import tell_missing
 from kvtier.connectors.sglang.identity import engine_digest, pool_facts, sources
 from kvtier.connectors.sglang.moves import Moves
 from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
 from kvtier.connectors.sglang.pages import HostPool, Pages
-from kvtier.connectors.sglang.plugin import tell_missing
 from kvtier.connectors.sglang.prefetches import PREFETCHES, Joining
 from kvtier.connectors.sglang.prefill import WATCH
 from kvtier.connectors.sglang.ranks import replica_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.replay.traces.reading import ReadOptions, read_traces
+from kvtier.replay.traces.options import ReadOptions
+from kvtier.replay.traces.reading import read_traces
 
 __all__ = ["ReadOptions", "read_traces"]

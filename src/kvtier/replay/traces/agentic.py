@@ -20,7 +20,7 @@ from kvtier.replay.trace import Trace, TraceBuilder, chained, mixed
 from kvtier.replay.traces.lines import Line, check_counts
 
 if TYPE_CHECKING:
-    from kvtier.replay.traces.reading import ReadOptions
+    from kvtier.replay.traces.options import ReadOptions
 
 NAME = "agentic sessions"
 MAX_BLOCKS = 1 << 24

@@ -15,7 +15,7 @@ from kvtier.replay.trace import Trace, TraceBuilder, chained
 from kvtier.replay.traces.lines import Line
 
 if TYPE_CHECKING:
-    from kvtier.replay.traces.reading import ReadOptions
+    from kvtier.replay.traces.options import ReadOptions
 
 NAME = "Mooncake, Bailian"
 FIELDS = {"timestamp", "input_length", "output_length", "hash_ids"}

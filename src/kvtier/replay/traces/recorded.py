@@ -14,7 +14,7 @@ from kvtier.replay.traces.lines import Line, check_counts
 
 if TYPE_CHECKING:
     from kvtier.replay.trace import Keys
-    from kvtier.replay.traces.reading import ReadOptions
+    from kvtier.replay.traces.options import ReadOptions
 
 NAME = "kvtier record"
 

@@ -5,14 +5,14 @@ Beside running replicas: a block that one of them knows of, and that is gone, is
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from typing import Final
 
 from kvtier.errors import ConfigError
+from kvtier.tiers.remote.keeper import Entry, Keeper
 from kvtier.tiers.remote.lines import ValkeyOptions
 from kvtier.tiers.remote.location import read_location, read_options
 from kvtier.tiers.remote.s3 import S3Options, check_location
@@ -20,16 +20,6 @@ from kvtier.tiers.remote.s3 import S3Options, check_location
 AT_ONCE: Final = 1000
 """Are looked at, and removed."""
 SCHEMES: Final = {"redis": "valkey", "rediss": "valkeys", "valkey": "valkey", "valkeys": "valkeys"}
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A block, or a pack of them, as the store calls it. age_s: since it was used, where the store
-    knows that, else since it was written."""
-
-    name: bytes
-    age_s: float
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,44 +50,6 @@ class Pruned:
     num_bytes: int
     num_strange: int
     num_notes: int
-
-
-class Keeper(ABC):
-    """A store, for those who look after it. Raises ``CacheError`` where it does not answer, and
-    ``ConfigError`` where it can't be used.
-
-    kind: what an entry is. age: what their age is, with {} for the time.
-    """
-
-    where: str
-    kind: str
-    age: str
-
-    @abstractmethod
-    def test(self) -> str:
-        """How it does what kvtier relies on, in words. Raises where it does not."""
-
-    @abstractmethod
-    def entries(self) -> list[Entry]:
-        """What seems to be kvtier's."""
-
-    @abstractmethod
-    def ours(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Those that kvtier has written, by their headers."""
-
-    @abstractmethod
-    def remove(self, entries: Sequence[Entry]) -> None:
-        """They go; those that have gone meanwhile are passed over."""
-
-    def remove_notes(self, removed: Iterable[bytes], is_real: bool) -> int:
-        """What told of nothing but the entries of these names, and of others that are gone, goes,
-        too. Returns how many; nothing is removed where that is not real."""
-        del removed, is_real
-        return 0
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give connections back."""
 
 
 def make_keeper(url: str) -> Keeper:

@@ -9,11 +9,11 @@ from typing import Any, Final, TypeVar
 
 from kvtier.errors import CacheError, ConfigError
 from kvtier.tiers.remote.envelope import as_keys
+from kvtier.tiers.remote.keeper import Entry, Keeper
 from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.manifests import MAX_BYTES, Manifest
 from kvtier.tiers.remote.objects import Listed, Missing, Objects, Taken
 from kvtier.tiers.remote.packs import MAX_BLOCKS, PackShape, keys_in, pack_name, pack_path
-from kvtier.tiers.remote.pruning import Entry, Keeper
 from kvtier.tiers.remote.s3 import S3Options
 from kvtier.tiers.remote.self_test import self_test
 from kvtier.tiers.remote.trouble import Refused, Unreachable, Unsound

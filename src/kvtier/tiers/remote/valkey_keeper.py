@@ -8,9 +8,9 @@ from typing import Final, TypeVar
 
 from kvtier.errors import CacheError, ConfigError
 from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, size_behind
+from kvtier.tiers.remote.keeper import Entry, Keeper
 from kvtier.tiers.remote.lines import ANSWERS, Lines, ValkeyOptions, reason_of
 from kvtier.tiers.remote.location import Location
-from kvtier.tiers.remote.pruning import Entry, Keeper
 from kvtier.tiers.remote.resp import Connection, ReplyError, RespError, command
 
 Answer = TypeVar("Answer")

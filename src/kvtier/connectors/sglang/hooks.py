@@ -1,0 +1,38 @@
+"""What stands around functions of SGLang's, and whether it does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pkgutil import resolve_name
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Hooks = Mapping[str, Callable[..., Any]]
+"""What stands around SGLang's own, or in its place, by the full name of that."""
+
+
+def tell_missing(hooks: Hooks, loss: str) -> None:
+    """SGLang logs a hook that failed among much else: say what is lost by it."""
+    if names := missing(hooks):
+        logger.warning("kvtier's hooks did not take: %s; %s", ", ".join(names), loss)
+
+
+def missing(hooks: Hooks) -> list[str]:
+    """Those that did not take, by name."""
+    return [name for name, hook in hooks.items() if not _has_taken(name, hook)]
+
+
+def _has_taken(name: str, hook: Callable[..., Any]) -> bool:
+    """Whether ``hook`` is in what stands there now: SGLang keeps it in a closure around its own."""
+    try:
+        found = resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    while found is not None:
+        cells = getattr(found, "__closure__", None) or ()
+        if any(callable(each.cell_contents) and each.cell_contents == hook for each in cells):
+            return True
+        found = getattr(found, "__wrapped__", None)
+    return False
