@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Event
 
@@ -34,7 +34,7 @@ from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.transfer import LocalMover
 from kvtier.transfer.ranks import Done, Order, Report, Verb
-from kvtier.types import DISK, HOST, BlockKey, BlockName, Direct, Slot
+from kvtier.types import DISK, HOST, BlockKey, BlockName, Direct, Slot, Verify
 from tests.core.test_direct import LateFence, StrictDevice
 from tests.vllm.test_manager import BLOCK_BYTES, KEYS, STEP, Scheduler
 
@@ -181,7 +181,8 @@ NAMES = tuple(BlockName(b"n" * 32, at, BlockKey(b"%032d" % at)) for at in range(
 
 
 class Rank:
-    """A worker over tensors of known bytes, and a disk. behind: see ``tensors``."""
+    """A worker over tensors of known bytes, and a disk. behind: see ``_tensor``. theirs: what of
+    vLLM's it is given in the place of these tensors."""
 
     def __init__(
         self,
@@ -191,14 +192,18 @@ class Rank:
         direct: Direct = Direct.ON,
         device: Device | None = None,
         behind: int = 0,
+        verify: Verify = Verify.ALWAYS,
+        tensors: Sequence[torch.Tensor] = (),
+        theirs: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> None:
         self.n, self.slot_bytes = n, sum(sizes) * n
-        self.tensors = [_tensor(size, behind) for size in sizes]
+        self.tensors = list(tensors) or [_tensor(size, behind) for size in sizes]
+        given = map(theirs, self.tensors)
         caches = CanonicalKVCaches(
-            [CanonicalKVCacheTensor(*each) for each in zip(self.tensors, sizes, strict=True)],
+            [CanonicalKVCacheTensor(*each) for each in zip(given, sizes, strict=True)],
             [[CanonicalKVCacheRef(*each) for each in enumerate(sizes)]],
         )
-        disk = DiskOptions(folder, 8 * self.slot_bytes, direct=direct)
+        disk = DiskOptions(folder, 8 * self.slot_bytes, direct=direct, verify=verify)
         room = RankRoom(self.slot_bytes, 8, disk)
         self.worker = TierWorker(caches, device or find_device("cpu"), room, n, rank=0)
         self._num_jobs = 0

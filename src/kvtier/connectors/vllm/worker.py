@@ -22,13 +22,12 @@ from vllm.v1.kv_offload.base import (
 from kvtier.connectors.shared.paged_pool import GroupPages, PagedPool, Share
 from kvtier.connectors.vllm.host_slots import STRAIGHT, HostSlots
 from kvtier.connectors.vllm.page_copy import PageCopy
-from kvtier.devices import CopyBatch, Device, Direction, Finding
+from kvtier.devices import CopyBatch, Device, Direction, Finding, Memory
 from kvtier.layout import opaque
 from kvtier.runs import runs_of
 from kvtier.tiers import HostTier, StorageTier
 from kvtier.tiers.arena import ArenaOptions
 from kvtier.tiers.disk import DiskOptions, DiskTier
-from kvtier.tiers.pages import anonymous
 from kvtier.tiers.row import make_storage
 from kvtier.tiers.slots import check_slots
 from kvtier.tiers.wrappers import ShardTier, ThrottledTier
@@ -94,7 +93,7 @@ class TierWorker(OffloadingWorker):
         self._host = HostTier(group, room.num_slots * room.slot_bytes, device, arena)
         self._executor: RankExecutor | None = None
         try:
-            self._storages = _storages(room, self._host, self._pool, rank)
+            self._storages = _storages(room, self._host, self._pool, device, rank)
         except BaseException:
             self._host.close()  # shared memory would stay when the process has gone
             raise
@@ -231,8 +230,7 @@ class TierWorker(OffloadingWorker):
             steps = [self._stage([part], Direction.LOAD) for part in parts]
             job = self._engine.submit(steps, Direction.LOAD)
         pages = group.by_block(self._pages_per_block)[slots.block_ids == STRAIGHT]
-        spare = anonymous(max(1, self._pool.num_spare_bytes(pages)))
-        blocks = self._pool.pieces(pages, np.frombuffer(spare, np.uint8).ctypes.data)
+        blocks = self._pool.pieces(pages)
         straight = np.flatnonzero(slots.block_ids == STRAIGHT).tolist()
         place = {at: number for number, at in enumerate(straight)}
         fence = self._device.fence()
@@ -242,7 +240,7 @@ class TierWorker(OffloadingWorker):
             )
             for order in slots.reads
         ]
-        return PageCopy(Direction.LOAD, touched, job, reads, spare)
+        return PageCopy(Direction.LOAD, touched, job, reads)
 
     def _groups(self, pages: GPULoadStoreSpec, slots: HostSlots) -> list[GroupPages]:
         """By group, which pages belong to which of the slots."""
@@ -275,14 +273,16 @@ class TierWorker(OffloadingWorker):
         return TransferResult(job_id, True, copy.job.num_bytes, copy.job.seconds)
 
 
-def _storages(room: RankRoom, host: HostTier, pool: PagedPool, rank: int) -> list[StorageTier]:
-    """This rank's, fastest first; what can't be made leaves nothing open. pool: that blocks may
-    come to straight from the disk."""
+def _storages(
+    room: RankRoom, host: HostTier, pool: PagedPool, device: Device, rank: int
+) -> list[StorageTier]:
+    """This rank's, fastest first; what can't be made leaves nothing open. pool: of ``device``, that
+    blocks may come to straight from the disk."""
     group, memory = host.layout.group, host.ready_memory
     made: list[StorageTier] = []
     with ExitStack() as undo:
         if room.disk is not None:
-            reached = None if room.disk.direct is Direct.OFF else pool.straight()
+            reached = None if room.disk.direct is Direct.OFF else pool.straight(device)
             disk: StorageTier = DiskTier(room.disk, group, memory, pool=reached)
             undo.callback(disk.close)
             made.append(ThrottledTier(disk, room.bytes_per_s) if room.bytes_per_s else disk)
@@ -327,6 +327,18 @@ def _pool(caches: CanonicalKVCaches, pages_per_block: int, slot_bytes: int) -> P
         for refs in caches.group_data_refs
     ]
     first = tensors[0]
+    kind = first.device.type
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    # One for each layer, or one for several: a layer is a part of it then.
+    allocations = {
+        each.data_ptr(): Memory(each.data_ptr(), each.nbytes(), kind, each) for each in storages
+    }
     return PagedPool(
-        groups, first.shape[0], pages_per_block, slot_bytes, first.device.type, tensors
+        groups,
+        first.shape[0],
+        pages_per_block,
+        slot_bytes,
+        kind,
+        tensors,
+        list(allocations.values()),
     )
