@@ -181,7 +181,7 @@ def test_straight_or_by_host_memory_the_bytes_are_the_same(
         tensors.device.copy(tensors.pool.stage([group], host, Direction.LOAD), Direction.LOAD)
         expected = tensors.read()
         tensors.fill(before)
-        blocks = tensors.pool.pieces(group.by_block(n))
+        blocks = tensors.pool.pieces([group.by_block(n)])
         assert disk.get(KEYS[:num_blocks], blocks, 60) == [Outcome.THERE] * num_blocks
         found = tensors.read()
     for one, other in zip(found, expected, strict=True):
@@ -199,13 +199,13 @@ def test_whole_blocks_pass_no_host_memory(name: str, layout: str, tmp_path: Path
         assert disk.facts.direct is Direct.ON
         store(disk, 1)
         assert (
-            disk.get(KEYS[:3], tensors.pool.pieces(np.array([[3, 8], [0, 1], [5, 4]])), 60)
+            disk.get(KEYS[:3], tensors.pool.pieces([np.array([[3, 8], [0, 1], [5, 4]])]), 60)
             == [Outcome.THERE] * 3
         )
         assert tensors.fake.num_transfers > 0
         assert tensors.fake.count("copies") == 0
         before = tensors.fake.num_transfers
-        disk.get(KEYS[:1], tensors.pool.pieces(np.array([[-1, 8]])), 60)
+        disk.get(KEYS[:1], tensors.pool.pieces([np.array([[-1, 8]])]), 60)
         assert tensors.fake.num_transfers == before
         assert tensors.fake.count("copies") == len(sizes)
 

@@ -93,7 +93,7 @@ def test_straight_or_by_host_memory_the_bytes_are_the_same(
         CpuDevice(threads=1).copy(tensors.pool.stage([group], host, Direction.LOAD), Direction.LOAD)
         expected = tensors.bytes.copy()
         tensors.bytes[:] = before
-        blocks = tensors.pool.pieces(group.by_block(n))
+        blocks = tensors.pool.pieces([group.by_block(n)])
         found = disk.get([each.key for each in NAMES[:num_blocks]], blocks)
         disk.close()
     assert found == [Outcome.THERE] * num_blocks
@@ -142,10 +142,23 @@ def test_what_can_not_come_straight_is_said_and_refused(
         tensors.disk(tmp_path / "on", Direct.ON)
 
 
-def test_storage_does_not_know_blocks_of_several_groups() -> None:
-    share = Share(4 * PAGE, 4 * PAGE, 4 * PAGE)
-    groups = PagedPool([[share], [share]], 2, 1, 4 * PAGE, "cpu", None)
-    assert groups.straight(CpuDevice(threads=1)) is None
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ([[4 * PAGE] * 3, [4 * PAGE] * 3], ""),
+        ([[4 * PAGE], [4 * PAGE] * 3], ""),
+        (
+            [[4 * PAGE] * 2, [8 * PAGE]],
+            "the pieces of a page are of 32768 bytes in KV group 1, and of 16384 in another",
+        ),
+    ],
+    ids=["alike", "a small one", "others"],
+)
+def test_groups_whose_blocks_are_in_other_pieces_are_told(
+    sizes: list[list[int]], reason: str
+) -> None:
+    groups = [[Share(4 * PAGE, 4 * PAGE, size) for size in group] for group in sizes]
+    assert PagedPool(groups, 2, 1, 12 * PAGE, "cpu", None).why_not_straight == reason
 
 
 @pytest.mark.parametrize("verify", Verify)
@@ -163,7 +176,7 @@ def test_flipped_bit_is_found_where_nobody_has_verified_it(verify: Verify, tmp_p
         file.write(bytes([byte ^ 4]))
     disk = tensors.disk(tmp_path, Direct.ON, verify)
     keys = [each.key for each in NAMES[:2]]
-    assert disk.get(keys, tensors.pool.pieces(np.array([[3], [5]]))) == [
+    assert disk.get(keys, tensors.pool.pieces([np.array([[3], [5]])])) == [
         Outcome.DAMAGED,
         Outcome.THERE,
     ]

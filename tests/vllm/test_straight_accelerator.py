@@ -36,7 +36,18 @@ from tests.disk.accelerated import KINDS, on_fake
 from tests.fakes.storage import LIBRARIES, Fault, StorageFake
 from tests.vllm.replica import NUM_PAGES as REPLICAS_PAGES
 from tests.vllm.replica import PAGE_BYTES, Replica
-from tests.vllm.test_straight import GQA, MLA, NAMES, NUM_PAGES, TO_PAGES, Rank, _random
+from tests.vllm.test_straight import (
+    GQA,
+    LIKE_GROUPS,
+    MLA,
+    NAMES,
+    NUM_PAGES,
+    SMALL_GROUP,
+    TO_PAGES,
+    Rank,
+    _random,
+    check_groups,
+)
 
 PREFIXES = {"cuda": "cuFile", "hip": "hipFile", "ascend": "NdsFile"}
 PARTS_PER_LAYER = 2
@@ -82,6 +93,7 @@ class Far(Rank):
         direct: Direct = Direct.ON,
         verify: Verify = Verify.OFF,
         before: Callable[[StorageFake], None] = lambda fake: None,
+        groups: Sequence[Sequence[int]] = (),
     ) -> None:
         stream: list[int] = []
         self.fake, device, self._undo = on_fake(name, lambda: stream[0])
@@ -99,7 +111,7 @@ class Far(Rank):
         try:
             super().__init__(
                 folder, sizes, n, direct, device, verify=verify, tensors=tensors,
-                theirs=lambda tensor: on_device(kind, tensor),
+                theirs=lambda tensor: on_device(kind, tensor), groups=groups,
             )  # fmt: skip
         except BaseException:
             device.close()
@@ -127,8 +139,8 @@ def saw_nothing(fake: StorageFake) -> None:
 
 
 @contextmanager
-def far_rank(name: str, folder: Path, *args: object) -> Iterator[Far]:
-    made = Far(name, folder, *args)  # type: ignore[arg-type]
+def far_rank(name: str, folder: Path, *args: object, **named: object) -> Iterator[Far]:
+    made = Far(name, folder, *args, **named)  # type: ignore[arg-type]
     try:
         made.fill(_random(made, 1))
         yield made
@@ -178,6 +190,16 @@ def test_straight_brings_what_host_memory_brings(
             assert rank.worker.take_failed_loads() == []
 
         check()
+        assert rank.fake.num_transfers > 0
+
+
+@pytest.mark.parametrize("groups", [LIKE_GROUPS, SMALL_GROUP], ids=["alike", "a small one"])
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_blocks_of_several_groups_come_straight(
+    name: str, groups: list[range], tmp_path: Path
+) -> None:
+    with far_rank(name, tmp_path, n=2, groups=groups) as rank:
+        check_groups(rank)
         assert rank.fake.num_transfers > 0
 
 

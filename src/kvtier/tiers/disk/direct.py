@@ -27,8 +27,8 @@ Bools = npt.NDArray[np.bool_]
 @dataclass(frozen=True, slots=True, eq=False)
 class Pool:
     """The memory that blocks are used in: the engine's. blocks: where the first two of its slots
-    lie; every other one lies as far from the second as that from the first, or a multiple. device:
-    whose memory it is, where the processor can't reach it.
+    lie, of each kind that it has; every other one lies as far from the second as that from the
+    first, or a multiple. device: whose memory it is, where the processor can't reach it.
 
     allocations: what of ``memory`` was allocated together, each to be registered by itself; what
     lies between them is not the engine's. By default all of it was.
@@ -137,9 +137,9 @@ def _why_not_whole(pool: Pool) -> str:
     if pool.device is None:
         return ""
     is_held = Registered(pool.allocations).bases(pool.blocks.addresses, pool.blocks.sizes) != 0
-    if is_held.all():
+    if (is_held | ~pool.blocks.wanted).all():
         return ""
-    _, piece = np.argwhere(~is_held)[0]
+    _, piece = np.argwhere(~is_held & pool.blocks.wanted)[0]
     return (
         f"a piece of {pool.blocks.sizes[piece]} bytes lies in none of the accelerator's "
         f"{len(pool.allocations)} allocations as a whole"
