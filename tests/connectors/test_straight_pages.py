@@ -40,9 +40,7 @@ class Tensors:
     behind: bytes from the beginning of a page to that of the first tensor.
     """
 
-    def __init__(
-        self, sizes: Sequence[int], n: int, pad: int = 0, behind: int = 0, kind: str = "cpu"
-    ) -> None:
+    def __init__(self, sizes: Sequence[int], n: int, pad: int = 0, behind: int = 0) -> None:
         strides = [size + pad for size in sizes]
         self.owner = mmap.mmap(-1, PAGE + sum(NUM_PAGES * each + PAGE for each in strides))
         self.bytes = np.frombuffer(self.owner, np.uint8)
@@ -51,11 +49,12 @@ class Tensors:
             shares.append(Share(at, stride, size))
             at += NUM_PAGES * stride + PAGE
         self.slot_bytes = -(-sum(sizes) * n // PAGE) * PAGE
-        self.pool = PagedPool([shares], NUM_PAGES, n, self.slot_bytes, kind, self.owner)
+        self.pool = PagedPool([shares], NUM_PAGES, n, self.slot_bytes, "cpu", self.owner)
 
     def disk(self, folder: Path, direct: Direct, verify: Verify = Verify.ALWAYS) -> DiskTier:
         options = DiskOptions(folder, 8 * self.slot_bytes, direct=direct, verify=verify)
-        return DiskTier(options, opaque(self.slot_bytes), pool=self.pool.straight())
+        device = CpuDevice(threads=1)
+        return DiskTier(options, opaque(self.slot_bytes), pool=self.pool.straight(device))
 
 
 def store(disk: DiskTier, num_blocks: int, seed: int) -> Memory:
@@ -94,9 +93,7 @@ def test_straight_or_by_host_memory_the_bytes_are_the_same(
         CpuDevice(threads=1).copy(tensors.pool.stage([group], host, Direction.LOAD), Direction.LOAD)
         expected = tensors.bytes.copy()
         tensors.bytes[:] = before
-        places = group.by_block(n)
-        spare = mmap.mmap(-1, max(1, tensors.pool.num_spare_bytes(places)))
-        blocks = tensors.pool.pieces(places, np.frombuffer(spare, np.uint8).ctypes.data)
+        blocks = tensors.pool.pieces([group.by_block(n)])
         found = disk.get([each.key for each in NAMES[:num_blocks]], blocks)
         disk.close()
     assert found == [Outcome.THERE] * num_blocks
@@ -145,11 +142,23 @@ def test_what_can_not_come_straight_is_said_and_refused(
         tensors.disk(tmp_path / "on", Direct.ON)
 
 
-def test_storage_does_not_know_memory_that_it_can_not_read_to() -> None:
-    assert Tensors([3 * PAGE], 1, kind="cuda").pool.straight() is None
-    share = Share(4 * PAGE, 4 * PAGE, 4 * PAGE)
-    groups = PagedPool([[share], [share]], 2, 1, 4 * PAGE, "cpu", None)
-    assert groups.straight() is None, "blocks of two groups"
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ([[4 * PAGE] * 3, [4 * PAGE] * 3], ""),
+        ([[4 * PAGE], [4 * PAGE] * 3], ""),
+        (
+            [[4 * PAGE] * 2, [8 * PAGE]],
+            "the pieces of a page are of 32768 bytes in KV group 1, and of 16384 in another",
+        ),
+    ],
+    ids=["alike", "a small one", "others"],
+)
+def test_groups_whose_blocks_are_in_other_pieces_are_told(
+    sizes: list[list[int]], reason: str
+) -> None:
+    groups = [[Share(4 * PAGE, 4 * PAGE, size) for size in group] for group in sizes]
+    assert PagedPool(groups, 2, 1, 12 * PAGE, "cpu", None).why_not_straight == reason
 
 
 @pytest.mark.parametrize("verify", Verify)
@@ -167,7 +176,7 @@ def test_flipped_bit_is_found_where_nobody_has_verified_it(verify: Verify, tmp_p
         file.write(bytes([byte ^ 4]))
     disk = tensors.disk(tmp_path, Direct.ON, verify)
     keys = [each.key for each in NAMES[:2]]
-    assert disk.get(keys, tensors.pool.pieces(np.array([[3], [5]]))) == [
+    assert disk.get(keys, tensors.pool.pieces([np.array([[3], [5]])])) == [
         Outcome.DAMAGED,
         Outcome.THERE,
     ]

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.devices import Direction
 from kvtier.devices.calibration import calibrate
-from kvtier.devices.driver import Copies
+from kvtier.devices.copies import Copies
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.devices.path_table import Measured, PathTable, load_table, save_table, table_path
 from kvtier.devices.paths import CopyPath, CopyPaths

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.devices.base import CopyBatch, Memory
-from kvtier.devices.driver import Copies, Rows
+from kvtier.devices.copies import Copies
+from kvtier.devices.driver import Rows
 from kvtier.devices.rectangles import rectangles
 from kvtier.layout import DType, KVGroup, fragments, full_attention, latent_attention, named_layout
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.devices.base import Finding, Memory
+from kvtier.devices.driver_device import DriverDevice
 from kvtier.layout import DType, KVGroup, full_attention, latent_attention, named_layout, repack
 from kvtier.testing import host_memory
 from kvtier.tiers import DeviceTier, Outcome, Pieces
@@ -19,7 +22,7 @@ from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.disk.records import as_keys
 from kvtier.types import BlockKey, BlockName, Slot, Verify
 from tests.devices.drivers import environment, host_compute, make_device
-from tests.fakes.storage import StorageFake
+from tests.fakes.storage import Cancel, StorageFake
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -34,6 +37,8 @@ KINDS = {"cuda": "cuda", "hip": "cuda", "ascend": "npu"}
 """What torch calls the accelerator of a vendor."""
 NUM_BLOCKS = 6
 THERE = [Outcome.THERE] * NUM_BLOCKS
+BY_LAYER = (32, 64, 96)
+"""Cuts of a pool of ``GQA``, layer first: each layer is an allocation, as engines have it."""
 
 
 def names(num: int = NUM_BLOCKS) -> list[BlockName]:
@@ -44,11 +49,23 @@ def keys(num: int = NUM_BLOCKS) -> list[BlockKey]:
     return [name.key for name in names(num)]
 
 
+def on_fake(
+    name: str, compute: Callable[[], int | None] = host_compute
+) -> tuple[StorageFake, DriverDevice, ExitStack]:
+    """An accelerator and the file library ``name`` that are not there, for as long as the stack is
+    open."""
+    fake, stack = StorageFake(name), ExitStack()
+    variables = (fake.library_variable, f"KVTIER_{fake.vendor.upper()}_LIBRARY")
+    stack.enter_context(environment(**dict.fromkeys(variables, str(fake.path))))
+    return fake, make_device(fake, 0, compute), stack
+
+
 class Accelerated:
     """``NUM_BLOCKS`` known blocks, and a pool for them that only the accelerator reaches.
 
     name: of the file library. has_host: there is a host tier, so that nothing has to go straight.
     What is not said otherwise: blocks that were verified before are not verified again.
+    cuts: pages of the pool at which another allocation begins.
     """
 
     def __init__(
@@ -59,23 +76,23 @@ class Accelerated:
         order: str = "layer_first",
         has_host: bool = False,
         compute: Callable[[], int | None] = host_compute,
+        cuts: Sequence[int] = (),
     ) -> None:
-        self.fake = StorageFake(name)
+        self.fake, self.device, self._stack = on_fake(name, compute)
         self.folder = folder
         self.group = group
-        self._stack = ExitStack()
-        libraries = {
-            self.fake.library_variable: str(self.fake.path),
-            f"KVTIER_{self.fake.vendor.upper()}_LIBRARY": str(self.fake.path),
-        }
-        self._stack.enter_context(environment(**libraries))
-        self.device = make_device(self.fake, 0, compute)
         layout = named_layout(order, group, NUM_BLOCKS + 2)
         address = self.fake.allocate(layout.nbytes + PAGE)
         self._stack.callback(self.fake.free, address)
         self._stack.callback(self.device.close)
         memory = Memory(address, layout.nbytes, KINDS[self.fake.vendor], None)
         self.pool = DeviceTier(memory, layout)
+        ends = [0, *(cut * PAGE for cut in sorted(cuts)), layout.nbytes]
+        self.allocations = [
+            Memory(address + begin, end - begin, memory.kind, None) for begin, end in pairwise(ends)
+        ]
+        for each in self.allocations[1:]:
+            self.fake.cut(each.address)
         self.file_layout = named_layout("block_first", group, NUM_BLOCKS)
         self.content = np.random.default_rng(7).integers(0, 256, self.file_layout.nbytes, np.uint8)
         """Of all blocks, one behind the other."""
@@ -97,7 +114,7 @@ class Accelerated:
             self.group,
             arena,
             monotonic=lambda: self.now,
-            pool=Pool.of(self.pool, self.device),
+            pool=replace(Pool.of(self.pool, self.device), allocations=self.allocations),
         )
         self.tiers.append(tier)
         return tier
@@ -133,6 +150,29 @@ class Accelerated:
         for tier in self.tiers:
             tier.close()
         self._stack.close()
+
+
+def hang(world: Accelerated, tier: DiskTier) -> list[Outcome]:
+    """Have the driver hold a read until its engine is given up, and let it go then. What became of
+    the read. A second is enough for it to begin, also where others use the machine."""
+    world.fake.cancels(Cancel.IGNORED)
+    world.fake.hold_storage()
+    outcomes: list[Outcome] = []
+    reading = threading.Thread(
+        target=lambda: outcomes.extend(tier.get(keys(), world.in_pool(), 1.0))
+    )
+    reading.start()
+    event = threading.Event()
+    for _ in range(6000):
+        if any("given up" in line.note for line in tier.findings()):
+            break
+        event.wait(0.01)
+    else:
+        raise AssertionError("it was never given up")
+    assert reading.is_alive(), "whoever waits for it keeps its memory"
+    world.fake.let_storage_go()
+    reading.join()
+    return outcomes
 
 
 def line_of(tier: DiskTier, topic: str) -> Finding:

@@ -21,7 +21,7 @@ from kvtier.tiers.disk import DiskTier
 from kvtier.transfer import Job, LocalMover, Move
 from kvtier.transfer.ranks import Done, Order, RankExecutor, Verb
 from kvtier.types import DEVICE, DISK, Slot
-from tests.disk.accelerated import NUM_BLOCKS, THERE, Accelerated, keys, names
+from tests.disk.accelerated import BY_LAYER, NUM_BLOCKS, THERE, Accelerated, keys, names
 from tests.fakes.storage import LIBRARIES
 
 SLOTS = [Slot(at) for at in range(NUM_BLOCKS)]
@@ -33,7 +33,7 @@ class Moving:
 
     def __init__(self, name: str, folder: Path) -> None:
         stream: list[int] = []
-        self.world = Accelerated(name, folder, compute=lambda: stream[0])
+        self.world = Accelerated(name, folder, compute=lambda: stream[0], cuts=BY_LAYER)
         stream.append(self.world.fake.compute_stream())
         self.stream = stream[0]
         self.disk: DiskTier = self.world.open()

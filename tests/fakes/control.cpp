@@ -44,6 +44,7 @@ FAKE void fake_adopt(Address at, std::size_t size, int device) {
     machine().adopt(at, size, device);
 }
 FAKE void fake_disown(Address at) { machine().disown(at); }
+FAKE void fake_cut(Address at) { machine().cut(at); }
 FAKE int fake_peek(Address at, void *to, std::size_t size) {
     return machine().peek(at, to, size) ? 0 : 1;
 }

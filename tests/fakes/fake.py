@@ -47,6 +47,7 @@ ARGUMENTS = {
     "fake_free": (c_void_p,),
     "fake_adopt": (c_void_p, c_size_t, c_int),
     "fake_disown": (c_void_p,),
+    "fake_cut": (c_void_p,),
     "fake_peek": (c_void_p, c_void_p, c_size_t),
     "fake_poke": (c_void_p, c_void_p, c_size_t),
     "fake_compute_stream": (c_int,),
@@ -198,6 +199,11 @@ class Fake:
 
     def disown(self, address: int) -> None:
         self._library.fake_disown(address)
+
+    def cut(self, address: int) -> None:
+        """Device memory is two allocations from now on, the second of which begins here: no copy
+        and no registration may lie in both."""
+        self._library.fake_cut(address)
 
     # -- compute ----------------------------------------------------------------------------------
 

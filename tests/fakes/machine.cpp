@@ -26,6 +26,7 @@ void Machine::reset(unsigned seed, bool late_reads, int max_delay_us) {
     events_.clear();
     for (Range &range : ranges_) drop_memory(range);
     ranges_.clear();
+    cuts_.clear();
     claims_.clear();
     violations_.clear();
     counts_.clear();

@@ -105,6 +105,7 @@ public:
     void lose_device(int code);
     void adopt(Address at, std::size_t size, int device);
     void disown(Address at);
+    void cut(Address at);  // device memory is two allocations, the second of which begins here
     bool peek(Address at, void *to, std::size_t size);
     bool poke(Address at, const void *from, std::size_t size);
     std::vector<std::string> violations();
@@ -164,6 +165,7 @@ public:
 private:
     friend struct Judge;
     Range *find(Address at, std::size_t size);
+    bool is_cut(Address at, std::size_t size);
     Address reach(Address at, std::size_t size);
     void run();
     Stream *next_runnable();
@@ -195,6 +197,7 @@ private:
     bool late_reads_ = false;
     int max_delay_us_ = 0;
     std::vector<Range> ranges_;
+    std::vector<Address> cuts_;
     std::vector<std::unique_ptr<Stream>> streams_;
     std::map<int, Stream *> legacy_;
     std::vector<std::unique_ptr<Event>> events_;

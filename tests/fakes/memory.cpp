@@ -28,6 +28,16 @@ void Machine::disown(Address at) {
                   ranges_.end());
 }
 
+void Machine::cut(Address at) {
+    std::lock_guard lock(mutex_);
+    cuts_.push_back(at);
+}
+
+bool Machine::is_cut(Address at, std::size_t size) {
+    return std::any_of(cuts_.begin(), cuts_.end(),
+                       [&](Address cut) { return at < cut && cut < at + size; });
+}
+
 bool Machine::peek(Address at, void *to, std::size_t size) {
     std::lock_guard lock(mutex_);
     const Address alias = reach(at, size);
@@ -83,6 +93,9 @@ bool Machine::release(Address at, Kind kind) {
         if (range->begin != at || range->kind != kind || !range->is_owned) continue;
         if (has_pending(at, range->size))
             violations_.push_back("memory was freed while a copy of it was pending");
+        cuts_.erase(std::remove_if(cuts_.begin(), cuts_.end(),
+                                   [&](Address cut) { return range->touches(cut, 1); }),
+                    cuts_.end());
         drop_memory(*range);
         ranges_.erase(range);
         return true;
@@ -112,12 +125,13 @@ bool Machine::unlock(Address at) {
 
 Machine::Place Machine::place(Address at, std::size_t size, int device) {
     std::lock_guard lock(mutex_);
-    if (Range *range = find(at, size)) {
+    Range *range = find(at, size);
+    if (range && !is_cut(at, size)) {
         if (range->kind == Kind::pinned) return Place::pinned;
         return range->device == device ? Place::device : Place::other_device;
     }
-    for (Range &range : ranges_)
-        if (range.touches(at, size)) {
+    for (Range &each : ranges_)
+        if (each.touches(at, size)) {
             violations_.push_back("a copy leaves the piece of memory that it begins in");
             return Place::broken;
         }

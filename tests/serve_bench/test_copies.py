@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from kvtier.cli import app
-from kvtier.devices.driver import Copies
+from kvtier.devices.copies import Copies
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.errors import ConfigError
 from kvtier.serve_bench.copies import (

@@ -97,6 +97,13 @@ def one_by_one(llm: Any, prompts: list[Prompt]) -> list[tuple[int, Answer]]:
     return [run(llm, each)[0] for each in prompts]
 
 
+def moved_from_disk(before: tuple[float, float] = (0, 0)) -> tuple[float, float]:
+    """Bytes, since ``before``: straight to the device, and to host memory."""
+    name = "vllm:kvtier_moved_bytes_total"
+    straight, through = (count(name, src="disk", dst=dst) for dst in ("device", "host"))
+    return straight - before[0], through - before[1]
+
+
 def count(name: str, **labels: str) -> float:
     """What Prometheus shows of a metric in this process, over all engines that it had."""
     return sum(

@@ -57,6 +57,16 @@ def key_of(number: int) -> OffloadKey:
 class Replica:
     """storage: URLs. replicated: all ranks have the same KV. settings: beside those."""
 
+    @staticmethod
+    def make_tensor() -> torch.Tensor:
+        """vLLM's, of one rank."""
+        return torch.zeros((NUM_PAGES, PAGE_BYTES), dtype=torch.int8)
+
+    @staticmethod
+    def theirs(tensor: torch.Tensor) -> torch.Tensor:
+        """What vLLM hands on of it."""
+        return tensor
+
     def __init__(
         self,
         storage: str | list[str],
@@ -79,13 +89,11 @@ class Replica:
         specs = [KvtierSpec(self._config(rank, extra, engine_id)) for rank in range(num_ranks)]
         specs[0].names.settle([vllm_source(str(MODEL))])
         self.manager: Any = specs[0].get_manager()
-        self.tensors = [
-            torch.zeros((NUM_PAGES, PAGE_BYTES), dtype=torch.int8) for _ in range(num_ranks)
-        ]
+        self.tensors = [self.make_tensor() for _ in range(num_ranks)]
         self.workers: list[Any] = [
             spec.get_worker(
                 CanonicalKVCaches(
-                    [CanonicalKVCacheTensor(tensor, PAGE_BYTES)],
+                    [CanonicalKVCacheTensor(self.theirs(tensor), PAGE_BYTES)],
                     [[CanonicalKVCacheRef(0, PAGE_BYTES)]],
                 )
             )

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from tests.vllm.engines import BLOCK, count, engine, one_by_one, prompt, with_disk
+from tests.vllm.engines import BLOCK, count, engine, moved_from_disk, one_by_one, prompt, with_disk
 
 SIZES = {
     "vocab_size": 4096,
@@ -105,6 +105,27 @@ def test_kv_comes_from_host_and_after_a_restart_from_disk(kind: str, tmp_path: P
     assert len({tuple(answer[0]) for _, answer in cold}) == 3, "every prompt is answered alike"
     with engine(config, tmp_path / "model", **options) as llm:
         assert one_by_one(llm, prompts) == on_device
+
+
+@pytest.mark.timeout(900)
+def test_kv_of_several_groups_comes_straight_from_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full attention and windows: what each has of a block is in pieces of the same sizes."""
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "1")  # vLLM's memory begins at a page
+    _save(KINDS["sliding window"], tmp_path / "model")
+    prompts = [prompt(seed, 7 * BLOCK + 50) for seed in range(3)]
+    sizes = {"host_capacity": "64MiB", "disk_capacity": "64MiB", "disk_direct": "on"}
+    config = with_disk(tmp_path / "slab", **sizes)
+    with engine(config, tmp_path / "model", **OPTIONS) as llm:
+        one_by_one(llm, prompts)
+        on_device = one_by_one(llm, prompts)
+    with engine(config, tmp_path / "model", **OPTIONS) as llm:
+        before = moved_from_disk()
+        assert one_by_one(llm, prompts) == on_device
+        straight, through = moved_from_disk(before)
+        assert straight > 0
+        assert through == 0
 
 
 @pytest.mark.timeout(900)

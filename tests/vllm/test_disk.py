@@ -21,6 +21,7 @@ from tests.vllm.engines import (
     connector,
     count,
     engine,
+    moved_from_disk,
     one_by_one,
     prompt,
     run,
@@ -152,13 +153,6 @@ def test_full_disk_is_no_reason_to_stop(
         assert one_by_one(llm, PROMPTS) == alone["warm"]
 
 
-def _moved_from_disk(before: tuple[float, float] = (0, 0)) -> tuple[float, float]:
-    """Bytes: straight to the device, and to host memory."""
-    name = "vllm:kvtier_moved_bytes_total"
-    straight, through = (count(name, src="disk", dst=dst) for dst in ("device", "host"))
-    return straight - before[0], through - before[1]
-
-
 @pytest.mark.timeout(900)
 def test_kv_comes_straight_from_disk(
     alone: dict[str, list[tuple[int, Answer]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -169,14 +163,14 @@ def test_kv_comes_straight_from_disk(
         one_by_one(llm, PROMPTS)
     num_bytes = 36 * 5 * (128 << 10)  # 36 blocks in 5 pieces of 128 KiB
     with engine(with_disk(tmp_path, disk_direct="on")) as llm:
-        before = _moved_from_disk()
+        before = moved_from_disk()
         assert one_by_one(llm, PROMPTS) == alone["warm"]
-        assert _moved_from_disk(before) == (num_bytes, 0)
+        assert moved_from_disk(before) == (num_bytes, 0)
     # 3 blocks, of 6 in a prompt
     with engine(with_disk(tmp_path, disk_direct="auto", host_capacity="2MiB")) as llm:
-        before = _moved_from_disk()
+        before = moved_from_disk()
         assert one_by_one(llm, PROMPTS) == alone["warm"]
-        assert _moved_from_disk(before) == (num_bytes / 2, num_bytes / 2)
+        assert moved_from_disk(before) == (num_bytes / 2, num_bytes / 2)
     _damage(tmp_path / "rank0" / "data.slab")
     with engine(with_disk(tmp_path, disk_direct="on")) as llm:
         failed = count("vllm:kvtier_failed_chunks_total", src="disk", dst="device")
@@ -220,10 +214,10 @@ def test_two_ranks_find_their_shards_after_a_restart(
         assert llm.reset_prefix_cache()
         assert one_by_one(llm, PROMPTS) == on_device
     with engine(config, tensor_parallel_size=2) as llm:
-        before = _moved_from_disk()
+        before = moved_from_disk()
         assert one_by_one(llm, PROMPTS) == on_device
         assert count("vllm:kvtier_loaded_chunks_total", tier="disk") > 0
-        straight, through = _moved_from_disk(before)
+        straight, through = moved_from_disk(before)
         assert (straight > 0, through > 0) == (direct == "on", direct == "off")
     assert (tmp_path / "rank0" / "data.slab").stat().st_size <= 128 << 20, "half for each"
     assert (tmp_path / "rank1" / "data.slab").exists()

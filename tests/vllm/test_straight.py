@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Event
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
@@ -21,6 +21,7 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
     LookupResult,
+    ReqContext,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -34,9 +35,9 @@ from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.transfer import LocalMover
 from kvtier.transfer.ranks import Done, Order, Report, Verb
-from kvtier.types import DISK, HOST, BlockKey, BlockName, Direct, Slot
+from kvtier.types import DISK, HOST, BlockKey, BlockName, Direct, Slot, Verify
 from tests.core.test_direct import LateFence, StrictDevice
-from tests.vllm.test_manager import BLOCK_BYTES, KEYS, STEP, Scheduler
+from tests.vllm.test_manager import BLOCK_BYTES, KEYS, STEP, Scheduler, serve, two_groups
 
 HIT, PENDING = LookupResult.HIT, LookupResult.HIT_PENDING
 RETRY, MISS = LookupResult.RETRY, LookupResult.MISS
@@ -170,6 +171,29 @@ def test_another_requests_hold_is_its_own() -> None:
     assert scheduler.manager.ladder.num_available(HOST) == 4
 
 
+def test_blocks_of_two_groups_are_read_by_one_load() -> None:
+    """Those of a group stand together in it, as vLLM's pages do."""
+    scheduler = Scheduler(num_host=4, num_disk=16, direct=Direct.ON, block_sizes=(STEP, STEP))
+    keys = two_groups((1, 2))
+    for number in (1, 2, 3, 4):  # host memory has room for two
+        serve(scheduler, [number])
+        scheduler.carry_out()
+    assert scheduler.manager.ladder.used_slots()[DISK] == 8
+    request = ReqContext("again")
+    for at, key in enumerate(keys):
+        request.set_offload_key_position(key, (at % 2 + 1) * STEP)
+    scheduler.manager.on_new_request(request)
+    assert scheduler.look_up(request, keys) == [HIT] * 4
+    slots = scheduler.manager.prepare_load(keys, request)
+    assert slots.block_ids.tolist() == [STRAIGHT] * 4
+    (order,) = slots.reads
+    assert order.slots == (0, 1, 2, 3)
+    assert len({name.key for name in order.names}) == 4
+    scheduler.manager.hear(Report(done={order.order_id: Done()}))
+    scheduler.manager.complete_load(keys, request)
+    scheduler.manager.cache.check_invariants()
+
+
 # -- a rank ----------------------------------------------------------------------------------------
 
 PAGE = 4096
@@ -181,7 +205,9 @@ NAMES = tuple(BlockName(b"n" * 32, at, BlockKey(b"%032d" % at)) for at in range(
 
 
 class Rank:
-    """A worker over tensors of known bytes, and a disk. behind: see ``tensors``."""
+    """A worker over tensors of known bytes, and a disk. behind: see ``_tensor``. theirs: what of
+    vLLM's it is given in the place of these tensors. groups: which tensors each KV group has pages
+    in; one with all of them by default."""
 
     def __init__(
         self,
@@ -191,14 +217,20 @@ class Rank:
         direct: Direct = Direct.ON,
         device: Device | None = None,
         behind: int = 0,
+        verify: Verify = Verify.ALWAYS,
+        tensors: Sequence[torch.Tensor] = (),
+        theirs: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        groups: Sequence[Sequence[int]] = (),
     ) -> None:
-        self.n, self.slot_bytes = n, sum(sizes) * n
-        self.tensors = [_tensor(size, behind) for size in sizes]
+        groups = groups or [range(len(sizes))]
+        self.n, self.slot_bytes = n, n * max(sum(sizes[at] for at in each) for each in groups)
+        self.tensors = list(tensors) or [_tensor(size, behind) for size in sizes]
+        given = map(theirs, self.tensors)
         caches = CanonicalKVCaches(
-            [CanonicalKVCacheTensor(*each) for each in zip(self.tensors, sizes, strict=True)],
-            [[CanonicalKVCacheRef(*each) for each in enumerate(sizes)]],
+            [CanonicalKVCacheTensor(*each) for each in zip(given, sizes, strict=True)],
+            [[CanonicalKVCacheRef(at, sizes[at]) for at in each] for each in groups],
         )
-        disk = DiskOptions(folder, 8 * self.slot_bytes, direct=direct)
+        disk = DiskOptions(folder, 8 * self.slot_bytes, direct=direct, verify=verify)
         room = RankRoom(self.slot_bytes, 8, disk)
         self.worker = TierWorker(caches, device or find_device("cpu"), room, n, rank=0)
         self._num_jobs = 0
@@ -254,6 +286,54 @@ class Rank:
         self.worker.shutdown()
 
 
+LIKE_GROUPS, SMALL_GROUP = [range(4), range(4)], [range(4), range(2)]
+"""As vLLM has windows beside full attention: pages of all groups in the same tensors; and of fewer
+layers in the last group."""
+
+
+def check_groups(rank: Rank) -> None:
+    """Two blocks of each of two groups: straight brings what host memory brings."""
+    n = rank.n
+    pages = list(range(4 * n))
+    source = GPULoadStoreSpec(pages, [2 * n, 2 * n], [0, 0])
+    rank.fill(_random(rank, 1))
+    rank.copy(rank.worker.submit_store, source, HostSlots(range(4)))
+    slots = tuple(map(Slot, range(4)))
+    rank.worker.carry_out(Order(1, Verb.WRITE, DISK, NAMES[:4], slots))
+    assert not rank.done(1).failed
+
+    @settings(max_examples=max(10, settings().max_examples // 2))
+    @given(
+        straight=st.sets(st.integers(0, 3), min_size=1),
+        firsts=st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)),
+        num_less=st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)),
+        seed=st.integers(0, 2**32 - 1),
+    )
+    def check(
+        straight: set[int], firsts: tuple[int, int], num_less: tuple[int, int], seed: int
+    ) -> None:
+        random = np.random.default_rng(seed)
+        counts = [2 * n - first - less for first, less in zip(firsts, num_less, strict=True)]
+        to = random.permutation(NUM_PAGES)[: sum(counts)].tolist()
+        target = GPULoadStoreSpec(to, counts, list(firsts))
+        before = _random(rank, seed)
+        rank.fill(before)
+        rank.copy(rank.worker.submit_load, HostSlots(range(4)), target)
+        expected = rank.pages()
+        rank.fill(before)
+        ids = [STRAIGHT if at in straight else at for at in range(4)]
+        order = Order(
+            2, Verb.READ, DISK, tuple(NAMES[at] for at in sorted(straight)),
+            tuple(map(Slot, sorted(straight))),
+        )  # fmt: skip
+        rank.copy(rank.worker.submit_load, HostSlots(ids, [order]), target)
+        assert not rank.done(2).failed
+        np.testing.assert_array_equal(rank.pages(), expected)
+        assert not np.array_equal(expected, before)
+
+    check()
+
+
 def _tensor(size: int, behind: int) -> torch.Tensor:
     """[NUM_PAGES, size] bytes, from the beginning of a page on, or some behind it."""
     memory = mmap.mmap(-1, NUM_PAGES * size + PAGE)
@@ -307,6 +387,27 @@ def test_straight_brings_what_host_memory_brings(
         assert rank.worker.take_failed_loads() == []
 
     check()
+    rank.close()
+
+
+@pytest.mark.parametrize("groups", [LIKE_GROUPS, SMALL_GROUP], ids=["alike", "a small one"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_blocks_of_several_groups_come_straight(
+    groups: list[range], n: int, tmp_path: Path
+) -> None:
+    rank = Rank(tmp_path, n=n, groups=groups)
+    assert rank.worker.take_report(frozenset()).hellos[0].straight == {DISK}
+    check_groups(rank)
+    rank.close()
+
+
+def test_groups_in_other_pieces_are_refused_and_by_auto_take_host_memory(tmp_path: Path) -> None:
+    reason = "pieces of a page are of 32768 bytes in KV group 1, and of 4096 and 32768 in another"
+    groups = [[0, 1, 2], [0, 2]]
+    with pytest.raises(ConfigError, match=f"disk_direct is on, and the {reason}; leave it off"):
+        Rank(tmp_path / "on", MLA, groups=groups)
+    rank = Rank(tmp_path / "auto", MLA, groups=groups, direct=Direct.AUTO)
+    assert rank.worker.take_report(frozenset()).hellos[0].straight == frozenset()
     rank.close()
 
 

@@ -39,7 +39,8 @@ from ctypes import (
 
 from kvtier.devices.base import Direction, Finding
 from kvtier.devices.compute import ComputeStream, Handle, torch_compute
-from kvtier.devices.driver import Copies, Driver, Rows
+from kvtier.devices.copies import Copies
+from kvtier.devices.driver import Driver, Rows
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.devices.library import Call, DriverError, Library
 

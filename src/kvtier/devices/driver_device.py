@@ -13,7 +13,8 @@ from functools import partial
 from kvtier.devices.base import CopyBatch, CopyQueue, Device, Direction, Fence, Finding, Memory
 from kvtier.devices.calibration import calibrate
 from kvtier.devices.compute import ComputeStream, Handle
-from kvtier.devices.driver import Copies, Driver
+from kvtier.devices.copies import Copies
+from kvtier.devices.driver import Driver
 from kvtier.devices.library import DriverError
 from kvtier.devices.locked import LockedRanges
 from kvtier.devices.path_table import PathTable, load_table, save_table, table_path

@@ -14,8 +14,9 @@ from functools import cached_property
 
 from kvtier.devices.base import Direction, Finding
 from kvtier.devices.compute import ComputeStream, Handle, torch_compute
+from kvtier.devices.copies import Copies
 from kvtier.devices.cuda import ORDER_ANY, ORDER_STREAM, CudaAttributes
-from kvtier.devices.driver import Copies, Driver, Rows
+from kvtier.devices.driver import Driver, Rows
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.devices.library import Call, DriverError, Library
 from kvtier.devices.numa import pci_numa_node

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from kvtier.devices.base import Direction
 from kvtier.devices.compute import Handle
-from kvtier.devices.driver import Copies
+from kvtier.devices.copies import Copies
 
 MAX_PROGRAMS = 16
 """Multiprocessors that are used at most."""

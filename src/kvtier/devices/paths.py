@@ -11,7 +11,8 @@ from typing import Protocol
 
 from kvtier.devices.base import Direction, Finding
 from kvtier.devices.compute import Handle
-from kvtier.devices.driver import Copies, Driver
+from kvtier.devices.copies import Copies
+from kvtier.devices.driver import Driver
 from kvtier.devices.library import DriverError
 from kvtier.devices.rectangles import rectangles
 from kvtier.errors import ConfigError, DeviceError

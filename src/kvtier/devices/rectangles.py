@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.devices.driver import Copies, Rows
+from kvtier.devices.copies import Copies
+from kvtier.devices.driver import Rows
 
 Int64s = npt.NDArray[np.int64]
 

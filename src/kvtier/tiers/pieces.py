@@ -18,8 +18,10 @@ HOST_KINDS: Final = frozenset({"host", "cpu"})
 class Pieces:
     """Blocks in memory, each in the same number of pieces, in the order of its bytes.
 
-    addresses: uint64 [num_blocks, num_pieces], where each piece begins. sizes: int64 [num_pieces],
-    bytes of each. kind: of the memory, "host" or a device's name.
+    addresses: uint64 [num_blocks, num_pieces], where each piece begins; 0 for one that nobody
+    wants, which a disk reads all the same, for its checksum is that of the block, and nobody else
+    is asked for. sizes: int64 [num_pieces], bytes of each. kind: of the memory, "host" or a
+    device's name.
 
     The bytes of a block are those of the ``block_first`` layout, whatever the layout that they lie
     in: so a block is the same in storage whoever has stored it.
@@ -49,8 +51,13 @@ class Pieces:
         low = np.maximum(begins, first)
         size = np.minimum(ends, first + num_bytes) - low
         some = np.flatnonzero(size > 0)
-        shift = (low - begins)[some].astype(np.uint64)
+        shift = (low - begins)[some].astype(np.uint64) * self.wanted[:, some]
         return Pieces(self.addresses[:, some] + shift, size[some], self.kind)
+
+    @property
+    def wanted(self) -> npt.NDArray[np.bool_]:
+        """bool [num_blocks, num_pieces]: which pieces somebody wants."""
+        return np.asarray(self.addresses != 0)
 
     @property
     def is_host(self) -> bool:
@@ -84,4 +91,5 @@ class Pieces:
             begin += size
 
     def _pieces_of(self, at: int) -> Iterator[tuple[int, int]]:
+        assert self.wanted[at].all(), "a block in part, which only a disk reads"
         return zip(self.addresses[at].tolist(), self.sizes.tolist(), strict=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.devices import CopyBatch, Direction, Memory
+from kvtier.devices import CopyBatch, Device, Direction, Memory
 from kvtier.tiers import Pieces
 from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.pieces import HOST_KINDS
@@ -64,11 +64,14 @@ class GroupPages:
         return places.reshape(-1, pages_per_block)
 
 
+NO_PAGES = GroupPages([], [], 0)
+
+
 class PagedPool:
     """An engine's tensors as shares, by group; and the slots of host memory for their blocks.
 
     groups: the shares of each KV group. pages_per_block: n above. slot_bytes: from one slot to the
-    next, at least a block of the largest group.
+    next, at least a block of the largest group. allocations: see ``Pool``.
     """
 
     def __init__(
@@ -79,11 +82,13 @@ class PagedPool:
         slot_bytes: int,
         kind: str,
         owner: object,
+        allocations: Sequence[Memory] = (),
     ) -> None:
         shares = [share for group in groups for share in group]
         begin = min(share.address for share in shares)
         end = max(each.address + (num_pages - 1) * each.stride + each.nbytes for each in shares)
         self.memory = Memory(begin, end - begin, kind, owner)
+        self._allocations = allocations
         self._groups = [_Columns.of(group, begin) for group in groups]
         self._num_pages = num_pages
         self.pages_per_block = pages_per_block
@@ -128,33 +133,54 @@ class PagedPool:
 
     # -- past host memory --------------------------------------------------------------------------
 
-    def straight(self) -> Pool | None:
-        """This memory as storage has to know it to read to it. None where it can't: memory that the
-        processor does not reach, or blocks of several groups, which may be of other sizes."""
-        if self.memory.kind not in HOST_KINDS or len(self._groups) > 1:
-            return None
+    @property
+    def why_not_straight(self) -> str:
+        """Why storage can't read blocks straight to these pages; "" where it can. A read brings
+        blocks of all groups: their pieces have the same sizes, or those of the largest one's first
+        pieces."""
+        sizes = self._largest.nbytes
+        for number, group in enumerate(self._groups):
+            if not np.array_equal(group.nbytes, sizes[: len(group.nbytes)]):
+                return (
+                    f"the pieces of a page are of {_in_words(group.nbytes)} bytes in KV group "
+                    f"{number}, and of {_in_words(sizes)} in another"
+                )
+        return ""
+
+    def straight(self, device: Device) -> Pool:
+        """This memory, of ``device``, as storage has to know it to read to it."""
         first_two = np.arange(min(2, self._num_pages))
         pages = np.repeat(first_two[:, None], self.pages_per_block, axis=1)
-        return Pool(self.memory, self.pieces(pages))
+        far = None if self.memory.kind in HOST_KINDS else device
+        blocks = self.pieces([pages] * len(self._groups))
+        return Pool(self.memory, blocks, far, self._allocations)
 
-    def num_spare_bytes(self, pages: Int64s) -> int:
-        """What ``pieces`` needs for the pages that are not there."""
-        return int((pages < 0).sum()) * int(self._groups[0].nbytes.sum())
+    def pieces(self, groups: Sequence[Int64s]) -> Pieces:
+        """Where the bytes of whole blocks go to, those of a group after those of another.
 
-    def pieces(self, pages: Int64s, spare: int = 0) -> Pieces:
-        """Where the bytes of whole blocks go to, of a pool of one group.
-
-        pages: int64 [num_blocks, n], of each block; -1 for one that is not to be touched. What
-        belongs there goes to memory of its own. spare: its address, of ``num_spare_bytes``.
+        groups: int64 [num_blocks, n] for each of them, the pages of each block; -1 for one that is
+        not to be touched. What a block of a small group has not is not wanted either.
         """
-        (shares,) = self._groups
-        lies_at = shares.offset[:, None] + shares.stride[:, None] * pages[:, None, :]
-        addresses = self.memory.address + lies_at  # [num_blocks, num_shares, n]
-        block, place = np.nonzero(pages < 0)
-        begins = spare + np.arange(len(block)) * shares.nbytes.sum()
-        addresses[block, :, place] = begins[:, None] + shares.before
-        sizes = np.repeat(shares.nbytes, self.pages_per_block)
-        return Pieces(addresses.reshape(len(pages), -1).astype(np.uint64), sizes, self.memory.kind)
+        sizes = np.repeat(self._largest.nbytes, self.pages_per_block)
+        found = [np.zeros((0, len(sizes)), np.uint64)]
+        for shares, pages in zip(self._groups, groups, strict=True):
+            lies_at = shares.offset[:, None] + shares.stride[:, None] * pages[:, None, :]
+            addresses = self.memory.address + lies_at  # [num_blocks, num_shares, n]
+            addresses *= pages[:, None, :] >= 0
+            here = np.zeros((len(pages), len(sizes)), np.uint64)
+            num_pieces = len(shares.nbytes) * self.pages_per_block
+            here[:, :num_pieces] = addresses.reshape(len(pages), num_pieces)
+            found.append(here)
+        return Pieces(np.concatenate(found), sizes, self.memory.kind)
+
+    @property
+    def _largest(self) -> _Columns:
+        """The group whose blocks are in the most pieces."""
+        return max(self._groups, key=lambda group: len(group.nbytes))
+
+
+def _in_words(nbytes: Int64s) -> str:
+    return " and ".join(map(str, np.unique(nbytes).tolist()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,14 +14,12 @@ from kvtier.types import DISK, Slot
 @dataclass(frozen=True, slots=True)
 class PageCopy:
     """slots: of host memory, that are copied from or to. job: of the device; None where nothing is
-    copied. reads: from storage to vLLM's pages. spare: memory that they read to what vLLM does not
-    want."""
+    copied. reads: from storage to vLLM's pages."""
 
     direction: Direction
     slots: frozenset[Slot]
     job: Job | None
     reads: Sequence[Job] = ()
-    spare: object = None
 
     @property
     def _jobs(self) -> Sequence[Job]:

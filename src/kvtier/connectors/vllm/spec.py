@@ -87,8 +87,6 @@ class KvtierSpec(OffloadingSpec):
         reason = ""
         if not self.num_disk_slots:
             reason = "there is no disk_path"
-        elif len(self.tokens_per_block) > 1:
-            reason = "the model's layers are in several KV groups, with blocks of their own"
         elif self._num_shards < self._num_ranks:
             reason = "one rank has the disk, and all load what it brings to host memory"
         direct = Direct(self.settings.disk_direct)

@@ -19,16 +19,17 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from kvtier.connectors.shared.paged_pool import GroupPages, PagedPool, Share
+from kvtier.connectors.shared.paged_pool import NO_PAGES, GroupPages, PagedPool, Share
 from kvtier.connectors.vllm.host_slots import STRAIGHT, HostSlots
 from kvtier.connectors.vllm.page_copy import PageCopy
-from kvtier.devices import CopyBatch, Device, Direction, Finding
+from kvtier.connectors.vllm.settings import Settings
+from kvtier.devices import CopyBatch, Device, Direction, Finding, Memory
 from kvtier.layout import opaque
 from kvtier.runs import runs_of
 from kvtier.tiers import HostTier, StorageTier
 from kvtier.tiers.arena import ArenaOptions
 from kvtier.tiers.disk import DiskOptions, DiskTier
-from kvtier.tiers.pages import anonymous
+from kvtier.tiers.disk.direct import Pool
 from kvtier.tiers.row import make_storage
 from kvtier.tiers.slots import check_slots
 from kvtier.tiers.wrappers import ShardTier, ThrottledTier
@@ -94,7 +95,7 @@ class TierWorker(OffloadingWorker):
         self._host = HostTier(group, room.num_slots * room.slot_bytes, device, arena)
         self._executor: RankExecutor | None = None
         try:
-            self._storages = _storages(room, self._host, self._pool, rank)
+            self._storages = _storages(room, self._host, self._pool, device, rank)
         except BaseException:
             self._host.close()  # shared memory would stay when the process has gone
             raise
@@ -222,18 +223,22 @@ class TierWorker(OffloadingWorker):
         """A load of which some blocks come straight from storage, and the others from their slots.
         Both wait for what may still use these pages."""
         assert self._executor is not None, "a rank without storage is told to read from it"
-        (group,) = groups
-        job = None
+        job, n = None, self._pages_per_block
+        is_straight = slots.block_ids == STRAIGHT
+        kept: list[Sequence[GroupPages]] = []
+        pages, at = [], 0
+        for number, group in enumerate(groups):
+            here = is_straight[at : (at := at + len(group.slots))]
+            pages.append(group.by_block(n)[here])
+            for _, run in (each for each in runs_of(here.tolist()) if not each[0]):
+                some = [NO_PAGES] * len(groups)
+                some[number] = group.blocks(run.start, run.stop, n)
+                kept.append(some)
         if touched:
-            kept = (slots.block_ids == STRAIGHT).tolist()
-            runs = [run for is_straight, run in runs_of(kept) if not is_straight]
-            parts = [group.blocks(run.start, run.stop, self._pages_per_block) for run in runs]
-            steps = [self._stage([part], Direction.LOAD) for part in parts]
+            steps = [self._stage(some, Direction.LOAD) for some in kept]
             job = self._engine.submit(steps, Direction.LOAD)
-        pages = group.by_block(self._pages_per_block)[slots.block_ids == STRAIGHT]
-        spare = anonymous(max(1, self._pool.num_spare_bytes(pages)))
-        blocks = self._pool.pieces(pages, np.frombuffer(spare, np.uint8).ctypes.data)
-        straight = np.flatnonzero(slots.block_ids == STRAIGHT).tolist()
+        blocks = self._pool.pieces(pages)
+        straight = np.flatnonzero(is_straight).tolist()
         place = {at: number for number, at in enumerate(straight)}
         fence = self._device.fence()
         reads = [
@@ -242,7 +247,7 @@ class TierWorker(OffloadingWorker):
             )
             for order in slots.reads
         ]
-        return PageCopy(Direction.LOAD, touched, job, reads, spare)
+        return PageCopy(Direction.LOAD, touched, job, reads)
 
     def _groups(self, pages: GPULoadStoreSpec, slots: HostSlots) -> list[GroupPages]:
         """By group, which pages belong to which of the slots."""
@@ -275,14 +280,16 @@ class TierWorker(OffloadingWorker):
         return TransferResult(job_id, True, copy.job.num_bytes, copy.job.seconds)
 
 
-def _storages(room: RankRoom, host: HostTier, pool: PagedPool, rank: int) -> list[StorageTier]:
-    """This rank's, fastest first; what can't be made leaves nothing open. pool: that blocks may
-    come to straight from the disk."""
+def _storages(
+    room: RankRoom, host: HostTier, pool: PagedPool, device: Device, rank: int
+) -> list[StorageTier]:
+    """This rank's, fastest first; what can't be made leaves nothing open. pool: of ``device``, that
+    blocks may come to straight from the disk."""
     group, memory = host.layout.group, host.ready_memory
     made: list[StorageTier] = []
     with ExitStack() as undo:
         if room.disk is not None:
-            reached = None if room.disk.direct is Direct.OFF else pool.straight()
+            reached = _reached(room.disk.direct, pool, device)
             disk: StorageTier = DiskTier(room.disk, group, memory, pool=reached)
             undo.callback(disk.close)
             made.append(ThrottledTier(disk, room.bytes_per_s) if room.bytes_per_s else disk)
@@ -293,6 +300,18 @@ def _storages(room: RankRoom, host: HostTier, pool: PagedPool, rank: int) -> lis
             made.append(ShardTier(store, f"{rank}/{room.num_shards}") if several else store)
         undo.pop_all()
     return made
+
+
+def _reached(direct: Direct, pool: PagedPool, device: Device) -> Pool | None:
+    """The pages that the disk may read blocks to. Raises ``ConfigError``."""
+    if direct is Direct.OFF:
+        return None
+    if not (reason := pool.why_not_straight):
+        return pool.straight(device)
+    if direct is Direct.ON:
+        raise Settings.wrong(f"disk_direct is on, and {reason}; leave it off")
+    logger.info("disk to device: through host memory %s", reason)
+    return None
 
 
 def _executor(
@@ -327,6 +346,18 @@ def _pool(caches: CanonicalKVCaches, pages_per_block: int, slot_bytes: int) -> P
         for refs in caches.group_data_refs
     ]
     first = tensors[0]
+    kind = first.device.type
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    # One for each layer, or one for several: a layer is a part of it then.
+    allocations = {
+        each.data_ptr(): Memory(each.data_ptr(), each.nbytes(), kind, each) for each in storages
+    }
     return PagedPool(
-        groups, first.shape[0], pages_per_block, slot_bytes, first.device.type, tensors
+        groups,
+        first.shape[0],
+        pages_per_block,
+        slot_bytes,
+        kind,
+        tensors,
+        list(allocations.values()),
     )

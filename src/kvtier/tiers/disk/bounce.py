@@ -82,8 +82,11 @@ class Bounce:
         self, blocks: Pieces, places: Int64s, accelerator: Accelerator | None = None
     ) -> None:
         """The block at the i-th of ``places`` to where the i-th of ``blocks`` lies, by the
-        accelerator whose memory that is. ``DeviceError`` where it can't."""
-        to, at, sizes = blocks.addresses.ravel(), self._pieces(blocks, places), _sizes(blocks)
+        accelerator whose memory that is; but for pieces that nobody wants. ``DeviceError`` where it
+        can't."""
+        wanted = blocks.wanted.ravel()
+        to, at = blocks.addresses.ravel()[wanted], self._pieces(blocks, places)[wanted]
+        sizes = _sizes(blocks)[wanted]
         if accelerator is None:
             copy_batch(to, at, sizes)
         else:
@@ -215,7 +218,7 @@ class BlockPort:
         self, blocks: Pieces, straight: Bools | None = None
     ) -> Iterator[tuple[Int64s, bool]]:
         """Positions that need no buffer, then the others, a bufferful each."""
-        aligned = (blocks.addresses % ALIGNMENT == 0).all(axis=1)
+        aligned = ((blocks.addresses % ALIGNMENT == 0) & blocks.wanted).all(axis=1)
         if straight is not None:
             aligned &= straight
         if self._engine_for(blocks.kind) is None:

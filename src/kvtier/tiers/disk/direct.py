@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ from kvtier.devices.base import Device, Finding, Memory
 from kvtier.errors import ConfigError
 from kvtier.tiers.base import MemoryTier
 from kvtier.tiers.disk.bounce import ALIGNMENT, why_bounced
+from kvtier.tiers.disk.io.placed import Registered
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.pieces import HOST_KINDS, Pieces
 from kvtier.types import Direct, Slot, Verify
@@ -25,15 +27,22 @@ Bools = npt.NDArray[np.bool_]
 @dataclass(frozen=True, slots=True, eq=False)
 class Pool:
     """The memory that blocks are used in: the engine's. blocks: where the first two of its slots
-    lie; every other one lies as far from the second as that from the first, or a multiple. device:
-    whose memory it is, where the processor can't reach it."""
+    lie, of each kind that it has; every other one lies as far from the second as that from the
+    first, or a multiple. device: whose memory it is, where the processor can't reach it.
+
+    allocations: what of ``memory`` was allocated together, each to be registered by itself; what
+    lies between them is not the engine's. By default all of it was.
+    """
 
     memory: Memory
     blocks: Pieces
     device: Device | None = None
+    allocations: Sequence[Memory] = ()
 
     def __post_init__(self) -> None:
         assert self.blocks.is_host or self.device is not None, "whose memory the pool lies in"
+        if not self.allocations:
+            object.__setattr__(self, "allocations", (self.memory,))
 
     @classmethod
     def of(cls, tier: MemoryTier, device: Device | None = None) -> Pool:
@@ -43,7 +52,7 @@ class Pool:
 
     def part(self, first: int, num_bytes: int) -> Pool:
         """Of each block the bytes from ``first`` on, ``num_bytes`` of them."""
-        return Pool(self.memory, self.blocks.part(first, num_bytes), self.device)
+        return replace(self, blocks=self.blocks.part(first, num_bytes))
 
     def __str__(self) -> str:
         sizes = self.blocks.sizes.tolist()
@@ -119,7 +128,22 @@ def why_not(pool: Pool, slot_bytes: int, is_direct: bool) -> str:
     behind = pool.blocks.addresses % np.uint64(ALIGNMENT)
     if behind.any():
         return f"a piece begins {behind[behind > 0][0]} bytes behind the beginning of a page"
-    return ""
+    return _why_not_whole(pool)
+
+
+def _why_not_whole(pool: Pool) -> str:
+    """Why the pieces of a pool on an accelerator are not those of registered memory: a library is
+    told of each piece which registration holds it."""
+    if pool.device is None:
+        return ""
+    is_held = Registered(pool.allocations).bases(pool.blocks.addresses, pool.blocks.sizes) != 0
+    if (is_held | ~pool.blocks.wanted).all():
+        return ""
+    _, piece = np.argwhere(~is_held & pool.blocks.wanted)[0]
+    return (
+        f"a piece of {pool.blocks.sizes[piece]} bytes lies in none of the accelerator's "
+        f"{len(pool.allocations)} allocations as a whole"
+    )
 
 
 def check_direct(direct: Direct, pool: Pool | None, reason: str) -> None:

@@ -258,7 +258,9 @@ class DiskPart:
             can_check=not is_straight,
         )
         self._num_loads += len(trusted)
-        straight = choice.straight if far is None or is_straight else np.zeros(len(slots), bool)
+        straight = choice.straight
+        if far is not None:
+            straight = straight & far.holds(blocks) if is_straight else np.zeros(len(slots), bool)
         read, checked = self.ports.reader.read, choice.checked
         done, crcs = read(slots, blocks, checked, limit.ends_at, straight)
         if far is None or not straight.any():

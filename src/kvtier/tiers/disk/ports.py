@@ -76,16 +76,15 @@ class Ports:
     def _registered(self, arena: Memory | None, bounces: Sequence[Bounce]) -> list[Memory]:
         """What the engine registers. Such memory stays resident: no buffer that is hardly needed,
         and no pool that is hardly reached."""
-        near = self._pool is not None and self._pool.device is None
-        pool = self._pool.memory if self._pool is not None and near else None
-        is_pool = arena is not None and pool is not None and arena.address == pool.address
+        pool = self._pool if self._pool is not None and self._pool.device is None else None
+        is_pool = arena is not None and pool is not None and arena.address == pool.memory.address
         has_tail = self._slab.superblock.block_bytes != self._slab.superblock.slot_bytes
         has_only_buffers = arena is None and self.accelerator is not None
         if has_tail or has_only_buffers or (is_pool and self.way.reason):
             return [each.memory for each in bounces]
         memories = [arena] if arena is not None else []
         if self._options.direct is Direct.ON and pool is not None and not is_pool:
-            memories.append(pool)
+            memories += pool.allocations
         return memories
 
     # -- an accelerator ----------------------------------------------------------------------------
@@ -101,7 +100,9 @@ class Ports:
         what = f"{options.path}, straight to {pool.device.name}"
         health = Health(what, ["read"], options.errors_until_off, clock)
         try:
-            self.accelerator = Accelerator(pool.device, pool.memory, buffer, health)
+            self.accelerator = Accelerator(
+                pool.device, pool.memory, pool.allocations, buffer, health
+            )
             if not self.way.reason:
                 self.accelerator.open(self._slab.data_fd, self.way.is_compatible)
         except (DeviceError, TierError) as error:

@@ -19,6 +19,7 @@ from kvtier.process import OwnerProcess
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]
 Uint32s = npt.NDArray[np.uint32]
+Bools = npt.NDArray[np.bool_]
 
 IO_ALIGNMENT: Final = 4096
 """O_DIRECT: offsets, addresses and sizes are multiples of this (open(2): that of the file system;

@@ -29,6 +29,7 @@ from kvtier.errors import DeviceError, TierError
 from kvtier.process import OwnerProcess
 from kvtier.tiers.disk.io.base import (
     IO_ALIGNMENT,
+    Bools,
     Int64s,
     IoEngine,
     Uint32s,
@@ -144,6 +145,10 @@ class DirectEngine(IoEngine):
         """What is read or written from now on, in either direction, starts after ``fence``. Any
         thread."""
         self._held_for.add(fence)
+
+    def holds(self, addresses: Uint64s, sizes: Int64s) -> Bools:
+        """Which pieces lie in one of ``buffers`` as a whole. All others would be refused."""
+        return np.asarray(self._memory.bases(addresses, sizes) != 0)
 
     def read(
         self, offsets: Int64s, addresses: Uint64s, sizes: Int64s, deadline_s: float | None = None

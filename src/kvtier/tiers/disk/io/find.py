@@ -44,15 +44,17 @@ def open_engine(
     return PreadvEngine(fd, note=reason)
 
 
-def open_direct(fd: int, device: Device, memory: Memory, may_bounce: bool) -> DirectEngine:
-    """An engine between the open file ``fd`` and ``memory`` of ``device``, by its file library.
+def open_direct(
+    fd: int, device: Device, memories: Sequence[Memory], may_bounce: bool
+) -> DirectEngine:
+    """An engine between the open file ``fd`` and ``memories`` of ``device``, by its file library.
 
     ``probe`` has found that it works. may_bounce: only by way of host memory, inside the library;
     else that way is forbidden. Raises ``TierError``.
     """
     made, _ = KINDS[device.file_library]
     with _environment(made.vendor.variables(may_bounce)):
-        return made(fd, [memory], device.use)
+        return made(fd, memories, device.use)
 
 
 _changing = Lock()
