@@ -22,6 +22,7 @@ import numpy.typing as npt
 from kvtier.errors import Closed
 from kvtier.process import OwnerProcess
 from kvtier.tiers.disk.bounce import ALIGNMENT, Bounce
+from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import HEADER_BYTES, Headers
 from kvtier.tiers.storage import Outcome
 from kvtier.types import BlockKey
@@ -40,7 +41,8 @@ Addresses = npt.NDArray[np.uint64]
 class Rows(Bounce):
     """Memory for some blocks, each behind its header, from a page on.
 
-    addresses: uint64 [num_slots], of the blocks. begins: of their headers.
+    addresses: uint64 [num_slots], of the blocks. begins: of their headers. blocks: the rows', one
+    piece each.
     """
 
     def __init__(self, num_rows: int, block_bytes: int) -> None:
@@ -48,6 +50,7 @@ class Rows(Bounce):
         super().__init__(num_rows, -(-self.value_bytes // ALIGNMENT) * ALIGNMENT)
         self.begins = self.addresses
         self.addresses = self.begins + np.uint64(HEADER_BYTES)
+        self.blocks = Pieces.whole(self.addresses, block_bytes)
         content = np.frombuffer(self.memory.owner, np.uint8)  # type: ignore[call-overload]
         self._headers = content.reshape(self.num_slots, -1)[:, :HEADER_BYTES]
 
