@@ -15,7 +15,16 @@ from kvtier.devices.base import Finding
 from kvtier.errors import Closed, ConfigError, TierError
 from kvtier.tiers.crc_join import copied_crcs
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.remote.docks import Client, Connect, Dock, Docks, Result, Rows, Work
+from kvtier.tiers.remote.docks import (
+    MAX_ROWS,
+    Client,
+    Connect,
+    Dock,
+    Docks,
+    Result,
+    Rows,
+    Work,
+)
 from kvtier.tiers.remote.envelope import Envelope, as_keys
 from kvtier.tiers.remote.location import Location, StoreOptions
 from kvtier.tiers.remote.trouble import Unreachable, Unsound
@@ -44,12 +53,17 @@ class DockedTier(StorageTier):
     Blocks go by way of memory of the tier's own, for a call that is late goes on. What was read is
     verified where the caller has it: nothing that comes late can change it then.
 
-    connect: makes a client. A store that can't be reached is tried again by a later call. Raises
-    ``ConfigError`` for one that is not fit for use.
+    max_rows: blocks of a client's call, at most. connect: makes a client. A store that can't be
+    reached is tried again by a later call. Raises ``ConfigError`` for one that is not fit for use.
     """
 
     def __init__(
-        self, site: StorageSite, location: Location, options: StoreOptions, connect: Connect
+        self,
+        site: StorageSite,
+        location: Location,
+        options: StoreOptions,
+        connect: Connect,
+        max_rows: int = MAX_ROWS,
     ) -> None:
         self.name = site.name
         self.bytes_per_block = site.group.bytes_per_block
@@ -69,7 +83,7 @@ class DockedTier(StorageTier):
         self._reason = "not reached: no answer"  # why it is not in use
         self._retry_at = 0.0
         num_docks = DOCKS_PER_CALL * (options.readers + options.writers) + 1  # which looks up
-        self._docks = Docks(self.name, num_docks, self.bytes_per_block, self._connect)
+        self._docks = Docks(self.name, num_docks, self.bytes_per_block, self._connect, max_rows)
         try:
             self._open()
         except BaseException:
