@@ -20,14 +20,15 @@ from benchmarks.machine import machine_facts
 from benchmarks.remote_clients import MIB, PeerRow, Row, measure, peer_table, table
 from benchmarks.remote_docked import MooncakePlace, NixlPlace
 from benchmarks.remote_lookup import Lookup, lookup_table, measure_lookup
-from benchmarks.remote_stores import Place, S3Place, ValkeyPlace
+from benchmarks.remote_stores import DEAD, SLOW, Place, S3Place, ValkeyPlace
 from benchmarks.report import report
 
 if TYPE_CHECKING:
     from benchmarks.remote_dead import TroubleRow
 
 SIZES = {"64 KiB": MIB // 16, "1 MiB": MIB, "2.5 MiB": 5 * MIB // 2}
-PARTS = CLIENTS, LOOKUP, DEAD, SLOW = "clients", "look-up", "dead-store", "slow-store"
+CLIENTS, LOOKUP = "clients", "look-up"
+PARTS = CLIENTS, LOOKUP, DEAD, SLOW
 STORES: dict[str, type[Place]] = {
     place.name: place for place in (ValkeyPlace, S3Place, MooncakePlace, NixlPlace)
 }

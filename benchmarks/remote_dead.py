@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,15 +19,12 @@ from kvtier.serve_bench.engines import Setting, open_engine, probe, run_one
 from kvtier.serve_bench.figures import TOO_FEW
 from kvtier.serve_bench.options import ServeOptions
 from kvtier.serve_bench.stats import P99_VALUES, Estimate, Summary, percentile_ratio, summarize
-from kvtier.testing.proxy import Proxy
 
 MODEL, PROMPT_TOKENS, OUTPUT_TOKENS = "kvtier-tiny", 512, 2
 STORED_BYTES = 1 << 30
 MOST_RATIO = 1.02
 SETTLE_S = 3.5
 """Until three look-ups have failed, and the store is left alone."""
-SLOW_S = 0.25
-"""Each way. Answers come, but later than anybody waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +67,11 @@ class TroubleRow:
 def measure_trouble(
     places: Sequence[type[Place]], trouble: str, num_pairs: int
 ) -> list[TroubleRow]:
-    """Each store that a network leads to, behind a proxy that begins to misbehave."""
+    """Each store that it can befall, which begins to misbehave."""
     setting = probe(ServeOptions(model=MODEL, ttft_prompts=2))
     rows = []
     for kind in places:
-        if not kind.is_far:
+        if trouble not in kind.troubles:
             continue
         with tempfile.TemporaryDirectory(prefix="kvtier-store-") as folder:
             place = kind(Path(folder))
@@ -87,33 +84,26 @@ def measure_trouble(
 
 def _measure(place: Place, setting: Setting, trouble: str, num_pairs: int) -> TroubleRow:
     prompts = iter(setting.prompts(num_pairs + 3, PROMPT_TOKENS))
-    proxy = Proxy(place.port)
-    with _engine(setting, place.location(proxy.port, 2)) as ours, _engine(setting, "") as other:
+    pairs = []
+    with (
+        place.way() as (port, cause),
+        _engine(setting, place.location(port, 2)) as ours,
+        _engine(setting, "") as other,
+    ):
         for engine in (ours, other):
             _ask(engine, next(prompts))
-        TROUBLES[trouble](proxy)
-        first_ms = _ask(ours, next(prompts))
-        time.sleep(SETTLE_S)
-        pairs = []
-        for number, prompt in enumerate(prompts):
-            order = (ours, other) if number % 2 else (other, ours)
-            took = {engine: _ask(engine, prompt) for engine in order}
-            pairs.append((took[ours], took[other]))
-        proxy.let_go()
-    proxy.close()
+        with cause(trouble):
+            first_ms = _ask(ours, next(prompts))
+            time.sleep(SETTLE_S)
+            for number, prompt in enumerate(prompts):
+                order = (ours, other) if number % 2 else (other, ours)
+                took = {engine: _ask(engine, prompt) for engine in order}
+                pairs.append((took[ours], took[other]))
     with_it, without = (summarize([pair[at] for pair in pairs]) for at in (0, 1))
     assert with_it is not None, "there are pairs"
     assert without is not None, "there are pairs"
     ratio = percentile_ratio(pairs, 99, P99_VALUES)
     return TroubleRow(place.name, trouble, first_ms, with_it, without, len(pairs), ratio)
-
-
-def _slow(proxy: Proxy) -> None:
-    proxy.delay_s = SLOW_S
-
-
-TROUBLES: dict[str, Callable[[Proxy], None]] = {"dead-store": Proxy.hold, "slow-store": _slow}
-"""Nothing passes any more; everything is late."""
 
 
 @contextmanager

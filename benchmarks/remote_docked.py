@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from threading import local
 from typing import Any
 
-from benchmarks.remote_stores import Client, Memory, Place
+from benchmarks.remote_stores import DEAD, Client, Memory, Place
 from kvtier.testing.servers import MooncakeMaster, has_mooncake
 from kvtier.types import BlockKey
 
@@ -75,6 +76,7 @@ class MooncakePlace(Place):
     name, client_name = "mooncake", "mooncake"
     packages = ("mooncake-transfer-engine-non-cuda",)
     is_far = False
+    troubles = (DEAD,)
 
     @classmethod
     def missing(cls) -> str | None:
@@ -89,6 +91,11 @@ class MooncakePlace(Place):
 
     def location(self, port: int, threads: int) -> str:
         return f"mooncake://127.0.0.1:{port}?readers={threads}&writers={threads}"
+
+    @contextmanager
+    def way(self) -> Iterator[tuple[int, Callable[[str], AbstractContextManager[None]]]]:
+        """Its processes stop, and keep their connections: no proxy is needed for that."""
+        yield self.port, lambda trouble: self._master.frozen()
 
     def client(self, threads: int) -> Client:
         return Mooncake(self._master.address)
@@ -163,6 +170,7 @@ class NixlPlace(Place):
     packages = ("nixl",)
     port = 0
     is_far = False
+    troubles = ()
 
     @classmethod
     def missing(cls) -> str | None:

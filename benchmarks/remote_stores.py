@@ -7,8 +7,9 @@ import hashlib
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +43,10 @@ DROPPED = 64
 TIMEOUT_S = 60.0
 KEY_ID, SECRET_KEY, REGION = "AKIDBENCHMARK", "benchmark", "us-east-1"
 PACK_BYTES = 16 << 20
+DEAD, SLOW = "dead-store", "slow-store"
+"""Nobody answers any more; answers come, but later than anybody waits for them."""
+SLOW_S = 0.25
+"""Each way."""
 REQUESTS = 4
 """Objects that a call moves at a time."""
 
@@ -153,13 +158,14 @@ class Client(ABC):
 
 class Place(ABC):
     """A real server, started. has_to_ask: a look-up is a request. is_far: a network leads to
-    it, and a proxy here can stand for that."""
+    it, and a proxy here can stand for that. troubles: that it can be made to have."""
 
     name: ClassVar[str]
     client_name: ClassVar[str]
     packages: ClassVar[tuple[str, ...]]
     has_to_ask: ClassVar[bool] = True
     is_far: ClassVar[bool] = True
+    troubles: ClassVar[tuple[str, ...]] = (DEAD, SLOW)
 
     @classmethod
     @abstractmethod
@@ -196,6 +202,25 @@ class Place(ABC):
             return None
         proxy = Proxy(self.port, round_trip_s / 2)
         return Tier(self.open(proxy.port, block_bytes, num_blocks, 1), proxy)
+
+    @contextmanager
+    def way(self) -> Iterator[tuple[int, Callable[[str], AbstractContextManager[None]]]]:
+        """A port that leads to it, and how to begin one of its ``troubles``."""
+        proxy = Proxy(self.port)
+
+        @contextmanager
+        def cause(trouble: str) -> Iterator[None]:
+            if trouble == SLOW:
+                proxy.delay_s = SLOW_S
+                yield
+            else:
+                with proxy.stalled():
+                    yield
+
+        try:
+            yield proxy.port, cause
+        finally:
+            proxy.close()
 
     def open(self, port: int, block_bytes: int, num_blocks: int, threads: int) -> StorageTier:
         plugin, _, rest = self.location(port, threads).partition(":")

@@ -1,12 +1,11 @@
 // Bindings of the checksum. Arguments are checked here and trusted inside.
-#include <nanobind/ndarray.h>
-
 #include <cstdint>
 #include <memory>
 #include <utility>
 
 #include "arrays.hpp"
 #include "bind.hpp"
+#include "checksums.hpp"
 #include "crc/crc32c.hpp"
 #include "errors.hpp"
 
@@ -14,17 +13,6 @@ namespace nb = nanobind;
 
 namespace kvtier {
 namespace {
-
-using Checksums = nb::ndarray<nb::numpy, std::uint32_t, nb::ndim<1>>;
-
-// An array that owns `values`.
-Checksums owned(std::unique_ptr<std::uint32_t[]> values, std::size_t num) {
-  std::uint32_t* const data = values.get();
-  const nb::capsule owner(data,
-                          [](void* memory) noexcept { delete[] static_cast<std::uint32_t*>(memory); });
-  values.release();
-  return Checksums(data, {num}, owner);
-}
 
 template <auto kChecksum>
 std::uint32_t one(std::uint64_t address, std::uint64_t num_bytes, std::uint32_t seed) {

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <chrono>
-#include <ctime>
 #include <vector>
 
 #include "common/worker_pool.hpp"
@@ -58,28 +56,10 @@ PathChoice& choice_for(std::size_t fragment_bytes) {
   return choices[fragment_bytes < 128 * kKiB ? 1 : 2];
 }
 
-// Nanoseconds that this thread has run; on a busy machine, wall time would time the neighbours.
-double thread_ns() {
-#if defined(CLOCK_THREAD_CPUTIME_ID)
-  std::timespec now{};
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return static_cast<double>(now.tv_sec) * 1e9 + static_cast<double>(now.tv_nsec);
-#else
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration<double, std::nano>(now).count();
-#endif
-}
-
 void copy_part(const Fragments& list, const Part& part, PathChoice& choice) {
-  const PathChoice::Turn turn = choice.next();
-  const auto copy = turn.path == Path::kStreaming ? copy_part_streaming : copy_part_plain;
-  if (!turn.timed) {
-    copy(list, part);
-    return;
-  }
-  const double began = thread_ns();
-  copy(list, part);
-  choice.record(turn.path, (thread_ns() - began) / static_cast<double>(part.num_bytes));
+  take_turn(choice, part.num_bytes, [&](Path path) {
+    (path == Path::kStreaming ? copy_part_streaming : copy_part_plain)(list, part);
+  });
 }
 
 }  // namespace

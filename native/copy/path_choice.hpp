@@ -3,8 +3,10 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <ctime>
 #include <mutex>
 
 namespace kvtier::copy {
@@ -37,5 +39,30 @@ class PathChoice {
   std::array<std::array<double, kSamples>, 2> samples_{};
   std::array<std::size_t, 2> num_samples_{};
 };
+
+// Nanoseconds that this thread has run; on a busy machine, wall time would time the neighbours.
+inline double thread_ns() {
+#if defined(CLOCK_THREAD_CPUTIME_ID)
+  std::timespec now{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<double>(now.tv_sec) * 1e9 + static_cast<double>(now.tv_nsec);
+#else
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double, std::nano>(now).count();
+#endif
+}
+
+// Copies `num_bytes` by copy(path), on the path whose turn it is.
+template <typename Copy>
+void take_turn(PathChoice& choice, std::size_t num_bytes, const Copy& copy) {
+  const PathChoice::Turn turn = choice.next();
+  if (!turn.timed) {
+    copy(turn.path);
+    return;
+  }
+  const double began = thread_ns();
+  copy(turn.path);
+  choice.record(turn.path, (thread_ns() - began) / static_cast<double>(num_bytes));
+}
 
 }  // namespace kvtier::copy

@@ -139,7 +139,25 @@ void copy_part_streaming(const Fragments& list, const Part& part) {
   _mm_sfence();  // the bytes are visible before anyone hears that the copy is done
 }
 
+void stream_out(std::byte* dst, const std::byte* src, std::size_t num_bytes) {
+  static const CopyInTurn copy_in_turn = best_copy_in_turn();
+  Span span{dst, src, num_bytes};
+  copy_front(span, std::min((0 - reinterpret_cast<std::uintptr_t>(dst)) % kLine, num_bytes));
+  const std::size_t half = span.size / 2 / kStep * kStep;
+  copy_in_turn(span, {span.dst + half, span.src + half, half}, half);
+  span.drop_front(2 * half);
+  copy_front(span, span.size);
+}
+
+void end_streaming() { _mm_sfence(); }
+
 #else
+
+void stream_out(std::byte* dst, const std::byte* src, std::size_t num_bytes) {
+  std::memcpy(dst, src, num_bytes);
+}
+
+void end_streaming() {}
 
 void copy_part_streaming(const Fragments& list, const Part& part) { copy_part_plain(list, part); }
 

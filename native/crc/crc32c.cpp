@@ -30,10 +30,13 @@ std::uint64_t load_u64(const std::byte* data) {
   return word;
 }
 
-// Below, a state is the inverted checksum; these go from one state to the next.
-using Update = std::uint32_t (*)(std::uint32_t state, const std::byte* data, std::size_t num_bytes);
+// Below, a state is the inverted checksum; these go from one state to the next. `ahead` is what will
+// be read next where that does not follow.
+using Update = std::uint32_t (*)(std::uint32_t state, const std::byte* data, std::size_t num_bytes,
+                                 const std::byte* ahead);
 
-std::uint32_t update_table(std::uint32_t state, const std::byte* data, std::size_t num_bytes) {
+std::uint32_t update_table(std::uint32_t state, const std::byte* data, std::size_t num_bytes,
+                           const std::byte*) {
   for (; num_bytes >= 8; data += 8, num_bytes -= 8) {
     const std::uint64_t word = load_u64(data) ^ state;
     state = 0;
@@ -50,7 +53,7 @@ std::uint32_t update_table(std::uint32_t state, const std::byte* data, std::size
 //   |---- a: kLane bytes ----|---- b ----|---- c ----|  then  state = a * x^(16 kLane) +
 //                                                                     b * x^(8 kLane) + c
 // Long lanes make the multiplications cheap, short ones serve what is left and short pieces.
-constexpr std::size_t kLongLane = 2048;
+constexpr std::size_t kLongLane = kStepBytes / 3;
 constexpr std::size_t kShortLane = 256;
 
 #ifdef KVTIER_CRC_SSE42
@@ -67,13 +70,17 @@ template <std::size_t num_bytes>
 
 template <std::size_t lane>
 [[gnu::target("sse4.2,pclmul")]] inline std::uint64_t three_lanes(std::uint64_t state,
-                                                                  const std::byte* data) {
+                                                                  const std::byte* data,
+                                                                  const std::byte* ahead) {
   std::uint64_t a = state, b = 0, c = 0;
+  // The hardware's prefetcher stops at every page; this one asks for the lines of the next turn, in
+  // the order in which they will be wanted: lane beside lane, or from the first to the last.
+  const std::byte* const next = ahead == nullptr ? data + 3 * lane : ahead;
+  const std::size_t along = ahead == nullptr ? 1 : 3, across = ahead == nullptr ? lane : 64;
   for (std::size_t line = 0; line < lane; line += 64) {
-    // The hardware's prefetcher stops at every page; this one asks for the lines of the next turn.
     if constexpr (lane == kLongLane) {
       for (std::size_t i = 0; i < 3; ++i)
-        _mm_prefetch(reinterpret_cast<const char*>(data + line + (3 + i) * lane), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(next + line * along + i * across), _MM_HINT_T0);
     }
     for (std::size_t at = line; at < line + 64; at += 8) {
       a = _mm_crc32_u64(a, load_u64(data + at));
@@ -86,12 +93,15 @@ template <std::size_t lane>
 
 [[gnu::target("sse4.2,pclmul")]] std::uint32_t update_sse42(std::uint32_t before,
                                                             const std::byte* data,
-                                                            std::size_t num_bytes) {
+                                                            std::size_t num_bytes,
+                                                            const std::byte* ahead) {
   std::uint64_t state = before;
-  for (; num_bytes >= 3 * kLongLane; data += 3 * kLongLane, num_bytes -= 3 * kLongLane)
-    state = three_lanes<kLongLane>(state, data);
+  for (; num_bytes >= kStepBytes; data += kStepBytes, num_bytes -= kStepBytes) {
+    state = three_lanes<kLongLane>(state, data, ahead);
+    if (ahead != nullptr) ahead += kStepBytes;
+  }
   for (; num_bytes >= 3 * kShortLane; data += 3 * kShortLane, num_bytes -= 3 * kShortLane)
-    state = three_lanes<kShortLane>(state, data);
+    state = three_lanes<kShortLane>(state, data, ahead);
   for (; num_bytes >= 8; data += 8, num_bytes -= 8) state = _mm_crc32_u64(state, load_u64(data));
   auto last = static_cast<std::uint32_t>(state);
   for (; num_bytes > 0; ++data, --num_bytes)
@@ -121,7 +131,7 @@ template <std::size_t lane>
 }
 
 [[gnu::target("+crc")]] std::uint32_t update_armv8(std::uint32_t state, const std::byte* data,
-                                                   std::size_t num_bytes) {
+                                                   std::size_t num_bytes, const std::byte*) {
   for (; num_bytes >= 3 * kLongLane; data += 3 * kLongLane, num_bytes -= 3 * kLongLane)
     state = three_lanes<kLongLane>(state, data);
   for (; num_bytes >= 8; data += 8, num_bytes -= 8) state = step_u64(state, load_u64(data));
@@ -155,11 +165,16 @@ const Choice& chosen() {
 }  // namespace
 
 std::uint32_t crc32c(const std::byte* data, std::size_t num_bytes, std::uint32_t seed) {
-  return ~chosen().update(~seed, data, num_bytes);
+  return crc32c_step(data, num_bytes, seed, nullptr);
+}
+
+std::uint32_t crc32c_step(const std::byte* data, std::size_t num_bytes, std::uint32_t seed,
+                          const std::byte* ahead) {
+  return ~chosen().update(~seed, data, num_bytes, ahead);
 }
 
 std::uint32_t crc32c_table(const std::byte* data, std::size_t num_bytes, std::uint32_t seed) {
-  return ~update_table(~seed, data, num_bytes);
+  return ~update_table(~seed, data, num_bytes, nullptr);
 }
 
 const char* crc32c_kind() { return chosen().kind; }

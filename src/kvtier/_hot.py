@@ -29,6 +29,7 @@ else:
             SlotTable,
             UringRing,
             copy_batch,
+            copy_checked,
             crc32c,
             crc32c_many,
             crc32c_rows,
@@ -42,7 +43,7 @@ else:
         )
 
 if _reason:
-    from kvtier._reference.copy import copy_batch
+    from kvtier._reference.copy import copy_batch, copy_checked
     from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows
     from kvtier._reference.free_slots import FreeSlots  # type: ignore[assignment]
     from kvtier._reference.key_table import KeyTable  # type: ignore[assignment]
@@ -79,6 +80,7 @@ __all__ = [
     "SlotTable",
     "UringRing",
     "copy_batch",
+    "copy_checked",
     "crc32c",
     "crc32c_many",
     "crc32c_rows",

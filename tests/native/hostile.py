@@ -303,10 +303,13 @@ class Hostile:
         # A destination for each fragment, and none of them what another one reads.
         half = np.zeros(900, np.uint8)
         dst = np.arange(3, dtype=np.uint64) * np.uint64(300) + np.uint64(half.ctypes.data)
-        name = self.random.choice(("copy_batch", "crc32c_many", "crc32c", "crc32c_table", "rows"))
+        names = ("copy_batch", "copy_checked", "crc32c_many", "crc32c", "crc32c_table", "rows")
+        name = self.random.choice(names)
         arguments: list[Any]
         if name == "copy_batch":
             arguments = [dst, src, sizes, 2]
+        elif name == "copy_checked":
+            arguments = [dst, src, sizes, 3]
         elif name == "crc32c_many":
             arguments = [src, sizes, 2]
         elif name == "rows":

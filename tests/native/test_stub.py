@@ -12,6 +12,7 @@ import pytest
 from kvtier import _hot
 from kvtier._reference import crc
 from kvtier._reference.copy import copy_batch as reference_copy_batch
+from kvtier._reference.copy import copy_checked as reference_copy_checked
 from kvtier._reference.free_slots import FreeSlots
 from kvtier._reference.key_table import KeyTable
 from kvtier._reference.live_policy import LivePolicy
@@ -22,6 +23,7 @@ from kvtier._reference.tokens import pack_tokens as reference_pack_tokens
 STUB = Path(_hot.__file__).with_name("_native.pyi")
 TWINS = {
     "copy_batch": reference_copy_batch,
+    "copy_checked": reference_copy_checked,
     "crc32c": crc.crc32c,
     "crc32c_table": crc.crc32c,
     "crc32c_many": crc.crc32c_many,

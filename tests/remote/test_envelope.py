@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
 from kvtier.tiers import Pieces
+from kvtier.tiers.crc_join import block_crcs
 from kvtier.tiers.remote.envelope import HEADER_BYTES, Envelope
 from kvtier.tiers.remote.location import StoreOptions, read_location, read_options
 from kvtier.types import BlockKey
@@ -37,13 +38,13 @@ def test_changed_header_is_none_of_its_key(
 ) -> None:
     memory, pieces = blocks()
     envelope = Envelope(BLOCK_BYTES, secret)
-    headers = [bytearray(each) for each in envelope.headers(KEYS, pieces)]
+    headers = [bytearray(each) for each in envelope.headers(KEYS, pieces, block_crcs(pieces))]
     for at, bit in flips:
         headers[at][bit // 8] ^= 1 << bit % 8
     given_headers: list[bytes | None] = [bytes(each) for each in headers]
     given_headers += [None, given_headers[0][:cut] if given_headers[0] else None]
     keys = [*KEYS, KEYS[0], KEYS[0]]
-    originals = envelope.headers(KEYS, pieces)
+    originals = envelope.headers(KEYS, pieces, block_crcs(pieces))
     are_whole = [text == original for text, original in zip(headers, originals, strict=True)]
     is_uncut = cut == HEADER_BYTES and are_whole[0]
     assert envelope.are_of(given_headers, keys) == [*are_whole, False, is_uncut]
@@ -52,7 +53,7 @@ def test_changed_header_is_none_of_its_key(
 
 def test_block_of_another_size_is_none() -> None:
     _, pieces = blocks()
-    header = Envelope(BLOCK_BYTES).headers(KEYS, pieces)[0]
+    header = Envelope(BLOCK_BYTES).headers(KEYS, pieces, block_crcs(pieces))[0]
     assert Envelope(BLOCK_BYTES + 1).are_of([header], KEYS[:1]) == [False]
 
 

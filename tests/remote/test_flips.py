@@ -11,6 +11,7 @@ import pytest
 from kvtier.testing.servers import ValkeyServer, has_valkey
 from kvtier.testing.storage_user import Scattered, User, cuts, stored_bytes, stored_key
 from kvtier.tiers import Outcome
+from kvtier.tiers.crc_join import block_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.catalogue import Place
 from kvtier.tiers.remote.envelope import HEADER_BYTES, Envelope, as_headers, as_keys
@@ -45,16 +46,16 @@ def test_no_flipped_bit_of_a_value_is_overlooked(secret: bytes) -> None:
     rows = np.frombuffer(contents, np.uint8).copy().reshape(len(KEYS), BLOCK_BYTES)
     begins = np.arange(len(KEYS), dtype=np.uint64) * np.uint64(BLOCK_BYTES)
     blocks = Pieces.whole(begins + np.uint64(rows.ctypes.data), BLOCK_BYTES)
-    headers = envelope.headers(KEYS, blocks)
+    headers = envelope.headers(KEYS, blocks, block_crcs(blocks))
     keys = as_keys(KEYS)
-    assert envelope.are_blocks(as_headers(headers), keys, blocks).all()
+    assert envelope.are_blocks(as_headers(headers), keys, blocks, block_crcs(blocks)).all()
     values = [header + row.tobytes() for header, row in zip(headers, rows, strict=True)]
     for _ in range(IN_VALUES // 2 // len(KEYS)):
         spoiled = [flipped(value, at) for value in values]
         for row, value in zip(rows, spoiled, strict=True):
             row[:] = np.frombuffer(value, np.uint8)[HEADER_BYTES:]
         found = as_headers([value[:HEADER_BYTES] for value in spoiled])
-        assert not envelope.are_blocks(found, keys, blocks).any()
+        assert not envelope.are_blocks(found, keys, blocks, block_crcs(blocks)).any()
 
 
 @pytest.mark.parametrize("secret", [b"", b"a secret"])

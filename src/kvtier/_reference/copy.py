@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvtier._reference.arguments import END_OF_MEMORY, check_memory, check_threads, words_of
+from kvtier._reference.crc import crc32c
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,28 +30,60 @@ def copy_batch(
     destination or a source: the order of the copies is not defined.
     Raises TypeError or ValueError for bad arguments, before anything is copied.
     """
-    words = {
-        "dst": words_of("dst", dst),
-        "src": words_of("src", src),
-        "size": words_of("size", size),
-    }
-    lengths = [len(view) for view in words.values()]
-    if len(set(lengths)) != 1:
-        raise ValueError(
-            "dst, src and size must have equal lengths, "
-            f"not {lengths[0]}, {lengths[1]} and {lengths[2]}"
-        )
+    batch = _Batch(dst, src, size)
     check_threads(threads)
+    batch.move()
+    return sum(batch.sizes)
 
-    to, from_, num_bytes = (view.tolist() for view in words.values())
-    total = 0
-    for i, length in enumerate(num_bytes):
-        for name, address in (("dst", to[i]), ("src", from_[i])):
-            check_memory(f"{name}[{i}]: ", address, length)
-        if (total := total + length) > END_OF_MEMORY:
+
+def copy_checked(
+    dst: NDArray[np.uint64],
+    src: NDArray[np.uint64],
+    size: NDArray[np.uint64],
+    pieces: int = 1,
+) -> NDArray[np.uint32]:
+    """The same, and uint32 [num_blocks]: the crc32c of each block, as it lies at its destination.
+
+    pieces: fragments in a row that are a block; there is a whole number of blocks. The core reads
+    each byte once. Here what somebody writes to a destination meanwhile is checked as well.
+    """
+    batch = _Batch(dst, src, size)
+    if operator.index(pieces) < 1 or len(batch.sizes) % pieces:
+        raise ValueError(
+            f"{len(batch.sizes)} fragments are no whole number of blocks of {pieces} pieces"
+        )
+    batch.move()
+    checksums = []
+    for first in range(0, len(batch.sizes), pieces):
+        checksum = 0
+        for at in range(first, first + pieces):
+            checksum = crc32c(batch.to[at], batch.sizes[at], checksum)
+        checksums.append(checksum)
+    return np.array(checksums, np.uint32)
+
+
+class _Batch:
+    """The three arrays of a copy, as lists. Raises what a copy raises."""
+
+    def __init__(self, dst: object, src: object, size: object) -> None:
+        views = {"dst": dst, "src": src, "size": size}
+        words = [words_of(name, array) for name, array in views.items()]
+        lengths = [len(view) for view in words]
+        if len(set(lengths)) != 1:
             raise ValueError(
-                f"size: the first {i + 1} fragments are more bytes than there is memory"
+                "dst, src and size must have equal lengths, "
+                f"not {lengths[0]}, {lengths[1]} and {lengths[2]}"
             )
-    for address, source, length in zip(to, from_, num_bytes, strict=True):
-        ctypes.memmove(address, source, length)
-    return total
+        self.to, self.at, self.sizes = (view.tolist() for view in words)
+        total = 0
+        for i, length in enumerate(self.sizes):
+            for name, address in (("dst", self.to[i]), ("src", self.at[i])):
+                check_memory(f"{name}[{i}]: ", address, length)
+            if (total := total + length) > END_OF_MEMORY:
+                raise ValueError(
+                    f"size: the first {i + 1} fragments are more bytes than there is memory"
+                )
+
+    def move(self) -> None:
+        for address, source, length in zip(self.to, self.at, self.sizes, strict=True):
+            ctypes.memmove(address, source, length)

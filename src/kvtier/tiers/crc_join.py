@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from kvtier._hot import crc32c_many
+from kvtier._hot import copy_checked, crc32c_many
 from kvtier.tiers.pieces import Pieces
 
 Uint32s = npt.NDArray[np.uint32]
@@ -77,3 +77,14 @@ def block_crcs(blocks: Pieces, num_threads: int = 1) -> Uint32s:
     sizes = np.tile(blocks.sizes.astype(np.uint64), len(blocks))
     of_pieces = crc32c_many(blocks.addresses.ravel(), sizes, num_threads)
     return joined_crcs(of_pieces.reshape(blocks.addresses.shape), blocks.sizes)
+
+
+def copied_crcs(to: Pieces, at: Pieces) -> Uint32s:
+    """Copy blocks from ``at`` to ``to``, which are in pieces of the same sizes, and crc32c of each,
+    as it lies there then: uint32 [num_blocks]. Host memory only.
+
+    Each byte is read once: what somebody writes to ``at`` meanwhile is in the checksum, or not in
+    the block.
+    """
+    sizes = np.tile(to.sizes.astype(np.uint64), len(to))
+    return copy_checked(to.addresses.ravel(), at.addresses.ravel(), sizes, len(to.sizes))

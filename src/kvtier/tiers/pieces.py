@@ -44,6 +44,12 @@ class Pieces:
         """Some of the blocks."""
         return Pieces(self.addresses[at], self.sizes, self.kind)
 
+    def cut(self, sizes: npt.NDArray[np.int64]) -> Pieces:
+        """The same blocks, which lie in one piece each, in pieces of so many bytes."""
+        assert len(self.sizes) == 1, "they lie in one piece each"
+        shifts = (np.cumsum(sizes) - sizes).astype(np.uint64)
+        return Pieces(self.addresses + shifts, sizes, self.kind)
+
     def part(self, first: int, num_bytes: int) -> Pieces:
         """Of each block the bytes from ``first`` on, ``num_bytes`` of them."""
         ends = np.cumsum(self.sizes)

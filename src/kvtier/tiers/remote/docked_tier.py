@@ -11,12 +11,20 @@ from functools import partial
 from threading import Event
 from typing import Final
 
-import numpy as np
-
 from kvtier.devices.base import Finding
 from kvtier.errors import Closed, ConfigError, TierError
+from kvtier.tiers.crc_join import copied_crcs
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.remote.docks import Client, Connect, Dock, Docks, Result, Rows, Work
+from kvtier.tiers.remote.docks import (
+    MAX_ROWS,
+    Client,
+    Connect,
+    Dock,
+    Docks,
+    Result,
+    Rows,
+    Work,
+)
 from kvtier.tiers.remote.envelope import Envelope, as_keys
 from kvtier.tiers.remote.location import Location, StoreOptions
 from kvtier.tiers.remote.trouble import Unreachable, Unsound
@@ -34,8 +42,6 @@ RETRY_S: Final = 1.0
 """After a store could not be reached."""
 DOCKS_PER_CALL: Final = 2
 """One is moved while the other is copied and checked."""
-VERIFIED_BYTES: Final = 1 << 20
-"""Are copied and verified at a time, while they are in the processor's cache."""
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome
 Moved = tuple[list[int], Dock, list[Outcome]]
@@ -47,12 +53,17 @@ class DockedTier(StorageTier):
     Blocks go by way of memory of the tier's own, for a call that is late goes on. What was read is
     verified where the caller has it: nothing that comes late can change it then.
 
-    connect: makes a client. A store that can't be reached is tried again by a later call. Raises
-    ``ConfigError`` for one that is not fit for use.
+    max_rows: blocks of a client's call, at most. connect: makes a client. A store that can't be
+    reached is tried again by a later call. Raises ``ConfigError`` for one that is not fit for use.
     """
 
     def __init__(
-        self, site: StorageSite, location: Location, options: StoreOptions, connect: Connect
+        self,
+        site: StorageSite,
+        location: Location,
+        options: StoreOptions,
+        connect: Connect,
+        max_rows: int = MAX_ROWS,
     ) -> None:
         self.name = site.name
         self.bytes_per_block = site.group.bytes_per_block
@@ -72,7 +83,7 @@ class DockedTier(StorageTier):
         self._reason = "not reached: no answer"  # why it is not in use
         self._retry_at = 0.0
         num_docks = DOCKS_PER_CALL * (options.readers + options.writers) + 1  # which looks up
-        self._docks = Docks(self.name, num_docks, self.bytes_per_block, self._connect)
+        self._docks = Docks(self.name, num_docks, self.bytes_per_block, self._connect, max_rows)
         try:
             self._open()
         except BaseException:
@@ -109,15 +120,11 @@ class DockedTier(StorageTier):
             for at, outcome in zip(part, found, strict=True):
                 outcomes[at] = outcome
             arrived = [place for place, outcome in enumerate(found) if outcome is THERE]
-            num = max(1, VERIFIED_BYTES // self.bytes_per_block)
-            for start in range(0, len(arrived), num):
-                places = arrived[start : start + num]
-                numbers = [part[place] for place in places]
-                of_numbers = [keys[at] for at in numbers]
-                to = blocks.pick(numbers)
-                are_right = self._deliver(dock.rows, places, of_numbers, to)
-                for at, is_right in zip(numbers, are_right, strict=True):
-                    outcomes[at] = THERE if is_right else DAMAGED
+            numbers = [part[place] for place in arrived]
+            of_numbers = [keys[at] for at in numbers]
+            are_right = self._deliver(dock.rows, arrived, of_numbers, blocks.pick(numbers))
+            for at, is_right in zip(numbers, are_right, strict=True):
+                outcomes[at] = THERE if is_right else DAMAGED
         self._forget([key for key, each in zip(keys, outcomes, strict=True) if each is DAMAGED])
         return outcomes
 
@@ -126,10 +133,12 @@ class DockedTier(StorageTier):
     ) -> list[bool]:
         """Copy what has arrived in some rows to where it belongs, and say whether it is right
         there."""
-        headers = rows.headers(places)
-        rows.copy_out(blocks, np.array(places, np.int64))
-        are_right: list[bool] = self._envelope.are_blocks(headers, as_keys(keys), blocks).tolist()
-        return are_right
+        if not places:
+            return []
+        crcs = copied_crcs(blocks, rows.blocks.pick(places).cut(blocks.sizes))
+        are_right = self._envelope.are_blocks(rows.headers(places), as_keys(keys), blocks, crcs)
+        told: list[bool] = are_right.tolist()
+        return told
 
     def _forget(self, damaged: Sequence[BlockKey]) -> None:
         """Or nobody could put the right ones there."""
@@ -154,8 +163,9 @@ class DockedTier(StorageTier):
 
         def begin(part: list[int], rows: Rows) -> Work[list[Outcome]]:
             some, given = [keys[at] for at in part], blocks.pick(part)
-            rows.copy_in(given)
-            rows.set_headers(self._envelope.headers(some, given))
+            there = rows.blocks.pick(slice(0, len(some)))
+            crcs = copied_crcs(there.cut(given.sizes), given)
+            rows.set_headers(self._envelope.headers(some, there, crcs))
             return lambda client: client.write(some, rows.begins[: len(some)], is_wanted)
 
         for part, _, stored in self._moved(new, begin, ends_at - time.monotonic()):

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from kvtier.errors import Closed
 from kvtier.process import OwnerProcess
 from kvtier.tiers.disk.bounce import ALIGNMENT, Bounce
+from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import HEADER_BYTES, Headers
 from kvtier.tiers.storage import Outcome
 from kvtier.types import BlockKey
@@ -30,7 +31,7 @@ ROWS_BYTES: Final = 16 << 20
 """Memory of a dock, but for one block at least. A call has its price: with half of it Mooncake's
 client takes a quarter more of the processor for blocks of 1 MiB (by hand)."""
 MAX_ROWS: Final = 128
-"""Of a dock."""
+"""Of a dock, where nothing else is said."""
 
 Result = TypeVar("Result")
 IsWanted = Callable[[], bool]
@@ -40,7 +41,8 @@ Addresses = npt.NDArray[np.uint64]
 class Rows(Bounce):
     """Memory for some blocks, each behind its header, from a page on.
 
-    addresses: uint64 [num_slots], of the blocks. begins: of their headers.
+    addresses: uint64 [num_slots], of the blocks. begins: of their headers. blocks: the rows', one
+    piece each.
     """
 
     def __init__(self, num_rows: int, block_bytes: int) -> None:
@@ -48,13 +50,14 @@ class Rows(Bounce):
         super().__init__(num_rows, -(-self.value_bytes // ALIGNMENT) * ALIGNMENT)
         self.begins = self.addresses
         self.addresses = self.begins + np.uint64(HEADER_BYTES)
+        self.blocks = Pieces.whole(self.addresses, block_bytes)
         content = np.frombuffer(self.memory.owner, np.uint8)  # type: ignore[call-overload]
         self._headers = content.reshape(self.num_slots, -1)[:, :HEADER_BYTES]
 
     @classmethod
-    def for_blocks(cls, block_bytes: int) -> Rows:
+    def for_blocks(cls, block_bytes: int, max_rows: int = MAX_ROWS) -> Rows:
         """As many as ``ROWS_BYTES`` have room for."""
-        return cls(min(MAX_ROWS, ROWS_BYTES // (HEADER_BYTES + block_bytes)), block_bytes)
+        return cls(min(max_rows, ROWS_BYTES // (HEADER_BYTES + block_bytes)), block_bytes)
 
     def set_headers(self, headers: Sequence[bytes]) -> None:
         """The i-th to row i."""
@@ -163,10 +166,18 @@ class Dock:
 class Docks:
     """Docks that are made when they are needed, ``num_docks`` at most."""
 
-    def __init__(self, name: str, num_docks: int, block_bytes: int, connect: Connect) -> None:
+    def __init__(
+        self,
+        name: str,
+        num_docks: int,
+        block_bytes: int,
+        connect: Connect,
+        max_rows: int = MAX_ROWS,
+    ) -> None:
         self._name = name
         self._num_docks = num_docks
         self._block_bytes = block_bytes
+        self._max_rows = max_rows
         self._connect = connect
         self._process = OwnerProcess()
         self._made: list[Dock] = []
@@ -186,7 +197,9 @@ class Docks:
                     return self._idle.pop()
                 if len(self._made) < self._num_docks:
                     name = f"kvtier {self._name} {len(self._made)}"
-                    dock = Dock(name, Rows.for_blocks(self._block_bytes), self._connect)
+                    dock = Dock(
+                        name, Rows.for_blocks(self._block_bytes, self._max_rows), self._connect
+                    )
                     self._made.append(dock)
                     return dock
                 left_s = ends_at - time.monotonic()

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from kvtier._hot import crc32c_rows
-from kvtier.tiers.crc_join import block_crcs
+from kvtier.tiers.crc_join import Uint32s
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.storage import Keys
 from kvtier.types import BlockKey
@@ -70,11 +70,12 @@ class Envelope:
     def __repr__(self) -> str:
         return f"Envelope({self._block_bytes}, {'tagged' if self._tag_key else 'not tagged'})"
 
-    def headers(self, keys: Sequence[BlockKey], blocks: Pieces) -> list[bytes]:
-        """``HEADER_BYTES`` for each block, which lies in host memory."""
+    def headers(self, keys: Sequence[BlockKey], blocks: Pieces, crcs: Uint32s) -> list[bytes]:
+        """``HEADER_BYTES`` for each block, which lies in host memory. crcs: uint32 [num_blocks], of
+        the blocks."""
         flags = TAGGED if self._tag_key else 0
         made = []
-        for at, crc in enumerate(block_crcs(blocks).tolist()):
+        for at, crc in enumerate(crcs.tolist()):
             head = HEAD.pack(MAGIC, flags, crc, self._block_bytes, keys[at])
             above = head + self._tag(head, blocks, at)
             made.append(above + CHECK.pack(_check(above)))
@@ -93,12 +94,11 @@ class Envelope:
         are_ours: list[bool] = found.tolist()
         return are_ours
 
-    def are_blocks(self, headers: Headers, keys: Keys, blocks: Pieces) -> Bools:
+    def are_blocks(self, headers: Headers, keys: Keys, blocks: Pieces, crcs: Uint32s) -> Bools:
         """Whether each block, in host memory, is the one of its key, by the header that came with
-        it: bool [num_blocks]. keys: V32 [num_blocks]."""
+        it: bool [num_blocks]. keys: V32 [num_blocks]. crcs: uint32 [num_blocks], of the blocks."""
         are_ours = self._are_of(headers, keys)
-        ours = np.flatnonzero(are_ours)
-        are_ours[ours] = _fields(headers)["crc"][ours] == block_crcs(blocks.pick(ours))
+        are_ours &= _fields(headers)["crc"] == crcs
         for at in np.flatnonzero(are_ours).tolist() if self._tag_key else ():
             header = headers[at].tobytes()
             head, tag = header[: HEAD.size], header[HEAD.size : -CHECK.size]

@@ -10,12 +10,13 @@ from typing import Final
 
 import numpy as np
 
+from kvtier.tiers.crc_join import copied_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.catalogue import Place
 from kvtier.tiers.remote.envelope import HEADER_BYTES, Bools, Envelope, Headers
 from kvtier.tiers.remote.objects import Objects
 from kvtier.tiers.remote.packs import Int64s, PackName, PackShape, pack_path
-from kvtier.tiers.remote.reading import Part, copy_blocks, keep_freed_memory, parts_of
+from kvtier.tiers.remote.reading import Part, keep_freed_memory, parts_of
 from kvtier.tiers.storage import Keys
 
 MAX_HEADERS: Final = 4096
@@ -67,7 +68,7 @@ class PackReader:
         keys: Keys,
         blocks: Pieces,
     ) -> tuple[Int64s, Int64s]:
-        """Copy the blocks of a part that are right. Returns their numbers in the call, and those
+        """Copy the blocks of a part. Returns the numbers in the call of those that are right, and
         of the damaged ones: int64. What comes before the header is told of with it.
 
         keys: V32 [n], and blocks: of the call.
@@ -104,13 +105,10 @@ class PackReader:
             return numbers, np.zeros(len(numbers), bool)
         first = np.frombuffer(content, np.uint8).ctypes.data - part.start
         begins = first + self._shape.offsets(asked.place.num_blocks, at)
-        # Checked where they were read: there each block lies in one piece, which is a good deal
-        # faster to check than the many that it may lie in at its destination.
-        are_right = self._envelope.are_blocks(
-            headers[at], keys[numbers], Pieces.whole(begins, self._shape.block_bytes)
-        )
-        copy_blocks(blocks.pick(numbers[are_right]), begins[are_right])
-        return numbers, are_right
+        # A tag is taken of what was read: there each block lies in one piece, not in many.
+        read = Pieces.whole(begins, self._shape.block_bytes)
+        crcs = copied_crcs(blocks.pick(numbers), read.cut(blocks.sizes))
+        return numbers, self._envelope.are_blocks(headers[at], keys[numbers], read, crcs)
 
     # -- headers -----------------------------------------------------------------------------------
 

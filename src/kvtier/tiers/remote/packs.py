@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from kvtier._hot import copy_batch, crc32c_rows
+from kvtier._hot import crc32c_rows
+from kvtier.tiers.crc_join import copied_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY, Envelope, Headers, size_behind
 from kvtier.tiers.storage import Keys
@@ -81,15 +82,13 @@ class PackShape:
         made = np.empty(self.offset(num_blocks, num_blocks), np.uint8)
         header = made[: self.header_bytes(num_blocks)]
         header[:] = 0
-        # Blocks are copied first, and checked as they lie in the pack: memory that somebody writes
-        # to meanwhile, against the rules, can't get a checksum that is not its own.
         begin = made.ctypes.data + self.header_bytes(num_blocks)
         begins = begin + self.block_bytes * np.arange(num_blocks, dtype=np.uint64)
-        shifts = np.cumsum(blocks.sizes) - blocks.sizes
-        places = begins[:, None] + shifts.astype(np.uint64)
-        sizes = np.tile(blocks.sizes.astype(np.uint64), num_blocks)
-        copy_batch(places.ravel(), np.ascontiguousarray(blocks.addresses).ravel(), sizes)
-        envelopes = envelope.headers(keys, Pieces.whole(begins, self.block_bytes))
+        packed = Pieces.whole(begins, self.block_bytes)
+        # As they lie in the pack: memory that somebody writes to meanwhile, against the rules,
+        # can't get a checksum that is not its own.
+        crcs = copied_crcs(packed.cut(blocks.sizes), blocks)
+        envelopes = envelope.headers(keys, packed, crcs)
         entries = b"".join(
             PLACE.pack(self.offset(num_blocks, at), self.block_bytes) + each
             for at, each in enumerate(envelopes)

@@ -7,8 +7,6 @@ from typing import Final
 
 import numpy as np
 
-from kvtier._hot import copy_batch
-from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.packs import Int64s, PackShape
 
 GAP_BYTES: Final = 1 << 20
@@ -60,14 +58,3 @@ def keep_freed_memory() -> None:
     mallopt(3).
     """
     np.empty(KEPT_BYTES, np.uint8)
-
-
-def copy_blocks(blocks: Pieces, begins: Int64s) -> None:
-    """Copy blocks where they belong. begins: int64 [num_blocks], the address that each one's bytes
-    come from, which lie side by side there."""
-    if not len(blocks):
-        return
-    shifts = np.cumsum(blocks.sizes) - blocks.sizes
-    src = (begins[:, None] + shifts).astype(np.uint64).ravel()
-    sizes = np.tile(blocks.sizes.astype(np.uint64), len(blocks))
-    copy_batch(np.ascontiguousarray(blocks.addresses).ravel(), src, sizes)

@@ -14,6 +14,7 @@ from typing import Final
 
 from kvtier.devices.base import Finding
 from kvtier.errors import TierError
+from kvtier.tiers.crc_join import block_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, Envelope, as_headers, as_keys
 from kvtier.tiers.remote.lines import CONNECT_S, Lines, ValkeyOptions
@@ -157,8 +158,9 @@ class ValkeyTier(StorageTier):
     ) -> None:
         if arrived:
             some = as_keys([keys[at] for at in arrived])
+            there = blocks.pick([*arrived])
             are_right = self._envelope.are_blocks(
-                as_headers([*arrived.values()]), some, blocks.pick([*arrived])
+                as_headers([*arrived.values()]), some, there, block_crcs(there)
             )
             for at, is_right in zip(arrived, are_right.tolist(), strict=True):
                 outcomes[at] = THERE if is_right else DAMAGED
@@ -196,7 +198,7 @@ class ValkeyTier(StorageTier):
         num_words = 3 + len(self._age)
         num_bytes = HEADER_BYTES + self.bytes_per_block
         end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in self._age)
-        for at, header in enumerate(self._envelope.headers(keys, blocks)):
+        for at, header in enumerate(self._envelope.headers(keys, blocks, block_crcs(blocks))):
             key = self._prefix + keys[at]
             words = (num_words, len(key), key, num_bytes)
             start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % words
