@@ -33,6 +33,7 @@ from kvtier.testing.servers import (
     seaweed,
 )
 from kvtier.tiers import Outcome, Pieces, StorageSite, StorageTier
+from kvtier.tiers.remote.packs import PACK_BYTES
 from kvtier.types import BlockKey, BlockName
 
 NAMESPACE = bytes(32)
@@ -42,7 +43,6 @@ DROPPED = 64
 """Blocks at a time: a drop has a second."""
 TIMEOUT_S = 60.0
 KEY_ID, SECRET_KEY, REGION = "AKIDBENCHMARK", "benchmark", "us-east-1"
-PACK_BYTES = 16 << 20
 DEAD, SLOW = "dead-store", "slow-store"
 """Nobody answers any more; answers come, but later than anybody waits for them."""
 SLOW_S = 0.25

@@ -46,6 +46,10 @@ ENTRY: Final = np.dtype([("offset", "<u8"), ("size", "<u8"), ("envelope", f"V{HE
 """Of a block, as numpy reads many of them."""
 ALIGNMENT: Final = 4096
 """Of the header's end: a device may read blocks straight out of an object that was cached."""
+PACK_BYTES: Final = 31 << 19
+"""Of the blocks in a pack, where nothing else is said. Four answers of so many bytes have room in a
+heap of glibc's malloc, which has 64 MiB. Of those of 16 MiB the fourth takes another heap, which is
+given back to the kernel with it, and its pages."""
 DIGEST_BYTES: Final = 8
 NAME_BYTES: Final = 32 + DIGEST_BYTES
 MAX_BLOCKS: Final = 512

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvtier.errors import ConfigError
 from kvtier.tiers.remote.envelope import Envelope
 from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
-from kvtier.tiers.remote.packs import PackShape
+from kvtier.tiers.remote.packs import PACK_BYTES, PackShape
 from kvtier.tiers.storage import StorageSite, StorageTier
 from kvtier.tiers.wrappers import ThrottledTier
 
@@ -20,7 +20,7 @@ class S3Options(StoreOptions):
     """Where the store is: "http://host:port", or AWS where nothing is said."""
     region: str = ""
     """Of the bucket; else what ``AWS_REGION`` says."""
-    pack_bytes: int = 16 << 20
+    pack_bytes: int = PACK_BYTES
     """About the size of an object: as many blocks as fit, one at least. Like "16MiB"."""
     poll_s: float = 5.0
     """How often it is looked up what others have written, in seconds; 0 for only at the start."""
