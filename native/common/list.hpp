@@ -21,7 +21,7 @@ class List {
   const Item& operator[](std::uint32_t at) const { return *rows_.at<Item>(at, 0); }
   const Item& back() const { return (*this)[size_ - 1]; }
 
-  // There will be about so many. Once, before any request comes.
+  // As that of `Rows`.
   void reserve(std::size_t num) { rows_.reserve(num); }
   void push_back(const Item& item) {
     rows_.reach(size_);

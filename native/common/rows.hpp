@@ -17,11 +17,11 @@ class Rows {
   explicit Rows(std::size_t row_bytes) : row_bytes_(row_bytes) {}
 
   // There will be about so many: their chunks are made now, in huge pages where the system has some,
-  // so that a row at random waits for its own memory only, and not for the page tables' as well. To
-  // be called once, before any request comes.
+  // so that a row at random waits for its own memory only, and not for the page tables' as well.
+  // Before the first row is there, and before any request comes; later it does nothing.
   void reserve(std::size_t num) {
     const std::size_t num_bytes = (num + kRows - 1) / kRows * chunk_bytes();
-    if (num_bytes < kFewestReserved) return;
+    if (num_bytes < kFewestReserved || num_reserved_ > 0 || !chunks_.empty()) return;
     reserved_ = zeroed_pages<std::byte>(num_bytes);
     num_reserved_ = num_bytes;
   }

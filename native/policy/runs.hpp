@@ -64,7 +64,7 @@ class Runs {
 
   Run& operator[](Index run) { return pool_[run]; }
   const Run& operator[](Index run) const { return pool_[run]; }
-  // There will be about so many. Once, before any request comes.
+  // There will be about so many: as that of `Rows`.
   void reserve(std::size_t num) {
     pool_.reserve(num);
     residents_[kUsual].reserve(num);

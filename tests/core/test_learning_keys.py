@@ -180,3 +180,28 @@ def test_what_has_a_priority_stays_for_its_time(index: KeyIndex) -> None:
     index.asked(KEYS[4:6], 60.0)
     assert left(index, 2) == KEYS[1::-1]
     index.check_invariants()
+
+
+@pytest.mark.parametrize("key_bytes", [8, 32, 36, 100], ids=lambda num: f"{num}-byte keys")
+def test_what_was_made_beforehand_holds_keys_of_any_size_and_more_of_them(key_bytes: int) -> None:
+    index = pytest.importorskip("kvtier.index.native_key_index").NativeKeyIndex(
+        TIERS, lambda: NS, TIERS
+    )
+    index.expect(400_000)  # enough for memory that is made beforehand, in all of its parts
+    expected = index.num_bytes
+    assert expected >= 400_000 * (36 + 12), "nothing was made"
+    keys = [number.to_bytes(key_bytes, "little") for number in range(1, 6_001)]
+    free = list(range(len(keys)))[::-1]
+    for at in range(0, len(keys), 20):
+        if at == 2_000:
+            index.expect(800_000)  # too late: what is known stays where it is
+        if at % 400 == 300:
+            free += index.forget_all(index.evict(HOST, 30), HOST)
+        prompt = keys[at : at + 20]
+        index.asked(prompt, float(at))
+        blocks = index.make(prompt)
+        index.begin_write_all(blocks, HOST, [Slot(free.pop()) for _ in blocks])
+        index.commit_all(blocks, HOST, float(at))
+    index.check_invariants()
+    known = [block for block in index.find_all(keys).blocks if block is not None]
+    assert index.num_held(HOST) == len(known) == len(keys) - 15 * 30
