@@ -1,0 +1,126 @@
+// Which run loses blocks first.
+#include <algorithm>
+#include <array>
+#include <span>
+#include <tuple>
+#include <vector>
+
+#include "policy/run_policy.hpp"
+
+namespace kvtier::policy {
+
+namespace {
+
+constexpr double kClearly = 0.7;  // the oldest leaves, unless another is worth less than this share
+constexpr std::uint32_t kLooks = 32;  // leaves looked at for one that leaves
+constexpr std::uint32_t kMostSearched = 1U << 16;  // runs, where chance has found none
+
+}  // namespace
+
+// Of its blocks behind the last one, those that were passed over count as gone.
+std::uint32_t RunPolicy::num_gone_behind(Index tail) const {
+  return static_cast<std::uint32_t>(std::count(exposed_.begin(), exposed_.end(), tail));
+}
+
+// Whether nothing is behind what it has. Once somebody has looked the run alone tells.
+bool RunPolicy::ends_a_path(Index run) {
+  Run& it = runs_[run];
+  if (!it.is_resident()) return false;
+  if (it.tail_is == Tail::unseen)
+    runs_.set_tail(run, blocks_.is_leaf(it.tail) ? Tail::leaf : Tail::inside);
+  if (it.tail_is == Tail::leaf) return true;
+  const std::uint32_t num_gone = num_gone_behind(it.tail);
+  return num_gone > 0 && blocks_[it.tail].num_children == num_gone;
+}
+
+// Whether its keeper lets the last block go, where nothing is behind that.
+bool RunPolicy::is_let_go(Index run) const {
+  const Run& it = runs_[run];
+  const std::uint32_t num_gone = it.tail_is == Tail::leaf ? 0 : num_gone_behind(it.tail);
+  return keeper_.may_leave(blocks_.item(it.tail), num_gone);
+}
+
+// The run that loses blocks first: one of the lowest level where some may.
+Index RunPolicy::choose() {
+  for (std::size_t level = 0; level < kNumLevels; ++level)
+    if (const Index run = choose_among(runs_.residents(level)); run != kNone) return run;
+  return kNone;
+}
+
+// As far as its entry tells: one that is not inside, or that has a block in front of what was passed
+// over.
+bool RunPolicy::may_end_a_path(const Resident& resident) const {
+  bool may = !resident.is_inside;
+  for (const Index block : exposed_) may |= block != kNone && blocks_[block].run == resident.run;
+  return may;
+}
+
+// Of a few all are looked at, of many some.
+Index RunPolicy::choose_among(const List<Resident>& residents) {
+  const std::uint32_t num = residents.size();
+  leaves_.clear();
+  if (num <= 4 * kLooks) {
+    for (std::uint32_t at = 0; at < num; ++at) look_at(residents[at].run);
+    return best_leaf();
+  }
+  const std::size_t num_wanted = decides_as_lru() ? 4 * kLooks : kLooks;
+  std::array<Resident, kLooks> some;
+  for (int round = 0; round < 4 && leaves_.size() < num_wanted; ++round) {
+    // What each look needs comes near while those before it are looked at. No step takes a way that
+    // depends on what is on its way still.
+    for (Resident& it : some) it = residents[random_.below(num)];
+    std::size_t num_some = 0;
+    for (const Resident& it : some) {
+      some[num_some] = it;
+      num_some += may_end_a_path(it);
+    }
+    const std::span<const Resident> these(some.data(), num_some);
+    for (const Resident& it : these) runs_.prefetch(it.run);
+    for (const Resident& it : these)
+      if (runs_[it.run].tail_is == Tail::unseen) blocks_.prefetch(runs_[it.run].tail);
+    for (const Resident& it : these)
+      if (leaves_.size() < num_wanted) look_at(it.run);
+  }
+  if (const Index run = best_leaf(); run != kNone) return run;
+  // Hardly any could: the path has them, or others hold them.
+  for (std::uint32_t at = 0; at < std::min(num, kMostSearched); ++at)
+    if (const Index run = residents[at].run; may_shrink(run) && !is_passed_over(run)) return run;
+  return kNone;
+}
+
+bool RunPolicy::is_passed_over(Index run) const {
+  return std::find(passed_over_.begin(), passed_over_.end(), run) != passed_over_.end();
+}
+
+void RunPolicy::look_at(Index run) {
+  if (!ends_a_path(run) || is_passed_over(run)) return;
+  const Run& it = runs_[run];
+  leaves_.push_back({run, it.number, decides_as_lru() ? 0.0 : value(it)});
+}
+
+// Keepers are asked of those only that are about to be chosen: it takes another look at memory.
+Index RunPolicy::best_leaf() {
+  const auto is_older = [](const Leaf& one, const Leaf& other) { return one.number < other.number; };
+  const auto is_cheaper = [](const Leaf& one, const Leaf& other) {
+    return std::tie(one.value, one.number) < std::tie(other.value, other.number);
+  };
+  const auto take_out = [this](std::vector<Leaf>::iterator leaf) {
+    *leaf = leaves_.back();
+    leaves_.pop_back();
+  };
+  while (!leaves_.empty()) {
+    const auto oldest = std::min_element(leaves_.begin(), leaves_.end(), is_older);
+    if (!is_let_go(oldest->run)) {
+      take_out(oldest);
+      continue;
+    }
+    if (decides_as_lru()) return oldest->run;
+    const auto cheapest = std::min_element(leaves_.begin(), leaves_.end(), is_cheaper);
+    if (cheapest->value >= kClearly * oldest->value) return oldest->run;
+    if (is_let_go(cheapest->run)) return cheapest->run;
+    take_out(cheapest);
+  }
+  return kNone;
+}
+
+}  // namespace kvtier::policy
