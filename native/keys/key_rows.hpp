@@ -64,7 +64,7 @@ class KeyRows {
   // There will be about so many. As if keys had as many bytes as most engines': theirs are not known
   // before the first one.
   void reserve(std::size_t num) {
-    if (end_ > 0) return;
+    if (key_bytes_ > 0) return;  // rows have their size
     rows_.set_row_bytes(key_at_ + kUsualKeyBytes);
     rows_.reserve(num);
   }
