@@ -12,12 +12,26 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.machine import machine_facts
-from benchmarks.remote_clients import MIB, PeerRow, Row, measure, peer_table, table
+from benchmarks.remote_clients import (
+    MIB,
+    Measured,
+    PeerRow,
+    Row,
+    measure,
+    peer_rows_of,
+    peer_table,
+    rows_of,
+    table,
+)
 from benchmarks.remote_docked import MooncakePlace, NixlPlace
 from benchmarks.remote_lookup import Lookup, lookup_table, measure_lookup
 from benchmarks.remote_stores import DEAD, SLOW, Place, S3Place, ValkeyPlace
@@ -34,6 +48,31 @@ STORES: dict[str, type[Place]] = {
 }
 
 
+@contextmanager
+def _opened(kind: type[Place]) -> Iterator[tuple[Place, Path]]:
+    """And a folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-store-") as folder:
+        place = kind(Path(folder))
+        try:
+            yield place, Path(folder)
+        finally:
+            place.close()
+
+
+def _measure(name: str, options: argparse.Namespace) -> dict[str, Measured]:
+    """Of each size, with a server of this process's own."""
+    with _opened(STORES[name]) as (place, folder):
+        return {
+            block: measure(place, block, SIZES[block], options, folder / "peers")
+            for block in options.sizes
+        }
+
+
+def _in_a_process(name: str, options: argparse.Namespace) -> dict[str, Measured]:
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(_measure, name, options).result()
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.remote", description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
@@ -41,15 +80,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--stores", nargs="*", default=[*STORES], help=f"{' '.join(STORES)} (all)")
     parser.add_argument("--parts", nargs="*", default=[*PARTS], choices=PARTS, help="(all)")
     parser.add_argument("--sizes", nargs="*", default=[*SIZES], choices=SIZES, help="(all)")
-    parser.add_argument("--rounds", type=int, help="(7)")
+    parser.add_argument("--processes", type=int, help="that measure one after the other (7)")
+    parser.add_argument("--rounds", type=int, help="of each process (3)")
     parser.add_argument("--lookups", type=int, help="(400)")
     parser.add_argument("--pairs", type=int, help="of prompts, beside a dead store (400)")
     parser.add_argument("--mib", type=int, help="moved at a time (128)")
     parser.add_argument("--threads", type=int, default=2, help="of each side (2)")
     options = parser.parse_args(arguments)
-    usual = {"rounds": 7, "mib": 128, "pairs": 400, "lookups": 400}
+    usual = {"processes": 7, "rounds": 3, "mib": 128, "pairs": 400, "lookups": 400}
     if options.quick:
-        usual = {"rounds": 1, "mib": 8, "pairs": 8, "lookups": 8}
+        usual = {"processes": 1, "rounds": 1, "mib": 8, "pairs": 8, "lookups": 8}
     for name, value in usual.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -64,20 +104,19 @@ def main(arguments: list[str] | None = None) -> None:
     peer_rows: list[PeerRow] = []
     lookups: list[Lookup] = []
     versions: dict[str, str] = {}
-    for kind in there if {CLIENTS, LOOKUP} & {*options.parts} else ():
-        with tempfile.TemporaryDirectory(prefix="kvtier-store-") as folder:
-            place = kind(Path(folder))
-            versions |= place.versions()
-            try:
-                for block in options.sizes if CLIENTS in options.parts else ():
-                    made = measure(place, block, SIZES[block], options, Path(folder) / "peers")
-                    rows += made[0]
-                    peer_rows += made[1]
-                    versions |= made[2]
-                if LOOKUP in options.parts and (found := measure_lookup(place, options.lookups)):
-                    lookups.append(found)
-            finally:
-                place.close()
+    for kind in there if CLIENTS in options.parts else ():
+        processes = [_in_a_process(kind.name, options) for _ in range(options.processes)]
+        for block in options.sizes:
+            of_block = [found[block] for found in processes]
+            rows += rows_of(kind, block, of_block)
+            peer_rows += peer_rows_of(kind, block, of_block)
+            versions |= of_block[0].versions
+    for kind in there if LOOKUP in options.parts else ():
+        with _opened(kind) as (place, _):
+            if found := measure_lookup(place, options.lookups):
+                lookups.append(found)
+    for kind in there:
+        versions |= kind.versions()
     tables = [table(rows)] if rows else []
     tables += [peer_table(peer_rows)] if peer_rows else []
     tables += [lookup_table(lookups)] if lookups else []

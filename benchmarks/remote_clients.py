@@ -1,4 +1,5 @@
-"""R1: a store's tier, the store's own client, and others' ways to the same store, in turns."""
+"""R1: a store's tier, the store's own client, and others' ways to the same store, in turns, and in
+several processes: they differ more than the turns of one."""
 
 from __future__ import annotations
 
@@ -18,8 +19,7 @@ from rich.table import Table
 
 from benchmarks.peer_processes import Worker, start
 from benchmarks.remote_stores import Client, Memory, Place, Tier
-from benchmarks.targets import Bounds, bounds, estimate, judged, ratio
-from kvtier.serve_bench.stats import Estimate
+from benchmarks.targets import Bounds, bounds, estimate, judged
 from kvtier.types import BlockKey
 
 MIB = 1 << 20
@@ -31,7 +31,9 @@ Figures = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One store, one size, one direction. allowed_cpu_s_per_gb: of the client's, with a memmove."""
+    """One store, one size, one direction; medians over processes. share: of the client's GB/s.
+    cost: of the client's CPU, to which a memmove / 1.15 is added; both of each process by itself,
+    and between what their medians lie."""
 
     store: str
     client: str
@@ -42,30 +44,19 @@ class Row:
     cpu_s_per_gb: float
     client_cpu_s_per_gb: float
     memmove_cpu_s_per_gb: float
-    gb_per_s_between: Bounds
-    client_gb_per_s_between: Bounds
-    cpu_s_per_gb_between: Bounds
-    client_cpu_s_per_gb_between: Bounds
+    share: float
+    share_between: Bounds
+    cost: float
+    cost_between: Bounds
 
     def targets(self) -> list[dict[str, object]]:
         common = {"store": self.store, "block": self.block, "direction": self.direction}
-        rate = ratio(
-            estimate(self.gb_per_s, self.gb_per_s_between),
-            estimate(self.client_gb_per_s, self.client_gb_per_s_between),
-        )
-        ours = estimate(self.cpu_s_per_gb, self.cpu_s_per_gb_between)
-        theirs = estimate(self.client_cpu_s_per_gb, self.client_cpu_s_per_gb_between)
-        cost = ratio(ours, _more(theirs, self.memmove_cpu_s_per_gb / MOST_CPU))
+        share = estimate(self.share, self.share_between)
+        cost = estimate(self.cost, self.cost_between)
         return [
-            judged("R1", rate, LEAST_SHARE, at_least=True, **common, measure="GB/s"),
+            judged("R1", share, LEAST_SHARE, at_least=True, **common, measure="GB/s"),
             judged("R1", cost, MOST_CPU, at_least=False, **common, measure="CPU"),
         ]
-
-
-def _more(found: Estimate, added: float) -> Estimate:
-    if not found.is_bounded:
-        return Estimate(found.value + added)
-    return Estimate(found.value + added, found.low + added, found.high + added)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +98,21 @@ def in_threads(
     return timed(work, memory.blocks.nbytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One store and size, in one process. By the place of who moved the blocks, kvtier and the
+    client first, then peers; medians over rounds. moved: CPU seconds per GB of a memmove."""
+
+    found: dict[tuple[int, str], tuple[float, float]]
+    moved: float
+    peers: list[str]
+    versions: dict[str, str]
+
+
 def measure(
     place: Place, block: str, block_bytes: int, options: argparse.Namespace, folder: Path
-) -> tuple[list[Row], list[PeerRow], dict[str, str]]:
-    """One store and size: rounds of puts and gets in turns, the first one to warm up. Also the
-    versions of others that took part."""
+) -> Measured:
+    """Rounds of puts and gets in turns, the first one to warm up."""
     num = max(options.threads, options.mib * MIB // block_bytes)
     memory = Memory(num, block_bytes)
     sides: list[Tier | Client] = [
@@ -140,13 +141,12 @@ def measure(
             moved.append(timed(memory.move, num * block_bytes)[1])
     for each in (*sides, *peers):
         each.close()
-    rows = [_row(place, block, way, found, statistics.median(moved)) for way in (PUT, GET)]
-    peer_rows = [
-        _peer_row(place, peer, block, way, found[at, way])
-        for way in (PUT, GET)
-        for at, peer in enumerate(peers, len(sides))
-    ]
-    return rows, peer_rows, versions
+    medians = {
+        key: (statistics.median(rate), statistics.median(cpu))
+        for key, (rate, cpu) in ((key, zip(*each, strict=True)) for key, each in found.items())
+    }
+    names = [peer.contestant.name for peer in peers]
+    return Measured(medians, statistics.median(moved), names, versions)
 
 
 def _turn(
@@ -180,49 +180,68 @@ def _peer_turn(peer: Worker, num: int, block_bytes: int, turn: int) -> Figures:
     return figures
 
 
-def _row(
-    place: Place,
-    block: str,
-    direction: str,
-    found: dict[tuple[int, str], list[tuple[float, float]]],
-    moved: float,
-) -> Row:
-    (rate, cpu), (their_rate, their_cpu) = (
-        zip(*found[at, direction], strict=True) for at in (0, 1)
-    )
+def rows_of(kind: type[Place], block: str, processes: Sequence[Measured]) -> list[Row]:
+    """Of what each process has measured."""
+    return [_row(kind, block, direction, processes) for direction in (PUT, GET)]
+
+
+def _row(kind: type[Place], block: str, direction: str, processes: Sequence[Measured]) -> Row:
+    rate, cpu = _over(processes, 0, direction)
+    their_rate, their_cpu = _over(processes, 1, direction)
+    moved = [each.moved for each in processes]
+    shares = [one / other for one, other in zip(rate, their_rate, strict=True)]
+    costs = [
+        one / (other + memmove / MOST_CPU)
+        for one, other, memmove in zip(cpu, their_cpu, moved, strict=True)
+    ]
     return Row(
-        place.name,
-        place.client_name,
+        kind.name,
+        kind.client_name,
         block,
         direction,
-        *map(statistics.median, (rate, their_rate, cpu, their_cpu)),
-        moved,
-        *map(bounds, (rate, their_rate, cpu, their_cpu)),
+        *map(statistics.median, (rate, their_rate, cpu, their_cpu, moved)),
+        share=statistics.median(shares),
+        share_between=bounds(shares),
+        cost=statistics.median(costs),
+        cost_between=bounds(costs),
     )
 
 
-def _peer_row(
-    place: Place, peer: Worker, block: str, direction: str, found: list[tuple[float, float]]
-) -> PeerRow:
-    rate, cpu = zip(*found, strict=True)
-    medians = map(statistics.median, (rate, cpu))
-    name = peer.contestant.name
-    return PeerRow(place.name, name, block, direction, *medians, bounds(rate), bounds(cpu))
+def _over(
+    processes: Sequence[Measured], at: int, direction: str
+) -> tuple[list[float], list[float]]:
+    found = [each.found[at, direction] for each in processes]
+    return [rate for rate, _ in found], [cpu for _, cpu in found]
+
+
+def peer_rows_of(kind: type[Place], block: str, processes: Sequence[Measured]) -> list[PeerRow]:
+    """The same of peers."""
+    rows = []
+    for direction in (PUT, GET):
+        for at, name in enumerate(processes[0].peers, 2):
+            rate, cpu = _over(processes, at, direction)
+            medians = map(statistics.median, (rate, cpu))
+            rows.append(
+                PeerRow(kind.name, name, block, direction, *medians, bounds(rate), bounds(cpu))
+            )
+    return rows
 
 
 def table(rows: Sequence[Row]) -> Table:
     made = Table(title="blocks between a store and memory")
     for heading in ("store", "block", "way"):
         made.add_column(heading, no_wrap=True)
-    for heading in ("GB/s", "its client", "CPU s/GB", "its client", "a memmove"):
+    for heading in ("GB/s", "its client", "share", "CPU s/GB", "its client", "a memmove", "cost"):
         made.add_column(heading, justify="right")
     for each in rows:
         figures = (
             each.gb_per_s,
             each.client_gb_per_s,
+            each.share,
             each.cpu_s_per_gb,
             each.client_cpu_s_per_gb,
             each.memmove_cpu_s_per_gb,
+            each.cost,
         )
         made.add_row(each.store, each.block, each.direction, *(f"{f:.3f}" for f in figures))
     return made

@@ -229,8 +229,9 @@ class Place(ABC):
         assert isinstance(made, StorageTier)
         return made
 
-    def versions(self) -> dict[str, str]:
-        found = {package: metadata.version(package) for package in self.packages}
+    @classmethod
+    def versions(cls) -> dict[str, str]:
+        found = {package: metadata.version(package) for package in cls.packages}
         return {"kvtier": kvtier.__version__, **found}
 
 

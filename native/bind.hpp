@@ -9,6 +9,7 @@ void bind_copy(nanobind::module_& module);
 void bind_crc(nanobind::module_& module);
 void bind_key_index(nanobind::module_& module);
 void bind_keys(nanobind::module_& module);
+void bind_net(nanobind::module_& module);
 void bind_packed(nanobind::module_& module);
 void bind_policy(nanobind::module_& module);
 void bind_slots(nanobind::module_& module);

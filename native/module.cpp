@@ -14,6 +14,7 @@ NB_MODULE(_native, module) {
   kvtier::bind_crc(module);
   kvtier::bind_key_index(module);
   kvtier::bind_keys(module);
+  kvtier::bind_net(module);
   kvtier::bind_packed(module);
   kvtier::bind_policy(module);
   kvtier::bind_slots(module);

@@ -34,6 +34,7 @@ else:
             crc32c_many,
             crc32c_rows,
             pack_tokens,
+            receive_values,
         )
     except ImportError as error:
         if _wanted == "on":
@@ -50,6 +51,7 @@ if _reason:
     from kvtier._reference.live_policy import LivePolicy  # type: ignore[assignment]
     from kvtier._reference.packed import Keys, Numbers  # type: ignore[assignment]
     from kvtier._reference.policy_replay import PolicyReplay  # type: ignore[assignment]
+    from kvtier._reference.receive import receive_values
     from kvtier._reference.slot_table import SlotTable  # type: ignore[assignment]
     from kvtier._reference.tokens import pack_tokens
 
@@ -85,4 +87,5 @@ __all__ = [
     "crc32c_many",
     "crc32c_rows",
     "pack_tokens",
+    "receive_values",
 ]

@@ -56,6 +56,16 @@ def copy_checked(
     size: NDArray[np.uint64],
     pieces: int = 1,
 ) -> NDArray[np.uint32]: ...
+def receive_values(
+    fd: int,
+    line: bytes,
+    held: bytes,
+    addresses: NDArray[np.uint64],
+    sizes: NDArray[np.uint64],
+    pieces: int,
+    due: int,
+    until: float,
+) -> tuple[int, bytes, int]: ...
 def crc32c(address: int, num_bytes: int, seed: int = 0) -> int: ...
 def crc32c_table(address: int, num_bytes: int, seed: int = 0) -> int: ...
 def crc32c_many(

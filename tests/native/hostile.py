@@ -303,7 +303,15 @@ class Hostile:
         # A destination for each fragment, and none of them what another one reads.
         half = np.zeros(900, np.uint8)
         dst = np.arange(3, dtype=np.uint64) * np.uint64(300) + np.uint64(half.ctypes.data)
-        names = ("copy_batch", "copy_checked", "crc32c_many", "crc32c", "crc32c_table", "rows")
+        names = (
+            "copy_batch",
+            "copy_checked",
+            "crc32c_many",
+            "crc32c",
+            "crc32c_table",
+            "receive_values",
+            "rows",
+        )
         name = self.random.choice(names)
         arguments: list[Any]
         if name == "copy_batch":
@@ -312,6 +320,8 @@ class Hostile:
             arguments = [dst, src, sizes, 3]
         elif name == "crc32c_many":
             arguments = [src, sizes, 2]
+        elif name == "receive_values":  # from no socket, so that nothing comes
+            arguments = [-1, b"$9\r\n", b"", dst, sizes, 3, 0, 1.0]
         elif name == "rows":
             width = self.random.randrange(9)
             rows = self.arena[: 8 * 9].reshape(8, 9)[:: self.random.choice((1, -1, 3)), :width]

@@ -17,6 +17,7 @@ from kvtier._reference.free_slots import FreeSlots
 from kvtier._reference.key_table import KeyTable
 from kvtier._reference.live_policy import LivePolicy
 from kvtier._reference.policy_replay import PolicyReplay
+from kvtier._reference.receive import receive_values as reference_receive_values
 from kvtier._reference.slot_table import SlotTable
 from kvtier._reference.tokens import pack_tokens as reference_pack_tokens
 
@@ -29,6 +30,7 @@ TWINS = {
     "crc32c_many": crc.crc32c_many,
     "crc32c_rows": crc.crc32c_rows,
     "pack_tokens": reference_pack_tokens,
+    "receive_values": reference_receive_values,
 }
 
 

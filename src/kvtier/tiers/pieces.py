@@ -50,6 +50,14 @@ class Pieces:
         shifts = (np.cumsum(sizes) - sizes).astype(np.uint64)
         return Pieces(self.addresses + shifts, sizes, self.kind)
 
+    def behind(self, headers: npt.NDArray[np.uint8]) -> Pieces:
+        """The same blocks, each behind its header, which is a piece more. headers: uint8
+        [num_blocks, num_bytes], C-contiguous; the caller keeps them."""
+        num_bytes = headers.shape[1]
+        begins = headers.ctypes.data + num_bytes * np.arange(len(self), dtype=np.uint64)
+        addresses = np.column_stack((begins.astype(np.uint64), self.addresses))
+        return Pieces(addresses, np.concatenate(([num_bytes], self.sizes)), self.kind)
+
     def part(self, first: int, num_bytes: int) -> Pieces:
         """Of each block the bytes from ``first`` on, ``num_bytes`` of them."""
         ends = np.cumsum(self.sizes)

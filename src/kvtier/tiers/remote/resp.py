@@ -1,19 +1,27 @@
 """A connection to a server that speaks RESP2, as Valkey and Redis do.
 
-Values go from and to the memory that the caller names; no copy is made of them.
+Values go from and to the memory that the caller names; no copy is made of them, but of the first
+bytes of some.
 Source: the protocol's specification, valkey.io/topics/protocol.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, repeat
 from struct import pack
 from typing import Final
+
+import numpy as np
+
+from kvtier._hot import receive_values
+from kvtier.tiers.pieces import Pieces
 
 BUFFER_BYTES: Final = 16 << 10
 """For replies that nobody has named memory for. What it holds of a value is copied once more."""
@@ -23,6 +31,10 @@ LEAST_SHARE: Final = 0.75
 """Of what a call may take, while so much is left of the time in all."""
 MOST_PARTS: Final = 512
 """Of a message, given to the system at a time."""
+TOO_LATE: Final = "it took too long"
+CLOSED: Final = "the server has closed the connection"
+NO_END: Final = "a value does not end where it should"
+REASONS: Final = {errno.ETIMEDOUT: TOO_LATE, errno.ECONNRESET: CLOSED, errno.EPROTO: NO_END}
 
 Part = bytes | memoryview
 
@@ -84,7 +96,7 @@ class Connection:
     def _left_s(self) -> float:
         left_s = self._ends_at - time.monotonic()
         if left_s <= 0:
-            raise RespError("it took too long")
+            raise RespError(TOO_LATE)
         left_s = max(left_s, 0.001)
         if left_s < LEAST_SHARE * self._limit_s:  # seldom: it is a call itself
             self._limit(left_s)
@@ -108,7 +120,7 @@ class Connection:
             try:
                 num_sent = self._socket.sendmsg(parts[at:])
             except BlockingIOError:
-                raise RespError("it took too long") from None
+                raise RespError(TOO_LATE) from None
             while at < len(parts) and num_sent >= len(parts[at]):
                 num_sent -= len(parts[at])
                 at += 1
@@ -136,8 +148,8 @@ class Connection:
         if kind == b"*":
             return [self.reply() for _ in range(number)]
         value = bytearray(number)
-        self.read_into(memoryview(value))
-        self.end_value()
+        self._read_into(memoryview(value))
+        self._end_value()
         return bytes(value)
 
     def values(self, num: int) -> list[bytes | None]:
@@ -177,9 +189,56 @@ class Connection:
         self._first, self._end = 0, left
         self._end += self._receive(self._buffer[left:], is_whole=False)
 
-    def value_bytes(self) -> int | None:
+    def values_into(self, places: Pieces, num_due: int) -> Iterator[int | None]:
+        """The next values, each to its place. Gives of each, in turn, how long it is, None where
+        there is none; of what does not fill its place nothing goes there. num_due: replies that
+        come after these. ``ReplyError`` as ``reply``."""
+        at = 0
+        while at < len(places):
+            error = 0
+            if self._is_plain:
+                num, error = self._receive_values(places.pick(slice(at, None)), num_due)
+                yield from repeat(places.block_bytes, num)
+                at += num
+            if error:
+                raise RespError(REASONS.get(error) or os.strerror(error))
+            if at < len(places):
+                yield self._value_into(places.views(at))
+                at += 1
+
+    def _receive_values(self, places: Pieces, num_due: int) -> tuple[int, int]:
+        """As many as come one behind the other and fill their places: their number, and why there
+        are no more, 0 for another reply."""
+        self._left_s()
+        num, there, error = receive_values(
+            self._socket.fileno(),
+            b"$%d\r\n" % places.block_bytes,
+            bytes(self._buffer[self._first : self._end]),
+            places.addresses.ravel(),
+            np.tile(places.sizes.astype(np.uint64), len(places)),
+            len(places.sizes),
+            num_due,
+            self._ends_at,
+        )
+        self._buffer[: len(there)] = there
+        self._first, self._end = 0, len(there)
+        return num, error
+
+    def _value_into(self, place: Sequence[memoryview]) -> int | None:
+        num_bytes = self._value_bytes()
+        if num_bytes is None:
+            return None
+        if num_bytes == sum(map(len, place)):
+            for view in place:
+                self._read_into(view)
+        else:
+            self._skip(num_bytes)
+        self._end_value()
+        return num_bytes
+
+    def _value_bytes(self) -> int | None:
         """How long the value is that comes next, None where there is none. It has to be read, by
-        ``read_into`` or ``skip``, and then ``end_value``. ``ReplyError`` as ``reply``."""
+        ``_read_into`` or ``_skip``, and then ``_end_value``. ``ReplyError`` as ``reply``."""
         line = self._line()
         if line[:1] == b"-":
             raise ReplyError(line[1:].decode(errors="replace"))
@@ -188,7 +247,7 @@ class Connection:
         number = _number(line[1:])
         return None if number < 0 else number
 
-    def read_into(self, view: memoryview) -> None:
+    def _read_into(self, view: memoryview) -> None:
         """The next bytes, as many as there is room for."""
         num = 0
         while num < len(view):
@@ -202,7 +261,7 @@ class Connection:
             view[num : num + some] = self._buffer[self._first : self._first + some]
             self._first, num = self._first + some, num + some
 
-    def skip(self, num_bytes: int) -> None:
+    def _skip(self, num_bytes: int) -> None:
         """The next bytes are of no interest."""
         while num_bytes:
             if self._first == self._end:
@@ -210,12 +269,12 @@ class Connection:
             num = min(num_bytes, self._end - self._first)
             self._first, num_bytes = self._first + num, num_bytes - num
 
-    def end_value(self) -> None:
+    def _end_value(self) -> None:
         """A value was read."""
         end = bytearray(2)
-        self.read_into(memoryview(end))
+        self._read_into(memoryview(end))
         if end != b"\r\n":
-            raise RespError("a value does not end where it should")
+            raise RespError(NO_END)
 
     def _line(self) -> bytes:
         """The next one, without its end."""
@@ -242,9 +301,9 @@ class Connection:
         try:
             num = self._socket.recv_into(view, len(view), flags)
         except (BlockingIOError, TimeoutError):
-            raise RespError("it took too long") from None
+            raise RespError(TOO_LATE) from None
         if not num:
-            raise RespError("the server has closed the connection")
+            raise RespError(CLOSED)
         return num
 
     def close(self) -> None:

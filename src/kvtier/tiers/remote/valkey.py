@@ -12,11 +12,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
+import numpy as np
+
 from kvtier.devices.base import Finding
 from kvtier.errors import TierError
 from kvtier.tiers.crc_join import block_crcs
 from kvtier.tiers.pieces import Pieces
-from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, Envelope, as_headers, as_keys
+from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, Envelope, as_keys
 from kvtier.tiers.remote.lines import CONNECT_S, Lines, ValkeyOptions
 from kvtier.tiers.remote.location import Location, read_location, read_options
 from kvtier.tiers.remote.resp import Connection, Part, ReplyError, command
@@ -109,62 +111,41 @@ class ValkeyTier(StorageTier):
 
     def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
         outcomes = [FAILED] * len(keys)
+        headers = np.empty((len(keys), HEADER_BYTES), np.uint8)
+        values = blocks.behind(headers)
         ahead = max(1, WINDOW_BYTES // self.bytes_per_block // 2)
-        num_verified = max(1, VERIFIED_BYTES // self.bytes_per_block)
-        arrived: dict[int, bytes] = {}  # headers, by position
+        at_a_time = max(1, VERIFIED_BYTES // self.bytes_per_block)
+        arrived: list[int] = []
 
         def read(line: Connection) -> None:
             num_asked = 0
-            for at in range(len(keys)):
-                if num_asked < len(keys) and num_asked - at < ahead:
+            for start in range(0, len(keys), at_a_time):
+                while num_asked < len(keys) and num_asked - start < ahead:
                     some = keys[num_asked : num_asked + ahead]
                     line.send([command(b"GET", self._prefix + key) for key in some])
                     num_asked += len(some)
-                header = self._read(line, blocks.views(at))
-                if isinstance(header, bytes):
-                    arrived[at] = header
-                else:
-                    outcomes[at] = header
-                if len(arrived) == num_verified:
-                    self._verify(arrived, keys, blocks, outcomes)
+                end = min(start + at_a_time, len(keys))
+                places = values.pick(slice(start, end))
+                for at, num_bytes in enumerate(line.values_into(places, num_asked - end), start):
+                    if num_bytes == values.block_bytes:
+                        arrived.append(at)
+                    else:
+                        outcomes[at] = ABSENT if num_bytes is None else DAMAGED
+                verify()
 
-        self._lines.use(read, timeout_s)
-        self._verify(arrived, keys, blocks, outcomes)
-        self._forget([key for key, each in zip(keys, outcomes, strict=True) if each is DAMAGED])
-        return outcomes
-
-    def _read(self, line: Connection, into: list[memoryview]) -> bytes | Outcome:
-        """The header of the value that comes next, and its block to where it belongs."""
-        num_bytes = line.value_bytes()
-        if num_bytes is None:
-            return ABSENT
-        if num_bytes != HEADER_BYTES + self.bytes_per_block:
-            line.skip(num_bytes)
-            line.end_value()
-            return DAMAGED
-        header = bytearray(HEADER_BYTES)
-        line.read_into(memoryview(header))
-        for view in into:
-            line.read_into(view)
-        line.end_value()
-        return bytes(header)
-
-    def _verify(
-        self,
-        arrived: dict[int, bytes],
-        keys: Sequence[BlockKey],
-        blocks: Pieces,
-        outcomes: list[Outcome],
-    ) -> None:
-        if arrived:
-            some = as_keys([keys[at] for at in arrived])
-            there = blocks.pick([*arrived])
-            are_right = self._envelope.are_blocks(
-                as_headers([*arrived.values()]), some, there, block_crcs(there)
-            )
+        def verify() -> None:
+            if not arrived:
+                return
+            some, there = as_keys([keys[at] for at in arrived]), blocks.pick(arrived)
+            are_right = self._envelope.are_blocks(headers[arrived], some, there, block_crcs(there))
             for at, is_right in zip(arrived, are_right.tolist(), strict=True):
                 outcomes[at] = THERE if is_right else DAMAGED
             arrived.clear()
+
+        self._lines.use(read, timeout_s)
+        verify()
+        self._forget([key for key, each in zip(keys, outcomes, strict=True) if each is DAMAGED])
+        return outcomes
 
     def _forget(self, damaged: Sequence[BlockKey]) -> None:
         """Or nobody could put the right ones there."""

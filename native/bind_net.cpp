@@ -1,0 +1,68 @@
+// Binding of what is received. Arguments are checked here and trusted inside.
+#include <nanobind/stl/tuple.h>
+
+#include <cmath>
+#include <cstdint>
+#include <string_view>
+#include <tuple>
+
+#include "arrays.hpp"
+#include "bind.hpp"
+#include "errors.hpp"
+#include "net/receive_values.hpp"
+
+namespace nb = nanobind;
+
+namespace kvtier {
+namespace {
+
+std::string_view content_of(const nb::bytes& held) {
+  return {static_cast<const char*>(held.data()), held.size()};
+}
+
+std::tuple<std::size_t, nb::bytes, int> receive_values(int fd, nb::bytes line, nb::bytes held,
+                                                       nb::handle addresses, nb::handle sizes,
+                                                       long long pieces, long long due,
+                                                       double until) {
+  const Words address("addresses", addresses);
+  const Words size("sizes", sizes);
+  if (address.size() != size.size())
+    fail(PyExc_ValueError, "addresses and sizes must have equal lengths, not %zu and %zu",
+         address.size(), size.size());
+  if (pieces < 1 || address.size() % static_cast<std::uint64_t>(pieces) != 0)
+    fail(PyExc_ValueError, "%zu pieces are no whole number of values of %lld pieces",
+         address.size(), pieces);
+  for (std::size_t i = 0; i < address.size(); ++i)
+    if (!lies_in_memory(address.data()[i], size.data()[i]))
+      fail(PyExc_ValueError, "addresses[%zu]: %llu bytes at address %llu do not lie in memory", i,
+           static_cast<unsigned long long>(size.data()[i]),
+           static_cast<unsigned long long>(address.data()[i]));
+  if (line.size() == 0) fail(PyExc_ValueError, "line is empty");
+  if (due < 0) fail(PyExc_ValueError, "due must not be negative: %lld", due);
+  if (std::isnan(until)) fail(PyExc_ValueError, "until is not a number");
+  const auto num_pieces = static_cast<std::size_t>(pieces);
+  const net::Places places{address.data(), size.data(), address.size() / num_pieces, num_pieces};
+  net::Received found;
+  {
+    const nb::gil_scoped_release others_may_run;
+    found = guarded([&] {
+      return net::receive_values(fd, content_of(line), content_of(held), places,
+                                 static_cast<std::size_t>(due), until);
+    });
+  }
+  return {found.num, nb::bytes(found.rest.data(), found.rest.size()), found.error};
+}
+
+}  // namespace
+
+void bind_net(nb::module_& module) {
+  module.def("receive_values", &receive_values, nb::arg("fd"), nb::arg("line"), nb::arg("held"),
+             nb::arg("addresses").none(), nb::arg("sizes").none(), nb::arg("pieces"),
+             nb::arg("due"), nb::arg("until"),
+             nb::sig("def receive_values(fd: int, line: bytes, held: bytes, "
+                     "addresses: NDArray[uint64], sizes: NDArray[uint64], pieces: int, due: int, "
+                     "until: float) -> tuple[int, bytes, int]"),
+             "Receive values that begin with this line, each to its pieces.");
+}
+
+}  // namespace kvtier

@@ -1,0 +1,144 @@
+"""Values that a server sends one behind the other, as RESP has them, each to where it belongs."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import operator
+import os
+import time
+from typing import TYPE_CHECKING
+
+from kvtier._reference.arguments import check_memory, words_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+END = b"\r\n"
+LEAST_REPLY_BYTES = 4
+"""Nothing is shorter that comes where a value is due."""
+MOST_PARTS = 1024
+
+
+def receive_values(
+    fd: int,
+    line: bytes,
+    held: bytes,
+    addresses: NDArray[np.uint64],
+    sizes: NDArray[np.uint64],
+    pieces: int,
+    due: int,
+    until: float,
+) -> tuple[int, bytes, int]:
+    """Receive values that begin with this line, each to its pieces, until another reply comes.
+
+    fd: of a blocking socket. line: the first one of a value that fills its pieces. held: bytes that
+    came before. addresses, sizes: C-contiguous uint64 [num_values * pieces]. due: replies that come
+    after these values. until: of ``time.monotonic``.
+
+    Returns how many values are whole, the first ones; what has come behind them; and a number of
+    ``errno``: ETIMEDOUT for what came too late, ECONNRESET where the server has closed the
+    connection, EPROTO for a value that does not end where it should; 0 where all have come, or
+    another reply has. That one is left, and nothing of it goes to its pieces.
+
+    The core waits as long as is left, or a third longer; here a call of the system's takes what the
+    socket's own limit allows. Raises TypeError or ValueError for bad arguments, before anything is
+    received.
+    """
+    views = [words_of("addresses", addresses), words_of("sizes", sizes)]
+    begins, lengths = (view.tolist() for view in views)
+    if len(begins) != len(lengths):
+        raise ValueError(
+            f"addresses and sizes must have equal lengths, not {len(begins)} and {len(lengths)}"
+        )
+    if operator.index(pieces) < 1 or len(begins) % pieces:
+        raise ValueError(f"{len(begins)} pieces are no whole number of values of {pieces} pieces")
+    for at, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+        check_memory(f"addresses[{at}]: ", begin, length)
+    if not line:
+        raise ValueError("line is empty")
+    if operator.index(due) < 0:
+        raise ValueError(f"due must not be negative: {due}")
+    if until != until:
+        raise ValueError("until is not a number")
+    places = [
+        memoryview((ctypes.c_char * length).from_address(begin)).cast("B")
+        for begin, length in zip(begins, lengths, strict=True)
+    ]
+    values = [places[at : at + pieces] for at in range(0, len(places), pieces)]
+    reader = _Reader(fd, line, held, until)
+    num = 0
+    try:
+        while num < len(values) and reader.is_next():
+            num_ahead = min((len(values) - num - 1 + due) * LEAST_REPLY_BYTES, len(line))
+            late = reader.read_value(values[num], num_ahead)
+            num += 1
+            if late is not None:
+                raise late
+    except OSError as error:
+        return num, reader.rest, error.errno or errno.EIO
+    return num, reader.rest, 0
+
+
+class _Reader:
+    """rest: what has come and was not read."""
+
+    def __init__(self, fd: int, line: bytes, held: bytes, until: float) -> None:
+        self._fd = fd
+        self._line = line
+        self._until = until
+        self.rest = held
+
+    def is_next(self) -> bool:
+        """Whether a value comes next; its first line is gone then."""
+        while len(self.rest) < len(self._line) and self._line.startswith(self.rest):
+            more = bytearray(len(self._line) - len(self.rest))
+            num = self._receive([memoryview(more)])
+            self.rest += more[:num]
+        if not self.rest.startswith(self._line):
+            return False
+        self.rest = self.rest[len(self._line) :]
+        return True
+
+    def read_value(self, places: list[memoryview], num_ahead: int) -> OSError | None:
+        """The next one, and so many bytes behind its end. Returns what went wrong with those."""
+        parts = []
+        for place in places:
+            some = self.rest[: len(place)]
+            place[: len(some)] = some
+            self.rest = self.rest[len(some) :]
+            parts.append(place[len(some) :])
+        more = bytearray(max(0, len(END) + num_ahead - len(self.rest)))
+        parts.append(memoryview(more))
+        left, late = self._fill([part for part in parts if part])
+        self.rest += more[: max(0, len(more) - left)]
+        if not self.rest.startswith(END):
+            raise late or OSError(errno.EPROTO, "a value does not end where it should")
+        self.rest = self.rest[len(END) :]
+        return late
+
+    def _fill(self, parts: list[memoryview]) -> tuple[int, OSError | None]:
+        """How many bytes have not come, and why."""
+        while parts:
+            try:
+                num = self._receive(parts[:MOST_PARTS])
+            except OSError as error:
+                return sum(map(len, parts)), error
+            while parts and num >= len(parts[0]):
+                num -= len(parts.pop(0))
+            if num:
+                parts[0] = parts[0][num:]
+        return 0, None
+
+    def _receive(self, parts: list[memoryview]) -> int:
+        """Some bytes, one at least."""
+        if time.monotonic() >= self._until:
+            raise OSError(errno.ETIMEDOUT, "it took too long")
+        try:
+            num = os.readv(self._fd, parts)
+        except BlockingIOError:
+            raise OSError(errno.ETIMEDOUT, "it took too long") from None
+        if num == 0:
+            raise OSError(errno.ECONNRESET, "the server has closed the connection")
+        return num
