@@ -32,7 +32,7 @@ POLICIES = {"lru": None, "arc": None, "KvtierPolicy": "kvtier.connectors.vllm.pi
 CALLED = {"KvtierPolicy": OURS}
 TRACES = ("conversation", "agentic", "documents")
 STEP_BLOCKS = 16
-"""Stored at a time: 8,192 tokens, vLLM's usual step of a long prefill."""
+"""Stored at a time, where nothing else is said: 8,192 tokens, vLLM's usual step of a long prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class Row:
     trace: str
     policy: str
     share: float
+    step_blocks: int
     capacity_chunks: int
     hit_ratio: float
     refused_stores: int
@@ -51,7 +52,7 @@ class Row:
 # -- replay ----------------------------------------------------------------------------------------
 
 
-def replay(trace: Trace, policy: str, capacity: int) -> tuple[int, int]:
+def replay(trace: Trace, policy: str, capacity: int, step_blocks: int) -> tuple[int, int]:
     """Blocks that were hits, and stores that vLLM could not place."""
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
@@ -79,8 +80,8 @@ def replay(trace: Trace, policy: str, capacity: int) -> tuple[int, int]:
         num_hits += hits
         manager.prepare_load(keys[:hits], context)
         manager.complete_load(keys[:hits], context)
-        for first in range(hits, len(keys), STEP_BLOCKS):
-            output = manager.prepare_store(keys[first : first + STEP_BLOCKS], context)
+        for first in range(hits, len(keys), step_blocks):
+            output = manager.prepare_store(keys[first : first + step_blocks], context)
             if output is None:
                 num_refused += 1
             else:
@@ -89,15 +90,16 @@ def replay(trace: Trace, policy: str, capacity: int) -> tuple[int, int]:
     return num_hits, num_refused
 
 
-def measure(trace: Trace, policy: str, share: float) -> Row:
+def measure(trace: Trace, policy: str, share: float, step_blocks: int) -> Row:
     capacity = max(1, int(share * trace.num_unique))
     began = time.process_time()
-    hits, refused = replay(trace, policy, capacity)
+    hits, refused = replay(trace, policy, capacity, step_blocks)
     seconds = time.process_time() - began
     return Row(
         trace.name,
         CALLED.get(policy, policy),
         share,
+        step_blocks,
         capacity,
         hits / trace.num_refs,
         refused,
@@ -151,6 +153,9 @@ def main(arguments: list[str] | None = None) -> None:
         default=[0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4],
         help="capacities, as shares of the unique blocks",
     )
+    parser.add_argument(
+        "--step-blocks", type=int, default=STEP_BLOCKS, help="stored at a time (16)"
+    )
     parser.add_argument("--sessions", type=int, default=200, help="of the agentic trace (200)")
     parser.add_argument("--hours", type=float, default=2.3, help="that they begin in (2.3)")
     parser.add_argument("--seed", type=int, default=11, help="of their beginnings (11)")
@@ -167,7 +172,7 @@ def main(arguments: list[str] | None = None) -> None:
         traces.append(documents())
     with ProcessPoolExecutor(options.processes) as pool:
         jobs = [
-            pool.submit(measure, trace, policy, share)
+            pool.submit(measure, trace, policy, share, options.step_blocks)
             for trace in traces
             for share in options.shares
             for policy in options.policies

@@ -21,6 +21,10 @@ class List {
   const Item& operator[](std::uint32_t at) const { return *rows_.at<Item>(at, 0); }
   const Item& back() const { return (*this)[size_ - 1]; }
 
+  void prefetch(std::uint32_t at, std::uint32_t num) const {
+    rows_.prefetch(at, num * sizeof(Item));
+  }
+
   // As that of `Rows`.
   void reserve(std::size_t num) { rows_.reserve(num); }
   void push_back(const Item& item) {

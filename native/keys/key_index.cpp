@@ -69,24 +69,25 @@ void KeyIndex::enter(Index row, std::size_t column) {
 template <typename Tell>
 void KeyIndex::tell_of_prompt(std::span<const Key> keys, Tell&& tell) {
   names_.clear();
-  std::vector<Index> rows(keys.size());
-  std::vector<std::size_t> ends;  // of the places, in `rows`
+  asked_.resize(keys.size());
+  ends_.clear();
   known_.find(keys, [&](std::size_t i, Index row, std::uint64_t name) {
-    rows[i] = row;
+    asked_[i] = row;
     if (names_.empty() || name != names_.back()) {
       names_.push_back(name);
-      ends.push_back(i);
+      ends_.push_back(i);
     }
-    ends.back() = i + 1;
+    ends_.back() = i + 1;
   });
   for (const Order& order : orders_) {
     if (!order.learned) continue;
     found_.clear();
     std::size_t i = 0;
-    for (std::size_t at = 0; at < ends.size(); i = ends[at++]) {
+    for (std::size_t at = 0; at < ends_.size(); i = ends_[at++]) {
       Index place = kNone;
-      for (; i < ends[at] && place == kNone; ++i)
-        if (rows[i] != kNone && order.learned->has(rows[i])) place = order.learned->place(rows[i]);
+      for (; i < ends_[at] && place == kNone; ++i)
+        if (asked_[i] != kNone && order.learned->has(asked_[i]))
+          place = order.learned->place(asked_[i]);
       if (place == kNone && known_.has_groups()) place = order.learned->find(names_[at]);
       if (place == kNone) break;
       found_.push_back(place);

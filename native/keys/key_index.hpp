@@ -136,6 +136,8 @@ class KeyIndex {
   std::vector<Order> orders_;
   // Kept from call to call, to spare allocations.
   std::vector<policy::Key> names_;
+  std::vector<Index> asked_;       // rows of a prompt
+  std::vector<std::size_t> ends_;  // of its places, in `asked_`
   std::vector<Index> found_;
   std::vector<Index> leaving_;
 };

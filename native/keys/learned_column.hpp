@@ -65,6 +65,9 @@ class LearnedColumn final : private policy::Keeper {
  private:
   policy::Key key(Index place) const override { return known_.name(places_.row(place)); }
   bool may_leave(Index place, std::uint32_t num_gone) const override;
+  void prefetch(Index place) const override {
+    if (!known_.has_groups()) known_.rows().prefetch(places_.row(place));
+  }
 
   Standing& at(Index row) { return known_.rows().at(row, column_); }
   const Standing& at(Index row) const { return known_.rows().at(row, column_); }

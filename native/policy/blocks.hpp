@@ -39,9 +39,6 @@ class Blocks {
     return block < kElsewhere ? *rows_.at<Block>(block, 0) : elsewhere_[block - kElsewhere].block;
   }
   void reserve(std::size_t num_items) { rows_.reserve(num_items); }
-  void prefetch(Index block) const {
-    if (block < kElsewhere) rows_.prefetch(block, sizeof(Block));
-  }
   bool is_leaf(Index block) const { return (*this)[block].num_children == 0; }
   std::size_t size() const { return num_resident_; }
   std::size_t num_bytes() const { return rows_.num_bytes() + elsewhere_.num_bytes(); }

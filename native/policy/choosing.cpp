@@ -22,13 +22,11 @@ std::uint32_t RunPolicy::num_gone_behind(Index tail) const {
   return static_cast<std::uint32_t>(std::count(exposed_.begin(), exposed_.end(), tail));
 }
 
-// Whether nothing is behind what it has. Once somebody has looked the run alone tells.
-bool RunPolicy::ends_a_path(Index run) {
-  Run& it = runs_[run];
+// Whether nothing is behind what it has.
+bool RunPolicy::ends_a_path(Index run) const {
+  const Run& it = runs_[run];
   if (!it.is_resident()) return false;
-  if (it.tail_is == Tail::unseen)
-    runs_.set_tail(run, blocks_.is_leaf(it.tail) ? Tail::leaf : Tail::inside);
-  if (it.tail_is == Tail::leaf) return true;
+  if (!it.is_inside) return true;
   const std::uint32_t num_gone = num_gone_behind(it.tail);
   return num_gone > 0 && blocks_[it.tail].num_children == num_gone;
 }
@@ -36,7 +34,7 @@ bool RunPolicy::ends_a_path(Index run) {
 // Whether its keeper lets the last block go, where nothing is behind that.
 bool RunPolicy::is_let_go(Index run) const {
   const Run& it = runs_[run];
-  const std::uint32_t num_gone = it.tail_is == Tail::leaf ? 0 : num_gone_behind(it.tail);
+  const std::uint32_t num_gone = it.is_inside ? num_gone_behind(it.tail) : 0;
   return keeper_.may_leave(blocks_.item(it.tail), num_gone);
 }
 
@@ -66,9 +64,15 @@ Index RunPolicy::choose_among(const List<Resident>& residents) {
   const std::size_t num_wanted = decides_as_lru() ? 4 * kLooks : kLooks;
   std::array<Resident, kLooks> some;
   for (int round = 0; round < 4 && leaves_.size() < num_wanted; ++round) {
-    // What each look needs comes near while those before it are looked at. No step takes a way that
-    // depends on what is on its way still.
-    for (Resident& it : some) it = residents[random_.below(num)];
+    // What each look needs comes near while those before it are looked at; so does what the next
+    // round does, or the first one of the next choice. No step takes a way that depends on what is
+    // on its way still.
+    std::uint32_t at = random_.below(num);
+    residents.prefetch(random_.next_below(num), kLooks);
+    for (Resident& it : some) {
+      it = residents[at];
+      at = at + 1 < num ? at + 1 : 0;
+    }
     std::size_t num_some = 0;
     for (const Resident& it : some) {
       some[num_some] = it;
@@ -77,9 +81,12 @@ Index RunPolicy::choose_among(const List<Resident>& residents) {
     const std::span<const Resident> these(some.data(), num_some);
     for (const Resident& it : these) runs_.prefetch(it.run);
     for (const Resident& it : these)
-      if (runs_[it.run].tail_is == Tail::unseen) blocks_.prefetch(runs_[it.run].tail);
-    for (const Resident& it : these)
       if (leaves_.size() < num_wanted) look_at(it.run);
+    Index run = residents[0].run;
+    for (std::uint32_t next = random_.next_below(num), i = 0; i < kLooks && next < num; ++i, ++next) {
+      run = residents[next].is_inside ? run : residents[next].run;
+      runs_.prefetch(run);
+    }
   }
   if (const Index run = best_leaf(); run != kNone) return run;
   // Hardly any could: the path has them, or others hold them.

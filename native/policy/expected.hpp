@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "common/cells.hpp"
 #include "policy/numbers.hpp"
@@ -32,8 +33,8 @@ class Expected {
   }
 
   void add(Key key, Key before, Index run, std::uint64_t number, std::uint32_t at) {
-    remove(key);
-    if (entries_.size() == most_) remove(entries_[oldest_].key);
+    take(key);
+    if (entries_.size() == most_) take(entries_[oldest_].key);
     const auto low = static_cast<std::uint32_t>(number);
     const Index entry = entries_.add({key, before, run, low, at, newest_, kNone});
     (newest_ == kNone ? oldest_ : entries_[newest_].newer) = entry;
@@ -41,14 +42,16 @@ class Expected {
     cells_.insert(key, entry);
   }
 
-  void remove(Key key) {
-    const Index entry = find_entry(key);
-    if (entry == kNone) return;
-    const Entry& it = entries_[entry];
+  // It is not expected any more. What was known of it, if it was.
+  std::optional<Entry> take(Key key) {
+    const Index entry =
+        cells_.erase(key, [&](Index other) { return entries_[other].key == key; });
+    if (entry == kNone) return std::nullopt;
+    const Entry it = entries_[entry];
     (it.older == kNone ? oldest_ : entries_[it.older].newer) = it.newer;
     (it.newer == kNone ? newest_ : entries_[it.newer].older) = it.older;
-    cells_.erase(key, [entry](Index other) { return other == entry; });
     entries_.remove(entry);
+    return it;
   }
 
   std::size_t size() const { return entries_.size(); }

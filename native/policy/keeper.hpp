@@ -15,6 +15,8 @@ class Keeper {
   virtual Key key(Index item) const = 0;
   // Whether a resident item could leave now, were so many of its children in the tier gone.
   virtual bool may_leave(Index item, std::uint32_t num_gone) const = 0;
+  // What `key` and `may_leave` look at is wanted soon.
+  virtual void prefetch(Index) const {}
   // The resident item with this name, kNone where there is none.
   virtual Index find(Key key) const = 0;
 

@@ -102,7 +102,7 @@ class LiveQueues final : public Live {
   void entered(Key name, Index item, std::optional<Place> place, Index behind = kNone) override {
     if (!place) place = place_of(name, blocks_.number(behind));
     else place->parent = blocks_.number(place->parent);
-    expected_.remove(name);
+    expected_.take(name);
     const Index block = blocks_.add(place->parent, item);
     blocks_[block].run = queues_.enter(name, block, place->at);
   }

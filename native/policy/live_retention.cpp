@@ -64,6 +64,7 @@ Index LiveRuns::split(std::span<const Key> path, std::span<const Index> found, I
   front.mid = std::min(front.mid, at);
   front.tried = std::clamp(front.tried, front.mid, at);
   front.tail = front.is_resident() ? found[front.mid - 1] : kNone;
+  front.is_inside = is_inside(front.tail);
   front.ghost = kNone;
   Run& rest = runs_[run];
   runs_.take_front(run, at);

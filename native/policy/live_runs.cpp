@@ -54,9 +54,10 @@ void LiveRuns::settle(std::span<const Index> found) {
     const bool is_elsewhere = begins_run && run != kNone && runs_[run].lo != at;
     if (it.parent == before && !is_elsewhere) continue;
     leave_run(found[at]);
-    note_children(blocks_[found[at]].parent);
-    note_children(before);
+    const Index parent = it.parent;
     blocks_.hang_below(found[at], before);
+    note_children(parent);
+    note_children(before);
     run = kNone;
   }
 }
@@ -76,13 +77,16 @@ void LiveRuns::continues(std::span<const Key> names, Key before) {
   }
 }
 
+bool LiveRuns::is_of_a_run(const Expected::Entry& entry) const {
+  if (entry.run == kNone || !runs_.is_live(entry.run)) return false;
+  const Run& run = runs_[entry.run];
+  return static_cast<std::uint32_t>(run.number) == entry.number && entry.at < run.hi;
+}
+
 // Null where it is of no run.
 const Expected::Entry* LiveRuns::entry_of(Key name) const {
   const Expected::Entry* const entry = expected_.find(name);
-  if (entry == nullptr || entry->run == kNone || !runs_.is_live(entry->run)) return nullptr;
-  const Run& run = runs_[entry->run];
-  return static_cast<std::uint32_t>(run.number) == entry->number && entry->at < run.hi ? entry
-                                                                                      : nullptr;
+  return entry != nullptr && is_of_a_run(*entry) ? entry : nullptr;
 }
 
 // That of the block in front of the first of them, kNone where it is not resident.
@@ -102,8 +106,10 @@ Index LiveRuns::pass_over_next() {
   }
   passed_over_.push_back(run);
   Index in_front = runs_[run].tail;
-  for (std::uint32_t num = runs_[run].mid - runs_[run].lo; num > 0; --num)
+  for (std::uint32_t num = runs_[run].mid - runs_[run].lo; num > 0; --num) {
+    keeper_.prefetch(blocks_.item(in_front));  // it is about to leave
     in_front = blocks_[in_front].parent;
+  }
   exposed_.push_back(in_front);
   planned_.push_back({run, runs_[run].number});
   return run;
@@ -196,11 +202,11 @@ std::uint32_t LiveRuns::place_of(Index block) const {
 }
 
 void LiveRuns::entered(Key name, Index item, std::optional<Place> place, Index behind) {
-  const Expected::Entry* const entry = entry_of(name);
+  const std::optional<Expected::Entry> entry = expected_.take(name);
   Index run = kNone;
   Index parent = place ? blocks_.number(place->parent) : kNone;
   std::uint32_t at = place ? place->at : 0;
-  if (entry != nullptr) {
+  if (entry && is_of_a_run(*entry)) {
     const Run& it = runs_[entry->run];
     at = entry->at;
     if (!place && at > 0) {
@@ -209,23 +215,22 @@ void LiveRuns::entered(Key name, Index item, std::optional<Place> place, Index b
     }
     // Behind one that is missing it can't be of its run.
     if (at == it.mid && (at == it.lo || it.tail == parent)) run = entry->run;
-  } else if (const Expected::Entry* const known = expected_.find(name);
-             !place && known != nullptr && known->run == kNone) {
-    at = known->at;
-    if (at > 0) parent = find(known->before);
+  } else if (!place && entry && entry->run == kNone) {
+    at = entry->at;
+    if (at > 0) parent = find(entry->before);
   } else if (!place && behind != kNone) {
     parent = blocks_.number(behind);
     at = place_of(parent) + 1;
   }
-  expected_.remove(name);
   if (run == kNone && parent != kNone) {
     const Index its = blocks_[parent].run;
     const Run& above = runs_[its];
     if (above.tail == parent && above.mid == above.hi && above.mid == at) run = its;
   }
-  const Index block = add(parent, item);
+  const Index block = blocks_.add(parent, item);
   if (run == kNone) begin_run(block, at);
   else grow(run, block);
+  note_children(parent);
 }
 
 void LiveRuns::grow(Index run, Index block) {
@@ -299,7 +304,7 @@ void LiveRuns::leave_run(Index block) {
     std::uint32_t at = place_of(block);
     Run rest = it;
     ghosts_.drop(it.ghost, it.hi);
-    runs_.cut_off(run, at, parent);
+    runs_.cut_off(run, at, parent, is_inside(parent));
     if (++at < rest.mid) {
       rest.lo = at;
       rest.hi = rest.mid;

@@ -52,6 +52,7 @@ class LiveRuns final : public RunPolicy, public Live {
   std::uint32_t end_of_shared(std::span<const Index> found) const;
   Index split(std::span<const Key> path, std::span<const Index> found, Index run,
               std::uint32_t at);
+  bool is_of_a_run(const Expected::Entry& entry) const;
   const Expected::Entry* entry_of(Key name) const;
   std::uint32_t place_of(Index block) const;
   Index run_in_front_of(std::span<const Key> names) const;

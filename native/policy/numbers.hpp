@@ -25,8 +25,13 @@ class Random {
   explicit Random(std::uint64_t seed) : state_(seed) {}
 
   std::uint32_t below(std::uint32_t end) {
+    const std::uint32_t number = next_below(end);
     state_ += kStep;
-    return static_cast<std::uint32_t>((mixed(state_) >> 32) * end >> 32);
+    return number;
+  }
+  // What `below` will say.
+  std::uint32_t next_below(std::uint32_t end) const {
+    return static_cast<std::uint32_t>((mixed(state_ + kStep) >> 32) * end >> 32);
   }
 
  private:

@@ -11,6 +11,7 @@ namespace kvtier::policy {
 namespace {
 
 constexpr std::size_t kLessonEvery = 100;   // requests; twice as often at the beginning
+constexpr std::size_t kLessonShare = 256;   // of the runs, one in so many, where that is more
 constexpr std::size_t kMostWaiting = 4096;  // runs that a lesson looks at: more, and it takes some
 constexpr double kSizePower = 0.3;          // a run of n blocks counts n to the power of this
 constexpr std::size_t kHistory = 2;        // entries, in capacities
@@ -35,7 +36,7 @@ RunPolicy::RunPolicy(std::size_t capacity, std::uint64_t seed, double doubles_at
       keeper_(keeper),
       random_(seed),
       guard_(capacity),
-      runs_(capacity),
+      runs_(capacity, seed),
       next_lesson_(kLessonEvery / 2) {
   set_doubling(doubles_at_blocks);
   for (std::size_t num = 0; num < weights_.size(); ++num) weights_[num] = std::pow(num, kSizePower);
@@ -70,7 +71,9 @@ void RunPolicy::begin(std::span<const Key> path, std::span<const Index> found, d
   runs_.expire(now);
   if (num_requests_ >= next_lesson_) {
     learn();
-    next_lesson_ += num_requests_ < 4 * kLessonEvery ? kLessonEvery / 2 : kLessonEvery;
+    next_lesson_ += num_requests_ < 4 * kLessonEvery
+                        ? kLessonEvery / 2
+                        : std::max(kLessonEvery, runs_.size() / kLessonShare);
   }
   ++num_requests_;
   compare(path, found);
@@ -238,7 +241,11 @@ Index RunPolicy::drop_tail(Index run) {
   const Index item = blocks_.item(block);
   const std::uint32_t at = it.mid - 1;
   if (it.keeps_key(at)) ghosts_.add(run, it.ghost, keeper_.key(item), at);
-  runs_.shorten(run, remove(block));
+  const Index in_front = remove(block);
+  runs_.shorten(run, in_front, is_inside(in_front));
+  // The next one mostly leaves with it.
+  if (it.is_resident() && it.keeps_key(at - 1))
+    ghosts_.prefetch(keeper_.key(blocks_.item(it.tail)));
   return item;
 }
 
@@ -253,6 +260,7 @@ void RunPolicy::keep_runs(std::span<const Key> path, std::span<const Index> resi
     made.hi = part.hi;
     made.stride = std::max(1U, (part.hi - part.lo) / kKeysOfGhost);
     made.tail = made.is_resident() ? resident[made.mid - 1] : kNone;
+    made.is_inside = is_inside(made.tail);
     made.ghost = kNone;
     made.tried = tries_all ? made.hi : made.mid;
     made.cls = part.cls;
@@ -323,8 +331,7 @@ void RunPolicy::check() const {
   for (Index run = 0; run < runs_.end(); ++run) {
     if (!runs_.is_live(run)) continue;
     const Run& it = runs_[run];
-    promise(!it.is_resident() || it.tail_is == Tail::unseen ||
-                (it.tail_is == Tail::leaf) == blocks_.is_leaf(it.tail),
+    promise(!it.is_resident() || it.is_inside == is_inside(it.tail),
             "runs: the last block is taken for another kind");
     promise((it.ghost != kNone) == (it.hi > it.mid), "runs: a ghost is lost");
     num_keys += ghosts_.num_keys(it.ghost);

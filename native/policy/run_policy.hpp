@@ -76,8 +76,9 @@ class RunPolicy {
   void keep_runs(std::span<const Key> path, std::span<const Index> resident, bool tries_all);
 
   Index add(Index parent, Index item) {
+    const Index block = blocks_.add(parent, item);
     note_children(parent);
-    return blocks_.add(parent, item);
+    return block;
   }
   // One block leaves, unless the least is worth more than a new one's gain allows. Returns its
   // item, kNone where none leaves.
@@ -103,16 +104,18 @@ class RunPolicy {
   // together.
   double worth(std::uint32_t lo, std::uint32_t hi) const;
   double value(const Run& run) { return model_.value(run.cls, age(run)) * worth(run.lo, run.mid); }
-  bool may_shrink(Index run) { return ends_a_path(run) && is_let_go(run); }
-  // A block gets a child, or loses one.
+  bool may_shrink(Index run) const { return ends_a_path(run) && is_let_go(run); }
+  bool is_inside(Index block) const { return block != kNone && !blocks_.is_leaf(block); }
+  // A block has got a child, or lost one.
   void note_children(Index block) {
-    if (block != kNone && blocks_[block].run != kNone)
-      runs_.set_tail(blocks_[block].run, Tail::unseen);
+    const Index run = block == kNone ? kNone : blocks_[block].run;
+    if (run != kNone && runs_[run].tail == block) runs_.set_inside(run, is_inside(block));
   }
   // Returns its parent.
   Index remove(Index block) {
-    note_children(blocks_[block].parent);
-    return blocks_.remove(block);
+    const Index parent = blocks_.remove(block);
+    note_children(parent);
+    return parent;
   }
 
   std::size_t capacity_;
@@ -147,7 +150,7 @@ class RunPolicy {
   void cut(std::span<const Key> path, std::span<const Index> found);
   void name_parts(std::size_t num_asked);
   std::uint32_t num_gone_behind(Index tail) const;
-  bool ends_a_path(Index run);
+  bool ends_a_path(Index run) const;
   bool is_let_go(Index run) const;
   bool is_passed_over(Index run) const;
   bool may_end_a_path(const Resident& resident) const;

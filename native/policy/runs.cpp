@@ -1,5 +1,7 @@
 #include "policy/runs.hpp"
 
+#include <utility>
+
 #include "policy/promise.hpp"
 
 namespace kvtier::policy {
@@ -9,7 +11,6 @@ Index Runs::add(Run run) {
   run.older = newest_;
   run.newer = kNone;
   run.place = kNone;
-  run.tail_is = Tail::unseen;
   const Index made = pool_.add(run);
   (newest_ == kNone ? oldest_ : pool_[newest_].newer) = made;
   newest_ = made;
@@ -60,18 +61,18 @@ void Runs::forget_ghost(Index run) {
   it.hi = it.mid;
 }
 
-void Runs::shorten(Index run, Index new_tail) {
+void Runs::shorten(Index run, Index new_tail, bool is_inside) {
   Run& it = pool_[run];
   it.tail = new_tail;
-  set_tail(run, Tail::unseen);
   --it.mid;
-  if (!it.is_resident()) unlist(run);
+  if (it.is_resident()) set_inside(run, is_inside);
+  else unlist(run);
 }
 
 void Runs::grow(Index run, Index new_tail) {
   Run& it = pool_[run];
   it.tail = new_tail;
-  set_tail(run, Tail::unseen);
+  set_inside(run, false);
   it.tried = std::max(it.tried, ++it.mid);
   if (it.place == kNone) list(run);
   if (it.mid <= it.hi) return;
@@ -81,20 +82,19 @@ void Runs::grow(Index run, Index new_tail) {
   narrow();
 }
 
-void Runs::cut_off(Index run, std::uint32_t end, Index new_tail) {
+void Runs::cut_off(Index run, std::uint32_t end, Index new_tail, bool is_inside) {
   Run& it = pool_[run];
   if (is_in_window(it)) num_in_window_ -= it.hi - end;
   it.hi = it.mid = end;
   it.tail = new_tail;
-  set_tail(run, Tail::unseen);
+  set_inside(run, is_inside);
 }
 
-void Runs::set_tail(Index run, Tail tail) {
+void Runs::set_inside(Index run, bool is_inside) {
   Run& it = pool_[run];
-  const bool is_inside = tail == Tail::inside;
-  if (it.place != kNone && is_inside != (it.tail_is == Tail::inside))
-    residents_[level(run)][it.place].is_inside = is_inside;
-  it.tail_is = tail;
+  if (it.is_inside == is_inside) return;
+  it.is_inside = is_inside;
+  if (it.place != kNone) residents_[level(run)][it.place].is_inside = is_inside;
 }
 
 bool Runs::would_be_kept(Index run, std::uint32_t at) const {
@@ -158,9 +158,12 @@ void Runs::expire(double now) {
 
 void Runs::list(Index run) {
   List<Resident>& residents = residents_[level(run)];
-  Run& it = pool_[run];
-  it.place = residents.size();
-  residents.push_back({run, it.tail_is == Tail::inside});
+  const std::uint32_t end = residents.size();
+  residents.push_back({run, pool_[run].is_inside});
+  const Index place = random_.below(end + 1);
+  std::swap(residents[place], residents[end]);
+  pool_[residents[end].run].place = end;
+  pool_[run].place = place;
 }
 
 void Runs::unlist(Index run) {
@@ -188,7 +191,7 @@ void Runs::check() const {
     if (it.place != kNone) {
       const Resident& listed = residents_[level(run)][it.place];
       promise(listed.run == run, "runs: listed elsewhere");
-      promise(listed.is_inside == (it.tail_is == Tail::inside), "runs: listed as another kind");
+      promise(listed.is_inside == it.is_inside, "runs: listed as another kind");
     }
     num_said += retention(run) != Retention{};
     num_retained += level(run) != kUsual;

@@ -7,18 +7,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "policy/numbers.hpp"
 #include "policy/pool.hpp"
 #include "policy/retention.hpp"
 #include "policy/reuse.hpp"
 
 namespace kvtier::policy {
-
-// What is known of the last resident block of a run, to look at fewer blocks.
-enum class Tail : std::uint16_t {
-  unseen,
-  leaf,
-  inside,  // it has resident children
-};
 
 // Blocks lo .. hi - 1 of one request's path, all of one class. They leave from the end:
 //
@@ -38,8 +32,8 @@ struct Run {
   Index place;         // among those with resident blocks, kNone where it has none
   Index ghost;         // kNone where no key is kept
   std::uint32_t tried;  // LRU had what lies before this place: it was here, or was not let in
-  ReuseModel::Class cls : 14;
-  Tail tail_is : 2;
+  ReuseModel::Class cls : 15;
+  ReuseModel::Class is_inside : 1;  // the tail has resident children
   std::uint16_t num_uses;
 
   bool is_resident() const { return mid > lo; }
@@ -52,7 +46,7 @@ static_assert(sizeof(Run) == 64);
 // who looks for what may leave need not look at those.
 struct Resident {
   Index run : 31;
-  Index is_inside : 1;  // its tail is
+  Index is_inside : 1;
 };
 static_assert(sizeof(Resident) == sizeof(Index));
 
@@ -60,7 +54,8 @@ static_assert(sizeof(Resident) == sizeof(Index));
 // hold that evicts the least recently used: the latest runs.
 class Runs {
  public:
-  explicit Runs(std::size_t capacity) : capacity_(capacity) {}
+  // seed: of the order in which those with resident blocks are listed.
+  Runs(std::size_t capacity, std::uint64_t seed) : capacity_(capacity), random_(seed) {}
 
   Run& operator[](Index run) { return pool_[run]; }
   const Run& operator[](Index run) const { return pool_[run]; }
@@ -86,21 +81,23 @@ class Runs {
   // The first blocks of it are another run's now, or the last ones are forgotten.
   void take_front(Index run, std::uint32_t to);
   void forget_ghost(Index run);
-  // The last resident block is one no more.
-  void shorten(Index run, Index new_tail);
-  // The next block is resident: one that has left or was expected, or one more at the end.
+  // The last resident block is one no more. is_inside: the one in front of it is.
+  void shorten(Index run, Index new_tail, bool is_inside);
+  // The next block is resident: one that has left or was expected, or one more at the end. Nothing is
+  // behind it.
   void grow(Index run, Index new_tail);
-  // What somebody has seen of the last resident block, or that it may be otherwise by now.
-  void set_tail(Index run, Tail tail);
+  // Whether the last resident block has children.
+  void set_inside(Index run, bool is_inside);
   // The end is another run's now; what has left is not part of it any more.
-  void cut_off(Index run, std::uint32_t end, Index new_tail);
+  void cut_off(Index run, std::uint32_t end, Index new_tail, bool is_inside);
 
   // The one that was used last, kNone where there is none.
   Index newest() const { return newest_; }
   // Runs since the beginning; the number of the newest.
   std::uint64_t num_made() const { return num_made_; }
 
-  // Runs of a level with resident blocks, in any order.
+  // Runs of a level with resident blocks, in an order that is left to chance: neighbours are as good
+  // a sample of all as any.
   const List<Resident>& residents(std::size_t level) const { return residents_[level]; }
 
   // What was said of a run. It is kept beside the runs, so that it costs nothing where nobody says
@@ -158,6 +155,7 @@ class Runs {
   void await_end(Index run);
 
   std::size_t capacity_;
+  Random random_;
   Pool<Run> pool_;
   std::array<List<Resident>, kNumLevels> residents_;
   std::vector<Heard> said_;  // by run, as far as anything was said

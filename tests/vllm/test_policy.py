@@ -273,7 +273,7 @@ def test_prefix_that_a_request_has_loaded_outlives_what_it_stores() -> None:
 def test_benchmark_counts_hits_and_compares() -> None:
     chains = [[0, 1, 2], [3, 4], [0, 1, 5], [3, 4]] * 3
     trace = Trace("a trace", [0.0] * 12, [np.array(chain, np.uint64) for chain in chains])
-    rows = [benchmark.measure(trace, policy, 1.0) for policy in benchmark.POLICIES]
+    rows = [benchmark.measure(trace, policy, 1.0, 16) for policy in benchmark.POLICIES]
     found = {row.policy: row for row in rows}
     assert found["lru"].capacity_chunks == trace.num_unique == 6
     # All but the first of each fit: 6 of the first four requests are new.

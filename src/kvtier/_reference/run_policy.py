@@ -17,6 +17,7 @@ from kvtier._reference.reuse_model import ReuseModel, Waiting
 from kvtier._reference.runs import Block, Run, Runs
 
 LESSON_EVERY = 100
+LESSON_SHARE = 256
 MOST_WAITING = 4096
 MOST_SEARCHED = 1 << 16
 SIZE_POWER = 0.3
@@ -70,7 +71,7 @@ class RunPolicy:
         self._random = Random(seed)
         self._model = ReuseModel()
         self.num_blocks = 0
-        self._runs = Runs(capacity)
+        self._runs = Runs(capacity, seed)
         self._ghosts: dict[int, tuple[Run, int]] = {}
         self._ghost_order: OrderedDict[Run, None] = OrderedDict()
         self._now = 0.0
@@ -101,7 +102,8 @@ class RunPolicy:
         if self._num_requests >= self._next_lesson:
             self._model.learn(self._waiting())
             is_new = self._num_requests < 4 * LESSON_EVERY
-            self._next_lesson += LESSON_EVERY // 2 if is_new else LESSON_EVERY
+            most = max(LESSON_EVERY, len(self._runs) // LESSON_SHARE)
+            self._next_lesson += LESSON_EVERY // 2 if is_new else most
         self._num_requests += 1
         self._compare(path, found)
         self._cut(path, found)
@@ -281,7 +283,9 @@ class RunPolicy:
         num_wanted = 4 * LOOKS if self._decides_as_lru() else LOOKS
         for _ in range(4):
             if len(leaves) < num_wanted:
-                leaves += self._leaves([residents[self._random.below(num)] for _ in range(LOOKS)])
+                first = self._random.below(num)
+                some = [residents[at % num] for at in range(first, first + LOOKS)]
+                leaves += self._leaves(some)
         best = self._best(leaves[:num_wanted])
         if best is not None:
             return best

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import inf
 
+from kvtier._reference.chance import Random
 from kvtier._reference.retention import NOTHING, NUM_LEVELS, USUAL, Retention
 
 
@@ -79,8 +80,9 @@ class Run:
 class Runs:
     """All runs, in the order of their use."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, seed: int) -> None:
         self._capacity = capacity
+        self._random = Random(seed)
         self.by_slot: list[Run | None] = []
         self._free: list[int] = []
         self.residents: list[list[Run]] = [[] for _ in range(NUM_LEVELS)]
@@ -223,8 +225,12 @@ class Runs:
 
     def _list(self, run: Run) -> None:
         residents = self.residents[run.level]
-        run.place = len(residents)
         residents.append(run)
+        end = len(residents) - 1
+        run.place = self._random.below(end + 1)
+        residents[run.place], residents[end] = run, residents[run.place]
+        residents[end].place = end
+        residents[run.place].place = run.place
 
     def _unlist(self, run: Run) -> None:
         if run.place < 0:
