@@ -32,7 +32,7 @@ POLICIES = {"lru": None, "arc": None, "KvtierPolicy": "kvtier.connectors.vllm.pi
 CALLED = {"KvtierPolicy": OURS}
 TRACES = ("conversation", "agentic", "documents")
 STEP_BLOCKS = 16
-"""Stored at a time, where nothing else is said: 8,192 tokens, vLLM's usual step of a long prefill."""
+"""Stored at a time, unless something else is said: 8,192 tokens, vLLM's usual step of a prefill."""
 
 
 @dataclass(frozen=True, slots=True)

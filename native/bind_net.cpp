@@ -1,13 +1,17 @@
 // Binding of what is received. Arguments are checked here and trusted inside.
 #include <nanobind/stl/tuple.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <string_view>
 #include <tuple>
+#include <utility>
 
 #include "arrays.hpp"
 #include "bind.hpp"
+#include "checksums.hpp"
 #include "errors.hpp"
 #include "net/receive_values.hpp"
 
@@ -20,10 +24,10 @@ std::string_view content_of(const nb::bytes& held) {
   return {static_cast<const char*>(held.data()), held.size()};
 }
 
-std::tuple<std::size_t, nb::bytes, int> receive_values(int fd, nb::bytes line, nb::bytes held,
-                                                       nb::handle addresses, nb::handle sizes,
-                                                       long long pieces, long long due,
-                                                       double until) {
+std::tuple<Checksums, nb::bytes, int> receive_values(int fd, nb::bytes line, nb::bytes held,
+                                                     nb::handle addresses, nb::handle sizes,
+                                                     long long pieces, long long heads,
+                                                     long long due, double until) {
   const Words address("addresses", addresses);
   const Words size("sizes", sizes);
   if (address.size() != size.size())
@@ -32,6 +36,8 @@ std::tuple<std::size_t, nb::bytes, int> receive_values(int fd, nb::bytes line, n
   if (pieces < 1 || address.size() % static_cast<std::uint64_t>(pieces) != 0)
     fail(PyExc_ValueError, "%zu pieces are no whole number of values of %lld pieces",
          address.size(), pieces);
+  if (heads < 0 || heads > pieces)
+    fail(PyExc_ValueError, "heads must be between 0 and pieces=%lld, not %lld", pieces, heads);
   for (std::size_t i = 0; i < address.size(); ++i)
     if (!lies_in_memory(address.data()[i], size.data()[i]))
       fail(PyExc_ValueError, "addresses[%zu]: %llu bytes at address %llu do not lie in memory", i,
@@ -41,7 +47,8 @@ std::tuple<std::size_t, nb::bytes, int> receive_values(int fd, nb::bytes line, n
   if (due < 0) fail(PyExc_ValueError, "due must not be negative: %lld", due);
   if (std::isnan(until)) fail(PyExc_ValueError, "until is not a number");
   const auto num_pieces = static_cast<std::size_t>(pieces);
-  const net::Places places{address.data(), size.data(), address.size() / num_pieces, num_pieces};
+  const net::Places places{address.data(), size.data(), address.size() / num_pieces, num_pieces,
+                           static_cast<std::size_t>(heads)};
   net::Received found;
   {
     const nb::gil_scoped_release others_may_run;
@@ -50,7 +57,11 @@ std::tuple<std::size_t, nb::bytes, int> receive_values(int fd, nb::bytes line, n
                                  static_cast<std::size_t>(due), until);
     });
   }
-  return {found.num, nb::bytes(found.rest.data(), found.rest.size()), found.error};
+  const std::size_t num = found.crcs.size();
+  auto crcs = std::make_unique<std::uint32_t[]>(num);
+  std::copy(found.crcs.begin(), found.crcs.end(), crcs.get());
+  return {owned(std::move(crcs), num), nb::bytes(found.rest.data(), found.rest.size()),
+          found.error};
 }
 
 }  // namespace
@@ -58,11 +69,11 @@ std::tuple<std::size_t, nb::bytes, int> receive_values(int fd, nb::bytes line, n
 void bind_net(nb::module_& module) {
   module.def("receive_values", &receive_values, nb::arg("fd"), nb::arg("line"), nb::arg("held"),
              nb::arg("addresses").none(), nb::arg("sizes").none(), nb::arg("pieces"),
-             nb::arg("due"), nb::arg("until"),
+             nb::arg("heads"), nb::arg("due"), nb::arg("until"),
              nb::sig("def receive_values(fd: int, line: bytes, held: bytes, "
-                     "addresses: NDArray[uint64], sizes: NDArray[uint64], pieces: int, due: int, "
-                     "until: float) -> tuple[int, bytes, int]"),
-             "Receive values that begin with this line, each to its pieces.");
+                     "addresses: NDArray[uint64], sizes: NDArray[uint64], pieces: int, heads: int, "
+                     "due: int, until: float) -> tuple[NDArray[uint32], bytes, int]"),
+             "Receive values that begin with this line, each to its pieces; the crc32c of each.");
 }
 
 }  // namespace kvtier

@@ -10,7 +10,10 @@
 #include <climits>
 #include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
+
+#include "crc/crc32c.hpp"
 
 namespace kvtier::net {
 namespace {
@@ -19,6 +22,7 @@ constexpr std::string_view kEnd = "\r\n";
 constexpr std::size_t kLeastReply = 4;  // bytes: nothing is shorter that comes where a value is due
 constexpr double kLeastShare = 0.75;    // of what a call may take, while so much time is left
 constexpr double kLeastWaitS = 0.001;
+constexpr std::size_t kStepBytes = std::size_t{128} << 10;  // stay in a cache until they are checked
 #ifdef IOV_MAX
 constexpr std::size_t kMostParts = IOV_MAX;
 #else
@@ -41,7 +45,7 @@ class Line {
     while (limit()) {
       msghdr message{};
       message.msg_iov = parts;
-      message.msg_iovlen = std::min(num_parts, kMostParts);
+      message.msg_iovlen = num_parts;
       const ssize_t num = recvmsg(fd_, &message, whole ? MSG_WAITALL : 0);
       if (num > 0) return static_cast<std::size_t>(num);
       if (num < 0 && errno == EINTR) continue;
@@ -82,13 +86,13 @@ class Reader {
       : socket_(fd, until), line_(line), rest_(held), places_(places), num_due_(num_due) {}
 
   Received read() {
-    std::size_t num = 0;
-    while (num < places_.num_values && socket_.error == 0 && is_next()) {
-      const std::size_t num_behind = places_.num_values - num - 1 + num_due_;
-      if (!read_value(num, std::min(num_behind * kLeastReply, line_.size()))) break;
-      ++num;
+    std::vector<std::uint32_t> crcs;
+    while (crcs.size() < places_.num_values && socket_.error == 0 && is_next()) {
+      const std::size_t num_behind = places_.num_values - crcs.size() - 1 + num_due_;
+      if (!read_value(crcs.size(), std::min(num_behind * kLeastReply, line_.size()))) break;
+      crcs.push_back(crc_);
     }
-    return {num, std::move(rest_), socket_.error};
+    return {std::move(crcs), std::move(rest_), socket_.error};
   }
 
  private:
@@ -104,22 +108,25 @@ class Reader {
   // The next value, and `num_ahead` bytes behind its end, which may fail where the value does not.
   bool read_value(std::size_t number, std::size_t num_ahead) {
     std::size_t held = 0;
+    crc_ = 0;
     parts_.clear();
     for (std::size_t i = 0; i < places_.num_pieces; ++i) {
       const std::size_t at = number * places_.num_pieces + i;
-      auto* const begin = reinterpret_cast<char*>(places_.address[at]);
-      const std::size_t size = places_.size[at];
-      const std::size_t some = std::min(size, rest_.size() - held);
-      if (some > 0) std::memcpy(begin, rest_.data() + held, some);
+      Part part{reinterpret_cast<std::byte*>(places_.address[at]), places_.size[at],
+                i >= places_.num_heads};
+      const std::size_t some = std::min(part.left, rest_.size() - held);
+      if (some > 0) std::memcpy(part.begin, rest_.data() + held, some);
       held += some;
-      if (some < size) parts_.push_back({begin + some, size - some});
+      fill(part, some);
+      if (part.left > 0) parts_.push_back(part);
     }
     rest_.erase(0, held);
     const std::size_t num_held = rest_.size();
     const std::size_t num_wanted = std::max(num_held, kEnd.size() + num_ahead);
     rest_.resize(num_wanted);
-    parts_.push_back({rest_.data() + num_held, num_wanted - num_held});
-    if (!receive_parts()) rest_.resize(num_wanted - parts_.back().iov_len);
+    auto* const behind = reinterpret_cast<std::byte*>(rest_.data() + num_held);
+    if (num_wanted > num_held) parts_.push_back({behind, num_wanted - num_held, false});
+    if (!receive_parts()) rest_.resize(num_wanted - parts_.back().left);
     if (!rest_.starts_with(kEnd)) {
       if (socket_.error == 0) socket_.error = EPROTO;
       return false;
@@ -128,23 +135,36 @@ class Reader {
     return true;
   }
 
+  // What is to be filled still.
+  struct Part {
+    std::byte* begin;
+    std::size_t left;
+    bool is_checked;
+  };
+
+  // So many of its bytes are there.
+  void fill(Part& part, std::size_t num) {
+    if (part.is_checked && num > 0) crc_ = crc::crc32c(part.begin, num, crc_);
+    part.begin += num;
+    part.left -= num;
+  }
+
   bool receive_parts() {
-    std::size_t first = 0;
-    while (first < parts_.size()) {
-      iovec& part = parts_[first];
-      if (part.iov_len == 0) {
-        ++first;
-        continue;
+    for (std::size_t first = 0; first < parts_.size();) {
+      step_.clear();
+      std::size_t left = kStepBytes;
+      for (std::size_t at = first; at < parts_.size() && left > 0 && step_.size() < kMostParts; ++at) {
+        const std::size_t some = std::min(left, parts_[at].left);
+        step_.push_back({parts_[at].begin, some});
+        left -= some;
       }
-      std::size_t num = socket_.receive(&part, parts_.size() - first, true);
+      std::size_t num = socket_.receive(step_.data(), step_.size(), true);
       if (num == 0) return false;
       while (num > 0) {
-        iovec& next = parts_[first];
-        const std::size_t some = std::min(num, next.iov_len);
-        next.iov_base = static_cast<char*>(next.iov_base) + some;
-        next.iov_len -= some;
+        const std::size_t some = std::min(num, parts_[first].left);
+        fill(parts_[first], some);
         num -= some;
-        if (next.iov_len == 0) ++first;
+        if (parts_[first].left == 0) ++first;
       }
     }
     return true;
@@ -164,7 +184,9 @@ class Reader {
   std::string rest_;  // has come and was not read
   const Places& places_;
   std::size_t num_due_;
-  std::vector<iovec> parts_;
+  std::vector<Part> parts_;
+  std::vector<iovec> step_;  // those that a call of the system's is for
+  std::uint32_t crc_ = 0;    // of the value that comes
 };
 
 }  // namespace

@@ -321,7 +321,7 @@ class Hostile:
         elif name == "crc32c_many":
             arguments = [src, sizes, 2]
         elif name == "receive_values":  # from no socket, so that nothing comes
-            arguments = [-1, b"$9\r\n", b"", dst, sizes, 3, 0, 1.0]
+            arguments = [-1, b"$9\r\n", b"", dst, sizes, 3, 1, 0, 1.0]
         elif name == "rows":
             width = self.random.randrange(9)
             rows = self.arena[: 8 * 9].reshape(8, 9)[:: self.random.choice((1, -1, 3)), :width]

@@ -16,9 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier import _hot
 from kvtier._reference.receive import receive_values as reference_receive_values
 
-Receive = Callable[..., tuple[int, bytes, int]]
+Receive = Callable[..., tuple[npt.NDArray[np.uint32], bytes, int]]
 UNTOUCHED = 0xEE
 SOON_S = 30.0
 REPLIES = (b"$-1\r\n", b"-E\r\n", b"$0\r\n\r\n", b"+OK\r\n", b":12\r\n", b"*1\r\n$1\r\nx\r\n")
@@ -32,6 +33,19 @@ def receive_values(request: pytest.FixtureRequest) -> Receive:
     native = pytest.importorskip("kvtier._native", reason="the native core is not built")
     function: Receive = native.receive_values
     return function
+
+
+def received(
+    function: Receive, line: socket.socket, places: Places, held: bytes, due: int, until: float
+) -> tuple[int, bytes, int]:
+    """How many values have come, the rest and the error; checksums are those of what has come."""
+    heads = len(places.sizes) // 2
+    crcs, rest, error = function(
+        line.fileno(), line_of(places.num_bytes), held, *places.arguments, heads, due, until
+    )
+    assert crcs.dtype == np.uint32
+    assert crcs.tolist() == [places.crc(at, heads) for at in range(len(crcs))]
+    return len(crcs), rest, error
 
 
 @contextmanager
@@ -75,6 +89,11 @@ class Places:
         row, ends = self._rows[at], self._shifts + self.sizes
         pieces = zip(self._shifts.tolist(), ends.tolist(), strict=True)
         return b"".join(row[begin:end].tobytes() for begin, end in pieces)
+
+    def crc(self, at: int, heads: int) -> int:
+        """Of a value without its first pieces."""
+        content = np.frombuffer(self.value(at)[int(self.sizes[:heads].sum()) :] or b"-", np.uint8)
+        return _hot.crc32c(content.ctypes.data, int(self.sizes[heads:].sum()))
 
     def num_touched(self) -> int:
         return int((self._rows != UNTOUCHED).sum())
@@ -123,14 +142,7 @@ def test_values_come_to_their_places_and_what_follows_is_left(
     ends = sorted({0, len(left), *(cut for cut in cuts if cut < len(left))})
     with sending(*(left[first:end] for first, end in pairwise(ends))) as line:
         due = max(0, len(behind) - 1)
-        found = receive_values(
-            line.fileno(),
-            line_of(places.num_bytes),
-            held,
-            *places.arguments,
-            due,
-            time.monotonic() + SOON_S,
-        )
+        found = received(receive_values, line, places, held, due, time.monotonic() + SOON_S)
         num, rest, error = found
         assert (num, error) == (num_good, 0)
         assert [places.value(at) for at in range(num)] == values
@@ -144,7 +156,7 @@ def test_value_of_another_length_is_left(receive_values: Receive) -> None:
     other = reply_of(value_of(1, 41))
     with sending(other) as line:
         until = time.monotonic() + SOON_S
-        found = receive_values(line.fileno(), line_of(40), b"", *places.arguments, 0, until)
+        found = received(receive_values, line, places, b"", 0, until)
         assert found[::2] == (0, 0)
         assert found[1] + rest_of(line, len(other) - len(found[1])) == other
     assert places.num_touched() == 0
@@ -155,7 +167,7 @@ def test_nothing_is_asked_of_the_server_that_it_will_not_send(receive_values: Re
     places = Places(2, [3])
     with sending(reply_of(b"abc") + reply_of(b"def") + b"$-1\r\n") as line:
         until = time.monotonic() + SOON_S
-        found = receive_values(line.fileno(), line_of(3), b"", *places.arguments, 1, until)
+        found = received(receive_values, line, places, b"", 1, until)
         assert found[::2] == (2, 0)
         assert found[1] + rest_of(line, 5 - len(found[1])) == b"$-1\r\n"
 
@@ -168,7 +180,7 @@ def test_what_comes_too_late_is_not_waited_for(receive_values: Receive) -> None:
             socket.SOL_SOCKET, socket.SO_RCVTIMEO, np.array([0, 200_000], "l").tobytes()
         )
         until = time.monotonic() + 0.35
-        num, _, error = receive_values(line.fileno(), line_of(5), b"", *places.arguments, 0, until)
+        num, _, error = received(receive_values, line, places, b"", 0, until)
     assert (num, error) == (1, errno.ETIMEDOUT)
     assert places.value(0) == b"there"
 
@@ -176,9 +188,7 @@ def test_what_comes_too_late_is_not_waited_for(receive_values: Receive) -> None:
 def test_time_that_is_over_is_over(receive_values: Receive) -> None:
     with sending(reply_of(b"abc")) as line:
         places = Places(1, [3])
-        found = receive_values(
-            line.fileno(), line_of(3), b"", *places.arguments, 0, time.monotonic() - 1
-        )
+        found = received(receive_values, line, places, b"", 0, time.monotonic() - 1)
     assert found == (0, b"", errno.ETIMEDOUT)
     assert places.num_touched() == 0
 
@@ -188,7 +198,7 @@ def test_server_that_hangs_up(receive_values: Receive, cut: int) -> None:
     places = Places(2, [4])
     with sending(reply_of(b"gone") + reply_of(b"away")[:cut], is_open=False) as line:
         until = time.monotonic() + SOON_S
-        found = receive_values(line.fileno(), line_of(4), b"", *places.arguments, 0, until)
+        found = received(receive_values, line, places, b"", 0, until)
     assert found[::2] == (1, errno.ECONNRESET)
     assert places.value(0) == b"gone"
 
@@ -197,7 +207,7 @@ def test_value_that_does_not_end_where_it_should(receive_values: Receive) -> Non
     places = Places(2, [2])
     with sending(b"$2\r\nokxx" + reply_of(b"no")) as line:
         until = time.monotonic() + SOON_S
-        found = receive_values(line.fileno(), line_of(2), b"", *places.arguments, 0, until)
+        found = received(receive_values, line, places, b"", 0, until)
     assert found[::2] == (0, errno.EPROTO)
 
 
@@ -206,16 +216,25 @@ def test_more_pieces_than_the_system_takes_at_a_time(receive_values: Receive) ->
     values = [value_of(number, places.num_bytes) for number in range(2)]
     with sending(*map(reply_of, values)) as line:
         until = time.monotonic() + SOON_S
-        line_wanted = line_of(places.num_bytes)
-        found = receive_values(line.fileno(), line_wanted, b"", *places.arguments, 0, until)
+        found = received(receive_values, line, places, b"", 0, until)
     assert found == (2, b"", 0)
+    assert [places.value(at) for at in range(2)] == values
+
+
+def test_large_values_come_a_step_at_a_time(receive_values: Receive) -> None:
+    places = Places(2, [96, 300_001, 150_000])
+    values = [value_of(number, 4096) * 110 for number in range(2)]
+    values = [value[: places.num_bytes] for value in values]
+    with sending(*map(reply_of, values)) as line:
+        until = time.monotonic() + SOON_S
+        assert received(receive_values, line, places, b"", 0, until) == (2, b"", 0)
     assert [places.value(at) for at in range(2)] == values
 
 
 def test_no_socket_is_an_error_that_is_told(receive_values: Receive) -> None:
     until = time.monotonic() + SOON_S
-    num, rest, error = receive_values(-1, b"$1\r\n", b"", *Places(1, [1]).arguments, 0, until)
-    assert (num, rest, error) == (0, b"", errno.EBADF)
+    crcs, rest, error = receive_values(-1, b"$1\r\n", b"", *Places(1, [1]).arguments, 0, 0, until)
+    assert (len(crcs), rest, error) == (0, b"", errno.EBADF)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +242,8 @@ def test_no_socket_is_an_error_that_is_told(receive_values: Receive) -> None:
     [
         ({"pieces": 2}, "whole number"),
         ({"pieces": 0}, "whole number"),
+        ({"heads": 2}, "heads must be between 0 and pieces=1, not 2"),
+        ({"heads": -1}, "heads must be between 0 and pieces=1, not -1"),
         ({"line": b""}, "line is empty"),
         ({"due": -1}, "due must not be negative: -1"),
         ({"until": float("nan")}, "until is not a number"),
@@ -241,6 +262,7 @@ def test_bad_arguments_are_refused(
         "addresses": addresses,
         "sizes": sizes,
         "pieces": pieces,
+        "heads": 0,
         "due": 0,
         "until": 0.0,
     }

@@ -9,10 +9,12 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvtier._reference.arguments import check_memory, words_of
+from kvtier._reference.crc import crc32c
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
 END = b"\r\n"
@@ -28,19 +30,22 @@ def receive_values(
     addresses: NDArray[np.uint64],
     sizes: NDArray[np.uint64],
     pieces: int,
+    heads: int,
     due: int,
     until: float,
-) -> tuple[int, bytes, int]:
+) -> tuple[NDArray[np.uint32], bytes, int]:
     """Receive values that begin with this line, each to its pieces, until another reply comes.
 
     fd: of a blocking socket. line: the first one of a value that fills its pieces. held: bytes that
-    came before. addresses, sizes: C-contiguous uint64 [num_values * pieces]. due: replies that come
-    after these values. until: of ``time.monotonic``.
+    came before. addresses, sizes: C-contiguous uint64 [num_values * pieces]. heads: of each value
+    the first pieces, which have no checksum. due: replies that come after these values. until: of
+    ``time.monotonic``.
 
-    Returns how many values are whole, the first ones; what has come behind them; and a number of
-    ``errno``: ETIMEDOUT for what came too late, ECONNRESET where the server has closed the
-    connection, EPROTO for a value that does not end where it should; 0 where all have come, or
-    another reply has. That one is left, and nothing of it goes to its pieces.
+    Returns uint32 [n], the crc32c of each value that is whole, which are the first ones; what has
+    come behind them; and a number of ``errno``: ETIMEDOUT for what came too late, ECONNRESET where
+    the server has closed the connection, EPROTO for a value that does not end where it should; 0
+    where all have come, or another reply has. That one is left, and nothing of it goes to its
+    pieces.
 
     The core waits as long as is left, or a third longer; here a call of the system's takes what the
     socket's own limit allows. Raises TypeError or ValueError for bad arguments, before anything is
@@ -54,6 +59,8 @@ def receive_values(
         )
     if operator.index(pieces) < 1 or len(begins) % pieces:
         raise ValueError(f"{len(begins)} pieces are no whole number of values of {pieces} pieces")
+    if not 0 <= operator.index(heads) <= pieces:
+        raise ValueError(f"heads must be between 0 and pieces={pieces}, not {heads}")
     for at, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
         check_memory(f"addresses[{at}]: ", begin, length)
     if not line:
@@ -68,7 +75,7 @@ def receive_values(
     ]
     values = [places[at : at + pieces] for at in range(0, len(places), pieces)]
     reader = _Reader(fd, line, held, until)
-    num = 0
+    num = number = 0
     try:
         while num < len(values) and reader.is_next():
             num_ahead = min((len(values) - num - 1 + due) * LEAST_REPLY_BYTES, len(line))
@@ -77,8 +84,14 @@ def receive_values(
             if late is not None:
                 raise late
     except OSError as error:
-        return num, reader.rest, error.errno or errno.EIO
-    return num, reader.rest, 0
+        number = error.errno or errno.EIO
+    crcs = []
+    for first in range(0, num * pieces, pieces):
+        crc = 0
+        for at in range(first + heads, first + pieces):
+            crc = crc32c(begins[at], lengths[at], crc)
+        crcs.append(crc)
+    return np.array(crcs, np.uint32), reader.rest, number
 
 
 class _Reader:

@@ -189,40 +189,47 @@ class Connection:
         self._first, self._end = 0, left
         self._end += self._receive(self._buffer[left:], is_whole=False)
 
-    def values_into(self, places: Pieces, num_due: int) -> Iterator[int | None]:
+    def values_into(
+        self, places: Pieces, num_heads: int, num_due: int
+    ) -> Iterator[tuple[int | None, int | None]]:
         """The next values, each to its place. Gives of each, in turn, how long it is, None where
-        there is none; of what does not fill its place nothing goes there. num_due: replies that
-        come after these. ``ReplyError`` as ``reply``."""
+        there is none, and its crc32c but for the first ``num_heads`` pieces, None where it has none
+        yet; of what does not fill its place nothing goes there. num_due: replies that come after
+        these. ``ReplyError`` as ``reply``."""
         at = 0
         while at < len(places):
             error = 0
             if self._is_plain:
-                num, error = self._receive_values(places.pick(slice(at, None)), num_due)
-                yield from repeat(places.block_bytes, num)
-                at += num
+                some = places.pick(slice(at, None))
+                crcs, error = self._receive_values(some, num_heads, num_due)
+                yield from zip(repeat(places.block_bytes), crcs)
+                at += len(crcs)
             if error:
                 raise RespError(REASONS.get(error) or os.strerror(error))
             if at < len(places):
-                yield self._value_into(places.views(at))
+                yield self._value_into(places.views(at)), None
                 at += 1
 
-    def _receive_values(self, places: Pieces, num_due: int) -> tuple[int, int]:
-        """As many as come one behind the other and fill their places: their number, and why there
-        are no more, 0 for another reply."""
+    def _receive_values(
+        self, places: Pieces, num_heads: int, num_due: int
+    ) -> tuple[list[int], int]:
+        """As many as come one behind the other and fill their places: their checksums, and why
+        there are no more, 0 for another reply."""
         self._left_s()
-        num, there, error = receive_values(
+        crcs, there, error = receive_values(
             self._socket.fileno(),
             b"$%d\r\n" % places.block_bytes,
             bytes(self._buffer[self._first : self._end]),
             places.addresses.ravel(),
             np.tile(places.sizes.astype(np.uint64), len(places)),
             len(places.sizes),
+            num_heads,
             num_due,
             self._ends_at,
         )
         self._buffer[: len(there)] = there
         self._first, self._end = 0, len(there)
-        return num, error
+        return crcs.tolist(), error
 
     def _value_into(self, place: Sequence[memoryview]) -> int | None:
         num_bytes = self._value_bytes()

@@ -28,8 +28,8 @@ from kvtier.types import BlockKey, BlockName
 
 WINDOW_BYTES: Final = 16 << 20
 """Of values that were asked for and have not come: the server keeps them in memory meanwhile."""
-VERIFIED_BYTES: Final = 1 << 20
-"""Are verified at a time, while they are in the processor's cache."""
+VERIFIED_BYTES: Final = 4 << 20
+"""Are received and verified at a time."""
 ASKED_KEYS: Final = 1024
 """In one go."""
 
@@ -115,7 +115,7 @@ class ValkeyTier(StorageTier):
         values = blocks.behind(headers)
         ahead = max(1, WINDOW_BYTES // self.bytes_per_block // 2)
         at_a_time = max(1, VERIFIED_BYTES // self.bytes_per_block)
-        arrived: list[int] = []
+        arrived: dict[int, int | None] = {}  # by position, the checksum that it came with
 
         def read(line: Connection) -> None:
             num_asked = 0
@@ -126,9 +126,10 @@ class ValkeyTier(StorageTier):
                     num_asked += len(some)
                 end = min(start + at_a_time, len(keys))
                 places = values.pick(slice(start, end))
-                for at, num_bytes in enumerate(line.values_into(places, num_asked - end), start):
+                came = line.values_into(places, 1, num_asked - end)
+                for at, (num_bytes, crc) in enumerate(came, start):
                     if num_bytes == values.block_bytes:
-                        arrived.append(at)
+                        arrived[at] = crc
                     else:
                         outcomes[at] = ABSENT if num_bytes is None else DAMAGED
                 verify()
@@ -136,8 +137,11 @@ class ValkeyTier(StorageTier):
         def verify() -> None:
             if not arrived:
                 return
-            some, there = as_keys([keys[at] for at in arrived]), blocks.pick(arrived)
-            are_right = self._envelope.are_blocks(headers[arrived], some, there, block_crcs(there))
+            some, there = as_keys([keys[at] for at in arrived]), blocks.pick([*arrived])
+            known = [crc for crc in arrived.values() if crc is not None]
+            all_known = len(known) == len(arrived)
+            crcs = np.array(known, np.uint32) if all_known else block_crcs(there)
+            are_right = self._envelope.are_blocks(headers[[*arrived]], some, there, crcs)
             for at, is_right in zip(arrived, are_right.tolist(), strict=True):
                 outcomes[at] = THERE if is_right else DAMAGED
             arrived.clear()
