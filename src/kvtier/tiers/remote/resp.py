@@ -196,25 +196,26 @@ class Connection:
         there is none, and its crc32c but for the first ``num_heads`` pieces, None where it has none
         yet; of what does not fill its place nothing goes there. num_due: replies that come after
         these. ``ReplyError`` as ``reply``."""
-        at = 0
+        at, num = 0, len(places)
         while at < len(places):
-            error = 0
-            if self._is_plain:
-                some = places.pick(slice(at, None))
-                crcs, error = self._receive_values(some, num_heads, num_due)
-                yield from zip(repeat(places.block_bytes), crcs)
-                at += len(crcs)
+            end = min(at + num, len(places))
+            due = num_due + len(places) - end
+            crcs, error = self._receive_values(places.pick(slice(at, end)), num_heads, due)
+            yield from zip(repeat(places.block_bytes), crcs)
+            at, num = at + len(crcs), 2 * num
             if error:
                 raise RespError(REASONS.get(error) or os.strerror(error))
-            if at < len(places):
+            if at < end:
                 yield self._value_into(places.views(at)), None
-                at += 1
+                at, num = at + 1, 1  # there may be more that are not there
 
     def _receive_values(
         self, places: Pieces, num_heads: int, num_due: int
     ) -> tuple[list[int], int]:
         """As many as come one behind the other and fill their places: their checksums, and why
         there are no more, 0 for another reply."""
+        if not self._is_plain:
+            return [], 0
         self._left_s()
         crcs, there, error = receive_values(
             self._socket.fileno(),
