@@ -89,7 +89,8 @@ struct Slots {
         return of(self).part(first, size).given();
       }
       It made(size);
-      for (std::size_t i = 0; i < size; ++i, start += step) made.data()[i] = of(self).data()[start];
+      for (std::size_t i = 0; i < size; ++i)
+        made.data()[i] = of(self).data()[start + static_cast<Py_ssize_t>(i) * step];
       return std::move(made).given();
     });
   }

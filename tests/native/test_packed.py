@@ -26,7 +26,7 @@ def native() -> ModuleType:
 
 
 NUMBERS = st.lists(st.integers(0, 2**63 - 1), max_size=8)
-BOUND = st.none() | st.integers(-10, 10)
+BOUND = st.none() | st.integers(-10, 10) | st.sampled_from([2**63 - 1, -(2**63), 2**70])
 SLICES = st.builds(slice, BOUND, BOUND, BOUND.filter(lambda step: step != 0))
 
 
