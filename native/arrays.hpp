@@ -91,4 +91,27 @@ class Items {
 
 using Words = Items<std::uint64_t>;  // addresses or sizes
 
+// Pieces of memory, sizes[i] bytes at addresses[i]; all of them could be there.
+class Pieces {
+ public:
+  Pieces(nanobind::handle addresses, nanobind::handle sizes)
+      : address_("addresses", addresses), size_("sizes", sizes) {
+    if (address_.size() != size_.size())
+      fail(PyExc_ValueError, "addresses and sizes must have equal lengths, not %zu and %zu",
+           address_.size(), size_.size());
+    for (std::size_t i = 0; i < num(); ++i)
+      if (!lies_in_memory(address()[i], size()[i]))
+        fail(PyExc_ValueError, "addresses[%zu]: %llu bytes at address %llu do not lie in memory", i,
+             static_cast<unsigned long long>(size()[i]),
+             static_cast<unsigned long long>(address()[i]));
+  }
+
+  std::size_t num() const { return size_.size(); }
+  const std::uint64_t* address() const { return address_.data(); }
+  const std::uint64_t* size() const { return size_.data(); }
+
+ private:
+  Words address_, size_;
+};
+
 }  // namespace kvtier

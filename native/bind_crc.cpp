@@ -24,26 +24,16 @@ std::uint32_t one(std::uint64_t address, std::uint64_t num_bytes, std::uint32_t 
 }
 
 Checksums crc32c_many(nb::handle addresses, nb::handle sizes, long long threads) {
-  const Words address("addresses", addresses);
-  const Words size("sizes", sizes);
-  if (address.size() != size.size())
-    fail(PyExc_ValueError, "addresses and sizes must have equal lengths, not %zu and %zu",
-         address.size(), size.size());
+  const Pieces pieces(addresses, sizes);
   const std::size_t num_threads = checked_threads(threads);
-  for (std::size_t i = 0; i < size.size(); ++i) {
-    if (!lies_in_memory(address.data()[i], size.data()[i]))
-      fail(PyExc_ValueError, "addresses[%zu]: %llu bytes at address %llu do not lie in memory", i,
-           static_cast<unsigned long long>(size.data()[i]),
-           static_cast<unsigned long long>(address.data()[i]));
-  }
-  auto result = std::make_unique<std::uint32_t[]>(size.size());
+  auto result = std::make_unique<std::uint32_t[]>(pieces.num());
   {
     const nb::gil_scoped_release others_may_run;
     guarded([&] {
-      crc::crc32c_many(address.data(), size.data(), size.size(), num_threads, result.get());
+      crc::crc32c_many(pieces.address(), pieces.size(), pieces.num(), num_threads, result.get());
     });
   }
-  return owned(std::move(result), size.size());
+  return owned(std::move(result), pieces.num());
 }
 
 Checksums crc32c_rows(nb::handle rows) {

@@ -28,26 +28,17 @@ std::tuple<Checksums, nb::bytes, int> receive_values(int fd, nb::bytes line, nb:
                                                      nb::handle addresses, nb::handle sizes,
                                                      long long pieces, long long heads,
                                                      long long due, double until) {
-  const Words address("addresses", addresses);
-  const Words size("sizes", sizes);
-  if (address.size() != size.size())
-    fail(PyExc_ValueError, "addresses and sizes must have equal lengths, not %zu and %zu",
-         address.size(), size.size());
-  if (pieces < 1 || address.size() % static_cast<std::uint64_t>(pieces) != 0)
-    fail(PyExc_ValueError, "%zu pieces are no whole number of values of %lld pieces",
-         address.size(), pieces);
+  const Pieces memory(addresses, sizes);
+  if (pieces < 1 || memory.num() % static_cast<std::uint64_t>(pieces) != 0)
+    fail(PyExc_ValueError, "%zu pieces are no whole number of values of %lld pieces", memory.num(),
+         pieces);
   if (heads < 0 || heads > pieces)
     fail(PyExc_ValueError, "heads must be between 0 and pieces=%lld, not %lld", pieces, heads);
-  for (std::size_t i = 0; i < address.size(); ++i)
-    if (!lies_in_memory(address.data()[i], size.data()[i]))
-      fail(PyExc_ValueError, "addresses[%zu]: %llu bytes at address %llu do not lie in memory", i,
-           static_cast<unsigned long long>(size.data()[i]),
-           static_cast<unsigned long long>(address.data()[i]));
   if (line.size() == 0) fail(PyExc_ValueError, "line is empty");
   if (due < 0) fail(PyExc_ValueError, "due must not be negative: %lld", due);
   if (std::isnan(until)) fail(PyExc_ValueError, "until is not a number");
   const auto num_pieces = static_cast<std::size_t>(pieces);
-  const net::Places places{address.data(), size.data(), address.size() / num_pieces, num_pieces,
+  const net::Places places{memory.address(), memory.size(), memory.num() / num_pieces, num_pieces,
                            static_cast<std::size_t>(heads)};
   net::Received found;
   {

@@ -185,6 +185,15 @@ def test_what_comes_too_late_is_not_waited_for(receive_values: Receive) -> None:
     assert places.value(0) == b"there"
 
 
+def test_nobody_waits_for_ever(receive_values: Receive) -> None:
+    """Though the socket itself would."""
+    places = Places(1, [5])
+    with sending(b"$5\r\nto") as line:
+        line.settimeout(None)
+        until = time.monotonic() + 0.2
+        assert received(receive_values, line, places, b"", 0, until)[::2] == (0, errno.ETIMEDOUT)
+
+
 def test_time_that_is_over_is_over(receive_values: Receive) -> None:
     with sending(reply_of(b"abc")) as line:
         places = Places(1, [3])

@@ -177,6 +177,17 @@ def test_native_and_twin_choose_alike(
     compare(policy, capacity, seed, asked, 0.0)
 
 
+@pytest.mark.slow
+def test_native_and_twin_learn_alike_where_lessons_are_rare() -> None:
+    """So many runs that lessons are more than a hundred requests apart."""
+    chance = np.random.default_rng(3)
+    asked = [
+        (at if at % 2 else max(1, at - 2 * int(chance.geometric(0.0002)) + 1), 0, 2, 1.0)
+        for at in range(36_000)
+    ]
+    compare("runs", 15_000, 7, asked, 0.0)
+
+
 @settings(max_examples=5, deadline=None)
 @given(
     seed=st.integers(0, 2**32),

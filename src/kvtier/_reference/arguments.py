@@ -21,6 +21,19 @@ def check_memory(name: str, address: int, num_bytes: int) -> None:
         raise ValueError(f"{name}{num_bytes} bytes at address {address} do not lie in memory")
 
 
+def pieces_of(addresses: object, sizes: object) -> list[tuple[int, int]]:
+    """Pieces of memory, ``sizes[i]`` bytes at ``addresses[i]``. Raise unless all can be there."""
+    starts, lengths = words_of("addresses", addresses), words_of("sizes", sizes)
+    if len(starts) != len(lengths):
+        raise ValueError(
+            f"addresses and sizes must have equal lengths, not {len(starts)} and {len(lengths)}"
+        )
+    pieces = list(zip(starts.tolist(), lengths.tolist(), strict=True))
+    for i, (start, length) in enumerate(pieces):
+        check_memory(f"addresses[{i}]: ", start, length)
+    return pieces
+
+
 def words_of(name: str, array: object) -> memoryview:
     """The items of a one-dimensional, C-contiguous array of uint64."""
     try:

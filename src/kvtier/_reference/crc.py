@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier._reference.arguments import check_memory, check_threads, words_of
+from kvtier._reference.arguments import check_memory, check_threads, pieces_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,16 +47,9 @@ def crc32c_many(
 
     addresses, sizes: C-contiguous uint64 arrays of one length; threads: 1 to 256, ignored here.
     """
-    starts, lengths = words_of("addresses", addresses), words_of("sizes", sizes)
-    if len(starts) != len(lengths):
-        raise ValueError(
-            f"addresses and sizes must have equal lengths, not {len(starts)} and {len(lengths)}"
-        )
+    pieces = pieces_of(addresses, sizes)
     check_threads(threads)
-    for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        check_memory(f"addresses[{i}]: ", start, length)
-    checksums = [crc32c(*piece) for piece in zip(starts, lengths, strict=True)]
-    return np.array(checksums, np.uint32)
+    return np.array([crc32c(*piece) for piece in pieces], np.uint32)
 
 
 def crc32c_rows(rows: NDArray[np.uint8]) -> NDArray[np.uint32]:

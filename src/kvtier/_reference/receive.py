@@ -6,12 +6,14 @@ import ctypes
 import errno
 import operator
 import os
+import socket
 import time
+from struct import pack
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvtier._reference.arguments import check_memory, words_of
+from kvtier._reference.arguments import pieces_of
 from kvtier._reference.crc import crc32c
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ END = b"\r\n"
 LEAST_REPLY_BYTES = 4
 """Nothing is shorter that comes where a value is due."""
 MOST_PARTS = 1024
+LEAST_WAIT_S = 0.001
 
 
 def receive_values(
@@ -47,58 +50,49 @@ def receive_values(
     where all have come, or another reply has. That one is left, and nothing of it goes to its
     pieces.
 
-    The core waits as long as is left, or a third longer; here a call of the system's takes what the
-    socket's own limit allows. Raises TypeError or ValueError for bad arguments, before anything is
-    received.
+    Raises TypeError or ValueError for bad arguments, before anything is received.
     """
-    views = [words_of("addresses", addresses), words_of("sizes", sizes)]
-    begins, lengths = (view.tolist() for view in views)
-    if len(begins) != len(lengths):
-        raise ValueError(
-            f"addresses and sizes must have equal lengths, not {len(begins)} and {len(lengths)}"
-        )
-    if operator.index(pieces) < 1 or len(begins) % pieces:
-        raise ValueError(f"{len(begins)} pieces are no whole number of values of {pieces} pieces")
+    memory = pieces_of(addresses, sizes)
+    if operator.index(pieces) < 1 or len(memory) % pieces:
+        raise ValueError(f"{len(memory)} pieces are no whole number of values of {pieces} pieces")
     if not 0 <= operator.index(heads) <= pieces:
         raise ValueError(f"heads must be between 0 and pieces={pieces}, not {heads}")
-    for at, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
-        check_memory(f"addresses[{at}]: ", begin, length)
     if not line:
         raise ValueError("line is empty")
     if operator.index(due) < 0:
         raise ValueError(f"due must not be negative: {due}")
     if until != until:
         raise ValueError("until is not a number")
-    places = [
-        memoryview((ctypes.c_char * length).from_address(begin)).cast("B")
-        for begin, length in zip(begins, lengths, strict=True)
-    ]
-    values = [places[at : at + pieces] for at in range(0, len(places), pieces)]
-    reader = _Reader(fd, line, held, until)
-    num = number = 0
+    values = [memory[at : at + pieces] for at in range(0, len(memory), pieces)]
+    num, rest, number = 0, held, 0
     try:
-        while num < len(values) and reader.is_next():
-            num_ahead = min((len(values) - num - 1 + due) * LEAST_REPLY_BYTES, len(line))
-            late = reader.read_value(values[num], num_ahead)
-            num += 1
-            if late is not None:
-                raise late
+        with socket.socket(fileno=os.dup(fd)) as its:  # the same one, with the same limit
+            reader = _Reader(its, line, held, until)
+            try:
+                while num < len(values) and reader.is_next():
+                    num_ahead = min((len(values) - num - 1 + due) * LEAST_REPLY_BYTES, len(line))
+                    late = reader.read_value(values[num], num_ahead)
+                    num += 1
+                    if late is not None:
+                        raise late
+            finally:
+                rest = reader.rest
     except OSError as error:
         number = error.errno or errno.EIO
     crcs = []
-    for first in range(0, num * pieces, pieces):
+    for value in values[:num]:
         crc = 0
-        for at in range(first + heads, first + pieces):
-            crc = crc32c(begins[at], lengths[at], crc)
+        for piece in value[heads:]:
+            crc = crc32c(*piece, crc)
         crcs.append(crc)
-    return np.array(crcs, np.uint32), reader.rest, number
+    return np.array(crcs, np.uint32), rest, number
 
 
 class _Reader:
     """rest: what has come and was not read."""
 
-    def __init__(self, fd: int, line: bytes, held: bytes, until: float) -> None:
-        self._fd = fd
+    def __init__(self, its: socket.socket, line: bytes, held: bytes, until: float) -> None:
+        self._socket = its
         self._line = line
         self._until = until
         self.rest = held
@@ -114,10 +108,11 @@ class _Reader:
         self.rest = self.rest[len(self._line) :]
         return True
 
-    def read_value(self, places: list[memoryview], num_ahead: int) -> OSError | None:
+    def read_value(self, pieces: list[tuple[int, int]], num_ahead: int) -> OSError | None:
         """The next one, and so many bytes behind its end. Returns what went wrong with those."""
         parts = []
-        for place in places:
+        for address, size in pieces:
+            place = memoryview((ctypes.c_char * size).from_address(address)).cast("B")
             some = self.rest[: len(place)]
             place[: len(some)] = some
             self.rest = self.rest[len(some) :]
@@ -145,11 +140,15 @@ class _Reader:
         return 0, None
 
     def _receive(self, parts: list[memoryview]) -> int:
-        """Some bytes, one at least."""
-        if time.monotonic() >= self._until:
+        """Some bytes, one at least; the system does not wait for longer than there is time."""
+        left_s = self._until - time.monotonic()
+        if left_s <= 0:
             raise OSError(errno.ETIMEDOUT, "it took too long")
+        left_s = max(left_s, LEAST_WAIT_S)
+        limit = pack("ll", int(left_s), int(left_s % 1 * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         try:
-            num = os.readv(self._fd, parts)
+            num = self._socket.recvmsg_into(parts)[0]
         except BlockingIOError:
             raise OSError(errno.ETIMEDOUT, "it took too long") from None
         if num == 0:

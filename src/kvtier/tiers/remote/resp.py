@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 
 from kvtier._hot import receive_values
+from kvtier.tiers.crc_join import block_crcs
 from kvtier.tiers.pieces import Pieces
 
 BUFFER_BYTES: Final = 16 << 10
@@ -191,10 +192,10 @@ class Connection:
 
     def values_into(
         self, places: Pieces, num_heads: int, num_due: int
-    ) -> Iterator[tuple[int | None, int | None]]:
+    ) -> Iterator[tuple[int | None, int]]:
         """The next values, each to its place. Gives of each, in turn, how long it is, None where
-        there is none, and its crc32c but for the first ``num_heads`` pieces, None where it has none
-        yet; of what does not fill its place nothing goes there. num_due: replies that come after
+        there is none, and its crc32c but for the first ``num_heads`` pieces. Of what does not fill
+        its place nothing goes there, and 0 is for its checksum. num_due: replies that come after
         these. ``ReplyError`` as ``reply``."""
         at, num = 0, len(places)
         while at < len(places):
@@ -206,7 +207,7 @@ class Connection:
             if error:
                 raise RespError(REASONS.get(error) or os.strerror(error))
             if at < end:
-                yield self._value_into(places.views(at)), None
+                yield self._value_into(places.pick([at]), num_heads)
                 at, num = at + 1, 1  # there may be more that are not there
 
     def _receive_values(
@@ -232,17 +233,19 @@ class Connection:
         self._first, self._end = 0, len(there)
         return crcs.tolist(), error
 
-    def _value_into(self, place: Sequence[memoryview]) -> int | None:
-        num_bytes = self._value_bytes()
+    def _value_into(self, place: Pieces, num_heads: int) -> tuple[int | None, int]:
+        num_bytes, crc = self._value_bytes(), 0
         if num_bytes is None:
-            return None
-        if num_bytes == sum(map(len, place)):
-            for view in place:
+            return None, 0
+        if num_bytes == place.block_bytes:
+            for view in place.views(0):
                 self._read_into(view)
+            num_head_bytes = int(place.sizes[:num_heads].sum())
+            crc = int(block_crcs(place.part(num_head_bytes, num_bytes))[0])
         else:
             self._skip(num_bytes)
         self._end_value()
-        return num_bytes
+        return num_bytes, crc
 
     def _value_bytes(self) -> int | None:
         """How long the value is that comes next, None where there is none. It has to be read, by

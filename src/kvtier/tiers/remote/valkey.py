@@ -115,7 +115,7 @@ class ValkeyTier(StorageTier):
         values = blocks.behind(headers)
         ahead = max(1, WINDOW_BYTES // self.bytes_per_block // 2)
         at_a_time = max(1, VERIFIED_BYTES // self.bytes_per_block)
-        arrived: dict[int, int | None] = {}  # by position, the checksum that it came with
+        arrived: dict[int, int] = {}  # by position, the checksum that it came with
 
         def read(line: Connection) -> None:
             num_asked = 0
@@ -138,9 +138,7 @@ class ValkeyTier(StorageTier):
             if not arrived:
                 return
             some, there = as_keys([keys[at] for at in arrived]), blocks.pick([*arrived])
-            known = [crc for crc in arrived.values() if crc is not None]
-            all_known = len(known) == len(arrived)
-            crcs = np.array(known, np.uint32) if all_known else block_crcs(there)
+            crcs = np.array([*arrived.values()], np.uint32)
             are_right = self._envelope.are_blocks(headers[[*arrived]], some, there, crcs)
             for at, is_right in zip(arrived, are_right.tolist(), strict=True):
                 outcomes[at] = THERE if is_right else DAMAGED
