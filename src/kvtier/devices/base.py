@@ -16,7 +16,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class Direction(Enum):
-    """Which way a batch goes; each way has a worker thread and a stream of its own."""
+    """Direction of a batch of copies; each has a worker thread and a stream of its own."""
 
     LOAD = "load"
     """Towards the device."""
@@ -106,7 +106,7 @@ class CopyQueue(ABC):
 
     @abstractmethod
     def hold_for(self, fence: Fence) -> None:
-        """What is submitted from now on starts after ``fence``, one of this device."""
+        """Make everything submitted from now on start after ``fence``, a fence of this device."""
 
     @abstractmethod
     def submit(self, batch: CopyBatch) -> None:
@@ -168,7 +168,7 @@ class Device(ABC):
 
     @abstractmethod
     def findings(self) -> list[Finding]:
-        """What this device uses, and why not something faster."""
+        """Describe the copy path in use, and why a faster one is not used."""
 
     def allocate(self, nbytes: int) -> Memory:
         """Memory of the device, to measure with. ``DeviceError`` where there is none."""

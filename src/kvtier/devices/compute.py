@@ -1,4 +1,4 @@
-"""Where an engine computes: its stream, as a driver knows it."""
+"""Compute stream of an engine, as a driver handle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What copying needs of a vendor's driver: streams, events, copies, page-locking."""
+"""Driver operations that copying needs: streams, events, copies, page-locking."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Driver(ABC):
 
     @abstractmethod
     def hold_stream(self, stream: Handle, event: Handle) -> None:
-        """What ``stream`` is given from now on starts after ``event``."""
+        """Make everything enqueued on ``stream`` from now on start after ``event``."""
 
     @abstractmethod
     def record(self, stream: Handle) -> Handle:

@@ -98,31 +98,31 @@ class Library:
             raise DriverError(name, code, self._meaning(self, code))
 
     def text(self, name: str, *arguments: object) -> str:
-        """What a call that returns a string answers; "" for none."""
+        """Return the string that a call returns; "" for NULL."""
         answer: Any = self._functions[name](*arguments)
         return answer.decode(errors="replace") if answer else ""
 
     def handle(self, name: str, *arguments: object) -> int:
-        """What a call writes to its first argument, a pointer to a pointer."""
+        """Return the pointer that a call writes to its first argument."""
         made = c_void_p()
         self.call(name, ctypes.byref(made), *arguments)
         return made.value or 0
 
     def handle_last(self, name: str, *arguments: object) -> int:
-        """What a call writes to its last argument, a pointer to a pointer."""
+        """Return the pointer that a call writes to its last argument."""
         made = c_void_p()
         self.call(name, *arguments, ctypes.byref(made))
         return made.value or 0
 
     def number(self, name: str, *arguments: object) -> int:
-        """What a call writes to its first argument, a pointer to an int."""
+        """Return the int that a call writes to its first argument."""
         value = c_int()
         self.call(name, ctypes.byref(value), *arguments)
         return value.value
 
 
 def error_name(library: Library, name: str, code: int) -> str:
-    """What a call of the form ``name(code, const char **)`` says about ``code``."""
+    """Return the error text that a call ``name(code, const char **)`` gives for ``code``."""
     text = c_char_p()
     library.function(name)(code, ctypes.byref(text))
     return (text.value or b"unknown").decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Which host memory is page-locked, piece by piece."""
+"""Registry of page-locked host memory ranges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which memory is near to which device."""
+"""NUMA nodes of devices and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which way of copying is fastest, by size and number of the copies: as measured, in a file.
+"""Measured copy paths: the fastest one by size and number of copies, kept in a file.
 
 The file lies in the user's cache folder, one per accelerator and its versions.
 """
@@ -39,7 +39,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class PathTable:
-    """What was measured on one accelerator; answers which path is best.
+    """Measurements of one accelerator, and a look-up of the best path.
 
     tried: all paths that could have been used. One without rows was left out.
     """
@@ -93,7 +93,7 @@ def table_path(identity: str, folder: Path | None = None) -> Path:
 
 
 def load_table(path: Path) -> PathTable | None:
-    """What was saved there; None for nothing, or nothing that can be read."""
+    """Return the saved table; None if there is none, or it cannot be read."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         if saved["version"] != VERSION:

@@ -23,7 +23,7 @@ BATCH_VARIABLE = "KVTIER_BATCH_COPY"
 
 
 class CopyPath(StrEnum):
-    """How many small copies are handed to an accelerator."""
+    """Ways to hand many small copies to an accelerator."""
 
     BATCH = "batch"
     """One call of the driver for all of them."""
@@ -40,7 +40,7 @@ UNMEASURED = (CopyPath.BATCH, CopyPath.ROWS, CopyPath.EACH)
 
 
 class Ranking(Protocol):
-    """What was measured of the paths."""
+    """Measured time of each path."""
 
     def best_first(
         self, direction: Direction, num_copies: int, copy_bytes: float
@@ -90,7 +90,7 @@ class CopyPaths:
 
     @property
     def usable(self) -> list[CopyPath]:
-        """What can be tried."""
+        """Return the paths that can be tried."""
         known = [path for path in CopyPath if path not in self.why_not]
         return [path for path in known if path is not CopyPath.KERNEL or self._kernel is not None]
 

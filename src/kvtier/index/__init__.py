@@ -1,4 +1,4 @@
-"""What is cached, and where: a trie of blocks, or a flat table of keys. No I/O, no tensors."""
+"""Index of cached blocks: a trie, or a flat table of keys. No I/O, no tensors."""
 
 from __future__ import annotations
 

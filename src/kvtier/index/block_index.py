@@ -1,4 +1,4 @@
-"""What every index knows of blocks, and does with them: by their numbers.
+"""Base of every index: operations on blocks by number.
 
 A block gets its number from the index that finds it: ``PromptIndex`` along the tokens of a prompt,
 ``KeyIndex`` by the key that an engine gives it. What leaves, what is held, what may be copied is
@@ -31,7 +31,7 @@ def check_slot(slot: Slot) -> None:
 
 
 class BlockIndex(ABC):
-    """Which blocks are cached, in which column and slot, who holds them.
+    """Index of cached blocks by column and slot, with their leases.
 
     A column is what one tier has of one group of layers: it has slots, leases and an order of
     leaving of its own. The name of a tier alone is the column of the first group, and with one
@@ -50,7 +50,7 @@ class BlockIndex(ABC):
 
     @abstractmethod
     def state(self, block: BlockId, column: AnyColumn) -> State:
-        """Where ``block`` stands in ``column``; ABSENT also for a block that is not known."""
+        """Return the residency of ``block`` in ``column``; ABSENT for an unknown block."""
 
     def states_of(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[State]:
         """``state`` of each."""
@@ -66,7 +66,7 @@ class BlockIndex(ABC):
 
     @abstractmethod
     def num_uses(self, block: BlockId) -> int:
-        """How often the block was touched."""
+        """Return the number of times the block was touched."""
 
     def num_uses_of(self, blocks: Iterable[BlockId]) -> Sequence[int]:
         """``num_uses`` of each."""
@@ -74,7 +74,7 @@ class BlockIndex(ABC):
 
     @abstractmethod
     def num_leases(self, block: BlockId, column: AnyColumn) -> int:
-        """How often the block is held in ``column``."""
+        """Return the number of leases that hold the block in ``column``."""
 
     @abstractmethod
     def num_evictable(self, column: AnyColumn) -> int:
@@ -87,7 +87,7 @@ class BlockIndex(ABC):
 
     @abstractmethod
     def name(self, block: BlockId) -> BlockName:
-        """What the block is called outside this process."""
+        """Return the key of the block, its name outside this process."""
 
     def names(self, blocks: Sequence[BlockId]) -> Sequence[BlockName]:
         """``name`` of each."""

@@ -1,4 +1,4 @@
-"""Which index is used, native or in Python: the one place that decides it."""
+"""Choose the native index or the Python one; nothing else decides this."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from kvtier.types import AnyColumn, column_of
 
 @dataclass(frozen=True, slots=True)
 class ReuseRule:
-    """What a cut needs of one group of layers: its last ``num_last`` blocks, None for all.
+    """Blocks of one group that a cut needs: its last ``num_last`` blocks, None for all.
 
     all positions       [0 ......... cut)    full attention, latents
     the last W tokens         [..... cut)    sliding window
@@ -31,7 +31,7 @@ class ReuseRule:
         return self.num_last is None
 
     def num_needed(self, cut: int) -> int:
-        """How many of the blocks in front of ``cut`` it needs: the last ones."""
+        """Return how many of the last blocks before ``cut`` it needs."""
         return cut if self.num_last is None else min(cut, self.num_last)
 
     def needed(self, cut: int) -> range:

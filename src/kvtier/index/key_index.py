@@ -23,9 +23,11 @@ UNKNOWN = 0
 
 
 class Found(NamedTuple):
-    """What ``KeyIndex.find_all`` found. blocks: one of each key, None where it is not known.
-    states: key by key, the number of the ``State`` in every tier; ``UNKNOWN`` in all of them where
-    the block is not known."""
+    """Result of ``KeyIndex.find_all``.
+
+    blocks: one of each key, None where it is not known. states: key by key, the number of the
+    ``State`` in every tier; ``UNKNOWN`` in all of them where the block is not known.
+    """
 
     blocks: list[BlockId | None]
     states: bytes
@@ -96,7 +98,7 @@ class KeyIndex(BlockIndex):
 
     @abstractmethod
     def keys(self, blocks: Iterable[BlockId]) -> list[bytes]:
-        """What the engine calls each block."""
+        """Return the engine's key of each block."""
 
     def name(self, block: BlockId) -> BlockName:
         return self.names([block])[0]

@@ -68,7 +68,7 @@ class KnownBlocks:
         return self._group_bytes > 0
 
     def name(self, key: bytes) -> int:
-        """What policies call the block of ``key``."""
+        """Return the number by which policies know the block of ``key``."""
         return hash(key[: len(key) - self._group_bytes])
 
     def make(self, key: bytes) -> KnownBlock:

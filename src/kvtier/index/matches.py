@@ -1,4 +1,4 @@
-"""What of a path through the trie can be reused: of one group of layers, and of several.
+"""Reusable part of a path through the trie, for one group of layers and for several.
 
 A node has a residency per column: those of the first group, fastest tier first, then those of the
 second group, and so on.

@@ -24,7 +24,7 @@ from kvtier.types import AnyColumn, BlockId, BlockKey, GroupMatch, Label, Match,
 
 
 class Inserted(NamedTuple):
-    """What ``PromptIndex.insert`` made of a path.
+    """Result of ``PromptIndex.insert``.
 
     blocks: along the path, as far as it went. slots: where each of them is now. num_new: how many
     of them are in a slot that the caller gave.
@@ -54,7 +54,7 @@ class PromptIndex(BlockIndex):
 
     @abstractmethod
     def match_groups(self, namespace: bytes, labels: Sequence[Label]) -> GroupMatch:
-        """What is ready along ``labels``, group by group, up to the last possible cut.
+        """Return the ready blocks along ``labels`` per group, up to the last possible cut.
 
         The walk goes on past blocks that a group lacks, as long as a later cut may do without.
         Cost: O(blocks x groups).
@@ -79,7 +79,7 @@ class PromptIndex(BlockIndex):
         column: AnyColumn,
         after: BlockId | None = None,
     ) -> list[State]:
-        """Where each known block along ``labels`` stands in ``column``, until one is not known.
+        """Return residencies in ``column`` along ``labels``, up to the first unknown block.
 
         after: the block below which the labels begin; None for the start of a prompt.
         """

@@ -179,7 +179,7 @@ class PythonKeyIndex(KeyIndex):
             learning.set_room(num_blocks)
 
     def _enter(self, block: BlockId, here: LearnedColumn) -> None:
-        """Where nobody has asked for it, it lies behind what it lies behind elsewhere."""
+        """Give a key without a requested position the predecessor it has in other columns."""
         known = self._blocks[block]
         behind: Block | None = None
         for other in self._learning:

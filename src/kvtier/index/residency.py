@@ -1,4 +1,4 @@
-"""Where one block stands in one column, as a table of legal moves.
+"""Residency of a block in a column, as a table of legal moves.
 
              begin_write        commit             evict
     ABSENT -------------> WRITING ------> READY <--------> EVICTING

@@ -10,7 +10,10 @@ from kvtier.types import BlockId, BlockKey, Label
 
 
 def prefix_name(before: int, label: Label) -> int:
-    """What policies call a prefix. before: the name of it without its last block."""
+    """Return the number by which policies know a prefix.
+
+    before: the name of it without its last block.
+    """
     return hash((before, label))
 
 

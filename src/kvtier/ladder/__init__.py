@@ -1,4 +1,4 @@
-"""What is decided once, for every engine: what is where, what moves, what leaves."""
+"""The tiers together: residency, transfers and eviction are decided here for every engine."""
 
 from __future__ import annotations
 

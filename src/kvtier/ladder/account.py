@@ -1,4 +1,4 @@
-"""What was planned, what it was expected to cost, and what came of it."""
+"""Planned blocks, their expected cost, and the outcome, as metrics."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ class Account:
         self._unpaid_s = 0.0
 
     def planned(self, num_loaded: int, num_recomputed: int) -> None:
-        """Of a request's cached blocks that are not on the device, so many are to be loaded, and so
-        many computed all the same."""
+        """Count a request's blocks below the device: to be loaded, and to be recomputed."""
         if num_loaded:
             self._metrics.count("kvtier_planned_blocks_total", num_loaded, decision="load")
         if num_recomputed:

@@ -1,4 +1,4 @@
-"""What is let in: what is worth its room, what is worth a write, and what passes through memory."""
+"""Admission: blocks worth their room, blocks worth a write, and transient blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a storage tier is to get: blocks worth a write, and no faster than it takes them."""
+"""Write queue of a storage tier: blocks worth a write, no faster than it takes them."""
 
 from __future__ import annotations
 
@@ -111,8 +111,10 @@ class Archive:
         self._budget.spend(num_blocks * self._block_bytes)
 
     def least_chance(self, is_full: bool) -> float:
-        """That a block is used in storage, for it to be worth a write now: where little is left of
-        what may be written, the less, the higher it is. What has room takes everything before."""
+        """Return the least chance of reuse at which a block is worth a write now.
+
+        It rises as the write budget runs out. With room and budget to spare it is 0.
+        """
         plenty = min(1.0, self._budget.share_left / SCARCE_SHARE)
         return float(LEAST_CHANCE**plenty) if is_full or plenty < 1.0 else 0.0
 

@@ -77,7 +77,7 @@ class Archives:
         self._lines[tier].ended(num_blocks)
 
     def least_chance(self, tier: str, is_full: bool) -> float:
-        """That a block is used in ``tier``, for it to be worth a write now."""
+        """Return the least chance of reuse at which a block is worth a write to ``tier`` now."""
         return self._lines[tier].least_chance(is_full)
 
     def has(self, block: BlockId) -> bool:
@@ -88,7 +88,7 @@ class Archives:
         )
 
     def are_in_line(self, blocks: Sequence[BlockId | None]) -> list[bool]:
-        """Which of them wait for their write to storage; those that are being written do not."""
+        """Return which blocks wait for their write to storage; blocks being written do not."""
         lines = [line for line in self._lines.values() if len(line)]
         if not lines:
             return [False] * len(blocks)

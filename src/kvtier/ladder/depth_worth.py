@@ -1,5 +1,4 @@
-"""How much more a late block of a prompt is worth than an early one: as much as computing it takes
-longer."""
+"""Weight of a block by its depth: later blocks of a prompt take longer to recompute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How things stand: room, what is on its way and in line, storage that is left alone."""
+"""Gauges of the tiers: room, transfers in flight, queues, and open breakers."""
 
 from __future__ import annotations
 

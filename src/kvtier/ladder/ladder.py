@@ -160,7 +160,7 @@ class Ladder:
         return self._space.make(tier, num_blocks)
 
     def lose(self, block: BlockId, tier: str) -> None:
-        """What ``tier`` has of a block is wrong: it goes as soon as nobody holds it."""
+        """Drop the damaged copy of a block in ``tier`` as soon as no lease holds it."""
         self._traffic.lose([block], tier)
 
     @property
@@ -294,7 +294,7 @@ class Ladder:
         return self._lines.has(block)
 
     def are_in_line(self, blocks: Sequence[BlockId | None]) -> list[bool]:
-        """Which of them wait for their write to storage; those that are being written do not."""
+        """Return which blocks wait for their write to storage; blocks being written do not."""
         return self._lines.are_in_line(blocks)
 
     def poll(self) -> bool:
@@ -349,7 +349,7 @@ class Ladder:
 
     @property
     def costs(self) -> CostModel:
-        """What copies and prefill took."""
+        """Return the measured costs of copies and prefill."""
         return self._traffic.costs
 
     @property
@@ -359,12 +359,14 @@ class Ladder:
         return self._traffic.account
 
     def cost_snapshot(self, is_free: bool = False) -> Costs:
-        """What copies and prefill cost now, with the work that stands in line. is_free: for those
-        who want whatever there is."""
+        """Return current costs of copies and prefill, with the queued work.
+
+        is_free: for those who want whatever there is.
+        """
         return self._traffic.cost_snapshot(is_free)
 
     def _computing_s(self, first: int, end: int) -> float:
-        """How long a prompt may wait rather than compute its blocks from ``first`` to ``end``."""
+        """Return how long a prompt may wait before computing blocks ``first`` to ``end`` wins."""
         size = self._options.block_size
         return patience_s(self.costs.snapshot(), first * size, end * size) if size else inf
 

@@ -1,4 +1,4 @@
-"""What is brought up the ladder: in pieces, so that one is copied on while the next is read."""
+"""Loads towards the device, in pieces: one is copied while the next is read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STRAIGHT_PIECES = 4
 
 
 def piece_sizes(num_blocks: int, first_blocks: int) -> Iterator[int]:
-    """How many blocks each piece of a load has: ``first_blocks`` at first, more later.
+    """Return the blocks of each piece of a load: ``first_blocks`` at first, more later.
 
     size = clamp(begun / GROWTH, first_blocks, max(first_blocks, num_blocks / SHARE))
     """
@@ -88,8 +88,11 @@ class Loads:
             self._traffic.begin(piece, slots)
 
     def _pieces(self, copy: Copy, times: int = 1) -> Iterator[Copy]:
-        """What is read at a time: storage is given seconds per call, and should not get all at
-        once; between memories it is."""
+        """Return the pieces of a load.
+
+        Storage reads in pieces, since each call has a deadline in seconds; memory copies go at
+        once.
+        """
         sizes: Iterator[int] = iter((len(copy.blocks),))
         if copy.src in self._row.storages:
             sizes = piece_sizes(len(copy.blocks), times * self._first_blocks)

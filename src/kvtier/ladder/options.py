@@ -1,4 +1,4 @@
-"""How the ladder behaves."""
+"""Options of the ladder."""
 
 from __future__ import annotations
 

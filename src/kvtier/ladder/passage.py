@@ -12,10 +12,12 @@ from kvtier.types import BlockId
 
 
 class Passage:
-    """Of the memory that storage is read into and written from. Who comes there, and is not worth
-    its room, is told of by ``note``. When it was written, or read by who wanted it, it makes room
-    before all others; one whose turn never comes leaves as others do. So these have as much room as
-    they need at a time, and drive out nobody else.
+    """Tracks transient blocks of the memory tier that storage reads into and writes from.
+
+    ``note`` marks newly arrived blocks that the policy would not admit. They are evicted before all
+    others once they have been written, or read by the request that wanted them; one that never is,
+    is evicted like any other block. So transient blocks take as much room as they need at a time,
+    and evict nothing else.
     """
 
     def __init__(self, row: Row, index: BlockIndex, traffic: Traffic, lines: Archives) -> None:

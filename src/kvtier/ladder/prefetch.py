@@ -1,4 +1,4 @@
-"""What storage has of a request that waits for its turn, read ahead into host memory."""
+"""Prefetch: read a waiting request's blocks from storage into host memory."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What storage is asked about a prompt, piece by piece: few blocks at first, for it may have
-nothing of it; more where it had them all."""
+"""Look-ups of a prompt's blocks in storage, piece by piece.
+
+The first piece is small, since storage may have nothing; pieces grow while all are found.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ Adopt = Callable[[Sequence[BlockId]], object]
 
 
 class Question(ABC):
-    """Which blocks of a prompt ``storage`` has, as many as there are ``keys``."""
+    """Look-up of a prompt's blocks in ``storage``, one per key."""
 
     storage: str
     keys: Sequence[BlockKey]
@@ -35,7 +37,7 @@ class Question(ABC):
 
     @property
     def lacked(self) -> BlockKey | None:
-        """What the questions before this one, of the same name, did not find first."""
+        """Return the first block that earlier look-ups of the same prompt did not find."""
         return None
 
     @abstractmethod

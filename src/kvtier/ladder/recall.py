@@ -1,4 +1,4 @@
-"""What storage has kept of prompts since an earlier life, or has from another process."""
+"""Look up prompts in storage: blocks of an earlier run, or of another process."""
 
 from __future__ import annotations
 
@@ -166,8 +166,7 @@ class Recall:
         return asked
 
     def _give_up(self, asked: Asked) -> bool:
-        """Where it has been waited for long enough nobody waits for this storage any more. Whether
-        that is so."""
+        """Stop waiting for this storage once its time is up. Return whether it is."""
         is_late = asked.job.is_late or (
             not self._mover.tells_late and self._clock() - asked.began_s >= self._patience_s
         )

@@ -140,7 +140,7 @@ class Space:
             self._metrics.count("kvtier_unadmitted_blocks_total", num_blocks, tier=tier)
 
     def _tell_room(self, tier: str) -> None:
-        """How much room a tier has may change: it opens by and by, or loses some."""
+        """Follow the capacity of a tier: it grows while it opens, and may shrink."""
         room = self._row.rooms[tier]
         num_slots = max(room.num_slots, room.num_used + room.num_free)
         if self._told.get(tier) != num_slots:

@@ -1,4 +1,4 @@
-"""What is copied down the ladder: as much as is worth its room there, and finds some."""
+"""Stores towards lower tiers, as far as blocks are worth their room and room is found."""
 
 from __future__ import annotations
 

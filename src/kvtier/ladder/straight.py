@@ -1,4 +1,4 @@
-"""What comes from storage to an engine's own memory, past the tiers."""
+"""Direct reads from storage into an engine's own memory."""
 
 from __future__ import annotations
 

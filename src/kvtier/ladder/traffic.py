@@ -160,7 +160,7 @@ class Traffic:
         return finished
 
     def finish(self, transfer: Transfer) -> None:
-        """What arrived is ready, what did not is absent; then those that waited are told."""
+        """Mark arrived blocks ready and others absent, then notify the waiters."""
         job = transfer.job
         assert job is not None
         self._under_way.remove(transfer)
@@ -192,7 +192,7 @@ class Traffic:
             self.on_change(transfer.dst, there, False)
 
     def _undo(self, transfer: Transfer, absent: Collection[int]) -> None:
-        """What is at these positions did not arrive."""
+        """Record that the blocks at these positions did not arrive."""
         dst, positions = transfer.dst, sorted(absent)
         blocks = [transfer.blocks[at] for at in positions]
         self._row.rooms[dst].free(self._index.abort_all(blocks, dst))
@@ -220,8 +220,10 @@ class Traffic:
             self._metrics.count("kvtier_damaged_blocks_total", job.num_damaged, tier=src)
 
     def _distrust(self, transfer: Transfer, job: Job) -> None:
-        """What storage has not, it is not asked for again; and memory from which a copy failed
-        twice in a row is not copied from a third time."""
+        """Forget blocks that storage no longer has; drop a memory copy after two failed reads.
+
+        The two reads must fail in a row.
+        """
         blocks, src = transfer.blocks, transfer.src
         self.lose([blocks[at] for at in job.gone], src)
         if src in self._mover.storages or transfer.dst != self._row.fastest or job.withdrawn:
@@ -256,7 +258,7 @@ class Traffic:
                 self.costs.observe_copy(route, each.num_bytes, each.seconds)
 
     def lose(self, blocks: Sequence[BlockId], tier: str) -> None:
-        """What ``tier`` has of blocks is not to be used any more."""
+        """Stop using the copies that ``tier`` has of blocks."""
         is_named = blocks and tier in self._mover.storages
         keys = keys_of(self._index.names(blocks)) if is_named else [None] * len(blocks)
         for block, key in zip(blocks, keys, strict=True):
@@ -286,8 +288,7 @@ class Traffic:
         return True
 
     def void(self) -> None:
-        """What is on its way is not wanted any more, neither where it comes from nor where it goes
-        to."""
+        """Discard the blocks of transfers in flight, at the source and at the destination."""
         for transfer in self.transfers:
             transfer.is_void = True
             self.lose(transfer.blocks, transfer.src)
@@ -304,8 +305,10 @@ class Traffic:
     # -- look -------------------------------------------------------------------------------------
 
     def bringing(self, slots: Sequence[Slot], tier: str) -> Iterator[tuple[Transfer, range]]:
-        """Which transfers are to fill ``slots`` of ``tier``, a memory; each with the positions of
-        those that it fills. Cost: O(slots) of native code, and a step for each of the transfers."""
+        """Return the transfers that will fill ``slots`` of memory ``tier``, with their positions.
+
+        Cost: O(slots) of native code, and a step for each of the transfers.
+        """
         return self._under_way.filling(slots, tier)
 
     def wait(self, timeout_s: float) -> bool:
@@ -322,7 +325,7 @@ class Traffic:
         return True
 
     def cost_snapshot(self, is_free: bool = False) -> Costs:
-        """What copies and prefill cost now, with the work that stands in line before a new one.
+        """Return current costs of copies and prefill, behind the work that is queued.
 
         is_free: for those who want whatever there is, what it costs does not matter.
         """

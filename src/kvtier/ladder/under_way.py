@@ -1,4 +1,4 @@
-"""Which transfers are under way, and which of them fills which slot."""
+"""Transfers in flight, and the slot that each of them fills."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class UnderWay:
                 yield transfer
 
     def filling(self, slots: Sequence[Slot], tier: str) -> Iterator[tuple[Transfer, range]]:
-        """Which transfers are to fill ``slots``, each with the positions that it fills."""
+        """Return the transfers that will fill ``slots``, each with its positions."""
         if not self._transfers or not slots:
             return
         numbers = self._filled_by[tier][_places(slots)]

@@ -1,4 +1,4 @@
-"""What a block holds: the layers that share one kind of attention, and what they keep per token."""
+"""A group of layers that share one kind of attention, and what each keeps per token."""
 
 from __future__ import annotations
 

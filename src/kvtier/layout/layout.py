@@ -1,4 +1,4 @@
-"""Where the bytes of a block lie: named axes in an order, and the strides that follow from it.
+"""Layout of KV memory: named axes in an order, and the strides that follow.
 
 An element is named by (part, layer, block, token, head, dim). A layout is an order of these six
 axes over one memory; everything else is arithmetic:
@@ -43,7 +43,7 @@ class PartStrides:
     layers: tuple[int, ...] = ()
 
     def begin(self, layer: int) -> int:
-        """Where block 0 of ``layer`` begins."""
+        """Return the offset of block 0 of ``layer``, in bytes."""
         return self.layers[layer] if self.layers else self.offset + layer * self.layer
 
 
@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def block_bytes(self) -> int:
-        """Of all blocks together; ``nbytes`` also counts what lies between them."""
+        """Bytes of all blocks; ``nbytes`` also counts the gaps between them."""
         return self.num_blocks * self.group.bytes_per_block
 
 

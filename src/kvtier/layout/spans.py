@@ -24,7 +24,10 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragments:
-    """How one block is copied between two layouts. All arrays int64 [num_fragments], bytes."""
+    """Copy plan of one block between two layouts.
+
+    All arrays int64 [num_fragments], bytes.
+    """
 
     src_offset: Int64s
     src_stride: Int64s
@@ -33,7 +36,7 @@ class Fragments:
     size: Int64s
 
     def src(self, blocks: Int64s) -> Int64s:
-        """Where the fragments of each block begin in the source: int64 [num_blocks, n]."""
+        """Return source offsets of each block's fragments: int64 [num_blocks, n], bytes."""
         return _begins(blocks, self.src_offset, self.src_stride)
 
     def dst(self, blocks: Int64s) -> Int64s:
@@ -43,7 +46,7 @@ class Fragments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SteppedFragments:
-    """How one block is copied between two layouts, a few layers at a time.
+    """Copy plan of one block between two layouts, a few layers at a time.
 
     fragments: all of them, those of the first step first. counts: of each step, which brings the
     layers from ``i * layers_per_step`` on; num_bytes: of each step. can_touch: whether neighbouring
@@ -58,7 +61,7 @@ class SteppedFragments:
 
 
 def spans(layout: Layout, block: int, layer: int) -> Int64s:
-    """Where a block lies in one layer: int64 [num_spans, 2] = (offset, length), bytes.
+    """Return a block's spans in one layer: int64 [num_spans, 2] = (offset, length), bytes.
 
     Sorted by offset; adjacent pieces are one span.
     """

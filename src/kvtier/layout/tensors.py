@@ -12,8 +12,11 @@ from kvtier.layout.layout import Layout, PartStrides
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one part of one layer lies. address: of block 0. block, token, head: bytes from one to
-    the next; the elements of a head lie side by side."""
+    """Location of one part (K, V or latent) of one layer.
+
+    address: of block 0. block, token, head: bytes from one to the next; the elements of a head lie
+    side by side.
+    """
 
     address: int
     block: int

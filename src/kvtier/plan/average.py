@@ -18,7 +18,7 @@ more than ``SMOOTHING``."""
 
 
 class Average:
-    """Of all observations at first, of the newest ones later."""
+    """Mean of all observations at first, and of the newest ones later."""
 
     __slots__ = ("num_seen", "value")
 

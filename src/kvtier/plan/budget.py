@@ -1,4 +1,4 @@
-"""How much may be written to a disk that wears."""
+"""Write budget of a disk that wears."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class WriteBudget:
 
     @property
     def share_left(self) -> float:
-        """Of what is saved up at most: between 0 and 1, and 1 where there is no limit."""
+        """Saved share of the budget, 0 to 1; 1 if there is no limit."""
         if not self.bytes_per_day:
             return 1.0
         return max(0.0, self.left_bytes) / self.burst_bytes

@@ -1,4 +1,4 @@
-"""What copies and prefill cost, learnt from what they really took.
+"""Costs of copies and prefill, learned from measured times.
 
 A copy of n bytes between two tiers is estimated from the moving average of seconds per byte in its
 size class (powers of four: small copies pay for latency, large ones for bandwidth). A class not
@@ -68,7 +68,7 @@ class Costs:
         return max(least_s, classes[_nearest(classes, num_bytes)] * num_bytes)
 
     def num_measured(self, route: Route, num_bytes: int) -> int:
-        """How many copies ``copy_s`` rests on."""
+        """Return the number of copies behind ``copy_s``."""
         classes = self.num_copies.get(route)
         return classes[_nearest(classes, num_bytes)] if classes else 0
 
@@ -123,15 +123,17 @@ class CostModel:
             classes.setdefault(size_class(num_bytes), Average()).add(seconds / num_bytes)
 
     def expected_copy_s(self, route: Route, num_bytes: int) -> float:
-        """What a copy would take by what is known now, without the line; 0 where nothing is."""
+        """Return the expected time of a copy without its queue, seconds; 0 if nothing is known."""
         classes = self._copies.get(route)
         if not classes or num_bytes <= 0:
             return 0.0
         return classes[_nearest(classes, num_bytes)].value * num_bytes
 
     def expected_prefill_s(self, first: int, end: int) -> float:
-        """What computing tokens would take by the newest estimate that there is; 0 for none. It may
-        be some observations old: nothing is fitted for this alone."""
+        """Return the expected prefill time by the newest estimate, seconds; 0 if there is none.
+
+        The estimate may be some observations old: nothing is fitted for this call.
+        """
         recent = self._prefill.recent
         return 0.0 if recent is None else recent.seconds(first, end)
 

@@ -24,7 +24,7 @@ COMPUTED = "computed"
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a plan was made from, as it was then.
+    """Inputs of a plan at the time it was made.
 
     num_tokens: of the prompt. block_size: tokens; blocks of it may be wider than the cache's own.
     grain_blocks: cuts were multiples of it. is_weighed: False where everything found is loaded,
@@ -43,7 +43,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Actual:
-    """What came of a plan, as far as it is known; seconds.
+    """Outcome of a plan as far as it is known; times in seconds.
 
     arrivals: positions of blocks, and when they had arrived, from the plan on. load_s: until all
     had. compute_s: of the prompt, in all. waited_s: before the plan. first_token_s: from the
@@ -249,7 +249,7 @@ def _seconds_by_tier(
 
 
 def _num_measured(decision: Decision, tier: str, num_blocks: int) -> int:
-    """Of the step that was measured least on the way from ``tier``."""
+    """Return the count of the least measured step on the way from ``tier``."""
     size = num_blocks * decision.bytes_per_block
     costs = decision.costs
     return min((costs.num_measured(route, size) for route in costs.ways[tier]), default=0)
@@ -268,7 +268,7 @@ def _rejected(plan: Plan) -> Iterator[Cut]:
 
 
 def _weak(decision: Decision) -> Iterator[tuple[str, int]]:
-    """What was weighed, and known from too few measurements."""
+    """Return the steps that were weighed with too few measurements."""
     if not decision.is_weighed:
         return
     costs, num_blocks = decision.costs, dict[str, int]()

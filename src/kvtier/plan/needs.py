@@ -1,4 +1,4 @@
-"""What cuts need from other tiers than the device: a straight line where neighbours are alike."""
+"""Blocks that cuts need from below the device: linear where neighbours are alike."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtier.types import DEVICE, GroupMatch
 
 @dataclass(frozen=True, slots=True)
 class GroupRoom:
-    """What a plan has to know of one group of layers.
+    """Inputs of a plan about one group of layers.
 
     num_free_slots: slots of its device column that could be had, by eviction if need be.
     num_staging_slots: the same of the tier below, which blocks from further down pass through; None
@@ -29,8 +29,7 @@ class GroupRoom:
 
 
 class Kind(NamedTuple):
-    """What makes blocks alike: the group whose part of them it is, the tier that it comes from, and
-    whether it is on its way already."""
+    """Kind of block: its group, its source tier, and whether it is in flight already."""
 
     group: int
     tier: str

@@ -41,7 +41,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do for one request, and what it is expected to cost.
+    """Plan of one request: its operations and their expected cost.
 
     copies: to be run in this order. num_reused_blocks: the cut, up to which every group will have
     what it needs on the device when all copies succeed; prefill starts after it. load_s,

@@ -113,15 +113,17 @@ def _on_the_grid(cuts: Sequence[int], grain_blocks: int, longest: int) -> Sequen
 
 @dataclass(frozen=True, slots=True)
 class _Loads:
-    """What it costs to load what a cut needs."""
+    """Cost of loading the blocks that a cut needs."""
 
     costs: Costs
     rooms: Sequence[GroupRoom]
     deadline_s: float | None
 
     def candidates(self, stretch: Stretch, cuts: Sequence[int]) -> Iterator[tuple[int, float]]:
-        """Of a stretch those of ``cuts`` that may be the cheapest, ascending, each with the seconds
-        of its load: the ends of what is straight, as far as there is room and time."""
+        """Return the ``cuts`` of a stretch that may be cheapest, ascending, with load seconds.
+
+        These are the ends of straight lines, as far as there is room and time.
+        """
         for first, end in pairwise([*self._edges(stretch), stretch.end + 1]):
             low, high = bisect_left(cuts, first), bisect_left(cuts, end) - 1
             if low > high or not self._has_room(stretch.counts_at(cuts[low])):
@@ -140,7 +142,7 @@ class _Loads:
         return sorted(edge for edge in edges if stretch.start < edge <= stretch.end)
 
     def _routes(self, stretch: Stretch) -> Iterator[tuple[int, int, Sequence[int]]]:
-        """Of each route the bytes at the start, what a step adds, and where a copy's cost bends."""
+        """Return per route: bytes at the start, bytes per step, and where the copy cost bends."""
         before, step = self._route_bytes(stretch.counts), self._route_bytes(stretch.slopes)
         for route, slope in step.items():
             if slope:
@@ -158,8 +160,7 @@ class _Loads:
         return num_bytes
 
     def _limits(self, stretch: Stretch) -> Iterator[tuple[int, int, Sequence[int]]]:
-        """Of each limit what it bounds at the start, what a step adds, and the first that is too
-        much."""
+        """Return per limit: the bounded value at the start, its growth per step, and its bound."""
         used, step = self._slots(stretch.counts), self._slots(stretch.slopes)
         for before, slope, limit in zip(used, step, self._most(), strict=True):
             if slope and limit is not None:

@@ -1,4 +1,4 @@
-"""What computing a prompt costs, learnt from the pieces that were computed.
+"""Prefill cost, learned from the pieces that were computed.
 
 A piece of n tokens that follows c others takes
 
@@ -62,7 +62,7 @@ class _Pieces:
         self.last_seen = 0
 
     def row(self) -> list[float]:
-        """What call_s, token_s and pair_s are multiplied with."""
+        """Return the factors of call_s, token_s and pair_s."""
         n, before = self.num_tokens.value, self.num_before.value
         return [1.0, n, n * (before + n / 2)]
 

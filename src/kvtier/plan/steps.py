@@ -1,4 +1,4 @@
-"""What an engine's steps say about prefill, where their ends are heard of later."""
+"""Prefill cost from an engine's steps, whose ends are reported later."""
 
 from __future__ import annotations
 

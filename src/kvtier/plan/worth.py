@@ -62,7 +62,7 @@ def num_worth_loading(
     num_staging_slots: int | None,
     tell: Tell | None = None,
 ) -> int:
-    """How many of the first blocks of a prompt to load rather than compute.
+    """Decide how many of a prompt's first blocks to load rather than compute.
 
     tiers: of each block, from the prompt's start; those on the device cost nothing. num_tokens: of
     the prompt. num_staging_slots: blocks that could be brought from storage; None where they need
@@ -88,7 +88,7 @@ def num_worth_loading(
 
 
 def _slowest(tiers: Sequence[str], order: Sequence[str]) -> str:
-    """Of several neighbours; those on the device are in no way's order."""
+    """Load time of several neighbouring blocks; blocks on the device cost nothing."""
     return max(tiers, key=lambda tier: order.index(tier) if tier in order else -1)
 
 
@@ -99,6 +99,8 @@ def is_worth_loading(costs: Costs, num_bytes: Mapping[str, int], first: int, end
 
 
 def patience_s(costs: Costs, first: int, end: int) -> float:
-    """How long a prompt may wait for the KV of its tokens from ``first`` up to ``end``: no longer
-    than computing them would take."""
+    """Return how long a prompt may wait for KV of tokens ``first`` to ``end``, in seconds.
+
+    It never waits longer than computing them would take.
+    """
     return min(MAX_PATIENCE_S, costs.prefill_s(first, end))

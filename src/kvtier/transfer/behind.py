@@ -1,4 +1,4 @@
-"""What storage has to wait for before it touches memory that a device computes in."""
+"""Fence that storage waits for before it touches memory a device computes in."""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ PIECE_KEYS: Final = 1 << 16
 
 
 class OwedDrops:
-    """What ``storage`` was told to drop, until it has. Only keys are kept. Any thread may use it.
+    """Keys that ``storage`` still has to drop.
+
+    Only keys are kept. Any thread may use it.
 
     A block whose drop is owed is nobody's: it is not found and not read, and no new one is written
     under its key, or the drop would meet that one.
@@ -57,7 +59,7 @@ class OwedDrops:
             )
 
     def left_out(self, keys: Sequence[BlockKey], outcomes: list[Outcome]) -> list[Outcome]:
-        """What a look-up found, without what is to be dropped."""
+        """Return a look-up's result without the keys that are to be dropped."""
         owed = self.places(keys)
         if not owed:
             return outcomes

@@ -119,8 +119,7 @@ class Lane:
 
     @property
     def running_s(self) -> float:
-        """How long the job whose turn it is has been running, or waiting for a worker to take it
-        up; 0 for an idle lane."""
+        """Return how long the current job has run or waited for a worker, seconds; 0 if idle."""
         with self._lock:
             waiting = next(iter(self._urgent), None)
             is_full = len(self._running) == self._num_workers

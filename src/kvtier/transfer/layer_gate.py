@@ -13,7 +13,7 @@ PATIENCE_S = 1.0
 
 
 class LayerGate:
-    """What a forward passes on its way through the layers while its prefix is being loaded.
+    """Gate that a forward passes at each layer while its prefix is being loaded.
 
     What was computed behind it counts only once its lease is ready, and not broken. loads: each
     in steps. patience_s: how long its methods may block, all

@@ -75,7 +75,7 @@ class LocalMover(Mover):
         self._ring = self._make_ring()
 
     def _make_ring(self) -> Ring | None:
-        """Where nothing lies between the first tier and storage that can't write from there."""
+        """Make a ring of host slots if storage below the first tier cannot write from it."""
         pool = self._memories.get(self._fastest)
         if pool is None or self._device is None or len(self._memories) > 1:
             return None
@@ -158,7 +158,7 @@ class LocalMover(Mover):
         return job
 
     def _blocks(self, memory: MemoryTier, slots: Sequence[Slot]) -> Blocks:
-        """Where blocks lie; of the device's memory, behind what it computes now."""
+        """Return the pieces of blocks; for device memory, fenced behind its current work."""
         pieces = partial(memory.pieces, slots)
         if self._device is None or memory is not self._memories.get(self._fastest):
             return pieces
@@ -248,7 +248,7 @@ class LocalMover(Mover):
         return facts.finds_at_once and not facts.is_shared
 
     def _send_drops_again(self) -> None:
-        """What was owed when storage did not answer is not to wait for the next look-up."""
+        """Retry owed drops now rather than at the next look-up."""
         for tier, drops in self._drops.items():
             gate = self._gates[tier, "find"]
             if len(drops) and gate.lane.is_idle and gate.breaker.is_passable:
@@ -342,7 +342,7 @@ class _Gate:
     def find(
         self, storage: StorageTier, keys: Sequence[BlockKey], unanswered: Unanswered, job: Job
     ) -> Iterable[int]:
-        """What storage was told to drop goes first: it is not to be found any more."""
+        """Send owed drops first, so that these keys are not found any more."""
         assert isinstance(job, FindJob)
 
         def look() -> list[Outcome]:

@@ -16,7 +16,7 @@ Blocks hold their slots on the device until they are written, so this bounds tha
 
 
 def ring_blocks(bytes_per_block: int) -> int:
-    """How many blocks that is; one at least."""
+    """Return the number of blocks that fit; at least one."""
     return max(1, RING_BYTES // bytes_per_block)
 
 
@@ -41,7 +41,7 @@ class Ring:
             self.tier.free(slots)
 
     def pieces(self, slots: Sequence[Slot]) -> Pieces:
-        """Where the blocks in ``slots`` lie."""
+        """Return the pieces of the blocks in ``slots``."""
         return self.tier.pieces(slots)
 
     @property

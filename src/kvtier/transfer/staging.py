@@ -30,11 +30,11 @@ class Steps(ABC):
     @property
     @abstractmethod
     def layers_per_step(self) -> int:
-        """How many layers a step brings; the last one may bring fewer."""
+        """Return the layers per step; the last step may have fewer."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many steps."""
+        """Return the number of steps."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[CopyBatch]:
@@ -43,7 +43,7 @@ class Steps(ABC):
 
 @dataclass(frozen=True, eq=False)
 class SlotSteps(Steps):
-    """Of slot ``src_slots[i]`` to slot ``dst_slots[i]``."""
+    """Copies from slot ``src_slots[i]`` to slot ``dst_slots[i]``."""
 
     src: MemoryTier
     src_slots: Sequence[Slot]
@@ -77,7 +77,7 @@ class SlotSteps(Steps):
 
 
 def layers_per_step(num_layers: int, num_bytes: int) -> int:
-    """How many layers go together, so that a step is worth its submission."""
+    """Return how many layers one step copies, so that it is worth its submission."""
     num_steps = min(num_layers, max(1, num_bytes // STEP_BYTES))
     return -(-num_layers // num_steps)
 
@@ -119,7 +119,7 @@ def stage_steps(
 
 
 def _by_fragment(offset: Int64s, stride: Int64s, slots: Sequence[Slot]) -> Int64s:
-    """Where each fragment of each block begins: int64 [num_fragments * num_blocks]."""
+    """Return the offset of each fragment of each block: int64 [num_fragments * num_blocks]."""
     blocks = np.asarray(slots, np.int64)
     if (stride == stride[0]).all():
         begins = np.add.outer(offset, blocks * stride[0])

@@ -61,7 +61,7 @@ class Waiter(ABC):
 
     @property
     def waiting_for(self) -> frozenset[Transfer]:
-        """What is still on its way."""
+        """Return the blocks that are still in flight."""
         return frozenset(self._waiting_for)
 
     def wait_for(self, transfer: Transfer, *positions: range) -> None:

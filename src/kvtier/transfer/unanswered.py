@@ -1,4 +1,4 @@
-"""What storage was asked for, and said nothing of."""
+"""Look-ups that storage has not answered."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Unanswered:
         return len(self._keys)
 
     def note(self, keys: Sequence[BlockKey], outcomes: Sequence[Outcome]) -> None:
-        """What became of a look-up; no outcomes, where it came to nothing."""
+        """Record the result of a look-up; no outcomes if it failed."""
         if outcomes and not self._keys and not has(outcomes, Outcome.FAILED):
             return
         with self._lock:

@@ -41,7 +41,9 @@ class Ask(Protocol):
 
 
 class Adoption:
-    """Of one storage tier. What is not in storage on all ranks is there on none.
+    """Adoption state of one storage tier.
+
+    What is not in storage on all ranks is there on none.
 
         all ranks say how many keys they have    few: and which ones, at once
         DIGEST to all                            of buckets of keys
@@ -105,7 +107,7 @@ class Adoption:
         self._hellos = {rank: Found(each.num_keys) for rank, each in self._hellos.items()}
 
     def hear(self, piece: Piece) -> None:
-        """What a rank answers, in order."""
+        """Handle the answers of a rank, in order."""
         if self._is_over or piece.rank not in self._awaited:
             return
         if piece.digests:
@@ -181,7 +183,10 @@ class Adoption:
         return is_there
 
     def find(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Which keys all ranks are known to have. Who asks has found them: each is told once."""
+        """Return the keys that all ranks are known to have.
+
+        Each key is reported once.
+        """
         if not self._num_found:
             return [False] * len(keys)
         is_there = self._peek(wanted := as_keys(b"".join(keys)))

@@ -126,7 +126,10 @@ class RankExecutor:
         return {name: each.hello() for name, each in self._tellings.items()}
 
     def take_pieces(self) -> tuple[Piece, ...]:
-        """What was asked for, as much of it as one report takes. Goes on with what is cleared."""
+        """Return as much of the requested list as one report takes.
+
+        Also continues to clear storage.
+        """
         for name, each in self._tellings.items():
             if each.is_clearing:
                 self._mover.drop(name, each.take_cleared(), for_good=True)
@@ -138,7 +141,7 @@ class RankExecutor:
     # -- what was done -----------------------------------------------------------------------------
 
     def take_done(self) -> dict[int, Done]:
-        """What has ended since the last call, by order id; and, once, what is late."""
+        """Return orders that ended since the last call, by id, and late ones once."""
         ended = [order_id for order_id, each in self._under_way.items() if each.job.done]
         for order_id in ended:
             each = self._under_way.pop(order_id)
@@ -166,7 +169,7 @@ class RankExecutor:
         return self._clock() - each.since > limit_s
 
     def take_scrubbed(self) -> tuple[Scrubbed, ...]:
-        """What idle storage has verified since the last call."""
+        """Return what idle storage has verified since the last call."""
         return tuple(self._mover.scrub())
 
     def take_breakers(self) -> dict[tuple[int, str], BreakerState]:
@@ -192,7 +195,7 @@ def _done(ended: _UnderWay) -> Done:
 
 
 def _found(order: Order, job: FindJob) -> Done:
-    """What a look-up said, or that it came to nothing."""
+    """Report a look-up's result, or that there is none."""
     outcomes = job.outcomes
     if job.error is not None:
         outcomes = [Outcome.FAILED] * len(keys_in(order.keys))

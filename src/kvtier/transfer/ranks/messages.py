@@ -1,4 +1,4 @@
-"""What the deciding process tells the ranks to do with their storage, and what they answer."""
+"""Messages between the deciding process and the ranks about their storage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtier.types import BlockName, Slot
 
 
 class Verb(Enum):
-    """What becomes of blocks."""
+    """Operations on blocks."""
 
     WRITE = "write"
     """From slots in memory to storage."""
@@ -86,7 +86,7 @@ class Done:
     is_late: bool = False
 
     def and_also(self, other: Done) -> Done:
-        """What two groups of ranks did: only what both have done is done."""
+        """Combine the outcomes of two groups of ranks: done only if both are."""
         return Done(
             self.failed | other.failed,
             self.gone | other.gone,
@@ -101,8 +101,10 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a rank's storage has kept since an earlier life: how many blocks, and their keys, one
-    behind the other, where they are few; else None, and they are asked for."""
+    """Blocks recovered by a rank's storage: their number, and their keys if they are few.
+
+    The keys are concatenated; None means that they must be requested.
+    """
 
     num_keys: int = 0
     keys: bytes | None = b""
@@ -110,7 +112,10 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Of a rank's answer to ``DIGEST`` or ``LIST``. is_last: of the keys."""
+    """Keys in a rank's answer to ``DIGEST`` or ``LIST``.
+
+    is_last: of the keys.
+    """
 
     rank: int
     tier: str
@@ -121,7 +126,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a rank has to say about itself; the last one counts.
+    """State of a rank; the last report counts.
 
     num_open: slots in memory that can be used by now. found: by storage tier, what a restart found
     there; only in a rank's first hello, and only where it has that storage. straight: the storage

@@ -42,7 +42,7 @@ class _Finding:
 
 @dataclass(slots=True)
 class _Line:
-    """What moves along one route."""
+    """Traffic of one route."""
 
     num_moves: int = 0
     num_bytes: int = 0
@@ -150,7 +150,7 @@ class RankMover(Mover):
         return max(ours + theirs, default=BreakerState.CLOSED)
 
     def _breaker(self, route: Route) -> Breaker | None:
-        """Of a store that is read from, or written to."""
+        """Return the breaker of a store that is read from, or written to."""
         src, dst = route
         reads = self._breakers.get((src, Verb.READ))
         return reads or self._breakers.get((dst, Verb.WRITE))
@@ -166,8 +166,11 @@ class RankMover(Mover):
         return False
 
     def find(self, tier: str, keys: Sequence[BlockKey]) -> FindJob:
-        """Of a store, what all ranks will have found. Else what all are known to have, and nobody
-        has asked for yet; what is not known yet is absent until it is."""
+        """Look up keys on all ranks.
+
+        For a store the result comes from asking it; otherwise it holds the keys that all ranks are
+        known to have and that nobody has asked for yet. An unknown key is absent until it is known.
+        """
         job = FindJob()
         if tier not in self._adoptions:
             self._begin_find(job, tier, keys)
@@ -250,7 +253,7 @@ class RankMover(Mover):
     # -- what the engine carries -------------------------------------------------------------------
 
     def take_orders(self) -> list[Order]:
-        """What the ranks are to do next, in this order; nothing before all have said hello."""
+        """Return the next orders of the ranks, in order; none until all have said hello."""
         if not self._has_heard_all:
             return []
         for tier, adoption in self._adoptions.items():

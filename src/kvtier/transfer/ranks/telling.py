@@ -28,8 +28,11 @@ CLEARED_PER_STEP: Final = 1 << 12
 
 
 class Telling:
-    """Of one storage tier of this rank, ``rank``. kept: what an earlier life has left there. ranks:
-    how many have such storage; digests are computed at once where there are several."""
+    """Reports of one storage tier of this rank, ``rank``.
+
+    kept: what an earlier life has left there. ranks: how many have such storage; digests are
+    computed at once where there are several.
+    """
 
     def __init__(self, tier: str, rank: int, kept: KeptKeys, num_ranks: int) -> None:
         self._tier = tier
@@ -65,7 +68,7 @@ class Telling:
     # -- to tell -----------------------------------------------------------------------------------
 
     def take(self) -> Piece | None:
-        """What is to be told with the next report."""
+        """Return what the next report contains."""
         if not self._orders:
             return None
         order = self._orders[0]
