@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,17 +9,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 import kvtier
-from kvtier.engine.paged import ATTENTION
+from kvtier.engine.checkpoint import read_config, read_eos_token_ids, read_weights
 from kvtier.engine.random_models import RANDOM, random_config, random_module
 from kvtier.errors import ConfigError
 from kvtier.identity import Basis, Identification, Identity, Memory
@@ -34,6 +27,9 @@ DEFAULT = "kvtier-tiny"
 
 FULL = ("llama", "qwen2", "qwen3")
 LATENT = ("deepseek_v3",)
+
+STEADY_ROTARY = ("default", "linear", "yarn", "llama3")
+"""Rotary embeddings whose frequencies are the same whatever the length of a context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +61,12 @@ def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
             f"model: {name!r} is neither built in ({known}) nor a directory with a config.json; "
             "models are not downloaded, give a local path"
         )
-    try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise ConfigError(f"model: {directory}/config.json can't be read: {error}") from error
+    config = read_config(directory)
     refuse_unsupported(config, name)
+    eos_token_ids = read_eos_token_ids(directory, config)
     dtype = choose_dtype(dtype_name, device, config)
     with _identified(directory) as weights:
-        try:
-            module = AutoModelForCausalLM.from_pretrained(
-                directory,
-                config=config,
-                dtype=dtype,
-                attn_implementation=ATTENTION,
-                local_files_only=True,
-            )
-        except (OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"model: weights in {directory} can't be loaded: {error}") from error
+        module = read_weights(directory, config, dtype)
         identity = weights.settle()
     return LoadedModel(
         name=directory.name,
@@ -90,7 +75,7 @@ def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
         made_by=_made_by(device),
         module=_place(module, device),
         directory=directory,
-        eos_token_ids=_eos_token_ids(directory, config),
+        eos_token_ids=eos_token_ids,
         max_tokens=int(config.max_position_embeddings),
     )
 
@@ -110,6 +95,23 @@ def refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
         raise ConfigError(
             f"model: {name!r} is of type {config.model_type!r}; the embedded engine serves "
             f"{', '.join((*FULL, *LATENT))}"
+        )
+    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rotary not in STEADY_ROTARY:
+        raise ConfigError(
+            f"model: {name!r} has rotary embeddings of type {rotary!r}, whose frequencies may "
+            "depend on the length of the context, so that a prefix has no KV of its own; the "
+            f"embedded engine serves {', '.join(STEADY_ROTARY)}"
+        )
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is None:
+        quantised = getattr(config, "compression_config", None)
+    if quantised is not None:
+        kind = quantised.get("quant_method") if isinstance(quantised, dict) else None
+        raise ConfigError(
+            f"model: {name!r} is quantised ({kind or 'by a method that it does not name'}); the "
+            "embedded engine serves float32, bfloat16 and float16: choose the checkpoint that is "
+            "not quantised, or serve this one with vLLM or SGLang"
         )
 
 
@@ -141,7 +143,7 @@ def kv_group(config: PreTrainedConfig, dtype: torch.dtype, block_size: int) -> K
 
 def _random_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
     directory = BUILTIN / DEFAULT
-    vocabulary = AutoConfig.from_pretrained(directory, local_files_only=True).vocab_size
+    vocabulary = read_config(directory).vocab_size
     config = random_config(name, vocabulary)
     dtype = choose_dtype(dtype_name, device, config)
     module = _place(random_module(name, config, device, dtype), device)
@@ -154,15 +156,6 @@ def _place(module: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     torch.nn.Module.to(module, device)
     torch.nn.Module.eval(module)
     return module
-
-
-def _eos_token_ids(directory: Path, config: PreTrainedConfig) -> tuple[int, ...]:
-    found = getattr(config, "eos_token_id", None)
-    if (directory / "generation_config.json").is_file():
-        found = GenerationConfig.from_pretrained(directory).eos_token_id or found
-    if found is None:
-        return ()
-    return (found,) if isinstance(found, int) else tuple(found)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
+from kvtier.engine.checkpoint import reading
 from kvtier.errors import ConfigError
 
 _UNFINISHED = "\ufffd"
@@ -19,21 +20,28 @@ class Tokenizer:
     """The model's tokenizer, from its local directory."""
 
     def __init__(self, directory: Path) -> None:
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        except (OSError, ValueError) as error:
+        with reading(f"the tokenizer in {directory}"):
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+            own = self._tokenizer.get_vocab().keys() - self._tokenizer.get_added_vocab().keys()
+        if not own:  # some tokenizers are made without their files, and then know no text
             raise ConfigError(
-                f"model: no tokenizer can be loaded from {directory}: {error}"
-            ) from error
+                f"model: {directory} has no tokenizer; put the model's tokenizer.json there"
+            )
         self._tokenizer.model_max_length = sys.maxsize  # the engine refuses what is too long
 
     @property
     def vocab_size(self) -> int:
         return len(self._tokenizer)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, without special tokens around it."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """Return the token ids of ``text``.
+
+        special_tokens: whether the tokenizer adds its own, such as BOS. The text of
+        ``render_chat`` has them already.
+        """
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens)
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
