@@ -45,14 +45,14 @@ class Held:
 def held(tokenizer: object, monkeypatch: pytest.MonkeyPatch, is_long: bool) -> Iterator[Held]:
     """Tokenizing waits, of long texts or of short ones."""
     made = Held()
-    encode: Callable[[str], list[int]] = tokenizer.encode  # type: ignore[attr-defined]
+    encode: Callable[..., list[int]] = tokenizer.encode  # type: ignore[attr-defined]
 
-    def slowly(text: str) -> list[int]:
+    def slowly(text: str, **options: bool) -> list[int]:
         if (len(text) > 10_000) == is_long:
             made.num_tokenized += 1
             made.is_in.set()
             assert made.may_go_on.wait(60)
-        return encode(text)
+        return encode(text, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(tokenizer, "encode", slowly)

@@ -90,7 +90,10 @@ def completions_router(service: Service) -> APIRouter:
                 "echo",
                 "unsupported_parameter",
             )
-        return [encode(each) if isinstance(each, str) else each for each in body.prompt]
+        return [
+            encode(each, special_tokens=True) if isinstance(each, str) else each
+            for each in body.prompt
+        ]
 
     def text_of(prompt: Prompt) -> str:
         return prompt if isinstance(prompt, str) else tokenizer.decode(prompt)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 
@@ -33,7 +33,13 @@ from kvtier.telemetry.traces import open_traces
 
 R = TypeVar("R", bound=GenerationRequest)
 T = TypeVar("T")
-Encode = Callable[[str], list[int]]
+
+
+class Encode(Protocol):
+    """Tokenizes a prompt; see ``Service.encode``."""
+
+    def __call__(self, text: str, *, special_tokens: bool = False) -> list[int]: ...
+
 
 ESCAPED = 6
 """Bytes of a character in JSON at most, where it is written as \\u and four digits."""
@@ -127,8 +133,10 @@ class Service:
                 code="model_not_found",
             )
 
-    def encode(self, text: str) -> list[int]:
-        """The prompt's tokens; ``ApiError`` where they leave no room for an answer.
+    def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
+        """Return the prompt's tokens; ``ApiError`` where they leave no room for an answer.
+
+        special_tokens: whether the tokenizer adds its own, such as BOS.
 
         Megabytes take seconds, so what is far too long is told before all of it is tokenized: where
         the beginning alone is too long, the whole is, too.
@@ -141,7 +149,7 @@ class Service:
                 f"must fit into hold {self._max_text_bytes} at most; shorten it."
             )
         num_probed = PROBE_CHARACTERS_PER_TOKEN * limit
-        encode = self.engine.tokenizer.encode
+        encode = partial(self.engine.tokenizer.encode, special_tokens=special_tokens)
         if len(text) > num_probed and len(encode(text[:num_probed])) > limit:
             raise _too_long(
                 f"The prompt has {len(text)} characters, of which the first {num_probed} alone are "
@@ -151,7 +159,7 @@ class Service:
         self._room(prompt)
         return prompt
 
-    def _encode_slowly(self, body: Body, text: str) -> list[int]:
+    def _encode_slowly(self, body: Body, text: str, *, special_tokens: bool = False) -> list[int]:
         """The same, after a while in which the processor was left to others."""
         while (wait_s := self._pace.wait_s) and not self._cut_short.wait(wait_s):
             pass  # others have worked meanwhile: those that are still read keep to the same pace
@@ -160,7 +168,7 @@ class Service:
             raise ClientGone
         began = time.perf_counter()
         try:
-            return self.encode(text)
+            return self.encode(text, special_tokens=special_tokens)
         finally:
             self._pace.worked(time.perf_counter() - began)
 
