@@ -95,6 +95,17 @@ def test_equal_weights_in_another_folder_of_the_same_name_reuse_all(
         assert ask(engine, prompt).hit_tokens == {DISK: CACHED}
 
 
+def test_renamed_folder_reuses_all(tmp_path: Path, prompt: list[int]) -> None:
+    model = model_in(tmp_path / "v1")
+    with Engine(config(model, tmp_path / "slab")) as engine:
+        before = ask(engine, prompt)
+    renamed = model.rename(tmp_path / "v2")
+    with Engine(config(renamed, tmp_path / "slab")) as engine:
+        after = ask(engine, prompt)
+    assert after.hit_tokens == {DISK: CACHED}
+    assert same(after, before)
+
+
 def test_byte_that_changed_far_into_a_file_is_another_model(
     tmp_path: Path, prompt: list[int]
 ) -> None:

@@ -95,8 +95,8 @@ class Engine:
             bytes_per_block=group.bytes_per_block,
         )
         self._namespace = Namespace(
-            model.name,
-            f"{model.identity.digest} {model.made_by}",
+            model.identity.digest,  # not its name: a renamed folder holds the same model
+            model.made_by,
             group.dtype.value,
             group.fingerprint,
             config.block_size,
@@ -339,11 +339,10 @@ class Engine:
             "the weights are not those that were remembered: KV on disk is not used any more, and "
             "requests that had some begin anew; restart to use it again"
         )
-        revision = self._namespace.revision.replace(self._identity.digest, found.digest)
         self._identity = found
         if self._events is not None:
             self._events.lose()
-        self._namespace = replace(self._namespace, revision=revision)
+        self._namespace = replace(self._namespace, model=found.digest)
         self._scheduler.rename(self._namespace_of)
 
     def _abort(self, request: Request) -> None:
