@@ -36,7 +36,7 @@ help:
 	@echo "make check   the same, and the fast tests"
 	@echo "make check-native   the native core's tests under address, undefined and thread sanitizers"
 	@echo "make crash-test  kill a writer of the disk tier KILLS=5000 times, cut its power as often"
-	@echo "make fuzz    damage slabs, and requests to the server, MUTATIONS=100000 times in every mode"
+	@echo "make fuzz    damage slabs, requests to the server, and other input, MUTATIONS=100000 times each"
 	@echo "make bench   the benchmarks; results in reports/"
 	@echo "make bench-vllm   vLLM's own multi-turn benchmark, without and with kvtier under it"
 	@echo "make bench-sglang   the same under SGLang, and its storage back ends side by side"
@@ -213,7 +213,8 @@ MUTATIONS := 100000
 
 # To repeat a run: make fuzz KVTIER_FUZZ_SEED=the one that it printed.
 fuzz: setup
-	KVTIER_NUM_MUTATIONS=$(MUTATIONS) $(BIN)/python -m pytest -s tests/disk/test_fuzz.py $(wildcard tests/server/test_fuzz.py) \
+	KVTIER_NUM_MUTATIONS=$(MUTATIONS) $(BIN)/python -m pytest -s tests/disk/test_fuzz.py tests/fuzz \
+		$(wildcard tests/server/test_fuzz.py) \
 		--timeout 0 -o faulthandler_timeout=0
 
 bench: setup

@@ -1,0 +1,1 @@
+"""Inputs that are fuzzed, a module each; see ``tests.fuzz.runner``."""
