@@ -16,13 +16,18 @@ def known_plugins(group: str) -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group=f"kvtier.{group}")}
 
 
-def load_plugin(group: str, name: str) -> Callable[..., object]:
-    """The class that entry point ``name`` of ``kvtier.<group>`` names."""
+def find_plugin(group: str, name: str) -> EntryPoint:
+    """Return entry point ``name`` of ``kvtier.<group>``; ``ConfigError`` where there is none."""
     known = known_plugins(group)
     if name not in known:
         raise ConfigError(
             f"no plug-in {name!r} in kvtier.{group}; known: {', '.join(sorted(known)) or 'none'}. "
             "Install the package that brings it"
         )
-    made: Callable[..., object] = known[name].load()
+    return known[name]
+
+
+def load_plugin(group: str, name: str) -> Callable[..., object]:
+    """The class that entry point ``name`` of ``kvtier.<group>`` names."""
+    made: Callable[..., object] = find_plugin(group, name).load()
     return made

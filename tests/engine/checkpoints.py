@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvtier.engine.models import BUILTIN, DEFAULT
+from kvtier.engine.model_names import BUILTIN
+from kvtier.engine.models import DEFAULT
 
 Tensors = dict[str, torch.Tensor]
 

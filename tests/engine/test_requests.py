@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.engine import Engine, EngineBusy, EngineConfig, RequestError, SamplingParams, Token
-from kvtier.engine.models import BUILTIN, load_model
+from kvtier.engine.model_names import BUILTIN
+from kvtier.engine.models import load_model
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import Closed, ConfigError
 from kvtier.types import PrefetchPolicy

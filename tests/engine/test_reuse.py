@@ -82,7 +82,7 @@ def test_decoding_after_reuse_equals_transformers_own_attention(make: Make, text
     import torch
     from transformers import AutoModelForCausalLM
 
-    from kvtier.engine.models import BUILTIN
+    from kvtier.engine.model_names import BUILTIN
 
     engine = make(changed(model="kvtier-tiny", device_capacity="32MiB"))
     prompt = engine.tokenizer.encode(text)[:200]

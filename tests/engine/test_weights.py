@@ -16,7 +16,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from kvtier.engine import Completion, Engine, EngineConfig, SamplingParams, models
-from kvtier.engine.models import BUILTIN
+from kvtier.engine.model_names import BUILTIN
 from kvtier.identity import Identification, Identity, Memory
 from kvtier.identity.files import GRAIN_NS
 from kvtier.types import DEVICE, DISK

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvtier.cli import app
+from kvtier.cli.failure import starting
 from kvtier.cli.renamed import RENAMED
 from kvtier.cli.serve import serve
 from kvtier.config import CacheConfig, parse_size
@@ -88,6 +89,46 @@ def test_a_setting_that_cant_be_used_is_told_in_one_sentence(
     assert result.stdout == ""
 
 
+def without_engine(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """``kvtier`` where importing what serves a model fails."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers', 'fastapi']));"
+        "from kvtier.cli import app; app(sys.argv[1:], prog_name='kvtier')"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--policy", "newest"], "no plug-in 'newest' in kvtier.policies; known: arc, lfuda, lru"),
+        (["--storage", "shelf:/path"], "no plug-in 'shelf' in kvtier.tiers"),
+        (["--storage", "host=disk:/x"], "storage: two tiers are called 'host'"),
+        (["--host-capacity", "4 apples"], "host_capacity: can't read"),
+        (["--device-capacity", "4 apples"], "device_capacity: can't read"),
+        (["--dtype", "int3"], "dtype: 'int3' is unknown; use auto, float32, bfloat16, float16"),
+        (["--port", "70000"], "port: 70000 is no TCP port"),
+        (["no-such-model"], "model: 'no-such-model' is neither built in"),
+    ],
+)
+def test_settings_are_checked_before_torch_is_imported(options: list[str], sentence: str) -> None:
+    port = [] if "--port" in options else ["--port", "0"]
+    done = without_engine("serve", *port, *options)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"kvtier serve: {sentence}")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_loading_of_a_model_is_told_before_torch_is_imported() -> None:
+    done = without_engine("serve", "--port", "0")
+    assert done.returncode == 2
+    loading, missing = done.stderr.splitlines()
+    assert loading.endswith("loading model name=kvtier-tiny")
+    assert missing.startswith("kvtier serve: ")
+    assert missing.endswith('; install what the engine needs: pip install "kvtier[engine]"')
+
+
 @pytest.mark.engine
 def test_an_empty_key_in_the_environment_is_no_open_door() -> None:
     result = kvtier("serve", "--port", "0", KVTIER_API_KEY="")
@@ -102,6 +143,52 @@ def test_a_port_that_is_taken_is_told() -> None:
         result = kvtier("serve", "--port", str(port))
     assert result.exit_code == 2
     assert f"port: can't listen on 127.0.0.1:{port}" in result.stderr
+
+
+@pytest.mark.engine
+def test_a_port_that_is_taken_while_the_model_loads_is_told() -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        command = [sys.executable, "-m", "kvtier.cli", "serve", "--port", str(port)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            assert "loading model" in process.stderr.readline()
+            other.listen()
+            rest = process.stderr.read()
+    assert process.returncode == 2
+    assert f"kvtier serve: port: can't listen on 127.0.0.1:{port}: Address already" in rest
+    assert "Traceback" not in rest
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_an_unforeseen_error_of_a_start_is_one_sentence(level: str) -> None:
+    # A stand-in for a library that fails at the start as nobody expects.
+    code = (
+        "import sys, kvtier.engine.engine as made;"
+        "made.load_model = lambda *_: {}['lm_head'];"
+        "from kvtier.cli import app; app(sys.argv[1:], prog_name='kvtier')"
+    )
+    command = [sys.executable, "-c", code, "serve", "--port", "0", "--log-level", level]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "kvtier serve: can't start: KeyError: 'lm_head'; --log-level debug shows where it comes "
+        "from"
+    )
+    assert ("Traceback" in done.stderr) == (level == "debug")
+
+
+def test_an_error_after_the_start_is_raised_as_it_is() -> None:
+    def run() -> None:
+        with starting("serve") as complete:
+            complete()
+            raise KeyError("later")
+
+    with pytest.raises(KeyError, match="later"):
+        run()
 
 
 @pytest.mark.engine

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli.failure import fail
+from kvtier.cli.failure import Commands, fail
 from kvtier.cli.output import STDOUT, check_packages, write_json
 from kvtier.cli.renamed import telling
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, without_password
@@ -18,7 +18,7 @@ from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, without_password
 if TYPE_CHECKING:
     from kvtier.serve_bench.options import Experiment
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(cls=Commands, no_args_is_help=True)
 
 
 @app.callback()

@@ -11,6 +11,7 @@ from kvtier.cli.bench import app as bench
 from kvtier.cli.dashboard import dashboard
 from kvtier.cli.doctor import doctor
 from kvtier.cli.explain import explain
+from kvtier.cli.failure import Commands
 from kvtier.cli.inspect import inspect
 from kvtier.cli.record import record
 from kvtier.cli.remote import app as remote
@@ -24,6 +25,8 @@ from kvtier.cli.vllm_args import vllm_args
 from kvtier.cli.watch import watch
 
 app = typer.Typer(
+    name="kvtier",
+    cls=Commands,
     help="A hierarchical KV cache for LLM inference.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli.failure import fail
+from kvtier.cli.failure import Commands, fail
 from kvtier.errors import CacheError, ConfigError, printable
 from kvtier.serve_bench.figures import ago, size
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvtier.tiers.remote.keeper import Keeper
     from kvtier.tiers.remote.pruning import Contents, Pruned
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(cls=Commands, no_args_is_help=True)
 
 SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 

@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.api_keys import KEY_VARIABLE, take_keys
-from kvtier.cli.failure import fail
+from kvtier.cli.failure import starting
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, CacheConfig, parse_size
-from kvtier.errors import CacheError
 from kvtier.types import Direct, Durability, LogFormat, PrefetchPolicy, Verify, WritePolicy
 
 _SERVER, _MODEL, _CACHE = "Server", "Model", "Cache"
@@ -295,15 +294,12 @@ def serve(
     ] = "runs",
 ) -> None:
     """Serve a model with an OpenAI-compatible API."""
-    try:
+    with starting("serve") as on_ready:
         from kvtier.cli.serving import serve_until_ended
         from kvtier.engine import EngineConfig
-        from kvtier.server import ServerConfig, raise_descriptor_limit
+        from kvtier.server import ServerConfig
         from kvtier.telemetry.logs import format_of, log_to_stderr
-    except ImportError as error:
-        fail("serve", f'{error}; install what the engine needs: pip install "kvtier[engine]"')
-    raise_descriptor_limit()
-    try:
+
         log_to_stderr(log_level, format_of(log_format))
         server_config = ServerConfig(
             host=host,
@@ -355,6 +351,4 @@ def serve(
                 prefetch_timeout_s=prefetch_timeout_s,
             ),
         )
-    except CacheError as error:
-        fail("serve", error)
-    serve_until_ended(engine_config, server_config)
+        serve_until_ended(engine_config, server_config, on_ready)

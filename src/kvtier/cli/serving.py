@@ -1,52 +1,71 @@
-"""A server with its engine, from its configs until it ends. Needs what the engine needs."""
+"""A server with its engine, from its configs until it ends."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable
 
 import typer
 
 from kvtier import server
 from kvtier.cli.api_keys import KEY_VARIABLE
-from kvtier.cli.failure import fail
-from kvtier.engine import Engine, EngineConfig
-from kvtier.errors import CacheError, ConfigError
+from kvtier.engine import EngineConfig
+from kvtier.engine.model_names import find_model
+from kvtier.plugins import find_plugin
 from kvtier.server import ServerConfig
 from kvtier.telemetry.publisher import is_local
+from kvtier.tiers.row import plugins_of, storage_names
+
+logger = logging.getLogger(__name__)
 
 
-def serve_until_ended(engine_config: EngineConfig, server_config: ServerConfig) -> None:
-    """Serve until a signal comes. What can't be used is told before the model is loaded."""
-    try:
-        server.open_certificate(server_config)
-        listener = server.bind(server_config.host, server_config.port)
-    except CacheError as error:
-        fail("serve", error)
-    if not server_config.api_keys and not server.is_loopback(listener):
-        _warn(
+def serve_until_ended(
+    engine_config: EngineConfig, server_config: ServerConfig, on_ready: Callable[[], None]
+) -> None:
+    """Serve until a signal comes. Settings are checked before torch and the model are loaded.
+
+    on_ready: called as soon as clients can connect.
+    """
+    server.raise_descriptor_limit()
+    _check(engine_config)
+    with server.bind(server_config.host, server_config.port) as listener:
+        if server_config.ssl_certfile is not None:
+            server.open_certificate(server_config)
+        _warn(engine_config, server_config, is_open=not server.is_loopback(listener))
+        logger.info("loading model name=%s", engine_config.model)
+
+        from kvtier.engine import Engine
+
+        with Engine(engine_config) as engine:
+
+            def tell(url: str) -> None:
+                on_ready()
+                name = server_config.served_model_name or engine.info.model_name
+                typer.echo(f"kvtier serves {name} on {engine.info.device} at {url}")
+
+            server.HttpServer(engine, server_config, listener).run(tell, handle_signals=True)
+
+
+def _check(config: EngineConfig) -> None:
+    """Raise ``ConfigError`` for names that nothing is known by."""
+    find_model(config.model)
+    find_plugin("policies", config.cache.eviction_policy)
+    storage_names(config.cache.storage, bool(config.cache.disk_path))
+    for plugin in plugins_of(config.cache.storage):
+        find_plugin("tiers", plugin)
+
+
+def _warn(engine_config: EngineConfig, server_config: ServerConfig, is_open: bool) -> None:
+    warnings = []
+    if is_open and not server_config.api_keys:
+        warnings.append(
             f"listening on {server_config.host} without an API key: whoever reaches this machine "
             f"can use it; set {KEY_VARIABLE}"
         )
     if engine_config.events and not is_local(engine_config.events):
-        _warn(
+        warnings.append(
             f"whoever reaches {engine_config.events} reads the token ids of all prompts; publish "
             "on a network that only routers are in"
         )
-
-    with listener:
-        try:
-            engine = Engine(engine_config)
-        except CacheError as error:
-            fail("serve", error)
-
-        def tell(url: str) -> None:
-            name = server_config.served_model_name or engine.info.model_name
-            typer.echo(f"kvtier serves {name} on {engine.info.device} at {url}")
-
-        with engine:
-            try:
-                server.HttpServer(engine, server_config, listener).run(tell, handle_signals=True)
-            except ConfigError as error:
-                fail("serve", error)
-
-
-def _warn(of: str) -> None:
-    typer.echo(f"kvtier serve: warning: {of}", err=True)
+    for each in warnings:
+        typer.echo(f"kvtier serve: warning: {each}", err=True)

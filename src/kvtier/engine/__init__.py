@@ -1,12 +1,39 @@
-"""The embedded engine: transformers models over a paged, tiered KV cache."""
+"""The embedded engine: transformers models over a paged, tiered KV cache.
+
+Each name is imported when it is first used: settings can be checked before torch is there.
+"""
 
 from __future__ import annotations
 
-from kvtier.engine.config import EngineConfig, EngineInfo
-from kvtier.engine.engine import Engine
-from kvtier.engine.request import Completion, EngineBusy, RequestError, RequestHandle, Token
-from kvtier.engine.sampling import SamplingParams
-from kvtier.engine.tokenizer import Detokenizer, Tokenizer
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.engine.config import EngineConfig, EngineInfo
+    from kvtier.engine.engine import Engine
+    from kvtier.engine.request import Completion, EngineBusy, RequestError, RequestHandle, Token
+    from kvtier.engine.sampling import SamplingParams
+    from kvtier.engine.tokenizer import Detokenizer, Tokenizer
+else:
+    _MODULES = {
+        "Completion": "request",
+        "Detokenizer": "tokenizer",
+        "Engine": "engine",
+        "EngineBusy": "request",
+        "EngineConfig": "config",
+        "EngineInfo": "config",
+        "RequestError": "request",
+        "RequestHandle": "request",
+        "SamplingParams": "sampling",
+        "Token": "request",
+        "Tokenizer": "tokenizer",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
 
 __all__ = [
     "Completion",

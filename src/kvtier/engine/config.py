@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, CacheConfig
+from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, CacheConfig, parse_size
 from kvtier.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,9 @@ class EngineConfig:
         for name in ("block_size", "chunk_tokens", "max_running", "max_queue"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
+        parse_size(self.device_capacity, "device_capacity")
+        if self.dtype not in ("auto", *DTYPES):
+            raise ConfigError(f"dtype: {self.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
         if self.events_replay and not self.events:
             raise ConfigError(
                 f"events_replay: {self.events_replay!r} without events; give an address for both"

@@ -14,7 +14,8 @@ from transformers.utils import logging
 
 import kvtier
 from kvtier.engine.checkpoint import read_config, read_eos_token_ids, read_weights
-from kvtier.engine.random_models import RANDOM, random_config, random_module
+from kvtier.engine.model_names import BUILTIN, RandomName, find_model
+from kvtier.engine.random_models import random_config, random_module
 from kvtier.errors import ConfigError
 from kvtier.identity import Basis, Identification, Identity, Memory
 from kvtier.layout import DType, KVGroup, full_attention, latent_attention
@@ -22,7 +23,6 @@ from kvtier.layout import DType, KVGroup, full_attention, latent_attention
 # A server is no terminal, and a benchmark has its own bar.
 logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
-BUILTIN = Path(__file__).parent / "builtin"
 DEFAULT = "kvtier-tiny"
 
 FULL = ("llama", "qwen2", "qwen3")
@@ -52,15 +52,9 @@ class LoadedModel:
 
 def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
     """The model called ``name``: built in, or a local directory in Hugging Face format."""
-    if name in RANDOM:
-        return _random_model(name, device, dtype_name)
-    directory = BUILTIN / name if (BUILTIN / name).is_dir() else Path(name).expanduser()
-    if not (directory / "config.json").is_file():
-        known = ", ".join(sorted([*(path.name for path in BUILTIN.glob("*")), *RANDOM]))
-        raise ConfigError(
-            f"model: {name!r} is neither built in ({known}) nor a directory with a config.json; "
-            "models are not downloaded, give a local path"
-        )
+    directory = find_model(name)
+    if isinstance(directory, RandomName):
+        return _random_model(directory, device, dtype_name)
     config = read_config(directory)
     refuse_unsupported(config, name)
     eos_token_ids = read_eos_token_ids(directory, config)

@@ -14,6 +14,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from kvtier.engine.model_names import RandomName
 from kvtier.engine.paged import ATTENTION
 
 
@@ -60,11 +61,11 @@ _LLAMA_8B = {
     "max_position_embeddings": 32768,
 }
 
-RANDOM = {
-    "random-gqa": RandomModel(Qwen3Config, _GQA),
-    "random-llama": RandomModel(LlamaConfig, _GQA),
-    "random-mla": RandomModel(DeepseekV3Config, _MLA),
-    "random-8b": RandomModel(LlamaConfig, _LLAMA_8B, on_device=True),
+RANDOM: dict[str, RandomModel] = {
+    RandomName.GQA: RandomModel(Qwen3Config, _GQA),
+    RandomName.LLAMA: RandomModel(LlamaConfig, _GQA),
+    RandomName.MLA: RandomModel(DeepseekV3Config, _MLA),
+    RandomName.LLAMA_8B: RandomModel(LlamaConfig, _LLAMA_8B, on_device=True),
 }
 """One small model for each kind of attention, and one of the shape of Llama-3-8B, for accelerators:
 its vocabulary is that of the built-in model."""

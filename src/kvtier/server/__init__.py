@@ -1,13 +1,39 @@
-"""The OpenAI-compatible server on top of the embedded engine."""
+"""The OpenAI-compatible server on top of the embedded engine.
+
+Each name is imported when it is first used: settings can be checked, and a port bound, before
+torch and the web framework are there.
+"""
 
 from __future__ import annotations
 
-from kvtier.server.app import make_app
-from kvtier.server.config import ServerConfig
-from kvtier.server.doorman import raise_descriptor_limit
-from kvtier.server.run import HttpServer, bind, is_loopback
-from kvtier.server.service import Service
-from kvtier.server.tls import open_certificate
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvtier.server.app import make_app
+    from kvtier.server.config import ServerConfig
+    from kvtier.server.doorman import raise_descriptor_limit
+    from kvtier.server.listener import bind, is_loopback
+    from kvtier.server.run import HttpServer
+    from kvtier.server.service import Service
+    from kvtier.server.tls import open_certificate
+else:
+    _MODULES = {
+        "HttpServer": "run",
+        "ServerConfig": "config",
+        "Service": "service",
+        "bind": "listener",
+        "is_loopback": "listener",
+        "make_app": "app",
+        "open_certificate": "tls",
+        "raise_descriptor_limit": "doorman",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
 
 __all__ = [
     "HttpServer",

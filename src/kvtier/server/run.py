@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 import socket
@@ -20,6 +19,7 @@ from kvtier.server.app import make_app
 from kvtier.server.config import ServerConfig
 from kvtier.server.connection import Connection
 from kvtier.server.doorman import BACKLOG, Doorman
+from kvtier.server.listener import listen, url_of
 from kvtier.server.service import Service
 from kvtier.server.tls import Certificate, Handshake, open_certificate
 
@@ -27,39 +27,6 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5
 """After the grace: for the last bytes to reach their clients."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to ``host`` and ``port`` (0: any free one), not listening yet."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        made = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"host: can't listen on {host!r}: {error.strerror}") from error
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-    except OSError as error:
-        made.close()
-        raise ConfigError(
-            f"port: can't listen on {host}:{port}: {error.strerror}; choose another port, or 0 for "
-            "any free one"
-        ) from error
-    return made
-
-
-def url_of(listener: socket.socket, scheme: str = "http") -> str:
-    """The address that clients use."""
-    host, port = listener.getsockname()[:2]
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def is_loopback(listener: socket.socket) -> bool:
-    """Whether only programs on this machine can reach it."""
-    host: str = listener.getsockname()[0]
-    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
 
 
 QUEUE = 1024
@@ -96,8 +63,10 @@ class HttpServer:
         """Serve until ``stop``, or SIGTERM or SIGINT where ``handle_signals`` is set.
 
         The first signal begins the shutdown, a second one cuts it short. on_ready: called with the
-        URL as soon as clients can connect. Returns when the last request has its answer.
+        URL as soon as clients can connect. Returns when the last request has its answer. Raises
+        ``ConfigError`` where another process has taken the port meanwhile.
         """
+        listen(self._listener, QUEUE)
         asyncio.run(self._serve(on_ready, handle_signals))
 
     def stop(self) -> None:
@@ -138,7 +107,7 @@ class HttpServer:
         watching = asyncio.create_task(_watch(service.doorman, self._certificate))
         try:
             await _until(serving, lambda: server.started)
-            self._listener.listen(QUEUE)
+            listen(self._listener, QUEUE)  # again: uvicorn has made the queue shorter
             on_ready(self.url)
             logger.info("serving url=%s model=%s", self.url, service.model_name)
             stop = asyncio.create_task(self._stop.wait())

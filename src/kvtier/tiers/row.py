@@ -117,6 +117,11 @@ def storage_names(locations: Sequence[str], has_disk: bool) -> list[str]:
     return names
 
 
+def plugins_of(locations: Sequence[str]) -> list[str]:
+    """Return the plug-in that each of ``storage`` names."""
+    return [_read(each)[1] for each in locations]
+
+
 def _check_names(names: Sequence[str]) -> None:
     for at, name in enumerate(names):
         if name in (DEVICE, HOST, *names[:at]):

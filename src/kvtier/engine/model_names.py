@@ -1,0 +1,36 @@
+"""Names of models: which are built in, and where the others lie. Imports no torch."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+
+BUILTIN = Path(__file__).parent / "builtin"
+
+
+class RandomName(StrEnum):
+    """Models that are made when they are asked for; see ``random_models``."""
+
+    GQA = "random-gqa"
+    LLAMA = "random-llama"
+    MLA = "random-mla"
+    LLAMA_8B = "random-8b"
+
+
+def find_model(name: str) -> Path | RandomName:
+    """Return the directory of the model ``name``, or the name of one without a directory.
+
+    Raises ``ConfigError`` where there is no such model.
+    """
+    if name in list(RandomName):
+        return RandomName(name)
+    directory = BUILTIN / name if (BUILTIN / name).is_dir() else Path(name).expanduser()
+    if not (directory / "config.json").is_file():
+        known = ", ".join(sorted([*(path.name for path in BUILTIN.glob("*")), *RandomName]))
+        raise ConfigError(
+            f"model: {name!r} is neither built in ({known}) nor a directory with a config.json; "
+            "models are not downloaded, give a local path"
+        )
+    return directory
