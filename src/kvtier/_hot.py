@@ -1,6 +1,6 @@
-"""The hot functions: from the native core where it was built, from its Python twin elsewhere.
+"""Hot functions: those of the native core where it was built, their Python twins elsewhere.
 
-``KVTIER_NATIVE=off`` in the environment chooses the twins, to compare or to rule out the core.
+``KVTIER_NATIVE=off`` in the environment selects the twins, to compare or to rule out the core.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ if _reason:
     from kvtier._reference.crc import crc32c, crc32c_many, crc32c_rows
     from kvtier._reference.free_slots import FreeSlots  # type: ignore[assignment]
     from kvtier._reference.key_table import KeyTable  # type: ignore[assignment]
-    from kvtier._reference.live_policy import LivePolicy  # type: ignore[assignment]
     from kvtier._reference.packed import Keys, Numbers  # type: ignore[assignment]
-    from kvtier._reference.policy_replay import PolicyReplay  # type: ignore[assignment]
     from kvtier._reference.receive import receive_values
     from kvtier._reference.slot_table import SlotTable  # type: ignore[assignment]
     from kvtier._reference.tokens import pack_tokens
@@ -59,6 +57,9 @@ if _reason:
     BlockTrie = None  # type: ignore[assignment,misc]
     # Its twin is kvtier.index.python_key_index.
     KeyIndex = None  # type: ignore[assignment,misc]
+    # Policies other than LRU have no twin.
+    LivePolicy = None  # type: ignore[assignment,misc]
+    PolicyReplay = None  # type: ignore[assignment,misc]
     # Its twin is kvtier.tiers.disk.io.preadv.
     UringRing = None  # type: ignore[assignment,misc]
 

@@ -23,7 +23,7 @@ from kvtier.index.policies import (
     SievePolicy,
 )
 from kvtier.index.python_index import PythonIndex
-from kvtier.types import column_of
+from kvtier.types import AnyColumn, BlockId, column_of
 
 INDEXES = ("native", "python")
 LEARNING: Mapping[str, type[EvictionPolicy]] = MappingProxyType(
@@ -35,6 +35,36 @@ LEARNING: Mapping[str, type[EvictionPolicy]] = MappingProxyType(
 """The policies that are told of requests."""
 
 
+class FollowingPolicy(EvictionPolicy):
+    """Evicts the blocks that another index chose, and notices a block that must not leave."""
+
+    def __init__(self) -> None:
+        self.chosen: list[BlockId] = []
+        self._candidates: set[BlockId] = set()
+
+    def touch(self, block: BlockId, now: float) -> None:
+        return
+
+    def add(self, block: BlockId) -> None:
+        self._candidates.add(block)
+
+    def discard(self, block: BlockId) -> None:
+        self._candidates.discard(block)
+
+    def forget(self, block: BlockId) -> None:
+        self._candidates.discard(block)
+
+    def victim(self) -> BlockId | None:
+        if not self.chosen:
+            return None
+        block = self.chosen.pop(0)
+        assert block in self._candidates, "a block left that had to stay"
+        return block
+
+    def candidates(self) -> set[BlockId]:
+        return set(self._candidates)
+
+
 def make(
     kind: str,
     tiers: Sequence[str],
@@ -42,15 +72,12 @@ def make(
     learning: Collection[str] = (),
     policy: str = "runs",
 ) -> PromptIndex:
-    """An empty index with least recently used first, or in some tiers with a policy that learns;
-    the test is skipped where it can't be had."""
+    """Make an empty index under LRU, natively in ``learning`` tiers under ``policy``; the test is
+    skipped where the native core is missing."""
     columns = {column_of(tier, group): tier for group in range(len(rules)) for tier in tiers}
     if kind == "python":
-        twins = {
-            column: LEARNING[policy]() if tier in learning else LruPolicy()
-            for column, tier in columns.items()
-        }
-        return PythonIndex(twins, rules)
+        assert not learning, "only the native core has other policies"
+        return PythonIndex({column: LruPolicy() for column in columns}, rules)
     if not _hot.NATIVE:
         pytest.skip(f"no native core: {_hot.NATIVE_REASON}")
     names = {column: policy if tier in learning else "lru" for column, tier in columns.items()}
@@ -69,7 +96,8 @@ rules_of_models = st.lists(
 
 
 class Both:
-    """Calls the native index and its twin alike, and notices where they differ."""
+    """Calls the native index and its twin alike, and notices where they differ. In ``learning``
+    tiers the twin follows the choices of the native one, and checks that they are allowed."""
 
     def __init__(
         self,
@@ -79,11 +107,28 @@ class Both:
         policy: str = "runs",
     ) -> None:
         self.native = make("native", tiers, rules, learning, policy)
-        self.twin = make("python", tiers, rules, learning, policy)
+        self._following = {tier: FollowingPolicy() for tier in learning}
+        self.twin = make("python", tiers, rules)
+        if learning:
+            policies = {tier: self._following.get(tier) or LruPolicy() for tier in tiers}
+            self.twin = PythonIndex(policies, rules)
 
     def __len__(self) -> int:
         assert len(self.native) == len(self.twin)
         return len(self.native)
+
+    def evict(self, tier: AnyColumn, num_blocks: int) -> Sequence[BlockId]:
+        chosen = self.native.evict(tier, num_blocks)
+        if isinstance(tier, str) and tier in self._following:
+            self._following[tier].chosen = list(chosen)
+        assert list(self.twin.evict(tier, num_blocks)) == list(chosen)
+        return chosen
+
+    def admit(
+        self, blocks: Sequence[BlockId], tier: str, num_free: int, least_chance: float = 0.0
+    ) -> Sequence[BlockId]:
+        """The twin admits everything."""
+        return self.native.admit(blocks, tier, num_free, least_chance)
 
     def __getattr__(self, name: str) -> Any:
         native, twin = getattr(self.native, name), getattr(self.twin, name)

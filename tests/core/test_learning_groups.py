@@ -11,7 +11,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from kvtier._hot import NATIVE, NATIVE_REASON
 from kvtier.index import KeyIndex, make_key_index
+from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.index.policies.replayed import LRU, RUNS
 from kvtier.keyed_cache import KeyedCache, Place
 from kvtier.ladder import Ladder, LadderOptions
@@ -19,7 +21,7 @@ from kvtier.tiers import DistantRoom, Room
 from kvtier.transfer.ranks import RankMover
 from kvtier.types import DISK, HOST, BlockId, Slot
 from tests.core.indexes import LEARNING
-from tests.core.test_key_index import MAKERS, NS, TIERS
+from tests.core.test_key_index import NS, TIERS
 from tests.core.test_learning_keys import LearningMachine, left
 from tests.policies.live_tier import names
 from tests.policies.traffic import TRAFFIC
@@ -28,15 +30,12 @@ FULL, WINDOW, STATE = b"\0", b"\1", b"\2"
 PLACES = [bytes([number]) * 3 for number in range(8)]
 
 
-@pytest.fixture(params=MAKERS, ids=lambda make: make.__name__)
-def index(request: pytest.FixtureRequest) -> KeyIndex:
-    made: KeyIndex = request.param(TIERS, lambda: NS, TIERS, RUNS, 1)
-    return made
+pytestmark = pytest.mark.skipif(not NATIVE, reason=f"no native core: {NATIVE_REASON}")
 
 
 @pytest.fixture(params=LEARNING)
-def any_index(request: pytest.FixtureRequest, index: KeyIndex) -> KeyIndex:
-    return type(index)(TIERS, lambda: NS, TIERS, request.param, 1)
+def any_index(request: pytest.FixtureRequest) -> KeyIndex:
+    return NativeKeyIndex(TIERS, lambda: NS, TIERS, request.param, 1)
 
 
 def both(places: Sequence[bytes]) -> list[bytes]:

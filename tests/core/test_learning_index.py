@@ -1,9 +1,9 @@
-"""The index where a policy that learns decides what leaves: native, twin and model side by side,
-and what the ladder relies on."""
+"""The native index where a policy that learns decides what leaves: beside a twin that checks each
+choice, and a model; and what the ladder relies on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,8 +16,8 @@ from kvtier import _hot
 from kvtier.hints import END, Said, Word
 from kvtier.index import PromptIndex, State
 from kvtier.types import DEVICE, DISK, HOST, AnyColumn, BlockId, Label, Slot
-from tests.core.indexes import INDEXES, Both, make
 from tests.core.indexes import LEARNING as POLICIES
+from tests.core.indexes import Both, make
 from tests.core.test_index_machine import TIERS, IndexMachine, Path, paths
 from tests.policies.traffic import TRAFFIC
 
@@ -90,14 +90,9 @@ def test_native_index_twin_and_model_agree_where_a_policy_learns(policy: str) ->
     run_state_machine_as_test(machine, settings=few)
 
 
-@pytest.fixture(params=INDEXES)
-def index(request: pytest.FixtureRequest) -> PromptIndex:
-    return make(request.param, (DEVICE, HOST), learning=(HOST,))
-
-
-@pytest.fixture(params=INDEXES)
-def make_one(request: pytest.FixtureRequest) -> Callable[[str], PromptIndex]:
-    return lambda policy: make(request.param, (DEVICE, HOST), learning=(HOST,), policy=policy)
+@pytest.fixture
+def index() -> PromptIndex:
+    return make("native", (DEVICE, HOST), learning=(HOST,))
 
 
 class Host:
@@ -136,10 +131,8 @@ def labels_of(keys: np.ndarray) -> list[Label]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_held_never_leaves_and_the_end_of_a_prompt_first(
-    make_one: Callable[[str], PromptIndex], policy: str
-) -> None:
-    index = make_one(policy)
+def test_what_is_held_never_leaves_and_the_end_of_a_prompt_first(policy: str) -> None:
+    index = make("native", (DEVICE, HOST), learning=(HOST,), policy=policy)
     host = Host(index, 8)
     first, second = ([Label(name + bytes([at])) for at in range(4)] for name in (b"a", b"b"))
     host.request(first, 0.0)

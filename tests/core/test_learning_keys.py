@@ -1,5 +1,5 @@
-"""The flat index where a policy learns: native and twin side by side, and what the ladder relies
-on."""
+"""The native flat index where a policy learns: beside a twin that checks each choice, and what the
+ladder relies on."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
+from kvtier._hot import NATIVE, NATIVE_REASON
 from kvtier.hints import END, Said, Word
 from kvtier.index import KeyIndex, State
+from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.types import DISK, HOST, Slot
 from tests.core.indexes import LEARNING
-from tests.core.test_key_index import KEYS, MAKERS, NS, TIERS, KeyIndexMachine, put, some_keys
+from tests.core.test_key_index import KEYS, NS, TIERS, KeyIndexMachine, put, some_keys
 from tests.core.test_key_index import tiers as some_tier
 from tests.policies.live_tier import names
 from tests.policies.traffic import TRAFFIC
 
+pytestmark = pytest.mark.skipif(not NATIVE, reason=f"no native core: {NATIVE_REASON}")
 
-@pytest.fixture(params=MAKERS, ids=lambda make: make.__name__)
-def index(request: pytest.FixtureRequest) -> KeyIndex:
-    made: KeyIndex = request.param(TIERS, lambda: NS, TIERS)
-    return made
+
+@pytest.fixture
+def index() -> KeyIndex:
+    return NativeKeyIndex(TIERS, lambda: NS, TIERS)
 
 
 @pytest.fixture(params=LEARNING)
-def any_index(request: pytest.FixtureRequest, index: KeyIndex) -> KeyIndex:
+def any_index(request: pytest.FixtureRequest) -> KeyIndex:
     """Under each policy."""
-    return type(index)(TIERS, lambda: NS, TIERS, request.param)
+    return NativeKeyIndex(TIERS, lambda: NS, TIERS, request.param)
 
 
 class LearningMachine(KeyIndexMachine):
@@ -184,9 +187,7 @@ def test_what_has_a_priority_stays_for_its_time(index: KeyIndex) -> None:
 
 @pytest.mark.parametrize("key_bytes", [8, 32, 36, 100], ids=lambda num: f"{num}-byte keys")
 def test_what_was_made_beforehand_holds_keys_of_any_size_and_more_of_them(key_bytes: int) -> None:
-    index = pytest.importorskip("kvtier.index.native_key_index").NativeKeyIndex(
-        TIERS, lambda: NS, TIERS
-    )
+    index = NativeKeyIndex(TIERS, lambda: NS, TIERS)
     index.expect(400_000)  # enough for memory that is made beforehand, in all of its parts
     expected = index.num_bytes
     assert expected >= 400_000 * (36 + 12), "nothing was made"

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier import _hot
-from kvtier.index import make_index
+from kvtier.index import choice, make_index, make_key_index
 from kvtier.index.native_index import NativeIndex
-from kvtier.index.policies import EvictionPolicy, LruPolicy
+from kvtier.index.policies import EvictionPolicy, LruPolicy, RunsPolicy
 from kvtier.testing import PolicySuite
 from kvtier.types import DEVICE, HOST, BlockId, Slot
 
@@ -61,3 +61,18 @@ def test_lru_keeps_its_heap_small() -> None:
         policy.add(BlockId(now % 4))
     assert len(policy._heap) <= 64 + 2 * 4 + 1
     assert policy.victim() == 10_000 % 4
+
+
+def test_without_the_native_core_lru_is_used_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(choice, "NATIVE", False)
+    monkeypatch.setattr(choice, "NATIVE_REASON", "not built")
+    expected = "eviction_policy=runs needs the native core (not built): lru is used instead"
+    index = make_index({DEVICE: LruPolicy(), HOST: RunsPolicy()})
+    keyed = make_key_index((HOST,), lambda: b"", (HOST,))
+    assert [record.getMessage() for record in caplog.records] == [expected, expected]
+    index.insert(b"namespace", [b"a", b"b"], HOST, [Slot(0), Slot(1)], 1.0)
+    index.asked(b"namespace", [b"a", b"b"], 1.0)
+    assert index.slots(index.evict(HOST, 2), HOST) == [1, 0]
+    assert keyed.policies == "lru"

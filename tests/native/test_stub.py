@@ -15,8 +15,6 @@ from kvtier._reference.copy import copy_batch as reference_copy_batch
 from kvtier._reference.copy import copy_checked as reference_copy_checked
 from kvtier._reference.free_slots import FreeSlots
 from kvtier._reference.key_table import KeyTable
-from kvtier._reference.live_policy import LivePolicy
-from kvtier._reference.policy_replay import PolicyReplay
 from kvtier._reference.receive import receive_values as reference_receive_values
 from kvtier._reference.slot_table import SlotTable
 from kvtier._reference.tokens import pack_tokens as reference_pack_tokens
@@ -101,7 +99,7 @@ def test_every_stub_has_a_twin_with_its_signature() -> None:
     assert stubs() == {name: signature_of(twin) for name, twin in TWINS.items()}
 
 
-@pytest.mark.parametrize("twin", [FreeSlots, KeyTable, LivePolicy, PolicyReplay, SlotTable])
+@pytest.mark.parametrize("twin", [FreeSlots, KeyTable, SlotTable])
 def test_twin_of_a_class_has_its_methods(twin: type) -> None:
     prefix = f"{twin.__name__}."
     twins = {

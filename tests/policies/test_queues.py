@@ -1,40 +1,36 @@
-"""Policies that keep blocks in queues, in a tier: what each is good for, what it finds beside a
-replay of it, and that native and twin choose alike."""
+"""Policies that keep blocks in queues, in a tier: what each is good for, and what it finds beside a
+replay of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvtier import _hot
-from kvtier.index import KeyIndex, State
+from kvtier.index import State
 from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.index.policies import EvictionPolicy
 from kvtier.index.policies.replayed import POLICIES, PolicyReplay
-from kvtier.index.python_key_index import PythonKeyIndex
 from kvtier.plugins import load_plugin
 from kvtier.types import HOST, Slot
 from tests.policies.live_tier import names
 from tests.policies.traffic import CAPACITY, TRAFFIC, Keys, prompt
 
 QUEUES = ("arc", "s3fifo", "lfuda", "sieve")
-MAKERS = (NativeKeyIndex, PythonKeyIndex) if _hot.NATIVE else (PythonKeyIndex,)
+pytestmark = pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
 MOST_BELOW = 0.02
 """Of what is asked for: in a tier a block does not leave before those behind it, and room for all
 of a request is made before any of it comes."""
-native = pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
 
 
 class Host:
     """A host tier that stores what is asked for and let in, as far as there is room beside what the
     request found."""
 
-    def __init__(self, make: Callable[..., KeyIndex], policy: str, capacity: int) -> None:
-        self.index = make((HOST,), lambda: b"", (HOST,), policy)
+    def __init__(self, policy: str, capacity: int) -> None:
+        self.index = NativeKeyIndex((HOST,), lambda: b"", (HOST,), policy)
         self.index.set_room(HOST, capacity)
         self._free = [Slot(slot) for slot in reversed(range(capacity))]
 
@@ -69,18 +65,15 @@ def test_what_can_be_replayed_can_be_chosen_in_a_tier() -> None:
         assert isinstance(policy, EvictionPolicy)
         assert policy.native_name == name
     with pytest.raises(ValueError, match="no policy is called 'best'; there are runs, lru, arc"):
-        PythonKeyIndex((HOST,), lambda: b"", (HOST,), "best")
+        NativeKeyIndex((HOST,), lambda: b"", (HOST,), "best")
 
 
-@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("policy", QUEUES)
-def test_what_is_used_again_outlives_what_is_not(
-    make: Callable[..., KeyIndex], policy: str
-) -> None:
+def test_what_is_used_again_outlives_what_is_not(policy: str) -> None:
     """A flood of prompts, larger than the tier, that nobody repeats."""
     hits = {}
     for name in (policy, "lru"):
-        host = Host(make, name, 100)
+        host = Host(name, 100)
         for now in range(4):
             host.request(prompt(1, 20), float(now))
         for now in range(4, 10):
@@ -90,12 +83,9 @@ def test_what_is_used_again_outlives_what_is_not(
     assert hits == {policy: 20, "lru": 0}
 
 
-@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("policy", QUEUES)
-def test_what_was_held_when_its_turn_came_leaves_when_it_is_let_go(
-    make: Callable[..., KeyIndex], policy: str
-) -> None:
-    host = Host(make, policy, 12)
+def test_what_was_held_when_its_turn_came_leaves_when_it_is_let_go(policy: str) -> None:
+    host = Host(policy, 12)
     for number in (1, 2, 3):
         host.request(prompt(number, 4), float(number))
     first = [int(name).to_bytes(8, "big") for name in names(prompt(1, 4)).tolist()]
@@ -108,11 +98,10 @@ def test_what_was_held_when_its_turn_came_leaves_when_it_is_let_go(
     assert host.evict(2) == first[:1:-1]
 
 
-@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("policy", QUEUES)
-def test_less_room_makes_it_forget(make: Callable[..., KeyIndex], policy: str) -> None:
+def test_less_room_makes_it_forget(policy: str) -> None:
     """What is remembered is at most twice the room: `check_invariants` sees to that."""
-    host = Host(make, policy, 100)
+    host = Host(policy, 100)
     for now in range(30):
         host.request(prompt(now % 12, 15), float(now))
     for num_blocks in (40, 3, 1):
@@ -123,11 +112,10 @@ def test_less_room_makes_it_forget(make: Callable[..., KeyIndex], policy: str) -
     assert host.index.num_held(HOST) == 1
 
 
-@native
 @pytest.mark.parametrize("traffic", ["scan_flood", "reversed_habits", "stack", "tenants"])
 @pytest.mark.parametrize("policy", QUEUES)
 def test_in_a_tier_it_finds_what_it_finds_in_a_replay(policy: str, traffic: str) -> None:
-    host, replay = Host(NativeKeyIndex, policy, CAPACITY), PolicyReplay(policy, CAPACITY)
+    host, replay = Host(policy, CAPACITY), PolicyReplay(policy, CAPACITY)
     asked = found = replayed = 0
     for now, keys in TRAFFIC[traffic](np.random.default_rng(1)):
         asked += len(keys)
@@ -135,22 +123,3 @@ def test_in_a_tier_it_finds_what_it_finds_in_a_replay(policy: str, traffic: str)
         replayed += replay.request(keys, now)
     host.index.check_invariants()
     assert found >= replayed - MOST_BELOW * asked, f"{found} of {asked}, replayed {replayed}"
-
-
-@native
-@pytest.mark.parametrize("policy", QUEUES)
-@settings(max_examples=3, deadline=None)
-@given(seed=st.integers(0, 2**32), capacity=st.sampled_from([30, 200, 1000]))
-def test_native_and_twin_find_alike(policy: str, seed: int, capacity: int) -> None:
-    """Long enough for histories to fill."""
-    chance = np.random.default_rng(seed)
-    hosts = [Host(make, policy, capacity) for make in MAKERS]
-    for at in range(400):
-        number = int(chance.zipf(1.3)) % 500 if at % 3 else 10_000 + at
-        shared, length = int(chance.integers(8)), int(chance.integers(1, 60))
-        keys = np.concatenate([prompt(0, shared), prompt(number, length)])
-        num = int(chance.integers(0, 3))
-        assert len({host.request(keys, float(at)) for host in hosts}) == 1
-        assert len({tuple(host.evict(num)) for host in hosts}) == 1
-    for host in hosts:
-        host.index.check_invariants()

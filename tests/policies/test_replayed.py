@@ -1,17 +1,17 @@
-"""Policies that are replayed: what all of them promise, natively and as Python twins."""
+"""Replayed policies: common promises, and each list policy beside a plain version of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier._reference.policy_replay import PolicyReplay as Reference
 from kvtier.index.policies.replayed import POLICIES, PolicyReplay
+from tests.policies.oracle import ORACLES
 from tests.policies.traffic import prompt
 
 Make = Callable[..., Any]
@@ -19,10 +19,8 @@ KNOW_PATHS = ("runs", "lru", "lfuda")
 """The others know blocks, and no prompts."""
 
 
-@pytest.fixture(params=["native", "reference"], scope="module")
-def make(request: pytest.FixtureRequest) -> Make:
-    if request.param == "reference":
-        return Reference
+@pytest.fixture(scope="module")
+def make() -> Make:
     module = pytest.importorskip("kvtier._native", reason="the core is not built")
     made: Make = module.PolicyReplay
     return made
@@ -133,77 +131,54 @@ def test_time_that_runs_backwards_stands_still(make: Make, policy: str) -> None:
         jumps.check_invariants()
 
 
-# -- native and twin -------------------------------------------------------------------------------
+# -- beside the oracle -----------------------------------------------------------------------------
 
-Request = tuple[int, int, int, float]
-"""A prompt, how far it is the same as the one before it, its blocks, seconds since the last."""
+Request = tuple[int, int, int]
+"""A prompt, how far it is the same as prompt 0, and its further blocks."""
 
 requests = st.lists(
-    st.tuples(
-        st.integers(0, 12),
-        st.integers(0, 6),
-        st.integers(0, 24),
-        st.sampled_from([0.0, 0.1, 1.0, 7.0, 300.0]),
-    ),
-    max_size=150,
+    st.tuples(st.integers(0, 12), st.integers(0, 6), st.integers(0, 24)), max_size=150
 )
 
 
-def path_of(request: Request) -> np.ndarray:
-    number, shared, length, _ = request
-    return np.concatenate([prompt(0, shared), prompt(number, length)])
-
-
-def compare(policy: str, capacity: int, seed: int, asked: Sequence[Request], cost: float) -> None:
-    native = pytest.importorskip("kvtier._native", reason="the core is not built")
-    ours = native.PolicyReplay(policy, capacity, seed, cost)
-    twin = Reference(policy, capacity, seed, cost)
-    now = 0.0
-    for request in asked:
-        now += request[-1]
-        path = path_of(request)
-        assert ours.request(path, now) == twin.request(path, now)
-        for name in ("num_blocks", "num_stored", "num_history"):
-            assert getattr(ours, name)() == getattr(twin, name)(), name
-    ours.check_invariants()
-    twin.check_invariants()
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@given(asked=requests, capacity=st.integers(1, 60), seed=st.integers(0, 2**64 - 1))
-def test_native_and_twin_choose_alike(
-    policy: str, asked: list[Request], capacity: int, seed: int
+@pytest.mark.parametrize("policy", ORACLES)
+@given(asked=requests, capacity=st.integers(1, 60))
+def test_list_policies_choose_as_their_oracles(
+    make: Make, policy: str, asked: list[Request], capacity: int
 ) -> None:
-    compare(policy, capacity, seed, asked, 0.0)
+    replay, oracle = make(policy, capacity), ORACLES[policy](capacity)
+    for now, (number, shared, length) in enumerate(asked):
+        path = np.concatenate([prompt(0, shared), prompt(number, length)])
+        assert replay.request(path, float(now)) == oracle.request(path.tolist())
+        assert replay.num_blocks() == len(oracle.resident())
+        assert replay.num_stored() == oracle.num_stored
+        assert replay.num_history() == oracle.num_history
+    replay.check_invariants()
 
 
-@pytest.mark.slow
-def test_native_and_twin_learn_alike_where_lessons_are_rare() -> None:
-    """So many runs that lessons are more than a hundred requests apart."""
-    chance = np.random.default_rng(3)
-    asked = [
-        (at if at % 2 else max(1, at - 2 * int(chance.geometric(0.0002)) + 1), 0, 2, 1.0)
-        for at in range(36_000)
-    ]
-    compare("runs", 15_000, 7, asked, 0.0)
+@pytest.mark.parametrize("policy", ORACLES)
+@pytest.mark.parametrize("capacity", [30, 200])
+def test_list_policies_choose_as_their_oracles_where_histories_are_full(
+    make: Make, policy: str, capacity: int
+) -> None:
+    chance = np.random.default_rng(capacity)
+    replay, oracle = make(policy, capacity), ORACLES[policy](capacity)
+    for now in range(600):
+        number = int(chance.zipf(1.3)) % 100 if now % 3 else 10_000 + now
+        path = np.concatenate([prompt(0, int(chance.integers(6))), prompt(number, 4)])
+        assert replay.request(path, float(now)) == oracle.request(path.tolist()), now
+        assert replay.num_history() == oracle.num_history
 
 
-@settings(max_examples=5, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    capacity=st.sampled_from([50, 400, 3000]),
-    cost=st.sampled_from([0.0, 64.0]),
-)
-def test_native_and_twin_learn_alike(seed: int, capacity: int, cost: float) -> None:
-    """Long enough for lessons, for chance among many runs, and for the guard."""
-    chance = np.random.default_rng(seed)
-    asked = [
-        (
-            int(chance.zipf(1.3)) % 2000 if at % 3 else 10_000 + at,
-            int(chance.integers(8)),
-            int(chance.integers(1, 60)),
-            float(chance.exponential(2.0)),
-        )
-        for at in range(1200)
-    ]
-    compare("runs", capacity, seed, asked, cost)
+@given(asked=requests, capacity=st.integers(1, 60), seed=st.integers(0, 2**64 - 1))
+def test_the_learned_policy_keeps_its_bounds(
+    make: Make, asked: list[Request], capacity: int, seed: int
+) -> None:
+    replay = make("runs", capacity, seed)
+    for now, (number, shared, length) in enumerate(asked):
+        path = np.concatenate([prompt(0, shared), prompt(number, length)])
+        found = replay.request(path, float(now))
+        assert 0 <= found <= min(len(path), capacity)
+        assert replay.num_blocks() <= capacity
+        assert replay.num_history() <= 2 * capacity
+        replay.check_invariants()

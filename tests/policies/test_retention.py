@@ -1,5 +1,4 @@
-"""What is said of prompts: what leaves before what, for how long, and never for ever. Native and
-twin do the same."""
+"""Hints on prompts: what leaves before what, for how long, and never for ever."""
 
 from __future__ import annotations
 
@@ -11,20 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier._reference.live_policy import LivePolicy as Reference
 from kvtier.hints import END, MAX_TTL_S, Said, Word
 from tests.policies.live_tier import Tier, names
-from tests.policies.test_live import Pair
 from tests.policies.traffic import CAPACITY, TRAFFIC, Keys, prompt
 
 Make = Callable[..., Any]
 NOTHING = np.zeros(0, np.uint64)
 
 
-@pytest.fixture(params=["native", "reference"], scope="module")
-def make(request: pytest.FixtureRequest) -> Make:
-    if request.param == "reference":
-        return Reference
+@pytest.fixture(scope="module")
+def make() -> Make:
     module = pytest.importorskip("kvtier._native", reason="the core is not built")
     made: Make = module.LivePolicy
     return made
@@ -242,7 +237,7 @@ def test_where_nothing_is_said_there_is_no_memory_for_it(make: Make) -> None:
     assert policy.num_bytes() == before
 
 
-# -- native and twin -------------------------------------------------------------------------------
+# -- whatever is said ------------------------------------------------------------------------------
 
 saids = st.builds(
     lambda kind, level, first, length, lasts: (kind, level, first, first + length, lasts),
@@ -268,10 +263,8 @@ Step = tuple[int, int, int, int, int, float, tuple[Word, int, int, int, float]]
 
 
 @given(steps=steps, capacity=st.integers(1, 40), seed=st.integers(0, 2**64 - 1))
-def test_native_and_twin_stay_alike_whatever_is_said(
-    steps: list[Step], capacity: int, seed: int
-) -> None:
-    tier = Tier(Pair(capacity, seed), capacity, check=True)
+def test_no_hint_upsets_it(make: Make, steps: list[Step], capacity: int, seed: int) -> None:
+    tier = Tier(make(capacity, seed), capacity, check=True)
     now = 0.0
     for what, number, shared, length, num, passes, (kind, level, first, end, lasts) in steps:
         now += passes
@@ -303,10 +296,10 @@ def test_native_and_twin_stay_alike_whatever_is_said(
     assert len(tier.lose(capacity, NOTHING)) > 0 or not tier.blocks
 
 
-def test_native_and_twin_learn_alike_where_much_is_said() -> None:
+def test_it_learns_where_much_is_said(make: Make) -> None:
     """Long enough for lessons, for chance among many runs, and for the queue of ends."""
     chance = np.random.default_rng(11)
-    tier = Tier(Pair(400, 5), 400)
+    tier = Tier(make(400, 5), 400, check=True)
     for at in range(500):
         now = at * 2.0
         number = int(chance.zipf(1.3)) % 200

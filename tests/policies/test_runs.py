@@ -7,9 +7,11 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from kvtier._reference.guard import Guard
+from kvtier import _hot
 from kvtier.index.policies.replayed import PolicyReplay
 from tests.policies.traffic import CAPACITY, TRAFFIC, Keys, prompt
+
+pytestmark = pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
 
 
 def ask(replay: PolicyReplay, requests: Iterable[tuple[float, Keys]]) -> int:
@@ -96,19 +98,6 @@ def test_by_time_more_time_is_saved_than_by_blocks(seed: int) -> None:
         return sum(hits + hits**2 / 2 / 20 for hits in found)
 
     assert saved(20.0) > 1.01 * saved(0.0)
-
-
-def test_one_long_prompt_is_no_reason_to_be_lru_where_blocks_are_worth_more_or_less() -> None:
-    def is_lru_after(lost: float, is_uneven: bool) -> bool:
-        guard = Guard(1000)
-        guard.is_uneven = is_uneven
-        guard.judge(100.0, lost, 1.0)
-        return guard.is_lru
-
-    assert not is_lru_after(40.0, is_uneven=False)
-    assert is_lru_after(100.0, is_uneven=False)
-    assert not is_lru_after(100.0, is_uneven=True)
-    assert is_lru_after(250.0, is_uneven=True)
 
 
 def test_a_prompt_of_a_million_tokens_is_a_few_runs() -> None:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvtier._hot import NATIVE, NATIVE_REASON
 from kvtier.errors import ConfigError
 from kvtier.replay import segments as segments_module
 from kvtier.replay.lru import find_distances
@@ -17,6 +18,8 @@ from kvtier.replay.segments import find_segments
 from .oracle import Prompts, lru_hits, most_hits, trace_of
 
 BY_HAND: Prompts = [[1, 2, 3], [1, 9], [1, 2, 3], [7], [1, 2, 3, 4], []]
+
+native = pytest.mark.skipif(not NATIVE, reason=f"no native core: {NATIVE_REASON}")
 
 prompts = st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=1, max_size=14)
 few_prompts = st.lists(st.lists(st.integers(0, 1), max_size=3), min_size=1, max_size=5)
@@ -116,6 +119,7 @@ def test_optimum_is_never_below_lru_and_grows_with_the_size(
     assert replayer.hits("opt", 10_000).found.tolist() == reusable.tolist()
 
 
+@native
 @given(prompts, st.integers(1, 12))
 def test_lru_asked_request_by_request_finds_the_same(prompts: Prompts, capacity: int) -> None:
     trace = trace_of(prompts)
@@ -125,6 +129,7 @@ def test_lru_asked_request_by_request_finds_the_same(prompts: Prompts, capacity:
     assert asked.num_stored == known.num_stored
 
 
+@native
 @pytest.mark.parametrize("policy", ASKED)
 def test_every_policy_finds_what_fits(policy: str) -> None:
     trace = trace_of(BY_HAND)

@@ -143,7 +143,7 @@ def _engine(contract: Contract, command: str, topic: str = "") -> Finding | None
 
 
 def native_core() -> Finding:
-    """Whether copies run in the native core."""
+    """Whether the native core is there, and what is missing without it."""
     topic = "native core"
     try:
         from kvtier._hot import NATIVE, NATIVE_REASON
@@ -151,7 +151,8 @@ def native_core() -> Finding:
         return Finding(topic, "broken", str(error))
     if NATIVE:
         return Finding(topic, "yes", "batched copies run in C++")
-    return Finding(topic, "no", f"slower Python twins are used: {NATIVE_REASON}")
+    note = f"slower Python code is used, and LRU in every tier: {NATIVE_REASON}"
+    return Finding(topic, "no", note)
 
 
 def devices_found() -> tuple[tuple[Finding, ...], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvtier._hot import NATIVE, NATIVE_REASON
@@ -10,11 +11,13 @@ from kvtier.index.key_index import KeyIndex
 from kvtier.index.native_index import NativeIndex
 from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.index.policies.base import EvictionPolicy
-from kvtier.index.policies.replayed import RUNS
+from kvtier.index.policies.replayed import LRU, RUNS
 from kvtier.index.prompt_index import PromptIndex
 from kvtier.index.python_index import PythonIndex
 from kvtier.index.python_key_index import PythonKeyIndex
 from kvtier.types import AnyColumn
+
+_log = logging.getLogger(__name__)
 
 
 def make_index(
@@ -26,6 +29,7 @@ def make_index(
     is the order of the ladder. rules: per group, see ``groups.rules_of``.
     """
     if not NATIVE:
+        _warn_of_lru({policy.native_name for policy in policies.values()})
         return PythonIndex(policies, rules, because=f"native core: {NATIVE_REASON}")
     names: dict[AnyColumn, str] = {}
     for column, policy in policies.items():
@@ -50,6 +54,18 @@ def make_key_index(
     tiers: fastest tier first. The others: see ``KeyIndex``.
     """
     if not NATIVE:
+        if learning:
+            _warn_of_lru({policy})
         because = f"native core: {NATIVE_REASON}"
-        return PythonKeyIndex(tiers, namespace, learning, policy, group_bytes, because)
+        return PythonKeyIndex(tiers, namespace, because)
     return NativeKeyIndex(tiers, namespace, learning, policy, group_bytes)
+
+
+def _warn_of_lru(names: Collection[str]) -> None:
+    """Log once per index that LRU runs in the place of policies that only the native core has."""
+    for name in sorted({*names} - {LRU, ""}):
+        _log.warning(
+            "eviction_policy=%s needs the native core (%s): lru is used instead",
+            name,
+            NATIVE_REASON,
+        )

@@ -1,7 +1,7 @@
 """The index for engines that bring keys: a key names a whole prefix, there is no path to walk.
 
-Two classes keep these promises, the native core's and its Python twin. Both number blocks in the
-same way and choose the same victims, so what one does can be compared with the other.
+The native core and a Python twin implement it. Both number blocks in the same way, and under LRU
+choose the same victims, so tests compare them. Other policies exist in the native core only.
 """
 
 from __future__ import annotations

@@ -14,14 +14,10 @@ MOST_KEY_BYTES = 256
 
 @dataclass(slots=True)
 class KnownBlock:
-    """One block: where it stands in each column, how often it was used, its place in a prompt.
-
-    name: what policies call it, and all blocks of the same place.
-    """
+    """One block: its state in each column, how often it was used, and its depth in a prompt."""
 
     block: BlockId
     key: bytes
-    name: int
     residencies: tuple[Residency, ...]
     num_uses: int = 0
     depth: int = 0
@@ -33,12 +29,11 @@ class KnownBlock:
 
 
 class KnownBlocks:
-    """A block is known from ``make`` until ``drop``. All keys have as many bytes as the first; the
-    last ``group_bytes`` of them say which of the blocks of one place in a prompt is meant."""
+    """Table of blocks, by key and by number. A block is known from ``make`` until ``drop``. All
+    keys have as many bytes as the first."""
 
-    def __init__(self, num_columns: int, group_bytes: int = 0) -> None:
+    def __init__(self, num_columns: int) -> None:
         self._num_columns = num_columns
-        self._group_bytes = group_bytes
         self._numbers = Numbers()
         self._key_bytes: int | None = None
         self._by_key: dict[bytes, KnownBlock] = {}
@@ -62,22 +57,13 @@ class KnownBlocks:
         """None where it is not known."""
         return self._by_key.get(key)
 
-    @property
-    def has_groups(self) -> bool:
-        """Whether several blocks may have one name."""
-        return self._group_bytes > 0
-
-    def name(self, key: bytes) -> int:
-        """Return the number by which policies know the block of ``key``."""
-        return hash(key[: len(key) - self._group_bytes])
-
     def make(self, key: bytes) -> KnownBlock:
         """The block of ``key``, new where it was not known. Raises ValueError for no such key."""
         self._check(key)
         known = self._by_key.get(key)
         if known is None:
             residencies = tuple(Residency() for _ in range(self._num_columns))
-            known = KnownBlock(self._numbers.take(), key, self.name(key), residencies)
+            known = KnownBlock(self._numbers.take(), key, residencies)
             self._by_key[key] = self._by_number[known.block] = known
         return known
 

@@ -1,19 +1,16 @@
-"""The flat index in pure Python: fall-back, and oracle of the native one."""
+"""The flat index in pure Python, always under LRU: fall-back, and oracle of the native one."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby, takewhile
 
-from kvtier._reference.runs import Block
 from kvtier.hints import Said, check_said
 from kvtier.index.block_index import check_slot, check_time
 from kvtier.index.key_index import UNKNOWN, Found, KeyedBlock, KeyIndex
 from kvtier.index.known_blocks import KnownBlocks
-from kvtier.index.learned_column import LearnedColumn
-from kvtier.index.policies.replayed import RUNS
+from kvtier.index.policies.replayed import LRU
 from kvtier.index.residency import Residency, State
 from kvtier.types import AnyColumn, BlockId, Slot
 
@@ -22,13 +19,11 @@ MOST_LEASES = 0xFFFF
 
 @dataclass(slots=True)
 class _Column:
-    """order: of leaving; what an eviction has passed over is not in it. learning: in its place,
-    where a policy is told of requests."""
+    """order: of eviction; blocks that an eviction has passed over are not in it."""
 
     order: OrderedDict[BlockId, None] = field(default_factory=OrderedDict)
     num_held: int = 0
     num_idle: int = 0
-    learning: LearnedColumn | None = None
 
 
 class PythonKeyIndex(KeyIndex):
@@ -38,18 +33,12 @@ class PythonKeyIndex(KeyIndex):
         self,
         tiers: Sequence[str],
         namespace: Callable[[], bytes],
-        learning: Collection[str] = (),
-        policy: str = RUNS,
-        group_bytes: int = 0,
         because: str = "asked for",
     ) -> None:
-        super().__init__(tiers, namespace, learning, policy, group_bytes)
+        super().__init__(tiers, namespace, policy=LRU)
         self._because = because
         self._columns = tuple(_Column() for _ in self.tiers)
-        self._blocks = KnownBlocks(len(self.tiers), group_bytes)
-        for at, tier in enumerate(self.tiers):
-            if tier in self.learning:
-                self._columns[at].learning = LearnedColumn(self._blocks, at, policy)
+        self._blocks = KnownBlocks(len(self.tiers))
 
     # -- queries ----------------------------------------------------------------------------------
 
@@ -107,10 +96,7 @@ class PythonKeyIndex(KeyIndex):
         residency.slot, residency.was_used = slot, False
         here = self._column(column)
         here.num_held += 1
-        if here.learning is not None:
-            self._enter(block, here.learning)
-        else:
-            here.order[block] = None
+        here.order[block] = None
 
     def commit(self, block: BlockId, column: AnyColumn, now: float) -> None:
         check_time(now)
@@ -128,77 +114,24 @@ class PythonKeyIndex(KeyIndex):
 
     def asked(self, keys: Iterable[bytes], now: float) -> None:
         check_time(now)
-        for learning, path, found in self._prompt(keys):
-            learning.asked(path, found, now)
 
     def retain(self, keys: Iterable[bytes], said: Said, now: float) -> None:
         check_time(now)
         check_said(said)
-        for learning, path, found in self._prompt(keys):
-            learning.live.retain(path, found, said, now)
-
-    @property
-    def _learning(self) -> Iterator[LearnedColumn]:
-        for column in self._columns:
-            if column.learning is not None:
-                yield column.learning
-
-    def _names(self, keys: Iterable[bytes]) -> list[int]:
-        """By place, in order."""
-        return [name for name, _ in groupby(keys, self._blocks.name)]
-
-    def _prompt(
-        self, keys: Iterable[bytes]
-    ) -> Iterator[tuple[LearnedColumn, list[int], list[Block]]]:
-        names = self._names(dict.fromkeys(keys))
-        for learning in self._learning:
-            found = takewhile(lambda block: block is not None, map(learning.named, names))
-            yield learning, names, [block for block in found if block]
 
     def continues(self, keys: Iterable[bytes], before: bytes) -> None:
-        names = self._names(keys)
-        for learning in self._learning:
-            learning.live.continues(names, self._blocks.name(before))
+        return
 
     def admit_keys(
         self, keys: Sequence[bytes], column: AnyColumn, num_free: int, least_chance: float = 0.0
     ) -> list[bytes]:
-        learning = self._column(column).learning
-        if learning is None:
-            return list(keys)
-        names = list(map(self._blocks.name, keys))
-        return [keys[at] for at in learning.admit(names, max(0, num_free), least_chance)]
+        return list(keys)
 
     def set_doubling(self, at_blocks: float) -> None:
-        for learning in self._learning:
-            learning.live.set_doubling(at_blocks)
+        return
 
     def set_room(self, column: AnyColumn, num_blocks: int) -> None:
-        learning = self._column(column).learning
-        if learning is not None:
-            learning.set_room(num_blocks)
-
-    def _enter(self, block: BlockId, here: LearnedColumn) -> None:
-        """Give a key without a requested position the predecessor it has in other columns."""
-        known = self._blocks[block]
-        behind: Block | None = None
-        for other in self._learning:
-            in_front = other.in_front_of(known) if other is not here else None
-            if behind is None and in_front is not None:
-                behind = here.named(in_front)
-        here.enter(known, behind)
-
-    def _evict_learned(
-        self, learning: LearnedColumn, column: AnyColumn, num_blocks: int
-    ) -> list[BlockId]:
-        chosen: list[BlockId] = []
-        learning.live.begin_evicting()
-        while len(chosen) < num_blocks and (left := learning.evict()):
-            for block in left:
-                self._residency(block, column).move(State.EVICTING)
-            self._column(column).num_idle -= len(left)
-            chosen += left
-        return chosen
+        self._position(column)
 
     # -- use --------------------------------------------------------------------------------------
 
@@ -214,8 +147,6 @@ class PythonKeyIndex(KeyIndex):
 
     def _used(self, block: BlockId, column: AnyColumn) -> None:
         order = self._column(column).order
-        if self._column(column).learning is not None:
-            return
         order[block] = None
         order.move_to_end(block)
 
@@ -243,9 +174,7 @@ class PythonKeyIndex(KeyIndex):
         here = self._column(column)
         if not self._residency(block, column).evictable:
             return
-        if here.learning is not None:
-            here.learning.let_go(self._blocks[block])
-        elif block not in here.order:
+        if block not in here.order:
             here.order[block] = None
             here.order.move_to_end(block, last=False)
 
@@ -254,9 +183,6 @@ class PythonKeyIndex(KeyIndex):
     def evict(self, column: AnyColumn, num_blocks: int) -> list[BlockId]:
         order = self._column(column).order
         num_blocks = min(num_blocks, self._column(column).num_idle)
-        learning = self._column(column).learning
-        if learning is not None:
-            return self._evict_learned(learning, column, num_blocks)
         chosen: list[BlockId] = []
         while len(chosen) < num_blocks:
             block, _ = order.popitem(last=False)
@@ -274,10 +200,7 @@ class PythonKeyIndex(KeyIndex):
         residency = self._residency(block, column)
         assert residency.state is State.EVICTING, "only what is being evicted may be kept"
         residency.move(State.READY)
-        here = self._column(column)
-        here.num_idle += 1
-        if here.learning is not None:
-            self._enter(block, here.learning)
+        self._column(column).num_idle += 1
         self._come_back(block, column)
 
     def lose(self, block: BlockId, column: AnyColumn) -> Slot | None:
@@ -297,8 +220,6 @@ class PythonKeyIndex(KeyIndex):
         here.num_idle -= before is State.READY
         here.num_held -= 1
         here.order.pop(block, None)
-        if here.learning is not None:
-            here.learning.leave(known)
         if not known.is_cached:
             self._blocks.drop(known)
         return slot
@@ -332,13 +253,10 @@ class PythonKeyIndex(KeyIndex):
         ]
 
     def order(self, column: AnyColumn) -> list[BlockId]:
-        here = self._column(column)
-        if here.learning is not None:
-            return sorted(here.learning.blocks, key=lambda block: block & 0xFFFFFFFF)
-        return list(here.order)
+        return list(self._column(column).order)
 
     def describe(self) -> str:
-        return f"Python, by key, {self.policies}, {self._because}"
+        return f"Python, by key, {LRU}, {self._because}"
 
     def check_invariants(self) -> None:
         for tier, column in zip(self.tiers, self._columns, strict=True):
@@ -351,6 +269,4 @@ class PythonKeyIndex(KeyIndex):
             assert idle <= set(self.order(tier)), (
                 f"{tier}: a block that may leave is not in the order"
             )
-            if column.learning is not None:
-                column.learning.check_invariants()
         self._blocks.check_invariants()

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import _hot
+from kvtier.errors import ConfigError
 from kvtier.hints import Said
 from kvtier.index.policies.counted import Counted
 
@@ -39,6 +40,8 @@ class LivePolicy(Counted):
     def __init__(
         self, capacity_blocks: int, *, seed: int = 7, doubles_at_blocks: float = 0.0
     ) -> None:
+        if _hot.LivePolicy is None:
+            raise ConfigError(f"the learned policy needs the native core: {_hot.NATIVE_REASON}")
         self._core = _hot.LivePolicy(capacity_blocks, seed, doubles_at_blocks)
 
     def asked(self, keys: Keys, now_s: float) -> int:

@@ -1,37 +1,38 @@
-"""Policies that others have: blocks in queues. The sources of each are named in
-``native/policy/list_policies.hpp`` and ``lfuda.hpp``.
+"""Published eviction policies that keep blocks in queues.
 
-A use of a block is a request that asks for it. The end of a prompt leaves before its beginning, and
-everything is let in.
+``native/policy/list_policies.hpp`` and ``lfuda.hpp`` implement them and name their sources. A use
+of a block is a request that asks for it. The end of a prompt leaves before its beginning, and every
+block is admitted.
 """
 
 from __future__ import annotations
 
-from kvtier.index.policies.runs import PromptPolicy
+from kvtier.index.policies.runs import NativePolicy
 
 
-class ArcPolicy(PromptPolicy):
-    """ARC: what was asked for once, and what was more often, each least recently used first; what
-    is missed again says how much room each has."""
+class ArcPolicy(NativePolicy):
+    """ARC: one LRU list of blocks requested once, one of blocks requested more often; misses on
+    recently evicted blocks move the boundary between them."""
 
     native_name = "arc"
 
 
-class S3FifoPolicy(PromptPolicy):
-    """S3-FIFO: first in, first out; a tenth of the room is for what is new, and what is asked for
-    twice there, or again soon after it has left, comes to the rest."""
+class S3FifoPolicy(NativePolicy):
+    """S3-FIFO: new blocks enter a small FIFO queue of a tenth of the capacity; blocks requested
+    again there, or soon after eviction, enter the main one."""
 
     native_name = "s3fifo"
 
 
-class LfudaPolicy(PromptPolicy):
-    """LFU with ageing: least frequently used first, uses counting less the longer they are ago."""
+class LfudaPolicy(NativePolicy):
+    """LFU with dynamic ageing: the least frequently used block leaves first, and old uses count
+    less."""
 
     native_name = "lfuda"
 
 
-class SievePolicy(PromptPolicy):
-    """SIEVE: a hand goes from the oldest to the newest, and takes what was not used since it was
-    there last."""
+class SievePolicy(NativePolicy):
+    """SIEVE: a hand moves from the oldest block to the newest and evicts blocks that were not used
+    since its last pass."""
 
     native_name = "sieve"

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier import _hot
+from kvtier.errors import ConfigError
 from kvtier.index.policies.counted import Counted
 
 RUNS: Final = "runs"
@@ -31,8 +32,8 @@ class PolicyReplay(Counted):
     request from the last to the first. The others know paths, keep a block only with all before it,
     and never let a request's blocks leave for its later ones.
 
-    A million and more block references per second with the native core, a twentieth of that with
-    its Python twin. Owned by one thread. ValueError for an unknown policy or a size out of range.
+    Handles a million and more block references per second. Owned by one thread. Raises ValueError
+    for an unknown policy or a size out of range, ConfigError where the native core is missing.
     """
 
     __slots__ = ("_core", "policy")
@@ -49,6 +50,10 @@ class PolicyReplay(Counted):
         if policy not in POLICIES:
             raise ValueError(f"no policy is called {policy!r}; there are {', '.join(POLICIES)}")
         self.policy = policy
+        if _hot.PolicyReplay is None:
+            raise ConfigError(
+                f"policy {policy!r} can't be replayed without the native core: {_hot.NATIVE_REASON}"
+            )
         self._core = _hot.PolicyReplay(policy, capacity_blocks, seed, doubles_at_blocks)
 
     def request(self, keys: npt.NDArray[np.uint64], now_s: float) -> int:
