@@ -79,7 +79,7 @@ class Trainer:
             for name in ("tokenizer.json", "tokenizer_config.json"):
                 if folder.resolve() != begin.resolve():
                     shutil.copyfile(begin / name, folder / name)
-        tok = AutoTokenizer.from_pretrained(folder)
+        tok = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         self.rows = data.Rows(tok, train, topics, SEED if begin is None else CONTINUED_SEED)
         self.model = self._first_model(len(tok), begin)
         forward_difference = forward.check_forward(self.model)
@@ -103,7 +103,9 @@ class Trainer:
         if begin is None:
             return export.build_model(vocab_size, SEED)
         torch.manual_seed(CONTINUED_SEED)
-        return Qwen3ForCausalLM.from_pretrained(begin, dtype=torch.float32).train()
+        return Qwen3ForCausalLM.from_pretrained(
+            begin, dtype=torch.float32, trust_remote_code=False
+        ).train()
 
     def _log(self, **fields: object) -> None:
         line = json.dumps({"s": round(time.monotonic() - self._start, 1), **fields})

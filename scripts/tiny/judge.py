@@ -102,8 +102,10 @@ def looping(ids: list[int]) -> bool:
 
 def judge(folder: Path, num_prompts: int = NUM_PROMPTS) -> dict[str, object]:
     """Everything the model card says about quality, measured on the folder's own files."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     documents = corpus.read_library()
     held_out = [d for d in documents if d.held_out]
     rows = held_out_rows(tokenizer, documents, 1024)

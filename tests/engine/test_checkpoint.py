@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import json
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from kvtier.engine.models import load_model
+from kvtier.engine.models import choose_dtype, load_model
 from kvtier.engine.random_models import random_config
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ConfigError
 
-from .checkpoints import change_json, change_tensors, checkpoint
+from .checkpoints import Tensors, change_json, change_tensors, checkpoint
 
 pytestmark = pytest.mark.engine
 
 CPU = torch.device("cpu")
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+ROOT = Path(__file__).parents[2]
 LAYERS = 5
 """Of the built-in model."""
 
@@ -79,6 +84,74 @@ def test_a_classifier_is_refused(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "model", tie_word_embeddings=False)
     change_tensors(model, lambda tensors: tensors.update({"score.weight": torch.zeros(2, 256)}))
     assert "lacks lm_head.weight;" in refusal(model)
+
+
+EXPERT = "model.layers.1.mlp.experts.2.gate_proj.weight"
+MERGED = "model.layers.1.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: tensors.pop(EXPERT),
+        lambda tensors: tensors.update({EXPERT: torch.zeros(3, 5)}),
+        lambda tensors: [tensors.pop(key) for key in list(tensors) if ".1.mlp.experts.2." in key],
+    ],
+    ids=["tensor", "shape", "expert"],
+)
+def test_experts_that_are_not_whole_are_refused_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Tensors], object]
+) -> None:
+    """transformers merges experts' weights, and tells of what it could not merge in a report."""
+    config = random_config("random-mla", 64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    change_tensors(tmp_path / "model", change)
+    transformers_log = logging.getLogger("transformers")
+    transformers_log.addHandler(caplog.handler)
+    try:
+        assert MERGED in refusal(tmp_path / "model")
+    finally:
+        transformers_log.removeHandler(caplog.handler)
+    assert "LOAD REPORT" not in caplog.text
+
+
+def sharded(model: Path, name: str) -> Path:
+    """Move the weights to the file ``name`` that an index names; return that file."""
+    weights = model / "model.safetensors"
+    names = dict.fromkeys(load_file(weights), name)
+    index = {"metadata": {}, "weight_map": names}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model / name).parent.mkdir(exist_ok=True)
+    return weights.rename(model / name)
+
+
+def test_weights_in_several_files_are_loaded(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model")
+    sharded(model, "model-00001-of-00001.safetensors")
+    load_model(str(model), CPU, "auto")
+
+
+def test_a_shard_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model")
+    shard = sharded(model, "model-00001-of-00001.safetensors")
+    save_file({k: v for k, v in load_file(shard).items() if k != K_PROJ}, shard, {"format": "pt"})
+    assert f"lacks {K_PROJ};" in refusal(model)
+    shard.unlink()
+    assert "can't be read (FileNotFoundError: " in refusal(model)
+
+
+@pytest.mark.parametrize("name", ["sub/w.safetensors", "../w.safetensors", "weights.dat"])
+def test_weights_that_the_identity_does_not_cover_are_refused(tmp_path: Path, name: str) -> None:
+    model = checkpoint(tmp_path / "model")
+    sharded(model, name)
+    assert f"index.json names the file {name!r}; weights have to be files of" in refusal(model)
+
+
+def test_weights_that_the_configuration_places_elsewhere_are_refused(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model", transformers_weights="sub/w.safetensors")
+    sharded(model, "sub/w.safetensors")
+    (model / "model.safetensors.index.json").unlink()
+    assert "config.json names the file 'sub/w.safetensors'" in refusal(model)
 
 
 @pytest.mark.parametrize("family", [LlamaConfig, Qwen2Config, Qwen3Config])
@@ -178,6 +251,42 @@ def test_a_known_type_is_served_without_its_code(tmp_path: Path) -> None:
     assert not has_run.exists()
 
 
+def test_a_type_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model", model_type="own")
+    assert "'own', which is unknown to the installed transformers" in refusal(model)
+    change_json(model / "config.json", model_type=None)
+    assert "has the model_type None; it has to be the name" in refusal(model)
+
+
+def test_pickled_code_does_not_run(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model")
+    (model / "model.safetensors").unlink()
+    has_run = tmp_path / "has-run"
+
+    class Runs:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(has_run),)
+
+    torch.save({K_PROJ: Runs()}, model / "pytorch_model.bin")
+    assert "the file holds more than tensors" in refusal(model)
+    assert not has_run.exists()
+
+
+def test_every_load_of_a_checkpoint_says_that_its_code_is_not_trusted() -> None:
+    """transformers asks on the terminal where nothing is said."""
+    loads = [
+        (path, call)
+        for folder in ("src", "scripts")
+        for path in (ROOT / folder).rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "from_pretrained"
+    ]
+    assert len(loads) >= 3
+    for path, call in loads:
+        said = {each.arg: ast.unparse(each.value) for each in call.keywords}
+        assert said.get("trust_remote_code") == "False", f"{path}:{call.lineno}"
+
+
 @pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "bitsandbytes", "mxfp4", "unknown"])
 def test_a_quantised_checkpoint_is_refused(tmp_path: Path, method: str) -> None:
     model = checkpoint(tmp_path / "model", quantization_config={"quant_method": method})
@@ -213,6 +322,17 @@ def test_a_field_of_another_type_is_refused(tmp_path: Path, field: str) -> None:
     assert "config.json can't be read" in refusal(checkpoint(tmp_path / "model", **{field: "x"}))
 
 
+def test_a_number_of_further_layers_that_is_none_is_no_number(tmp_path: Path) -> None:
+    load_model(str(checkpoint(tmp_path / "model", num_nextn_predict_layers="x")), CPU, "auto")
+
+
+def test_a_dtype_that_is_not_served_is_refused() -> None:
+    config = random_config("random-gqa", 64)
+    config.dtype = torch.float8_e4m3fn
+    with pytest.raises(ConfigError, match="'float8_e4m3fn' is unknown; use auto, float32"):
+        choose_dtype("auto", torch.device("cuda"), config)
+
+
 @pytest.mark.parametrize(
     ("given", "expected"), [(0, (0,)), ([3, 0], (3, 0)), (None, (2, 0)), ([], ())]
 )
@@ -236,6 +356,9 @@ def test_an_end_that_is_no_token_is_refused(tmp_path: Path, given: object) -> No
 def test_a_missing_tokenizer_is_refused(tmp_path: Path, model_type: str) -> None:
     """For some types transformers makes an empty tokenizer instead of an error."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ConfigError, match="has no tokenizer; put the model's tokenizer.json there"):
+        Tokenizer(tmp_path)
+    (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"has no tokenizer|tokenizer in .* can't be read") as why:
         Tokenizer(tmp_path)
     assert "\n" not in str(why.value)

@@ -8,9 +8,12 @@ configuration has no layer for, and can run code that lies beside them. Here eac
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -24,9 +27,13 @@ from transformers import (
 
 from kvtier.engine.paged import ATTENTION
 from kvtier.errors import ConfigError, printable
+from kvtier.identity import is_counted
 
 MAX_NAMED = 3
 """Tensors that a message names; the rest is counted."""
+
+MAX_REASON = 300
+"""Characters of a library's own message."""
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
@@ -34,11 +41,19 @@ def read_config(directory: Path) -> PreTrainedConfig:
     path = directory / "config.json"
     raw = _read_object(path)
     kind = raw.get("model_type")
-    if "auto_map" in raw and kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str):
         raise ConfigError(
-            f"model: {path} has the type {kind!r}, which is known only to code in the checkpoint "
-            "(auto_map); kvtier does not run such code: choose a model of a type that "
-            "transformers has"
+            f"model: {path} has the model_type {kind!r}; it has to be the name of a type of model"
+        )
+    if kind not in CONFIG_MAPPING:
+        known = (
+            "known only to code in the checkpoint (auto_map), and kvtier does not run such code"
+            if "auto_map" in raw
+            else "unknown to the installed transformers"
+        )
+        raise ConfigError(
+            f"model: {path} has the model_type {kind!r}, which is {known}; choose a model of a "
+            "type that transformers has"
         )
     if (directory / "adapter_config.json").exists():
         raise ConfigError(
@@ -57,9 +72,10 @@ def read_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype) 
 
     Raises ``ConfigError`` where files and configuration don't have the same tensors.
     """
+    _refuse_files_elsewhere(directory, config)
     module: PreTrainedModel
     loaded: Mapping[str, Iterable[Any]]
-    with reading(f"the weights in {directory}"):
+    with reading(f"the weights in {directory}"), _unmerged_named(directory):
         module, loaded = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
             directory,
             config=config,
@@ -83,10 +99,7 @@ def read_weights(directory: Path, config: PreTrainedConfig, dtype: torch.dtype) 
     }
     for what, keys in faults.items():
         if keys:
-            raise ConfigError(
-                f"model: {directory} {what} {_listed(keys)}; give the whole checkpoint, with the "
-                "config.json that belongs to it"
-            )
+            raise _unfit(directory, what, keys)
     return module
 
 
@@ -114,11 +127,15 @@ def reading(what: object) -> Iterator[None]:
     """Turn whatever a library raises over a file into a ``ConfigError`` of one sentence."""
     try:
         yield
-    except ConfigError:
+    except (ConfigError, MemoryError):
         raise
     except Exception as error:  # libraries raise what they like: KeyError, SafetensorError, ...
-        first_line = str(error).strip().partition("\n")[0].rstrip(".:")
-        reason = printable(f"{type(error).__name__}: {first_line}")
+        why = " ".join(str(error).split()).rstrip(".:")
+        if isinstance(error, UnpicklingError):  # torch advises to let the file run code
+            why = "the file holds more than tensors"
+        if len(why) > MAX_REASON:
+            why = why[:MAX_REASON] + " ..."
+        reason = printable(f"{type(error).__name__}: {why}")
         raise ConfigError(
             f"model: {what} can't be read ({reason}); it may be damaged, cut off or missing: fetch "
             "it again"
@@ -133,12 +150,64 @@ def _read_object(path: Path) -> Mapping[str, object]:
     return raw
 
 
+def _refuse_files_elsewhere(directory: Path, config: PreTrainedConfig) -> None:
+    """Refuse weights in files that the model's identity is not computed from."""
+    named = {getattr(config, "transformers_weights", None): directory / "config.json"}
+    for index in sorted(directory.glob("*.index.json")):
+        files = _read_object(index).get("weight_map")
+        if isinstance(files, dict):
+            named.update(dict.fromkeys(map(str, files.values()), index))
+    for name, by in named.items():
+        if name and not (Path(name).name == name and is_counted(Path(name))):
+            raise ConfigError(
+                f"model: {by} names the file {name!r}; weights have to be files of {directory} "
+                "itself, of a format that transformers writes: KV is named by these"
+            )
+
+
+@contextmanager
+def _unmerged_named(directory: Path) -> Iterator[None]:
+    """Name tensors that transformers could not merge into one, such as those of experts.
+
+    They are told only in its report of a load, which is kept out of the log: ``ConfigError`` says
+    the same.
+    """
+    unmerged: list[str] = []
+
+    def keep_out(record: logging.LogRecord) -> bool:
+        report = record.getMessage()
+        if " LOAD REPORT" not in report:
+            return True
+        unmerged.extend(re.findall(r"^(\S+(?:, \S+)*) *\|[^|]*CONVERSION", report, re.MULTILINE))
+        return False
+
+    logger = logging.getLogger(PreTrainedModel.__module__)
+    logger.addFilter(keep_out)
+    try:
+        yield
+    except RuntimeError as error:
+        if unmerged:
+            what = "lacks weights, or has some of another shape, that become"
+            raise _unfit(directory, what, unmerged) from error
+        raise
+    finally:
+        logger.removeFilter(keep_out)
+
+
 def _unused(keys: Iterable[str], config: PreTrainedConfig) -> list[str]:
     """Leave out layers that predict further tokens: they come after those of the model."""
     first = config.num_hidden_layers
-    further = getattr(config, "num_nextn_predict_layers", 0) or 0
+    further = getattr(config, "num_nextn_predict_layers", None)
+    further = further if isinstance(further, int) else 0
     known = tuple(f"model.layers.{at}." for at in range(first, first + further))
     return [key for key in keys if not key.startswith(known)]
+
+
+def _unfit(directory: Path, what: str, keys: Iterable[str]) -> ConfigError:
+    return ConfigError(
+        f"model: {directory} {what} {_listed(keys)}; give the whole checkpoint, with the "
+        "config.json that belongs to it"
+    )
 
 
 def _listed(keys: Iterable[str]) -> str:

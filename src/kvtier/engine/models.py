@@ -28,6 +28,8 @@ DEFAULT = "kvtier-tiny"
 FULL = ("llama", "qwen2", "qwen3")
 LATENT = ("deepseek_v3",)
 
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 STEADY_ROTARY = ("default", "linear", "yarn", "llama3")
 """Rotary embeddings whose frequencies are the same whatever the length of a context."""
 
@@ -113,9 +115,11 @@ def choose_dtype(name: str, device: torch.device, config: PreTrainedConfig) -> t
     """auto: float32 on CPU, where few processors compute in bfloat16; else the model's own."""
     if name == "auto":
         own = getattr(config, "dtype", None)
-        return own if device.type != "cpu" and isinstance(own, torch.dtype) else torch.float32
+        if device.type == "cpu" or not isinstance(own, torch.dtype):
+            return torch.float32
+        name = str(own).removeprefix("torch.")
     dtype = getattr(torch, name, None)
-    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if dtype not in DTYPES:
         raise ConfigError(f"dtype: {name!r} is unknown; use auto, float32, bfloat16 or float16")
     assert isinstance(dtype, torch.dtype)
     return dtype

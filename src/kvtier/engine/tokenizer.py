@@ -15,20 +15,23 @@ from kvtier.errors import ConfigError
 
 _UNFINISHED = "\ufffd"
 
+_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken")
+"""Vocabularies, as different tokenizers write them."""
+
 
 class Tokenizer:
     """The model's tokenizer, from its local directory."""
 
     def __init__(self, directory: Path) -> None:
+        if not any(path for form in _FILES for path in directory.glob(form)):
+            raise _missing(directory)
         with reading(f"the tokenizer in {directory}"):
             self._tokenizer = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False
             )
             own = self._tokenizer.get_vocab().keys() - self._tokenizer.get_added_vocab().keys()
         if not own:  # some tokenizers are made without their files, and then know no text
-            raise ConfigError(
-                f"model: {directory} has no tokenizer; put the model's tokenizer.json there"
-            )
+            raise _missing(directory)
         self._tokenizer.model_max_length = sys.maxsize  # the engine refuses what is too long
 
     @property
@@ -112,3 +115,7 @@ class Detokenizer:
             return ""
         self._context, self._given = self._given, len(self._ids)
         return text[len(before) :]
+
+
+def _missing(directory: Path) -> ConfigError:
+    return ConfigError(f"model: {directory} has no tokenizer; put the model's tokenizer.json there")

@@ -8,8 +8,16 @@
 Engines and connectors put the result into their namespace. Nothing here knows any engine.
 """
 
-from kvtier.identity.files import process_start_ns
+from kvtier.identity.files import is_counted, process_start_ns
 from kvtier.identity.identify import Basis, Identification, Identity, unknown
 from kvtier.identity.memory import Memory
 
-__all__ = ["Basis", "Identification", "Identity", "Memory", "process_start_ns", "unknown"]
+__all__ = [
+    "Basis",
+    "Identification",
+    "Identity",
+    "Memory",
+    "is_counted",
+    "process_start_ns",
+    "unknown",
+]

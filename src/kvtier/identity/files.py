@@ -51,6 +51,11 @@ class Stamp:
         return max(self.mtime_ns, self.ctime_ns)
 
 
+def is_counted(path: Path) -> bool:
+    """Whether a file of this name decides on KV."""
+    return path.suffix in COUNTED and path.name not in SAY_NOTHING
+
+
 Files = Mapping[Path, Stamp | None]
 """By path, in order; None for a link to what is not there."""
 
@@ -62,7 +67,7 @@ def model_files(model: Path) -> Files:
         return {model: Stamp.of(model.stat())}
     found: dict[Path, Stamp | None] = {}
     for path in sorted(model.iterdir()):
-        if path.suffix not in COUNTED or path.name in SAY_NOTHING:
+        if not is_counted(path):
             continue
         try:
             seen = path.stat()
