@@ -168,8 +168,8 @@ def parse_hint(given: object) -> Hint:
 def _fields(name: str, given: object, known: tuple[str, ...]) -> Mapping[str, object]:
     if not isinstance(given, dict):
         raise ValueError(f"{name} is {given!r:.40}, but must be an object of {', '.join(known)}")
-    for field in given:
-        if field not in known:
+    for field, value in given.items():
+        if field not in known and value is not None:
             raise ValueError(f"{name} has {field!r:.40}, but may have {', '.join(known)} only")
     return given
 

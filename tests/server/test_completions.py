@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
 
@@ -89,6 +91,24 @@ def test_a_stream_brings_the_same_text(client: openai.OpenAI) -> None:
     assert last.usage.completion_tokens == 24
 
 
+def test_every_chunk_has_the_tokens_so_far_where_that_is_asked_for(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0, stream=True, stream_options=options
+    )
+    assert last.usage is not None
+    so_far = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert len(so_far) == len(chunks) > 1
+    assert so_far == sorted(so_far)
+    assert 1 <= so_far[0] < so_far[-1] == last.usage.completion_tokens == 8
+    for chunk in chunks:
+        assert chunk.usage is not None
+        assert chunk.usage.prompt_tokens == last.usage.prompt_tokens
+        assert chunk.usage.total_tokens == chunk.usage.prompt_tokens + chunk.usage.completion_tokens
+        assert chunk.usage.prompt_tokens_details is None  # known at the end only
+    assert last.usage.prompt_tokens_details is not None
+
+
 def test_a_stream_of_many_choices_tells_them_apart(client: openai.OpenAI) -> None:
     texts = ["", ""]
     ends = []
@@ -131,6 +151,21 @@ def test_a_seed_repeats_what_was_drawn(client: openai.OpenAI) -> None:
 def test_a_vanishing_temperature_is_greedy(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=24, temperature=1e-30)
     assert answer.choices[0].text == greedy(client)
+
+
+def test_top_k_of_minus_one_is_off(client: openai.OpenAI) -> None:
+    off, all_tokens = (
+        client.completions.create(
+            model=MODEL,
+            prompt=PROMPT,
+            max_tokens=24,
+            temperature=1.5,
+            seed=3,
+            extra_body={"top_k": top_k},
+        )
+        for top_k in (-1, 0)
+    )
+    assert off.choices[0].text == all_tokens.choices[0].text
 
 
 def test_top_k_of_one_is_greedy(client: openai.OpenAI) -> None:

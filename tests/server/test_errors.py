@@ -13,6 +13,13 @@ import pytest
 
 from kvtier.engine import Completion, Engine, EngineConfig, RequestHandle, SamplingParams, Token
 from kvtier.server import ServerConfig
+from kvtier.server.refused import HARMLESS, LABELS
+from kvtier.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    StreamOptions,
+)
 
 from .conftest import MODEL, Running, running
 
@@ -60,7 +67,7 @@ BAD_COMPLETIONS = [
     ),
     ({"temperature": -1}, "temperature", "temperature is -1, but must be greater than"),
     ({"top_p": 0}, "top_p", "top_p is 0, but must be greater than 0"),
-    ({"top_k": -1}, "top_k", "top_k is -1, but must be greater than or equal to 0"),
+    ({"top_k": -2}, "top_k", "top_k is -2, but must be greater than or equal to -1"),
     ({"n": 17}, "n", "n is 17, but must be less than or equal to 16"),
     ({"seed": 2**64}, "seed", "seed is 18446744073709551616, but must be less than"),
     ({"stop": 5}, "stop", "stop is 5, but must be a text or a list of texts"),
@@ -70,7 +77,16 @@ BAD_COMPLETIONS = [
     ({"echo": True, "logprobs": 0}, "echo", "echo with logprobs is not supported"),
     ({"stream": "yes"}, "stream", 'stream is "yes", but must be a valid boolean'),
     ({"stream_options": {"include_usage": True}}, "stream_options", "given without stream"),
-    ({"stream_options": {"usage": True}, "stream": True}, "stream_options.usage", "usage"),
+    (
+        {"stream_options": {"include_use": True}, "stream": True},
+        "stream_options.include_use",
+        '"stream_options.include_use" is no parameter of this request; did you mean include_usage?',
+    ),
+    (
+        {"stream_options": {"every": 5}, "stream": True},
+        "stream_options.every",
+        '"stream_options.every" is no parameter of this request; leave it out.',
+    ),
     ({"cache_salt": 5}, "cache_salt", "cache_salt is 5, but must be a valid string"),
     ({"kvtier": 5}, "kvtier", "kvtier is 5, but must be an object of retain, back_in_s, ended"),
     (
@@ -129,6 +145,26 @@ BAD_CHATS = [
     ({"top_logprobs": 2}, "top_logprobs", "given without logprobs"),
     ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens", "give one of them"),
 ]
+
+
+NEEDED = {"model", "prompt", "messages"}
+
+
+@pytest.mark.parametrize(
+    ("path", "schema", "asked"),
+    [("completions", CompletionRequest, COMPLETION), ("chat/completions", ChatRequest, CHAT)],
+)
+def test_null_is_the_same_as_leaving_a_parameter_out(
+    served: Running, path: str, schema: type[GenerationRequest], asked: dict[str, object]
+) -> None:
+    names = {*schema.model_fields, *LABELS, *HARMLESS, "guided_json", "xyzzy"} - NEEDED
+    given = {**dict.fromkeys(names), **asked, "temperature": 0}
+    inner = dict.fromkeys([*StreamOptions.model_fields, "xyzzy"])
+    hint = dict.fromkeys(["retain", "back_in_s", "ended", "xyzzy"])
+    expected = post(served, path, json={**asked, "temperature": 0}).json()["choices"]
+    assert post(served, path, json=given).json()["choices"] == expected
+    given |= {"stream": True, "stream_options": inner, "kvtier": hint}
+    assert post(served, path, json=given).status_code == 200
 
 
 @pytest.mark.parametrize(("change", "param", "sentence"), BAD_COMPLETIONS)

@@ -69,7 +69,9 @@ class Answerer:
         self._id: str = request.state.request_id
         self._began: float = request.state.began
         self._created = int(time.time())
-        self._wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
+        options = asked.stream_options
+        self._wants_usage = options is not None and options.include_usage
+        self._wants_counts = options is not None and options.continuous_usage_stats
         self._ends_with_usage = self._wants_usage or wants_explanation(request)
         self._has_first = False
 
@@ -109,10 +111,10 @@ class Answerer:
         rest: AsyncIterator[tuple[int, Piece]],
     ) -> AsyncIterator[bytes]:
         try:
-            for event in self._chunks(*first):
+            for event in self._chunks(generation, *first):
                 yield event
             async for at, piece in rest:
-                for event in self._chunks(at, piece):
+                for event in self._chunks(generation, at, piece):
                     yield event
             if self._ends_with_usage:
                 last = self._answer(self._form.chunk_object, [])
@@ -127,12 +129,12 @@ class Answerer:
             yield encode_event(internal_error(self._id).body)
         yield DONE
 
-    def _chunks(self, at: int, piece: Piece) -> list[bytes]:
+    def _chunks(self, generation: Generation, at: int, piece: Piece) -> list[bytes]:
         events = []
         for choices in self._form.chunk(at, piece):
             answer = self._answer(self._form.chunk_object, choices)
             if self._wants_usage:
-                answer["usage"] = None
+                answer["usage"] = generation.counts if self._wants_counts else None
             events.append(encode_event(answer))
         return events
 

@@ -142,20 +142,25 @@ class Generation:
         return len(self._choices)
 
     @property
-    def usage(self) -> Usage:
-        """Tokens of the whole request; a prompt counts once, whatever ``n`` is."""
-        firsts = [at for at, order in enumerate(self._orders) if order.is_first]
-        num_prompt = sum(len(self._orders[at].prompt) for at in firsts)
+    def counts(self) -> Usage:
+        """Tokens of the request so far; a prompt counts once, whatever ``n`` is."""
+        num_prompt = sum(len(order.prompt) for order in self._orders if order.is_first)
         num_generated = sum(choice.num_tokens for choice in self._choices)
-        num_cached = sum(
-            self._completions[at].num_cached_tokens for at in firsts if at in self._completions
-        )
-        usage: Usage = {
+        return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
         }
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of the whole request, and how many of them were cached."""
+        firsts = [at for at, order in enumerate(self._orders) if order.is_first]
+        num_cached = sum(
+            self._completions[at].num_cached_tokens for at in firsts if at in self._completions
+        )
+        usage = self.counts
+        usage["prompt_tokens_details"] = {"cached_tokens": num_cached}
         if self._explains:
             ended = (self._completions[at].explanation for at in firsts if at in self._completions)
             usage["kvtier"] = [None if each is None else each.as_json() for each in ended]

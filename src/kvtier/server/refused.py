@@ -1,7 +1,7 @@
 """Parameters of the API that this server does not have.
 
 A parameter that would change the answer is refused unless it has the value that changes nothing;
-one that only labels the request is ignored.
+one that only labels the request is ignored. null is the same as leaving a parameter out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 
 from kvtier.server.errors import ApiError, bad_request, show
-from kvtier.server.schemas import ChatMessage, ChatRequest, GenerationRequest
+from kvtier.server.schemas import ChatMessage, ChatRequest, GenerationRequest, StreamOptions
 
 _LONGEST_NAME = 64
 """Characters of an unknown parameter that are compared with those that we have."""
@@ -43,15 +43,18 @@ HARMLESS: Mapping[str, tuple[object, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Refused, unless null or one of these values."""
+"""Refused, unless one of these values."""
 
 
 def refuse_unsupported(request: GenerationRequest) -> None:
     """Raise ``ApiError`` where the request asks for what this server does not do."""
-    known = type(request).model_fields
     for name, value in (request.model_extra or {}).items():
-        _refuse_parameter(name, value, list(known))
-    if request.stream_options is not None and not request.stream:
+        _refuse_parameter(name, value, list(type(request).model_fields))
+    options = request.stream_options
+    for name, value in (options.model_extra or {}).items() if options is not None else ():
+        if value is not None:
+            raise _unknown(f"stream_options.{name}", list(StreamOptions.model_fields))
+    if options is not None and not request.stream:
         raise bad_request(
             "stream_options is given without stream; set stream to true or leave it out.",
             "stream_options",
@@ -66,15 +69,19 @@ def refuse_unsupported(request: GenerationRequest) -> None:
 
 
 def _refuse_parameter(name: str, value: object, known: list[str]) -> None:
-    if name in LABELS or (name in HARMLESS and (value is None or value in HARMLESS[name])):
+    if value is None or name in LABELS or value in HARMLESS.get(name, ()):
         return
     if name in HARMLESS:
         raise _unsupported(
             f"{name}={show(value)} is not supported by this server; leave it out.", name
         )
-    near = get_close_matches(name[:_LONGEST_NAME], known, n=1)
+    raise _unknown(name, known)
+
+
+def _unknown(name: str, known: list[str]) -> ApiError:
+    near = get_close_matches(name.rpartition(".")[2][:_LONGEST_NAME], known, n=1)
     advice = f"did you mean {near[0]}?" if near else "leave it out."
-    raise _unsupported(f"{show(name)} is no parameter of this request; {advice}", name)
+    return _unsupported(f"{show(name)} is no parameter of this request; {advice}", name)
 
 
 def _refuse_message(at: int, message: ChatMessage) -> None:

@@ -12,13 +12,14 @@ class PromptTokensDetails(TypedDict):
 
 
 class Usage(TypedDict):
-    """kvtier: where it was asked for, an explanation of each prompt, in their order; null of one
-    that ended before its turn came."""
+    """prompt_tokens_details: of a whole answer, and in the last chunk. kvtier: where it was asked
+    for, an explanation of each prompt, in their order; null of one that ended before its turn came.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: NotRequired[PromptTokensDetails]
     kvtier: NotRequired[list[dict[str, object] | None]]
 
 
@@ -79,8 +80,8 @@ class ChatChunkChoice(TypedDict):
 class Answer(TypedDict):
     """A whole answer, or one chunk of a streamed one.
 
-    usage: of a whole answer, and in the last chunk where the request asked for it; null in the
-    chunks before that one.
+    usage: of a whole answer, and in the last chunk where the request asked for it; in the chunks
+    before that one null, or the tokens so far.
     """
 
     id: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 from pydantic.json_schema import models_json_schema
 
 from kvtier.server.fields import Content, Hinted, Prompts, Stops, Text, none_is
@@ -15,11 +15,13 @@ Count = Annotated[int, Field(strict=True)]
 
 
 class StreamOptions(BaseModel):
-    """include_usage: one more chunk at the end, with the usage of the whole request."""
+    """include_usage: one more chunk at the end, with the usage of the whole request.
+    continuous_usage_stats: with it, the tokens so far in every chunk, too."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
 
     include_usage: Flag = False
+    continuous_usage_stats: Flag = False
     include_obfuscation: Flag = False
 
 
@@ -41,8 +43,8 @@ class GenerationRequest(BaseModel):
     """Ignored."""
 
     # -- what the API does not have, but this server does -----------------------------------------
-    top_k: Annotated[Count, Field(ge=0), none_is(0)] = 0
-    """Choose among the k likeliest tokens; 0 for all."""
+    top_k: Annotated[Count, Field(ge=-1), AfterValidator(lambda k: max(k, 0)), none_is(0)] = 0
+    """Choose among the k likeliest tokens; 0 or -1 for all."""
     ignore_eos: Flag = False
     """Go on to max_tokens."""
     cache_salt: Annotated[Text, Field(max_length=1024), none_is("")] = ""
