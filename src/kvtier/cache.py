@@ -18,7 +18,7 @@ from kvtier._hot import Numbers
 from kvtier.chosen import ladder_options, policy_maker
 from kvtier.config import CacheConfig
 from kvtier.devices import Device, Finding
-from kvtier.errors import Closed
+from kvtier.errors import Closed, UsageError
 from kvtier.hints import Hint, waits
 from kvtier.index import make_index
 from kvtier.ladder import Ladder, Prefetch
@@ -129,11 +129,11 @@ class Cache:
         needs in all, room for its output included. grain_blocks: reuse whole multiples of this.
         load: False reuses only what is on the device already.
         Returns a lease, to be used when it is ``ready``; None when the device tier has no room for
-        the request now (``poll``, and ask again).
+        the request now (``poll``, and ask again). ``UsageError`` where the numbers don't fit.
         """
         self._must_be_open()
+        self._check_request(labels, num_tokens, num_blocks, grain_blocks)
         self._ladder.recall(self._index, namespace, labels)
-        assert num_blocks * self.group.block_size >= num_tokens, "room for less than the prompt"
         match = self.match(namespace, labels)
         lease = self.lease(namespace, labels, match)
         decision = self.decide(match, num_tokens, grain_blocks, load)
@@ -221,10 +221,12 @@ class Cache:
 
         The lease must be ready. A block that another request committed meanwhile is shared, and
         the slot of its twin is free again. Stores what the write policy wants stored.
+
+        num_blocks: full blocks, counted from the start of the prompt. ``UsageError`` where the
+        lease has fewer, was released, or is not ready.
         """
         self._must_be_open()
-        assert lease.ready, "commit needs a lease that is ready"
-        assert not lease.broken, "commit needs a lease whose loads arrived"
+        self._check_commit(lease, num_blocks)
         first, labels = lease.num_shared, lease.labels[lease.num_shared : num_blocks]
         above = lease.blocks[-1] if lease.blocks else None
         ours = lease.slots[first : first + len(labels)]
@@ -248,6 +250,7 @@ class Cache:
         """
         if lease.released:
             return
+        self._must_be_ours(lease)
         lease.released = True
         self._leases.discard(lease)
         self._loading.pop(lease, None)
@@ -268,6 +271,41 @@ class Cache:
         if self._closed:
             raise Closed("the cache is closed; make a new one")
         self._process.must_be_here("the cache")
+
+    def _must_be_ours(self, lease: Lease) -> None:
+        if lease not in self._leases:
+            state = "was released" if lease.released else "belongs to another cache"
+            raise UsageError(f"the lease {state}; fetch the prompt again")
+
+    def _check_request(
+        self, labels: Sequence[Label], num_tokens: int, num_blocks: int, grain_blocks: int
+    ) -> None:
+        size = self.group.block_size
+        if num_tokens < len(labels) * size:
+            raise UsageError(
+                f"num_tokens={num_tokens} is less than the {len(labels)} labels stand for, at "
+                f"block_size={size}; give the prompt's length, and labels of its full blocks only"
+            )
+        if num_blocks * size < num_tokens:
+            raise UsageError(
+                f"num_blocks={num_blocks} holds {max(num_blocks, 0) * size} tokens, the prompt has "
+                f"{num_tokens}; give at least {-(-num_tokens // size)}"
+            )
+        if grain_blocks < 1:
+            raise UsageError(f"grain_blocks={grain_blocks} is below 1")
+
+    def _check_commit(self, lease: Lease, num_blocks: int) -> None:
+        self._must_be_ours(lease)
+        if lease.broken:
+            raise UsageError("a load of the lease failed; release it and fetch the prompt again")
+        if not lease.ready:
+            raise UsageError("the lease is not ready; poll until it is, then commit")
+        limit = min(len(lease.labels), len(lease.slots))
+        if not 0 <= num_blocks <= limit:
+            raise UsageError(
+                f"commit of num_blocks={num_blocks}: the lease has {limit} full blocks; give a "
+                f"number from 0 to {limit}"
+            )
 
     def _use(self, lease: Lease, first: int) -> None:
         """The lease's blocks from ``first`` on were used: note it, store what the policy wants."""

@@ -42,9 +42,11 @@ UNITS = {
 
 def parse_size(text: str | int, field: str) -> int:
     """Bytes of a size such as "4GiB", "512 MiB" or 1048576. field: its name, for the message."""
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool):
+        if text < 0:
+            raise ConfigError(f'{field}: {text} is below 0; write for instance "4GiB"')
         return text
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+    found = isinstance(text, str) and re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
     if not found or found[2].upper() not in UNITS:
         raise ConfigError(f'{field}: can\'t read {text!r} as a size; write for instance "4GiB"')
     return int(Fraction(found[1]) * UNITS[found[2].upper()])

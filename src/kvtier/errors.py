@@ -25,6 +25,11 @@ class ConfigError(CacheError, ValueError):
     """A setting can't be used: the message names the field, the value and the fix."""
 
 
+class UsageError(CacheError, ValueError):
+    """A call breaks the contract of the cache: the message names the argument, its value and what
+    is allowed. Nothing was changed."""
+
+
 class LayoutError(CacheError):
     """Two layouts, or a layout and a memory, don't fit together."""
 

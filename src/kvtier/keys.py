@@ -176,6 +176,8 @@ def token_labels(tokens: Sequence[int] | npt.NDArray[np.integer], block_size: in
     tokens: integers in 0 .. 2**32 - 1, prompt order, one axis; they are copied.
     Returns ``len(tokens) // block_size`` labels of ``4 * block_size`` bytes.
     """
+    if block_size < 1:
+        raise ConfigError(f"block_size={block_size} is below 1")
     packed = pack_tokens(tokens)
     if packed is None:
         packed = _packed(tokens)

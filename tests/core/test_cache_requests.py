@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from kvtier.devices import Direction
-from kvtier.keys import Namespace
+from kvtier.errors import UsageError
+from kvtier.keys import Namespace, token_labels
 from kvtier.types import DEVICE, HOST
-from tests.core.world import DEADLINE_S, GROUP, A, B, World, count
+from tests.core.world import BLOCK_SIZE, DEADLINE_S, GROUP, NS, A, B, World, count
 
 MakeWorld = Callable[..., World]
 
@@ -70,6 +72,61 @@ def test_partial_commits_are_reused_as_far_as_they_go(world: World) -> None:
     world.cache.commit(request.lease, 0)
     assert world.matched(A) == [DEVICE] * 3
     world.check()
+
+
+def test_commit_after_release_is_refused(world: World) -> None:
+    request = world.start(A)
+    world.release(request)
+    with pytest.raises(UsageError, match="the lease was released; fetch the prompt again"):
+        world.cache.commit(request.lease, 4)
+    world.check()
+
+
+@pytest.mark.parametrize("num_blocks", [-1, 5, 9])
+def test_commit_of_blocks_that_the_lease_has_not_is_refused(world: World, num_blocks: int) -> None:
+    request = world.start(A)
+    world.compute(request, 4)
+    with pytest.raises(UsageError, match=rf"num_blocks={num_blocks}.* from 0 to 4"):
+        world.cache.commit(request.lease, num_blocks)
+    assert world.matched(A) == []
+    world.cache.commit(request.lease, 4)
+    assert len(world.matched(A)) == 4
+
+
+def test_commit_before_the_lease_is_ready_is_refused(world: World) -> None:
+    world.put_on_host(A)
+    request = world.ask([*A, 9])
+    with pytest.raises(UsageError, match="not ready; poll"):
+        world.cache.commit(request.lease, 4)
+    world.device.let_go()
+
+
+def test_lease_of_another_cache_is_refused(make_world: MakeWorld) -> None:
+    ours, theirs = make_world(), make_world()
+    request = theirs.start(A)
+    for call in (partial(ours.cache.commit, num_blocks=4), ours.cache.release):
+        with pytest.raises(UsageError, match="belongs to another cache"):
+            call(request.lease)
+    theirs.finish(request)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ((8, 3, 1), "num_blocks=3 holds 6 tokens, the prompt has 8; give at least 4"),
+        ((8, -2, 1), "num_blocks=-2 holds 0 tokens, the prompt has 8; give at least 4"),
+        ((7, 4, 1), "num_tokens=7 is less than the 4 labels stand for, at block_size=2"),
+        ((8, 4, 0), "grain_blocks=0 is below 1"),
+    ],
+)
+def test_request_whose_numbers_do_not_fit_is_refused(
+    world: World, numbers: tuple[int, int, int], message: str
+) -> None:
+    num_tokens, num_blocks, grain_blocks = numbers
+    labels = token_labels(A, BLOCK_SIZE)
+    with pytest.raises(UsageError, match=message):
+        world.cache.fetch(NS, labels, num_tokens, num_blocks, grain_blocks)
+    assert world.used() == (0, 0)
 
 
 def test_namespace_salt_separates(make_world: MakeWorld) -> None:

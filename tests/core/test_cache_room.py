@@ -11,7 +11,7 @@ from kvtier.cache import Cache
 from kvtier.config import CacheConfig
 from kvtier.devices import Direction
 from kvtier.devices.cpu import CpuDevice
-from kvtier.errors import Closed, ConfigError
+from kvtier.errors import Closed, ConfigError, UsageError
 from kvtier.layout import named_layout
 from kvtier.testing import host_memory
 from kvtier.tiers import DeviceTier
@@ -310,7 +310,7 @@ def test_cost_of_a_load_is_learnt_and_used(world: World) -> None:
 
 
 def test_room_for_less_than_the_prompt_is_a_broken_promise(world: World) -> None:
-    with pytest.raises(AssertionError, match="room for less than the prompt"):
+    with pytest.raises(UsageError, match="num_blocks=4 holds 8 tokens, the prompt has 9"):
         world.cache.fetch(NS, [], num_tokens=9, num_blocks=4)
     assert world.used() == (0, 0)
 

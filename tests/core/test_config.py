@@ -61,6 +61,13 @@ def test_config_errors_are_value_errors_too() -> None:
     ("settings", "parts"),
     [
         ({"write_policy": "write_never"}, ("write_policy", "'write_never'", "write_back")),
+        ({"host_capacity": -1}, ("host_capacity", "-1", "below 0", "4GiB")),
+        ({"host_capacity": 1.5}, ("host_capacity", "1.5", "4GiB")),
+        ({"host_capacity": None}, ("host_capacity", "None", "4GiB")),
+        ({"host_capacity": True}, ("host_capacity", "True", "4GiB")),
+        ({"disk_capacity": -1}, ("disk_capacity", "-1", "below 0")),
+        ({"storage_capacity": -1}, ("storage_capacity", "-1", "below 0")),
+        ({"disk_bytes_per_s": -1}, ("disk_bytes_per_s", "-1", "below 0")),
         ({"store_after_uses": 0}, ("store_after_uses", "0")),
         ({"store_batch_bytes": -1}, ("store_batch_bytes", "-1")),
         ({"load_deadline_s": 0.0}, ("load_deadline_s", "0.0")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -310,6 +311,28 @@ def test_unusable_groups_are_refused() -> None:
         sliding_attention(1, 1, 1, 0, DType.FLOAT16, 16)
     with pytest.raises(LayoutError, match="window=8 with full"):
         KVGroup(Attention.FULL, 1, (Part("k", 1, 1),), DType.FLOAT16, 16, window=8)
+
+
+@pytest.mark.parametrize("dtype", ["float13", None, np.float32, np.dtype("float32")])
+def test_unknown_dtype_is_refused_by_name(dtype: Any) -> None:
+    with pytest.raises(LayoutError, match=r"dtype=.* is unknown; use one of float32, "):
+        full_attention(1, 1, 1, dtype, 16)
+
+
+@pytest.mark.parametrize("size", [16.0, "16", None])
+def test_size_that_is_no_integer_is_refused_by_name(size: Any) -> None:
+    with pytest.raises(LayoutError, match="block_size=.* is no integer"):
+        full_attention(1, 1, 1, DType.FLOAT16, size)
+    with pytest.raises(LayoutError, match="dim=.* is no integer"):
+        full_attention(1, 1, size, DType.FLOAT16, 1)
+
+
+def test_equal_groups_have_one_fingerprint_however_they_are_written() -> None:
+    group = full_attention(2, 4, 8, DType.FLOAT16, 16)
+    size: Any = np.int64(16)
+    dtype: Any = "float16"
+    other = full_attention(2, 4, 8, dtype, size)
+    assert other.fingerprint == group.fingerprint
 
 
 # -- pools of several tensors ----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
@@ -49,6 +50,9 @@ class Part:
     dim: int
     per_token: bool = True
 
+    def __post_init__(self) -> None:
+        _make_integers(self, "num_heads", "dim")
+
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
@@ -65,6 +69,13 @@ class KVGroup:
     window: int = 0
 
     def __post_init__(self) -> None:
+        try:
+            # The fingerprint is made of the fields as written: "float32" has to be DType.FLOAT32.
+            object.__setattr__(self, "dtype", DType(self.dtype))
+        except ValueError:
+            known = ", ".join(DType)
+            raise LayoutError(f"dtype={self.dtype!r} is unknown; use one of {known}") from None
+        _make_integers(self, "num_layers", "block_size", "window")
         sizes = [self.num_layers, self.block_size, len(self.parts)]
         sizes += [size for part in self.parts for size in (part.num_heads, part.dim)]
         if min(sizes) < 1:
@@ -89,6 +100,16 @@ class KVGroup:
     def fingerprint(self) -> str:
         """Names the block's content, not its arrangement: equal where blocks can be exchanged."""
         return blake2b(repr(self).encode(), digest_size=8).hexdigest()
+
+
+def _make_integers(sizes: Part | KVGroup, *names: str) -> None:
+    """Make the fields plain ints, from any kind of integer."""
+    for name in names:
+        value = getattr(sizes, name)
+        try:
+            object.__setattr__(sizes, name, operator.index(value))
+        except TypeError:
+            raise LayoutError(f"{name}={value!r} is no integer; give a whole number") from None
 
 
 def full_attention(
