@@ -101,6 +101,60 @@ def test_control_group_version_1_limits(tmp_path: Path) -> None:
     assert available_bytes(_machine(tmp_path, MEMINFO | group))[0] == 18000
 
 
+def test_limit_of_the_own_group_of_a_service_is_seen(tmp_path: Path) -> None:
+    """``MemoryMax=`` of systemd: the limit stands in the service's group, none in the root."""
+    own = "sys/fs/cgroup/system.slice/kvtier.service"
+    group = {
+        "proc/self/cgroup": "0::/system.slice/kvtier.service\n",
+        "sys/fs/cgroup/cgroup.controllers": "memory\n",
+        f"{own}/memory.max": "30000\n",
+        f"{own}/memory.current": "10000\n",
+        f"{own}/memory.stat": "inactive_file 5000\n",
+    }
+    left, why = available_bytes(_machine(tmp_path, MEMINFO | group))
+    assert left == 25000
+    assert "control group /system.slice/kvtier.service" in why
+
+
+def test_limit_of_a_group_above_counts_for_all_below(tmp_path: Path) -> None:
+    group = {
+        "proc/self/cgroup": "0::/user.slice/a.slice/b.scope\n",
+        "sys/fs/cgroup/user.slice/memory.max": "20000\n",
+        "sys/fs/cgroup/user.slice/memory.current": "19000\n",
+        "sys/fs/cgroup/user.slice/a.slice/memory.max": "max\n",
+        "sys/fs/cgroup/user.slice/a.slice/memory.current": "9000\n",
+        "sys/fs/cgroup/user.slice/a.slice/b.scope/memory.max": "30000\n",
+        "sys/fs/cgroup/user.slice/a.slice/b.scope/memory.current": "9000\n",
+    }
+    left, why = available_bytes(_machine(tmp_path, MEMINFO | group))
+    assert left == 1000
+    assert "control group /user.slice" in why
+
+
+def test_version_1_has_a_group_per_controller(tmp_path: Path) -> None:
+    folder = "sys/fs/cgroup/memory/system.slice/kvtier.service/memory"
+    group = {
+        "proc/self/cgroup": (
+            "12:cpu,cpuacct:/elsewhere\n5:memory:/system.slice/kvtier.service\n0::/init.scope\n"
+        ),
+        f"{folder}.limit_in_bytes": "30000\n",
+        f"{folder}.usage_in_bytes": "12000\n",
+        f"{folder}.stat": "inactive_file 1\ntotal_inactive_file 2000\n",
+    }
+    assert available_bytes(_machine(tmp_path, MEMINFO | group))[0] == 20000
+
+
+@pytest.mark.parametrize("name", ["/docker/0123", "/../../other", "kvtier", "", "/\udcff"])
+def test_group_that_a_container_can_not_see_is_its_root(tmp_path: Path, name: str) -> None:
+    group = {"sys/fs/cgroup/memory.max": "30000\n", "sys/fs/cgroup/memory.current": "10000\n"}
+    root = _machine(tmp_path, MEMINFO | group)
+    (root / "proc/self").mkdir()
+    (root / "proc/self/cgroup").write_bytes(f"0::{name}\n".encode(errors="surrogateescape"))
+    (tmp_path / "memory.max").write_text("1")
+    (tmp_path / "memory.current").write_text("1")
+    assert available_bytes(root)[0] == 20000
+
+
 def test_files_in_the_page_cache_are_not_in_the_way(tmp_path: Path) -> None:
     """Reading a model fills the group with pages that the kernel gives up when asked."""
     group = {

@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
-CONTROL_GROUPS = (
-    ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-    (
+
+class Hierarchy(NamedTuple):
+    """One version of control groups, and its files for memory.
+
+    controller: its name in ``/proc/self/cgroup``, "" for version 2. mount: where the groups are.
+    cached: the line of ``memory.stat`` that counts cached files.
+    """
+
+    controller: str
+    mount: str
+    limit: str
+    usage: str
+    cached: str
+
+
+HIERARCHIES = (
+    Hierarchy("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    Hierarchy(
+        "memory",
         "sys/fs/cgroup/memory",
         "memory.limit_in_bytes",
         "memory.usage_in_bytes",
         "total_inactive_file",
     ),
 )
-"""Versions 2 and 1: folder, file of the limit, file of the usage, line of cached files."""
+"""Versions 2 and 1."""
 
 
 def available_bytes(root: Path = Path("/")) -> tuple[int, str]:
-    """Bytes left, and what limits them: the machine's free memory or the control group.
+    """Return the bytes left, and what limits them: the machine's free memory or a control group.
+
+    The process's own group counts, and each group above it: a limit holds for all groups below.
 
     root: where ``proc`` and ``sys`` are mounted. Without either, the limit is unknown and large.
     """
@@ -25,14 +45,32 @@ def available_bytes(root: Path = Path("/")) -> tuple[int, str]:
     free_kib = _field(root / "proc/meminfo", "MemAvailable:")
     if free_kib is not None:
         limits.append((free_kib * 1024, "free memory of the machine"))
-    for folder, limit_file, usage_file, cached in CONTROL_GROUPS:
-        group = root / folder
-        limit, usage = _number(group / limit_file), _number(group / usage_file)
-        if limit is not None and usage is not None:
-            # The kernel gives cached files up when asked; a model that was just read is one.
-            used = max(0, usage - (_field(group / "memory.stat", cached) or 0))
-            limits.append((limit - used, "memory limit of the control group"))
+    for hierarchy in HIERARCHIES:
+        for name in _groups(root, hierarchy.controller):
+            group = root / hierarchy.mount / name.relative_to("/")
+            limit, usage = _number(group / hierarchy.limit), _number(group / hierarchy.usage)
+            if limit is not None and usage is not None:
+                # The kernel gives cached files up when asked; a model that was just read is one.
+                used = max(0, usage - (_field(group / "memory.stat", hierarchy.cached) or 0))
+                limits.append((limit - used, f"memory limit of the control group {name}"))
     return min(limits, default=(1 << 62, "no limit known"))
+
+
+def _groups(root: Path, controller: str) -> Iterator[PurePosixPath]:
+    """Yield the process's own group and those above it, up to the root that is mounted here.
+
+    In a container ``/proc/self/cgroup`` may name a path of the host. Only the mounted root is there
+    then: groups that don't exist have no files.
+    """
+    own = PurePosixPath("/")
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        is_visible = name.startswith("/") and ".." not in PurePosixPath(name).parts
+        if controller in controllers.split(",") and is_visible:
+            own = PurePosixPath("/" + name.lstrip("/"))
+    yield own
+    yield from own.parents
 
 
 def _number(path: Path) -> int | None:
@@ -52,6 +90,6 @@ def _field(path: Path, name: str) -> int | None:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(errors="surrogateescape")  # a group's name may be any bytes
     except OSError:
         return ""
