@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,27 +13,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
-from kvtier.recording import Chains, Header, LineWriter
+from kvtier.recording import Chains
 from kvtier.replay.segments import find_segments
-from kvtier.replay.trace import Trace, chained
+from kvtier.replay.trace import Trace
 from kvtier.replay.traces import ReadOptions, read_traces
-
-OPTIONS = ReadOptions(Chains(b"s" * 32, block_tokens=2))
-
-
-def mooncake(at_ms: int, ids: Sequence[int], tokens: int = 1000) -> str:
-    fields = {"timestamp": at_ms, "input_length": tokens, "output_length": 7, "hash_ids": list(ids)}
-    return json.dumps(fields)
-
-
-def bailian(at_s: float, ids: Sequence[int], chat: int) -> str:
-    fields = json.loads(mooncake(0, ids, 40))
-    more = {"chat_id": chat, "parent_chat_id": -1, "timestamp": at_s, "type": "text", "turn": 1}
-    return json.dumps(fields | more)
+from tests.replay.samples import (
+    HEADER,
+    OPTIONS,
+    REQUESTS,
+    SGLANG,
+    SGLANG_JSON,
+    VLLM,
+    bailian,
+    mooncake,
+    recording,
+    session,
+)
 
 
 @pytest.fixture
@@ -79,22 +77,9 @@ def test_blocks_of_another_size_and_coarser_ones(read: Callable[..., Trace]) -> 
     assert shared(trace) == [0, 1]
 
 
-def session(name: str, requests: list[list[object]], tools: int = 128, system: int = 64) -> str:
-    fields = {"id": name, "models": [], "block_size": 64, "tool_tokens": tools}
-    return json.dumps(fields | {"system_tokens": system, "requests": requests})
-
-
 def agentic(*, hours: float = 1.0, sessions: int = 0, shared_prefix: bool = True) -> ReadOptions:
     chains = OPTIONS.chains
     return ReadOptions(chains, hours=hours, sessions=sessions, shared_prefix=shared_prefix)
-
-
-# The first request has blocks 0 to 4; the second keeps four of them; the sub-agent has its own.
-REQUESTS: list[list[object]] = [
-    [0.0, 330, 9, 0, 0, [0, 5], 0.0, 1.0],
-    [10.0, 460, 9, 0, 4, [5, 1, 9, 2], 0.0, 1.0],
-    [11.0, 140, 9, 1, 0, [20, 2], 0.0, 1.0],
-]
 
 
 def test_agentic_sessions(read: Callable[..., Trace]) -> None:
@@ -124,34 +109,6 @@ def test_the_same_seed_draws_the_same_starts(read: Callable[..., Trace]) -> None
     assert one.window_s <= 3600 + 11
 
 
-VLLM = """\
-(APIServer pid=7) INFO 11-22 09:00:01 [api_server.py:12] Starting
-(APIServer pid=7) INFO 11-22 09:00:02 [logger.py:39] Received request cmpl-1: \
-prompt: 'prompt_token_ids: [9]', params: SamplingParams(n=1), prompt_token_ids: [1, 2, 3, 4, 5], \
-prompt_embeds shape: None, lora_request: None.
-DEBUG 11-22 09:00:04 [logger.py:39] Request cmpl-2 details: prompt: None, \
-prompt_token_ids: [1, 2, 3, 9], prompt_embeds shape: None.
-""".splitlines()
-SGLANG = """\
-[2026-11-22 09:00:00] server_args=ServerArgs(model_path='m')
-[2026-11-22 09:00:02] Receive: obj=GenerateReqInput(rid='a', text=None, \
-input_ids=[1, 2, 3, 4, 5], sampling_params={'max_new_tokens': 4}, stop=[], modalities=[])
-[2026-11-22 09:00:03] Finish: obj=GenerateReqInput(rid='a', input_ids=[1, 2, 3, 4]), out={}
-[2026-11-22 09:00:04] Receive: obj=GenerateReqInput(rid='b', text=None, input_ids=[1, 2, 3, 9])
-""".splitlines()
-SGLANG_JSON = [
-    "[2026-11-22 09:00:0{}] {}".format(
-        second,
-        json.dumps({"timestamp": "x", "event": event, "rid": "a", "obj": {"input_ids": ids}}),
-    )
-    for second, event, ids in (
-        (2, "request.received", [1, 2, 3, 4, 5]),
-        (3, "request.finished", [1, 2, 3, 4, 5]),
-        (4, "request.received", [1, 2, 3, 9]),
-    )
-]
-
-
 @pytest.mark.parametrize("lines", [VLLM, SGLANG, SGLANG_JSON])
 def test_request_logs(read: Callable[..., Trace], lines: list[str]) -> None:
     trace = read(*lines)
@@ -166,15 +123,6 @@ def test_another_salt_gives_other_keys_and_the_same_hits(read: Callable[..., Tra
     other = read(*VLLM, options=ReadOptions(Chains(b"t" * 32, block_tokens=2)))
     assert not set(ours.keys.tolist()) & set(other.keys.tolist())
     assert shared(ours) == shared(other)
-
-
-def recording(*chains: Sequence[int], started: float = 1e9, salt: str = "x") -> list[str]:
-    writer = LineWriter()
-    lines = [Header(64, salt, started).line().rstrip("\n")]
-    for at, ids in enumerate(chains):
-        keys = chained(np.array(ids, np.uint64))
-        lines.append(writer.line(float(at), 64 * len(ids), 3, keys).rstrip("\n"))
-    return lines
 
 
 def test_recording(read: Callable[..., Trace]) -> None:
@@ -262,9 +210,6 @@ def test_traces_of_other_blocks_dont_mix(tmp_path: Path) -> None:
         read_traces([tmp_path / "one", tmp_path / "two"], OPTIONS)
 
 
-HEADER = recording()[0]
-
-
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
@@ -283,7 +228,7 @@ HEADER = recording()[0]
         (["TIMESTAMP,ContextTokens,GeneratedTokens"], "none of the known traces"),
         ([session("a", REQUESTS), session("b", [[0.0, 1]])], ":2: request 0 can't be read"),
         ([session("a", [[0.0, 64, 1, 0, 0, [0, -1]]])], ":1: request 0 can't be read: its runs"),
-        ([session("a", [[0.0, 64, 1, 0, 0, [0, 1 << 40]]])], ":1: request 0 can't be read"),
+        ([session("a", [[0.0, 64, 1, 0, 0, [0, 1 << 40]]])], ":1: up to here the trace has more"),
         ([session("a", []).replace("64", "0")], ":1: block_size is 0"),
         ([VLLM[1].replace("5]", "5, None]")], ":1: the token ids are cut short or no integers"),
         ([SGLANG[1].replace("3, 4", "3] ... [4")], ":1: the token ids are cut short"),
@@ -315,38 +260,241 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
         read_traces([tmp_path], OPTIONS)
 
 
-SAMPLES = [
-    mooncake(0, [1, 2]),
-    bailian(0, [1, 2], 1),
-    session("a", REQUESTS),
-    VLLM[1],
-    SGLANG[1],
-    SGLANG_JSON[0],
-    "\n".join(recording([1, 2], [1, 3])),
+def vllm_line(prompt: str, ids: Sequence[int], time: str = "02-13 11:33:33") -> str:
+    """A request as vLLM logs it at DEBUG."""
+    return (
+        f"(APIServer pid=9) DEBUG {time} [entrypoints/.../utils/request_logger.py:55] Request "
+        f"cmpl-1 details: prompt: {prompt!r}, prompt_token_ids: {list(ids)}, "
+        "prompt_embeds shape: None."
+    )
+
+
+def sglang_line(prompt: str, ids: Sequence[int]) -> str:
+    return (
+        f"[2026-03-03 17:53:04] Receive: obj=GenerateReqInput(text={prompt!r}, "
+        f"input_ids={list(ids)}, stop=[])"
+    )
+
+
+TRICKS = [
+    "prompt_token_ids: [9]",
+    "', prompt_token_ids: [9], 'x",
+    '", prompt_token_ids: [9], "\'\\',
+    'it\'s "so", input_ids=[9], (',
+    "', input_ids=[9], text='",
+    "Request a details: prompt: None, prompt_token_ids: [9], ",
+    'Receive: obj=GenerateReqInput(input_ids=[9]) {"event": "request.received"}',
 ]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(sample=st.sampled_from(SAMPLES), data=st.data())
-def test_damaged_traces_give_a_trace_or_a_sentence(
-    tmp_path: Path, sample: str, data: st.DataObject
+@pytest.mark.parametrize("prompt", TRICKS)
+@pytest.mark.parametrize("write", [vllm_line, sglang_line])
+def test_ids_quoted_in_a_prompt_are_text(
+    read: Callable[..., Trace], write: Callable[..., str], prompt: str
 ) -> None:
-    text = bytearray(sample.encode() + b"\n" + sample.encode() + b"\n")
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(text) - 1))
-        text[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=2))
-        if not text:
-            break
+    trace = read(write(prompt, [1, 2, 3, 4]))
+    assert trace.input_tokens.tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'DEBUG 02-13 11:33:33 [logger.py:75] Request c JSON body: {"prompt": "{}"}',
+        'INFO: 10.0.0.1:40000 - "GET /{} HTTP/1.1" 200 OK',
+        '[2026-03-03 17:53:05] Finish: obj=GenerateReqInput(text=None), out={"text": "{}"}',
+        "WARNING 02-13 11:33:33 [x.py:1] unknown field '{}'",
+    ],
+)
+@pytest.mark.parametrize("quoted", [VLLM[2], SGLANG[1], SGLANG_JSON[0]])
+def test_a_request_quoted_in_another_line_is_no_request(
+    read: Callable[..., Trace], line: str, quoted: str
+) -> None:
+    assert read(line.replace("{}", quoted), VLLM[1]).num_requests == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "DEBUG 02-13 11:33:33 [logger.py:75] Request c JSON body: " + "fox {[(' " * 200_000,
+        "Request a details: prompt: " * 60_000,
+        vllm_line("'\"\\" * 300_000, [1, 2])[:-400_000],
+        vllm_line("x", [])[:-40] + "[" * 1_000_000,
+        sglang_line("(" * 1_000_000, [1, 2])[:-10],
+        "Receive: obj=" * 100_000 + "A" * 1_000_000,
+        '{"event": "request.received", "obj": ' + "[" * 1_000_000,
+        '{"message": ' * 100_000,
+        "\\'" * 1_000_000,
+    ],
+)
+def test_a_hostile_line_is_read_once(tmp_path: Path, line: str) -> None:
+    """Reading takes time that grows with the length: a limit of processor time, which a quadratic
+    reader exceeds a hundred times."""
+    path = tmp_path / "server.log"
+    path.write_text(f"{line}\n{VLLM[1]}\n")
+    code = (
+        "import resource, sys; from pathlib import Path; from kvtier.errors import ConfigError\n"
+        "from kvtier.replay.traces import read_traces; from tests.replay.samples import OPTIONS\n"
+        "used = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (used + 10, used + 10))\n"
+        "try: print(read_traces([Path(sys.argv[1])], OPTIONS).num_requests)\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert ended.returncode == 0, ended
+    assert ended.stdout in ("1\n", "2\n") or ":1: " in ended.stdout
+
+
+def test_first_request_may_come_after_any_number_of_lines(read: Callable[..., Trace]) -> None:
+    probes = ['INFO: 10.0.0.1:4 - "GET /health HTTP/1.1" 200 OK'] * 30_000
+    assert read(*probes, *VLLM).num_requests == 2
+
+
+def test_a_log_without_requests_is_told(read: Callable[..., Trace]) -> None:
+    with pytest.raises(ConfigError, match="no line has a request with token ids"):
+        read(*[VLLM[0]] * 5)
+
+
+def test_last_line_of_a_log_may_be_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "server.log"
+    path.write_text("\n".join(VLLM) + "\n" + VLLM[1][:-60])
+    trace = read_traces([path], OPTIONS)
+    assert trace.num_requests == 2
+    assert "The last line of server.log is cut short, and was left out." in trace.notes
+
+
+@pytest.mark.parametrize(
+    ("times", "seconds"),
+    [
+        (["12-31 23:59:59", "01-01 00:00:01"], [0, 2]),
+        (["12-31 23:59:59", "01-01 00:00:01", "12-31 23:59:59.5"], [0, 0.5, 2]),
+        (["02-28 23:59:59", "03-01 00:00:01"], [0, 2]),
+        (["02-28 23:59:59", "02-29 23:59:59", "03-01 00:00:01"], [0, 86400, 86402]),
+        (
+            ["02-29 00:00:00", "07-29 00:00:00", "12-31 00:00:00", "01-01 00:00:00"],
+            [0, 151 * 86400, 306 * 86400, 307 * 86400],
+        ),
+    ],
+)
+def test_times_without_a_year_go_on_over_its_turn(
+    read: Callable[..., Trace], times: list[str], seconds: list[float]
+) -> None:
+    trace = read(*[vllm_line("x", [1, 2], time) for time in times])
+    assert trace.times.tolist() == seconds
+
+
+def test_time_of_a_request_is_the_engines(read: Callable[..., Trace]) -> None:
+    message = vllm_line("2001-01-01 00:00:00", [1, 2])
+    lines = [
+        json.dumps({"message": message.replace("02-13", ""), "time": f"2026-01-01T00:00:0{at}Z"})
+        for at in (1, 4)
+    ]
+    assert read(*lines).times.tolist() == [0, 3]
+
+
+def test_logs_without_a_year_are_laid_side_by_side_only_with_each_other(tmp_path: Path) -> None:
+    for name, time in (("one", "12-31 23:59:50"), ("two", "01-01 00:00:10")):
+        (tmp_path / name).write_text(vllm_line("x", [1, 2], time) + "\n")
+    (tmp_path / "three").write_text(SGLANG[1] + "\n")
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    assert read_traces([one, two], OPTIONS).times.tolist() == [0, 20]
+    assert read_traces([two, one], OPTIONS).times.tolist() == [0, 20]
+    mixed = read_traces([one, three], OPTIONS)
+    assert mixed.times.tolist() == [0, 0]
+    assert "The traces were laid over each other, each from its own start." in mixed.notes
+
+
+DEEP = "[" * 100_000
+MANY = [0, 1 << 40]
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        ([mooncake(0, [1]), DEEP], ":2: no JSON"),
+        ([DEEP], "none of the known traces"),
+        (['{"a":' * 50_000], "none of the known traces"),
+        ([mooncake(0, [1]), mooncake(10**400, [1])], ":2: timestamp is 1000000000000000000000"),
+        ([mooncake(0, [1]), mooncake(0, [10**400])], ":2: hash_ids should be integers"),
+        ([mooncake(0, [1]), mooncake(0, [1], 10**5000 // 10**4500)], ":2: input_length is 1000"),
+        ([HEADER, f'[{10**400},1,1,0,0,""]'], ":2: no request of a recording"),
+        ([HEADER, f'[0,{10**400},1,0,0,""]'], ":2: no request of a recording"),
+        ([HEADER, f'[0,1,1,{10**400},1,""]'], ":2: no request of a recording"),
+        ([HEADER.replace("64", str(10**400))], ":1: block_tokens is 1000"),
+        ([HEADER.replace("1,", "[[[]]],", 1)], ":1: version a JSON list of the format"),
+        ([session("a", [[10**400, 64, 1, 0, 0, [0, 1]]])], ":1: request 0 can't be read"),
+        ([session("a", [[0, 64, 1, 0, 10**400, [0, 1]]])], ":1: up to here the trace has more"),
+        ([session("a", [[0, 64, 1, 0, 0, MANY]])], ":1: up to here the trace has more than"),
+        ([session("a", [[0, 64, 1, 0, 0, [0, 1 << 21]]] * 500)], ":1: up to here the trace has"),
+        ([VLLM[1].replace("[1,", f"[{10**400},")], ":1: token ids must lie in 0"),
+    ],
+)
+def test_a_hostile_trace_is_refused_in_one_sentence(
+    read: Callable[..., Trace], lines: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.replay.trace.MAX_BLOCKS", 1 << 22)
+    with pytest.raises(ConfigError) as caught:
+        read(*lines)
+    assert sentence in str(caught.value)
+    assert len(str(caught.value)) < 500
+    assert "\n" not in str(caught.value)
+
+
+def test_trace_is_bounded_by_the_memory_that_is_free(
+    read: Callable[..., Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.replay.trace.available_bytes", lambda: (100_000, "a test"))
+    with pytest.raises(ConfigError, match=r":4: up to here the trace has more than 2,500 blocks"):
+        read(*recording(range(1000), [*range(1000), 1], [*range(1000), 2]))
+
+
+def test_recording_that_expands_is_refused_before_it_does(
+    read: Callable[..., Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line names all blocks of the first one again, in 20 bytes."""
+    monkeypatch.setattr("kvtier.replay.trace.MAX_BLOCKS", 1 << 20)
+    lines = recording(range(1 << 16))
+    with pytest.raises(ConfigError, match=r":1[0-9]: up to here the trace has more than 1,048,576"):
+        read(*lines, *['[1.0,1,1,0,65536,""]'] * 1000)
+
+
+@pytest.mark.parametrize("packing", ["gzip", "zstd"])
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"\n", r"trace:[0-9]+: .* bytes that unpack to more than 200 times as many"),
+        (b" ", "trace:1: a line of more than 1,000,000 characters"),
+    ],
+)
+def test_bombs_are_refused(
+    tmp_path: Path,
+    packing: str,
+    content: bytes,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvtier.replay.traces.lines.LEAST_LIMIT", 1 << 20)
+    monkeypatch.setattr("kvtier.replay.traces.lines.MAX_LINE", 1_000_000)
+    text = content * (4 << 20)
     path = tmp_path / "trace"
-    path.write_bytes(bytes(text))
-    trace, sentence = None, ""
-    try:
-        trace = read_traces([path], OPTIONS)
-    except ConfigError as error:
-        sentence = str(error)
-    if trace is None:
-        assert sentence
-        assert "\n" not in sentence
-    else:
-        assert find_segments(trace).length.sum() == trace.num_references
-        assert np.isfinite(trace.times).all()
+    path.write_bytes(gzip.compress(text) if packing == "gzip" else zstd(text))
+    with pytest.raises(ConfigError, match=sentence):
+        read_traces([path], OPTIONS)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe: can't be read: it is no file"):
+        read_traces([tmp_path / "pipe"], OPTIONS)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_byte_order_mark_is_read(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "trace"
+    path.write_text(f"{mooncake(0, [1])}\n{mooncake(1000, [1])}\n", encoding=encoding)
+    assert shared(read_traces([path], OPTIONS)) == [0, 1]

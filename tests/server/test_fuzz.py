@@ -18,6 +18,7 @@ import pytest
 
 from kvtier.engine import Engine, EngineConfig
 from kvtier.server import ServerConfig
+from tests.fuzz.mutations import damage, mutate
 
 from .conftest import MODEL, Running, running
 from .raw import RawAnswer, connect, head, read, request
@@ -66,55 +67,6 @@ HONEST = {"model": MODEL, "prompt": "def main", "max_tokens": 8, "temperature": 
 ROUTES = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT}
 OTHERS = ("/v1/models", "/v1/models/x", "/health", "/metrics", "/openapi.json", "/", "/%00", "/é")
 METHODS = ("GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "BREW")
-
-VALUES: tuple[object, ...] = (
-    *(None, True, False, 0, 1, -1, 2, 64, 65, 2**31, 2**53 + 1, 2**63, -(2**63), 2**64, 10**60),
-    *(0.5, -0.0, 1e-46, 1e-40, 5e-324, 1e308, float("nan"), float("inf"), -float("inf")),
-    *("", " ", "x" * 5000, "\x00", "\u2028", "\ud800", "\U0001f600", "<|im_end|>", "é" * 300),
-    *([], {}, [[]], [None], [0], [[0]], [-1], [1, "a"], ["a", "b"], [[1], [2]], [2**70], [1.5]),
-    *({"a": {}}, {"type": "text"}, [{"type": "text", "text": 1}], [{"role": "user"}], [{}] * 50),
-)
-
-
-def mutate(value: object, rng: random.Random) -> object:
-    """One place of ``value`` is another one."""
-    if isinstance(value, dict) and value and rng.random() < 0.85:
-        made = dict(value)
-        key = rng.choice(list(made))
-        action = rng.random()
-        if action < 0.1:
-            del made[key]
-        elif action < 0.2:
-            made[
-                rng.choice(("x", "", "n", "prompt", "messages", "\ud800", "best_of", "k" * 99))
-            ] = rng.choice(VALUES)
-        else:
-            made[key] = mutate(made[key], rng)
-        return made
-    if isinstance(value, list) and value and rng.random() < 0.7:
-        at = rng.randrange(len(value))
-        return [*value[:at], mutate(value[at], rng), *value[at + rng.randrange(2) :]]
-    return rng.choice(VALUES)
-
-
-def damage(sent: bytes, rng: random.Random) -> bytes:
-    """Bytes are changed, lost, doubled or put in."""
-    made = bytearray(sent)
-    for _ in range(rng.choice((1, 1, 2, 8))):
-        at = rng.randrange(len(made) + 1)
-        length = rng.choice((1, 1, 3, 50))
-        match rng.randrange(4):
-            case 0:
-                made[at : at + length] = rng.randbytes(length)
-            case 1:
-                del made[at : at + length]
-            case 2:
-                made[at:at] = made[at : at + length] * rng.choice((1, 300))
-            case _:
-                made[at:at] = rng.choice(
-                    (b'"', b"[", b"{", b"\\", b",", b"\r\n", b"\xff", b"9" * 99)
-                )
-    return bytes(made)
 
 
 def a_body(rng: random.Random) -> tuple[str, bytes]:

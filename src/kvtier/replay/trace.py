@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
+from kvtier.tiers.system_memory import available_bytes
 
 Keys = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
@@ -32,6 +33,7 @@ class Trace:
     blocks of request i are ``keys[offsets[i]:offsets[i + 1]]``. keys: uint64 [num_references].
     input_tokens, output_tokens: int64 [num_requests]; 0 where the file does not say.
     block_tokens: tokens per block. notes: what was assumed to read it, in sentences.
+    has_year: False where ``times`` are those of a log that leaves out the year.
     Memory: 8 bytes a reference; replaying takes about three times as much.
     """
 
@@ -42,6 +44,7 @@ class Trace:
     output_tokens: Ints
     block_tokens: int
     notes: tuple[str, ...] = ()
+    has_year: bool = True
 
     @property
     def num_requests(self) -> int:
@@ -62,12 +65,26 @@ class Trace:
         return float(self.times[-1] - self.times[0]) if len(self.times) else 0.0
 
 
+MAX_BLOCKS = 1 << 28
+"""Block references of one trace; more would take hours to replay."""
+BYTES_PER_BLOCK = 40
+"""Memory that a block reference takes at the peak, while it is read or replayed."""
+BLOCKS_PER_REQUEST = 16
+"""What a request takes beside its blocks, in blocks."""
+
+
 class TraceBuilder:
-    """Gathers requests in any order. coarsen: so many blocks of the file become one."""
+    """Gathers requests in any order.
+
+    coarsen: so many blocks of the file become one. The trace is bounded by ``MAX_BLOCKS`` and by
+    the memory that is free when it begins.
+    """
 
     def __init__(self, block_tokens: int, coarsen: int = 1) -> None:
         self.block_tokens = block_tokens
         self._coarsen = coarsen
+        self.max_blocks = max(1, min(MAX_BLOCKS, available_bytes()[0] // BYTES_PER_BLOCK))
+        self._num_used = 0
         self._times: list[float] = []
         self._lengths: list[int] = []
         self._inputs: list[int] = []
@@ -80,10 +97,15 @@ class TraceBuilder:
     def num_requests(self) -> int:
         return len(self._times)
 
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether a request of so many blocks, as the file counts them, may be added."""
+        return self._num_used + num_blocks // self._coarsen <= self.max_blocks
+
     def add(self, time_s: float, keys: Keys, input_tokens: int, output_tokens: int) -> None:
         """A request. keys: of its blocks, as ``chained`` makes them."""
         if self._coarsen > 1:
             keys = keys[self._coarsen - 1 :: self._coarsen].copy()
+        self._num_used += len(keys) + BLOCKS_PER_REQUEST
         self._times.append(time_s)
         self._lengths.append(len(keys))
         self._inputs.append(input_tokens)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.errors import ConfigError
 from kvtier.replay.trace import Trace, TraceBuilder, chained, mixed
 from kvtier.replay.traces.lines import Line, check_counts
 
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from kvtier.replay.traces.options import ReadOptions
 
 NAME = "agentic sessions"
-MAX_BLOCKS = 1 << 24
-"""Of one request; more is no prompt, but a mistake."""
 
 
 def recognises(line: Line) -> bool:
@@ -43,9 +42,7 @@ def read(lines: Iterator[Line], options: ReadOptions, file_number: int) -> Trace
     pool = list(lines)
     chance.shuffle(pool)
     chosen = pool[: options.sessions or None]
-    block_tokens = _object(chosen[0]).get("block_size")
-    if type(block_tokens) is not int or not 0 < block_tokens <= 1 << 20:
-        chosen[0].refuse(f"block_size is {block_tokens!r}, and should be tokens per block")
+    block_tokens = chosen[0].block_tokens_of(_object(chosen[0]), "block_size")
     builder = TraceBuilder(block_tokens, options.coarsen)
     for number, line in enumerate(chosen):
         start_s = chance.random() * options.hours * 3600
@@ -84,11 +81,14 @@ def _add(
     for at, request in enumerate(requests):
         try:
             time_s, input_tokens, output_tokens, agent, keep, runs = request[:6]
+            line.check_room(_num_blocks(int(keep), runs), builder)
             ids = np.concatenate([last.get(agent, _NONE)[: int(keep)], *_expanded(runs)])
             time_s = start_s + float(time_s)
             input_tokens, output_tokens = int(input_tokens), int(output_tokens)
             check_counts(keep, input_tokens, output_tokens, abs(time_s))
-        except (TypeError, ValueError, OverflowError) as error:
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, KeyError, OverflowError) as error:
             line.refuse(f"request {at} can't be read: {error}")
         last[agent] = ids
         keys = np.where(
@@ -102,13 +102,17 @@ def _add(
 _NONE = np.zeros(0, np.uint64)
 
 
+def _num_blocks(keep: int, runs: list[int]) -> int:
+    """Return the blocks of a request at most, before they are made."""
+    if len(runs) % 2 or not all(type(each) is int and each >= 0 for each in runs):
+        raise ValueError("its runs are no pairs of start and length")
+    return keep + sum(runs[1::2])
+
+
 def _expanded(runs: list[int]) -> list[npt.NDArray[np.uint64]]:
-    lengths = runs[1::2]
-    if len(runs) % 2 or min(runs, default=0) < 0 or sum(lengths) > MAX_BLOCKS:
-        raise ValueError(f"its runs are no pairs of start and length, or above {MAX_BLOCKS} blocks")
     return [
         np.arange(start, start + length, dtype=np.uint64)
-        for start, length in zip(runs[::2], lengths, strict=True)
+        for start, length in zip(runs[::2], runs[1::2], strict=True)
     ]
 
 

@@ -43,9 +43,11 @@ def read(lines: Iterator[Line], options: ReadOptions, file_number: int) -> Trace
         fields = line.json()
         if not isinstance(fields, dict):
             line.refuse("no JSON object; every line of this trace is a request")
+        ids = line.ids(fields.get("hash_ids"), "hash_ids")
+        line.check_room(len(ids), builder)
         builder.add(
             line.number_of(fields, "timestamp") * unit_s,
-            chained(line.ids(fields.get("hash_ids"), "hash_ids"), file_number + 1),
+            chained(ids, file_number + 1),
             line.count_of(fields, "input_length"),
             line.count_of(fields, "output_length"),
         )

@@ -11,11 +11,9 @@ from typing import Protocol
 from kvtier.errors import ConfigError
 from kvtier.replay.trace import Trace, joined
 from kvtier.replay.traces import agentic, hashed, recorded, request_log
+from kvtier.replay.traces.clock import YEAR_S
 from kvtier.replay.traces.lines import Line, lines_of
 from kvtier.replay.traces.options import ReadOptions
-
-LOG_LINES = 20_000
-"""A log says other things before its first request: as many lines are looked at."""
 
 TIME_OF_DAY = 1e8
 """Seconds: later times were told by a clock, earlier ones count from the trace's own start."""
@@ -27,13 +25,15 @@ class Format(Protocol):
     NAME: str
 
     def recognises(self, line: Line) -> bool:
-        """Whether a file that begins with this line, or has it, is of this format."""
+        """Whether this line, the first one of a file or any one of a log, is of this format."""
 
     def read(self, lines: Iterator[Line], options: ReadOptions, file_number: int) -> Trace:
         """All requests. file_number: sets apart what two files call their blocks."""
 
 
-FORMATS: tuple[Format, ...] = (recorded, hashed, agentic, request_log)
+TABLES: tuple[Format, ...] = (recorded, hashed, agentic)
+"""Formats whose every line is a request. The others are logs, which say other things, too."""
+FORMATS: tuple[Format, ...] = (*TABLES, request_log)
 
 Tell = Callable[[int, int], None]
 """How far reading is: (bytes, of bytes)."""
@@ -67,7 +67,16 @@ def read_traces(paths: Sequence[Path], options: ReadOptions, tell: Tell | None =
 def _on_one_clock(traces: Sequence[Trace]) -> Trace:
     """All of them, from 0 s on."""
     starts = [float(trace.times[0]) if trace.num_requests else 0.0 for trace in traces]
-    if len(traces) > 1 and min(starts) < TIME_OF_DAY:
+    if len(traces) > 1 and not any(trace.has_year for trace in traces):
+        # Each is in the year that brings it closest to the first one.
+        years = [round((starts[0] - start) / YEAR_S) for start in starts]
+        traces = [
+            replace(trace, times=trace.times + year * YEAR_S)
+            for trace, year in zip(traces, years, strict=True)
+        ]
+    elif len(traces) > 1 and not all(
+        trace.has_year and start >= TIME_OF_DAY for trace, start in zip(traces, starts, strict=True)
+    ):
         note = "The traces were laid over each other, each from its own start."
         traces = [
             replace(trace, times=trace.times - start, notes=(*trace.notes, note))
@@ -79,17 +88,17 @@ def _on_one_clock(traces: Sequence[Trace]) -> Trace:
 
 def _read(path: Path, options: ReadOptions, number: int, tell: Callable[[int], None]) -> Trace:
     lines = lines_of(path, tell)
-    seen: list[Line] = []
-    for line in lines:
-        seen.append(line)
-        for each in FORMATS:
-            if each.recognises(line):
-                return each.read(chain(seen, lines), options, number)
-        if len(seen) >= LOG_LINES:
-            break
-    if not seen:
+    first = next(lines, None)
+    if first is None:
         raise ConfigError(f"{path}: empty; there is nothing to replay")
+    for each in TABLES:
+        if each.recognises(first):
+            return each.read(chain([first], lines), options, number)
+    for line in chain([first], lines):
+        if request_log.recognises(line):
+            return request_log.read(chain([line], lines), options, number)
     raise ConfigError(
-        f"{path}: none of the known traces ({', '.join(each.NAME for each in FORMATS)}); a log of "
-        "requests must have their token ids: docs/guides/sizing.md says how"
+        f"{path}: none of the known traces ({', '.join(each.NAME for each in FORMATS)}): its first "
+        "line is of none of them, and no line has a request with token ids; "
+        "docs/guides/sizing.md says how a server logs these"
     )

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvtier.errors import ConfigError
 from kvtier.recording import MARK, VERSION, unpacked
 from kvtier.replay.trace import Trace, TraceBuilder, chained
-from kvtier.replay.traces.lines import Line, check_counts
+from kvtier.replay.traces.lines import Line, check_counts, shown
 
 if TYPE_CHECKING:
     from kvtier.replay.trace import Keys
@@ -38,7 +39,7 @@ def read(lines: Iterator[Line], options: ReadOptions, file_number: int) -> Trace
             started, rows = line.number_of(header, "started"), []
             continue
         if not line.text.endswith("\n") and not _is_whole(line):
-            notes.append(f"The last line of {line.path.name} is cut short, and was left out.")
+            notes.append(line.cut_short())
             break
         if builder is None:
             line.refuse("a request before the header")
@@ -46,13 +47,16 @@ def read(lines: Iterator[Line], options: ReadOptions, file_number: int) -> Trace
         try:
             time_s, input_tokens, output_tokens, row, keep, text = fields
             check_counts(row, keep, input_tokens, output_tokens)
+            line.check_room(keep + len(text) // KEY_CHARACTERS, builder)
             before = rows[row][:keep] if keep else _NONE
             if len(before) < keep:
                 raise ValueError(f"row {row} has no {keep} blocks")
             keys = np.concatenate([before, unpacked(text)])
             time_s = started + float(time_s)
             check_counts(abs(time_s))
-        except (TypeError, ValueError, IndexError) as error:
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, IndexError, OverflowError) as error:
             line.refuse(f"no request of a recording: {error}")
         rows.append(keys)
         builder.add(time_s, chained(keys), int(input_tokens), int(output_tokens))
@@ -61,20 +65,19 @@ def read(lines: Iterator[Line], options: ReadOptions, file_number: int) -> Trace
 
 
 _NONE = np.zeros(0, np.uint64)
+KEY_CHARACTERS = 12
+"""Characters of base64 that a key takes, rounded up."""
 
 
 def _block_tokens(line: Line, header: dict[str, Any]) -> int:
     if header.get(MARK) != VERSION:
-        line.refuse(f"version {header.get(MARK)!r} of the format; this kvtier reads {VERSION}")
-    tokens = line.count_of(header, "block_tokens")
-    if not tokens:
-        line.refuse("block_tokens is 0")
-    return tokens
+        line.refuse(f"version {shown(header.get(MARK))} of the format; this kvtier reads {VERSION}")
+    return line.block_tokens_of(header, "block_tokens")
 
 
 def _is_whole(line: Line) -> bool:
     try:
         json.loads(line.text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True

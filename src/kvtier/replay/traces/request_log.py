@@ -3,20 +3,24 @@
 vLLM (``--enable-log-requests``): lines with ``prompt_token_ids: [...]``, written at INFO by older
 versions, at DEBUG by newer ones. SGLang (``--log-requests --log-requests-level 3``): lines with
 ``Receive: obj=GenerateReqInput(... input_ids=[...]``, or JSON with ``request.received``.
-Ids are hashed as they are read, with a salt that is never written. How long answers were is not
-known.
+
+A prompt may hold anything, also what looks like a request's line. So a line counts only where the
+engine's own words begin its message, and token ids only where they stand outside of quotes. Each
+line is read in time that grows with its length. Ids are hashed as they are read, with a salt that
+is never written. The log does not say how long the answers were.
 """
 
 from __future__ import annotations
 
-import calendar
 import json
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from kvtier.errors import ConfigError
 from kvtier.replay.trace import Trace, TraceBuilder, chained
+from kvtier.replay.traces.clock import Clock
 from kvtier.replay.traces.lines import Line
 
 if TYPE_CHECKING:
@@ -24,71 +28,158 @@ if TYPE_CHECKING:
 
 NAME = "request logs of vLLM, SGLang"
 
-# The ids stand behind the prompt's text, which may hold anything: the last ones count.
-_VLLM = re.compile(r".*\bprompt_token_ids: (\[[^\]]*\])", re.DOTALL)
-_SGLANG = re.compile(r"\bReceive: obj=\w+\(.*\binput_ids=(\[[\d,.\s\[\]]*\])", re.DOTALL)
-_SGLANG_JSON = re.compile(r'\{.*"event":\s*"request\.received",.*"input_ids":', re.DOTALL)
-_TIME = re.compile(r"(?:(\d{4})-)?(\d\d)-(\d\d)[ T](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,6}))?")
+HEAD = 1000
+"""Characters of a line in which the engine's words must begin: what is before them is short."""
+_BEFORE = r"""[^'"{]*?"""
+"""Process, level, time, file. What a client can choose would be in quotes or in JSON."""
+_HEADS = {
+    ", prompt_token_ids: ": re.compile(
+        _BEFORE + r"\b(?:Received request|Request) [^\s'\"{]+(?: details)?: prompt: "
+    ),
+    "input_ids=": re.compile(_BEFORE + r"\bReceive: obj=\w+\("),
+}
+"""How a request's message begins, by what stands before its token ids."""
+_EVENT = "request.received"
+_EVENT_HEAD = re.compile(
+    _BEFORE + r'(?P<json>\{\s*(?:"\w+":\s*"[^"\\]*",\s*){0,9}"event":\s*"request\.received")'
+)
+_MESSAGE_FIELDS = ("message", "msg", "log")
+"""Names that loggers in JSON give to the text of a line."""
+_PARTS = re.compile(
+    r"""'[^'\\]*+(?:\\.[^'\\]*+)*+(?P<end>'|\\?\Z)"""
+    r"""|"[^"\\]*+(?:\\.[^"\\]*+)*+(?P<end2>"|\\?\Z)"""
+    r"""|[(\[{]|[)\]}]|, prompt_token_ids: |\binput_ids=""",
+    re.DOTALL,
+)
+"""Quoted text, as ``repr`` writes it; brackets; what stands before token ids."""
+
+
+class _Request(NamedTuple):
+    """A request's line: its token ids as they were logged, and the text that holds its time."""
+
+    ids: Any
+    when: str
 
 
 def recognises(line: Line) -> bool:
-    return any(pattern.search(line.text) for pattern in (_VLLM, _SGLANG, _SGLANG_JSON))
+    return _found_head(line) is not None or _event(line) is not None
 
 
 def read(lines: Iterator[Line], options: ReadOptions, file_number: int) -> Trace:
     builder = TraceBuilder(options.chains.block_tokens, options.coarsen)
+    clock = Clock()
+    notes = ["The log does not say how long the answers were."]
     for line in lines:
-        prompts = _prompts(line)
-        if not prompts:
+        try:
+            request = _request(line)
+            prompts = [] if request is None else _prompts(line, request.ids)
+        except ConfigError:
+            if line.text.endswith("\n"):
+                raise
+            notes.append(line.cut_short())
+            break
+        if request is None or not prompts:
             continue
-        time_s = _time_s(line)
+        time_s = clock.time_s(line, request.when)
         for prompt in prompts:
+            line.check_room(len(prompt) // builder.block_tokens, builder)
             try:
                 keys = chained(options.chains.keys(prompt))
             except ConfigError as error:
                 line.refuse(str(error))
             builder.add(time_s, keys, len(prompt), 0)
-    return builder.build(["The log does not say how long the answers were."])
+    return replace(builder.build(notes), has_year=clock.has_year)
 
 
-def _prompts(line: Line) -> list[list[int]]:
-    """Token ids of the line's requests; none where it is about something else."""
-    if found := _SGLANG_JSON.search(line.text):
-        try:
-            ids = json.loads(line.text[found.start() :])["obj"]["input_ids"]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            line.refuse("a request whose JSON can't be read")
-    elif found := _SGLANG.search(line.text) or _VLLM.search(line.text):
-        try:
-            ids = json.loads(found[1])
-        except ValueError:
-            ids = "..."
-        if line.text.startswith(" ... ", found.end()):
-            ids = "..."
-    else:
-        return []
+def _request(line: Line) -> _Request | None:
+    """Return what a request's line says; None for a line about something else."""
+    if event := _event(line):
+        fields, when = event
+        asked = fields.get("obj")
+        return _Request(asked.get("input_ids") if isinstance(asked, dict) else None, when)
+    if head := _found_head(line):
+        message, when, begin, before_ids = head
+        return _Request(_ids(line, message, begin, before_ids), when)
+    return None
+
+
+def _prompts(line: Line, ids: Any) -> list[list[int]]:
+    """Return the token ids of each prompt of a request."""
     if not ids:
         return []
     prompts = ids if isinstance(ids, list) and isinstance(ids[0], list) else [ids]
     for prompt in prompts:
         if not isinstance(prompt, list) or not all(type(each) is int for each in prompt):
-            line.refuse(
-                "the token ids are cut short or no integers: have the server log them in full "
-                "(vLLM without --max-log-len, SGLang with --log-requests-level 3)"
-            )
+            _refuse_ids(line)
     return prompts
 
 
-def _time_s(line: Line) -> float:
-    """Seconds since 1970, or since 1970 and some years where the log does not say which."""
-    found = _TIME.search(line.text)
-    if found is None:
-        line.refuse("a request without a time; the log must say when")
-    year, *rest = found.groups()
-    month, day, hour, minute, second = map(int, rest[:5])
-    fraction = float(f"0.{rest[5]}") if rest[5] else 0.0
+def _event(line: Line) -> tuple[dict[str, Any], str] | None:
+    """Return SGLang's JSON about a request that it received, and the text with its time."""
+    if not (head := _EVENT_HEAD.match(line.text, 0, HEAD)):
+        return None
+    begin = head.start("json")
     try:
-        whole = calendar.timegm((int(year or 2000), month, day, hour, minute, second))
-    except ValueError:
-        line.refuse(f"{found[0]!r} is no time")
-    return whole + fraction
+        event, _ = json.JSONDecoder().raw_decode(line.text, begin)
+    except (ValueError, RecursionError):
+        line.refuse("a request whose JSON can't be read")
+    if not isinstance(event, dict) or event.get("event") != _EVENT:
+        return None
+    return event, f"{line.text[:begin]} {_text_of(event, ('timestamp',))}"
+
+
+def _found_head(line: Line) -> tuple[str, str, int, str] | None:
+    """Return the message, the text with its time, where the engine's own words end in the message,
+    and what stands before token ids in it."""
+    message, when = line.text, ""
+    if message.lstrip()[:1] == "{" and any(f'"{name}"' in message for name in _MESSAGE_FIELDS):
+        try:
+            fields = json.loads(message)
+        except (ValueError, RecursionError):
+            return None
+        message = _text_of(fields, _MESSAGE_FIELDS[:1]) or _text_of(fields, _MESSAGE_FIELDS[1:])
+        when = _text_of(fields, [name for name in fields if name not in _MESSAGE_FIELDS])
+    for before_ids, head in _HEADS.items():
+        if found := head.match(message, 0, HEAD):
+            return message, f"{when} {found[0]}", found.end(), before_ids
+    return None
+
+
+def _text_of(fields: dict[str, Any], names: Iterable[str]) -> str:
+    return " ".join(value for name in names if isinstance(value := fields.get(name), str))
+
+
+def _ids(line: Line, message: str, begin: int, before_ids: str) -> Any:
+    """The ids of a message of vLLM or SGLang; None where it has none."""
+    depth = 0
+    for part in _PARTS.finditer(message, begin):
+        text = part[0]
+        if text in "([{":
+            depth += 1
+        elif text in ")]}":
+            depth -= 1
+        elif text == before_ids and not depth:
+            return _list(line, message, part.end())
+        elif text[0] in "'\"" and not (part["end"] or part["end2"] or "").strip("\\"):
+            _refuse_ids(line)  # text that never ends
+    return None
+
+
+def _list(line: Line, message: str, begin: int) -> Any:
+    if not message.startswith("[", begin):
+        return None
+    end = message.find("]]" if message.startswith("[[", begin) else "]", begin)
+    end += 2 if message.startswith("[[", begin) else 1
+    if end <= begin or message.startswith(" ... ", end):
+        _refuse_ids(line)
+    try:
+        return json.loads(message[begin:end])
+    except (ValueError, RecursionError):
+        _refuse_ids(line)
+
+
+def _refuse_ids(line: Line) -> NoReturn:
+    line.refuse(
+        "the token ids are cut short or no integers: have the server log them in full "
+        "(vLLM without --max-log-len, SGLang with --log-requests-level 3)"
+    )
