@@ -81,3 +81,10 @@ def test_policy_is_one_setting_more() -> None:
     done = CliRunner().invoke(app, ["sglang-args", *DISK, "--policy", "fifo"])
     assert done.exit_code == 2
     assert "eviction_policy can't be 'fifo'" in " ".join(done.stderr.split())
+
+
+def test_json_alone_is_for_scripts() -> None:
+    pasted = CliRunner().invoke(app, ["sglang-args", *DISK]).stdout
+    raw = CliRunner().invoke(app, ["sglang-args", *DISK, "--json"]).stdout
+    assert raw == shlex.split(pasted)[-1] + "\n"
+    assert json.loads(raw)["backend_name"] == "kvtier"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+from pathlib import Path
 
 from typer.testing import CliRunner
 
 from kvtier.cli import app
+from kvtier.connectors.vllm.settings import Settings
 
 
 def test_option_is_what_vllm_reads() -> None:
@@ -28,13 +31,30 @@ def test_option_is_what_vllm_reads() -> None:
     }
 
 
+def test_json_alone_is_for_scripts() -> None:
+    options = ["vllm-args", "--host-capacity", "2GiB"]
+    pasted = CliRunner().invoke(app, options).stdout
+    raw = CliRunner().invoke(app, [*options, "--json"]).stdout
+    assert raw == shlex.split(pasted)[1] + "\n"
+    assert json.loads(raw)["kv_connector"] == "OffloadingConnector"
+
+
+def test_default_of_host_memory_is_what_vllm_gets_without() -> None:
+    value = json.loads(CliRunner().invoke(app, ["vllm-args", "--json"]).stdout)
+    given = value["kv_connector_extra_config"]["host_capacity"]
+    assert given == Settings().host_capacity
+    guide = (Path(__file__).parents[2] / "docs/guides/vllm.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^\| `host_capacity` \|.*\| \"(.*)\" \|$", guide, re.MULTILINE)
+    assert given == row
+
+
 def test_disk_comes_with_its_capacity() -> None:
     both = ["--disk-path", "/nvme/kv", "--disk-capacity", "200GiB"]
     done = CliRunner().invoke(app, ["vllm-args", *both])
     _, value = shlex.split(done.stdout)
     assert json.loads(value)["kv_connector_extra_config"] == {
         "spec_name": "kvtier",
-        "host_capacity": "8GiB",
+        "host_capacity": "4GiB",
         "disk_path": "/nvme/kv",
         "disk_capacity": "200GiB",
     }

@@ -32,6 +32,16 @@ Policy = Annotated[
 ]
 
 
+AsJson = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print the JSON alone, without the shell's quotes: the value of the last option, for "
+        "scripts and containers.",
+    ),
+]
+
+
 def given(**settings: object) -> dict[str, object]:
     """Those that the user gave, as the connectors' settings are called."""
     return {name: value for name, value in settings.items() if value}

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.engine_options import (
+    AsJson,
     DiskCapacity,
     Policy,
     Record,
@@ -17,8 +18,6 @@ from kvtier.cli.engine_options import (
     given,
     one_or_all,
 )
-from kvtier.cli.failure import fail
-from kvtier.errors import CacheError
 
 ENTRY = "kvtier.connectors.sglang.entry"
 
@@ -51,6 +50,7 @@ def sglang_args(
     namespace: Annotated[
         str, typer.Option(help="KV is shared only under the same text; for what no file tells.")
     ] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Print the options that put kvtier under SGLang, to be pasted behind its launch command."""
     from kvtier.connectors.sglang.settings import LinkerSettings, StorageSettings
@@ -67,10 +67,7 @@ def sglang_args(
         load_policy="" if load_policy == "auto" else load_policy,
         namespace=namespace,
     )
-    try:
-        settings = LinkerSettings.read(ours) if host_capacity else StorageSettings.read(ours)
-    except CacheError as error:
-        fail("sglang-args", error)
+    settings = LinkerSettings.read(ours) if host_capacity else StorageSettings.read(ours)
     if host_capacity:
         option, name = "--unified-cache-external-linker", "--enable-unified-cache-external-linker"
         config: dict[str, object] = {
@@ -88,5 +85,8 @@ def sglang_args(
             "hicache_storage_pass_prefix_keys": True,
             **ours,
         }
-    text = shlex.quote(json.dumps(config, separators=(",", ":")))
-    typer.echo(f"{name} {option}-backend dynamic {settings.option} {text}")
+    text = json.dumps(config, separators=(",", ":"))
+    if as_json:
+        typer.echo(text)
+    else:
+        typer.echo(f"{name} {option}-backend dynamic {settings.option} {shlex.quote(text)}")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.engine_options import (
+    AsJson,
     DiskCapacity,
     Policy,
     Record,
@@ -17,14 +18,12 @@ from kvtier.cli.engine_options import (
     given,
     one_or_all,
 )
-from kvtier.cli.failure import fail
-from kvtier.errors import CacheError
 
 
 def vllm_args(
     host_capacity: Annotated[
         str, typer.Option(help="Host DRAM for KV, of all ranks together.")
-    ] = "8GiB",
+    ] = "4GiB",
     disk_path: Annotated[
         str, typer.Option(help="Directory for KV on a local disk; none without.")
     ] = "",
@@ -44,8 +43,12 @@ def vllm_args(
     blocks_per_chunk: Annotated[
         int, typer.Option(min=1, help="Blocks of vLLM's that make one of kvtier's.")
     ] = 1,
+    as_json: AsJson = False,
 ) -> None:
-    """Print the option that puts kvtier under vLLM, to be pasted behind ``vllm serve MODEL``."""
+    """Print the option that puts kvtier under vLLM, to be pasted behind ``vllm serve MODEL``.
+
+    In a script: --kv-transfer-config "$(kvtier vllm-args --json ...)".
+    """
     from kvtier.connectors.vllm import SPEC_NAME
     from kvtier.connectors.vllm.settings import Settings
 
@@ -61,14 +64,11 @@ def vllm_args(
     )
     if blocks_per_chunk > 1:
         extra["blocks_per_chunk"] = blocks_per_chunk
-    try:
-        Settings.read(extra)
-    except CacheError as error:
-        fail("vllm-args", error)
+    Settings.read(extra)  # refuses what vLLM would refuse when it starts
     config = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }
     text = json.dumps(config, separators=(",", ":"))
-    typer.echo(f"--kv-transfer-config {shlex.quote(text)}")
+    typer.echo(text if as_json else f"--kv-transfer-config {shlex.quote(text)}")

@@ -1,0 +1,152 @@
+"""The commands at the heads of the files in deploy/ run as they stand.
+
+What they call and what would change this machine (Docker, kubectl, systemctl, install, pip) is in
+the shell's place of a function that writes down what it was given; ``kvtier`` and the shell itself
+are real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from kvtier.connectors.vllm.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+COMMAND = re.compile(r"^#   (\S.*|  .*)$", re.MULTILINE)
+HEADS = {
+    path.relative_to(DEPLOY).as_posix(): "\n".join(found)
+    for path in sorted(DEPLOY.rglob("*"))
+    if path.is_file() and (found := COMMAND.findall(path.read_text(encoding="utf-8")))
+}
+PRELUDE = r"""
+note() { printf '%s\0' "$@" '' >>"$CALLS"; printf '\n' >>"$CALLS"; }
+kubectl() { note kubectl "$@"; }
+install() { note install "$@"; }
+systemctl() { note systemctl "$@"; }
+systemd-sysusers() { note systemd-sysusers "$@"; }
+python3() { note python3 "$@"; }
+/opt/kvtier/bin/pip() { note pip "$@"; }
+docker() {
+    if [ "$1 $2 $3 $4" = "run --rm --entrypoint kvtier" ]; then
+        shift 5  # kvtier in a container is the one that is tested
+        "$PYTHON" -m kvtier.cli "$@"
+    else
+        note docker "$@"
+    fi
+}
+"""
+
+
+def run(script: str, calls: Path) -> list[list[str]]:
+    """What the commands of ``script`` gave to other programs, in their order."""
+    calls.write_bytes(b"")
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", PRELUDE + script],
+        cwd=ROOT,
+        env={**os.environ, "CALLS": str(calls), "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    lines = calls.read_text(encoding="utf-8").split("\0\0\n")[:-1]
+    return [line.split("\0") for line in lines]
+
+
+@pytest.fixture
+def calls(tmp_path: Path) -> Path:
+    return tmp_path / "calls"
+
+
+def test_every_head_with_commands_is_known() -> None:
+    assert sorted(HEADS) == [
+        "compose/compose.yaml",
+        "docker/server.Dockerfile",
+        "docker/vllm.Dockerfile",
+        "kubernetes/kustomization.yaml",
+        "kubernetes/server.yaml",
+        "systemd/kvtier.service",
+    ]
+
+
+@pytest.mark.parametrize("name", ["server", "vllm"])
+def test_images_are_built_of_what_is_there(name: str, calls: Path) -> None:
+    docker, build, option, file, *_, context = run(HEADS[f"docker/{name}.Dockerfile"], calls)[0]
+    assert (docker, build, option, context) == ("docker", "build", "-f", ".")
+    assert (ROOT / file).samefile(DEPLOY / f"docker/{name}.Dockerfile")
+
+
+def test_vllm_in_a_container_is_given_json(calls: Path) -> None:
+    build, started = run(HEADS["docker/vllm.Dockerfile"], calls)
+    image = build[build.index("-t") + 1]
+    assert started[:5] == ["docker", "run", "--gpus", "all", image]
+    _, option, value = started[5:]
+    assert option == "--kv-transfer-config"
+    extra = json.loads(value)["kv_connector_extra_config"]
+    assert Settings.read(extra).host_capacity == "64GiB"
+
+
+def test_compose_starts_what_is_there(calls: Path) -> None:
+    (started,) = run(HEADS["compose/compose.yaml"], calls)
+    assert started[:2] == ["docker", "compose"]
+    assert (ROOT / started[started.index("-f") + 1]).samefile(DEPLOY / "compose/compose.yaml")
+    text = (DEPLOY / "compose/compose.yaml").read_text(encoding="utf-8")
+    needed = set(re.findall(r"\$\{(\w+):\?", text))
+    exported = HEADS["compose/compose.yaml"].splitlines()[0].split()[1:]
+    assert {each.split("=")[0] for each in exported} == needed
+
+
+def test_kubernetes_is_given_what_the_manifests_name(calls: Path) -> None:
+    (applied,) = run(HEADS["kubernetes/kustomization.yaml"], calls)
+    assert applied[:3] == ["kubectl", "apply", "--kustomize"]
+    folder = ROOT / applied[3]
+    settings = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    assert all((folder / each).is_file() for each in settings["resources"])
+    namespace, secret = run(HEADS["kubernetes/server.yaml"], calls)
+    assert namespace == ["kubectl", "create", "namespace", settings["namespace"]]
+    assert secret[:4] == ["kubectl", "-n", settings["namespace"], "create"]
+    name, literal = secret[-2:]
+    key = literal.removeprefix("--from-literal=").partition("=")[0]
+    manifests = list(yaml.safe_load_all((folder / "server.yaml").read_text()))
+    (found,) = (each for each in manifests if each["kind"] == "StatefulSet")
+    (container,) = found["spec"]["template"]["spec"]["containers"]
+    wanted = [each["valueFrom"]["secretKeyRef"] for each in container["env"] if "valueFrom" in each]
+    assert {"name": name, "key": key} in wanted
+
+
+def test_systemd_is_installed_from_what_is_there(calls: Path) -> None:
+    done = run(HEADS["systemd/kvtier.service"], calls)
+    copies = [each for each in done if each[0] == "install"]
+    sources = {(ROOT / each[-2]).resolve() for each in copies}
+    assert sources == set((DEPLOY / "systemd").iterdir())
+    unit = (DEPLOY / "systemd/kvtier.service").read_text(encoding="utf-8")
+    targets = [each[-1] for each in copies]
+    assert all(f"EnvironmentFile={each}" in unit for each in targets if "/etc/kvtier" in each)
+    made = next(each[-1] for each in done if each[:3] == ["python3", "-m", "venv"])
+    assert f"ExecStart={made}/bin/kvtier serve" in unit
+    guide = (ROOT / "docs/guides/deploying.md").read_text(encoding="utf-8")
+    assert HEADS["systemd/kvtier.service"] in guide
+
+
+def test_an_image_is_healthy_while_its_port_answers() -> None:
+    text = (DEPLOY / "docker/server.Dockerfile").read_text(encoding="utf-8")
+    (found,) = re.findall(r"^HEALTHCHECK .*\\\n +CMD (\[.*\])$", text, re.MULTILINE)
+    command = [sys.executable, *json.loads(found)[1:]]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        here = [each.replace("8000", port) for each in command]
+        assert here != command
+        assert subprocess.run(here, check=False).returncode == 0
+    ended = subprocess.run(here, check=False, capture_output=True)
+    assert ended.returncode == 1
