@@ -7,15 +7,22 @@ import builtins
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
-from kvtier.engine.models import choose_dtype, load_model
+from kvtier.engine.models import BUILTIN, DEFAULT, choose_dtype, load_model
 from kvtier.engine.random_models import random_config
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ConfigError
@@ -48,6 +55,13 @@ def refusal(model: Path) -> str:
     assert "\n" not in message
     assert len(message) < 700
     return message
+
+
+def save(module: PreTrainedModel, folder: Path) -> None:
+    """Write a checkpoint of ``module``, with the built-in model's tokenizer."""
+    module.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(BUILTIN / DEFAULT / name, folder / name)
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_name(tmp_path: Path) -> None:
@@ -104,7 +118,7 @@ def test_experts_that_are_not_whole_are_refused_by_name(
 ) -> None:
     """transformers merges experts' weights, and tells of what it could not merge in a report."""
     config = random_config("random-mla", 64)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    save(AutoModelForCausalLM.from_config(config), tmp_path / "model")
     change_tensors(tmp_path / "model", change)
     transformers_log = logging.getLogger("transformers")
     transformers_log.addHandler(caplog.handler)
@@ -169,7 +183,7 @@ def test_weights_that_are_all_there_are_loaded(
         tie_word_embeddings=is_tied,
     )
     made = AutoModelForCausalLM.from_config(config)
-    made.save_pretrained(tmp_path / "model")
+    save(made, tmp_path / "model")
     loaded = load_model(str(tmp_path / "model"), CPU, "auto").module.state_dict()
     for name, tensor in made.state_dict().items():
         assert torch.equal(loaded[name], tensor), name
@@ -178,7 +192,7 @@ def test_weights_that_are_all_there_are_loaded(
 def test_layers_that_predict_further_tokens_are_no_fault(tmp_path: Path) -> None:
     config = random_config("random-mla", 64)
     config.num_nextn_predict_layers = 1
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    save(AutoModelForCausalLM.from_config(config), tmp_path / "model")
 
     def add(layer: int) -> Callable[[dict[str, torch.Tensor]], None]:
         return lambda tensors: tensors.update(
@@ -362,6 +376,13 @@ def test_a_missing_tokenizer_is_refused(tmp_path: Path, model_type: str) -> None
     with pytest.raises(ConfigError, match=r"has no tokenizer|tokenizer in .* can't be read") as why:
         Tokenizer(tmp_path)
     assert "\n" not in str(why.value)
+
+
+def test_a_missing_tokenizer_is_found_out_before_weights_are_read(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    (model / "model.safetensors").unlink()
+    assert "has no tokenizer; put the model's tokenizer.json there" in refusal(model)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])

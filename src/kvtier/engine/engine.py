@@ -32,7 +32,6 @@ from kvtier.engine.request import (
 from kvtier.engine.runner import ModelRunner
 from kvtier.engine.sampling import Sampler, SamplingParams
 from kvtier.engine.scheduler import Scheduler
-from kvtier.engine.tokenizer import Tokenizer
 from kvtier.engine.warm_up import warm_up
 from kvtier.errors import ConfigError, DeviceError
 from kvtier.hints import Hint
@@ -80,7 +79,7 @@ class Engine:
         if config.max_model_tokens:
             limit = min(limit, config.max_model_tokens)
         self.config = config
-        self.tokenizer = Tokenizer(model.directory)
+        self.tokenizer = model.tokenizer
         self.info = EngineInfo(
             model_name=model.name,
             device=device_name,

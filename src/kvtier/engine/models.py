@@ -16,6 +16,7 @@ import kvtier
 from kvtier.engine.checkpoint import read_config, read_eos_token_ids, read_weights
 from kvtier.engine.model_names import BUILTIN, RandomName, find_model
 from kvtier.engine.random_models import random_config, random_module
+from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ConfigError
 from kvtier.identity import Basis, Identification, Identity, Memory
 from kvtier.layout import DType, KVGroup, full_attention, latent_attention
@@ -36,7 +37,7 @@ STEADY_ROTARY = ("default", "linear", "yarn", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, and where its tokenizer lies.
+    """A model ready to run, with its tokenizer.
 
     identity: of its weights, their configuration and code. weights: who found that out, and can
     check it; None for weights that are made here. made_by: what else decides on the bits of KV.
@@ -47,7 +48,7 @@ class LoadedModel:
     weights: Identification | None
     made_by: str
     module: PreTrainedModel
-    directory: Path
+    tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     max_tokens: int
 
@@ -61,6 +62,7 @@ def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
     refuse_unsupported(config, name)
     eos_token_ids = read_eos_token_ids(directory, config)
     dtype = choose_dtype(dtype_name, device, config)
+    tokenizer = Tokenizer(directory)  # before the weights: reading these takes minutes
     with _identified(directory) as weights:
         module = read_weights(directory, config, dtype)
         identity = weights.settle()
@@ -70,7 +72,7 @@ def load_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
         weights=weights,
         made_by=_made_by(device),
         module=_place(module, device),
-        directory=directory,
+        tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
         max_tokens=int(config.max_position_embeddings),
     )
@@ -140,14 +142,13 @@ def kv_group(config: PreTrainedConfig, dtype: torch.dtype, block_size: int) -> K
 
 
 def _random_model(name: str, device: torch.device, dtype_name: str) -> LoadedModel:
-    directory = BUILTIN / DEFAULT
-    vocabulary = read_config(directory).vocab_size
-    config = random_config(name, vocabulary)
+    tokenizer = Tokenizer(BUILTIN / DEFAULT)
+    config = random_config(name, read_config(BUILTIN / DEFAULT).vocab_size)
     dtype = choose_dtype(dtype_name, device, config)
     module = _place(random_module(name, config, device, dtype), device)
     limit = int(config.max_position_embeddings)
     identity = Identity(f"{name} seed-0", Basis.READ)
-    return LoadedModel(name, identity, None, _made_by(device), module, directory, (), limit)
+    return LoadedModel(name, identity, None, _made_by(device), module, tokenizer, (), limit)
 
 
 def _place(module: PreTrainedModel, device: torch.device) -> PreTrainedModel:
