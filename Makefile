@@ -144,19 +144,19 @@ test-wheel: $(BIN)/python
 # Real servers, driven by vLLM's own benchmark, on the CPU: half an hour.
 bench-vllm: kvtier-in-vllm peers-vllm peers-vllm-lmcache
 	@mkdir -p reports
-	$(BIN)/python -m benchmarks.vllm_multi_turn --json reports/vllm_multi_turn.json
+	$(BIN)/python -m benchmarks.vllm.multi_turn --json reports/vllm_multi_turn.json
 
 # The same for SGLang: first storage back ends behind its controller, then servers, which are driven
 # by vLLM's benchmark, too.
 bench-sglang: kvtier-in-sglang peers-sglang-storage peers-vllm
 	@mkdir -p reports
-	$(BIN)/python -m benchmarks.sglang_storage --json reports/sglang_storage.json
-	$(BIN)/python -m benchmarks.sglang_multi_turn --json reports/sglang_multi_turn.json
+	$(BIN)/python -m benchmarks.sglang.storage --json reports/sglang_storage.json
+	$(BIN)/python -m benchmarks.sglang.multi_turn --json reports/sglang_multi_turn.json
 
 # Stores, each with its own client, over real servers on loopback.
 bench-stores: peers-stores
 	@mkdir -p reports
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PEERS)/stores/bin/python -m benchmarks.remote --json reports/remote.json
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PEERS)/stores/bin/python -m benchmarks.stores --json reports/remote.json
 
 # kvtier goes into the engines' environments as a wheel, as it does for those who serve with it. What
 # `setup` compiled is compiled for it, too: their Python is the same.
@@ -219,18 +219,18 @@ fuzz: setup
 
 bench: setup
 	@mkdir -p reports
-	$(BIN)/python -m benchmarks.copy --json reports/copy.json
-	$(BIN)/python -m benchmarks.crc --json reports/crc.json
-	$(BIN)/python -m benchmarks.disk --json reports/disk.json
-	$(BIN)/python -m benchmarks.direct --json reports/direct.json
-	$(BIN)/python -m benchmarks.disk_peers --json reports/disk_peers.json
-	$(BIN)/python -m benchmarks.slab_recovery --json reports/slab_recovery.json
-	$(BIN)/python -m benchmarks.index --json reports/index.json
-	$(BIN)/python -m benchmarks.cache --json reports/cache.json
-	$(BIN)/python -m benchmarks.policies --json reports/policies.json
-	$(BIN)/python -m benchmarks.arena --json reports/arena.json
-	$(BIN)/python -m benchmarks.hostile --json reports/hostile.json
-	$(BIN)/python -m benchmarks.watched --json reports/watched.json
+	$(BIN)/python -m benchmarks.micro.copy --json reports/copy.json
+	$(BIN)/python -m benchmarks.micro.crc --json reports/crc.json
+	$(BIN)/python -m benchmarks.disk.throughput --json reports/disk.json
+	$(BIN)/python -m benchmarks.disk.direct --json reports/direct.json
+	$(BIN)/python -m benchmarks.disk.against_peers --json reports/disk_peers.json
+	$(BIN)/python -m benchmarks.disk.recovery --json reports/slab_recovery.json
+	$(BIN)/python -m benchmarks.micro.index --json reports/index.json
+	$(BIN)/python -m benchmarks.micro.cache --json reports/cache.json
+	$(BIN)/python -m benchmarks.policies.hit_ratios --json reports/policies.json
+	$(BIN)/python -m benchmarks.micro.arena --json reports/arena.json
+	$(BIN)/python -m benchmarks.server.hostile --json reports/hostile.json
+	$(BIN)/python -m benchmarks.server.observability --json reports/watched.json
 	$(BIN)/kvtier bench serve
 
 # Other projects, each in an environment of its own, for the benchmarks that compare with them, on a
@@ -301,7 +301,7 @@ $(PEERS)/vllm/.installed: | $(BIN)/python
 # vLLM's multi-turn benchmark is in its source archive only, and needs pandas.
 $(PEERS)/vllm-benchmarks/.fetched: $(PEERS)/vllm/.installed
 	$(PEERS)/vllm/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS) pandas xlsxwriter
-	$(BIN)/python -m benchmarks.vllm_fetch
+	$(BIN)/python -m benchmarks.vllm.fetch
 	@touch $@
 
 # Both, without installing anything twice: where they have the same package, vLLM's.

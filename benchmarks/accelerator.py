@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.machine import machine_facts
+from benchmarks.report.machine import machine_facts
 
 KVTIER = (sys.executable, "-m", "kvtier.cli")
 SERVE = (*KVTIER, "bench", "serve", "--no-report", "--experiments")

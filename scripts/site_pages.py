@@ -20,7 +20,11 @@ DOCS = "docs/"
 BROUGHT = {
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
-    "benchmarks/README.md": "benchmarks.md",
+    "benchmarks/README.md": "benchmarks/index.md",
+    **{
+        f"benchmarks/{page.parent.name}/README.md": f"benchmarks/{page.parent.name}.md"
+        for page in sorted(ROOT.glob("benchmarks/*/README.md"))
+    },
     "examples/file_store/README.md": "file_store.md",
     "README.md": "index.md",
 }

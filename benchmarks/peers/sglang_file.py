@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.index_worker import stand_in_for_torchvision
+from benchmarks.micro.index_worker import stand_in_for_torchvision
 from benchmarks.peers.store import Arena, Store, key_of
 
 stand_in_for_torchvision()

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.machine import machine_facts
+from benchmarks.report.machine import machine_facts
 from benchmarks.scale.part import Part
 
 PARTS = ("deciding", "learned", "long_prompt", "restart", "compaction", "engine")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from benchmarks.hostile import KEY, server
+from benchmarks.server.hostile import KEY, server
 
 NUM_CLIENTS = 200
 MAX_TOKENS = 16

@@ -14,9 +14,9 @@ from threading import Thread
 
 import numpy as np
 
+from benchmarks.report.targets import judged
 from benchmarks.scale.part import Part, Row, exponent
 from benchmarks.scale.slabs import abandoned, write_slab
-from benchmarks.targets import judged
 from kvtier.serve_bench.stats import Estimate
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.records import Kind

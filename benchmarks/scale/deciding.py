@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.report.targets import judged
 from benchmarks.scale.keyed import PROMPT_BLOCKS, World, steps
 from benchmarks.scale.part import Part, Row, exponent_in_turn, timed, timed_in_turn
-from benchmarks.targets import judged
 from kvtier.serve_bench.stats import exactly
 from kvtier.tiers.slots import SlotPool
 
@@ -123,7 +123,7 @@ def _sglang(num: int) -> list[Row]:
         return []
     num_prompts = 100 * round(num / GROUP_BLOCKS)
     arguments = {"index": "sglang rust", "num": num_prompts, "length": PROMPT_TOKENS, "page": PAGE}
-    command = [str(SGLANG), "-m", "benchmarks.index_worker"]
+    command = [str(SGLANG), "-m", "benchmarks.micro.index_worker"]
     command += [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
     asked = [{"phase": "insert", "start": 0, "stop": num_prompts}]
     asked += [{"phase": phase, "start": 0, "stop": CALLS} for phase in SGLANG_PHASES]

@@ -12,9 +12,9 @@ from typing import Self
 
 import torch
 
+from benchmarks.report.targets import bounds, estimate, judged
 from benchmarks.scale.clients import NUM_CLIENTS, Load, first_tokens
 from benchmarks.scale.part import Part, Row, ratio_in_turn, timed, timed_in_turn
-from benchmarks.targets import bounds, estimate, judged
 from kvtier.engine import Completion, Engine, EngineConfig, RequestHandle, SamplingParams
 from kvtier.engine.request import Stage
 from kvtier.engine.sampling import Sampler, choose

@@ -6,9 +6,9 @@ import multiprocessing
 import time
 from pathlib import Path
 
+from benchmarks.report.targets import judged
 from benchmarks.scale.keyed import NAMESPACE, new_keys
 from benchmarks.scale.part import Part, Row
-from benchmarks.targets import judged
 from kvtier.index import make_key_index
 from kvtier.index.policies.replayed import LRU, RUNS
 from kvtier.serve_bench.stats import Estimate, exactly, median_with_interval

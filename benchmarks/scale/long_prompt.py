@@ -25,9 +25,9 @@ from functools import partial
 
 import numpy as np
 
+from benchmarks.report.targets import bounds, estimate, judged
 from benchmarks.scale.instant import InstantShelf, InstantStorage
 from benchmarks.scale.part import Part, Row, exponent, timed
-from benchmarks.targets import bounds, estimate, judged
 from kvtier.cache import Cache
 from kvtier.config import CacheConfig
 from kvtier.devices.cpu import CpuDevice

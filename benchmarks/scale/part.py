@@ -48,7 +48,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows, and the targets that they decide (``benchmarks.targets.judged``)."""
+    """Rows, and the targets that they decide (``benchmarks.report.targets.judged``)."""
 
     rows: Sequence[Row]
     targets: Sequence[dict[str, object]]

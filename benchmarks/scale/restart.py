@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.report.targets import judged
 from benchmarks.scale.part import Part, Row, exponent
 from benchmarks.scale.slabs import GROUP, abandoned, random_keys, write_slab
-from benchmarks.targets import judged
 from kvtier.devices import find_device
 from kvtier.index import make_key_index
 from kvtier.keyed_cache import KeyedCache, Place

@@ -11,8 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import policies, traces
-from benchmarks.policies_budget import (
+from benchmarks.policies import hit_ratios, traces
+from benchmarks.policies.host_and_disk import TIERS, WAYS, PairRow, measure_pair, pair_targets
+from benchmarks.policies.traces import Trace
+from benchmarks.policies.write_budget import (
     BUDGETED,
     FIRST_COME,
     BudgetRow,
@@ -21,8 +23,6 @@ from benchmarks.policies_budget import (
     budget_targets,
     measure_budget,
 )
-from benchmarks.policies_pair import TIERS, WAYS, PairRow, measure_pair, pair_targets
-from benchmarks.traces import Trace
 from tests.policies.traffic import Requests, scan_flood, tenants
 
 
@@ -62,14 +62,14 @@ def test_folder_without_traces_is_told_in_a_sentence(tmp_path: Path) -> None:
         traces.conversation(tmp_path)
 
 
-def row_of(monkeypatch: pytest.MonkeyPatch, policy: str) -> policies.Row:
+def row_of(monkeypatch: pytest.MonkeyPatch, policy: str) -> hit_ratios.Row:
     chains = [np.array(chain, np.uint64) for chain in ([0, 1, 2], [3, 4], [0, 1, 5], [3, 4])]
     trace = Trace("conversation", [0.0, 1.0, 2.0, 3.0], chains)
-    monkeypatch.setattr(policies, "_replayed", [(trace, None)])
-    return policies.measure(0, policy, 1.0)
+    monkeypatch.setattr(hit_ratios, "_replayed", [(trace, None)])
+    return hit_ratios.measure(0, policy, 1.0)
 
 
-@pytest.mark.parametrize("policy", policies.CONTESTANTS)
+@pytest.mark.parametrize("policy", hit_ratios.CONTESTANTS)
 def test_a_row_counts_hits_and_the_time_they_save(
     monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
@@ -89,7 +89,9 @@ def test_targets_are_judged_by_column_and_against_lru(monkeypatch: pytest.Monkey
         replace(lru, share=0.01, hit_ratio=0.112),
         replace(ours, share=0.02, hit_ratio=0.15, refs_per_s=3e6),
     ]
-    judged = {str(each["column"]): (each["value"], each["met"]) for each in policies.targets(rows)}
+    judged = {
+        str(each["column"]): (each["value"], each["met"]) for each in hit_ratios.targets(rows)
+    }
     assert judged == {
         "conversation, 1 %": (11.0, True),
         "conversation, 2 %": (15.0, False),
@@ -101,12 +103,12 @@ def test_targets_are_judged_by_column_and_against_lru(monkeypatch: pytest.Monkey
 def test_without_traces_it_says_so_and_ends(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    policies.main(["--traces", str(tmp_path / "nowhere")])
+    hit_ratios.main(["--traces", str(tmp_path / "nowhere")])
     assert "left out, no traces in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("through", WAYS)
-@pytest.mark.parametrize("policy", [policies.OURS, policies.LRU])
+@pytest.mark.parametrize("policy", [hit_ratios.OURS, hit_ratios.LRU])
 def test_of_two_tiers_it_counts_what_is_found_and_written(policy: str, through: str) -> None:
     prompts = [np.arange(at, at + 3, dtype=np.uint64) for at in (0, 10, 20)]
     trace = Trace("made", list(range(12)), [prompts[at % 3] for at in range(12)])
@@ -125,7 +127,7 @@ def some(make: Callable[[np.random.Generator], Requests], num_requests: int) -> 
 def both_policies(trace: Trace) -> tuple[PairRow, PairRow]:
     shares = 100 / trace.num_unique, 800 / trace.num_unique
     ours, lru = (
-        measure_pair(trace, None, name, TIERS, shares) for name in (policies.OURS, policies.LRU)
+        measure_pair(trace, None, name, TIERS, shares) for name in (hit_ratios.OURS, hit_ratios.LRU)
     )
     return ours, lru
 

@@ -6,9 +6,9 @@ import argparse
 
 import numpy as np
 
-from benchmarks.served_policies import Measurement, hits_by_tier, written_to_disk
-from benchmarks.trace_prompts import Prompts, part_of
-from benchmarks.traces import Trace
+from benchmarks.policies.served import Measurement, hits_by_tier, written_to_disk
+from benchmarks.policies.trace_prompts import Prompts, part_of
+from benchmarks.policies.traces import Trace
 
 
 def trace() -> Trace:

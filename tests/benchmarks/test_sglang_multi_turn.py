@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.multi_turn_protocol import read_by_label
-from benchmarks.multi_turn_report import Results, tables
-from benchmarks.multi_turn_requests import Asked, Burst, NewPrompts
-from benchmarks.multi_turn_script import Run, Turn
-from benchmarks.multi_turn_servers import Size, Tokens
-from benchmarks.multi_turn_slow_disk import Asked as AskedOfDisk
-from benchmarks.multi_turn_slow_disk import SlowDisk
-from benchmarks.sglang_multi_turn import contestants, host_bytes, read_options
-from benchmarks.sglang_report import result_json
-from benchmarks.sglang_second_pass import (
+from benchmarks.engines.multi_turn_script import Run, Turn
+from benchmarks.engines.protocol import read_by_label
+from benchmarks.engines.report import Results, tables
+from benchmarks.engines.requests import Asked, Burst, NewPrompts
+from benchmarks.engines.servers import Size, Tokens
+from benchmarks.engines.slow_disk import Asked as AskedOfDisk
+from benchmarks.engines.slow_disk import SlowDisk
+from benchmarks.sglang.multi_turn import contestants, host_bytes, read_options
+from benchmarks.sglang.report import result_json
+from benchmarks.sglang.second_pass import (
     FROM_DEVICE,
     GROUPS,
     SecondPass,
@@ -25,7 +25,7 @@ from benchmarks.sglang_second_pass import (
     ratios,
     size_for,
 )
-from benchmarks.sglang_servers import (
+from benchmarks.sglang.servers import (
     FILE,
     HICACHE,
     LINKER,

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.disk_peers import READ, Row, targets
+from benchmarks.disk.against_peers import READ, Row, targets
 from benchmarks.peers import ENVIRONMENTS, OURS
-from benchmarks.sglang_storage import (
+from benchmarks.sglang.storage import (
     ASKED,
     CONTESTANTS,
     FILE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.targets import judged
+from benchmarks.report.targets import judged
 from kvtier.serve_bench.stats import Estimate
 
 

@@ -10,18 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.multi_turn_protocol import (
-    Process,
-    family_of,
-    last_error,
-    read_answer,
-    read_counters,
-    read_process,
-)
-from benchmarks.multi_turn_report import Results, tables
-from benchmarks.multi_turn_requests import Asked, Burst, Check, NewPrompts, in_turn, tokens
-from benchmarks.multi_turn_run import value_of
-from benchmarks.multi_turn_script import (
+from benchmarks.engines.multi_turn_script import (
     Run,
     Turn,
     Workload,
@@ -31,11 +20,22 @@ from benchmarks.multi_turn_script import (
     read_turns,
     words,
 )
-from benchmarks.multi_turn_slow_disk import Asked as AskedOfDisk
-from benchmarks.multi_turn_slow_disk import SlowDisk
-from benchmarks.vllm_fetch import find_link, unpack
-from benchmarks.vllm_report import result_json
-from benchmarks.vllm_servers import ENDLESS, LMCACHE, ON_DISK, OURS, VLLM, with_kvtier
+from benchmarks.engines.protocol import (
+    Process,
+    family_of,
+    last_error,
+    read_answer,
+    read_counters,
+    read_process,
+)
+from benchmarks.engines.report import Results, tables
+from benchmarks.engines.requests import Asked, Burst, Check, NewPrompts, in_turn, tokens
+from benchmarks.engines.run import value_of
+from benchmarks.engines.slow_disk import Asked as AskedOfDisk
+from benchmarks.engines.slow_disk import SlowDisk
+from benchmarks.vllm.fetch import find_link, unpack
+from benchmarks.vllm.report import result_json
+from benchmarks.vllm.servers import ENDLESS, LMCACHE, ON_DISK, OURS, VLLM, with_kvtier
 
 
 def test_answer_has_every_step_and_the_usage() -> None:

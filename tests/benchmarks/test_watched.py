@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry
 
-from benchmarks.watched import prompts_of, ratio
-from benchmarks.watched_server import METHODS, Switch
+from benchmarks.server.observability import prompts_of, ratio
+from benchmarks.server.observability_server import METHODS, Switch
 from kvtier.ladder.account import Account
 from kvtier.plan import CostModel
 from kvtier.telemetry import Metrics

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import direct, slab_recovery
+from benchmarks.disk import direct, recovery
 from benchmarks.scale import compaction, restart
 
 
 def test_recovery_benchmark_reports_rows_and_its_target(tmp_path: Path) -> None:
     report = tmp_path / "slab.json"
-    slab_recovery.main(["--records", "2000", "--rounds", "1", "--json", str(report)])
+    recovery.main(["--records", "2000", "--rounds", "1", "--json", str(report)])
     result = json.loads(report.read_text(encoding="utf-8"))
     assert result["benchmark"] == "slab_recovery"
     assert [row["num_blocks"] for row in result["rows"]] == [2000, 1000]
@@ -21,15 +21,15 @@ def test_recovery_benchmark_reports_rows_and_its_target(tmp_path: Path) -> None:
 
 
 def test_recovery_benchmark_notices_a_lost_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    seal = slab_recovery.seal
+    seal = recovery.seal
 
-    def spoil(records: slab_recovery.Records) -> None:
+    def spoil(records: recovery.Records) -> None:
         seal(records)
         records["depth"][-1] ^= 1
 
-    monkeypatch.setattr(slab_recovery, "seal", spoil)
+    monkeypatch.setattr(recovery, "seal", spoil)
     with pytest.raises(AssertionError, match="blocks found"):
-        slab_recovery.main(["--records", "100", "--rounds", "1"])
+        recovery.main(["--records", "100", "--rounds", "1"])
 
 
 def test_restarts_are_measured_with_every_rank_and_checked(

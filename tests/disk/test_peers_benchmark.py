@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import disk_peers, peers
-from benchmarks.disk_peers import READ, WRITE, Numbers, Row, Worker, targets
+from benchmarks import peers
+from benchmarks.disk import against_peers
+from benchmarks.disk.against_peers import READ, WRITE, Numbers, Row, Worker, targets
 from benchmarks.peers import OURS, Contestant
 from benchmarks.peers.kvtier_disk import LAYER_BYTES, KvtierDisk
 from benchmarks.peers.store import BATCH, Arena
@@ -22,7 +23,7 @@ SMALL = ["--gib", "0.01", "--rounds", "1", "--batches", "1"]
 @pytest.fixture
 def no_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(peers, "ENVIRONMENTS", tmp_path / "none")
-    monkeypatch.setattr(disk_peers, "FIO", "a-program-that-is-not-there")
+    monkeypatch.setattr(against_peers, "FIO", "a-program-that-is-not-there")
 
 
 @pytest.mark.usefixtures("no_peers")
@@ -31,7 +32,7 @@ def test_peers_benchmark_reports_our_rows_and_a_line_per_missing_peer(
 ) -> None:
     report = tmp_path / "peers.json"
     arguments = [*SMALL, "--folder", str(tmp_path), "--json", str(report)]
-    disk_peers.main(arguments, sizes={"64 KiB": LAYER_BYTES})
+    against_peers.main(arguments, sizes={"64 KiB": LAYER_BYTES})
     result = json.loads(report.read_text(encoding="utf-8"))
     assert result["benchmark"] == "disk_peers"
     assert str(tmp_path) not in report.read_text(encoding="utf-8")
@@ -52,7 +53,7 @@ def test_peer_that_cannot_begin_is_left_out_with_its_last_line(
 ) -> None:
     monkeypatch.setattr(Contestant, "python", Path(sys.executable))
     broken = Contestant("broken", "other", "no_such_module")
-    workers, versions = disk_peers.start([broken], tmp_path, LAYER_BYTES, BATCH)
+    workers, versions = against_peers.start([broken], tmp_path, LAYER_BYTES, BATCH)
     assert (workers, versions) == ([], {})
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("broken: ModuleNotFoundError")

@@ -207,7 +207,7 @@ def _check_module(module: str, words: Sequence[str]) -> None:
 
 
 SHARED_OPTIONS = '"--json"'
-"""Of every benchmark: ``benchmarks.report`` reads it."""
+"""Of every benchmark: ``benchmarks.report.output`` reads it."""
 
 
 def _check_pytest(words: Sequence[str]) -> None:

@@ -133,8 +133,9 @@ def _marks(comment: str, where: str) -> Marks:
 @cache
 def pages() -> tuple[Page, ...]:
     """Those that people read: all that are on the site, and README."""
-    paths = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
-    paths += [*sorted(ROOT.glob("examples/*/*.md")), *sorted(ROOT.glob("docs/**/*.md"))]
+    paths = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
+    for folder in ("benchmarks", "examples", "docs"):
+        paths += sorted(ROOT.glob(f"{folder}/**/*.md"))
     return tuple(
         read_page(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths
     )

@@ -104,7 +104,7 @@ def test_marks_are_read_and_an_unknown_one_is_refused() -> None:
         ("kvteir serve", "nobody knows a command 'kvteir'"),
         ("A=1 kvtier bench copy --sizes 3 | head -n 1", "No such option"),
         ("python -m benchmarks.cpy --json -", "no module benchmarks.cpy"),
-        ("python -m benchmarks.copy --jsn -", "no option --jsn"),
+        ("python -m benchmarks.micro.copy --jsn -", "no option --jsn"),
         ("make demoo", "the Makefile has none"),
         ('pip install "kvtier[s4]"', "no extra s4"),
         ("pytest tests/no_such.py", "there is no test"),

@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import arena, cache, index, index_worker
+from benchmarks.micro import arena, cache, index, index_worker
 from kvtier import _hot
 
-copy = pytest.importorskip("benchmarks.copy", reason="needs the engine extra", exc_type=ImportError)
+copy = pytest.importorskip(
+    "benchmarks.micro.copy", reason="needs the engine extra", exc_type=ImportError
+)
 
 
 def test_copy_benchmark_reports_rows_and_targets(tmp_path: Path) -> None:
@@ -38,7 +40,7 @@ def test_copy_benchmark_reports_rows_and_targets(tmp_path: Path) -> None:
 
 
 def test_plan_benchmark_notices_a_wrong_address() -> None:
-    from benchmarks import copy_plan
+    from benchmarks.micro import copy_plan
 
     layers, blocks = (
         copy_plan._Pool("layer_first", 4, 0),

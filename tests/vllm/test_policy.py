@@ -19,8 +19,8 @@ with warnings.catch_warnings():
 
     from kvtier.connectors.vllm.pieces.policy import KvtierPolicy
 
-from benchmarks import vllm_policies as benchmark
-from benchmarks.traces import Trace
+from benchmarks.policies.traces import Trace
+from benchmarks.vllm import policies as benchmark
 
 BLOCK_SIZE = 16
 MODULE = "kvtier.connectors.vllm.pieces.policy"

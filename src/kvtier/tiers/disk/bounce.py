@@ -32,7 +32,7 @@ ALIGNMENT: Final = 4096
 """Of slots, and of what O_DIRECT reads and writes."""
 LEAST_PIECE_BYTES = 8 << 10
 """Of the pieces that a block is in, on average. Smaller ones are copied faster than the kernel
-takes them to the disk one by one (``benchmarks.direct``)."""
+takes them to the disk one by one (``benchmarks.disk.direct``)."""
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]

@@ -1,0 +1,1 @@
+"""Servers of other engines, and measurements that are the same under each."""

@@ -1,0 +1,237 @@
+"""What was measured under an engine: rows and tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TypeVar
+
+from rich.table import Table
+
+from benchmarks.engines.multi_turn_script import Run, in_both
+from benchmarks.engines.requests import Asked, Burst, Check, NewPrompts
+from benchmarks.engines.slow_disk import SlowDisk
+from kvtier.serve_bench.stats import Estimate, median_with_interval, rounded, summarize
+from kvtier.serve_bench.target import is_met
+
+LOSS = 0.01
+
+SINGLE_RUN = "multi-turn"
+
+Row = dict[str, object]
+Measured = TypeVar("Measured", Asked, Burst)
+
+
+@dataclass(slots=True)
+class Results:
+    """As it was measured. runs: per round and contestant. new: per contestant and start of two
+    servers, one without it and it. slow_disk: per contestant."""
+
+    checks: list[Check] = field(default_factory=list)
+    runs: dict[int, dict[str, Run]] = field(default_factory=dict)
+    new: dict[str, list[NewPrompts]] = field(default_factory=dict)
+    slow_disk: dict[str, SlowDisk] = field(default_factory=dict)
+
+
+def turn_row(contestant: str, number: int, run: Run) -> Row:
+    """One run of the script."""
+    ttft = summarize([each.ttft_ms for each in run.turns])
+    assert ttft is not None, "a run has requests"
+    return {
+        "kind": SINGLE_RUN,
+        "contestant": contestant,
+        "round": number,
+        "requests": len(run.turns),
+        "ttft_ms": round(run.ttft_ms, 1),
+        "ttft_p50_ms": round(ttft.p50, 1),
+        "ttft_p90_ms": rounded(ttft.p90, 1),
+        "later_turns_ttft_ms": round(run.later_ttft_ms, 1),
+        "tpot_ms": round(run.tpot_ms, 2),
+        "requests_per_s": round(run.requests_per_s, 3),
+        "prompt_tokens": run.prompt_tokens,
+        "cached_share": round(run.cached_tokens / max(1, run.prompt_tokens), 4),
+        "from_tier_share": round(run.from_tier_tokens / max(1, run.prompt_tokens), 4),
+        "cpu_s_per_request": round(run.cpu_s / run.num_requests, 3),
+    }
+
+
+def summary_rows(
+    runs: dict[int, dict[str, Run]], base: str, beside: Mapping[str, str]
+) -> list[Row]:
+    """Per contestant the medians over the rounds, and those of the ratios to ``base`` in the same
+    round, over the requests that both had. same_answers: conversations that ended in both, with
+    every answer as ``base`` gave it. beside: others whose time to first token is compared, too, by
+    a short name."""
+    names = list(dict.fromkeys(name for each in runs.values() for name in each))
+    rows: list[Row] = []
+    for name in names:
+        mine = [each[name] for each in runs.values() if name in each]
+        row: Row = {
+            "kind": "multi-turn, medians",
+            "contestant": name,
+            "rounds": len(mine),
+            "ttft_ms": median_of(mine, lambda run: run.ttft_ms),
+            "later_turns_ttft_ms": median_of(mine, lambda run: run.later_ttft_ms),
+            "tpot_ms": median_of(mine, lambda run: run.tpot_ms),
+            "requests_per_s": median_of(mine, lambda run: run.requests_per_s),
+            "cpu_s_per_request": median_of(mine, lambda run: run.cpu_s / run.num_requests),
+        }
+        if both := pairs(runs, base, name):
+            for what, of in RUN_RATIOS.items():
+                row[what] = spread(median_with_interval([of(mine) / of(it) for it, mine in both]))
+            ended = [
+                (it.answers[each], mine.answers[each])
+                for it, mine in both
+                for each in it.answers.keys() & mine.answers.keys()
+            ]
+            row["same_answers"] = sum(theirs == ours for theirs, ours in ended)
+            row["conversations"] = len(ended)
+            row["shared_requests"] = sum(len(mine.turns) for _, mine in both)
+        for short, other in beside.items():
+            if both := pairs(runs, other, name):
+                ratios = [mine.ttft_ms / it.ttft_ms for it, mine in both]
+                row[f"ttft_to_{short}"] = spread(median_with_interval(ratios))
+        rows.append(row)
+    return rows
+
+
+def pairs(runs: dict[int, dict[str, Run]], base: str, name: str) -> list[tuple[Run, Run]]:
+    """Of each round, with the requests that both had; none of a contestant with itself."""
+    return [
+        in_both(each[base], each[name])
+        for each in runs.values()
+        if {base, name} <= set(each) and name != base
+    ]
+
+
+RUN_RATIOS: dict[str, Callable[[Run], float]] = {
+    "ttft_ratio": lambda run: run.ttft_ms,
+    "later_turns_ttft_ratio": lambda run: run.later_ttft_ms,
+    "tpot_ratio": lambda run: run.tpot_ms,
+    "cpu_per_request_ratio": lambda run: run.cpu_s / run.num_requests,
+}
+
+
+def median_of(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
+    return round(statistics.median(of(run) for run in runs), 3)
+
+
+def spread(found: Estimate) -> Row:
+    """low, high: None where there are too few values for an interval."""
+    return {name: rounded(value) for name, value in asdict(found).items()}
+
+
+ASKED_RATIOS: dict[str, Callable[[Asked], float]] = {
+    "ttft_ratio": lambda asked: asked.ttft_ms,
+    "tpot_ratio": lambda asked: asked.tpot_ms,
+    "cpu_ratio": lambda asked: asked.cpu_s,
+}
+BURST_RATIOS: dict[str, Callable[[Burst], float]] = {
+    "tokens_per_s_ratio": lambda burst: burst.tokens_per_s,
+    "burst_cpu_ratio": lambda burst: burst.cpu_s,
+}
+
+
+def new_prompt_rows(contestant: str, starts: Sequence[NewPrompts]) -> list[Row]:
+    """Of a contestant and the one without it: a row of each over all prompts, and one of the
+    ratios, the medians over pairs of the same prompts, by start, and of these the median. Two
+    servers of a kind differ, so its interval is that of the starts."""
+    if not starts:
+        return []
+    rows: list[Row] = []
+    for mine in zip(*(row for each in starts for row in each.asked), strict=True):
+        row: Row = {
+            "kind": "new prompts",
+            "contestant": mine[0].contestant,
+            "prompts": len(mine),
+            "reused": sum(each.cached_tokens for each in mine),
+            "ttft_ms": spread(median_with_interval([each.ttft_ms for each in mine])),
+            "tpot_ms": spread(median_with_interval([each.tpot_ms for each in mine])),
+            "cpu_s": spread(median_with_interval([each.cpu_s for each in mine])),
+        }
+        rows.append(row)
+    bursts = zip(*(row for each in starts for row in each.bursts), strict=True)
+    for row, those in zip(rows, bursts, strict=False):
+        row["tokens_per_s"] = spread(median_with_interval([each.tokens_per_s for each in those]))
+    ratios: Row = {"kind": "new prompts, ratios", "contestant": contestant, "starts": len(starts)}
+    for what, of in ASKED_RATIOS.items():
+        ratios[what] = over_starts([median_ratio(each.asked, of) for each in starts])
+    for what, of_burst in BURST_RATIOS.items():
+        ratios[what] = over_starts([median_ratio(each.bursts, of_burst) for each in starts])
+    return [*rows, ratios]
+
+
+def median_ratio(pairs: Sequence[Sequence[Measured]], of: Callable[[Measured], float]) -> float:
+    """The second against the first."""
+    return statistics.median(of(mine) / of(alone) for alone, mine in pairs)
+
+
+def over_starts(ratios: Sequence[float]) -> Row:
+    """Their median, and each of them."""
+    median: Row = spread(median_with_interval(ratios))
+    return {**median, "by_start": [round(each, 4) for each in ratios]}
+
+
+def changed(cell: object, change: Callable[[float], float]) -> Estimate:
+    assert isinstance(cell, dict)
+    bounds = {name: cell[name] for name in ("low", "high") if cell[name] is not None}
+    return Estimate(cell["value"], **bounds).changed(change)
+
+
+def judged_row(found: Estimate, target: float) -> Row:
+    return {**spread(found), "target": target, "met": is_met(found, target, at_least=False)}
+
+
+def measured_rows(results: Results, medians: Sequence[Row], new: Sequence[Row]) -> list[Row]:
+    """Everything, in the order in which it is read."""
+    each_run = [
+        turn_row(name, number, run)
+        for number, those in results.runs.items()
+        for name, run in those.items()
+    ]
+    checks: list[Row] = [{"kind": "check", **asdict(each)} for each in results.checks]
+    slow = [row for name, each in results.slow_disk.items() for row in each.rows(name)]
+    return [*checks, *medians, *each_run, *new, *slow]
+
+
+def common_targets(results: Results, new: Sequence[Row]) -> list[Row]:
+    """T2: what is lost of the time to first token, and of the throughput, where there is nothing
+    to reuse. T3: of a disk slower than computing. low, high: between which the true value lies, as
+    far as the run can tell. met: None where that is on both sides of the target."""
+    found = []
+    for row in new:
+        common = {"id": "T2", "contestant": row["contestant"]}
+        if "ttft_ratio" in row:
+            loss = changed(row["ttft_ratio"], lambda ratio: ratio - 1)
+            found.append({**common, "measure": "TTFT", **judged_row(loss, LOSS)})
+        if "tokens_per_s_ratio" in row:
+            loss = changed(row["tokens_per_s_ratio"], lambda ratio: 1 - ratio)
+            found.append({**common, "measure": "throughput", **judged_row(loss, LOSS)})
+    for name, slow in results.slow_disk.items():
+        found += slow.targets(name)
+    return found
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """One per kind of row: a line per figure, a column per contestant. Single runs are left out."""
+    found = []
+    for kind in dict.fromkeys(str(row["kind"]) for row in rows if row["kind"] != SINGLE_RUN):
+        those = [row for row in rows if row["kind"] == kind]
+        table = Table(title=kind)
+        table.add_column("")
+        for row in those:
+            table.add_column(str(row.get("contestant", "")), justify="right")
+        for name in dict.fromkeys(name for row in those for name in row):
+            if name not in ("kind", "contestant"):
+                table.add_row(name.replace("_", " "), *(_cell(row.get(name)) for row in those))
+        found.append(table)
+    return found
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, dict):
+        if value["low"] is None:
+            return f"{value['value']:g}"
+        return f"{value['value']:g} ({value['low']:g} to {value['high']:g})"
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,258 @@
+"""An engine's own server in a process, with or without something under it, and requests to it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from benchmarks.engines.protocol import (
+    Answer,
+    Process,
+    cpu_s_of,
+    family_of,
+    last_error,
+    read_answer,
+    running_processes,
+)
+from benchmarks.peers import ENVIRONMENTS
+
+SERVED_AS = "model"
+LOOPBACK = "127.0.0.1"
+START_S = 300.0
+STOP_S = 20.0
+PAUSE_S = 0.1
+QUIET_S = 5.0
+IDLE = 0.2
+"""Of a core: a server that takes less is quiet."""
+REQUEST_S = 300.0
+JSON_BODY = {"Content-Type": "application/json"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Of prompts, as a server counts them. from_tier: those of the cached ones that were not in
+    the engine's pool on the device."""
+
+    prompt: float
+    cached: float
+    from_tier: float
+
+    def since(self, before: Tokens) -> Tokens:
+        return Tokens(
+            self.prompt - before.prompt,
+            self.cached - before.cached,
+            self.from_tier - before.from_tier,
+        )
+
+
+def compute_cores() -> str:
+    """Where an engine computes: all cores but the last, for all contestants."""
+    cores = sorted(os.sched_getaffinity(0))
+    return ",".join(map(str, cores[:-1] or cores))
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a server. device_blocks: of its pool. max_tokens: of a request."""
+
+    device_blocks: int
+    max_tokens: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant(ABC):
+    """An engine, and what is under it. environment: whose interpreter, a folder of ``make peers``.
+    is_optional: a peer that is left out where it is missing. has_tier: what it has computed is
+    found again after its own caches were emptied."""
+
+    name: str
+    environment: str
+    variables: dict[str, str] = field(default_factory=dict, kw_only=True)
+    is_optional: bool = field(default=False, kw_only=True)
+
+    block: ClassVar[int]
+    """Tokens of a block of the engine's pool."""
+    reset_path: ClassVar[str]
+    asked_with: ClassVar[Mapping[str, object]] = {"ignore_eos": True, "skip_special_tokens": False}
+    """So that every answer has as many tokens as were asked for, and all are told."""
+
+    @property
+    def python(self) -> Path:
+        return ENVIRONMENTS / self.environment / "bin" / "python"
+
+    @property
+    @abstractmethod
+    def has_tier(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def packages(self) -> list[str]:
+        """Whose versions matter."""
+
+    @abstractmethod
+    def command(self, model: Path, port: int, folder: Path, size: Size) -> list[str]:
+        """For its interpreter. folder: of this server alone; it is there."""
+
+    @abstractmethod
+    def environ(self) -> dict[str, str]:
+        """Its variables."""
+
+    @abstractmethod
+    def read_tokens(self, metrics: str) -> Tokens:
+        """From what ``/metrics`` gives."""
+
+
+def words_of(arguments: dict[str, object]) -> list[str]:
+    """Of a command line. A value of None is an option without one."""
+    return [str(word) for pair in arguments.items() for word in pair if word is not None]
+
+
+def free_port() -> int:
+    """One that nobody listens on at the moment."""
+    with socket.socket() as found:
+        found.bind((LOOPBACK, 0))
+        return int(found.getsockname()[1])
+
+
+class Server:
+    """A contestant that answers on a loopback port. Close it."""
+
+    def __init__(
+        self,
+        contestant: Contestant,
+        model: Path,
+        folder: Path,
+        size: Size,
+    ) -> None:
+        self.contestant = contestant
+        self.port = free_port()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log = folder / "log"
+        command = contestant.command(model, self.port, folder, size)
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [contestant.python, *command],
+                cwd=folder,
+                env={**os.environ, **contestant.environ()},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self.port}"
+
+    def wait(self) -> None:
+        """Until it answers. RuntimeError with the reason where it ended instead."""
+        give_up = time.monotonic() + START_S
+        while time.monotonic() < give_up:
+            if self._process.poll() is not None:
+                raise RuntimeError(last_error(self._log.read_text(errors="replace")))
+            with suppress(OSError, http.client.HTTPException):
+                if self._request("GET", "/health")[0] == 200:
+                    return
+            time.sleep(0.5)
+        raise RuntimeError(f"no answer within {START_S:.0f} s")
+
+    def ask(self, prompt: Sequence[int], max_tokens: int, logprobs: int | None = None) -> Answer:
+        """Complete a prompt of token ids, greedily. RuntimeError where tokens are missing."""
+        body: dict[str, object] = {
+            "model": SERVED_AS,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            **self.contestant.asked_with,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if logprobs is not None:
+            body["logprobs"] = logprobs
+        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=REQUEST_S)
+        with closing(connection):
+            data = json.dumps(body).encode()
+            begin = time.perf_counter()
+            connection.request("POST", "/v1/completions", data, JSON_BODY)
+            response = connection.getresponse()
+            if response.status != 200:
+                raise RuntimeError(f"{self.contestant.name}: {response.read().decode()[:300]}")
+            first = end = 0.0
+            events = []
+            for line in response:
+                if line.startswith(b"data: {"):
+                    end = time.perf_counter()
+                    first = first or end
+                    events.append(json.loads(line[6:]))
+        answer = read_answer(events, 1000 * (first - begin), 1000 * (end - begin))
+        if answer.num_tokens != max_tokens:
+            raise RuntimeError(
+                f"{self.contestant.name}: {answer.num_tokens} of {max_tokens} tokens came"
+            )
+        return answer
+
+    def reset(self) -> None:
+        """Empty the engine's own prefix cache, and nothing that is under it."""
+        path = self.contestant.reset_path
+        status, text = self._request("POST", path)
+        if status != 200:
+            raise RuntimeError(f"{self.contestant.name}: {path}: {status} {text[:300]}")
+
+    def settle(self) -> None:
+        """Until it is quiet. An engine may go on looking for work, or storing, after its last step,
+        on the core on which the next contestant would compute."""
+        give_up = time.monotonic() + QUIET_S
+        before = self.cpu_s()
+        while time.monotonic() < give_up:
+            time.sleep(PAUSE_S)
+            now = self.cpu_s()
+            if now - before <= IDLE * PAUSE_S:
+                return
+            before = now
+
+    def tokens(self) -> Tokens:
+        """Of all prompts so far."""
+        return self.contestant.read_tokens(self.metrics())
+
+    def metrics(self) -> str:
+        """What ``/metrics`` gives."""
+        return self._request("GET", "/metrics")[1]
+
+    def cpu_s(self) -> float:
+        """User and system time of its processes so far."""
+        return sum(cpu_s_of(each.pid) for each in self._family())
+
+    def close(self) -> None:
+        """End it and its children."""
+        family = self._family()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_S)
+        still = {(each.pid, each.started) for each in running_processes()}
+        for each in family:
+            if (each.pid, each.started) in still:
+                with suppress(ProcessLookupError):
+                    os.kill(each.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _family(self) -> list[Process]:
+        return family_of(self._process.pid, running_processes())
+
+    def _request(self, method: str, path: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection(LOOPBACK, self.port, timeout=REQUEST_S)
+        with closing(connection):
+            connection.request(method, path)
+            response = connection.getresponse()
+            return response.status, response.read().decode()

@@ -1,0 +1,1 @@
+"""Benchmarks of single parts: copies, checksums, the index, the cache without a model."""

@@ -1,0 +1,227 @@
+"""S3: crc32c of blocks, in the cache and from memory.
+
+    python -m benchmarks.micro.crc            a table
+    python -m benchmarks.micro.crc --json -   JSON on stdout, the table on stderr
+
+One thread, CPU seconds. Beside it memcpy of the same bytes into a small buffer that stays in the
+cache: what reading them costs a core that does nothing else. README.md says the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.micro.copy import allocate
+from benchmarks.report.machine import machine_facts
+from benchmarks.report.targets import Bounds, bounds, estimate, judged
+from kvtier import _hot
+from kvtier._reference import crc as reference
+
+MIB = 1 << 20
+TARGET_GB_PER_S = 10.0
+OURS = "crc32c_many"
+READING = "memcpy into the cache"
+NO_INSTRUCTION = "native tables"
+TWIN = "Python twin"
+SLOW_ROUNDS = 3
+SLOW_BYTES = 16 * MIB  # read per round by the slow ones
+SMALL = 128 * 1024  # the buffer that memcpy writes again and again
+
+Uint64s = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Blocks of one size, all of them read once or more per round.
+
+    target: whether S3 is measured here.
+    """
+
+    name: str
+    block_bytes: int
+    num_blocks: int
+    target: bool
+
+
+CASES = (
+    Case("64 KiB, in the second cache", 64 * 1024, 1, True),
+    Case("1 MiB, in the last cache", MIB, 1, True),
+    Case("1 MiB blocks, from memory", MIB, 256, True),
+    Case("64-byte records, from memory", 64, 1 << 20, False),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One method on one case. Rates in bytes per CPU second of one thread."""
+
+    case: str
+    method: str
+    median_s: float
+    best_s: float
+    worst_s: float
+    gb_per_s: float
+    ratio: float
+    num_bytes: int
+    rounds: int
+    gb_per_s_between: Bounds
+
+
+def memcpy_pieces(target: int, blocks: list[tuple[int, int]]) -> None:
+    """Every block, in pieces of at most ``SMALL`` bytes, to the same place."""
+    for address, size in blocks:
+        for start in range(0, size, SMALL):
+            ctypes.memmove(target, address + start, min(SMALL, size - start))
+
+
+def contestants(
+    case: Case, memory: npt.NDArray[np.uint8], round_bytes: int, rng: np.random.Generator
+) -> dict[str, tuple[Callable[[], object], int]]:
+    """Method -> (call, bytes that it reads). Blocks in random order, as a cache gives them out."""
+    order = rng.permutation(case.num_blocks)
+    order = np.tile(order, max(1, round_bytes // (case.block_bytes * case.num_blocks)))
+    addresses = (memory.ctypes.data + order * case.block_bytes).astype(np.uint64)
+    sizes = np.full(len(order), case.block_bytes, np.uint64)
+    if case.block_bytes == 64:
+        records = memory.reshape(-1, 64)[:, 4:]
+        return {
+            "crc32c_rows": (lambda: _hot.crc32c_rows(records), records.size),
+            "Python twin": (lambda: reference.crc32c_rows(records[: 1 << 17]), 60 << 17),
+        }
+    small = np.zeros(SMALL, np.uint8)
+    blocks = list(zip(addresses.tolist(), sizes.tolist(), strict=True))
+    num_bytes = int(sizes.sum())
+    few = max(1, SLOW_BYTES // case.block_bytes)
+    found: dict[str, tuple[Callable[[], object], int]] = {
+        READING: (lambda: memcpy_pieces(small.ctypes.data, blocks), num_bytes)
+    }
+    if _hot.NATIVE:
+        from kvtier import _native
+
+        found[OURS] = (lambda: _hot.crc32c_many(addresses, sizes), num_bytes)
+        found[NO_INSTRUCTION] = (
+            lambda: [_native.crc32c_table(*block) for block in blocks[:few]],
+            int(sizes[:few].sum()),
+        )
+    found[TWIN] = (
+        lambda: reference.crc32c_many(addresses[:few], sizes[:few]),
+        int(sizes[:few].sum()),
+    )
+    return found
+
+
+def check(memory: npt.NDArray[np.uint8], block_bytes: int) -> None:
+    """The core and its twin agree on some blocks: the twin is tested against the definition."""
+    starts = np.arange(0, memory.size, max(block_bytes, memory.size // 8))
+    addresses = (memory.ctypes.data + starts).astype(np.uint64)
+    sizes = np.full(len(starts), block_bytes, np.uint64)
+    ours, twin = (many(addresses, sizes) for many in (_hot.crc32c_many, reference.crc32c_many))
+    if not np.array_equal(ours, twin):
+        raise AssertionError(f"crc32c of blocks of {block_bytes} bytes: core and twin differ")
+
+
+def run_case(case: Case, rounds: int, round_bytes: int) -> list[Row]:
+    rng = np.random.default_rng(0)
+    memory = allocate(case.block_bytes * case.num_blocks)
+    memory[:] = rng.integers(0, 256, memory.size, np.uint8)
+    check(memory, case.block_bytes)
+    calls = contestants(case, memory, round_bytes, rng)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for done in range(rounds + 1):  # the first round warms up
+        for name, (call, _) in calls.items():
+            if name in (TWIN, NO_INSTRUCTION) and done > SLOW_ROUNDS:
+                continue
+            began = time.thread_time()
+            call()
+            if done:
+                times[name].append(time.thread_time() - began)
+    rates = {name: calls[name][1] / statistics.median(taken) for name, taken in times.items()}
+    base = rates.get(READING, max(rates.values()))
+    return [
+        Row(
+            case.name,
+            name,
+            statistics.median(taken),
+            min(taken),
+            max(taken),
+            rates[name] / 1e9,
+            rates[name] / base,
+            calls[name][1],
+            len(taken),
+            bounds([calls[name][1] / each / 1e9 for each in taken]),
+        )
+        for name, taken in times.items()
+    ]
+
+
+def targets(rows: list[Row]) -> list[dict[str, object]]:
+    """S3: the slowest case of blocks."""
+    measured = [case.name for case in CASES if case.target]
+    ours = [row for row in rows if row.method == OURS and row.case in measured]
+    if not ours:
+        return []
+    worst = min(ours, key=lambda row: row.gb_per_s)
+    found = estimate(worst.gb_per_s, worst.gb_per_s_between)
+    return [judged("S3", found, TARGET_GB_PER_S, at_least=True)]
+
+
+def table(rows: list[Row]) -> Table:
+    """One section per case."""
+    result = Table(title="crc32c, one thread; ratio: to reading the same bytes by memcpy")
+    result.add_column("case", no_wrap=True)
+    result.add_column("method", no_wrap=True)
+    for heading in ("CPU ms", "best", "worst", "GB/s", "ratio"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    last = ""
+    for row in rows:
+        if row.case != last:
+            result.add_section()
+        last = row.case
+        result.add_row(
+            row.case,
+            row.method,
+            *(f"{1e3 * value:.1f}" for value in (row.median_s, row.best_s, row.worst_s)),
+            f"{row.gb_per_s:.2f}",
+            f"{row.ratio:.2f}",
+        )
+    return result
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.micro.crc", description=__doc__)
+    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser.add_argument("--rounds", type=int, default=11, help="timed rounds (11)")
+    parser.add_argument("--mib", type=int, default=256, help="read per round and case (256)")
+    options = parser.parse_args(arguments)
+
+    machine = machine_facts()
+    rows = [row for case in CASES for row in run_case(case, options.rounds, options.mib * MIB)]
+    result = {
+        "benchmark": "crc",
+        "machine": machine,
+        "rows": [asdict(row) for row in rows],
+        "targets": targets(rows),
+    }
+    Console(stderr=options.json == "-").print(table(rows))
+    if options.json == "-":
+        json.dump(result, sys.stdout, indent=1)
+        print()
+    elif options.json:
+        Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

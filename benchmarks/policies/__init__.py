@@ -1,0 +1,1 @@
+"""Benchmarks of eviction policies on traces."""

@@ -1,0 +1,344 @@
+"""P: hit ratios of eviction policies on real traces, by the size of the tier.
+
+    python -m benchmarks.policies.hit_ratios --traces DIR            a table
+    python -m benchmarks.policies.hit_ratios --traces DIR --json -   JSON on stdout as well
+    python -m benchmarks.policies.hit_ratios --traces DIR --through tiers   in index and ladder
+    python -m benchmarks.policies.hit_ratios --traces DIR --pair            host and disk
+    python -m benchmarks.policies.hit_ratios --traces DIR --pair --write-budget 0.3 0.5
+
+Every request of a trace goes through ``kvtier.index.policies.replayed``. A hit is a block of the
+longest cached prefix at arrival. Needs zstd. README.md says the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TypeVar
+
+from rich.table import Table
+
+from benchmarks.policies.host_and_disk import (
+    PAIRS,
+    WAYS,
+    PairRow,
+    measure_pair,
+    pair_tables,
+    pair_targets,
+)
+from benchmarks.policies.tiers import TierReplay
+from benchmarks.policies.traces import (
+    BLOCK_TOKENS,
+    FOLDER,
+    Trace,
+    agentic,
+    conversation,
+    default_folder,
+)
+from benchmarks.policies.write_budget import (
+    BUCKET,
+    BUDGETED,
+    BudgetRow,
+    Limit,
+    budget_tables,
+    budget_targets,
+    measure_budget,
+)
+from benchmarks.report.machine import machine_facts
+from benchmarks.report.output import report
+from benchmarks.report.targets import judged
+from kvtier.index.policies.replayed import POLICIES, PolicyReplay
+from kvtier.serve_bench.stats import exactly
+
+EVEN_TOKENS = 32_768
+"""So deep in a prompt attention costs as much as everything else: what a hit saves there."""
+EVEN_BLOCKS = EVEN_TOKENS / BLOCK_TOKENS
+BY_TIME = "runs, by time"
+"""The same policy, told to save time and not blocks."""
+CONTESTANTS = (*POLICIES, BY_TIME)
+OURS, LRU = "runs", "lru"
+REPLAY, TIERS, PAIR = "replay", "tiers", "pair"
+SEED = 11
+"""Of the sessions' beginnings, for which the targets are."""
+WANTED = {
+    "conversation": {0.005: 7.9, 0.01: 10.8, 0.02: 15.2, 0.05: 23.0, 0.1: 29.5, 0.2: 34.9},
+    "agentic, 200 sessions": {0.005: 28.0, 0.01: 41.2, 0.02: 58.3, 0.05: 83.5, 0.1: 93.1},
+    "agentic, all sessions": {0.005: 37.0, 0.01: 55.0, 0.02: 76.0},
+}
+"""Hits, % of blocks, by the share of the trace's unique blocks that there is room for."""
+SHARES = (0.005, 0.01, 0.02, 0.05, 0.1)
+MOST_BELOW_LRU = 0.3
+LEAST_REFS_PER_S = 1_000_000
+
+
+AnyRow = TypeVar("AnyRow")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One policy at one capacity. share: of the trace's unique blocks. saved: of the time that
+    prompts take. stored: of the blocks that were asked for. history: entries at most, in
+    capacities."""
+
+    trace: str
+    seed: int | None
+    policy: str
+    share: float
+    capacity_blocks: int
+    hit_ratio: float
+    saved: float
+    stored: float
+    history: float
+    bytes_per_block: float
+    refs_per_s: float
+
+
+def _work(num_blocks: int) -> float:
+    """Time to compute so many blocks, that of one at the beginning being 1."""
+    return num_blocks + num_blocks * num_blocks / 2 / EVEN_BLOCKS
+
+
+_replayed: list[tuple[Trace, int | None]] = []
+"""The traces, in a worker process, with the seeds of their beginnings."""
+
+
+def _made(policy: str, capacity: int, through: str) -> PolicyReplay | TierReplay:
+    name, doubles_at = (OURS, EVEN_BLOCKS) if policy == BY_TIME else (policy, 0.0)
+    if through == TIERS:
+        return TierReplay(name, capacity, doubles_at_blocks=doubles_at)
+    return PolicyReplay(name, capacity, doubles_at_blocks=doubles_at)
+
+
+def measure(number: int, policy: str, share: float, through: str = REPLAY) -> Row:
+    """A whole trace, from an empty tier on."""
+    trace, seed = _replayed[number]
+    capacity = max(1, int(share * trace.num_unique))
+    replay = _made(policy, capacity, through)
+    num_hits = history = 0
+    saved = work = seconds = 0.0
+    for at, chain in zip(trace.times, trace.chains, strict=True):
+        began = time.thread_time()
+        hits = replay.request(chain, at)
+        seconds += time.thread_time() - began
+        num_hits += hits
+        saved += _work(hits)
+        work += _work(len(chain))
+        history = max(history, replay.num_history)
+    replay.check_invariants()
+    return Row(
+        trace.name,
+        seed,
+        policy,
+        share,
+        capacity,
+        num_hits / trace.num_refs,
+        saved / work,
+        replay.num_stored / trace.num_refs,
+        history / capacity,
+        replay.num_bytes / capacity,
+        trace.num_refs / max(seconds, 1e-9),
+    )
+
+
+def targets(rows: list[Row], through: str = REPLAY) -> list[dict[str, object]]:
+    """Each column of the table, what LRU has more at worst, and the slowest replay."""
+    found = {(row.trace, row.seed, row.share, row.policy): row for row in rows}
+    judgements = []
+    for (trace, seed, share, policy), row in found.items():
+        wanted = WANTED.get(trace, {}).get(share)
+        if policy == OURS and seed in (None, SEED) and wanted is not None:
+            value = exactly(100 * row.hit_ratio)
+            column = f"{trace}, {100 * share:g} %"
+            judgements.append(judged("P", value, wanted, at_least=True, digits=2, column=column))
+    ours = [row for row in rows if row.policy == OURS]
+    below = [
+        100 * (other.hit_ratio - row.hit_ratio)
+        for row in ours
+        if (other := found.get((row.trace, row.seed, row.share, LRU)))
+    ]
+    if below:
+        worst = exactly(max(below))
+        judgements.append(
+            judged("P", worst, MOST_BELOW_LRU, at_least=False, digits=2, column="below LRU, points")
+        )
+    if ours and through == REPLAY:
+        slowest = exactly(min(row.refs_per_s for row in ours))
+        judgements.append(
+            judged("P", slowest, LEAST_REFS_PER_S, at_least=True, digits=0, column="blocks per s")
+        )
+    return judgements
+
+
+def tables(rows: list[Row]) -> Iterator[Table]:
+    """One for hits and one for time; a line per policy, a column per size."""
+    for title, value in (("hits, % of blocks", "hit_ratio"), ("time saved, %", "saved")):
+        for trace, seed in dict.fromkeys((row.trace, row.seed) for row in rows):
+            these = [row for row in rows if (row.trace, row.seed) == (trace, seed)]
+            name = trace if seed in (None, SEED) else f"{trace}, other beginnings ({seed})"
+            table = Table(title=f"{name}: {title}")
+            table.add_column("policy")
+            shares = list(dict.fromkeys(row.share for row in these))
+            for share in shares:
+                table.add_column(f"{100 * share:g} %", justify="right")
+            for policy in dict.fromkeys(row.policy for row in these):
+                cells = {row.share: row for row in these if row.policy == policy}
+                table.add_row(policy, *(f"{100 * getattr(cells[s], value):.2f}" for s in shares))
+            yield table
+
+
+def replay_all(traces: list[tuple[Trace, int | None]], options: argparse.Namespace) -> list[Row]:
+    """All that is asked for, by worker processes that have the traces from this one."""
+    jobs: list[tuple[object, ...]] = []
+    for number, (trace, _) in enumerate(traces):
+        shares = options.shares or WANTED.get(trace.name, SHARES)
+        names = options.policies
+        jobs += [(number, name, share, options.through) for share in shares for name in names]
+    return _in_processes(measure, jobs, traces, options.processes)
+
+
+def _measure_pair(number: int, policy: str, through: str, shares: tuple[float, float]) -> PairRow:
+    return measure_pair(*_replayed[number], policy, through, shares)
+
+
+def replay_pairs(
+    traces: list[tuple[Trace, int | None]], options: argparse.Namespace
+) -> list[PairRow]:
+    """Both tiers at once, and each alone."""
+    jobs: list[tuple[object, ...]] = [
+        (number, name, through, tuple(options.shares or PAIRS[trace.name]))
+        for number, (trace, _) in enumerate(traces)
+        for through in WAYS
+        for name in options.policies
+        if name in (OURS, LRU)
+    ]
+    return _in_processes(_measure_pair, jobs, traces, options.processes)
+
+
+def _measure_budget(
+    number: int, through: str, shares: tuple[float, float], limit: Limit | None
+) -> BudgetRow:
+    return measure_budget(*_replayed[number], through, shares, limit)
+
+
+def replay_budgets(
+    traces: list[tuple[Trace, int | None]], options: argparse.Namespace
+) -> list[BudgetRow]:
+    """Both tiers, without a limit to what is written, and then with each that is asked for."""
+    kinds = [
+        (number, tuple(options.shares or PAIRS[trace.name]))
+        for number, (trace, _) in enumerate(traces)
+    ]
+    jobs: list[tuple[object, ...]] = [(number, TIERS, shares, None) for number, shares in kinds]
+    free = _in_processes(_measure_budget, jobs, traces, options.processes)
+    jobs = [
+        (number, through, shares, Limit(share, options.bucket, row.num_written))
+        for (number, shares), row in zip(kinds, free, strict=True)
+        for share in options.write_budget
+        for through in BUDGETED
+    ]
+    return free + _in_processes(_measure_budget, jobs, traces, options.processes)
+
+
+def _in_processes(
+    work: Callable[..., AnyRow],
+    jobs: list[tuple[object, ...]],
+    traces: list[tuple[Trace, int | None]],
+    processes: int,
+) -> list[AnyRow]:
+    """``work`` of each job, in processes that have the traces from this one."""
+    for trace, _ in traces:
+        assert trace.num_unique  # counted here, once
+    with ProcessPoolExecutor(processes, get_context("fork"), _replayed.extend, (traces,)) as pool:
+        return list(pool.map(work, *zip(*jobs, strict=True)))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.policies.hit_ratios", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        default=default_folder(),
+        help=f"folder of the traces; else ${FOLDER}, or shared/traces beside the sources",
+    )
+    parser.add_argument("--policies", nargs="+", choices=CONTESTANTS, default=list(CONTESTANTS))
+    parser.add_argument("--shares", nargs="+", type=float, help="capacities, of the unique blocks")
+    parser.add_argument("--only", choices=["conversation", "agentic", "all"], help="one trace")
+    parser.add_argument("--sessions", type=int, default=200, help="of the agentic trace (200)")
+    parser.add_argument("--hours", type=float, default=2.3, help="that they begin in (2.3)")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[SEED], help=f"of their beginnings ({SEED})"
+    )
+    parser.add_argument(
+        "--through",
+        choices=[REPLAY, TIERS],
+        default=REPLAY,
+        help="what answers: a policy alone, or index, ladder and policy",
+    )
+    parser.add_argument(
+        "--pair",
+        action="store_true",
+        help="host memory and a disk below it; --shares has their two sizes (1 and 5 or 10 %%)",
+    )
+    parser.add_argument(
+        "--write-budget",
+        nargs="+",
+        type=float,
+        metavar="SHARE",
+        help="with --pair: what may be written to the disk, of what would be",
+    )
+    parser.add_argument(
+        "--bucket",
+        type=float,
+        default=BUCKET,
+        help="how much of a budget may be saved up, of that of the trace (1/24)",
+    )
+    parser.add_argument("--processes", type=int, default=2, help="(2)")
+    options = parser.parse_args(arguments)
+
+    if not options.traces.is_dir():
+        print(f"policies: left out, no traces in {options.traces}", file=sys.stderr)
+        return
+    traces: list[tuple[Trace, int | None]] = []
+    if options.only in (None, "conversation"):
+        traces.append((conversation(options.traces), None))
+    if options.only in (None, "agentic"):
+        for seed in options.seeds:
+            trace = agentic(options.traces, options.sessions, options.hours, seed)
+            traces.append((trace, seed))
+    if options.only in (None, "all"):
+        traces.append((agentic(options.traces, None, 8.0, SEED), SEED))
+    machine = machine_facts()
+    result = {
+        "benchmark": "policies",
+        "machine": machine,
+        "through": PAIR if options.pair else options.through,
+        "traces": [
+            {"name": each.name, "seed": seed, "blocks": each.num_refs, "unique": each.num_unique}
+            for each, seed in traces
+        ],
+    }
+    if options.pair and options.write_budget:
+        budgets = replay_budgets(traces, options)
+        result |= {"rows": [asdict(row) for row in budgets], "targets": budget_targets(budgets)}
+        report(result, options.json, *budget_tables(budgets))
+    elif options.pair:
+        pairs = replay_pairs(traces, options)
+        result |= {"rows": [asdict(row) for row in pairs], "targets": pair_targets(pairs)}
+        report(result, options.json, *pair_tables(pairs))
+    else:
+        rows = replay_all(traces, options)
+        result |= {"rows": [asdict(row) for row in rows], "targets": targets(rows, options.through)}
+        report(result, options.json, *tables(rows))
+
+
+if __name__ == "__main__":
+    main()

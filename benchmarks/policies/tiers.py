@@ -1,0 +1,166 @@
+"""The same requests through kvtier's own tiers: index, ladder and policy, as under vLLM."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from benchmarks.policies.traces import Keys
+from kvtier.index import make_key_index
+from kvtier.index.native_key_index import NativeKeyIndex
+from kvtier.keyed_cache import KeyedCache, Place
+from kvtier.ladder import Ladder, LadderOptions
+from kvtier.ladder.archive import LEAST_CHANCE
+from kvtier.tiers import DistantRoom, Quota, Room, StorageFacts
+from kvtier.transfer import FindJob, Job, Move, Mover
+from kvtier.types import DISK, HOST, AnyColumn, BlockKey
+
+BLOCK_BYTES = 1 << 20
+KEY_BYTES = 8
+DAY_S = 86_400.0
+NAMESPACE = bytes(32)
+PREFIX = (Place.MEMORY, Place.STORAGE)
+
+
+class FirstComeIndex(NativeKeyIndex):
+    """Lets to the disk what it would if there were no limit to what may be written."""
+
+    def admit_keys(
+        self, keys: Sequence[bytes], column: AnyColumn, num_free: int, least_chance: float = 0.0
+    ) -> list[bytes]:
+        is_full_disk = column == DISK and len(keys) > num_free
+        return super().admit_keys(keys, column, num_free, LEAST_CHANCE if is_full_disk else 0.0)
+
+
+class TierReplay:
+    """A host tier of ``capacity_blocks`` with, below it, a disk of ``disk_blocks``, or none; copies
+    take no time. What is asked for is brought from the disk, and the rest stored at once, as far as
+    it is let in. The interface is that of ``PolicyReplay``.
+
+    bytes_per_day: what may be written to the disk, a block being one MiB; 0 for no limit. day_s:
+    seconds of the requests' time that count as a day there. is_first_come: what may be written is
+    used up by what comes first, worth more or less. doubles_at_blocks: so deep in a prompt a block
+    takes twice as long to compute as its first one, as the planner would have measured; 0 where
+    all are worth the same.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        capacity_blocks: int,
+        disk_blocks: int = 0,
+        bytes_per_day: int = 0,
+        doubles_at_blocks: float = 0.0,
+        day_s: float = DAY_S,
+        is_first_come: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.num_from_host = 0
+        """Of the hits."""
+        self.num_history = 0
+        """Not told."""
+        self._now = 0.0
+        self._num_stored = 0
+        host = DistantRoom(capacity_blocks)
+        host.open(capacity_blocks)
+        rooms: dict[str, Room] = {HOST: host}
+        if disk_blocks:
+            rooms[DISK] = Quota(lambda: disk_blocks)
+        self._mover = _AtOnce([tier for tier in rooms if tier != HOST])
+        make = FirstComeIndex if is_first_come else make_key_index
+        self._index = make(tuple(rooms), lambda: NAMESPACE, rooms, policy)
+        options = LadderOptions(BLOCK_BYTES, bytes_per_day={DISK: bytes_per_day})
+        self._ladder = Ladder(
+            self._index,
+            rooms,
+            self._mover,
+            options=options,
+            clock=lambda: self._now * DAY_S / day_s,
+        )
+        if doubles_at_blocks:
+            self._index.set_doubling(doubles_at_blocks)
+        self._cache = KeyedCache(self._index, self._ladder, lambda: NAMESPACE, self._clock)
+
+    def _clock(self) -> float:
+        return self._now
+
+    def request(self, keys: Keys, now_s: float) -> int:
+        self._now = now_s
+        text = keys.tobytes()
+        path = [text[at : at + KEY_BYTES] for at in range(0, len(text), KEY_BYTES)]
+        places = self._cache.find_all(path)
+        self._cache.asked(path)
+        found = next((at for at, it in enumerate(places) if it not in PREFIX), len(path))
+        hits = self._bring(path[:found])
+        self.num_from_host += places[:hits].count(Place.MEMORY)
+        room = self._cache.reserve(path[hits:])  # as vLLM, which does not hold what was found
+        if room is None:  # more than there is: from its beginning on
+            room = self._cache.reserve(path[hits : hits + self._ladder.num_available(HOST)])
+        if room is not None:
+            self._cache.commit(room.keys, range(len(room.keys)))
+            self._num_stored += len(room.keys)
+        self._settle()
+        self._cache.touch(path)  # as vLLM tells of a request that is over
+        self._cache.take_changes()
+        return hits
+
+    def _bring(self, path: Sequence[bytes]) -> int:
+        """Blocks into host memory, and from there to the device. Returns how many."""
+        hits = self._cache.promote(path, path) if DISK in self._ladder.storages else len(path)
+        self._settle()
+        self._cache.hold(path[:hits])
+        self._cache.release(path[:hits])
+        return hits
+
+    def _settle(self) -> None:
+        while self._ladder.is_busy:
+            self._cache.poll()
+
+    @property
+    def num_stored(self) -> int:
+        """Blocks that came to the slowest tier."""
+        return self._mover.num_moved[DISK] if DISK in self._ladder.storages else self.num_in_host
+
+    @property
+    def num_in_host(self) -> int:
+        """Blocks that came to host memory, from the device and from the disk."""
+        return self._num_stored + self._mover.num_moved[HOST]
+
+    @property
+    def num_blocks(self) -> int:
+        return self._index.num_held(HOST)
+
+    @property
+    def num_bytes(self) -> int:
+        return int(getattr(self._index, "num_bytes", 0))
+
+    def check_invariants(self) -> None:
+        self._ladder.check_invariants(0)
+
+
+class _AtOnce(Mover):
+    """Whatever is to be moved has been. num_moved: blocks, by where they went."""
+
+    def __init__(self, storages: Sequence[str]) -> None:
+        self.storages = {name: StorageFacts(finds_at_once=True) for name in storages}
+        self.num_moved: Counter[str] = Counter()
+
+    def begin(self, move: Move, urgent: bool = True) -> Job:
+        self.num_moved[move.dst] += move.num_blocks
+        job = Job(move.num_blocks * BLOCK_BYTES)
+        job.finish()
+        return job
+
+    def find(self, tier: str, keys: Sequence[BlockKey]) -> FindJob:
+        job = FindJob()
+        job.finish()
+        return job
+
+    def drop(self, tier: str, keys: Sequence[BlockKey], for_good: bool = False) -> None:
+        return
+
+    def queued_s(self, route: tuple[str, str], copy_s: Callable[[int], float]) -> float:
+        return 0.0
+
+    def close(self, timeout_s: float) -> set[str]:
+        return set()

@@ -1,0 +1,103 @@
+"""Traces of requests, as block keys: an hour of a chat service and sessions of coding agents, which
+are real; and long documents, which are made up.
+
+The real ones lie in a folder as their releases have them, compressed by zstd:
+``mooncake/conversation_trace.jsonl.zst`` and ``agentic/agentic_sessions.jsonl.zst``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import ConfigError
+from kvtier.recording import Chains
+from kvtier.replay.traces import ReadOptions, read_traces
+
+BLOCK_TOKENS = 512
+SESSION_BLOCK_TOKENS = 64
+FOLDER = "KVTIER_TRACES"
+"""In the environment: where the traces are."""
+
+Keys = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in order of arrival. times: seconds. chains: of each request the keys of its blocks,
+    uint64 [num_blocks]; a key has the same keys before it wherever it stands."""
+
+    name: str
+    times: list[float]
+    chains: list[Keys]
+
+    @cached_property
+    def num_refs(self) -> int:
+        return sum(map(len, self.chains))
+
+    @cached_property
+    def num_unique(self) -> int:
+        return len(np.unique(np.concatenate(self.chains)))
+
+
+def default_folder() -> Path:
+    """Beside the sources, unless the environment says otherwise."""
+    return Path(os.environ.get(FOLDER) or Path(__file__).parents[3] / "shared" / "traces")
+
+
+def conversation(folder: Path) -> Trace:
+    """One hour of a chat service: requests of 12,000 tokens, most of them asked once."""
+    path = folder / "mooncake/conversation_trace.jsonl.zst"
+    return _read("conversation", path, ReadOptions(_NO_TOKENS, block_tokens=BLOCK_TOKENS))
+
+
+def agentic(folder: Path, num_sessions: int | None, hours: float, seed: int) -> Trace:
+    """Coding agents: sessions of 118,000 tokens that begin at random times. Those with equal tools
+    and system prompts share that prefix. num_sessions: None for all."""
+    options = ReadOptions(
+        _NO_TOKENS,
+        coarsen=BLOCK_TOKENS // SESSION_BLOCK_TOKENS,
+        sessions=num_sessions or 0,
+        hours=hours,
+        seed=seed,
+    )
+    name = f"agentic, {num_sessions or 'all'} sessions"
+    return _read(name, folder / "agentic/agentic_sessions.jsonl.zst", options)
+
+
+def documents(num_documents: int = 300, seed: int = 5) -> Trace:
+    """Made up: long documents of 60 to 140 blocks, each asked about four times, a few at a time. A
+    tier of 0.5 % of all blocks has room for one and a half of them."""
+    chance = np.random.default_rng(seed)
+    lengths = chance.integers(60, 141, num_documents)
+    starts = np.cumsum(chance.exponential(30.0, num_documents))
+    asked = []
+    for number, length in enumerate(lengths.tolist()):
+        text = np.arange(length, dtype=np.uint64) + np.uint64(number << 24)
+        gaps = chance.exponential(25.0, 4)
+        gaps[0] = 0.0
+        for turn, at in enumerate((starts[number] + np.cumsum(gaps)).tolist()):
+            question = np.array([(number << 24) + (turn + 1 << 16)], np.uint64)
+            asked.append((at, np.concatenate([text, question])))
+    asked.sort(key=lambda each: each[0])
+    times, chains = zip(*asked, strict=True)
+    return Trace("documents", list(times), list(chains))
+
+
+_NO_TOKENS = Chains(bytes(32), BLOCK_TOKENS)
+"""Both traces have hashes."""
+
+
+def _read(name: str, path: Path, options: ReadOptions) -> Trace:
+    try:
+        trace = read_traces([path], options)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
+    chains = np.split(trace.keys, trace.offsets[1:-1])
+    asked = [at for at, chain in enumerate(chains) if len(chain)]
+    return Trace(name, trace.times[asked].tolist(), [chains[at] for at in asked])

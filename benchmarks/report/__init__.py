@@ -1,0 +1,1 @@
+"""Results of benchmarks: facts about the machine, targets, output."""

@@ -1,0 +1,1 @@
+"""Benchmarks of kvtier's own server."""

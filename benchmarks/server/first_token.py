@@ -1,0 +1,229 @@
+"""T1': a hit's time to first token, against computing its tail and moving its bytes.
+
+    python -m benchmarks.server.first_token            a table
+    python -m benchmarks.server.first_token --json -   JSON on stdout, the table on stderr
+
+One prompt of the embedded engine, in rounds, under another name in each: computed from nothing,
+then served from the device, from host memory and from disk. What a hit can't do without:
+
+    tail    the engine's own time to compute what was not reused, in the hit from the device
+    bytes   those that were loaded, at the rate at which the tier gave them in this run: bytes by
+            seconds of all its reads, without the time in line
+
+A ratio is of one round; the rounds' median counts. README.md says the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.report.machine import machine_facts
+from benchmarks.report.targets import judged
+from kvtier.engine import Engine, SamplingParams
+from kvtier.serve_bench.corpus import Prompt
+from kvtier.serve_bench.engines import (
+    clear_tiers,
+    open_engine,
+    probe,
+    run_one,
+    scratch_disk,
+    settle,
+)
+from kvtier.serve_bench.options import ServeOptions
+from kvtier.serve_bench.stats import median_with_interval
+from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
+
+PROMPT_TOKENS = 3500
+NUM_ROUNDS = 31
+WANTED = 1.15
+ROUTE_FROM = {HOST: (HOST, DEVICE), DISK: (DISK, HOST)}
+"""Where a tier's own rate shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """One request. ttft_s, prefill_s: until its first token, and of it the computing."""
+
+    ttft_s: float
+    prefill_s: float
+
+
+@dataclass
+class Rounds:
+    """Requests by the tier that they came from, round by round; and what was read of each tier."""
+
+    hits: dict[str, list[Hit]] = field(default_factory=lambda: {DEVICE: [], HOST: [], DISK: []})
+    cold: list[Hit] = field(default_factory=list)
+    num_bytes: int = 0
+    bytes_per_s: dict[str, float] = field(default_factory=dict)
+
+    def least_s(self, tier: str, at: int) -> float:
+        """What a hit of that round can't do without."""
+        load_s = self.num_bytes / self.bytes_per_s[tier] if tier != DEVICE else 0.0
+        return self.hits[DEVICE][at].prefill_s + load_s
+
+    def ratios(self, tier: str) -> list[float]:
+        return [hit.ttft_s / self.least_s(tier, at) for at, hit in enumerate(self.hits[tier])]
+
+
+class Bench:
+    """Asks for the prompt in every way, and writes down what came of it."""
+
+    def __init__(self, engine: Engine, prompt: Prompt, reused_tokens: int) -> None:
+        self._engine = engine
+        self._prompt = prompt
+        self._reused_tokens = reused_tokens
+        self._prefill_s = 0.0
+        self.rounds = Rounds()
+        engine.call(self._listen)
+
+    def _listen(self) -> None:
+        """The engine tells its cache how long each piece of a prefill took: hear it, too."""
+        cache = self._engine.cache
+        tell = cache.observe_prefill
+
+        def observe(num_before: int, num_tokens: int, seconds: float) -> None:
+            self._prefill_s += seconds
+            tell(num_before, num_tokens, seconds)
+
+        cache.observe_prefill = observe  # type: ignore[method-assign]
+
+    def run(self, turn: int) -> None:
+        clear_tiers(self._engine, DEVICE, HOST)
+        gc.collect()
+        cold = self._ask(turn, {})
+        settle(self._engine)
+        found = [self._ask(turn, {DEVICE: self._reused_tokens})]
+        for lost in ((DEVICE,), (DEVICE, HOST)):
+            clear_tiers(self._engine, *lost)
+            tier = HOST if lost == (DEVICE,) else DISK
+            found.append(self._ask(turn, {tier: self._reused_tokens}))
+        if turn > 0:  # the first one warms up
+            self.rounds.cold.append(cold)
+            for tier, hit in zip((DEVICE, HOST, DISK), found, strict=True):
+                self.rounds.hits[tier].append(hit)
+
+    def _ask(self, turn: int, hits: dict[str, int]) -> Hit:
+        self._prefill_s = 0.0
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        completion = run_one(self._engine, self._prompt, params, salt=f"round {turn}")
+        assert completion.hit_tokens == hits, f"{dict(completion.hit_tokens)} instead of {hits}"
+        settle(self._engine)
+        return Hit(completion.ttft_s, self._prefill_s)
+
+    def finish(self, num_bytes: int) -> Rounds:
+        self.rounds.num_bytes = num_bytes
+        for tier, (src, dst) in ROUTE_FROM.items():
+            labels = {"src": src, "dst": dst}
+            sample = self._engine.cache.metrics.registry.get_sample_value
+            moved = sample("kvtier_copied_bytes_total", labels)
+            seconds = sample("kvtier_copy_seconds_sum", labels)
+            assert moved, f"nothing came from {src}"
+            assert seconds
+            self.rounds.bytes_per_s[tier] = moved / seconds
+        return self.rounds
+
+
+@contextmanager
+def opened(options: ServeOptions, num_rounds: int) -> Iterator[tuple[Bench, int]]:
+    """The rounds to be run on an engine of three tiers, and the bytes that a load brings."""
+    setting = probe(options)
+    num_tokens = options.ttft_tokens
+    (prompt,) = setting.prompts(1, num_tokens)
+    room, cached = options.blocks(num_tokens + 1), options.blocks(num_tokens)
+    reused = options.reused_tokens(num_tokens)
+    with (
+        scratch_disk(options) as disk,
+        open_engine(
+            options,
+            setting.info,
+            2 * room,
+            4 * cached,
+            disk,
+            (num_rounds + 2) * cached,
+            load_policy=LoadPolicy.ALWAYS,
+        ) as engine,
+    ):
+        num_bytes = options.blocks(reused) * setting.info.bytes_per_block
+        yield Bench(engine, prompt, reused), num_bytes
+
+
+def measure(options: ServeOptions, num_rounds: int) -> Rounds:
+    with opened(options, num_rounds) as (bench, num_bytes):
+        for turn in range(num_rounds + 1):
+            bench.run(turn)
+        return bench.finish(num_bytes)
+
+
+def table(rounds: Rounds) -> Table:
+    result = Table(title="time to first token, milliseconds, medians")
+    for heading in ("from", "TTFT", "computing", "tail + bytes", "ratio"):
+        result.add_column(heading, justify="left" if heading == "from" else "right")
+    for tier, hits in rounds.hits.items():
+        least_s = median(rounds.least_s(tier, at) for at in range(len(hits)))
+        times = (median(hit.ttft_s for hit in hits), median(hit.prefill_s for hit in hits), least_s)
+        shown = (f"{seconds * 1e3:.2f}" for seconds in times)
+        result.add_row(tier, *shown, f"{median(rounds.ratios(tier)):.3f}")
+    cold = rounds.cold
+    times = (median(hit.ttft_s for hit in cold), median(hit.prefill_s for hit in cold))
+    result.add_row("nothing", *(f"{seconds * 1e3:.2f}" for seconds in times), "", "")
+    return result
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.server.first_token", description=__doc__
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser.add_argument("--model", default="kvtier-tiny")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--tokens", type=int, default=PROMPT_TOKENS, help="of the prompt")
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
+    parser.add_argument("--disk-path", type=Path, help="directory for the slab (temporary files)")
+    given = parser.parse_args(arguments)
+    machine = machine_facts()
+    options = ServeOptions(
+        model=given.model,
+        device=given.device,
+        disk_path=given.disk_path,
+        ttft_tokens=given.tokens,
+    )
+    rounds = measure(options, given.rounds)
+    Console(stderr=given.json == "-").print(table(rounds))
+    targets = [
+        judged("T1'", median_with_interval(rounds.ratios(tier)), WANTED, at_least=False, tier=tier)
+        for tier in rounds.hits
+    ]
+    rows = [
+        {"tier": tier, "ttft_s": hit.ttft_s, "prefill_s": hit.prefill_s}
+        for tier, hits in {**rounds.hits, "nothing": rounds.cold}.items()
+        for hit in hits
+    ]
+    rates = {tier: round(rate / 1e9, 3) for tier, rate in rounds.bytes_per_s.items()}
+    result = {
+        "benchmark": "first_token",
+        "machine": machine,
+        "gigabytes_per_s": rates,
+        "rows": rows,
+        "targets": targets,
+    }
+    if given.json == "-":
+        json.dump(result, sys.stdout, indent=1)
+        print()
+    elif given.json:
+        Path(given.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""The same prompts twice: the first time computed, the second time from device, host and storage.
+
+The device has room for a part of the prompts. The second time those come first that it still has,
+then the others, which have to come from below it or to be computed again.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.engines.report import Row, changed, judged_row, spread
+from benchmarks.engines.requests import BEYOND, tokens
+from benchmarks.engines.servers import Server, Size
+from kvtier.serve_bench.stats import median_with_interval
+
+FROM_DEVICE = 0.35
+"""Of the prompts, wanted."""
+ROOM = 0.4
+"""Of the prompts, for which the device has room: some of it is for the request that runs."""
+GROUPS = 6
+"""Of prompts, each with its share of those on the device: the interval is that of their ratios."""
+OUTPUT_TOKENS = 4
+TTFT_SAVED = -0.95
+KIND = "second pass"
+
+
+@dataclass(frozen=True, slots=True)
+class Twice:
+    """One prompt. on_device: it was asked for while the device should have it. same_answer: the
+    second time the same tokens came."""
+
+    first_ms: float
+    second_ms: float
+    on_device: bool
+    same_answer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SecondPass:
+    """device_share: of the second time's tokens, those that the engine found on the device."""
+
+    prompts: list[Twice]
+    prompt_tokens: int
+    device_share: float
+    tier_share: float
+
+
+def size_for(num_prompts: int, num_blocks: int) -> Size:
+    """Of a device with room for a part of so many prompts of so many blocks."""
+    return Size(int(ROOM * num_prompts) * (num_blocks + 1) + num_blocks + 1)
+
+
+def order(num_prompts: int) -> tuple[list[int], list[int]]:
+    """Of the second time: those that the device has, and the others."""
+    num_device = round(FROM_DEVICE * num_prompts)
+    everyone = list(range(num_prompts))
+    return everyone[num_prompts - num_device :], everyone[: num_prompts - num_device]
+
+
+def measure_second_pass(
+    server: Server, num_prompts: int, num_blocks: int, seed: int, say: Callable[[str], None]
+) -> SecondPass:
+    """With a server that has room as ``size_for`` says."""
+    length = num_blocks * server.contestant.block + BEYOND
+    server.ask(tokens(seed - 1, length), OUTPUT_TOKENS)
+    prompts = [tokens(seed + number, length) for number in range(num_prompts)]
+    first = []
+    for prompt in prompts:
+        first.append(server.ask(prompt, OUTPUT_TOKENS, logprobs=1))
+        server.settle()
+    assert not any(each.cached_tokens for each in first), "a prompt was known before"
+    before = server.tokens()
+    on_device, others = order(num_prompts)
+    found = []
+    for number in (*on_device, *others):
+        answer = server.ask(prompts[number], OUTPUT_TOKENS, logprobs=1)
+        server.settle()
+        before_it = first[number]
+        same = answer.texts == before_it.texts
+        found.append(Twice(before_it.ttft_ms, answer.ttft_ms, number in on_device, same))
+    counted = server.tokens().since(before)
+    result = SecondPass(
+        found,
+        length,
+        (counted.cached - counted.from_tier) / counted.prompt,
+        counted.from_tier / counted.prompt,
+    )
+    again = statistics.mean(each.second_ms for each in found)
+    cold = statistics.mean(each.ttft_ms for each in first)
+    say(f"{server.contestant.name}, second pass: {again:.0f} ms, cold {cold:.0f} ms")
+    return result
+
+
+def rows(contestant: str, found: SecondPass) -> list[Row]:
+    """One."""
+    return [
+        {
+            "kind": KIND,
+            "contestant": contestant,
+            "prompts": len(found.prompts),
+            "prompt_tokens": found.prompt_tokens,
+            "first_ttft_ms": round(statistics.mean(e.first_ms for e in found.prompts), 1),
+            "ttft_ms": round(statistics.mean(e.second_ms for e in found.prompts), 1),
+            "from_device_ms": mean_ms(each for each in found.prompts if each.on_device),
+            "from_below_ms": mean_ms(each for each in found.prompts if not each.on_device),
+            "device_share": round(found.device_share, 4),
+            "from_tier_share": round(found.tier_share, 4),
+            "same_answers": sum(each.same_answer for each in found.prompts),
+            "ttft_ratio": spread(median_with_interval(ratios(found.prompts))),
+        }
+    ]
+
+
+def mean_ms(prompts: Iterable[Twice]) -> float:
+    """To the first token, the second time."""
+    return round(statistics.mean(each.second_ms for each in prompts), 1)
+
+
+def ratios(prompts: Sequence[Twice]) -> list[float]:
+    """Of the mean times to the first token, second to first, in groups that are alike: in each as
+    many prompts from the device as from below, as far as that can be."""
+    num_groups = min(GROUPS, len(prompts))
+    alike = sorted(prompts, key=lambda each: each.on_device)
+    groups = [alike[at::num_groups] for at in range(num_groups)]
+    return [
+        statistics.mean(each.second_ms for each in group)
+        / statistics.mean(each.first_ms for each in group)
+        for group in groups
+    ]
+
+
+def targets(found: Sequence[Row], names: Sequence[str]) -> list[Row]:
+    """T1: the change of the mean time to the first token."""
+    return [
+        {
+            "id": "T1",
+            "contestant": row["contestant"],
+            **judged_row(changed(row["ttft_ratio"], lambda ratio: ratio - 1), TTFT_SAVED),
+        }
+        for row in found
+        if row["contestant"] in names
+    ]

@@ -1,0 +1,149 @@
+"""R1, R2, R3: stores, each against its own client; and what a dead one costs.
+
+    python -m benchmarks.stores            a table
+    python -m benchmarks.stores --json -   JSON on stdout, the table on stderr
+
+Real servers on loopback, started here; as many threads on both sides, the same memory to read into
+and to write from, in turns. README.md says the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.report.machine import machine_facts
+from benchmarks.report.output import report
+from benchmarks.stores.clients import (
+    MIB,
+    Measured,
+    PeerRow,
+    Row,
+    measure,
+    peer_rows_of,
+    peer_table,
+    rows_of,
+    table,
+)
+from benchmarks.stores.lookup import Lookup, lookup_table, measure_lookup
+from benchmarks.stores.registered_memory import MooncakePlace, NixlPlace
+from benchmarks.stores.servers import DEAD, SLOW, Place, S3Place, ValkeyPlace
+
+if TYPE_CHECKING:
+    from benchmarks.stores.outage import TroubleRow
+
+SIZES = {"64 KiB": MIB // 16, "1 MiB": MIB, "2.5 MiB": 5 * MIB // 2}
+CLIENTS, LOOKUP = "clients", "look-up"
+PARTS = CLIENTS, LOOKUP, DEAD, SLOW
+STORES: dict[str, type[Place]] = {
+    place.name: place for place in (ValkeyPlace, S3Place, MooncakePlace, NixlPlace)
+}
+
+
+@contextmanager
+def _opened(kind: type[Place]) -> Iterator[tuple[Place, Path]]:
+    """And a folder of its own."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-store-") as folder:
+        place = kind(Path(folder))
+        try:
+            yield place, Path(folder)
+        finally:
+            place.close()
+
+
+def _measure(name: str, options: argparse.Namespace) -> dict[str, Measured]:
+    """Of each size, with a server of this process's own."""
+    with _opened(STORES[name]) as (place, folder):
+        return {
+            block: measure(place, block, SIZES[block], options, folder / "peers")
+            for block in options.sizes
+        }
+
+
+def _in_a_process(name: str, options: argparse.Namespace) -> dict[str, Measured]:
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(_measure, name, options).result()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.stores", description=__doc__)
+    parser.add_argument("--json", metavar="FILE", help="write the result here; - is stdout")
+    parser.add_argument("--quick", action="store_true", help="fewer of everything: to see it run")
+    parser.add_argument("--stores", nargs="*", default=[*STORES], help=f"{' '.join(STORES)} (all)")
+    parser.add_argument("--parts", nargs="*", default=[*PARTS], choices=PARTS, help="(all)")
+    parser.add_argument("--sizes", nargs="*", default=[*SIZES], choices=SIZES, help="(all)")
+    parser.add_argument("--processes", type=int, help="that measure one after the other (7)")
+    parser.add_argument("--rounds", type=int, help="of each process (3)")
+    parser.add_argument("--lookups", type=int, help="(400)")
+    parser.add_argument("--pairs", type=int, help="of prompts, beside a dead store (400)")
+    parser.add_argument("--mib", type=int, help="moved at a time (128)")
+    parser.add_argument("--threads", type=int, default=2, help="of each side (2)")
+    options = parser.parse_args(arguments)
+    usual = {"processes": 7, "rounds": 3, "mib": 128, "pairs": 400, "lookups": 400}
+    if options.quick:
+        usual = {"processes": 1, "rounds": 1, "mib": 8, "pairs": 8, "lookups": 8}
+    for name, value in usual.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    machine = machine_facts()
+    there = []
+    for name in options.stores:
+        if reason := STORES[name].missing():
+            print(f"{name}: left out: {reason}", file=sys.stderr)
+        else:
+            there.append(STORES[name])
+    rows: list[Row] = []
+    peer_rows: list[PeerRow] = []
+    lookups: list[Lookup] = []
+    versions: dict[str, str] = {}
+    for kind in there if CLIENTS in options.parts else ():
+        processes = [_in_a_process(kind.name, options) for _ in range(options.processes)]
+        for block in options.sizes:
+            of_block = [found[block] for found in processes]
+            rows += rows_of(kind, block, of_block)
+            peer_rows += peer_rows_of(kind, block, of_block)
+            versions |= of_block[0].versions
+    for kind in there if LOOKUP in options.parts else ():
+        with _opened(kind) as (place, _):
+            if found := measure_lookup(place, options.lookups):
+                lookups.append(found)
+    for kind in there:
+        versions |= kind.versions()
+    tables = [table(rows)] if rows else []
+    tables += [peer_table(peer_rows)] if peer_rows else []
+    tables += [lookup_table(lookups)] if lookups else []
+    troubles: list[TroubleRow] = []
+    for part in (DEAD, SLOW):
+        if part in options.parts:
+            from benchmarks.stores.outage import measure_trouble, trouble_table
+
+            found_here = measure_trouble(there, part, options.pairs)
+            troubles += found_here
+            tables.append(trouble_table(part, found_here))
+    result = {
+        "benchmark": "remote",
+        "machine": machine,
+        "versions": versions,
+        "plan": {name: getattr(options, name) for name in ("parts", *usual, "threads")},
+        "rows": [
+            *(asdict(each) for each in (*rows, *peer_rows, *lookups)),
+            *(each.as_json() for each in troubles),
+        ],
+        "targets": [
+            *(target for each in rows for target in each.targets()),
+            *(each.target() for each in (*lookups, *troubles)),
+        ],
+    }
+    report(result, options.json, *tables)
+
+
+if __name__ == "__main__":
+    main()

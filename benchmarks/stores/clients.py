@@ -1,0 +1,259 @@
+"""R1: a store's tier, the store's own client, and others' ways to the same store, in turns, and in
+several processes: they differ more than the turns of one."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+
+from benchmarks.disk.peer_processes import Worker, start
+from benchmarks.report.targets import Bounds, bounds, estimate, judged
+from benchmarks.stores.servers import Client, Memory, Place, Tier
+from kvtier.types import BlockKey
+
+MIB = 1 << 20
+GET, PUT = "get", "put"
+LEAST_SHARE, MOST_CPU = 0.90, 1.15
+Figures = dict[str, tuple[float, float]]
+"""By direction: GB/s, and CPU seconds per GB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One store, one size, one direction; medians over processes. share: of the client's GB/s.
+    cost: of the client's CPU, to which a memmove / 1.15 is added; both of each process by itself,
+    and between what their medians lie."""
+
+    store: str
+    client: str
+    block: str
+    direction: str
+    gb_per_s: float
+    client_gb_per_s: float
+    cpu_s_per_gb: float
+    client_cpu_s_per_gb: float
+    memmove_cpu_s_per_gb: float
+    share: float
+    share_between: Bounds
+    cost: float
+    cost_between: Bounds
+
+    def targets(self) -> list[dict[str, object]]:
+        common = {"store": self.store, "block": self.block, "direction": self.direction}
+        share = estimate(self.share, self.share_between)
+        cost = estimate(self.cost, self.cost_between)
+        return [
+            judged("R1", share, LEAST_SHARE, at_least=True, **common, measure="GB/s"),
+            judged("R1", cost, MOST_CPU, at_least=False, **common, measure="CPU"),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRow:
+    """Another project's way to a store, in a process of its own."""
+
+    store: str
+    peer: str
+    block: str
+    direction: str
+    gb_per_s: float
+    cpu_s_per_gb: float
+    gb_per_s_between: Bounds
+    cpu_s_per_gb_between: Bounds
+
+
+Move = Callable[[Sequence[BlockKey], Memory, slice], None]
+
+
+def timed(work: Callable[[], None], num_bytes: int) -> tuple[float, float]:
+    """GB/s, and CPU seconds of this process per GB."""
+    began, cpu = time.perf_counter(), time.process_time()
+    work()
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    return num_bytes / 1e9 / seconds, cpu * 1e9 / num_bytes
+
+
+def in_threads(
+    move: Move, keys: Sequence[BlockKey], memory: Memory, num_threads: int, pool: ThreadPoolExecutor
+) -> tuple[float, float]:
+    """All blocks, in as many parts as there are threads; how fast, and at which cost."""
+    cuts = np.linspace(0, len(keys), num_threads + 1).astype(int).tolist()
+    parts = [slice(first, end) for first, end in pairwise(cuts)]
+
+    def work() -> None:
+        for each in [pool.submit(move, keys[part], memory, part) for part in parts]:
+            each.result()
+
+    return timed(work, memory.blocks.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One store and size, in one process. By the place of who moved the blocks, kvtier and the
+    client first, then peers; medians over rounds. moved: CPU seconds per GB of a memmove."""
+
+    found: dict[tuple[int, str], tuple[float, float]]
+    moved: float
+    peers: list[str]
+    versions: dict[str, str]
+
+
+def measure(
+    place: Place, block: str, block_bytes: int, options: argparse.Namespace, folder: Path
+) -> Measured:
+    """Rounds of puts and gets in turns, the first one to warm up."""
+    num = max(options.threads, options.mib * MIB // block_bytes)
+    memory = Memory(num, block_bytes)
+    sides: list[Tier | Client] = [
+        place.tier(block_bytes, num * 4, options.threads),
+        place.client(options.threads),
+    ]
+    peers, versions = start(
+        place.peers(options.threads), folder / block, block_bytes, num, batch=num
+    )
+    found: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+    moved: list[float] = []
+    with ThreadPoolExecutor(options.threads) as pool:
+        turns = [
+            *(
+                partial(_turn, side, at, memory, options.threads, pool)
+                for at, side in enumerate(sides)
+            ),
+            *(partial(_peer_turn, peer, num, block_bytes) for peer in peers),
+        ]
+        for turn in range(options.rounds + 1):
+            first = turn % len(turns)
+            for at in (*range(first, len(turns)), *range(first)):
+                for direction, figures in turns[at](turn).items():
+                    if turn:
+                        found[at, direction].append(figures)
+            moved.append(timed(memory.move, num * block_bytes)[1])
+    for each in (*sides, *peers):
+        each.close()
+    medians = {
+        key: (statistics.median(rate), statistics.median(cpu))
+        for key, (rate, cpu) in ((key, zip(*each, strict=True)) for key, each in found.items())
+    }
+    names = [peer.contestant.name for peer in peers]
+    return Measured(medians, statistics.median(moved), names, versions)
+
+
+def _turn(
+    side: Tier | Client,
+    at: int,
+    memory: Memory,
+    num_threads: int,
+    pool: ThreadPoolExecutor,
+    turn: int,
+) -> Figures:
+    """All blocks put, and got again, and compared; they are removed then."""
+    keys = memory.keys(turn, at)
+    memory.fill(turn)
+    figures = {PUT: in_threads(side.put, keys, memory, num_threads, pool)}
+    memory.clear()
+    figures[GET] = in_threads(side.get, keys, memory, num_threads, pool)
+    side.deliver(memory)
+    memory.check(turn)
+    side.drop(keys)
+    return figures
+
+
+def _peer_turn(peer: Worker, num: int, block_bytes: int, turn: int) -> Figures:
+    """The same, by another process; what it has put it reads once more, outside the clock."""
+    new = [*range((turn + 1) * num, (turn + 2) * num)]
+    gb = num * block_bytes / 1e9
+    figures = {}
+    for direction, do, numbers in ((PUT, "write", new), (GET, "read", [*range(num)])):
+        answer = peer.ask(do, batches=[numbers])
+        figures[direction] = (gb / answer["seconds"], answer["cpu_s"] / gb)
+    return figures
+
+
+def rows_of(kind: type[Place], block: str, processes: Sequence[Measured]) -> list[Row]:
+    """Of what each process has measured."""
+    return [_row(kind, block, direction, processes) for direction in (PUT, GET)]
+
+
+def _row(kind: type[Place], block: str, direction: str, processes: Sequence[Measured]) -> Row:
+    rate, cpu = _over(processes, 0, direction)
+    their_rate, their_cpu = _over(processes, 1, direction)
+    moved = [each.moved for each in processes]
+    shares = [one / other for one, other in zip(rate, their_rate, strict=True)]
+    costs = [
+        one / (other + memmove / MOST_CPU)
+        for one, other, memmove in zip(cpu, their_cpu, moved, strict=True)
+    ]
+    return Row(
+        kind.name,
+        kind.client_name,
+        block,
+        direction,
+        *map(statistics.median, (rate, their_rate, cpu, their_cpu, moved)),
+        share=statistics.median(shares),
+        share_between=bounds(shares),
+        cost=statistics.median(costs),
+        cost_between=bounds(costs),
+    )
+
+
+def _over(
+    processes: Sequence[Measured], at: int, direction: str
+) -> tuple[list[float], list[float]]:
+    found = [each.found[at, direction] for each in processes]
+    return [rate for rate, _ in found], [cpu for _, cpu in found]
+
+
+def peer_rows_of(kind: type[Place], block: str, processes: Sequence[Measured]) -> list[PeerRow]:
+    """The same of peers."""
+    rows = []
+    for direction in (PUT, GET):
+        for at, name in enumerate(processes[0].peers, 2):
+            rate, cpu = _over(processes, at, direction)
+            medians = map(statistics.median, (rate, cpu))
+            rows.append(
+                PeerRow(kind.name, name, block, direction, *medians, bounds(rate), bounds(cpu))
+            )
+    return rows
+
+
+def table(rows: Sequence[Row]) -> Table:
+    made = Table(title="blocks between a store and memory")
+    for heading in ("store", "block", "way"):
+        made.add_column(heading, no_wrap=True)
+    for heading in ("GB/s", "its client", "share", "CPU s/GB", "its client", "a memmove", "cost"):
+        made.add_column(heading, justify="right")
+    for each in rows:
+        figures = (
+            each.gb_per_s,
+            each.client_gb_per_s,
+            each.share,
+            each.cpu_s_per_gb,
+            each.client_cpu_s_per_gb,
+            each.memmove_cpu_s_per_gb,
+            each.cost,
+        )
+        made.add_row(each.store, each.block, each.direction, *(f"{f:.3f}" for f in figures))
+    return made
+
+
+def peer_table(rows: Sequence[PeerRow]) -> Table:
+    made = Table(title="others' ways to the same stores")
+    for heading in ("store", "by", "block", "way"):
+        made.add_column(heading, no_wrap=True)
+    for heading in ("GB/s", "CPU s/GB"):
+        made.add_column(heading, justify="right")
+    for each in rows:
+        figures = (f"{each.gb_per_s:.3f}", f"{each.cpu_s_per_gb:.3f}")
+        made.add_row(each.store, each.peer, each.block, each.direction, *figures)
+    return made

@@ -1,0 +1,162 @@
+"""T4, T2 and T3 under vLLM: its own multi-turn benchmark, new prompts, a slow disk.
+
+    python -m benchmarks.vllm.multi_turn            a table
+    python -m benchmarks.vllm.multi_turn --json -   JSON on stdout, the table on stderr
+    python -m benchmarks.vllm.multi_turn --quick    fewer of everything
+
+vLLM alone, with kvtier and, where it is installed, with LMCache: real servers on the CPU, asked in
+turns. `make bench-vllm` installs what it needs. README.md says the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+
+from benchmarks.engines.model import KV_BYTES_PER_TOKEN
+from benchmarks.engines.multi_turn_script import Workload
+from benchmarks.engines.report import Results
+from benchmarks.engines.run import (
+    Plan,
+    add_options,
+    measure_checks,
+    measure_multi_turn,
+    measure_new_prompts,
+    named,
+    narrator,
+    run_benchmark,
+    running,
+    settings_of,
+)
+from benchmarks.engines.servers import Contestant, Size
+from benchmarks.engines.slow_disk import Slow, measure_slow_disk
+from benchmarks.vllm.report import result_json
+from benchmarks.vllm.servers import (
+    ENDLESS,
+    LMCACHE,
+    ON_DISK,
+    OURS,
+    VLLM,
+    vllm_alone,
+    vllm_endless,
+    with_kvtier,
+    with_lmcache,
+)
+from kvtier.config import parse_size
+from kvtier.connectors.vllm.settings import Settings
+
+GIB = 1 << 30
+ENDLESS_BLOCKS = 640
+"""A run of the script needs 200 to 250."""
+SMALL_HOST = "60MiB"
+"""A fifth of what a run's conversations come to."""
+NEEDED = ("disk_path", "disk_capacity", "disk_bytes_per_s")
+HOST_PROMPTS = 2
+"""For which the host memory has room above a slow disk."""
+MULTI_TURN, NEW_PROMPTS, SLOW_DISK = PARTS = ("multi-turn", "new-prompts", "slow-disk")
+
+
+QUICK = Plan(
+    Workload(num_conversations=7, num_active=5, turns=(8, 10)),
+    rounds=1,
+    checks=1,
+    starts=1,
+    new_prompts=8,
+    bursts=2,
+    slow_prompts=15,
+)
+
+
+def contestants(options: argparse.Namespace) -> list[Contestant]:
+    settings = settings_of(options)
+    host = parse_size(options.host, "--host")
+    disk = {"disk_path": str(options.scratch / "disk"), "disk_capacity": "4GiB"}
+    made: list[Contestant] = [
+        vllm_alone(),
+        with_kvtier(options.host, **settings),
+        with_lmcache(host / GIB),
+        vllm_endless(ENDLESS_BLOCKS),
+        with_kvtier(SMALL_HOST, ON_DISK, **disk, **settings),
+    ]
+    names = {
+        "vllm": VLLM,
+        "kvtier": OURS,
+        "lmcache": LMCACHE,
+        "endless": ENDLESS,
+        "kvtier-on-disk": ON_DISK,
+    }
+    chosen = [names[each] for each in options.contestants]
+    return [each for each in made if each.name in chosen]
+
+
+def measure(chosen: Sequence[Contestant], plan: Plan, options: argparse.Namespace) -> Results:
+    """All of it, one request or one run of the script at a time."""
+    results = Results()
+    say = narrator(options.silent)
+    with running(chosen, options) as servers:
+        measure_checks(servers, plan, (OURS, ON_DISK), results, say)
+        if MULTI_TURN in options.parts:
+            measure_multi_turn(servers, plan, options, results, say)
+    pair = named(chosen, VLLM, OURS)
+    if NEW_PROMPTS in options.parts and len(pair) == 2:
+        measure_new_prompts(pair, plan, options, results, say)
+    if SLOW_DISK in options.parts and (alone := named(chosen, VLLM)):
+        if missing := missing_settings():
+            print(f"{SLOW_DISK}: left out: kvtier has no {missing[0]} under vLLM", file=sys.stderr)
+        else:
+            with running(alone, options) as servers:
+                results.slow_disk[OURS] = measure_slow_disk(
+                    servers[0],
+                    lambda rate, prompt_bytes: with_slow_disk(rate, prompt_bytes, plan, options),
+                    Slow(plan.slow_prompts, plan.slow_blocks, KV_BYTES_PER_TOKEN),
+                    options.model,
+                    options.scratch / "slow",
+                    Size(options.device_blocks),
+                    say,
+                )
+    return results
+
+
+def with_slow_disk(
+    rate: int, prompt_bytes: int, plan: Plan, options: argparse.Namespace
+) -> Contestant:
+    return with_kvtier(
+        str(HOST_PROMPTS * prompt_bytes),
+        disk_path=str(options.scratch / "slow" / "slab"),
+        disk_capacity=2 * plan.slow_prompts * prompt_bytes,
+        disk_bytes_per_s=rate,
+    )
+
+
+def missing_settings() -> list[str]:
+    """Of kvtier under vLLM, that a slow disk needs."""
+    known = {field.name for field in fields(Settings)}
+    return [name for name in NEEDED if name not in known]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = read_options(arguments)
+    plan = QUICK if options.quick else Plan()
+    run_benchmark("vllm_multi_turn", options, plan, contestants, measure, result_json)
+
+
+def read_options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.vllm.multi_turn", description=__doc__
+    )
+    add_options(parser, PARTS)
+    parser.add_argument(
+        "--contestants",
+        nargs="*",
+        default=["vllm", "kvtier", "lmcache", "endless", "kvtier-on-disk"],
+        help="vllm kvtier lmcache endless kvtier-on-disk (all)",
+    )
+    parser.add_argument("--host", default="1GiB", help="host memory for KV (1GiB)")
+    parser.add_argument("--device-blocks", type=int, default=48, help="vLLM's own pool (48)")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

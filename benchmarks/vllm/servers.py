@@ -1,0 +1,143 @@
+"""vLLM's own server, with or without something under it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.engines.protocol import read_counters
+from benchmarks.engines.servers import (
+    LOOPBACK,
+    SERVED_AS,
+    Contestant,
+    Size,
+    Tokens,
+    compute_cores,
+    free_port,
+    words_of,
+)
+
+VLLM, OURS, LMCACHE = "vLLM", "vLLM + kvtier", "vLLM + LMCache"
+ENDLESS, ON_DISK = "vLLM, endless pool", "vLLM + kvtier, mostly on disk"
+BLOCK = 128
+"""vLLM's block size on the CPU, in tokens."""
+HITS, QUERIES = "vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"
+FROM_TIER = "vllm:external_prefix_cache_hits_total"
+
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "LMCACHE_TRACK_USAGE": "false",
+    "LMCACHE_DISABLE_BANNER": "1",
+    "LMCACHE_LOG_LEVEL": "WARNING",
+    "PYTHONHASHSEED": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+"""No messages to anybody; small pools; hashes that are the same in every process; weights in huge
+pages, or two servers of a kind would differ by which small ones they got."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vllm(Contestant):
+    """connector: its ``--kv-transfer-config``. device_blocks: of its pool, where that differs.
+    block_tokens: of a block, where that is not ``BLOCK``."""
+
+    environment: str = "vllm"
+    device_blocks: int | None = None
+    connector: dict[str, object] | None = None
+    block_tokens: int = BLOCK
+
+    block = BLOCK
+    reset_path = "/reset_prefix_cache"
+
+    @property
+    def has_tier(self) -> bool:
+        return self.connector is not None
+
+    @property
+    def packages(self) -> list[str]:
+        below = {OURS: ["kvtier"], ON_DISK: ["kvtier"], LMCACHE: ["lmcache"]}
+        return ["vllm-cpu", *below.get(self.name, [])]
+
+    def command(self, model: Path, port: int, folder: Path, size: Size) -> list[str]:
+        arguments: dict[str, object] = {
+            "--model": model,
+            "--served-model-name": SERVED_AS,
+            "--host": LOOPBACK,
+            "--port": port,
+            "--dtype": "float32",
+            "--block-size": self.block_tokens,
+            "--num-gpu-blocks-override": self.device_blocks or size.device_blocks,
+            "--max-model-len": size.max_tokens,
+            "--max-num-seqs": 16,
+            "--generation-config": "vllm",
+            "--override-generation-config": json.dumps({"temperature": 0.0}),
+            "--disable-uvicorn-access-log": None,
+            "--enforce-eager": None,
+            "--enable-prefix-caching": None,
+            "--enable-prompt-tokens-details": None,
+        }
+        if self.connector is not None:
+            arguments["--kv-transfer-config"] = json.dumps(self.connector)
+        return ["-m", "vllm.entrypoints.openai.api_server", *words_of(arguments)]
+
+    def environ(self) -> dict[str, str]:
+        """By itself vLLM keeps one core more free where it has a connector; on two cores it takes
+        both then, and the contestants would not compute with equally many threads."""
+        return {**QUIET, "VLLM_CPU_OMP_THREADS_BIND": compute_cores(), **self.variables}
+
+    def read_tokens(self, metrics: str) -> Tokens:
+        counted = read_counters(metrics)
+        from_tier = counted.get(FROM_TIER, 0)
+        return Tokens(counted.get(QUERIES, 0), counted.get(HITS, 0) + from_tier, from_tier)
+
+
+def vllm_alone() -> Vllm:
+    return Vllm(VLLM, variables={"VLLM_PLUGINS": ""})
+
+
+def vllm_endless(num_blocks: int) -> Vllm:
+    """vLLM alone with a pool that never evicts: what no cache can do better."""
+    return Vllm(ENDLESS, device_blocks=num_blocks, variables={"VLLM_PLUGINS": ""})
+
+
+def with_kvtier(host: str, name: str = OURS, **settings: object) -> Vllm:
+    """As ``kvtier vllm-args`` says it. settings: more of ``kv_connector_extra_config``."""
+    extra = {"spec_name": "kvtier", "host_capacity": host, **settings}
+    return Vllm(
+        name,
+        connector={
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        },
+    )
+
+
+def with_lmcache(host_gib: float) -> Vllm:
+    """LMCache's server beside vLLM, which vLLM starts: inside of vLLM it knows no CPU."""
+    size = f"--l1-size-gb {host_gib:g} --eviction-policy LRU --chunk-size {BLOCK}"
+    return Vllm(
+        LMCACHE,
+        environment="vllm-lmcache",
+        is_optional=True,
+        connector={
+            "kv_connector": "LMCacheMPConnector",
+            "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": f"tcp://{LOOPBACK}",
+                "lmcache.mp.port": free_port(),
+                "lmcache.mp.autostart": True,
+                "lmcache.mp.autostart.server_args": (
+                    f"{size} --supported-transfer-mode auto --disable-observability"
+                ),
+            },
+        },
+        variables={"VLLM_PLUGINS": ""},
+    )
