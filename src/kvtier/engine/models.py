@@ -94,7 +94,7 @@ def refuse_unsupported(config: PreTrainedConfig, name: str) -> None:
             f"model: {name!r} is of type {config.model_type!r}; the embedded engine serves "
             f"{', '.join((*FULL, *LATENT))}"
         )
-    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     if rotary not in STEADY_ROTARY:
         raise ConfigError(
             f"model: {name!r} has rotary embeddings of type {rotary!r}, whose frequencies may "
