@@ -139,6 +139,12 @@ def test_sizes_may_be_shares_of_the_trace(conversations: Path) -> None:
     assert blocks == [192, 961, (1 << 30) // 512_000]
 
 
+def test_more_prompts_than_any_fleet_computes_are_refused(conversations: Path) -> None:
+    result = kvtier("replay", conversations, "--no-report", "--prefill-tokens-per-s", "0.001")
+    assert result.exit_code == 2
+    assert "10,000 accelerators would not do" in " ".join(result.output.split())
+
+
 def test_the_table_says_what_to_buy_and_why(conversations: Path) -> None:
     result = kvtier("replay", conversations, "--no-report", "--device-capacity", "4GiB")
     text = " ".join(result.stdout.split()).replace("\u00a0", " ")

@@ -205,7 +205,7 @@ def test_recordings_of_one_salt_share_blocks_at_their_own_times(tmp_path: Path) 
 
 def test_traces_of_other_blocks_dont_mix(tmp_path: Path) -> None:
     (tmp_path / "one").write_text(mooncake(0, [1]) + "\n")
-    (tmp_path / "two").write_text(bailian(0, [1], 1) + "\n")
+    (tmp_path / "two").write_text(bailian(0, [1, 2], 1) + "\n")
     with pytest.raises(ConfigError, match="blocks of 16 and of 512 tokens can't be replayed"):
         read_traces([tmp_path / "one", tmp_path / "two"], OPTIONS)
 
@@ -215,8 +215,8 @@ def test_traces_of_other_blocks_dont_mix(tmp_path: Path) -> None:
     [
         ([mooncake(0, [1]), "{"], ":2: no JSON"),
         ([mooncake(0, [1]), "[]"], ":2: no JSON object"),
-        ([mooncake(0, [1]), '{"timestamp": 1}'], ":2: hash_ids should be a list of integers"),
-        ([mooncake(0, [1]), mooncake(1, [-1])], ":2: hash_ids should be integers in 0 .. 2"),
+        ([mooncake(0, [1]), '{"timestamp": 1}'], ":2: hash_ids is missing"),
+        ([mooncake(0, [1]), mooncake(1, [1 << 600])], ":2: hash_ids should be integers of 512"),
         (
             [mooncake(0, [1]), mooncake(1, [1]).replace("1000", '"many"')],
             ":2: input_length is 'many', and should be a number",
@@ -319,7 +319,7 @@ def test_a_request_quoted_in_another_line_is_no_request(
         "Request a details: prompt: " * 60_000,
         vllm_line("'\"\\" * 300_000, [1, 2])[:-400_000],
         vllm_line("x", [])[:-40] + "[" * 1_000_000,
-        sglang_line("(" * 1_000_000, [1, 2])[:-10],
+        sglang_line("(" * 1_000_000, [1, 2]).replace("2026-03-03", "11-22")[:-10],
         "Receive: obj=" * 100_000 + "A" * 1_000_000,
         '{"event": "request.received", "obj": ' + "[" * 1_000_000,
         '{"message": ' * 100_000,
@@ -498,3 +498,88 @@ def test_a_byte_order_mark_is_read(tmp_path: Path, encoding: str) -> None:
     path = tmp_path / "trace"
     path.write_text(f"{mooncake(0, [1])}\n{mooncake(1000, [1])}\n", encoding=encoding)
     assert shared(read_traces([path], OPTIONS)) == [0, 1]
+
+
+def hashed(num: int, tokens: int, every: float = 1000, **fields: object) -> list[str]:
+    """A Mooncake-like trace of prompts that share their first blocks, of ``tokens`` each."""
+    made = []
+    for at in range(num):
+        ids = [0, 1, 2, *range(100 * at + 3, 100 * at + 20)]
+        request = {"timestamp": at * every, "input_length": tokens * len(ids) - 5}
+        request |= {"output_length": 9, "hash_ids": ids} | fields
+        made.append(json.dumps({name: each for name, each in request.items() if each is not None}))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        (
+            hashed(300, 64),
+            "prompts have about 65 tokens per block, and not 512, as this .*-tokens 64$",
+        ),
+        (
+            hashed(300, 16, chat_id=None),
+            "prompts have about 16 tokens .* for example --block-tokens 16",
+        ),
+        (hashed(300, 48), "for example --block-tokens 49"),
+        (
+            hashed(300, 512, every=1),
+            "read in ms, 300 requests .* come within 0.299 s, more than .* unit",
+        ),
+        (hashed(300, 512, timestamp=None), ":1: timestamp is missing, and should be a number"),
+        (hashed(300, 512, input_length=None), ":1: input_length is missing: say how many tokens"),
+        (hashed(300, 512, hash_ids=None), ":1: hash_ids is missing"),
+        (hashed(2, 512, every=4e10), "the first and the last request are 463 days apart, so some"),
+        (
+            [*recording([1, 2], started=1.0), *recording([1, 2], started=1.7e9)],
+            "are 19,676 days apart, so some times are wrong",
+        ),
+        (
+            [session("a", [[0.0, 64, 1, 0, 0, [0, 500]]])],
+            "prompts of 64 tokens have 500 blocks of 64 tokens, more than twice",
+        ),
+        ([session("a", REQUESTS).replace('"block_size"', '"size"')], ":1: block_size is missing"),
+    ],
+)
+def test_a_trace_in_other_units_is_refused_in_one_sentence(
+    read: Callable[..., Trace], lines: list[str], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        read(*lines)
+    assert "\n" not in str(caught.value)
+
+
+def test_units_that_were_said_or_shown_are_read(read: Callable[..., Trace]) -> None:
+    seconds = ReadOptions(OPTIONS.chains, time_unit="s")
+    assert read(*hashed(300, 512, every=1), options=seconds).window_s == 299
+    since_1970 = [mooncake(1_700_000_000 + at, [1]) for at in range(3)]
+    assert read(*since_1970).times.tolist() == [0, 1, 2]
+    since_1970 = [bailian(1_700_000_000_000 + 1000 * at, [1, 2], 1) for at in range(3)]
+    assert read(*since_1970).times.tolist() == [0, 1, 2]
+    of_64 = ReadOptions(OPTIONS.chains, block_tokens=64)
+    assert read(*hashed(300, 64), options=of_64).block_tokens == 64
+    assert not read(*hashed(300, 64), options=of_64).notes
+    coarse = ReadOptions(OPTIONS.chains, block_tokens=64, coarsen=4)
+    assert read(*hashed(300, 64), options=coarse).block_tokens == 256
+    wrong = ReadOptions(OPTIONS.chains, block_tokens=80)
+    note = "trace.jsonl: prompts have about 65 tokens per block, and not 80, as was said."
+    assert read(*hashed(300, 64), options=wrong).notes == (note,)
+
+
+def test_a_field_that_is_not_needed_may_be_missing(read: Callable[..., Trace]) -> None:
+    trace = read(*hashed(300, 512, output_length=None))
+    assert trace.num_requests == 300
+    assert trace.notes == ("The trace does not say how long all answers were.",)
+    of_512 = ReadOptions(OPTIONS.chains, block_tokens=512)
+    assert read(*hashed(300, 512, input_length=None), options=of_512).num_requests == 300
+
+
+@pytest.mark.parametrize(
+    "name", [lambda at: at << 40, lambda at: -at - 1, lambda at: at + (1 << 127)]
+)
+def test_wide_and_negative_ids_are_read(
+    read: Callable[..., Trace], name: Callable[[int], int]
+) -> None:
+    trace = read(mooncake(0, [*map(name, (1, 2))]), mooncake(9, [*map(name, (1, 3))]))
+    assert shared(trace) == [0, 1]

@@ -78,6 +78,12 @@ def replay(
             help="Tokens per block; 0 takes the trace's own, 64 for logs.", rich_help_panel=_TRACE
         ),
     ] = 0,
+    time_unit: Annotated[
+        str,
+        typer.Option(
+            help="Unit of the timestamps of hashed traces: auto, s or ms.", rich_help_panel=_TRACE
+        ),
+    ] = "auto",
     coarsen: Annotated[
         int, typer.Option(help="Blocks of the trace that become one.", rich_help_panel=_TRACE)
     ] = 1,
@@ -260,6 +266,7 @@ def replay(
                 hours,
                 seed,
                 shared_prefix,
+                time_unit,
             ),
             machine=machine,
             assumptions=settings.assumptions,

@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.errors import ConfigError
 from kvtier.index.policies.replayed import LRU
 from kvtier.replay.assumptions import Assumption, Machine
-from kvtier.replay.evidence import LEAST_TURNS, gather, rate_per_hour
+from kvtier.replay.evidence import LEAST_REUSES, LEAST_TURNS, gather, rate_per_hour
 from kvtier.replay.policies import OPTIMUM, Hits, Replayer, check_policies
 from kvtier.replay.result import HitPoint, ReplayResult, Setup, TraceFacts
 from kvtier.replay.savings import Prompts
@@ -21,6 +21,7 @@ from kvtier.replay.traces import ReadOptions, read_traces
 from kvtier.serve_bench.progress import Progress
 
 PER_MILLE = 1000
+MAX_ACCELERATORS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ def run_replay(options: ReplayOptions, progress: Progress, command: str = "") ->
     done = _Steps(progress)
     progress.begin("find reuse", PER_MILLE)
     segments = find_segments(trace, done)
+    _check_load(trace, options.machine)
     return _Replay(options, trace, segments, progress).result(command)
 
 
@@ -197,6 +199,17 @@ class _Replay:
             int(prompts.tokens.sum()),
             prompts.all_s,
             trace.notes,
+        )
+
+
+def _check_load(trace: Trace, machine: Machine) -> None:
+    """Refuse prompts that no fleet could compute in the time of the trace."""
+    computing_s = Prompts(trace, machine).all_s
+    if trace.num_requests >= LEAST_REUSES and computing_s > MAX_ACCELERATORS * trace.window_s > 0:
+        raise ConfigError(
+            f"computing the prompts of the trace takes {computing_s:,.0f} s of an accelerator, and "
+            f"they come within {trace.window_s:,.3g} s: {MAX_ACCELERATORS:,} accelerators would "
+            "not do. Check the unit of its times, and --prefill-tokens-per-s"
         )
 
 

@@ -34,7 +34,7 @@ def recognises(line: Line) -> bool:
         fields = json.loads(line.text)
     except (ValueError, RecursionError):
         return False
-    return isinstance(fields, dict) and fields.keys() >= {"id", "block_size", "requests"}
+    return isinstance(fields, dict) and bool({"id", "block_size"} & fields.keys())
 
 
 def read(lines: Iterator[Line], options: ReadOptions, file_number: int) -> Trace:

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from kvtier.errors import ConfigError, printable
 from kvtier.replay.trace import BYTES_PER_BLOCK
@@ -34,6 +35,7 @@ MAX_TIME = 1e15
 
 MAX_REASON = 300
 """Characters of a reason, which may quote a value from the file."""
+MAX_ID_BITS = 512
 MAX_BLOCK_TOKENS = 1 << 20
 MAX_LINE = 1 << 25
 """Characters. A prompt of a million tokens takes about 12 million, with its text and its ids."""
@@ -108,13 +110,17 @@ class Line:
         return value
 
     def ids(self, values: object, name: str) -> npt.NDArray[np.uint64]:
-        """A list of integers in 0 .. 2**64 - 1."""
+        """A list of integers. Those that don't lie in 0 .. 2**64 - 1 are folded into it."""
+        if values is None:
+            self.refuse(f"{name} is missing")
         if not isinstance(values, list) or not all(type(each) is int for each in values):
             self.refuse(f"{name} should be a list of integers")
         try:
             return np.array(values, np.uint64)
         except OverflowError:
-            self.refuse(f"{name} should be integers in 0 .. 2**64 - 1")
+            if max(map(abs, values)) >> MAX_ID_BITS:
+                self.refuse(f"{name} should be integers of {MAX_ID_BITS} bits at most")
+            return np.array([_folded(each) for each in values], np.uint64)
 
 
 def lines_of(path: Path, tell: Tell | None = None) -> Iterator[Line]:
@@ -221,6 +227,14 @@ def _zstd(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
         running.stdout.close()
         if running.wait():
             raise ConfigError(f"{path}: can't be unpacked: zstd says that it is damaged")
+
+
+def _folded(value: int) -> int:
+    """Return 64 bits of a negative or wide id. Others than equal ids are equal by chance only."""
+    if -(1 << 63) <= value < 1 << 64:
+        return value & (1 << 64) - 1
+    wide = value.to_bytes(MAX_ID_BITS // 8 + 8, "little", signed=True)
+    return int.from_bytes(blake3(wide).digest(8), "little")
 
 
 def shown(value: object) -> str:

@@ -14,6 +14,7 @@ from kvtier.replay.traces import agentic, hashed, recorded, request_log
 from kvtier.replay.traces.clock import YEAR_S
 from kvtier.replay.traces.lines import Line, lines_of
 from kvtier.replay.traces.options import ReadOptions
+from kvtier.replay.traces.plausible import check_blocks, check_window
 
 TIME_OF_DAY = 1e8
 """Seconds: later times were told by a clock, earlier ones count from the trace's own start."""
@@ -56,6 +57,7 @@ def read_traces(paths: Sequence[Path], options: ReadOptions, tell: Tell | None =
         traces.append(_read(path, options, number, told))
         told(sizes[number])
     trace = _on_one_clock(traces)
+    check_window(", ".join(map(str, paths)), trace)
     if not trace.num_references:
         raise ConfigError(
             f"{', '.join(map(str, paths))}: no request has a whole block of {trace.block_tokens} "
@@ -93,7 +95,9 @@ def _read(path: Path, options: ReadOptions, number: int, tell: Callable[[int], N
         raise ConfigError(f"{path}: empty; there is nothing to replay")
     for each in TABLES:
         if each.recognises(first):
-            return each.read(chain([first], lines), options, number)
+            trace = each.read(chain([first], lines), options, number)
+            check_blocks(path, trace)
+            return trace
     for line in chain([first], lines):
         if request_log.recognises(line):
             return request_log.read(chain([line], lines), options, number)
