@@ -18,6 +18,8 @@ from tests.fuzz.mutations import damage, mutate
 from tests.replay.samples import OPTIONS, REQUESTS, bailian, mooncake, recording, session
 
 OUTCOMES = frozenset({"read", "refused"})
+CPU_S = 20.0
+"""Bombs of empty lines are read up to their bounds."""
 LINES = (
     [mooncake(0, [1, 2]), mooncake(1000, [1, 3]), mooncake(2000, [1, 2, 4])],
     [bailian(0, [1, 2], 1), bailian(1, [1, 3], 2)],

@@ -39,9 +39,9 @@ MAX_ID_BITS = 512
 MAX_BLOCK_TOKENS = 1 << 20
 MAX_LINE = 1 << 25
 """Characters. A prompt of a million tokens takes about 12 million, with its text and its ids."""
-MAX_RATIO = 200
+MAX_RATIO = 100
 """How many times larger a packed file may become. Traces become 5 to 50 times as large."""
-LEAST_LIMIT = 1 << 28
+LEAST_LIMIT = 1 << 25
 """Characters that any file may become."""
 
 Tell = Callable[[int], None]
