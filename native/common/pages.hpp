@@ -34,6 +34,16 @@ Pages<Item> allocate_pages(std::size_t num) {
   return Pages<Item>(static_cast<Item*>(memory));
 }
 
+// Leaves pages out of core dumps: prompts can be read from what is in them. `memory` is the first
+// page's. On a system that can't do so nothing happens.
+inline void leave_out_of_dumps(void* memory, std::size_t num_bytes) {
+#if defined(__linux__) && defined(MADV_DONTDUMP)
+  ::madvise(memory, num_bytes, MADV_DONTDUMP);
+#else
+  static_cast<void>(memory), static_cast<void>(num_bytes);
+#endif
+}
+
 // `num` items of zeros, at least one, in huge pages where the system has some: for large tables
 // that are made whole. The system's zeros are enough; to write others takes as long again.
 template <typename Item>

@@ -11,7 +11,8 @@
 
 namespace kvtier {
 
-// Rows of one size. They grow in chunks: nothing moves, and no growth copies what is there.
+// Rows of one size. They grow in chunks: nothing moves, and no growth copies what is there. Token
+// ids may be in them, so they are left out of core dumps.
 class Rows {
  public:
   explicit Rows(std::size_t row_bytes) : row_bytes_(row_bytes) {}
@@ -23,6 +24,7 @@ class Rows {
     const std::size_t num_bytes = (num + kRows - 1) / kRows * chunk_bytes();
     if (num_bytes < kFewestReserved || num_reserved_ > 0 || !chunks_.empty()) return;
     reserved_ = zeroed_pages<std::byte>(num_bytes);
+    leave_out_of_dumps(reserved_.get(), num_bytes);
     num_reserved_ = num_bytes;
   }
   // Before the first row. What was reserved stays.
@@ -82,6 +84,7 @@ class Rows {
       return reserved_.get() + at;
     }
     grown_.push_back(allocate_pages<std::byte>(chunk_bytes()));
+    leave_out_of_dumps(grown_.back().get(), chunk_bytes());
     return grown_.back().get();
   }
 

@@ -38,6 +38,7 @@ std::uint32_t LabelArena::take(std::size_t num_units) {
       throw std::length_error("the index holds 32 GiB of labels");
     const std::size_t num_bytes = num_chunks * kUnits * kUnit;
     buffers_.push_back(allocate_pages<std::byte>(num_bytes));
+    leave_out_of_dumps(buffers_.back().get(), num_bytes);
     num_bytes_ += num_bytes;
     for (std::size_t chunk = 0; chunk < num_chunks; ++chunk)
       chunks_.push_back(buffers_.back().get() + chunk * kUnits * kUnit);

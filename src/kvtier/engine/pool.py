@@ -127,7 +127,8 @@ class KVPool:
 def _zeros_from_a_page(num: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """[num], from the beginning of a page on, so that a disk can be read straight into it; zeroed,
     so that every page is there before the first request is timed. Of a CPU's memory large pages,
-    where it grants them: copies, checksums and direct reads cost less there."""
+    where it grants them: copies, checksums and direct reads cost less there. Core dumps leave it
+    out."""
     whole = torch.empty(num + PAGE_BYTES // dtype.itemsize, dtype=dtype, device=device)
     first = -whole.data_ptr() % PAGE_BYTES // dtype.itemsize
     flat = whole[first : first + num]
@@ -135,6 +136,7 @@ def _zeros_from_a_page(num: int, dtype: torch.dtype, device: torch.device) -> to
         with suppress(OSError):
             whole_pages = flat.nbytes // PAGE_BYTES * PAGE_BYTES
             pages.advise(flat.data_ptr(), whole_pages, pages.MADV_HUGEPAGE)
+        pages.leave_out_of_dumps(flat.data_ptr(), flat.nbytes)
     return flat.zero_()
 
 

@@ -124,6 +124,7 @@ class Arena:
         self._is_wanted = True
         self._done = Event()
         self._thread: Thread | None = None
+        pages.leave_out_of_dumps(address, self._mapped_bytes)
         self._huge_pages = self._ask_for_huge_pages()
         self._node = self._bind()
         self._begin(is_small)

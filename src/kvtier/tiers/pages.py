@@ -19,6 +19,7 @@ import numpy as np
 
 MADV_DONTNEED = 4
 MADV_HUGEPAGE, MADV_NOHUGEPAGE = 14, 15
+MADV_DONTDUMP = 16
 MADV_POPULATE_WRITE = 23
 """Of Linux 5.14 and newer (madvise(2))."""
 
@@ -39,8 +40,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def anonymous(num_bytes: int) -> mmap.mmap:
     """Memory of this process, from a page on, all zero; in huge pages where it has room for one and
-    the system has them: the kernel, and with it direct I/O, takes a page at a time."""
+    the system has them: the kernel, and with it direct I/O, takes a page at a time. Core dumps
+    leave it out: blocks may come into it."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    leave_out_of_dumps(np.frombuffer(memory, np.uint8).ctypes.data, num_bytes)
     if num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -51,6 +54,14 @@ def advise(address: int, num_bytes: int, advice: int) -> None:
     """``madvise``; raises ``OSError``."""
     call = _libc.madvise
     _check(call(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(advice)))
+
+
+def leave_out_of_dumps(address: int, num_bytes: int) -> None:
+    """Leave each page of some memory out of core dumps, for prompts can be read from KV. On a
+    system that can't do so nothing happens."""
+    before = address % mmap.PAGESIZE
+    with suppress(OSError):
+        advise(address - before, before + num_bytes, MADV_DONTDUMP)
 
 
 def prefer_node(address: int, num_bytes: int, node: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvtier.connectors.shared.call_memory import CallMemory
-from kvtier.tiers import Pieces
+from kvtier.tiers import Pieces, pages
 from kvtier.types import Slot
 
 _ABANDONED: list[mmap.mmap] = []
@@ -21,7 +21,7 @@ class SpareMemory:
     def __init__(self, memory: CallMemory, sizes: Sequence[int], num_blocks: int) -> None:
         self._memory = memory
         num_bytes = sum(sizes)
-        self._pages = mmap.mmap(-1, num_blocks * num_bytes)
+        self._pages = pages.anonymous(num_blocks * num_bytes)
         first = np.frombuffer(self._pages, np.uint8).ctypes.data
         begins = first + num_bytes * np.arange(num_blocks)[:, None]
         within = np.cumsum((0, *sizes[:-1]))
