@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from kvtier.cli import app
 from kvtier.errors import ConfigError
+from kvtier.watch.client import MOST_BYTES
 from kvtier.watch.files import HEADERS, LIVE_PATH, TYPES, content_of
 from kvtier.watch.local import LocalServer
-from kvtier.watch.scrape import MOST_BYTES, ScrapeError, Watched, metrics_url, read_text
+from kvtier.watch.scrape import ScrapeError, Watched, metrics_url, read_text
 
 from .texts import RECORDED
 
@@ -104,7 +105,7 @@ def test_what_is_no_address_is_told(given: str) -> None:
         ("locked", "answers 401: it wants an API key"),
         ("nothing", "answers 404: it has no metrics"),
         ("moved", "answers 302: it refuses"),
-        ("much", "tells more than 16 MiB"),
+        ("much", "sends more than 16 MiB"),
     ],
 )
 def test_what_is_no_answer_is_told(engine: str, path: str, why: str) -> None:

@@ -1,10 +1,11 @@
-"""The API keys of a server: of its command line, or of the environment."""
+"""API keys of a server and of its clients, from the command line or the environment."""
 
 from __future__ import annotations
 
 import os
 
 from kvtier.cli.arguments import hide_arguments
+from kvtier.errors import ConfigError
 
 KEY_VARIABLE = "KVTIER_API_KEY"
 """Of the environment; several keys with blanks in between."""
@@ -19,3 +20,17 @@ def take_keys(given: list[str] | None) -> list[str] | None:
         return given
     # An empty variable is a mistake, and no open door.
     return None if variable is None else variable.split() or [""]
+
+
+def take_key(given: str | None) -> str | None:
+    """Return a client's key: the option's, which ``ps`` then shows no longer, or the first one of
+    the environment; None for none.
+
+    Raises:
+        ConfigError: No header can carry the key.
+    """
+    keys = take_keys(None if given is None else [given])
+    key = keys[0] if keys else ""
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError("api_key: the key has characters that no header can send")
+    return key or None

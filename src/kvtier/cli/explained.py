@@ -15,6 +15,54 @@ from kvtier.types import DEVICE, DISK, HOST
 Found = Mapping[str, Any]
 """As the server sends it."""
 
+_SECONDS = (int, float, type(None))
+_SHAPE = {
+    "prompt_tokens": int,
+    "reused_tokens": int,
+    "parts": [
+        {
+            "first": int,
+            "end": int,
+            "from": str,
+            "measured": (int, type(None)),
+            "predicted_s": _SECONDS,
+            "took_s": _SECONDS,
+            "compute_s": _SECONDS,
+        }
+    ],
+    "not_used": [{"first": int, "end": int, "in": str}],
+    "rejected": [{"reused_tokens": int, "load_s": _SECONDS, "compute_s": _SECONDS}],
+    "predicted": {"load_s": _SECONDS, "compute_s": _SECONDS},
+    "took": {"load_s": _SECONDS, "first_token_s": _SECONDS, "wait_s": _SECONDS},
+    "notes": [str],
+    "too_few_measurements": [{"of": str, "number": int}],
+}
+"""What ``show`` reads of an explanation; a list has elements of one shape."""
+MOST_ROWS = 10_000
+MOST_NUMBER = 2**63
+MOST_TEXT = 1000
+
+
+def is_explanation(value: Any) -> bool:
+    """Whether a server's answer has the shape, and the size, that ``show`` needs."""
+    return _fits(value, _SHAPE)
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(
+            name in value and _fits(value[name], each) for name, each in shape.items()
+        )
+    if isinstance(shape, list):
+        is_list = isinstance(value, list) and len(value) <= MOST_ROWS
+        return is_list and all(_fits(each, shape[0]) for each in value)
+    if not isinstance(value, shape) or isinstance(value, bool):
+        return False
+    if isinstance(value, str):
+        return len(value) <= MOST_TEXT
+    return value is None or 0 <= value < MOST_NUMBER
+
+
 PLACES = {DEVICE: "device memory", HOST: "host memory", DISK: "disk", COMPUTED: "computed"}
 
 
@@ -63,9 +111,9 @@ def sentences(found: Found) -> Iterator[str]:
     for part in found["not_used"]:
         yield f"Not used: tokens {span(part)}, found in {place(part['in'])}."
     for note in found["notes"]:
-        yield f"{note[:1].upper()}{note[1:]}."
+        yield f"{printable(note[:1].upper() + note[1:])}."
     if weak:
-        named = ", ".join(f"{each['of']} ({each['number']})" for each in weak)
+        named = ", ".join(f"{printable(each['of'])} ({each['number']})" for each in weak)
         yield (
             f"Too few measurements to rely on the estimates for: {named}. They get better with "
             "every request."

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvtier.cli.api_keys import KEY_VARIABLE, take_key
 from kvtier.cli.failure import fail
-from kvtier.cli.watch import KEY_VARIABLE, URL
+from kvtier.cli.watch import URL
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def top(
     if as_json and not once:
         fail("top", "--json is one answer: give --once, too")
     try:
-        watched = Watched(url, api_key or os.environ.get(KEY_VARIABLE))
+        watched = Watched(url, take_key(api_key))
     except ConfigError as error:
         fail("top", error)
     if once:

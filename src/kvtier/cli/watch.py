@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated
 
 import typer
 
+from kvtier.cli.api_keys import KEY_VARIABLE, take_key
 from kvtier.cli.failure import fail
 from kvtier.errors import ConfigError
 
-KEY_VARIABLE = "KVTIER_API_KEY"
 URL = "http://127.0.0.1:8000"
 
 
@@ -33,7 +32,7 @@ def watch(
     from kvtier.watch.scrape import Watched
 
     try:
-        watched = Watched(url, api_key or os.environ.get(KEY_VARIABLE))
+        watched = Watched(url, take_key(api_key))
     except ConfigError as error:
         fail("watch", error)
     try:

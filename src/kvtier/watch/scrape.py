@@ -6,16 +6,14 @@ import time
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from kvtier.errors import CacheError, ConfigError
+from kvtier.errors import CacheError
+from kvtier.watch.client import NoAnswerError, RefusedError, check_url, fetch
 from kvtier.watch.history import History
 from kvtier.watch.reading import Reading, UnreadableError
 
 TIMEOUT_S = 5.0
-MOST_BYTES = 16 << 20
 LEAST_PAUSE_S = 0.8
 """However many look, the engine is asked no more often."""
 
@@ -27,45 +25,22 @@ class ScrapeError(CacheError):
 def metrics_url(url: str) -> str:
     """Where an engine's metrics are: ``http://host:port`` may do, and ``host:port``. Raises
     ``ConfigError`` for what is no such address."""
-    whole = url if "://" in url else f"http://{url}"
-    try:
-        parts = urlsplit(whole)
-        is_good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:
-        is_good = False
-    if not is_good:
-        raise ConfigError(f"URL: {url!r} is no address of a server; give http://host:port")
+    whole = check_url(url)
+    parts = urlsplit(whole)
     if parts.path in ("", "/"):
         return f"{parts.scheme}://{parts.netloc}/metrics"
     return whole
 
 
-class _NoRedirects(HTTPRedirectHandler):
-    """A key is for the server that was named, and for no other."""
-
-    def redirect_request(self, *arguments: Any) -> None:
-        return None
-
-
-_open = build_opener(_NoRedirects).open
-
-
 def read_text(url: str, api_key: str | None = None) -> str:
     """The metrics' text. Raises ``ScrapeError``."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    headers["Accept"] = "text/plain"
     try:
-        with _open(Request(url, headers=headers), timeout=TIMEOUT_S) as answer:
-            content: bytes = answer.read(MOST_BYTES + 1)
-    except HTTPError as error:
-        error.close()
+        content = fetch(url, TIMEOUT_S, {"Accept": "text/plain"}, api_key=api_key)
+    except RefusedError as error:
         hint = {401: "it wants an API key", 403: "it wants another key", 404: "it has no metrics"}
-        why = hint.get(error.code, "it refuses")
-        raise ScrapeError(f"{url} answers {error.code}: {why}") from None
-    except (OSError, ValueError) as error:
-        raise ScrapeError(f"{url} does not answer: {getattr(error, 'reason', error)}") from None
-    if len(content) > MOST_BYTES:
-        raise ScrapeError(f"{url} tells more than {MOST_BYTES >> 20} MiB of metrics")
+        raise ScrapeError(f"{error}: {hint.get(error.code, 'it refuses')}") from None
+    except NoAnswerError as error:
+        raise ScrapeError(str(error)) from None
     return content.decode(errors="replace")
 
 

@@ -1,0 +1,64 @@
+"""HTTP client of ``kvtier explain``: a prompt goes to a server, its explanation comes back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+from kvtier.cli.explained import is_explanation
+from kvtier.errors import ConfigError, printable
+from kvtier.watch.client import NoAnswerError, RefusedError, check_url, fetch
+
+HEADER = "X-KVTier-Explain"
+MOST_SAID = 1000
+"""Characters of a server's sentence that are shown."""
+
+
+class Explainer:
+    """A server of kvtier's own, asked to explain prompts."""
+
+    def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
+        self.url = check_url(url).rstrip("/").removesuffix("/v1")
+        self._key, self._timeout_s = key, timeout_s
+
+    def model(self) -> str:
+        """Return the name of its model."""
+        try:
+            return str(self._ask("/v1/models")["data"][0]["id"])[:MOST_SAID]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ConfigError(f"url: {self.url} answers, but is no server of models") from error
+
+    def explain(self, model: str, prompt: str, salt: str) -> dict[str, object]:
+        """Return where each part of ``prompt`` came from, in the shape that ``show`` needs."""
+        body = {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+        answer = self._ask("/v1/completions", {**body, **({"cache_salt": salt} if salt else {})})
+        try:
+            (found,) = answer["usage"]["kvtier"]
+        except (KeyError, TypeError, ValueError):
+            found = None
+        if not is_explanation(found):
+            raise ConfigError(
+                f"url: {self.url} answers, but explains nothing; it is no kvtier serve, or an older"
+                " one"
+            )
+        return cast("dict[str, object]", found)
+
+    def _ask(self, path: str, body: dict[str, object] | None = None) -> Any:
+        content = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", HEADER: "1"}
+        try:
+            return json.loads(fetch(self.url + path, self._timeout_s, headers, content, self._key))
+        except RefusedError as error:
+            raise ConfigError(f"url: {self.url} refuses: {_reason(error)}") from error
+        except NoAnswerError as error:
+            raise ConfigError(f"url: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"url: {self.url} answers, but not in JSON") from error
+
+
+def _reason(error: RefusedError) -> str:
+    try:
+        said = json.loads(error.content)["error"]["message"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        said = None
+    return printable(said[:MOST_SAID]) if isinstance(said, str) else f"status {error.code}"
