@@ -12,9 +12,9 @@ def printable(text: str) -> str:
     all that isn't shown as it is, become escapes."""
     if text.isprintable():
         return text
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
-    )
+    # Not by the codec "unicode_escape": it is imported when it is first used, which fails in a
+    # process that has no file descriptor left, and the message is lost.
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 class CacheError(Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
 
@@ -179,3 +180,24 @@ def test_who_has_said_how_kvtier_logs_is_left_alone(ours: logging.Logger) -> Non
     ours.setLevel(logging.ERROR)
     log_in_engine(Engine().logger)
     assert not ours.handlers
+
+
+@pytest.mark.parametrize("wanted", list(LogFormat))
+def test_whatever_is_logged_is_written_when_no_file_can_be_opened(wanted: LogFormat) -> None:
+    code = (
+        "import logging, os, resource, sys; from kvtier.telemetry.logs import log_to_stderr\n"
+        "from kvtier.types import LogFormat\n"
+        "log_to_stderr('info', LogFormat(sys.argv[1]))\n"
+        "limit = len(os.listdir('/proc/self/fd')) - 1\n"  # without the one that lists them
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))\n"
+        "try:\n    open('/dev/null')\n"
+        "except OSError:\n    logging.exception('first\\nsecond \\x1b \\u2028 value=%s', '\\t')\n"
+    )
+    command = [sys.executable, "-c", code, wanted.value]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Logging error" not in done.stderr
+    assert "Too many open files" in done.stderr  # the error itself, with its traceback
+    if wanted is LogFormat.TEXT:
+        assert r"first\nsecond \x1b \u2028 value=\t" in done.stderr
+    else:
+        assert json.loads(done.stderr)["value"] == "\t"

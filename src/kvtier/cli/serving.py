@@ -27,6 +27,7 @@ def serve_until_ended(
     on_ready: called as soon as clients can connect.
     """
     server.raise_descriptor_limit()
+    server.room_for_connections()
     _check(engine_config)
     with server.bind(server_config.host, server_config.port) as listener:
         if server_config.ssl_certfile is not None:

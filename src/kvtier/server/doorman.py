@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import resource
 import time
@@ -18,8 +19,12 @@ NUM_RESERVED = 64
 """Connections beyond the limit, on which only ``MONITOR_PATHS`` are served."""
 MONITOR_PATHS = frozenset({"/health", "/metrics"}) | PATHS
 """The page among them: a flood is when people look."""
-BACKLOG = 64
-"""Connections that the event loop takes at a time, before anybody can refuse them."""
+BACKLOG = 16
+"""Connections that the event loop accepts in one turn."""
+NUM_UNKNOWN = 5 * BACKLOG
+"""Connections that are open beyond those that the doorman knows: one is accepted in one turn of the
+event loop, gets its transport in the next, comes to the doorman in the third, and what that closes
+is closed in the fourth."""
 NUM_SPARE_FILES = 64
 """Open files that are left to the rest of the process."""
 
@@ -154,17 +159,28 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def possible_connections(wanted: int) -> int:
-    """``wanted``, or as many as there is room for among the files that this process may open."""
+def room_for_connections() -> float:
+    """Return how many connections this process may open beside its files.
+
+    Raises ``ConfigError`` where those are too few for a server.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
-        return wanted
-    room = limit - len(os.listdir("/proc/self/fd")) - BACKLOG - NUM_SPARE_FILES - NUM_RESERVED
+        return math.inf
+    num_open = len(os.listdir("/proc/self/fd"))
+    room = limit - num_open - NUM_UNKNOWN - NUM_SPARE_FILES - NUM_RESERVED
     if room < 1:
         raise ConfigError(
             f"max_connections: this process may open {limit} files, too few for a server; raise "
             "the limit (ulimit -n)"
         )
+    return room
+
+
+def possible_connections(wanted: int) -> int:
+    """``wanted``, or as many as there is room for among the files that this process may open."""
+    room = room_for_connections()
     if room < wanted:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         logger.warning("connections limited max=%d wanted=%d open_files=%d", room, wanted, limit)
-    return min(room, wanted)
+    return int(min(room, wanted))

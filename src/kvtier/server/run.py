@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import uvicorn
 
@@ -84,6 +85,7 @@ class HttpServer:
 
     async def _serve(self, on_ready: Callable[[str], None], handle_signals: bool) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(_on_loop_error)
         if handle_signals:
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._loop.add_signal_handler(number, self._on_stop)
@@ -140,6 +142,15 @@ class HttpServer:
             service.cut_short()
         hurry.cancel()
         await finish
+
+
+def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Tell in one line that no connection could be accepted; asyncio tries again by itself."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        logger.error("connections not accepted error=%s", error.strerror)
+    else:
+        loop.default_exception_handler(context)
 
 
 async def _watch(doorman: Doorman, certificate: Certificate | None) -> None:
