@@ -152,6 +152,11 @@ class KeyedCache:
             places = [Place.UNKNOWN if place in lacking else place for place in places]
         return places, asked
 
+    def find_in_memory(self, keys: Sequence[bytes]) -> list[Place]:
+        """Where each is in memory: what only storage has is ``NOWHERE``, and it is not asked."""
+        places, _ = self._places(keys)
+        return [Place.NOWHERE if place is Place.STORAGE else place for place in places]
+
     def _places(self, keys: Sequence[bytes]) -> tuple[list[Place], list[bytes]]:
         """Where each is, and which of them the index does not know."""
         blocks, states = self._index.find_all(keys)

@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.connectors.vllm.counts import LOADED, NOT_DEMOTED, SHARED
+from kvtier.connectors.vllm.key_scope import KeyScope
 from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.names import Names
 from kvtier.connectors.vllm.prompt import Shape
@@ -333,13 +334,38 @@ def test_blocks_of_an_adapter_stay_in_memory(scheduler: Scheduler) -> None:
     """Another process may call another adapter by the same name."""
     scheduler.to_disk(KEYS[:1])
     request = scheduler.request("adapted", KEYS[:2])
-    scheduler.manager.visit("adapted").is_off_disk = True
+    scheduler.manager.visit("adapted").scope = KeyScope(shared=0)
     assert scheduler.look_up(request, KEYS[:1]) == [LookupResult.MISS]
     output = scheduler.manager.prepare_store(KEYS[1:2], request)
     assert output is not None
     scheduler.manager.on_request_finished(request)
     scheduler.manager.complete_store(set(output.keys_to_store), request)
     assert scheduler.manager.take_orders() == []
+
+
+def test_blocks_that_are_keyed_by_a_name_stay_in_memory(scheduler: Scheduler) -> None:
+    """Blocks before an image go to the disk and come from there, those from it on do neither."""
+    scheduler.to_disk(KEYS[:2])
+    request = scheduler.request("sees", KEYS[:4])
+    scheduler.manager.visit("sees").scope = KeyScope(shared=STEP + 16)
+    found = scheduler.look_up(request, KEYS[:2])
+    assert found == [LookupResult.RETRY, LookupResult.MISS]
+    scheduler.store(request, KEYS[2:4])
+    assert scheduler.manager.take_orders() == []
+    assert scheduler.look_up(request, KEYS[2:4]) == [LookupResult.HIT] * 2
+    plain = scheduler.request("plain", KEYS[:4])
+    assert scheduler.look_up(plain, KEYS[2:4]) == [LookupResult.HIT] * 2
+
+
+def test_blocks_that_are_not_to_be_kept_are_neither_stored_nor_found(scheduler: Scheduler) -> None:
+    scheduler.store(scheduler.request("plain", KEYS[:3]), KEYS[:3])
+    request = scheduler.request("sees", KEYS[:4])
+    scheduler.manager.visit("sees").scope = KeyScope(STEP, STEP)
+    found = scheduler.look_up(request, KEYS[:3])
+    assert found == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
+    output = scheduler.manager.prepare_store(KEYS[2:4], request)
+    assert output is not None
+    assert not list(output.keys_to_store)
 
 
 def test_events_tell_of_both_tiers(scheduler: Scheduler) -> None:

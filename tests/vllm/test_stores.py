@@ -18,6 +18,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 from vllm.v1.kv_offload.base import Locality, Medium, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtier.connectors.vllm.key_scope import KeyScope
 from kvtier.errors import ConfigError
 from kvtier.testing.proxy import Proxy
 from kvtier.testing.servers import (
@@ -234,7 +235,7 @@ def test_adapters_are_kept_out_of_the_store(server: ValkeyServer, valkey: str) -
 
         def adapted(context: ReqContext) -> None:
             begin(context)
-            first.manager.visit(context.req_id).is_off_disk = True
+            first.manager.visit(context.req_id).scope = KeyScope(shared=0)
 
         first.manager.on_new_request = adapted
         first.compute(1, 2)

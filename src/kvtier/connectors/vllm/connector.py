@@ -33,9 +33,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvtier.connectors.shared.weights import Source
+from kvtier.connectors.vllm.adapters import Adapters, RekeyedRequest
 from kvtier.connectors.vllm.ascend import split_caches
 from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.counts import RECORDED
+from kvtier.connectors.vllm.key_scope import counts_media, scope_of
 from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.names import vllm_source
 from kvtier.connectors.vllm.recorded import (
@@ -112,6 +114,8 @@ class KvtierConnector(RecordedConnector):
         self._loading: dict[int, str] = {}
         self._steps: list[int] = []
         self._waiting: Waiting | None = None
+        self._adapters = Adapters()
+        self._counts_media = counts_media(vllm_config)
         if self.connector_scheduler and self._manager.cache.learns:
             config = self.scheduler.config
             group = config.kv_group_configs[0]
@@ -130,11 +134,14 @@ class KvtierConnector(RecordedConnector):
         return manager
 
     def on_new_request(self, request: Request) -> None:
-        super().on_new_request(request)
+        adapter = request.lora_request
+        load = b"" if adapter is None else self._adapters.load_of(adapter)
+        keyed: Any = RekeyedRequest(request, load) if load else request
+        super().on_new_request(keyed)
         if self._waiting is not None:
-            self._waiting.came(request)
-        if request.lora_request is not None:
-            self._manager.visit(request.request_id).is_off_disk = True
+            self._waiting.came(keyed)
+        visit = self._manager.visit(request.request_id)
+        visit.scope = scope_of(request, self._counts_media, keeps_adapter=load is not None)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -134,10 +134,10 @@ class TierManager(OffloadingManager):
         end = req_context.get_offload_key_position(key)
         if visit.limit is not None and end is not None and end > visit.limit:
             return LookupResult.MISS
+        if not visit.is_kept(key):
+            return LookupResult.MISS
         place = self._find(key, visit)
         if not self._is_allowed(key, place, req_context):
-            return LookupResult.MISS
-        if visit.is_off_disk and place in (Place.STORAGE, Place.UNKNOWN):
             return LookupResult.MISS
         if visit.is_impatient and place is not Place.MEMORY:
             return LookupResult.MISS
@@ -152,13 +152,18 @@ class TierManager(OffloadingManager):
         if visit.found is None:
             self._begin(visit)
             keys = blocks_after(visit.context, visit.num_computed)
-            if visit.is_off_disk:
-                places = self.cache.find_all(keys)
-            else:
-                has_gaps = not self._shape.has_one_group
-                places, visit.asked = self.cache.find_or_ask(keys, has_gaps)
-            visit.found = dict(zip(keys, places, strict=True))
+            shared = [each for each in keys if visit.is_shared(each)]
+            has_gaps = not self._shape.has_one_group
+            visit.found = {}
+            if shared:
+                places, visit.asked = self.cache.find_or_ask(shared, has_gaps)
+                visit.found.update(zip(shared, places, strict=True))
+            if len(shared) < len(keys):
+                own = [each for each in keys if not visit.is_shared(each)]
+                visit.found.update(zip(own, self.cache.find_in_memory(own), strict=True))
         place = visit.found.get(key)
+        if not visit.is_shared(key):
+            return self.cache.find_in_memory([key])[0] if place is None else place
         if place is None or (place is Place.NOWHERE and self.ladder.has_unfound_at_once):
             place = self.cache.find(key)
         return place
@@ -218,6 +223,9 @@ class TierManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
+        visit = req_context.get_state(Visit)
+        if visit is not None:
+            keys = [key for key in keys if visit.is_kept(key)]
         if self.cache.learns:
             self._tell(list(keys), req_context)
         room = self.cache.reserve(keys)
@@ -229,7 +237,7 @@ class TierManager(OffloadingManager):
     def _begin(self, visit: Visit) -> None:
         """The first time that its blocks matter: tell the policy of the request."""
         if self.cache.learns and visit.last_asked is None:
-            keys = self._path(visit.context)
+            keys = [key for key in self._path(visit.context) if visit.is_kept(key)]
             self.cache.asked(keys)
             visit.last_asked = keys[-1] if keys else b""
             self._hint(visit.context, at_end=False)
@@ -268,8 +276,11 @@ class TierManager(OffloadingManager):
         ends = {key: req_context.get_offload_key_position(key) or 0 for key in keys}
         in_order = sorted(ends, key=ends.__getitem__)
         visit = req_context.get_state(Visit)
-        depths = [self._depth(ends[key]) for key in in_order]
-        self.cache.commit(in_order, depths, to_storage=not (visit and visit.is_off_disk))
+        shared = [key for key in in_order if visit is None or visit.is_shared(key)]
+        own = [key for key in in_order if visit is not None and not visit.is_shared(key)]
+        for blocks in filter(None, (shared, own)):
+            depths = [self._depth(ends[key]) for key in blocks]
+            self.cache.commit(blocks, depths, to_storage=blocks is shared)
 
     def _depth(self, end: int) -> int:
         """Place of the block that ends at a token, in its prompt."""

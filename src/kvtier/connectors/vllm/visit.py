@@ -8,6 +8,7 @@ from enum import Enum
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
+from kvtier.connectors.vllm.key_scope import ALL, EVERYWHERE, KeyScope
 from kvtier.connectors.vllm.prompt import blocks_of
 from kvtier.keyed_cache import Place
 from kvtier.ladder import Asked
@@ -44,9 +45,8 @@ class Visit:
     straight: those on disk that are to be read straight to the device. read: those that were, until
     they are loaded from memory.
     waits_since: when it began to wait. is_impatient: it takes what is ready, and waits for nothing
-    more. is_off_disk: its blocks stay in memory, for they are named by what another process may
-    call something else: an adapter, by its name alone. used: those that were loaded or stored for
-    it. is_explained: the log has what was decided for it. last_asked: the last block that the
+    more. scope: which of its blocks may be kept, and where. used: those that were loaded or stored
+    for it. is_explained: the log has what was decided for it. last_asked: the last block that the
     policy was told of, None before it was of any.
 
     declined_ahead, declined: how many were there and are computed all the same: that were not
@@ -67,7 +67,7 @@ class Visit:
     limit: int | None = None
     waits_since: float | None = None
     is_impatient: bool = False
-    is_off_disk: bool = False
+    scope: KeyScope = EVERYWHERE
     is_explained: bool = False
     used: dict[OffloadKey, None] = field(default_factory=dict)
     declined_ahead: int = 0
@@ -102,6 +102,19 @@ class Visit:
         self.read.difference_update(keys)
         self.read.update(read)
         return read
+
+    def is_kept(self, key: OffloadKey) -> bool:
+        """Whether a block may be kept at all."""
+        return self.scope.kept == ALL or self._end(key) <= self.scope.kept
+
+    def is_shared(self, key: OffloadKey) -> bool:
+        """Whether a block may go to storage, and come from there."""
+        return self.scope.shared == ALL or self._end(key) <= self.scope.shared
+
+    def _end(self, key: OffloadKey) -> int:
+        """In tokens; of a block whose place vLLM does not tell, none is far enough."""
+        end: int | None = self.context.get_offload_key_position(key)
+        return ALL if end is None else end
 
     def in_prompt_order(self) -> list[OffloadKey]:
         """All blocks of the request, those as well that the device had itself."""

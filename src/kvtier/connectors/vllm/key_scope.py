@@ -1,0 +1,71 @@
+"""How far a request's keys name its content, and how far they name what somebody called it.
+
+vLLM's keys hash a prompt's tokens and its ``cache_salt``, and beside them names: an adapter's name
+and path, and an identifier of each image, video or audio. A client may choose an identifier
+(``multi_modal_uuids``), and vLLM counts its inputs where all its caches are off. No identifier says
+whether it is a hash of the content. Another process may give the same name to something else.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+ALL = sys.maxsize
+"""Tokens: no limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyScope:
+    """Where a request's blocks may be kept, by the token of its prompt at which they end.
+
+    shared: blocks that end at this token or before go to storage, and come from there. kept: blocks
+    that end at this token or before are kept in this process; all others are not kept at all.
+    """
+
+    shared: int = ALL
+    kept: int = ALL
+
+
+EVERYWHERE = KeyScope()
+
+
+def scope_of(request: Request, counts_media: bool, keeps_adapter: bool = True) -> KeyScope:
+    """Return the scope of a request's keys.
+
+    Args:
+        request: A request of vLLM's, when it is added.
+        counts_media: Whether vLLM names media by a counter, see ``counts_media``.
+        keeps_adapter: Whether the request's adapter, if it has one, is the one that its name stood
+            for before, see ``Adapters``.
+    """
+    if request.lora_request is not None:
+        return KeyScope(0, _before_media(request, counts_media) if keeps_adapter else 0)
+    # An embedding is hashed without its type and shape, and the rest of a session comes later.
+    if request.prompt_embeds is not None or request.resumable:
+        return KeyScope(0, _before_media(request, counts_media))
+    if not request.mm_features:
+        return EVERYWHERE
+    return KeyScope(_first_media(request), _before_media(request, counts_media))
+
+
+def counts_media(config: VllmConfig) -> bool:
+    """Whether vLLM names media by a counter: it does where no cache of its own needs their hash.
+    The names that clients give are not told from these."""
+    media = config.model_config.multimodal_config
+    if media is None or config.cache_config.enable_prefix_caching:
+        return False
+    return float(media.mm_processor_cache_gb) == 0
+
+
+def _before_media(request: Request, counts_media: bool) -> int:
+    return _first_media(request) if counts_media and request.mm_features else ALL
+
+
+def _first_media(request: Request) -> int:
+    return min(int(each.mm_position.offset) for each in request.mm_features)
