@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,22 @@ def test_adapters_are_served_from_memory_alone() -> None:
     refuse(config(), adapters, LinkerSettings.read({"host_capacity": "1GiB"}))
     with pytest.raises(ConfigError, match="adapters"):
         refuse(config(), adapters, LinkerSettings.read({"host_capacity": "1GiB", **DISK}))
+
+
+@pytest.mark.parametrize("kind", ["is_multimodal", "is_audio_model"])
+def test_media_are_served_from_memory_alone(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Their hash in SGLang's keys is one that a client may choose."""
+    found = SimpleNamespace(is_multimodal=False, is_audio_model=False)
+    module = ModuleType("sglang.srt.configs.model_config")
+    module.ModelConfig = SimpleNamespace(from_server_args=lambda options: found)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    options = SimpleNamespace(model_path="/models/seeing")
+    refuse(config(), options, StorageSettings.read(DISK))
+    setattr(found, kind, True)
+    with pytest.raises(ConfigError, match="mm_hashes"):
+        refuse(config(), options, StorageSettings.read(DISK))
+    refuse(config(), options, StorageSettings.read({**DISK, "namespace": "hashes are content"}))
+    refuse(config(), options, LinkerSettings.read({"host_capacity": "1GiB"}))
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ CALLED: Mapping[str, Mapping[str, Takes]] = {
     "PoolTransferResult": {"empty": Takes()},
     "HookRegistry": {"register": Takes("target, hook, hook_type")},
     "Req": {"finished": Takes()},
+    "ModelConfig": {"from_server_args": Takes()},
 }
 BUILT: Mapping[str, tuple[str, ...]] = {
     "PoolTransferResult": ("kv_hit_pages", "extra_pool_hit_pages"),
@@ -51,6 +52,7 @@ READ: Mapping[str, tuple[str, ...]] = {
         "is_mla_model", "model_name", "extra_config", "tp_lcm_size", "should_split_heads",
     ),
     "HiCacheStorageExtraInfo": ("prefix_keys",),
+    "ModelConfig": ("is_audio_model", "is_multimodal"),
     "PoolTransfer": ("name", "host_indices", "keys", "hit_policy"),
     "PoolHitPolicy": ("ALL_PAGES", "TRAILING_PAGES"),
     "HostKVCache": ("page_size", "page_num", "layout", "dtype", "get_dummy_flat_data_page"),
@@ -89,6 +91,7 @@ STORAGE = Contract(
     "0.5.23",
     ("0.5.23",),
     (
+        "srt/configs/model_config.py",
         f"{CACHE}/hicache_storage.py",
         f"{CACHE}/pool_host/base.py",
         f"{CACHE}/pool_host/mha.py",
@@ -115,6 +118,7 @@ LINKER = Contract(
     "0.5.23",
     ("0.5.23",),
     (
+        "srt/configs/model_config.py",
         f"{CACHE}/base_prefix_cache.py",
         f"{CACHE}/cache_init_params.py",
         f"{CACHE}/hicache_storage.py",
@@ -150,6 +154,7 @@ LINKER = Contract(
     },
     called={
         "HookRegistry": CALLED["HookRegistry"],
+        "ModelConfig": CALLED["ModelConfig"],
         "Req": {**CALLED["Req"], "init_next_round_input": Takes("tree_cache, cow_mamba")},
         "UnifiedRadixCache": {
             "_all_reduce_attn_groups": Takes("tensor, op"),
@@ -178,6 +183,7 @@ LINKER = Contract(
         "PoolTransfer": ("name", "device_indices", "keys", "hit_policy"),
         "PoolHitPolicy": ("ALL_PAGES", "TRAILING_PAGES"),
         "PoolName": ("KV", "SWA", "MAMBA"),
+        "ModelConfig": READ["ModelConfig"],
         "Req": READ["Req"],
         "ScheduleBatch": READ["ScheduleBatch"],
         "SWAKVPool": ("full_kv_pool", "layers_mapping", "start_layer", "swa_kv_pool"),

@@ -28,6 +28,22 @@ def refuse(config: StorageConfig, options: object, settings: StoreSettings) -> N
             "one may lie there next time; serve without storage, or set 'namespace' to a text that "
             "changes with your adapters"
         )
+    if settings.has_storage and not settings.namespace and _takes_media(options):
+        raise ConfigError(
+            "images, video and audio: SGLang's keys hold a hash of them, which a client may choose "
+            "(mm_hashes), and another one may be called so next time; serve without storage, or "
+            "set 'namespace' to a text, if none of your clients chooses hashes"
+        )
+
+
+def _takes_media(options: object) -> bool:
+    """Whether SGLang serves a model that sees or hears. options: its ``ServerArgs``."""
+    if not hasattr(options, "model_path"):
+        return False
+    from sglang.srt.configs.model_config import ModelConfig
+
+    model = ModelConfig.from_server_args(options)
+    return bool(model.is_multimodal or model.is_audio_model)
 
 
 def refuse_linked(config: StorageConfig) -> None:
