@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +47,7 @@ def shared(trace: Trace) -> list[int]:
 
 
 def test_what_is_recorded_is_read(tmp_path: Path) -> None:
-    path, counted = tmp_path / "folder" / "trace", Counted()
+    path, counted = tmp_path / "trace", Counted()
     made = Recorder(path, CHAINS, count=counted)
     began = made._started
     made.offer(began + 1, list(range(100, 110)), 5)
@@ -199,6 +202,51 @@ def test_what_cant_be_recorded_to_is_told(tmp_path: Path) -> None:
         Recorder(tmp_path / "trace", CHAINS)
     made.close()
     Recorder(tmp_path / "trace", CHAINS).close()
+
+
+def test_a_clock_that_is_set_changes_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace"
+    monkeypatch.setattr(time, "time", lambda: 100_000.0)
+    made = Recorder(path, CHAINS)
+    began = time.monotonic()
+    made.offer(began, [1, 2, 3, 4], 0)
+    monkeypatch.setattr(time, "time", lambda: 1_764_000_000.0)
+    made.offer(began + 7, [1, 2, 3, 4], 0)
+    made.close()
+    header, *rows = map(json.loads, path.read_text().splitlines())
+    assert header["started"] == 100_000.0
+    assert [row[0] for row in rows] == pytest.approx([0, 7], abs=1)
+
+
+def test_a_recording_in_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"record: .*/typo is no directory .* make it first"):
+        Recorder(tmp_path / "typo" / "trace", CHAINS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_others_planted_is_no_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link, whatever it leads to; a pipe, which is not waited for; another user's recording."""
+    theirs = tmp_path / "theirs"
+    Recorder(theirs, CHAINS).close()
+    before = theirs.read_bytes()
+    (tmp_path / "link").symlink_to(theirs)
+    (tmp_path / "dangling").symlink_to(tmp_path / "new")
+    for name in ("link", "dangling"):
+        with pytest.raises(ConfigError, match=f"record: .*/{name} is a link; name the file"):
+            Recorder(tmp_path / name, CHAINS)
+    assert not (tmp_path / "new").exists()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="record: can't write .*pipe: this is no file but"):
+        Recorder(tmp_path / "pipe", CHAINS)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(ConfigError, match=f"theirs belongs to user {user}, and this process runs"):
+        Recorder(theirs, CHAINS)
+    assert theirs.read_bytes() == before
 
 
 def test_the_salt_is_random_unless_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -467,7 +467,8 @@ def test_recording_that_expands_is_refused_before_it_does(
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"\n", r"trace:[0-9]+: .* bytes that unpack to more than 100 times as many"),
+        (b"{}\n", r"trace:[0-9]+: .* bytes that unpack to more than 100 times as many"),
+        (b"\n" * 4, "trace:1000001: 1,000,000 empty lines, as no trace has"),
         (b" ", "trace:1: a line of more than 1,000,000 characters"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import httpx
@@ -59,6 +60,20 @@ def test_requests_are_recorded_and_replayed(engine: Engine, prefix: str, tmp_pat
     assert prefix.split()[1].encode() not in path.read_bytes()
 
 
+def test_a_clock_that_is_set_moves_no_request(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, right = tmp_path / "trace", time.time
+    with running(engine, ServerConfig(record=str(path))) as made, made.client() as client:
+        for step_s in (0, 90_000, -90_000):
+            monkeypatch.setattr(time, "time", lambda step_s=step_s: right() + step_s)
+            client.completions.create(model=MODEL, prompt="x " * 100, max_tokens=1)
+        monkeypatch.undo()
+    trace = read_traces([path], ReadOptions(Chains(b"s" * 32, 64)))
+    assert trace.num_requests == 3
+    assert trace.window_s < 600
+
+
 def test_what_is_recorded_is_counted(engine: Engine, tmp_path: Path) -> None:
     config = ServerConfig(record=str(tmp_path / "trace"))
     with running(engine, config) as made, made.client() as client:
@@ -92,6 +107,7 @@ def test_what_cant_be_recorded_to_is_told(tmp_path: Path) -> None:
     for value, sentence in (
         (tmp_path / "letter", "letter is there and is no recording"),
         (tmp_path, "can't write"),
+        (tmp_path / "typo" / "trace", "typo is no directory that is there; make it first"),
     ):
         options = ["serve", "--port", "0", "--record", str(value), "--device-capacity", "8MiB"]
         result = CliRunner().invoke(app, [*options, "--host-capacity", "0"])

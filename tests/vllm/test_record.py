@@ -117,6 +117,15 @@ def test_scheduler_records_what_was_computed(made: VllmConfig, tmp_path: Path, s
         assert stats["vllm:kvtier_recorded_requests"] == {("written",): 3}
 
 
+def test_a_clock_that_is_set_moves_no_request(made: VllmConfig, tmp_path: Path) -> None:
+    half = _half(made, **SPECS["kvtier"], record=str(tmp_path / "trace"))
+    tokens = prompt(1, 200)["prompt_token_ids"]
+    for name, arrival in (("1", 100_000.0), ("2", 1.7e9), ("3", 100_000.0)):
+        _ask(half, name, tokens, arrival_time=arrival)
+    half.shutdown()
+    assert _read(tmp_path / "trace").window_s < 600
+
+
 def test_vllms_own_connector_stays_where_nothing_is_recorded(made: VllmConfig) -> None:
     half = _half(made, **SPECS["vLLM's own"])
     assert type(half) is OffloadingConnector

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -19,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
+from kvtier.private_files import open_file
 from kvtier.recording.chains import Chains
 from kvtier.recording.format import MARK, Header, LineWriter
 
@@ -41,9 +43,9 @@ Keys = npt.NDArray[np.uint64]
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """keys: makes them, in the writer's thread. held: what it keeps in memory until then, in
-    tokens."""
+    tokens. began: ``time.monotonic`` at its arrival."""
 
-    time: float
+    began: float
     input_tokens: int
     output_tokens: int
     keys: Callable[[], Keys]
@@ -53,7 +55,8 @@ class _Asked:
 class Recorder:
     """Records requests to ``path``. Close it.
 
-    A file that holds a recording already is continued. When it has half of ``max_bytes`` it becomes
+    The file's directory must be there. A file that holds a recording already is continued, unless
+    it is a link or another user's. When it has half of ``max_bytes`` it becomes
     ``path`` with ".1" behind it, in the place of an older one, and a new one is begun: so the last
     requests are kept, in ``max_bytes`` at most. chains: makes the keys. count: told of each
     request whether it was written, from any thread.
@@ -95,8 +98,8 @@ class Recorder:
         """A request was answered. Takes a moment, whatever the disk does; where too much waits to
         be written already, the request is left out and counted.
 
-        began: ``time.time`` at its arrival. tokens: of its prompt; not changed from now on. From
-        any thread.
+        began: ``time.monotonic`` at its arrival. tokens: of its prompt; not changed from now on.
+        From any thread.
         """
         make_keys = partial(self._chains.keys, tokens, tenant)
         self._queue_up(_Asked(began, len(tokens), output_tokens, make_keys, len(tokens)))
@@ -164,17 +167,18 @@ class Recorder:
             self._file = _opened(self._path)
             self._begin()
         line = self._lines.line(
-            asked.time - self._started, asked.input_tokens, asked.output_tokens, keys
+            asked.began - self._started, asked.input_tokens, asked.output_tokens, keys
         ).encode()
         self._file.write(line)
         self._num_bytes += len(line)
 
     def _begin(self) -> None:
-        """A header; rows are counted from it on."""
-        self._started = time.time()
+        """Write a header; rows are counted from it on. Only it has the time of day, which may be
+        set while requests come."""
+        self._started = time.monotonic()
         self._lines = LineWriter()
-        header = Header(self._chains.block_tokens, self._chains.name, self._started).line().encode()
-        self._file.write(header)
+        header = Header(self._chains.block_tokens, self._chains.name, time.time())
+        self._file.write(header.line().encode())
         self._num_bytes = self._file.tell()
 
     def _guarded(self, write: Callable[[], object]) -> None:
@@ -188,10 +192,23 @@ class Recorder:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """The file behind its last whole line. What a crash cut short is taken off."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b")
+    """Open the file behind its last whole line. What a crash cut short is taken off."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"record: {path.parent} is no directory that is there; make it first")
     try:
+        fd = open_file(path, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise ConfigError(f"record: {path} is a link; name the file that it leads to") from None
+        raise
+    file = os.fdopen(fd, "r+b")
+    try:
+        owner = os.fstat(fd).st_uid
+        if owner != os.geteuid():
+            raise ConfigError(
+                f"record: {path} belongs to user {owner}, and this process runs as user "
+                f"{os.geteuid()}; name another file"
+            )
         _lock(path, file)
         end = file.seek(0, os.SEEK_END)
         if end:

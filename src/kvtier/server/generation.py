@@ -39,7 +39,7 @@ class Order:
 
 
 class Generation:
-    """The choices of one HTTP request, each a request of the engine. began: ``time.time`` when
+    """The choices of one HTTP request, each a request of the engine. began: ``time.monotonic`` when
     it did. salt: its tenant's. explains: its usage says where each prompt came from. span: of its
     trace, where there is one. hint: what the client knows of its conversation.
 
@@ -58,7 +58,7 @@ class Generation:
         hint: Hint | None = None,
     ) -> None:
         self._hint = hint
-        self.began = time.time()
+        self.began = time.monotonic()
         self.salt = salt
         self._orders = tuple(orders)
         self._on_close = on_close

@@ -64,11 +64,11 @@ def open_recording(
 
 
 def _arrival(req: Any) -> float:
-    """Seconds since 1970. SGLang's own times are those of ``perf_counter``, from whichever of its
-    processes saw the request first."""
+    """Return ``time.monotonic`` at a request's arrival. SGLang's own times are those of
+    ``perf_counter``, from whichever of its processes saw the request first."""
     times = getattr(req, "time_stats", None)
     began = getattr(times, "created_time", 0.0) or getattr(times, "wait_queue_entry_time", 0.0)
-    return time.time() - (time.perf_counter() - began if began else 0.0)
+    return time.monotonic() - (time.perf_counter() - began if began else 0.0)
 
 
 def _tenant(req: Any) -> str:

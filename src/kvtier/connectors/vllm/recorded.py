@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ class RecordedConnector(OffloadingConnector):
         settings = record_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self._recorder: Recorder | None = None
+        self._arrivals: dict[str, float] = {}
         self._recorded: Counter[str] = Counter()
         self._recorded_lock = threading.Lock()
         if role is not KVConnectorRole.SCHEDULER:
@@ -57,6 +59,12 @@ class RecordedConnector(OffloadingConnector):
         replica = f"replica{index}" if index else ""
         with off_compute_cores():
             self._recorder = open_recorder(settings, self._key_tokens, self._count, replica)
+
+    def on_new_request(self, request: Request) -> None:
+        super().on_new_request(request)
+        if self._recorder is not None:
+            # vLLM's own arrival is the time of day, which may be set meanwhile.
+            self._arrivals[request.request_id] = time.monotonic()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> Finished:
         self._record(request)
@@ -77,7 +85,10 @@ class RecordedConnector(OffloadingConnector):
 
     def _record(self, request: Request) -> None:
         """One that was computed, or begun to be."""
-        if self._recorder is None or not (request.num_computed_tokens or request.num_output_tokens):
+        if self._recorder is None:
+            return
+        began = self._arrivals.pop(request.request_id, None)
+        if not (request.num_computed_tokens or request.num_output_tokens):
             return
         try:
             num_keys = request.num_prompt_tokens // self._key_tokens
@@ -87,7 +98,10 @@ class RecordedConnector(OffloadingConnector):
                 self._count(False)
                 return
             self._recorder.offer_hashes(
-                request.arrival_time, hashes, request.num_prompt_tokens, request.num_output_tokens
+                time.monotonic() if began is None else began,
+                hashes,
+                request.num_prompt_tokens,
+                request.num_output_tokens,
             )
         except Exception:
             logger.exception("kvtier: a request was not recorded")

@@ -17,13 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
-from kvtier.replay.trace import Trace, TraceBuilder, chained, mixed
+from kvtier.replay.trace import BLOCKS_PER_REQUEST, Trace, TraceBuilder, chained, mixed
 from kvtier.replay.traces.lines import Line, check_counts
 
 if TYPE_CHECKING:
     from kvtier.replay.traces.options import ReadOptions
 
 NAME = "agentic sessions"
+NO_SESSION = "no session; every line of this trace is an object with requests"
 
 
 def recognises(line: Line) -> bool:
@@ -39,11 +40,17 @@ def recognises(line: Line) -> bool:
 
 def read(lines: Iterator[Line], options: ReadOptions, file_number: int) -> Trace:
     chance = random.Random(options.seed)
-    pool = list(lines)
+    first = next(lines)
+    block_tokens = first.block_tokens_of(_object(first), "block_size")
+    builder = TraceBuilder(block_tokens, options.coarsen)
+    pool = [first]
+    for line in lines:
+        if '"requests"' not in line.text:
+            line.refuse(NO_SESSION)
+        line.check_room(BLOCKS_PER_REQUEST * len(pool), builder)
+        pool.append(line)
     chance.shuffle(pool)
     chosen = pool[: options.sessions or None]
-    block_tokens = chosen[0].block_tokens_of(_object(chosen[0]), "block_size")
-    builder = TraceBuilder(block_tokens, options.coarsen)
     for number, line in enumerate(chosen):
         start_s = chance.random() * options.hours * 3600
         session = _object(line)
@@ -119,5 +126,5 @@ def _expanded(runs: list[int]) -> list[npt.NDArray[np.uint64]]:
 def _object(line: Line) -> dict[str, Any]:
     fields = line.json()
     if not isinstance(fields, dict) or "requests" not in fields:
-        line.refuse("no session; every line of this trace is an object with requests")
+        line.refuse(NO_SESSION)
     return fields

@@ -39,6 +39,8 @@ MAX_ID_BITS = 512
 MAX_BLOCK_TOKENS = 1 << 20
 MAX_LINE = 1 << 25
 """Characters. A prompt of a million tokens takes about 12 million, with its text and its ids."""
+MAX_EMPTY = 1_000_000
+"""Lines, one after the other."""
 MAX_RATIO = 100
 """How many times larger a packed file may become. Traces become 5 to 50 times as large."""
 LEAST_LIMIT = 1 << 25
@@ -130,7 +132,7 @@ def lines_of(path: Path, tell: Tell | None = None) -> Iterator[Line]:
         size = os.fstat(raw.fileno()).st_size
         limit = max(MAX_RATIO * size, LEAST_LIMIT)
         text = io.TextIOWrapper(unpacked, _encoding(path, unpacked), errors="replace")
-        num_read = 0
+        num_read = num_empty = 0
         for number in itertools.count(1):
             try:
                 line = text.readline(MAX_LINE + 1)
@@ -143,8 +145,12 @@ def lines_of(path: Path, tell: Tell | None = None) -> Iterator[Line]:
                 _refuse_size(path, number, size, len(line))
             if tell is not None and not number % 64:
                 tell(raw.tell())
+            num_empty += 1
             if line.strip():
+                num_empty = 0
                 yield Line(path, number, line)
+            elif num_empty > MAX_EMPTY:
+                raise ConfigError(f"{path}:{number}: {MAX_EMPTY:,} empty lines, as no trace has")
 
 
 def _refuse_size(path: Path, number: int, size: int, length: int) -> NoReturn:

@@ -13,6 +13,7 @@ from typing import Final
 from weakref import WeakSet
 
 from kvtier.errors import ConfigError, printable
+from kvtier.private_files import open_file
 from kvtier.process import OwnerProcess
 
 DATA: Final = "data.slab"
@@ -53,20 +54,6 @@ def make_folder(path: Path) -> None:
             f"disk tier: every user may write to {path}; take that away (chmod o-w), or name a "
             "directory below it, which is made for this user alone"
         )
-
-
-def open_file(path: Path, flags: int) -> int:
-    """Open or create a file for this user only; never through a link, and nothing but a file.
-
-    ``OSError`` where it is something else, a pipe for instance, which is not waited for.
-    """
-    fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        what = "this is no file but a directory, pipe or device; remove it"
-        raise OSError(errno.ENOTSUP, what, str(path))
-    os.set_blocking(fd, True)  # an engine is to wait for blocks, in the kernel
-    return fd
 
 
 def open_data(path: Path, flags: int) -> tuple[int, bool]:

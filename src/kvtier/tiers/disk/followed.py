@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from kvtier._hot import SlotTable
 from kvtier.errors import CacheError, ConfigError
-from kvtier.tiers.disk.folder import DATA, JOURNAL, open_data, open_file
+from kvtier.private_files import open_file
+from kvtier.tiers.disk.folder import DATA, JOURNAL, open_data
 from kvtier.tiers.disk.journal import read_records
 from kvtier.tiers.disk.opening import read_superblock
 from kvtier.tiers.disk.records import RECORD_BYTES, Kind, Records, are_valid

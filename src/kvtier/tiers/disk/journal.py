@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier.tiers.disk.folder import NEW_JOURNAL, open_file
+from kvtier.private_files import open_file
+from kvtier.tiers.disk.folder import NEW_JOURNAL
 from kvtier.tiers.disk.records import RECORD, RECORD_BYTES, Records
 from kvtier.tiers.disk.system import DiskSystem
 

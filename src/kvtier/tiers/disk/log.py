@@ -11,8 +11,9 @@ from threading import Lock
 import numpy as np
 import numpy.typing as npt
 
+from kvtier.private_files import open_file
 from kvtier.tiers.disk.compaction import SLICE_RECORDS, Compaction
-from kvtier.tiers.disk.folder import JOURNAL, NEW_JOURNAL, open_file
+from kvtier.tiers.disk.folder import JOURNAL, NEW_JOURNAL
 from kvtier.tiers.disk.journal import (
     COMPACT_FLOOR,
     DUE_SHARE,

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from kvtier.errors import ConfigError
+from kvtier.private_files import open_file
 from kvtier.tiers.disk.folder import (
     DATA,
     JOURNAL,
@@ -18,7 +19,6 @@ from kvtier.tiers.disk.folder import (
     NEW_SUPERBLOCK,
     SUPERBLOCK,
     TRUST,
-    open_file,
 )
 from kvtier.tiers.disk.journal import make_spare, max_journal_bytes
 from kvtier.tiers.disk.records import RECORD_BYTES, header, seal

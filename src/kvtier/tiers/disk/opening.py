@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import KVGroup
+from kvtier.private_files import open_file
 from kvtier.tiers.disk.bounce import ALIGNMENT
 from kvtier.tiers.disk.folder import (
     DATA,
@@ -25,7 +26,6 @@ from kvtier.tiers.disk.folder import (
     OwnerLock,
     make_folder,
     open_data,
-    open_file,
 )
 from kvtier.tiers.disk.limits import (
     BYTES_PER_SLOT,

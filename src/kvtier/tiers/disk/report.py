@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import TierError
-from kvtier.tiers.disk.folder import JOURNAL, LOCK, open_file, owner_of
+from kvtier.private_files import open_file
+from kvtier.tiers.disk.folder import JOURNAL, LOCK, owner_of
 from kvtier.tiers.disk.limits import check_sequence
 from kvtier.tiers.disk.opening import check_same_slab, read_superblock
 from kvtier.tiers.disk.records import Kind, Records, pick

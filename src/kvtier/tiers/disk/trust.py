@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier._hot import crc32c
-from kvtier.tiers.disk.folder import TRUST, open_file
+from kvtier.private_files import open_file
+from kvtier.tiers.disk.folder import TRUST
 from kvtier.tiers.disk.records import Kind, Records
 from kvtier.tiers.disk.rows import Rows
 from kvtier.tiers.disk.superblock import DataMark, Superblock
