@@ -98,7 +98,11 @@ def test_inspect_of_an_empty_slab(tmp_path: Path) -> None:
 def test_what_is_no_slab_is_told_in_one_line(tmp_path: Path, command: str) -> None:
     code, text = run(command, tmp_path / "nothing")
     assert code == 2
-    assert "holds no slab" in text
+    assert f"there is no directory {tmp_path}/nothing; name the directory that a server has" in text
+    assert list(tmp_path.iterdir()) == []
+    code, text = run(command, tmp_path)
+    assert code == 2
+    assert "holds no slab (its file superblock is missing); name the directory that" in text
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,7 +11,15 @@ import httpx
 import openai
 import pytest
 
-from kvtier.engine import Completion, Engine, EngineConfig, RequestHandle, SamplingParams, Token
+from kvtier.engine import (
+    Completion,
+    Engine,
+    EngineConfig,
+    RequestError,
+    RequestHandle,
+    SamplingParams,
+    Token,
+)
 from kvtier.server import ServerConfig
 from kvtier.server.refused import HARMLESS, LABELS
 from kvtier.server.schemas import (
@@ -274,7 +282,7 @@ def short() -> Iterator[Running]:
         ),
         (
             {"prompt": "word " * 20_000},
-            "The body has a text of more than 24600 bytes, which is more than the model's context",
+            "The body has a text of more than 24600 bytes, which is more than the context can hold",
         ),
     ],
 )
@@ -284,6 +292,29 @@ def test_what_does_not_fit_the_context_is_refused(
     error = error_of(post(short, "completions", json={**COMPLETION, **change}), 400)
     assert error["code"] == "context_length_exceeded"
     assert sentence in str(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("capacity", "most", "note"),
+    [
+        ("2MiB", 0, " The limit of 384 tokens is set by device_capacity; the model takes 8192."),
+        ("2MiB", 300, " The limit of 300 tokens is set by max_model_tokens; the model takes 8192."),
+        ("64MiB", 0, "shorten the prompt or lower max_tokens."),
+    ],
+)
+def test_a_context_error_says_which_setting_made_the_limit(
+    capacity: str, most: int, note: str
+) -> None:
+    config = EngineConfig(
+        model=MODEL, device_capacity=capacity, threads=1, max_model_tokens=most, prefix_cache=False
+    )
+    with Engine(config) as engine, running(engine) as made:
+        asked = {**COMPLETION, "prompt": [5] * 90, "max_tokens": 9000}
+        error = error_of(post(made, "completions", json=asked), 400)
+        assert str(error["message"]).endswith(note)
+        with pytest.raises(RequestError) as caught:
+            engine.submit([5] * 90, SamplingParams(max_tokens=9000))
+        assert str(caught.value).endswith(note)
 
 
 def test_the_last_token_of_room_may_be_used(short: Running) -> None:

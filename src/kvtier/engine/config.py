@@ -82,3 +82,5 @@ class EngineInfo:
     block_size: int
     chunk_tokens: int
     bytes_per_block: int
+    context_note: str = ""
+    """A sentence for requests that are too long, where the limit is not the model's own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -75,9 +75,10 @@ class Engine:
                 f"{group.bytes_per_block} bytes, less than one chunk of "
                 f"{config.chunk_tokens} tokens; raise it"
             )
-        limit = min(model.max_tokens, num_blocks * config.block_size)
+        limits = {"the model": model.max_tokens, "device_capacity": num_blocks * config.block_size}
         if config.max_model_tokens:
-            limit = min(limit, config.max_model_tokens)
+            limits["max_model_tokens"] = config.max_model_tokens
+        limit = min(limits.values())
         self.config = config
         self.tokenizer = model.tokenizer
         self.info = EngineInfo(
@@ -92,6 +93,7 @@ class Engine:
             block_size=config.block_size,
             chunk_tokens=config.chunk_tokens,
             bytes_per_block=group.bytes_per_block,
+            context_note=_context_note(limits),
         )
         self._namespace = Namespace(
             model.identity.digest,  # not its name: a renamed folder holds the same model
@@ -359,7 +361,7 @@ class Engine:
             raise RequestError(
                 f"The prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}: "
                 f"together {wanted}, but there is room for {self.info.max_model_tokens}; "
-                "shorten the prompt or lower max_tokens."
+                f"shorten the prompt or lower max_tokens.{self.info.context_note}"
             )
         if min(prompt) < 0 or max(prompt) >= self.info.vocab_size:
             raise RequestError(
@@ -378,3 +380,13 @@ def _device_name(wanted: str) -> str:
         return wanted
     found = torch.accelerator.current_accelerator()
     return "cpu" if found is None else found.type
+
+
+def _context_note(limits: Mapping[str, int]) -> str:
+    """Say what limits the context below what the model takes. limits: tokens, by what sets them;
+    the model's comes first."""
+    setting = min(limits, key=lambda each: limits[each])
+    model, most = next(iter(limits.items()))
+    if setting == model:
+        return ""
+    return f" The limit of {limits[setting]} tokens is set by {setting}; the model takes {most}."

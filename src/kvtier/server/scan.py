@@ -67,7 +67,7 @@ class Scan:
         if longest > self._bounds.text_bytes:
             raise _too_much(
                 f"a text of more than {self._bounds.text_bytes} bytes, which is more than the "
-                "model's context can hold; shorten it",
+                "context can hold; shorten it",
                 "context_length_exceeded",
             )
 

@@ -144,14 +144,14 @@ class Service:
         limit = self.engine.info.max_model_tokens
         num_bytes = len(text) if text.isascii() else len(text.encode())
         if num_bytes > self._max_text_bytes:
-            raise _too_long(
+            raise self._too_long(
                 f"The prompt has {num_bytes} bytes, but the {limit} tokens that prompt and answer "
                 f"must fit into hold {self._max_text_bytes} at most; shorten it."
             )
         num_probed = PROBE_CHARACTERS_PER_TOKEN * limit
         encode = partial(self.engine.tokenizer.encode, special_tokens=special_tokens)
         if len(text) > num_probed and len(encode(text[:num_probed])) > limit:
-            raise _too_long(
+            raise self._too_long(
                 f"The prompt has {len(text)} characters, of which the first {num_probed} alone are "
                 f"more than the {limit} tokens that prompt and answer must fit into; shorten it."
             )
@@ -172,11 +172,15 @@ class Service:
         finally:
             self._pace.worked(time.perf_counter() - began)
 
+    def _too_long(self, message: str) -> ApiError:
+        note = self.engine.info.context_note
+        return bad_request(message + note, code="context_length_exceeded")
+
     def _room(self, prompt: Sequence[int]) -> int:
         """Tokens that the answer may have; ``ApiError`` where there are none."""
         limit = self.engine.info.max_model_tokens
         if len(prompt) >= limit:
-            raise _too_long(
+            raise self._too_long(
                 f"The prompt has {len(prompt)} tokens, but prompt and answer must fit into "
                 f"{limit}; shorten the prompt."
             )
@@ -196,7 +200,7 @@ class Service:
         room for; more than there is room for is an error."""
         room = self._room(prompt)
         if max_tokens is not None and max_tokens > room:
-            raise _too_long(
+            raise self._too_long(
                 f"The prompt has {len(prompt)} tokens and max_tokens is {max_tokens}, together "
                 f"{len(prompt) + max_tokens}, but they must fit into {len(prompt) + room}; shorten "
                 "the prompt or lower max_tokens."
@@ -303,7 +307,3 @@ class Service:
         chains = Chains(salt_from_environment(), self.engine.info.block_size)
         path = Path(config.record).expanduser()
         return Recorder(path, chains, config.record_max_bytes, self.metrics.recorded)
-
-
-def _too_long(message: str) -> ApiError:
-    return bad_request(message, code="context_length_exceeded")

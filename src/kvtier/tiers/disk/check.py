@@ -17,7 +17,7 @@ from kvtier.tiers.disk.limits import check_memory
 from kvtier.tiers.disk.opening import open_slab, read_superblock
 from kvtier.tiers.disk.records import Kind, Records, pick
 from kvtier.tiers.disk.replay import Replay
-from kvtier.tiers.disk.report import Content, read_content
+from kvtier.tiers.disk.report import NAME_A_SLAB, Content, read_content
 from kvtier.tiers.disk.scrub import check_blocks
 from kvtier.tiers.disk.superblock import Superblock
 from kvtier.tiers.disk.system import DiskSystem
@@ -81,7 +81,7 @@ def check_slab(
     Raises ``ConfigError`` where there is no slab, or where a process uses it.
     """
     system = system or DiskSystem()
-    read_superblock(folder)  # never make a lock where there is nothing to look at
+    read_superblock(folder, NAME_A_SLAB)  # never make a lock where there is nothing to look at
     try:
         lock = OwnerLock(folder)
     except OSError as error:

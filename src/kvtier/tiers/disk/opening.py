@@ -175,8 +175,10 @@ def _make_new(folder: Path, want: Superblock, set_id: bytes, system: DiskSystem)
 # -- one that is there -----------------------------------------------------------------------------
 
 
-def read_superblock(folder: Path) -> tuple[Superblock, int]:
-    """The superblock in force, and how many of the two are whole.
+def read_superblock(
+    folder: Path, advice: str = "choose an empty directory or one that does not exist yet"
+) -> tuple[Superblock, int]:
+    """The superblock in force, and how many of the two are whole. advice: where there is no slab.
 
     Raises ``ConfigError`` where there is none, or none that this version reads, or one whose
     numbers can't be.
@@ -184,9 +186,10 @@ def read_superblock(folder: Path) -> tuple[Superblock, int]:
     try:
         fd = open_file(folder / SUPERBLOCK, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError) as error:
+        if not folder.exists():
+            raise ConfigError(f"disk tier: there is no directory {folder}; {advice}") from error
         raise ConfigError(
-            f"disk tier: {folder} holds no slab (its file {SUPERBLOCK} is missing); "
-            "choose an empty directory or one that does not exist yet"
+            f"disk tier: {folder} holds no slab (its file {SUPERBLOCK} is missing); {advice}"
         ) from error
     except OSError as error:
         raise TierError("disk", f"open {folder}", str(error)) from error

@@ -100,12 +100,19 @@ class Content:
     journal_bytes: int
 
 
+NAME_A_SLAB = (
+    "name the directory that a server has as disk_path, or one of its rank0, rank1, ... under vLLM "
+    "and SGLang"
+)
+"""For those who want to look at a slab, and named something else."""
+
+
 def read_content(folder: Path) -> Content:
     """Read a slab that another process may be writing to.
 
     Raises ``ConfigError`` where there is no slab, ``TierError`` where it can't be read.
     """
-    superblock, num_whole = read_superblock(folder)
+    superblock, num_whole = read_superblock(folder, NAME_A_SLAB)
     try:
         fd = open_file(folder / JOURNAL, os.O_RDONLY)
         try:
