@@ -38,7 +38,6 @@ CALLED: Mapping[str, Mapping[str, Takes]] = {
     "PoolTransferResult": {"empty": Takes()},
     "HookRegistry": {"register": Takes("target, hook, hook_type")},
     "Req": {"finished": Takes()},
-    "ModelConfig": {"from_server_args": Takes()},
 }
 BUILT: Mapping[str, tuple[str, ...]] = {
     "PoolTransferResult": ("kv_hit_pages", "extra_pool_hit_pages"),
@@ -52,7 +51,7 @@ READ: Mapping[str, tuple[str, ...]] = {
         "is_mla_model", "model_name", "extra_config", "tp_lcm_size", "should_split_heads",
     ),
     "HiCacheStorageExtraInfo": ("prefix_keys",),
-    "ModelConfig": ("is_audio_model", "is_multimodal"),
+    "ModelConfig": ("from_server_args", "is_audio_model", "is_multimodal"),
     "PoolTransfer": ("name", "host_indices", "keys", "hit_policy"),
     "PoolHitPolicy": ("ALL_PAGES", "TRAILING_PAGES"),
     "HostKVCache": ("page_size", "page_num", "layout", "dtype", "get_dummy_flat_data_page"),
@@ -154,7 +153,6 @@ LINKER = Contract(
     },
     called={
         "HookRegistry": CALLED["HookRegistry"],
-        "ModelConfig": CALLED["ModelConfig"],
         "Req": {**CALLED["Req"], "init_next_round_input": Takes("tree_cache, cow_mamba")},
         "UnifiedRadixCache": {
             "_all_reduce_attn_groups": Takes("tensor, op"),
