@@ -63,15 +63,13 @@ def check_storage(locations: Sequence[str]) -> None:
     """Raises ``ConfigError`` where one can't be that of a store."""
     for location in locations:
         if not re.fullmatch(r"([\w.-]+=)?[\w.-]+:.*", location):
-            raise ConfigError(
-                f"storage: {without_password(location)!r} names no plug-in; write it as "
-                '"plug-in:location"'
-            )
+            shown = f"{location!r} names" if "@" not in location else "a location names"
+            raise ConfigError(f'storage: {shown} no plug-in; write it as "plug-in:location"')
 
 
 def without_password(location: str) -> str:
-    """Of a store, for people."""
-    return re.sub(r"//[^/]*@", "//", location)
+    """Return the location of a store without all that may be a password, for people."""
+    return re.sub(r"//.*@", "//", location, flags=re.DOTALL)
 
 
 CHOICES: dict[str, type[StrEnum]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -97,7 +97,7 @@ class StorageSite:
     """
 
     name: str
-    location: str
+    location: str = field(repr=False)  # a password may be in it
     group: KVGroup
     capacity_bytes: int
     arena: Memory | None = None

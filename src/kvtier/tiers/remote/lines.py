@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import ssl
 import time
 from collections.abc import Callable
@@ -22,12 +23,15 @@ CONNECT_S: Final = 1.0
 OPEN_S: Final = 2.0
 LONGEST_S: Final = 3600.0
 PROBE_BYTES: Final = 96
+DATABASE: Final = re.compile("[0-9]{0,9}")
 REFUSALS: Final = ("NOAUTH", "WRONGPASS", "NOPERM", "ERR AUTH", "ERR DB index", "ERR invalid DB")
 """Errors that another try does not mend."""
 ANSWERS: Final = "answers"
 """A server that can be used is said to."""
 REDIRECTS: Final = ("MOVED", "ASK", "CLUSTERDOWN")
 """Errors of a server that has a part of the keys only."""
+ERROR_CODE: Final = re.compile(r"[A-Z][A-Z0-9_]{0,31}(?![^ ])")
+"""The first word of a server's error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,12 @@ class Lines:
     def __init__(self, location: Location, options: ValkeyOptions) -> None:
         if not location.host:
             raise ConfigError(f'storage: {location}: no server; write it as "valkey://host"')
+        if not DATABASE.fullmatch(location.path):
+            raise ConfigError(
+                f"storage: {location.scheme}: what stands behind the server is the number of a "
+                'database; write it as "valkey://host:port/0", and signs of a password '
+                "percent-encoded"
+            )
         self._location = location
         self._tls = _tls(options, location) if location.scheme == "valkeys" else None
         self._process = OwnerProcess()
@@ -110,7 +120,8 @@ class Lines:
                 (os.environ[n] for n in PASSWORDS if n in os.environ), ""
             )
             if password:
-                line.send([command(b"AUTH", *_words(at.user), password.encode())])
+                words = [_encoded(at.user)] if at.user else []
+                line.send([command(b"AUTH", *words, _encoded(password))])
                 line.reply()
             if at.path:
                 line.send([command(b"SELECT", at.path.encode())])
@@ -159,8 +170,8 @@ class Lines:
                 "followed; name a server that stands alone, or a proxy before the cluster"
             )
         if str(error).startswith(REFUSALS):
-            raise ConfigError(f"storage: {self._location} refuses: {_kind(error)}")
-        return f"can't be written: {_kind(error)}"
+            raise ConfigError(f"storage: {self._location} refuses: {reason_of(error)}")
+        return f"can't be written: {reason_of(error)}"
 
     def _is_in_cluster(self, line: Connection) -> bool:
         line.send([command(b"INFO", b"cluster")])
@@ -189,19 +200,17 @@ class Lines:
             line.close()
 
 
-def _words(user: str | None) -> list[bytes]:
-    return [user.encode()] if user else []
-
-
-def _kind(error: ReplyError) -> str:
-    """Its first word: what follows may repeat what was sent."""
-    return str(error).split(" ", 1)[0] or "error"
+def _encoded(text: str) -> bytes:
+    """Return the bytes of a name or a password, which need not be UTF-8."""
+    return text.encode(errors="surrogateescape")
 
 
 def reason_of(error: Exception) -> str:
-    """In a few words, without what the server said."""
+    """Return the reason in a few words. Of a server's error only the code in front is kept: the
+    rest may repeat what was sent."""
     if isinstance(error, ReplyError):
-        return _kind(error)
+        code = ERROR_CODE.match(str(error))
+        return code[0] if code else "an error without a code"
     return (
         (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Final, TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from kvtier.config import parse_size
 from kvtier.errors import ConfigError
@@ -16,6 +17,9 @@ from kvtier.errors import ConfigError
 SECRET: Final = "KVTIER_STORE_SECRET"
 """Environment variable: what all processes that share a store know, and nobody else; it tags
 blocks."""
+AUTHORITY: Final = re.compile(r"//[^/?#]*")
+"""Of a URL: user, password, host and port."""
+HOST: Final = re.compile(r"[^\s%@/\\]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +53,8 @@ class StoreOptions:
 @dataclass(frozen=True, slots=True)
 class Location:
     """What stands in a URL. user, password: None where they are not there; neither is ever shown.
-    path: without the first slash. given: options, as they were written."""
+    path: without the first slash. given: options, as they were written, and not shown either: an
+    endpoint may have a password."""
 
     scheme: str
     host: str
@@ -57,7 +62,7 @@ class Location:
     path: str
     user: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
-    given: Mapping[str, str] = field(default_factory=dict)
+    given: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __str__(self) -> str:
         """For people and logs: without what is secret."""
@@ -68,29 +73,59 @@ class Location:
 
 
 def read_location(scheme: str, rest: str) -> Location:
-    """rest: what stands behind the colon. Raises ``ConfigError`` for what is no URL; the message
-    has nothing of it that may be secret."""
-    try:
-        parts = urlsplit(f"{scheme}:{rest}")
-        port = parts.port
-    except ValueError as error:
-        raise ConfigError(f"storage: {scheme}: is no URL ({error})") from None
+    """Read what stands behind the colon of a URL.
+
+    Raises:
+        ConfigError: ``rest`` is no URL. The message repeats nothing of it: a password with a sign
+            that was not percent-encoded may stand anywhere.
+    """
     if not rest.startswith("//"):
         raise ConfigError(f'storage: {scheme}: no place; write it as "{scheme}://host"')
+    authority = AUTHORITY.match(rest)
+    behind = rest[authority.end() :] if authority else ""
+    if "#" in rest or "@" in behind:
+        raise ConfigError(
+            f"storage: {scheme}: credentials do not belong into a path or an option, and no # is "
+            "read; write an @ behind the server as %40, a # as %23, and all signs of a password "
+            "that are no letters or digits percent-encoded"
+        )
+    parts = _split(f"{scheme}:{rest}")
+    if parts is None:
+        raise ConfigError(
+            f'storage: {scheme}: is no URL; write it as "{scheme}://user:password@host:port", with '
+            "a number for the port, and signs of a password percent-encoded"
+        )
     given: dict[str, str] = {}
     for name, value in parse_qsl(parts.query, keep_blank_values=True):
         if name in given:
-            raise ConfigError(f"storage: {scheme}: option {name} is given twice")
+            raise ConfigError(f"storage: {scheme}: an option is given twice")
         given[name] = value
     return Location(
         scheme,
         parts.hostname or "",
-        port,
+        parts.port,
         unquote(parts.path).strip("/"),
-        None if parts.username is None else unquote(parts.username),
-        None if parts.password is None else unquote(parts.password),
+        _unquoted(parts.username),
+        _unquoted(parts.password),
         given,
     )
+
+
+def _split(url: str) -> SplitResult | None:
+    """Return the parts of a URL; None where it is none, or its host can't be one. The parser's own
+    error, which quotes the URL, goes no further."""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname or "", parts.port
+        host.encode("idna")
+    except ValueError:
+        return None
+    return parts if url.isprintable() and HOST.fullmatch(host) else None
+
+
+def _unquoted(text: str | None) -> str | None:
+    """Return a name or a password, whose bytes need not be UTF-8."""
+    return None if text is None else unquote(text, errors="surrogateescape")
 
 
 Options = TypeVar("Options", bound=StoreOptions)

@@ -5,6 +5,7 @@ Beside running replicas: a block that one of them knows of, and that is gone, is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -74,8 +75,9 @@ def make_keeper(url: str) -> Keeper:
                 's3: needs the package obstore; install it with pip install "kvtier[s3]"'
             ) from error
         return S3Keeper(location, options)
+    shown = repr(scheme) if re.fullmatch(r"[\w.-]+", scheme) and rest else "this"
     raise ConfigError(
-        f"{scheme or url!r} is no store that can be looked after from here; give a URL that begins "
+        f"{shown} is no store that can be looked after from here; give a URL that begins "
         f"with s3:// or {'://, '.join(sorted(SCHEMES))}://"
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import ssl
 import time
@@ -32,10 +33,23 @@ LEAST_SHARE: Final = 0.75
 """Of what a call may take, while so much is left of the time in all."""
 MOST_PARTS: Final = 512
 """Of a message, given to the system at a time."""
+MAX_REPLY_BYTES: Final = 64 << 20
+"""Strings of one reply, all together. Replies are allocated as long as the server says."""
+MAX_ITEMS: Final = 1 << 20
+"""Entries of one reply, all its arrays together. A page of SCAN has some thousand."""
+MAX_DEPTH: Final = 4
+"""Arrays within arrays. A page of SCAN has two."""
+MAX_SKIPPED_BYTES: Final = 64 << 20
+"""A value of another size is read to its end up to this length. Behind a longer one the connection
+is closed."""
 TOO_LATE: Final = "it took too long"
 CLOSED: Final = "the server has closed the connection"
 NO_END: Final = "a value does not end where it should"
+NO_RESP: Final = "this is no RESP server"
+TOO_LARGE: Final = "a reply is larger than any that was asked for"
 REASONS: Final = {errno.ETIMEDOUT: TOO_LATE, errno.ECONNRESET: CLOSED, errno.EPROTO: NO_END}
+
+NUMBER: Final = re.compile(rb"[+-]?[0-9]{1,19}")
 
 Part = bytes | memoryview
 
@@ -132,23 +146,40 @@ class Connection:
     # -- replies -----------------------------------------------------------------------------------
 
     def reply(self) -> bytes | int | list[object] | None:
-        """The next one, whole. ``ReplyError`` for an error of the server's."""
+        """Return the next reply, whole. Its length, count and depth are bounded before memory is
+        allocated for it.
+
+        Raises:
+            ReplyError: the server answers with an error.
+            RespError: the reply is larger than ``MAX_REPLY_BYTES`` or ``MAX_ITEMS``, deeper than
+                ``MAX_DEPTH``, or no RESP.
+        """
+        return self._reply(_Budget())
+
+    def _reply(self, budget: _Budget, depth: int = 0) -> bytes | int | list[object] | None:
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"-":
+            if depth:
+                raise RespError(NO_RESP)  # what follows it would be taken for the next reply
             raise ReplyError(rest.decode(errors="replace"))
         if kind == b"+":
+            budget.take_bytes(len(rest))
             return rest
-        if kind not in (b":", b"$", b"*"):
-            raise RespError("this is no RESP server")
-        number = _number(rest)
         if kind == b":":
-            return number
-        if number < 0:
+            return _number(rest)
+        if kind not in (b"$", b"*"):
+            raise RespError(NO_RESP)
+        length = _length(rest)
+        if length is None:
             return None
         if kind == b"*":
-            return [self.reply() for _ in range(number)]
-        value = bytearray(number)
+            if depth == MAX_DEPTH:
+                raise RespError(TOO_LARGE)
+            budget.take_items(length)
+            return [self._reply(budget, depth + 1) for _ in range(length)]
+        budget.take_bytes(length)
+        value = bytearray(length)
         self._read_into(memoryview(value))
         self._end_value()
         return bytes(value)
@@ -161,20 +192,26 @@ class Connection:
             there = bytes(self._buffer[self._first : self._end])
             at = 0
             while len(found) < num:
-                line_end = there.find(b"\r\n", at)
-                if line_end < 0:
+                newline = there.find(b"\n", at)
+                if newline < 0:
                     break
-                end = line_end
+                end = line_end = newline - 1
+                if there[line_end:newline] != b"\r":
+                    raise RespError(NO_RESP)
                 if there[at] == ord("$"):
-                    num_bytes = _number(there[at + 1 : line_end])
-                    end = line_end + 2 + num_bytes if num_bytes >= 0 else line_end
+                    length = _length(there[at + 1 : line_end])
+                    end = line_end if length is None else line_end + 2 + length
+                    if end - at > len(self._buffer):
+                        raise RespError(TOO_LARGE)
                     if end + 2 > len(there):
                         break
-                    found.append(there[line_end + 2 : end] if num_bytes >= 0 else None)
+                    if there[end : end + 2] != b"\r\n":
+                        raise RespError(NO_END)
+                    found.append(None if length is None else there[line_end + 2 : end])
                 elif there[at] in b"-+:":
                     found.append(None)
                 else:
-                    raise RespError("this is no RESP server")
+                    raise RespError(NO_RESP)
                 at = end + 2
             self._first += at
             if len(found) < num:
@@ -185,7 +222,7 @@ class Connection:
         """Some bytes more, behind those that are there."""
         left = self._end - self._first
         if left == len(self._buffer):
-            raise RespError("a value of another size")
+            raise RespError(TOO_LARGE)
         self._buffer[:left] = bytes(self._buffer[self._first : self._end])
         self._first, self._end = 0, left
         self._end += self._receive(self._buffer[left:], is_whole=False)
@@ -207,7 +244,10 @@ class Connection:
             if error:
                 raise RespError(REASONS.get(error) or os.strerror(error))
             if at < end:
-                yield self._value_into(places.pick([at]), num_heads)
+                num_bytes, crc = self._value_into(places.pick([at]), num_heads)
+                yield num_bytes, crc
+                if num_bytes is not None and self._is_unread(num_bytes, places):
+                    raise RespError(TOO_LARGE)
                 at, num = at + 1, 1  # there may be more that are not there
 
     def _receive_values(
@@ -242,10 +282,16 @@ class Connection:
                 self._read_into(view)
             num_head_bytes = int(place.sizes[:num_heads].sum())
             crc = int(block_crcs(place.part(num_head_bytes, num_bytes))[0])
+        elif self._is_unread(num_bytes, place):
+            return num_bytes, crc
         else:
             self._skip(num_bytes)
         self._end_value()
         return num_bytes, crc
+
+    def _is_unread(self, num_bytes: int, places: Pieces) -> bool:
+        """Whether a value is so long that it is left where it is, and its connection is closed."""
+        return num_bytes > max(MAX_SKIPPED_BYTES, places.block_bytes)
 
     def _value_bytes(self) -> int | None:
         """How long the value is that comes next, None where there is none. It has to be read, by
@@ -255,8 +301,7 @@ class Connection:
             raise ReplyError(line[1:].decode(errors="replace"))
         if line[:1] != b"$":
             raise RespError("a reply of another kind")
-        number = _number(line[1:])
-        return None if number < 0 else number
+        return _length(line[1:])
 
     def _read_into(self, view: memoryview) -> None:
         """The next bytes, as many as there is room for."""
@@ -298,9 +343,11 @@ class Connection:
             self._first += len(there) if at < 0 else at + 1
             line += there if at < 0 else there[: at + 1]
             if at >= 0:
+                if line[-2:-1] != b"\r":
+                    raise RespError(NO_RESP)
                 return line[:-2]
             if len(line) > BUFFER_BYTES:
-                raise RespError("this is no RESP server")
+                raise RespError(NO_RESP)
 
     def _fill(self) -> None:
         self._first, self._end = 0, self._receive(self._buffer, is_whole=False)
@@ -322,8 +369,34 @@ class Connection:
             self._socket.close()
 
 
+class _Budget:
+    """What the rest of one reply may still hold."""
+
+    def __init__(self) -> None:
+        self._num_bytes = MAX_REPLY_BYTES
+        self._num_items = MAX_ITEMS
+
+    def take_bytes(self, num_bytes: int) -> None:
+        self._num_bytes -= num_bytes
+        if self._num_bytes < 0:
+            raise RespError(TOO_LARGE)
+
+    def take_items(self, num_items: int) -> None:
+        self._num_items -= num_items
+        if self._num_items < 0:
+            raise RespError(TOO_LARGE)
+
+
 def _number(text: bytes) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise RespError("this is no RESP server") from None
+    """Return a signed integer of 64 bits, as RESP has them."""
+    if not NUMBER.fullmatch(text) or not -(1 << 63) <= (number := int(text)) < 1 << 63:
+        raise RespError(NO_RESP)
+    return number
+
+
+def _length(text: bytes) -> int | None:
+    """Return the length of a string or an array; None for a null."""
+    length = _number(text)
+    if length < -1:
+        raise RespError(NO_RESP)
+    return None if length < 0 else length

@@ -19,7 +19,7 @@ from kvtier.errors import TierError
 from kvtier.tiers.crc_join import block_crcs
 from kvtier.tiers.pieces import Pieces
 from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, Envelope, as_keys
-from kvtier.tiers.remote.lines import CONNECT_S, Lines, ValkeyOptions
+from kvtier.tiers.remote.lines import CONNECT_S, Lines, ValkeyOptions, reason_of
 from kvtier.tiers.remote.location import Location, read_location, read_options
 from kvtier.tiers.remote.resp import Connection, Part, ReplyError, command
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageSite, StorageTier
@@ -198,7 +198,7 @@ class ValkeyTier(StorageTier):
         if not keys or not for_good:
             return  # others may have it still, and the server makes room
         if error := self._lines.use(partial(self._unlink, keys), CONNECT_S):
-            raise TierError(self.name, "drop", str(error)) from error
+            raise TierError(self.name, "drop", reason_of(error)) from None
 
     # -- upkeep ------------------------------------------------------------------------------------
 

@@ -18,6 +18,10 @@ Answer = TypeVar("Answer")
 SCANNED: Final = b"1000"
 """Keys that the server looks at for one answer."""
 PATIENCE_S: Final = 30.0
+MAX_PAGES: Final = 1 << 20
+"""Of a scan: a thousand million keys."""
+MAX_ENTRIES: Final = 1 << 24
+"""Blocks that a server has: 1 TiB of them in 64 KiB each."""
 GLOB: Final = b"\\*?[]"
 """Have a meaning in a pattern."""
 
@@ -42,12 +46,15 @@ class ValkeyKeeper(Keeper):
     def entries(self) -> list[Entry]:
         found: dict[bytes, Entry] = {}  # a scan may tell of a key twice
         cursor = b"0"
-        while True:
+        for _ in range(MAX_PAGES):
             cursor, names = self._asked(partial(self._scan, cursor))
             names = [name for name in names if len(name) == len(self._prefix) + KEY_BYTES]
             found.update((each.name, each) for each in self._facts(names))
             if cursor == b"0":
                 return list(found.values())
+            if len(found) > MAX_ENTRIES:
+                break
+        raise CacheError(f"{self.where} answers with a scan that does not end")
 
     def _scan(self, cursor: bytes, line: Connection) -> tuple[bytes, list[bytes]]:
         pattern = b"".join(

@@ -1,0 +1,86 @@
+"""A server that speaks RESP from a dictionary, and alters its replies as a test says."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+LOOPBACK = "127.0.0.1"
+OK, NULL = b"+OK\r\n", b"$-1\r\n"
+
+Alter = Callable[[list[bytes], bytes], bytes]
+"""Returns what is sent in the place of the right reply to a command; b"" ends the connection."""
+
+
+def bulk(value: bytes) -> bytes:
+    """Return the reply that holds a string."""
+    return b"$%d\r\n%b\r\n" % (len(value), value)
+
+
+def array(*replies: bytes) -> bytes:
+    """Return the reply that holds other replies."""
+    return b"*%d\r\n" % len(replies) + b"".join(replies)
+
+
+class ScriptedServer:
+    """Listens on loopback until it is closed. ``values`` is what it holds."""
+
+    def __init__(self, alter: Alter = lambda _, reply: reply) -> None:
+        self.alter = alter
+        self.values: dict[bytes, bytes] = {}
+        self._listener = socket.create_server((LOOPBACK, 0))
+        self.port = self._listener.getsockname()[1]
+        self._lines: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                line, _ = self._listener.accept()
+                self._lines.append(line)
+                threading.Thread(target=self._serve, args=(line,), daemon=True).start()
+
+    def _serve(self, line: socket.socket) -> None:
+        with suppress(OSError, ValueError), line, line.makefile("rb") as sent:
+            while start := sent.readline():
+                words = []
+                for _ in range(int(start[1:])):
+                    words.append(sent.read(int(sent.readline()[1:])))
+                    sent.read(2)
+                reply = self.alter(words, self._reply(words))
+                if not reply:
+                    return
+                line.sendall(reply)
+
+    def _reply(self, words: list[bytes]) -> bytes:
+        match words:
+            case [b"SET", key, value, *_]:
+                self.values[key] = value
+                return OK
+            case [b"GET", key]:
+                return bulk(self.values[key]) if key in self.values else NULL
+            case [b"GETRANGE", key, first, last]:
+                return bulk(self.values.get(key, b"")[int(first) : int(last) + 1])
+            case [b"STRLEN", key]:
+                return b":%d\r\n" % len(self.values.get(key, b""))
+            case [b"UNLINK", *keys]:
+                return b":%d\r\n" % sum(self.values.pop(key, None) is not None for key in keys)
+            case [b"OBJECT", *_]:
+                return b":1\r\n"
+            case [b"INFO", *_]:
+                return bulk(b"# Cluster\r\ncluster_enabled:0\r\n")
+            case [b"CONFIG", *_]:
+                return array(bulk(b"maxmemory-policy"), bulk(b"allkeys-lru"))
+            case [b"SCAN", *_]:
+                return array(bulk(b"0"), array(*map(bulk, self.values)))
+        return OK
+
+    def close(self) -> None:
+        """End all connections."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        for each in (self._listener, *self._lines):
+            with suppress(OSError):
+                each.close()
