@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -14,7 +15,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from kvtier._hot import NATIVE
 from kvtier.cli import app
+from kvtier.connectors.shared.settings import StoreSettings
+from kvtier.serve_bench import figures
 from tests.outline import outline
 
 has_report = pytest.mark.skipif(
@@ -131,6 +135,67 @@ def test_a_short_trace_is_too_small_to_tell(conversations: Path, tmp_path: Path)
     assert rows
     assert not any(re.search(r"[$][0-9.]+, ", line) for line in rows), rows
     assert found["recommendation"]["host_bytes"] is None
+
+
+@pytest.mark.skipif(not NATIVE, reason="without the native core LRU serves")
+def test_advice_is_for_the_policy_that_serves_with_lru_beside_it(conversations: Path) -> None:
+    options = ("--device-capacity", "1GiB", "--accelerator-price-per-hour", "1000")
+    found = replayed(conversations, *options)
+    assert found["policy"] == StoreSettings.__dataclass_fields__["eviction_policy"].default
+    assert list(found["hits"]) == ["runs", "lru", "opt"]
+    bought = found["recommendation"]["host_bytes"]
+    lru, learned = (
+        next(each["hit_ratio"] for each in found["hits"][name] if each["bytes"] == bought)
+        for name in ("lru", "runs")
+    )
+    text = found["recommendation"]["text"].replace("\u00a0", " ")
+    beside = rf"finds {100 * learned:.1f} % of the blocks \(under LRU {100 * lru:.1f} %\)"
+    assert re.search(beside, text), text
+    seconds = found["recommendation"]["seconds_per_hour"]
+    assert f"the work of {figures.number(seconds / 3600)} accelerators" in text
+
+
+def test_rows_are_marked_by_text_where_there_are_no_colours(conversations: Path) -> None:
+    options = ("--device-capacity", "1GiB", "--accelerator-price-per-hour", "1000")
+    result = kvtier("replay", conversations, "--no-report", *options)
+    text = result.stdout.replace("\u00a0", " ")
+    assert "\x1b" not in text
+    assert len(re.findall("<- recommended", text)) == 1
+    tables = text.partition("Host memory, without")[2].partition("Where prompt tokens")[0]
+    rows = [line for line in tables.splitlines() if re.match("│ [0-9]", line)]
+    assert any("can't tell" in row for row in rows)
+    for row in rows:
+        assert ("can't tell" in row) == ("–," in row), row
+    alone = subprocess.run(
+        [sys.executable, "-m", "kvtier.cli", "replay", conversations, "--no-report", *options],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={name: each for name, each in os.environ.items() if name != "COLUMNS"},
+    )
+    assert "…" not in alone.stdout
+
+
+@has_report
+def test_a_line_is_solid_only_where_the_trace_can_tell(conversations: Path) -> None:
+    from matplotlib.figure import Figure
+
+    from kvtier.replay import plots
+    from kvtier.replay.sizing import Point
+
+    points = [
+        Point(1 << at, 1, 0.5, 1.0, 1.0, 9.0, 1.0, 1.0, 1.0, 0.0, supported=at < 3)
+        for at in range(6)
+    ]
+    for num_told in (3, 0, 6):
+        axes = Figure().add_subplot()
+        told = [at < num_told for at in range(6)]
+        plots._worth(axes, points, told, "#000000", None)
+        solid = [line for line in axes.get_lines() if line.get_label() == "worth"]
+        assert sum(len(line.get_xdata()) for line in solid) == num_told
+        pale = [line for line in axes.get_lines() if line.get_label() == "can't tell"]
+        assert len(pale) == (num_told < 6)
+        assert all(line.get_alpha() < 0.5 for line in pale)
 
 
 def test_sizes_may_be_shares_of_the_trace(conversations: Path) -> None:

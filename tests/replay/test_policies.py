@@ -146,7 +146,7 @@ def test_without_the_core_no_policy_is_asked_unless_somebody_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvtier.replay.policies.NATIVE", True)
-    assert usual_policies() == ("lru", "runs", "opt")
+    assert usual_policies() == ("runs", "lru", "opt")
     monkeypatch.setattr("kvtier.replay.policies.NATIVE", False)
     assert usual_policies() == ("lru", "opt")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 _TRACE, _TIERS, _MODEL, _PRICES, _OUTPUT = "Trace", "Tiers", "Model and machine", "Prices", "Output"
 
+PIPED_WIDTH = 120
+"""Columns of output that is no terminal's: no table is cut."""
 DEVICE_CAPACITY = "16GiB"
 BYTES_PER_TOKEN = 131_072
 PREFILL_TOKENS_PER_S = 10_000.0
@@ -47,7 +50,7 @@ def replay(
             help="What to replay, separated by commas; the first one decides what to buy. "
             "opt is the optimum.",
             rich_help_panel=_TIERS,
-            show_default="lru,opt; with the native core lru,runs,opt",
+            show_default="runs,lru,opt; without the native core lru,opt",
         ),
     ] = "",
     sizes: Annotated[
@@ -225,6 +228,8 @@ def replay(
 
     # With JSON on stdout, whatever is meant for a person goes to stderr.
     console = Console(stderr=json_file == STDOUT)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPED_WIDTH
     try:
         check_packages([], "replay", needs_report=not no_report)
 

@@ -13,6 +13,8 @@ from kvtier.replay.assumptions import DEFAULT
 from kvtier.replay.result import ReplayResult
 from kvtier.replay.sizing import Point
 from kvtier.replay.words import (
+    CANT_TELL,
+    RECOMMENDED,
     SIZE_COLUMNS,
     WEAK,
     WRITTEN,
@@ -23,6 +25,7 @@ from kvtier.replay.words import (
     policy_name,
     setup_cells,
     size_cells,
+    size_mark,
     subtitle,
 )
 from kvtier.serve_bench.figures import capacity
@@ -76,13 +79,13 @@ def _hits(result: ReplayResult) -> Table:
 
 def _sizes(title: str, points: Sequence[Point], result: ReplayResult, is_disk: bool) -> Table:
     names = [*SIZE_COLUMNS, *([WRITTEN] if is_disk else [])]
+    styles = {RECOMMENDED: "bold green", CANT_TELL: "dim"}
     has_weak = not all(can_tell(result, point) for point in points)
     table = _table(title, names, WEAK if has_weak else "")
-    chosen = result.best_disk if is_disk else result.best_host
+    table.add_column("", no_wrap=True)
     for point in points:
-        is_chosen = chosen is not None and point.num_bytes == chosen.num_bytes
-        style = "bold green" if is_chosen else "" if can_tell(result, point) else "dim"
-        table.add_row(*size_cells(result, point, is_disk), style=style)
+        mark = size_mark(result, point, is_disk)
+        table.add_row(*size_cells(result, point, is_disk), mark, style=styles.get(mark, ""))
     return table
 
 

@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 from kvtier.replay.policies import OPTIMUM
 from kvtier.replay.result import ReplayResult
 from kvtier.replay.sizing import Point
-from kvtier.replay.words import money, policy_name
+from kvtier.replay.words import CANT_TELL, can_tell, money, policy_name
 from kvtier.serve_bench.figures import capacity, percent
 from kvtier.serve_bench.svg import COLD, DEVICE, DISK, GOOD, HOST, INK, LINE, MUTED, twice
 
@@ -64,7 +64,8 @@ def saved(result: ReplayResult) -> tuple[str, str]:
         for axes, (title, points, colour, best) in zip(
             figure.subplots(len(rows), 1, squeeze=False)[:, 0], rows, strict=True
         ):
-            _worth(axes, points, colour, best)
+            is_told = [can_tell(result, point) for point in points]
+            _worth(axes, points, is_told, colour, best)
             axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
             _sizes(axes, [point.num_bytes for point in points], width)
         return figure
@@ -72,20 +73,33 @@ def saved(result: ReplayResult) -> tuple[str, str]:
     return twice(draw)
 
 
-def _worth(axes: Axes, points: Sequence[Point], colour: str, best: Point | None) -> None:
+def _worth(
+    axes: Axes, points: Sequence[Point], is_told: Sequence[bool], colour: str, best: Point | None
+) -> None:
+    """Draw what sizes are worth: solid only where the trace can tell, which is from the smallest
+    size on."""
     at = [point.num_bytes for point in points]
-    axes.plot(at, [point.saved for point in points], color=colour, linewidth=2, label="worth")
+    worth = [point.saved for point in points]
+    num_told = sum(is_told)
+    if num_told:
+        axes.plot(at[:num_told], worth[:num_told], color=colour, linewidth=2, label="worth")
+    if num_told < len(points):
+        begin = max(0, num_told - 1)
+        axes.plot(
+            at[begin:], worth[begin:], color=colour, linewidth=1, alpha=0.35, linestyle="dotted",
+            label=CANT_TELL,
+        )  # fmt: skip
     axes.plot(
         at, [point.price for point in points], color=MUTED, linewidth=1.4, dashes=(4, 2),
         label="price",
     )  # fmt: skip
-    for point in points:
+    for point, told in zip(points, is_told, strict=True):
         axes.plot(
             [point.num_bytes], [point.saved], "o", color=colour, markersize=5,
-            alpha=1.0 if point.supported else 0.35, markeredgewidth=0,
+            alpha=1.0 if told else 0.35, markeredgewidth=0,
         )  # fmt: skip
     if best is not None:
-        axes.plot([best.num_bytes], [best.saved], "D", color=INK, markersize=8, label="leaves most")
+        axes.plot([best.num_bytes], [best.saved], "D", color=INK, markersize=8, label="recommended")
     # The price's line may leave at the top, but not be missing.
     top = max(*(point.saved for point in points), min(point.price for point in points))
     axes.set_ylim(min(0.0, *(point.saved for point in points)), 1.15 * top if top > 0 else 1.0)

@@ -73,9 +73,9 @@ class Replayer:
 
 
 def usual_policies() -> tuple[str, ...]:
-    """What is replayed where nobody says: what the tiers do, what kvtier has beside it, and what
-    could be had. Without the native core, what is asked request by request takes too long."""
-    return (LRU, RUNS, OPTIMUM) if NATIVE else (LRU, OPTIMUM)
+    """Return the policies to replay by default: first the one that an installation serves with,
+    which decides, then LRU and the optimum. Without the native core kvtier serves with LRU."""
+    return (RUNS, LRU, OPTIMUM) if NATIVE else (LRU, OPTIMUM)
 
 
 def check_policies(names: tuple[str, ...]) -> None:

@@ -10,10 +10,11 @@ from kvtier.replay.policies import OPTIMUM
 from kvtier.replay.result import ReplayResult
 from kvtier.replay.sizing import Point
 from kvtier.replay.words import (
+    CANT_TELL,
+    RECOMMENDED,
     SIZE_COLUMNS,
     WEAK,
     WRITTEN,
-    can_tell,
     headline,
     hit_rows,
     money,
@@ -22,6 +23,7 @@ from kvtier.replay.words import (
     seconds,
     setup_cells,
     size_cells,
+    size_mark,
     subtitle,
 )
 from kvtier.serve_bench.figures import ago, capacity, number, percent
@@ -80,8 +82,8 @@ def render_report(result: ReplayResult) -> str:
         )
         if result.host
         else None,
-        host_rows=_rows(result, result.host, result.best_host, is_disk=False),
-        disk_rows=_rows(result, result.disk, result.best_disk, is_disk=True),
+        host_rows=_rows(result, result.host, is_disk=False),
+        disk_rows=_rows(result, result.disk, is_disk=True),
         disk_title=f"A disk below {capacity(host_bytes) if host_bytes else 'no'} host memory",
         size_columns=SIZE_COLUMNS,
         written=WRITTEN,
@@ -124,9 +126,9 @@ def _cards(result: ReplayResult) -> list[Card]:
         cards.append(
             Card(
                 "Saved every hour",
-                f"{seconds(result.gained.value)} of an accelerator",
-                f"95 % sure: {low} to {high}. After its price, {money(result.choice.net)} an hour "
-                "is left.",
+                f"{seconds(result.gained.value)} of accelerator time",
+                f"The work of {number(result.gained.value / 3600)} accelerators. 95 % sure: "
+                f"{low} to {high}. After its price, {money(result.choice.net)} an hour is left.",
             )
         )
     ours = result.curves.get(result.policy, ())
@@ -145,20 +147,13 @@ def _cards(result: ReplayResult) -> list[Card]:
     return cards
 
 
-def _rows(
-    result: ReplayResult, points: tuple[Point, ...], chosen: Point | None, is_disk: bool
-) -> list[Row]:
-    return [
-        Row(
-            size_cells(result, point, is_disk),
-            "good"
-            if chosen is not None and point.num_bytes == chosen.num_bytes
-            else ""
-            if can_tell(result, point)
-            else "pale",
-        )
-        for point in points
-    ]
+def _rows(result: ReplayResult, points: tuple[Point, ...], is_disk: bool) -> list[Row]:
+    styles = {RECOMMENDED: "good", CANT_TELL: "pale"}
+    rows = []
+    for point in points:
+        mark = size_mark(result, point, is_disk)
+        rows.append(Row([*size_cells(result, point, is_disk), mark], styles.get(mark, "")))
+    return rows
 
 
 def _unique_bytes(result: ReplayResult) -> int:

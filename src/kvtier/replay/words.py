@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.index.policies.replayed import LRU
+from kvtier.index.policies.replayed import LRU, RUNS
 from kvtier.replay.assumptions import DEFAULT, HOURS_PER_YEAR
 from kvtier.replay.evidence import LEAST_TURNS
 from kvtier.replay.policies import OPTIMUM
@@ -10,7 +10,9 @@ from kvtier.replay.result import HitPoint, ReplayResult, Setup
 from kvtier.replay.sizing import Choice, Point
 from kvtier.serve_bench.figures import GAP, TOO_FEW, ago, capacity, counted, number, percent
 
-WEAK = "Pale: sizes about which the trace can't tell. It is too small, or does not fill them twice."
+CANT_TELL = "can't tell"
+RECOMMENDED = "<- recommended"
+WEAK = f"{CANT_TELL}: the trace is too small, or does not fill this size twice."
 SIZE_COLUMNS = (
     "size",
     "found",
@@ -20,7 +22,7 @@ SIZE_COLUMNS = (
     "each GiB more: worth, price/month",
 )
 WRITTEN = "written/day"
-POLICY_NAMES = {LRU: "LRU", OPTIMUM: "optimum"}
+POLICY_NAMES = {LRU: "LRU", RUNS: "learned (runs)", OPTIMUM: "optimum"}
 
 
 def policy_name(name: str) -> str:
@@ -107,9 +109,9 @@ def _basis(result: ReplayResult) -> str:
         f"This rests on {counted(evidence.num_reuses, 'request')} that share a prefix with an "
         f"earlier one, over {ago(evidence.window_s)}; half of the blocks that are used again were "
         f"used at most {ago(evidence.age_p50_s or 0)} before, nine in ten at most "
-        f"{ago(evidence.age_p90_s or 0)}. Blocks leave by {policy_name(result.policy)}, the trace "
-        "begins with empty caches, and time that is saved is worth its price only where "
-        "accelerators have other work."
+        f"{ago(evidence.age_p90_s or 0)}. Sizes are judged under the policy "
+        f"{policy_name(result.policy)}, the trace begins with empty caches, and time that is "
+        "saved is worth its price only where accelerators have other work."
     )
     defaults = [each.name for each in result.assumptions if each.source == DEFAULT]
     return f"{text} Assumed, since nobody said: {', '.join(defaults)}." if defaults else text
@@ -138,7 +140,8 @@ def _verdict(result: ReplayResult, choice: Choice) -> list[str]:
     else:
         found.append(f"It can't be told whether {bought} would pay: the trace varies too much.")
     found.append(
-        f"Each hour that saves {seconds(result.gained.value)} of an accelerator ({sure}), worth "
+        f"Each hour that saves {seconds(result.gained.value)} of accelerator time ({sure}), the "
+        f"work of {number(result.gained.value / 3600)} accelerators, worth "
         f"{money(result.gained.value / 3600 * hour)} at {money(hour)} an hour, for {money(price)} "
         f"an hour of memory paid off over {result.machine.years:g} years."
     )
@@ -166,9 +169,13 @@ def _verdict(result: ReplayResult, choice: Choice) -> list[str]:
         found.append("More may pay, too: no larger size was looked at.")
     ours, best_point = _at(result, result.policy, largest), _at(result, OPTIMUM, largest)
     if ours is not None and best_point is not None:
+        lru = _at(result, LRU, largest)
+        beside = ""
+        if lru is not None and result.policy != LRU:
+            beside = f" (under LRU {percent(lru.hit_ratio)})"
         found.append(
-            f"Alone, {capacity(largest)} finds {percent(ours.hit_ratio)} of the blocks; with "
-            f"knowledge of the future {percent(best_point.hit_ratio)} could be had."
+            f"Alone, {capacity(largest)} finds {percent(ours.hit_ratio)} of the blocks{beside}; "
+            f"with knowledge of the future {percent(best_point.hit_ratio)} could be had."
         )
     return found
 
@@ -190,6 +197,14 @@ def hit_rows(result: ReplayResult, with_time: bool = True) -> list[list[str]]:
 def can_tell(result: ReplayResult, point: Point) -> bool:
     """Whether the trace bears figures of a size."""
     return point.supported and not result.evidence.weakness
+
+
+def size_mark(result: ReplayResult, point: Point, is_disk: bool) -> str:
+    """Return in words what a row's colour says, for output without colours."""
+    chosen = result.best_disk if is_disk else result.best_host
+    if chosen is not None and point.num_bytes == chosen.num_bytes:
+        return RECOMMENDED
+    return "" if can_tell(result, point) else CANT_TELL
 
 
 def size_cells(result: ReplayResult, point: Point, is_disk: bool) -> list[str]:
