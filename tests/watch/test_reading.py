@@ -7,7 +7,7 @@ import pytest
 from kvtier.telemetry import METRICS
 from kvtier.telemetry.metrics import TOLD_BY_ENGINES
 from kvtier.watch.dialects import dialect_of
-from kvtier.watch.reading import Reading, UnreadableError
+from kvtier.watch.reading import MOST_LINE, MOST_LINES, Reading, UnreadableError
 
 from .texts import reading, recorded
 
@@ -71,7 +71,7 @@ def test_what_is_not_told_is_none_and_not_nothing() -> None:
 
 @pytest.mark.parametrize("text", ["<html>no</html>", "a{b 1\n", 'a{b="c"} many\n'])
 def test_what_is_no_metrics_text_is_said_so(text: str) -> None:
-    with pytest.raises(UnreadableError, match="no Prometheus text"):
+    with pytest.raises(UnreadableError, match="no Prometheus metrics"):
         Reading.parse(text, 0.0)
 
 
@@ -80,3 +80,33 @@ def test_a_counter_that_fell_or_went_is_a_server_that_began_anew() -> None:
     assert not reading(1.0, {"a_total": 5, "b": 1}).has_fallen(before)
     assert reading(1.0, {"a_total": 4, "b": 9}).has_fallen(before)
     assert reading(1.0, {"b": 9}).has_fallen(before)
+
+
+def test_a_label_is_text_that_a_terminal_can_show() -> None:
+    told = Reading.parse('kvtier_slots{tier="[/x]\x1b]0;title\x07' + "x" * 5000 + '"} 1\n', 0.0)
+    (name,) = told.by("kvtier_slots", "tier")
+    assert name.startswith("[/x]\\x1b]0;title\\x07xxx")
+    assert len(name) < 100
+
+
+@pytest.mark.parametrize("value", ["NaN", "-1", "-Inf", "+Inf", "1e300"])
+def test_values_that_no_metric_has_are_left_out(value: str) -> None:
+    told = Reading.parse(f"kvtier_saved_seconds_total {value}\nkvtier_slots 1\n", 0.0)
+    assert not told.has("kvtier_saved_seconds_total")
+    assert told.has("kvtier_slots")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "".join(f'kvtier_slots{{tier="{at}"}} 1\n' for at in range(3000)),
+        "".join(f'kvtier_queued_seconds{{src="{at}",dst="a"}} 1\n' for at in range(3000)),
+        "".join(f'b_bucket{{le="{at}"}} 1\n' for at in range(3000)),
+        "a 1\n" * MOST_LINES,
+        "# " + "a" * MOST_LINE,
+    ],
+    ids=["tiers", "routes", "buckets", "lines", "line"],
+)
+def test_more_than_an_engine_has_is_refused(text: str) -> None:
+    with pytest.raises(UnreadableError, match="more series|more than 50,000 lines"):
+        Reading.parse(text, 0.0)

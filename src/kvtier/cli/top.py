@@ -33,7 +33,7 @@ def top(
         bool, typer.Option("--json", help="With --once: as JSON, for scripts.")
     ] = False,
     every_s: Annotated[
-        float, typer.Option("--every", min=1.0, max=3600.0, help="Seconds between two looks.")
+        float, typer.Option("--every", min=1.0, max=60.0, help="Seconds between two looks.")
     ] = 1.0,
     api_key: Annotated[
         str | None,

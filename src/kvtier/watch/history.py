@@ -12,6 +12,8 @@ WINDOW_S = 60.0
 """What is called "in the last minute"."""
 FLOW_S = 5.0
 """What "now" is, for bytes on their way: less jumps from piece to piece."""
+MOST_AGE_S = 90.0
+"""Age beyond which a reading is no part of the last minute, though none is closer to it."""
 MOST = 256
 """Readings that are kept: who asks more often gets the same picture."""
 
@@ -25,7 +27,11 @@ class History:
         self._has_restarted = False
 
     def add(self, reading: Reading) -> None:
-        """A newer one than all before. Of those older than a minute one is kept."""
+        """Add a reading that is newer than all before.
+
+        One that is a minute old is kept, to compare with, unless it is older than ``MOST_AGE_S``:
+        after a time in which nobody looked, rates begin anew.
+        """
         if self._readings and reading.has_fallen(self._readings[-1]):
             self._readings.clear()
             self._since_s, self._has_restarted = reading.at_s, True
@@ -33,6 +39,8 @@ class History:
             self._since_s = reading.at_s
         self._readings.append(reading)
         while len(self._readings) > 2 and reading.at_s - self._readings[1].at_s >= WINDOW_S:
+            self._readings.popleft()
+        if reading.at_s - self._readings[0].at_s > MOST_AGE_S:
             self._readings.popleft()
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf, isinf
+from math import inf, isfinite, isinf
 
 from kvtier.types import DEVICE, DISK, HOST
 from kvtier.watch.dialects import Dialect, dialect_of
@@ -139,7 +139,7 @@ def _tier(name: str, first: Reading, now: Reading) -> Tier:
         now.total("kvtier_damaged_blocks_total", tier=name) or 0.0,
         _grown(first, now, "kvtier_damaged_blocks_total", tier=name),
         now.total("kvtier_unwritten_blocks_total", tier=name) or 0.0,
-        None if state is None else int(state),
+        int(state) if state in (0, 1, 2) else None,
     )
 
 
@@ -150,7 +150,7 @@ def _returns(name: str, now: Reading, evicted: float) -> tuple[float | None, flo
     num_seen = now.total("kvtier_return_seconds_count", tier=name)
     if returned is None or num_seen is None:
         return None, None
-    weight = returned / num_seen if num_seen else 1.0
+    weight = max(1.0, returned / num_seen) if num_seen else 1.0
     if evicted / weight < LEAST_GONE:
         return None, None
     median = _median(now, "kvtier_return_seconds_bucket", name) if num_seen >= LEAST_GONE else None
@@ -160,13 +160,22 @@ def _returns(name: str, now: Reading, evicted: float) -> tuple[float | None, flo
 def _median(now: Reading, name: str, tier: str) -> float | None:
     """The upper end of the bucket in which half of them are reached; None where that is open."""
     buckets = sorted(
-        (float(dict(at)["le"]), value)
+        (end, value)
         for at, value in now.values.get(name, {}).items()
-        if dict(at).get("tier") == tier
+        if dict(at).get("tier") == tier and (end := _end(dict(at).get("le"))) is not None
     )
     half = buckets[-1][1] / 2 if buckets else 0.0
     end = next((end for end, value in buckets if value >= half > 0), inf)
     return None if isinf(end) else end
+
+
+def _end(le: str | None) -> float | None:
+    """A bucket's upper end, in seconds; None where ``le`` is missing or no such number."""
+    try:
+        end = float(le or "")
+    except ValueError:
+        return None
+    return end if end >= 0 else None
 
 
 def _flows(before: Reading, now: Reading, dialect: Dialect | None) -> tuple[Flow, ...]:
@@ -218,7 +227,8 @@ def _guesses(first: Reading, now: Reading) -> tuple[Guess, ...]:
 
 
 def _over(took_s: float | None, expected_s: float | None) -> float | None:
-    return took_s / expected_s if took_s is not None and expected_s else None
+    ratio = took_s / expected_s if took_s is not None and expected_s else None
+    return ratio if ratio is not None and isfinite(ratio) else None
 
 
 def _requests(first: Reading, now: Reading, dialect: Dialect | None) -> Requests:

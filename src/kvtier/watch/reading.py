@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import isnan
+from math import isinf
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier.errors import CacheError
+from kvtier.errors import CacheError, printable
 from kvtier.telemetry.metrics import UNDER_VLLM
 
 Labels = tuple[tuple[str, str], ...]
+
+MOST_LINES = 50_000
+"""Lines of a text that are read."""
+MOST_LINE = 16_384
+"""Characters of one of them."""
+MOST_SERIES = 2000
+"""Series of one metric, after those that differ in other labels are summed."""
+MOST_PLACES = 64
+"""Tiers and stores of one engine."""
+MOST_LABEL = 64
+"""Characters of a label's value that are kept."""
+MOST_VALUE = 2.0**63
 
 UNDER_ENGINE = "vllm:kvtier_"
 KEPT = frozenset({"tier", "src", "dst", "decision", "le", "source", "cache_source"})
@@ -20,13 +32,18 @@ KEPT = frozenset({"tier", "src", "dst", "decision", "le", "source", "cache_sourc
 numbers are summed."""
 WORST = frozenset({"kvtier_breaker_state", "kvtier_queued_seconds"})
 """Of which the largest counts, not the sum."""
+INFINITE = frozenset({"kvtier_queued_seconds"})
+"""May be infinite."""
+PLACES = frozenset({"tier", "src", "dst"})
+"""Labels that name a tier."""
 COUNTED = ("counter", "histogram", "summary")
 ENDINGS = ("_total", "_count", "_sum", "_bucket")
 """Kinds of metrics that only grow, and how the names of such numbers end."""
 
 
 class UnreadableError(CacheError):
-    """What was read are no metrics."""
+    """A text is not an engine's metrics, or far more than one engine has. The message says which,
+    without what was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,25 +58,35 @@ class Reading:
     @classmethod
     def parse(cls, text: str, at_s: float) -> Reading:
         """From Prometheus' text format. Raises ``UnreadableError`` for what is none."""
+        if text.count("\n") >= MOST_LINES or max(map(len, text.split("\n"))) > MOST_LINE:
+            raise UnreadableError(f"more than {MOST_LINES:,} lines, or one that is far too long")
         try:
             return cls.of(text_string_to_metric_families(text), at_s)
-        except (ValueError, KeyError, IndexError) as error:
-            raise UnreadableError(f"no Prometheus text: {error}") from error
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UnreadableError("no Prometheus metrics") from error
 
     @classmethod
     def of(cls, families: Iterable[Metric], at_s: float) -> Reading:
-        """From what a registry collects."""
+        """From what a registry collects. Values that no metric of ours has are left out.
+
+        Raises:
+            UnreadableError: There are more series, or more tiers, than one engine has.
+        """
         values: dict[str, dict[Labels, float]] = {}
         growing: set[str] = set()
+        places: set[str] = set()
         for family in families:
             for sample in family.samples:
-                if isnan(sample.value) or sample.name.endswith("_created"):
-                    continue
                 name = _canonical(sample.name)
+                if sample.name.endswith("_created") or not _is_possible(name, sample.value):
+                    continue
                 if family.type in (*COUNTED, "unknown") and name.endswith(ENDINGS):
                     growing.add(name)
-                kept = tuple(sorted(each for each in sample.labels.items() if each[0] in KEPT))
+                kept = _kept(sample.labels)
                 by_labels = values.setdefault(name, {})
+                places.update(value for label, value in kept if label in PLACES)
+                if len(by_labels) > MOST_SERIES or len(places) > MOST_PLACES:
+                    raise UnreadableError("more series than one engine has")
                 before = by_labels.get(kept)
                 if before is None:
                     by_labels[kept] = sample.value
@@ -107,6 +134,17 @@ class Reading:
             if any(now.get(at, 0.0) < value for at, value in before.values[name].items()):
                 return True
         return False
+
+
+def _is_possible(name: str, value: float) -> bool:
+    """Whether a metric that is shown may have this value: none is negative, and NaN is none."""
+    return 0 <= value < MOST_VALUE or (name in INFINITE and isinf(value) and value > 0)
+
+
+def _kept(labels: Mapping[str, str]) -> Labels:
+    """The labels that tell numbers apart, as text that a terminal can show."""
+    kept = (each for each in labels.items() if each[0] in KEPT)
+    return tuple(sorted((label, printable(value[:MOST_LABEL])) for label, value in kept))
 
 
 def _canonical(name: str) -> str:

@@ -76,8 +76,8 @@ class Watched:
         try:
             text = read_text(self.url, self._api_key)
             self._history.add(Reading.parse(text, time.monotonic()))
-        except UnreadableError:
-            return Seen(None, f"{self.url} answers, but with no Prometheus metrics")
+        except UnreadableError as error:
+            return Seen(None, f"{self.url} answers, but with {error}")
         except ScrapeError as error:
             return Seen(None, str(error))
         return Seen(self._history.picture().as_json())

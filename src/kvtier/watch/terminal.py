@@ -65,7 +65,7 @@ def _tiers(picture: Mapping[str, Any]) -> Table:
     for tier in picture["tiers"]:
         name, fill = tier["name"], tier["fill"]
         table.add_row(
-            name,
+            Text(name),
             share(hits[name]) if name in hits else NOTHING,
             NOTHING if fill is None else share(fill),
             "" if fill is None else ProgressBar(1.0, fill, width=20),
@@ -85,7 +85,7 @@ def _flows(picture: Mapping[str, Any]) -> Table:
     for flow in picture["flows"]:
         line = "–" if flow["queued_s"] is None else seconds(flow["queued_s"])
         table.add_row(
-            f"{flow['src']} → {flow['dst']}",
+            Text(f"{flow['src']} → {flow['dst']}"),
             "–" if flow["bytes_per_s"] is None else f"{size(flow['bytes_per_s'])}/s",
             size(flow["num_bytes"]),
             _number(flow["in_flight"]),

@@ -11,7 +11,7 @@ TOO_FEW = "too few to tell"
 LONG_LINE_S = 0.5
 """A line that requests notice."""
 WRONG_RATIO = 1.5
-"""Above, or its inverse below: what a copy takes is not what was planned with."""
+"""Above, a copy or a prefill takes so much longer than planned that requests notice."""
 MANY_RETURN = 0.3
 """Of the blocks that leave a tier; more room there would have kept them."""
 WORTH_SHARE = 0.05
@@ -120,7 +120,7 @@ def _slow(picture: Picture) -> Answer:
     text = "Nothing here holds requests up: all storage is in use, no line is long"
     loads = [guess for guess in picture.guesses if guess.what != "prefill"]
     if any(guess.ratio is not None for guess in loads):
-        text += ", and copies take what was expected"
+        text += ", and copies take no longer than expected"
     elif loads:
         text += f". Copies of the last minute were {TOO_FEW} whether they take what was expected"
     return Answer(question, text + ".", "good")
@@ -140,7 +140,7 @@ def _reasons(picture: Picture) -> Iterator[str]:
         if flow.queued_s is not None and flow.queued_s >= LONG_LINE_S:
             yield f"{flow.src} → {flow.dst} has a line of {seconds(flow.queued_s)}."
     for guess in picture.guesses:
-        if guess.ratio is not None and not 1 / WRONG_RATIO <= guess.ratio <= WRONG_RATIO:
+        if guess.ratio is not None and guess.ratio > WRONG_RATIO:
             what = "computing" if guess.what == "prefill" else f"loading from {guess.what}"
             yield f"{what.capitalize()} took {guess.ratio:.2g} times what was expected."
     if picture.late_loads_recently:
