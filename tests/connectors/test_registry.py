@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from kvtier.connectors.vllm import contract
-from kvtier.connectors.vllm.registry import Connectors, InPlaceOf
+from kvtier.connectors.vllm.registry import MULTI_NAME, Connectors, InPlaceOf
 
 
 class Theirs:
@@ -71,3 +71,16 @@ def test_connector_of_theirs_that_cannot_be_imported_is_missed_only_by_who_wants
     assert issubclass(found, Ours)
     with pytest.raises(ImportError, match="no such name in this vLLM"):
         found()
+
+
+def test_multi_connector_of_vllm_is_ours_under_its_own_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = ModuleType("kvtier.connectors.vllm.multi")
+    module.__dict__.update(over_multi=_over)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    connectors = Connectors({MULTI_NAME: lambda: Theirs, "name": lambda: object}, "name")
+    assert issubclass(connectors[MULTI_NAME](), Theirs)
+    assert issubclass(connectors[MULTI_NAME](), Ours)
+    monkeypatch.setattr(type(contract.VLLM), "differences", lambda _: ["something moved"])
+    assert connectors[MULTI_NAME]() is Theirs

@@ -51,6 +51,15 @@ def connector(**settings: object) -> dict[str, Any]:
     }
 
 
+def multi(*inside: dict[str, Any]) -> dict[str, Any]:
+    """The same, with several connectors inside vLLM's MultiConnector."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": list(inside)},
+    }
+
+
 def with_disk(slab: Path, **settings: object) -> dict[str, Any]:
     """Host memory for 341 blocks of the built-in model, and a disk for as many."""
     sizes = {"host_capacity": "256MiB", "disk_path": str(slab), "disk_capacity": "256MiB"}

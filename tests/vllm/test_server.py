@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import socket
 import subprocess
@@ -20,17 +21,22 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvtier.dashboard import SERIES, Engine
-from tests.vllm.engines import BLOCK, ENVIRONMENT, MODEL, NUM_BLOCKS, prompt
+from tests.vllm.engines import BLOCK, ENVIRONMENT, MODEL, NUM_BLOCKS, connector, multi, prompt
 
 START_S = 400
 
 
-@contextmanager
-def _server(tmp_path: Path) -> Iterator[httpx.Client]:
-    """As a user starts it."""
+def _printed(tmp_path: Path) -> list[str]:
+    """As a user is told to start it."""
     command = [sys.executable, "-m", "kvtier.cli", "vllm-args", "--host-capacity", "64MiB"]
     command += ["--disk-path", str(tmp_path), "--disk-capacity", "64MiB"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return shlex.split(printed)
+
+
+@contextmanager
+def _server(tmp_path: Path, connects: list[str]) -> Iterator[httpx.Client]:
+    """connects: vLLM's options for its connector."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -38,7 +44,7 @@ def _server(tmp_path: Path) -> Iterator[httpx.Client]:
     command += ["--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--enforce-eager"]
     command += ["--num-gpu-blocks-override", str(NUM_BLOCKS), "--max-model-len", "4096"]
     command += ["--enable-prompt-tokens-details", "--served-model-name", "tiny"]
-    command += shlex.split(printed)
+    command += connects
     import os
 
     with (tmp_path / "log").open("w") as log:
@@ -98,7 +104,7 @@ def _check_dashboard(client: httpx.Client) -> None:
 
 @pytest.mark.timeout(900)
 def test_hits_show_in_usage_and_metrics(tmp_path: Path) -> None:
-    with _server(tmp_path) as client:
+    with _server(tmp_path, _printed(tmp_path)) as client:
         cold = [_ask(client, seed) for seed in range(12)]  # 84 blocks in 64
         again = [_ask(client, seed) for seed in range(12)]
         metrics = _metrics(client)
@@ -113,3 +119,41 @@ def test_hits_show_in_usage_and_metrics(tmp_path: Path) -> None:
     assert metrics["vllm:kvtier_used_chunks", "host"] == 72
     assert metrics["vllm:kvtier_used_chunks", "disk"] > 0
     assert metrics["vllm:kvtier_chunks", "disk"] == metrics["vllm:kvtier_chunks", "host"]
+
+
+VLLMS = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {
+        "spec_name": "PlainSpec",
+        "spec_module_path": "tests.vllm.plain",
+        "cpu_bytes_to_use": 64 << 20,
+    },
+}
+
+
+FAILS = connector(
+    host_capacity="64MiB", spec_name="FaultySpec", spec_module_path="tests.vllm.faulty"
+)
+"""Every second copy, the first one to begin with."""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("inside", [[VLLMS], [FAILS, VLLMS]], ids=["vllms", "ours_before_vllms"])
+def test_multi_connector_serves_and_tells_its_statistics(
+    tmp_path: Path, inside: list[dict[str, Any]]
+) -> None:
+    connects = ["--kv-transfer-config", json.dumps(multi(*inside))]
+    with _server(tmp_path, connects) as client:
+        cold = [_ask(client, seed) for seed in range(12)]  # 84 blocks in 64
+        again = [_ask(client, seed) for seed in range(12)]
+        metrics = _metrics(client)
+    answers = [answer["tokens"] for _, answer in again]
+    assert answers == [answer["tokens"] for _, answer in cold]
+    assert all(len(each) == 4 for each in answers)  # none ended early, by an error
+    assert max(cached for cached, _ in again) == 6 * BLOCK
+    assert metrics["vllm:kv_offload_store_bytes_total", ""] > 0
+    assert (("vllm:kvtier_used_chunks", "host") in metrics) == (FAILS in inside)
+    log = (tmp_path / "log").read_text()
+    assert "KV Transfer metrics" in log
+    assert ("copy failed direction=load" in log) == (FAILS in inside)

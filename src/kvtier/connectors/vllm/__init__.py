@@ -14,7 +14,7 @@ and so do our metrics, by which dashboards know them.
 connector.py carries orders one way and reports the other; spec.py makes the two halves; recorded.py
 writes down what the engine was asked. The ladder decides, in the scheduler's process, for all ranks
 (RankMover); every rank keeps its shard of a block in the same host slot and does what it is told.
-Only ascend, bringing, connector, manager, recorded, spec and worker know vLLM. contract.py says
+Only ascend, bringing, connector, manager, multi, recorded, spec and worker know vLLM. contract.py says
 what they rely on, and that is compared before anything else (entry.py); registry.py puts the
 connector in the place of vLLM's. pieces/ is for those who keep vLLM's own tiers.
 """
@@ -25,12 +25,11 @@ import logging
 from contextlib import suppress
 
 from kvtier.connectors.vllm.contract import NEWEST, OLDEST
-from kvtier.connectors.vllm.registry import Connectors
+from kvtier.connectors.vllm.registry import CONNECTOR_NAME, Connectors
 
 logger = logging.getLogger(__name__)
 
 SPEC_NAME = "kvtier"
-CONNECTOR_NAME = "OffloadingConnector"
 
 
 def register() -> None:

@@ -46,6 +46,7 @@ from kvtier.connectors.vllm.recorded import (
     record_settings,
     recorded,
 )
+from kvtier.connectors.vllm.registry import CONNECTOR_NAME
 from kvtier.connectors.vllm.spec import KvtierSpec
 from kvtier.connectors.vllm.visit import Advice
 from kvtier.connectors.vllm.waiting import Waiting
@@ -108,7 +109,8 @@ class KvtierConnector(RecordedConnector):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        # A copy that failed is recomputed; vLLM's own default is to fail the request.
+        # A copy that failed is recomputed; vLLM's own default is to fail the request. Inside a
+        # MultiConnector this is a copy of the configuration: see multi.py.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         super().__init__(vllm_config, role, kv_cache_config)
         self._loading: dict[int, str] = {}
@@ -266,12 +268,15 @@ class KvtierConnector(RecordedConnector):
         return _with(TierWorkerMetadata, theirs or OffloadingWorkerMetadata(), report=report)
 
 
+KvtierConnector.__name__ = CONNECTOR_NAME
+
+
 @cache
 def over(theirs: type[OffloadingConnector]) -> type[KvtierConnector]:
     """Ours, derived from the connector that a platform has in the place of vLLM's."""
     if theirs is OffloadingConnector:
         return KvtierConnector
-    return type("KvtierConnector", (KvtierConnector, theirs), {"theirs": theirs})
+    return type(CONNECTOR_NAME, (KvtierConnector, theirs), {"theirs": theirs})
 
 
 def _with(kind: type[T], theirs: Any, **ours: object) -> T:

@@ -74,7 +74,14 @@ OVERRIDDEN: Mapping[str, Mapping[str, Takes]] = {
         "request_finished": Takes("request, block_ids"),
         "request_finished_all_groups": Takes("request, block_ids"),
         "get_kv_connector_stats": Takes(),
+        "reset_cache": Takes(),
         "shutdown": Takes(),
+    },
+    "MultiConnector": {
+        "__init__": Takes("vllm_config, role, kv_cache_config"),
+        "build_prom_metrics": Takes(
+            "vllm_config, metric_types, labelnames, per_engine_labelvalues"
+        ),
     },
     "OffloadingWorkerMetadata": {"aggregate": Takes("other")},
 }
@@ -92,6 +99,8 @@ CALLED: Mapping[str, Mapping[str, Takes]] = {
         "set_gauge": Takes("gauge_name, gauge_value, labelvalues"),
         "observe_histogram": Takes("histogram_name, histogram_value, labelvalues"),
     },
+    "MultiConnector": {"_get_connector_classes_and_configs": Takes("vllm_config")},
+    "OffloadPromMetrics": {"_create_metric": Takes("metric_name, metadata")},
     "ReqContext": {"get_offload_key_position": Takes("key")},
     "TierFilter": {"allows": Takes("medium, locality")},
     "BlockIDsLoadStoreSpec": {"__init__": Takes("block_ids")},
@@ -132,6 +141,9 @@ READ: Mapping[str, tuple[str, ...]] = {
     "GroupOffloadConfig": ("group_idx", "tokens_per_chunk"),
     "OffloadingConnectorWorker": ("worker", "spec", "kv_cache_config"),
     "KVConnectorFactory": ("_registry",),
+    "MultiConnector": ("sub_connectors",),
+    "MultiKVConnectorPromMetrics": ("_prom_metrics",),
+    "OffloadPromMetrics": ("_offloading_metric_metadata", "_offloading_metric_defs"),
     "KVConnectorTransferResults": ("failed_recving",),
     "CanonicalKVCaches": ("tensors", "group_data_refs"),
     "CanonicalKVCacheTensor": ("tensor",),
@@ -174,6 +186,7 @@ FILES = (
     f"{OFFLOAD}/factory.py",
     f"{CONNECTOR}/factory.py",
     f"{CONNECTOR}/v1/base.py",
+    f"{CONNECTOR}/v1/multi_connector.py",
     f"{CONNECTOR}/v1/offloading_connector.py",
     f"{CONNECTOR}/v1/offloading/common.py",
     f"{CONNECTOR}/v1/offloading/metrics.py",

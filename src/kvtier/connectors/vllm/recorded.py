@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from kvtier.connectors.shared.recorded import open_recorder, outcome, record_tokens
 from kvtier.connectors.vllm.cores import off_compute_cores
+from kvtier.connectors.vllm.registry import CONNECTOR_NAME
 from kvtier.connectors.vllm.settings import Settings
 
 if TYPE_CHECKING:
@@ -117,6 +118,9 @@ class RecordedConnector(OffloadingConnector):
         return recorded
 
 
+RecordedConnector.__name__ = CONNECTOR_NAME
+
+
 def record_settings(extra: Mapping[str, object]) -> Settings:
     """Of whatever connector that has ``record`` among its settings. Raises ``ConfigError``."""
     return Settings.read({name: extra[name] for name in SETTINGS if name in extra})
@@ -127,4 +131,4 @@ def recorded(theirs: type[OffloadingConnector]) -> type[RecordedConnector]:
     """The connector that a platform has, recording."""
     if theirs is OffloadingConnector:
         return RecordedConnector
-    return type("RecordedConnector", (RecordedConnector, theirs), {})
+    return type(CONNECTOR_NAME, (RecordedConnector, theirs), {})

@@ -10,21 +10,28 @@ from collections.abc import Callable, Mapping
 
 from kvtier.connectors.vllm import contract
 
+CONNECTOR_NAME = "OffloadingConnector"
+"""Name of the connector in vLLM's table. Classes made here have it, too: under MultiConnector vLLM
+files the statistics of a connector by the name of its class, and looks that up in the table."""
+MULTI_NAME = "MultiConnector"
+
 Loader = Callable[[], type]
 
 
 class Connectors(dict[str, Loader]):
-    """Loaders by name; what is set at ``name``, now or later, is loaded by ``InPlaceOf`` it."""
+    """Loaders by name; what is set at ``name``, now or later, is loaded by ``InPlaceOf`` it, and
+    vLLM's MultiConnector by ``Multi``."""
 
     def __init__(self, theirs: Mapping[str, Loader], name: str) -> None:
         super().__init__(theirs)
-        self._name = name
-        if name in self:
-            self[name] = self[name]
+        self._ours: dict[str, type[InPlaceOf | Multi]] = {name: InPlaceOf, MULTI_NAME: Multi}
+        for each in self._ours.keys() & self.keys():
+            self[each] = self[each]
 
     def __setitem__(self, name: str, loader: Loader) -> None:
-        if name == self._name and not isinstance(loader, InPlaceOf):
-            loader = InPlaceOf(loader)
+        ours = self._ours.get(name)
+        if ours is not None and not isinstance(loader, ours):
+            loader = ours(loader)
         super().__setitem__(name, loader)
 
 
@@ -47,8 +54,25 @@ class InPlaceOf:
         try:
             theirs = self._theirs()
         except ImportError as error:
-            return type("KvtierConnector", (KvtierConnector,), {"theirs": _Broken(error)})
+            return type(CONNECTOR_NAME, (KvtierConnector,), {"theirs": _Broken(error)})
         found: type = over(theirs)
+        return found
+
+
+class Multi:
+    """Loads vLLM's MultiConnector, with the failure policy that kvtier needs where it is one of
+    those inside. theirs: loads vLLM's."""
+
+    def __init__(self, theirs: Loader) -> None:
+        self._theirs = theirs
+
+    def __call__(self) -> type:
+        theirs = self._theirs()
+        if contract.VLLM.differences():
+            return theirs
+        from kvtier.connectors.vllm.multi import over_multi
+
+        found: type = over_multi(theirs)
         return found
 
 
