@@ -389,6 +389,11 @@ class KeyedCache:
         self._copies.clear()
         self.ladder.clear()
 
+    def end_copies(self) -> None:
+        """End the engine's own copies, and keep all blocks. Blocks that were being stored are given
+        up. The engine waits for its copies, and never tells of their end."""
+        self._copies.clear()
+
     def check_invariants(self) -> None:
         """Raise AssertionError where slots, blocks and the engine's copies don't add up."""
         self.ladder.check_invariants(0)

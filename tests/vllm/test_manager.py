@@ -387,6 +387,24 @@ def test_emptied_cache_has_nothing_on_disk_either(scheduler: Scheduler) -> None:
     assert scheduler.look_up(request, KEYS[:1]) == [LookupResult.MISS]
 
 
+def test_pause_keeps_the_tiers_and_gives_up_copies_under_way(scheduler: Scheduler) -> None:
+    scheduler.to_disk(KEYS[:1])
+    scheduler.store(scheduler.request("second", KEYS[1:2]), KEYS[1:2])
+    half = scheduler.request("half", KEYS[2:3])
+    assert scheduler.manager.prepare_store(KEYS[2:3], half) is not None
+    with scheduler.manager.keeping(True):
+        scheduler.manager.reset_cache()
+    scheduler.manager.cache.check_invariants()
+    scheduler.carry_out()
+    request = scheduler.request("again", KEYS[:3])
+    on_disk, in_memory, half_stored = scheduler.look_up(request, KEYS[:3])
+    assert on_disk is not LookupResult.MISS
+    assert in_memory is LookupResult.HIT
+    assert half_stored is LookupResult.MISS
+    scheduler.manager.reset_cache()  # another one, with other weights
+    assert scheduler.look_up(request, KEYS[:2]) == [LookupResult.MISS] * 2
+
+
 def two_groups(numbers: Sequence[int]) -> list[OffloadKey]:
     """Keys of a prompt, group by group."""
     hashes = [bytes([number]) * 32 for number in numbers]

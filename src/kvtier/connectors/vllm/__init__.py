@@ -14,9 +14,10 @@ and so do our metrics, by which dashboards know them.
 connector.py carries orders one way and reports the other; spec.py makes the two halves; recorded.py
 writes down what the engine was asked. The ladder decides, in the scheduler's process, for all ranks
 (RankMover); every rank keeps its shard of a block in the same host slot and does what it is told.
-Only ascend, bringing, connector, manager, multi, recorded, spec and worker know vLLM. contract.py says
-what they rely on, and that is compared before anything else (entry.py); registry.py puts the
-connector in the place of vLLM's. pieces/ is for those who keep vLLM's own tiers.
+Only ascend, bringing, connector, manager, multi, pauses, recorded, spec and worker know vLLM.
+contract.py says what they rely on, and that is compared before anything else (entry.py);
+registry.py puts the connector in the place of vLLM's. pieces/ is for those who keep vLLM's own
+tiers.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
 from kvtier.connectors.shared.weights import Source
+from kvtier.connectors.vllm import pauses
 from kvtier.connectors.vllm.adapters import Adapters, RekeyedRequest
 from kvtier.connectors.vllm.ascend import split_caches
 from kvtier.connectors.vllm.cores import off_compute_cores
@@ -126,6 +127,8 @@ class KvtierConnector(RecordedConnector):
         if self.connector_scheduler and self._manager.has_storage:
             with off_compute_cores():
                 self._manager.names.settle(_sources(vllm_config), _traits(vllm_config))
+        if self.connector_scheduler:
+            pauses.watch(self)
 
     # -- in the scheduler's process ----------------------------------------------------------------
 
@@ -205,6 +208,19 @@ class KvtierConnector(RecordedConnector):
             loads = meta.transfer_stats.load
             self._manager.observe_loads(loads.sizes, loads.time)
         super().update_connector_output(connector_output)
+
+    def reset_cache(self) -> bool | None:
+        """Empty all tiers; in a pause that leaves the weights as they are, none of them."""
+        with self._manager.keeping(pauses.PAUSES.keep()):
+            is_done: bool | None = super().reset_cache()
+            return is_done
+
+    def reset_for_weights(self) -> None:
+        """Empty all tiers after a pause: other weights may be in memory now."""
+        if getattr(self.scheduler, "_current_batch_jobs_to_flush", None):
+            self._manager.reset_cache()  # vLLM's half has taken no step since its own reset
+        else:
+            super().reset_cache()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self.connector_scheduler:

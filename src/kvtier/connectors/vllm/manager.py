@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -38,6 +40,8 @@ from kvtier.telemetry import Metrics
 from kvtier.tiers import DistantRoom, Quota, Room
 from kvtier.transfer.ranks import Order, RankMover, Report
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
+
+logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 16 << 20
 """Of a rank, what is read from its disk, or written to it, at a time."""
@@ -107,6 +111,7 @@ class TierManager(OffloadingManager):
         self._publishes_events = publishes_events
         self._visits: dict[str, Visit] = {}
         self._events: list[OffloadingEvent] = []
+        self._keeps = False
 
     @property
     def has_storage(self) -> bool:
@@ -307,10 +312,25 @@ class TierManager(OffloadingManager):
     def has_pending_work(self) -> bool:
         return self.ladder.is_busy or self._mover.is_busy or not self._mover.is_complete
 
+    @contextmanager
+    def keeping(self, keeps: bool) -> Iterator[None]:
+        """Where ``keeps``, a reset meanwhile leaves what is in the tiers: the weights are the
+        same."""
+        self._keeps = keeps
+        try:
+            yield
+        finally:
+            self._keeps = False
+
     def reset_cache(self) -> None:
-        self.cache.clear()
-        if self.has_storage:
-            self.names.disown()
+        if self._keeps:
+            logger.info("the engine pauses with its weights: KV outside the device is kept")
+            self.cache.end_copies()
+        else:
+            logger.warning("reset: KV in host memory, on disk and in stores is forgotten")
+            self.cache.clear()
+            if self.has_storage:
+                self.names.disown()
         for visit in self._visits.values():
             visit.limit = visit.wait = None
             visit.promoted.clear()
