@@ -522,3 +522,14 @@ def test_what_nobody_asked_for_is_cleared_for_good_before_anything_else_is_done(
     again = on_disk(tmp_path)
     assert found_by(again) == KEYS[:1]
     again.close()
+
+
+def test_storage_has_room_for_what_the_smallest_rank_can_keep() -> None:
+    mover = RankMover({DISK: DiskTier.facts}, SIZE, 3, 2)
+    assert mover.num_blocks(DISK) is None
+    mover.hear(Report(hellos={0: Hello(8, {DISK: Found()}, num_blocks={DISK: 48})}))
+    mover.hear(Report(hellos={1: Hello(8, {DISK: Found()}, num_blocks={DISK: 24})}))
+    mover.hear(Report(hellos={2: Hello(8)}))  # without storage
+    assert mover.num_blocks(DISK) == 24
+    mover.hear(Report(hellos={0: Hello(8, num_blocks={DISK: 12})}))  # its disk has lost room
+    assert mover.num_blocks(DISK) == 12

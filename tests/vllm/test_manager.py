@@ -387,6 +387,15 @@ def test_emptied_cache_has_nothing_on_disk_either(scheduler: Scheduler) -> None:
     assert scheduler.look_up(request, KEYS[:1]) == [LookupResult.MISS]
 
 
+def test_full_disk_of_the_smallest_rank_gives_up_the_oldest_blocks(scheduler: Scheduler) -> None:
+    scheduler.manager.hear(Report(hellos={0: Hello(4, num_blocks={DISK: 2})}))
+    for at, key in enumerate(KEYS[:3]):
+        scheduler.store(scheduler.request(f"request {at}", [key]), [key])
+        scheduler.carry_out()
+    assert scheduler.manager.ladder.used_slots()[DISK] == 2
+    assert scheduler.manager.ladder.open_slots()[DISK] == 2
+
+
 def test_pause_keeps_the_tiers_and_gives_up_copies_under_way(scheduler: Scheduler) -> None:
     scheduler.to_disk(KEYS[:1])
     scheduler.store(scheduler.request("second", KEYS[1:2]), KEYS[1:2])

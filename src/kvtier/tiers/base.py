@@ -157,6 +157,10 @@ class Quota(Room):
         self._back: list[Slot] = []
 
     @property
+    def num_open(self) -> int:
+        return self._limit()
+
+    @property
     def num_free(self) -> int:
         return max(0, self._limit() - self.num_used)
 

@@ -72,7 +72,7 @@ class TierManager(OffloadingManager):
         self._mover = mover
         self._host = DistantRoom(room[HOST])
         rooms: dict[str, Room] = {HOST: self._host}
-        rooms |= {name: Quota(partial(room.__getitem__, name)) for name in mover.storages}
+        rooms |= {name: Quota(partial(self._limit, name, room[name])) for name in mover.storages}
         learning = rooms if shape.is_cut_alike else ()
         group_bytes = 0 if shape.has_one_group else GROUP_BYTES
         index = make_key_index(
@@ -112,6 +112,11 @@ class TierManager(OffloadingManager):
         self._visits: dict[str, Visit] = {}
         self._events: list[OffloadingEvent] = []
         self._keeps = False
+
+    def _limit(self, tier: str, own: int) -> int:
+        """Return how many blocks every rank has room for. own: by the slots of the first rank."""
+        told = self._mover.num_blocks(tier)
+        return own if told is None else min(own, told)
 
     @property
     def has_storage(self) -> bool:

@@ -109,7 +109,9 @@ class TierWorker(OffloadingWorker):
         self._failed_slots: set[Slot] = set()
         found = None if self._executor is None else self._executor.found()
         straight = (each.name for each in self._storages if each.facts.direct is not Direct.OFF)
-        self._hello = Hello(self._host.num_open, found, frozenset(straight))
+        self._hello = Hello(
+            self._host.num_open, found, frozenset(straight), self._num_blocks_in_storage()
+        )
         self._is_told = False
         _log((*device.findings(), *self._host.findings()))
 
@@ -177,13 +179,19 @@ class TierWorker(OffloadingWorker):
         return Report(done, self._hellos(), failed, scrubbed, steps, pieces, breakers)
 
     def _hellos(self) -> dict[int, Hello]:
-        """What this rank has to say about itself, where that is new."""
-        num_open = self._host.num_open
-        if self._is_told and num_open == self._hello.num_open:
+        """Return what this rank has to say about itself, where that is new."""
+        before = Hello(self._hello.num_open, num_blocks=self._hello.num_blocks)
+        now = Hello(self._host.num_open, num_blocks=self._num_blocks_in_storage())
+        if self._is_told and now == before:
             return {}
-        self._hello = Hello(num_open) if self._is_told else replace(self._hello, num_open=num_open)
+        first = replace(self._hello, num_open=now.num_open, num_blocks=now.num_blocks)
+        self._hello = now if self._is_told else first
         self._is_told = True
         return {self._rank: self._hello}
+
+    def _num_blocks_in_storage(self) -> dict[str, int]:
+        """Return the room of each storage tier, in blocks; less where a disk lost some of it."""
+        return {each.name: each.num_blocks for each in self._storages}
 
     def rest(self) -> None:
         """Sleep in a step that computes nothing; less where a copy is done before.

@@ -131,11 +131,13 @@ class Hello:
     num_open: slots in memory that can be used by now. found: by storage tier, what a restart found
     there; only in a rank's first hello, and only where it has that storage. straight: the storage
     tiers that blocks can come from straight to where the engine uses them; in the same hello.
+    num_blocks: by storage tier, how many blocks the rank has room for now.
     """
 
     num_open: int
     found: Mapping[str, Found] | None = None
     straight: frozenset[str] = frozenset()
+    num_blocks: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

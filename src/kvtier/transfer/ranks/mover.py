@@ -295,6 +295,15 @@ class RankMover(Mover):
             return 0
         return min(each.num_open for each in self._hellos.values())
 
+    def num_blocks(self, tier: str) -> int | None:
+        """Return the number of blocks that every rank has room for in a storage tier.
+
+        Ranks may have shards of different sizes, so equal bytes hold different numbers of blocks.
+        None while no rank has reported its room.
+        """
+        told = (each.num_blocks.get(tier) for each in self._hellos.values())
+        return min((each for each in told if each is not None), default=None)
+
     def hear(self, report: Report) -> None:
         """Reports of some ranks, for each order once from each of them when it has ended."""
         for rank, hello in report.hellos.items():
