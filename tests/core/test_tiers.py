@@ -15,7 +15,7 @@ from kvtier.layout import DType, full_attention, named_layout
 from kvtier.testing import MemoryTierSuite, host_memory
 from kvtier.tiers import DeviceTier, HostTier, MemoryTier
 from kvtier.tiers.slots import SlotPool
-from kvtier.tiers.system_memory import available_bytes
+from kvtier.tiers.system_memory import available_bytes, total_bytes
 from kvtier.types import Slot
 
 GROUP = full_attention(2, 2, 4, DType.FLOAT16, 2)
@@ -114,6 +114,18 @@ def test_limit_of_the_own_group_of_a_service_is_seen(tmp_path: Path) -> None:
     left, why = available_bytes(_machine(tmp_path, MEMINFO | group))
     assert left == 25000
     assert "control group /system.slice/kvtier.service" in why
+
+
+def test_memory_in_all_is_the_machines_or_that_of_a_group_above(tmp_path: Path) -> None:
+    machine = {"proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 40 kB\n"}
+    assert total_bytes(_machine(tmp_path / "a", machine))[0] == 100 * 1024
+    group = {
+        "proc/self/cgroup": "0::/user.slice/a.slice\n",
+        "sys/fs/cgroup/user.slice/memory.max": "20000\n",
+    }
+    total, why = total_bytes(_machine(tmp_path / "b", machine | group))
+    assert total == 20000
+    assert "control group /user.slice" in why
 
 
 def test_limit_of_a_group_above_counts_for_all_below(tmp_path: Path) -> None:

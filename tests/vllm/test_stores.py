@@ -260,6 +260,7 @@ def test_reset_cache_finds_nothing_of_before(valkey: str) -> None:
         ({"storage": ["valkey://a", "valkey://b"]}, "two tiers are called 'valkey'"),
         ({"storage": "host=valkey://a"}, "two tiers are called 'host'"),
         ({"storage": "nobody://a"}, "no plug-in 'nobody' in kvtier.tiers"),
+        ({"host_capacity": "100TiB"}, "host_capacity: '100TiB' is more than the "),
         ({"storage_capacity": "4KiB"}, "storage_capacity: 4096 bytes are below one block"),
         ({"storage_capacity": 0}, "storage_capacity: 0 is no room at all"),
         ({"lookup_deadline_s": -1}, "lookup_deadline_s: -1 is below 0"),

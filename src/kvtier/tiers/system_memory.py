@@ -56,6 +56,23 @@ def available_bytes(root: Path = Path("/")) -> tuple[int, str]:
     return min(limits, default=(1 << 62, "no limit known"))
 
 
+def total_bytes(root: Path = Path("/")) -> tuple[int, str]:
+    """Return the bytes that there are, used or not, and what limits them, as ``available_bytes``.
+
+    root: where ``proc`` and ``sys`` are mounted.
+    """
+    limits: list[tuple[int, str]] = []
+    total_kib = _field(root / "proc/meminfo", "MemTotal:")
+    if total_kib is not None:
+        limits.append((total_kib * 1024, "memory of the machine"))
+    for hierarchy in HIERARCHIES:
+        for name in _groups(root, hierarchy.controller):
+            limit = _number(root / hierarchy.mount / name.relative_to("/") / hierarchy.limit)
+            if limit is not None:
+                limits.append((limit, f"memory limit of the control group {name}"))
+    return min(limits, default=(1 << 62, "no limit known"))
+
+
 def _groups(root: Path, controller: str) -> Iterator[PurePosixPath]:
     """Yield the process's own group and those above it, up to the root that is mounted here.
 

@@ -30,6 +30,7 @@ from kvtier.telemetry.logs import log_in_engine
 from kvtier.tiers import StorageFacts
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.row import storage_names
+from kvtier.tiers.system_memory import total_bytes
 from kvtier.transfer.ranks import RankMover
 from kvtier.types import DEVICE, DISK, HOST, Direct, LoadPolicy
 
@@ -64,6 +65,7 @@ class KvtierSpec(OffloadingSpec):
         self.replicated_layout = config.replicated_layout
         self._num_shards = 1 if self.replicated_layout else self._num_ranks
         self.num_slots = self._num_slots_in("host_capacity", self.settings.host_bytes)
+        self._check_host()
         self.num_disk_slots = self._num_slots_in("disk_capacity", self.settings.disk_bytes)
         store_bytes = self.settings.store_bytes if self.settings.stores else 0
         self.num_store_slots = self._num_slots_in("storage_capacity", store_bytes)
@@ -80,6 +82,15 @@ class KvtierSpec(OffloadingSpec):
                 f"of {self._num_shards} ranks; raise it"
             )
         return num_slots
+
+    def _check_host(self) -> None:
+        """Refuse more host memory than there is, before tables of that many slots are made."""
+        total, limited_by = total_bytes()
+        if self.num_slots * self.slot_bytes > total:
+            raise self.settings.wrong(
+                f"host_capacity: {self.settings.host_capacity!r} is more than the "
+                f"{total / 2**30:.1f} GiB that are there ({limited_by}); lower it"
+            )
 
     def _find_direct(self) -> Direct:
         """Whether blocks may go straight from the disk to vLLM's memory, as far as is known before
