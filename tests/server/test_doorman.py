@@ -136,6 +136,14 @@ def test_there_are_no_more_connections_than_open_files(
     assert caplog.records == [] or caplog.records[0].levelno == logging.WARNING
 
 
+def test_descriptors_of_readers_of_events_are_left_to_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1000, 1000))
+    without = possible_connections(5000)
+    assert possible_connections(5000, 256) == without - 256
+
+
 def test_too_few_open_files_for_a_server_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
     with pytest.raises(ConfigError, match="may open 64 files, too few for a server; raise"):

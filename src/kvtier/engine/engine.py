@@ -240,6 +240,11 @@ class Engine:
         """Where events are published, and where they can be asked for again."""
         return [] if self._publisher is None else self._publisher.endpoints
 
+    @property
+    def max_event_descriptors(self) -> int:
+        """Descriptors that readers of events may use."""
+        return 0 if self._publisher is None else self._publisher.max_descriptors
+
     def findings(self) -> list[Finding]:
         """What is in use, for ``kvtier doctor``."""
         return self._cache.findings()

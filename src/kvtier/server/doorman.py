@@ -159,9 +159,10 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def room_for_connections() -> float:
+def room_for_connections(num_others: int = 0) -> float:
     """Return how many connections this process may open beside its files.
 
+    num_others: descriptors that connections to other addresses may use, such as the events'.
     Raises ``ConfigError`` where those are too few for a server.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -169,6 +170,7 @@ def room_for_connections() -> float:
         return math.inf
     num_open = len(os.listdir("/proc/self/fd"))
     room = limit - num_open - NUM_UNKNOWN - NUM_SPARE_FILES - NUM_RESERVED
+    room -= num_others
     if room < 1:
         raise ConfigError(
             f"max_connections: this process may open {limit} files, too few for a server; raise "
@@ -177,9 +179,12 @@ def room_for_connections() -> float:
     return room
 
 
-def possible_connections(wanted: int) -> int:
-    """``wanted``, or as many as there is room for among the files that this process may open."""
-    room = room_for_connections()
+def possible_connections(wanted: int, num_others: int = 0) -> int:
+    """``wanted``, or as many as there is room for among the files that this process may open.
+
+    num_others: see ``room_for_connections``.
+    """
+    room = room_for_connections(num_others)
     if room < wanted:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         logger.warning("connections limited max=%d wanted=%d open_files=%d", room, wanted, limit)

@@ -64,7 +64,7 @@ class Service:
         self._idle = asyncio.Event()
         self._idle.set()
         self.doorman = Doorman(
-            possible_connections(config.max_connections),
+            possible_connections(config.max_connections, engine.max_event_descriptors),
             config.header_timeout_s,
             config.write_timeout_s,
             self.metrics.closed,

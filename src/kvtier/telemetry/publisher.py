@@ -10,6 +10,7 @@ events are maps.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING
 from kvtier.errors import ConfigError
 from kvtier.telemetry.block_events import CLEARED, BlockEvents, BlockLog
 from kvtier.telemetry.block_events import Event as BlockEvent
+from kvtier.telemetry.event_peers import EventPeers
 
 if TYPE_CHECKING:
     import zmq
@@ -30,9 +32,19 @@ TICK_S = 0.1
 """How often the log is looked at: what happens between goes into one batch."""
 MOST_EVENTS = 256
 """Of one batch."""
-MOST_UNREAD = 10_000
+MOST_UNREAD = 1000
 """Batches that wait for one subscriber. What is too much for a slow one is lost to it: the numbers
 tell it so, and it may ask for them again."""
+MOST_UNREAD_ANSWERS = 16
+"""Batches that wait for one who asked for a replay. The next ones follow when it has read some."""
+ANSWERS_AT_ONCE = 64
+"""Batches of one replay before the next one has its turn."""
+SEND_BUFFER_BYTES = 256 << 10
+"""Of the kernel, for one connection."""
+HANDSHAKE_MS = 5000
+"""How long a connection may take to begin."""
+ANSWER_PAUSE_S = 0.005
+"""Until it is seen again who has read."""
 MOST_KEPT, MOST_KEPT_BYTES = 10_000, 64 << 20
 """Batches that can be asked for again."""
 END = (-1).to_bytes(8, "big", signed=True)
@@ -70,12 +82,15 @@ class Publisher:
         self._stop = Event()
         self._thread = Thread(target=self._run, name="kvtier-events", daemon=True)
         self._replay: zmq.Socket[bytes] | None = None
+        self._answers: dict[bytes, int] = {}  # by who asked: the number to send next
+        self._peers = EventPeers()
         self._poller = zmq.Poller()  # made once: one for each wait costs as much as the wait
         try:
             self._pub = self._bind(zmq.PUB, endpoint, MOST_UNREAD)
             if replay:
-                self._replay = self._bind(zmq.ROUTER, replay, MOST_KEPT + 1)
+                self._replay = self._bind(zmq.ROUTER, replay, MOST_UNREAD_ANSWERS)
                 self._poller.register(self._replay, zmq.POLLIN)
+            self._peers.start()
         except BaseException:
             self._context.destroy(linger=0)
             raise
@@ -86,6 +101,12 @@ class Publisher:
         socket = self._context.socket(kind)
         socket.set_hwm(most_unread)
         socket.setsockopt(zmq.MAXMSGSIZE, QUESTION_BYTES)
+        socket.setsockopt(zmq.SNDBUF, SEND_BUFFER_BYTES)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        is_replay = kind == zmq.ROUTER
+        if is_replay:
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so where somebody does not read
+        self._peers.watch(socket, is_replay)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -103,6 +124,11 @@ class Publisher:
         sockets = [self._pub] if self._replay is None else [self._pub, self._replay]
         return [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in sockets]
 
+    @property
+    def max_descriptors(self) -> int:
+        """Descriptors that its readers may use."""
+        return self._peers.max_descriptors
+
     def start(self, events: BlockEvents) -> None:
         """events: of the cache whose log it is."""
         self._events = events
@@ -113,6 +139,7 @@ class Publisher:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
+        self._peers.close()
         if not self._context.closed:
             self._context.destroy(linger=CLOSE_MS)
 
@@ -124,11 +151,18 @@ class Publisher:
         self._guarded(self._publish)
 
     def _wait(self) -> None:
-        """For a while, or until somebody asks for a replay; who gets it at once."""
+        """Until the next batch is due. Questions are heard at once, and replays go on meanwhile, as
+        fast as they are read."""
         if self._replay is None:
             self._stop.wait(TICK_S)
-        elif self._poller.poll(int(TICK_S * 1000)):
-            self._answer(self._replay)
+            return
+        ends_at = time.monotonic() + TICK_S
+        while (left_s := ends_at - time.monotonic()) > 0 and not self._stop.is_set():
+            pause_s = min(left_s, ANSWER_PAUSE_S) if self._answers else left_s
+            if self._poller.poll(math.ceil(1000 * pause_s)):
+                self._hear(self._replay)
+            for asker in list(self._answers):
+                self._answer(self._replay, asker)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Readers of a publisher that has failed know nothing, rather than what is wrong."""
@@ -157,6 +191,7 @@ class Publisher:
         number = self._num_sent
         self._num_sent += 1
         self._keep(number, payload)
+        self._peers.published_bytes += len(payload)
         self._pub.send_multipart([self._topic, number.to_bytes(8, "big"), payload], zmq.NOBLOCK)
 
     def _keep(self, number: int, payload: bytes) -> None:
@@ -167,20 +202,34 @@ class Publisher:
         while len(self._kept) > MOST_KEPT or self._num_kept_bytes > MOST_KEPT_BYTES:
             self._num_kept_bytes -= len(self._kept.popleft()[1])
 
-    def _answer(self, replay: zmq.Socket[bytes]) -> None:
-        """Somebody has missed something. Who does not read the answer loses it."""
-        import zmq
-
+    def _hear(self, replay: zmq.Socket[bytes]) -> None:
+        """Somebody has missed something. A question takes the place of the asker's last one."""
         frames = replay.recv_multipart()
         if len(frames) != 3 or frames[1] or len(frames[2]) != len(END):
             logger.warning("no replay, the question has frames=%d", len(frames))
             return
-        asker, first = frames[0], int.from_bytes(frames[2], "big")
-        for number, payload in self._kept:
-            if number >= first:
+        self._answers[frames[0]] = int.from_bytes(frames[2], "big")
+
+    def _answer(self, replay: zmq.Socket[bytes], asker: bytes) -> None:
+        """Send the asker some more of its replay, as much as it has room for."""
+        import zmq
+
+        oldest = self._kept[0][0] if self._kept else self._num_sent
+        at = min(max(self._answers[asker], oldest), self._num_sent) - oldest
+        try:
+            for number, payload in islice(self._kept, at, at + ANSWERS_AT_ONCE):
                 told = [asker, b"", self._topic, number.to_bytes(8, "big"), payload]
                 replay.send_multipart(told, zmq.NOBLOCK, copy=False)
-        replay.send_multipart([asker, b"", b"", END, b""], zmq.NOBLOCK)
+                self._answers[asker] = number + 1
+            if at + ANSWERS_AT_ONCE >= len(self._kept):
+                replay.send_multipart([asker, b"", b"", END, b""], zmq.NOBLOCK)
+                del self._answers[asker]
+        except zmq.Again:
+            return  # it has not read what it was sent
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            del self._answers[asker]  # it has gone
 
 
 def is_local(endpoint: str) -> bool:

@@ -1,0 +1,192 @@
+"""Limits on the connections to the publisher's sockets: how many, and how far behind.
+
+ZeroMQ accepts whoever comes and keeps what each of them has not read. Its monitor tells of every
+connection with its descriptor; a connection is ended by shutting that down, and ZeroMQ gives back
+what it kept for it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import struct
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from threading import Thread
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import zmq
+
+logger = logging.getLogger(__name__)
+
+MOST_PEERS = 64
+"""Connections to one address."""
+NUM_REFUSED = 64
+"""Connections that ZeroMQ may have accepted before they are refused."""
+MOST_BEHIND_BYTES = 16 << 20
+"""A subscriber that has not taken so much is disconnected, so that no more is kept for all."""
+STUCK_S = 10.0
+"""Somebody who asked for a replay and takes nothing for so long is disconnected."""
+SWEEP_S = 1.0
+"""How often connections are looked at."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A connection. name: the addresses of both ends. at_empty: ``published_bytes`` when nothing
+    was unsent; unsent: bytes at the last look, unchanged since ``since``."""
+
+    name: tuple[object, object]
+    at_empty: int
+    unsent: int = 0
+    since: float = 0.0
+
+
+@dataclass(slots=True)
+class _Door:
+    """A socket's monitor, and its connections by descriptor. is_replay: it answers questions."""
+
+    monitor: zmq.Socket[bytes]
+    is_replay: bool
+    peers: dict[int, _Peer] = field(default_factory=dict)
+
+
+class EventPeers:
+    """Watches the connections of some sockets on a thread of its own, from ``start`` to ``close``.
+
+    published_bytes: of all messages so far, kept up to date by the publisher.
+    """
+
+    def __init__(self) -> None:
+        self.published_bytes = 0
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._doors: list[_Door] = []
+        self._thread = Thread(target=self._run, name="kvtier-events-peers", daemon=True)
+
+    @property
+    def max_descriptors(self) -> int:
+        """Descriptors that all connections may use."""
+        return len(self._doors) * (MOST_PEERS + NUM_REFUSED)
+
+    @property
+    def num_peers(self) -> list[int]:
+        """Connections of each socket, in the order of ``watch``."""
+        return [len(door.peers) for door in self._doors]
+
+    def watch(self, watched: zmq.Socket[bytes], is_replay: bool) -> None:
+        """Limit the connections of ``watched``, which is not bound yet."""
+        import zmq
+
+        told = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
+        monitor = watched.get_monitor_socket(zmq.Event(told))
+        self._sockets.append(watched)
+        self._doors.append(_Door(monitor, is_replay))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. No other thread may use the sockets meanwhile."""
+        if self._thread.is_alive():
+            for watched in self._sockets:
+                watched.disable_monitor()
+            self._thread.join()
+
+    def _run(self) -> None:
+        import zmq
+
+        poller = zmq.Poller()
+        doors = {door.monitor: door for door in self._doors}
+        for monitor in doors:
+            poller.register(monitor, zmq.POLLIN)
+        swept = time.monotonic()
+        while doors:
+            for monitor, _ in poller.poll(int(SWEEP_S * 1000)):
+                if not self._hear(doors[monitor]):
+                    poller.unregister(monitor)
+                    del doors[monitor]
+            if time.monotonic() - swept >= SWEEP_S:
+                swept = time.monotonic()
+                for door in doors.values():
+                    self._sweep(door, swept)
+
+    def _hear(self, door: _Door) -> bool:
+        """Take one message of a monitor. False for its last."""
+        import zmq
+        from zmq.utils.monitor import recv_monitor_message
+
+        told = recv_monitor_message(door.monitor)
+        if told["event"] == zmq.EVENT_ACCEPTED:
+            self._admit(door, told["value"])
+        elif told["event"] == zmq.EVENT_DISCONNECTED:
+            door.peers.pop(told["value"], None)
+        return bool(told["event"] != zmq.EVENT_MONITOR_STOPPED)
+
+    def _admit(self, door: _Door, descriptor: int) -> None:
+        with suppress(OSError), _borrowed(descriptor) as connection:
+            name = _name(connection)
+            if len(door.peers) >= MOST_PEERS and descriptor not in door.peers:
+                connection.shutdown(socket.SHUT_RDWR)
+                logger.warning(
+                    "events: connection refused, there are too many max=%d replay=%s",
+                    MOST_PEERS,
+                    door.is_replay,
+                )
+            else:
+                door.peers[descriptor] = _Peer(name, self.published_bytes)
+
+    def _sweep(self, door: _Door, now: float) -> None:
+        for descriptor, peer in list(door.peers.items()):
+            try:
+                with _borrowed(descriptor) as connection:
+                    if _name(connection) != peer.name:
+                        raise OSError("another connection has its descriptor")
+                    if self._is_behind(door, peer, _unsent_bytes(connection), now):
+                        connection.shutdown(socket.SHUT_RDWR)
+                        logger.warning(
+                            "events: a reader is disconnected, it takes nothing replay=%s",
+                            door.is_replay,
+                        )
+            except OSError:  # it has gone
+                door.peers.pop(descriptor, None)
+
+    def _is_behind(self, door: _Door, peer: _Peer, unsent: int, now: float) -> bool:
+        if not unsent or unsent != peer.unsent:
+            peer.unsent, peer.since = unsent, now
+        if not unsent:
+            peer.at_empty = self.published_bytes
+        if door.is_replay:
+            return now - peer.since >= STUCK_S and unsent > 0
+        return self.published_bytes - peer.at_empty > MOST_BEHIND_BYTES
+
+
+@contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """A descriptor of our own for a connection of ZeroMQ's, which may close its own at any time.
+
+    Raises ``OSError`` where it has. Whose connection it is, ``_name`` tells.
+    """
+    own = os.dup(descriptor)
+    try:
+        connection = socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        raise
+    with connection:
+        yield connection
+
+
+def _name(connection: socket.socket) -> tuple[object, object]:
+    return connection.getsockname(), connection.getpeername()
+
+
+def _unsent_bytes(connection: socket.socket) -> int:
+    """What the other end has not taken yet."""
+    found = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
+    return int(struct.unpack("i", found)[0])
