@@ -31,7 +31,7 @@ from kvtier.telemetry.block_events import BlockEvents, BlockLog
 from kvtier.tiers import ArenaOptions, DeviceTier, StorageTier
 from kvtier.tiers.row import make_tiers, rooms_of
 from kvtier.transfer import CopyJob, LayerGate, LocalMover
-from kvtier.types import DEVICE, Label, LoadPolicy, Match, PrefetchPolicy, WritePolicy
+from kvtier.types import DEVICE, ClientHints, Label, LoadPolicy, Match, PrefetchPolicy, WritePolicy
 
 LONG_PROMPT = 1024
 """Blocks: to hash fewer of them takes half a millisecond, and the cache's thread does it itself."""
@@ -331,8 +331,11 @@ class Cache:
         """Somebody knows something of a prompt's blocks: it counts from now on, for what the tiers
         below the device have of them, or will get because ``fetch`` has asked for it.
 
-        labels: all full blocks of the prompt. Tiers with least recently used first ignore it.
+        labels: all full blocks of the prompt. Tiers with least recently used first ignore it, and
+        all do with ``client_hints="off"``.
         """
+        if self.config.client_hints is ClientHints.OFF:
+            return
         now = self._clock()
         for said in hint.said(self.group.block_size, now):
             self._index.retain(namespace, labels, said, now)

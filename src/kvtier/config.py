@@ -10,6 +10,7 @@ from fractions import Fraction
 
 from kvtier.errors import ConfigError
 from kvtier.types import (
+    ClientHints,
     Direct,
     Durability,
     IoKind,
@@ -76,6 +77,7 @@ CHOICES: dict[str, type[StrEnum]] = {
     "write_policy": WritePolicy,
     "load_policy": LoadPolicy,
     "prefetch_policy": PrefetchPolicy,
+    "client_hints": ClientHints,
     "disk_durability": Durability,
     "disk_verify": Verify,
     "disk_io": IoKind,
@@ -137,6 +139,9 @@ class CacheConfig:
     is used again, and lets in what is worth more than what would leave; ``lru`` takes the blocks
     that were used longest ago; ``arc``, ``s3fifo``, ``lfuda`` and ``sieve`` are others' ways. The
     device tier has ``lru`` beside each of them."""
+    client_hints: ClientHints = ClientHints.ON
+    """Whether priorities and other hints of clients count. What the engine knows of waiting
+    requests always does."""
     demote_deadline_s: float = 1.0
     """A demotion (write_back) that takes longer keeps its blocks on the device for now."""
     load_deadline_s: float = 30.0

@@ -122,6 +122,15 @@ class PrefetchPolicy(StrEnum):
     """As ``wait_complete``, but for ``CacheConfig.prefetch_timeout_s`` at most."""
 
 
+class ClientHints(StrEnum):
+    """Whether what clients say of their prompts counts; see ``kvtier.hints``."""
+
+    ON = "on"
+    """Within the share of a tier that is theirs."""
+    OFF = "off"
+    """It is read, checked, and ignored."""
+
+
 class Durability(StrEnum):
     """What an acknowledged block survives."""
 

@@ -29,6 +29,7 @@ def test_settings_are_read_and_refused_by_name() -> None:
         ({"disk_capacity": "1GiB"}, "disk_path: '' with disk_capacity: '1GiB'; give both"),
         ({"disk_path": 7, "disk_capacity": "1GiB"}, "disk_path can't be 7; name a folder"),
         ({"load_policy": "never"}, "load_policy can't be 'never'; use one of auto, always"),
+        ({"client_hints": "no"}, "client_hints can't be 'no'; use one of on, off"),
         ({"eviction_policy": "mru"}, "can't be 'mru'; use one of runs, lru, arc, s3fifo"),
         ({"host": "2GiB"}, "kv_connector_extra_config: host is called host_capacity"),
         ({"disk": "/nvme"}, "kv_connector_extra_config: disk is called disk_path"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -29,6 +30,21 @@ def hint(world: World, tokens: list[int], hint: Hint) -> None:
 def wait(world: World, tokens: list[int], is_waiting: bool) -> None:
     world.cache.wait(NS, token_labels(tokens, BLOCK_SIZE), is_waiting)
     world.check()
+
+
+def test_hints_of_clients_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(device_blocks=10, host_blocks=12)
+    config = replace(world.cache.config, client_hints="off")  # type: ignore[arg-type]
+    monkeypatch.setattr(world.cache, "config", config)
+    for token in (1, 2):
+        world.serve([token] * 8)
+    hint(world, TALK, Hint(retain=(Retain(100),), back_in_s=60))
+    wait(world, OTHER, True)
+    flood(world)
+    assert world.matched(TALK) == []
+    assert world.matched(OTHER) == [HOST] * 4, "what the engine knows counts"
+    wait(world, OTHER, False)
+    world.close()
 
 
 def flood(world: World, first: int = 10, num_prompts: int = 10) -> None:

@@ -10,7 +10,15 @@ import typer
 from kvtier.cli.api_keys import KEY_VARIABLE, take_keys
 from kvtier.cli.failure import starting
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, CacheConfig, parse_size
-from kvtier.types import Direct, Durability, LogFormat, PrefetchPolicy, Verify, WritePolicy
+from kvtier.types import (
+    ClientHints,
+    Direct,
+    Durability,
+    LogFormat,
+    PrefetchPolicy,
+    Verify,
+    WritePolicy,
+)
 
 _SERVER, _MODEL, _CACHE = "Server", "Model", "Cache"
 
@@ -268,6 +276,13 @@ def serve(
             rich_help_panel=_CACHE,
         ),
     ] = PrefetchPolicy.BEST_EFFORT,
+    client_hints: Annotated[
+        ClientHints,
+        typer.Option(
+            help="Whether hints of clients (the field kvtier of a request) count.",
+            rich_help_panel=_CACHE,
+        ),
+    ] = ClientHints.ON,
     prefetch_timeout_s: Annotated[
         float,
         typer.Option(
@@ -348,6 +363,7 @@ def serve(
                 storage=tuple(storage or ()),
                 storage_capacity=storage_capacity,
                 prefetch_policy=prefetch_policy,
+                client_hints=client_hints,
                 prefetch_timeout_s=prefetch_timeout_s,
             ),
         )

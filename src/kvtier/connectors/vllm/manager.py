@@ -52,7 +52,8 @@ class TierManager(OffloadingManager):
     thread.
 
     room: blocks, per tier; of each rank. bytes_per_day: of a rank's disk. lookup_deadline_s: how
-    long a request waits to hear what a store has. eviction_policy: see ``Settings``.
+    long a request waits to hear what a store has. eviction_policy: see ``Settings``. follows_hints:
+    those of clients count.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class TierManager(OffloadingManager):
         publishes_events: bool,
         lookup_deadline_s: float = 0.0,
         eviction_policy: str = "runs",
+        follows_hints: bool = True,
     ) -> None:
+        self._follows_hints = follows_hints
         self.names = names
         self.counts = Counts()
         self._mover = mover
@@ -253,7 +256,7 @@ class TierManager(OffloadingManager):
             self._hint(visit.context, at_end=False)
 
     def _hint(self, context: ReqContext, at_end: bool) -> None:
-        hint = hint_of(context)
+        hint = hint_of(context) if self._follows_hints else None
         if hint is not None:
             said = hint.at_end if at_end else hint.at_begin
             self.cache.hint(self._path(context), said, self._shape.block_sizes[0])

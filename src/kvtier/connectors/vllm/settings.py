@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtier.connectors.shared.settings import HostSettings
-from kvtier.types import Direct
+from kvtier.types import ClientHints, Direct
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,15 @@ class Settings(HostSettings):
     that has no room; ``on``, straight; ``off``, through host memory. A read straight to vLLM's
     memory can't be called off: where the disk hangs, its request waits."""
 
+    client_hints: str = "on"
+    """Whether hints in a request's ``kv_transfer_params`` count: ``on`` or ``off``."""
+
     def __post_init__(self) -> None:
         HostSettings.__post_init__(self)
+        if self.client_hints not in list(ClientHints):
+            raise self.wrong(
+                f"client_hints can't be {self.client_hints!r}; use one of {', '.join(ClientHints)}"
+            )
         if self.disk_direct not in list(Direct):
             raise self.wrong(
                 f"disk_direct can't be {self.disk_direct!r}; use one of {', '.join(Direct)}"

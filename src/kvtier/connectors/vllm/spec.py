@@ -32,7 +32,7 @@ from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.row import storage_names
 from kvtier.tiers.system_memory import total_bytes
 from kvtier.transfer.ranks import RankMover
-from kvtier.types import DEVICE, DISK, HOST, Direct, LoadPolicy
+from kvtier.types import DEVICE, DISK, HOST, ClientHints, Direct, LoadPolicy
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
@@ -133,6 +133,7 @@ class KvtierSpec(OffloadingSpec):
                 self.kv_events_config.enable_kv_cache_events,
                 self.settings.lookup_deadline_s,
                 self.settings.eviction_policy,
+                self.settings.client_hints != ClientHints.OFF,
             )
         return self._manager
 
