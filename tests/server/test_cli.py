@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -109,6 +110,8 @@ def without_engine(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["--device-capacity", "4 apples"], "device_capacity: can't read"),
         (["--dtype", "int3"], "dtype: 'int3' is unknown; use auto, float32, bfloat16, float16"),
         (["--port", "70000"], "port: 70000 is no TCP port"),
+        (["--threads", "-1"], "threads: -1 is below 0"),
+        (["--max-model-tokens", "-5"], "max_model_tokens: -5 is below 0"),
         (["no-such-model"], "model: 'no-such-model' is neither built in"),
     ],
 )
@@ -189,6 +192,22 @@ def test_an_error_after_the_start_is_raised_as_it_is() -> None:
 
     with pytest.raises(KeyError, match="later"):
         run()
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "generation_config.json"])
+def test_a_model_with_a_file_cut_off_is_one_sentence(tmp_path: Path, name: str) -> None:
+    from tests.engine.checkpoints import checkpoint
+
+    model = checkpoint(tmp_path / "model")
+    content = (model / name).read_bytes()
+    (model / name).write_bytes(content[: len(content) // 2])
+    result = kvtier("serve", str(model), "--port", "0", "--log-level", "error")
+    assert result.exit_code == 2
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith(f"kvtier serve: model: {'' if name[0] == 'g' else 'the '}")
+    assert str(model) in result.stderr
+    assert "Traceback" not in result.output
 
 
 @pytest.mark.engine

@@ -53,6 +53,9 @@ class EngineConfig:
         for name in ("block_size", "chunk_tokens", "max_running", "max_queue"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: {getattr(self, name)} is below 1")
+        for name in ("max_model_tokens", "threads"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: {getattr(self, name)} is below 0")
         parse_size(self.device_capacity, "device_capacity")
         if self.dtype not in ("auto", *DTYPES):
             raise ConfigError(f"dtype: {self.dtype!r} is unknown; use auto, {', '.join(DTYPES)}")
