@@ -25,9 +25,13 @@ def array(*replies: bytes) -> bytes:
 
 
 class ScriptedServer:
-    """Listens on loopback until it is closed. ``values`` is what it holds."""
+    """Listens on loopback until it is closed. ``values`` is what it holds.
 
-    def __init__(self, alter: Alter = lambda _, reply: reply) -> None:
+    ends: whether a connection ends behind a reply that was altered, so that nobody waits for more.
+    """
+
+    def __init__(self, alter: Alter = lambda _, reply: reply, ends: bool = False) -> None:
+        self._ends = ends
         self.alter = alter
         self.values: dict[bytes, bytes] = {}
         self._listener = socket.create_server((LOOPBACK, 0))
@@ -49,10 +53,13 @@ class ScriptedServer:
                 for _ in range(int(start[1:])):
                     words.append(sent.read(int(sent.readline()[1:])))
                     sent.read(2)
-                reply = self.alter(words, self._reply(words))
+                right = self._reply(words)
+                reply = self.alter(words, right)
                 if not reply:
                     return
                 line.sendall(reply)
+                if self._ends and reply != right and not reply.startswith(b"-"):
+                    return
 
     def _reply(self, words: list[bytes]) -> bytes:
         match words:

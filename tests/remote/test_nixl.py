@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TierError
 from kvtier.plugins import load_plugin
 from kvtier.testing import StorageSuite
 from kvtier.testing.storage_suite import GROUP
@@ -158,12 +158,13 @@ class TestFiles(DockedStoreTests):
         user = User(tier)
         assert user.put(*range(10)) == [THERE] * 10
         bad = os.stat(file_of(self.folder / "bad", stored_key(4)))
-        fstat = os.fstat
+        fstat, looks = os.fstat, list[int]()
 
         def fooled(descriptor: int) -> os.stat_result:
             """It is cut between the look at its length and the read."""
             found = fstat(descriptor)
-            if found.st_ino == bad.st_ino:
+            looks.append(found.st_ino)
+            if looks.count(bad.st_ino) == 2:  # the first one is for its kind
                 os.truncate(file_of(self.folder / "bad", stored_key(4)), 100)
             return found
 
@@ -174,6 +175,65 @@ class TestFiles(DockedStoreTests):
         assert user.get(4) == [DAMAGED]
         assert user.put(4) == user.get(4) == [THERE]
         tier.close()
+
+    @pytest.mark.parametrize("kind", ["pipe", "link", "link to nowhere", "folder"])
+    def test_what_is_no_file_in_a_place_of_a_block_is_not_read(self, kind: str) -> None:
+        tier = self.open_tier("planted")
+        user = User(tier)
+        assert user.put(1, 2) == [THERE] * 2
+        path = file_of(self.folder / "planted", stored_key(1))
+        elsewhere = self.folder / "elsewhere"
+        path.rename(elsewhere)
+        content = elsewhere.read_bytes()
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            path.symlink_to(elsewhere if kind == "link" else self.folder / "nowhere")
+        assert user.find(1) == [ABSENT]
+        planted, whole = user.get(1, 2)
+        assert planted in (DAMAGED, FAILED)
+        assert whole is THERE
+        if kind != "folder":
+            assert user.put(1) == user.get(1) == [THERE]
+            assert path.is_file()
+            assert not path.is_symlink()
+        assert elsewhere.read_bytes() == content
+        tier.close()
+
+    def test_folder_that_is_a_link_is_not_followed(self) -> None:
+        tier = self.open_tier("linked")
+        user = User(tier)
+        assert user.put(1) == [THERE]
+        folder = file_of(self.folder / "linked", stored_key(1)).parent
+        elsewhere = self.folder / "elsewhere"
+        folder.rename(elsewhere)
+        folder.symlink_to(elsewhere)
+        before = sorted(elsewhere.iterdir())
+        assert user.find(1) == user.get(1) == user.put(1) == [FAILED]
+        with pytest.raises(TierError, match="drop failed"):
+            tier.drop([stored_key(1)], for_good=True)
+        assert sorted(elsewhere.iterdir()) == before
+        tier.close()
+
+    def test_folders_and_files_are_for_this_user_alone(self) -> None:
+        before = os.umask(0)
+        try:
+            tier = self.open_tier("mine")
+            assert User(tier).put(1) == [THERE]
+            tier.close()
+        finally:
+            os.umask(before)
+        path = file_of(self.folder / "mine", stored_key(1))
+        modes = [each.stat().st_mode & 0o777 for each in (path, path.parent, path.parent.parent)]
+        assert modes == [0o600, 0o700, 0o700]
+
+    def test_folder_that_every_user_may_write_to_is_refused(self) -> None:
+        (self.folder / "open").mkdir()
+        (self.folder / "open").chmod(0o777)
+        with pytest.raises(ConfigError, match="every user may write to"):
+            self.open_tier("open")
 
     def test_full_disk_refuses_and_serves(self) -> None:
         import resource

@@ -113,6 +113,22 @@ def test_blocks_that_were_used_last_are_kept(server: ValkeyServer, prefix: str) 
 
 
 @needs_valkey
+def test_what_is_not_ours_takes_no_room_from_ours(server: ValkeyServer, prefix: str) -> None:
+    tier = open_tier(server.port, prefix.replace("?", "%3F"))
+    User(tier).put(*range(3))
+    for number in (20, 21):
+        tell(server, b"SET", name_of(prefix, number), bytes(100 * VALUE_BYTES))
+    keeper = make_keeper(location_of(server, prefix))
+    found = prune(keeper, max_bytes=3 * VALUE_BYTES)
+    assert (found.num_entries, found.num_strange) == (0, 2)
+    found = prune(keeper, max_bytes=2 * VALUE_BYTES)
+    assert (found.num_entries, found.num_strange) == (1, 2)
+    assert len(User(tier).found(*range(3))) == 2
+    keeper.close()
+    tier.close()
+
+
+@needs_valkey
 def test_damaged_block_is_left_alone(server: ValkeyServer, prefix: str) -> None:
     tier = open_tier(server.port, prefix.replace("?", "%3F"))
     User(tier).put(1, 2)

@@ -14,6 +14,7 @@ from kvtier.testing.servers import BUCKET, HttpServer
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageSite, StorageTier
+from kvtier.tiers.remote.pruning import make_keeper
 from kvtier.tiers.remote.s3 import make_s3
 from kvtier.tiers.wrappers import ThrottledTier
 from tests.remote.bucket import KEY_ID, SECRET_KEY, Bucket
@@ -106,6 +107,35 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(location: str) -> Non
         make_s3(site(location))
     assert KEY_ID not in str(caught.value)
     assert SECRET_KEY not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"])
+def test_endpoint_of_the_environment_works_as_the_option_does(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, bucket.url)
+    place = f"//{BUCKET}/{bucket.prefix}"
+    tier = make_s3(site(f"{place}?poll_s=0"))
+    assert User(tier).put(0) == User(tier).get(0) == [Outcome.THERE]
+    tier.close()
+    keeper = make_keeper(f"s3:{place}")
+    assert "ms a request" in keeper.test()
+    monkeypatch.setenv(name, f"http://{KEY_ID}:{SECRET_KEY}@127.0.0.1:1")
+    with pytest.raises(ConfigError, match=f"credentials do not belong into {name}") as caught:
+        make_s3(site(place))
+    assert KEY_ID not in str(caught.value)
+    monkeypatch.setenv(name, "127.0.0.1:9000")
+    with pytest.raises(ConfigError, match=f"{name} begins with http:// or https://"):
+        make_keeper(f"s3:{place}")
+
+
+def test_option_goes_before_the_environment(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    tier = bucket.tier()
+    assert User(tier).put(0) == [Outcome.THERE]
+    tier.close()
 
 
 @pytest.mark.parametrize("has_access", [True, False])

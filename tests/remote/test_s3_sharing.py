@@ -216,3 +216,41 @@ def test_manifests_that_are_none_are_passed_over(bucket: Bucket) -> None:
     assert User(tier).get(0, 1) == [THERE] * 2
     assert "3 manifests" in tier.findings()[0].note
     tier.close()
+
+
+MINUTE_NS = 60 * 10**9
+
+
+@pytest.mark.parametrize("ahead_ns", [23 * 60 * MINUTE_NS, 16 * MINUTE_NS, 2**63 - 1])
+def test_stamps_far_ahead_are_not_adopted(bucket: Bucket, ahead_ns: int) -> None:
+    wrong, right = bucket.tier(), bucket.tier()
+    stamp = min(time.time_ns() + ahead_ns, 2**64 - 1)
+    wrong._exchange._now_ns = lambda: stamp
+    User(wrong).put(0)
+    wrong.exchange(TIMEOUT_S)
+    right.exchange(TIMEOUT_S)
+    assert right._exchange.num_unread == 1
+    assert User(right).find(0) == [ABSENT]
+    now = time.time_ns()
+    assert right._catalogue.next_stamp(now) < now + MINUTE_NS, "its own stamps stay as they are"
+    wrong.close()
+    right.close()
+
+
+def test_what_was_refused_for_its_stamp_is_read_when_its_time_has_come(bucket: Bucket) -> None:
+    ahead, behind = bucket.tier(), bucket.tier()
+    now = time.time_ns()
+    ahead._exchange._now_ns = lambda: now + 15 * MINUTE_NS
+    behind._exchange._now_ns = lambda: now - 10**9
+    User(ahead).put(0)
+    ahead.exchange(TIMEOUT_S)
+    for _ in range(2):
+        behind.exchange(TIMEOUT_S)
+        assert User(behind).find(0) == [ABSENT]
+        assert behind._exchange.num_unread == 1
+    behind._exchange._now_ns = lambda: now
+    behind.exchange(TIMEOUT_S)
+    assert User(behind).get(0) == [THERE]
+    assert behind._exchange.num_unread == 0
+    ahead.close()
+    behind.close()

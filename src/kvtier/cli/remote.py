@@ -68,7 +68,7 @@ def prune(
     max_bytes: Annotated[
         str | None,
         typer.Option(
-            help='Then the oldest of the rest, until no more than this is left: "1TiB".',
+            help='Then the oldest of the rest, until no more of kvtier\'s is left: "1TiB".',
             show_default="any size",
         ),
     ] = None,

@@ -179,6 +179,12 @@ class StorageTier(ABC):
         thread."""
         return BreakerState.CLOSED
 
+    @property
+    def last_error(self) -> str:
+        """Why a call has failed last, in a few words without a secret; "" where that is not known.
+        From any thread."""
+        return ""
+
     def unfound_keys(self) -> list[BlockKey]:
         """Those of them that it can name, the ones to leave first in front; for an owner that takes
         them all, or wants none of them."""

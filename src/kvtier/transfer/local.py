@@ -65,9 +65,9 @@ class LocalMover(Mover):
         self._unanswered = {name: Unanswered() for name in self._storages}
         self._drop_breakers = {name: Breaker(clock, FAILURES_UNTIL_OPEN) for name in self._storages}
         self._gates = {
-            (name, way): _Gate(name, way, num_workers, clock, self._drops[name])
-            for name, facts in self.storages.items()
-            for way, num_workers in _num_workers(facts).items()
+            (name, way): _Gate(name, storage, way, num_workers, clock, self._drops[name])
+            for name, storage in self._storages.items()
+            for way, num_workers in _num_workers(storage.facts).items()
         }
         self._scrubs: dict[str, Job] = {}
         self._next_scrub_s = -inf
@@ -311,8 +311,15 @@ class _Gate:
     """One kind of call of a storage tier: its line, and when to leave it alone."""
 
     def __init__(
-        self, tier: str, way: str, num_workers: int, clock: Callable[[], float], drops: OwedDrops
+        self,
+        tier: str,
+        storage: StorageTier,
+        way: str,
+        num_workers: int,
+        clock: Callable[[], float],
+        drops: OwedDrops,
     ) -> None:
+        self._storage = storage
         self._drops = drops
         self._is_write = way == "write"
         self.lane = Lane(f"{tier} {way}", partial(TierError, tier, way), num_workers)
@@ -374,13 +381,23 @@ class _Gate:
     def _ask(self, call: Callable[[], list[Outcome]]) -> list[Outcome]:
         """Make a call that was let through, and note how it ended."""
         outcomes: list[Outcome] = []
+        error = ""
         try:
             outcomes = call()
+        except Exception as raised:
+            error = str(raised) or type(raised).__name__
+            raise
         finally:
             answered = any(each is not Outcome.FAILED for each in outcomes)
             if self.breaker.note(answered):
-                state = "answers again" if answered else "is left alone for a while"
-                logger.warning("storage %s lane=%s", state, self.lane.name)
+                if answered:
+                    logger.warning("storage answers again lane=%s", self.lane.name)
+                else:
+                    logger.warning(
+                        "storage is left alone for a while lane=%s error=%r",
+                        self.lane.name,
+                        error or self._storage.last_error or "no answer",
+                    )
         return outcomes
 
 

@@ -32,26 +32,29 @@ _NO_LOCKS: Final = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errn
 """What file systems say that can't lock a directory."""
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Path, owner: str = "disk tier") -> None:
     """Make the directory, for this user only. One that is there stays as it is, and must be this
     user's or root's, and nobody else's to write to: KV is private, and what is read back is given
-    to a model. A group may: that is how volumes are given to a container."""
+    to a model. A group may: that is how volumes are given to a container.
+
+    owner: what the messages name in front of the path.
+    """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"disk tier: {path} can't be made or is no directory ({error.strerror}); "
+            f"{owner}: {path} can't be made or is no directory ({error.strerror}); "
             "choose another path"
         ) from error
     found = path.stat()
     if found.st_uid not in (0, os.geteuid()):
         raise ConfigError(
-            f"disk tier: {path} belongs to user {found.st_uid}, and this process runs as user "
+            f"{owner}: {path} belongs to user {found.st_uid}, and this process runs as user "
             f"{os.geteuid()}; choose a directory of its own"
         )
     if found.st_mode & stat.S_IWOTH:
         raise ConfigError(
-            f"disk tier: every user may write to {path}; take that away (chmod o-w), or name a "
+            f"{owner}: every user may write to {path}; take that away (chmod o-w), or name a "
             "directory below it, which is made for this user alone"
         )
 

@@ -81,6 +81,7 @@ class DockedTier(StorageTier):
         self._make_client = connect
         self._answer = ""  # of the test, once it was good
         self._reason = "not reached: no answer"  # why it is not in use
+        self._last_error = ""
         self._retry_at = 0.0
         num_docks = DOCKS_PER_CALL * (options.readers + options.writers) + 1  # which looks up
         self._docks = Docks(self.name, num_docks, self.bytes_per_block, self._connect, max_rows)
@@ -96,6 +97,10 @@ class DockedTier(StorageTier):
     @property
     def num_blocks(self) -> int:
         return self._num_blocks
+
+    @property
+    def last_error(self) -> str:
+        return self._reason or self._last_error
 
     # -- blocks ------------------------------------------------------------------------------------
 
@@ -293,7 +298,8 @@ class DockedTier(StorageTier):
             self._note(error)
 
     def _note(self, error: Exception) -> None:
-        logger.debug("a call failed store=%s reason=%r", self._location, str(error) or "no answer")
+        self._last_error = str(error) or "no answer"
+        logger.debug("a call failed store=%s reason=%r", self._location, self._last_error)
 
     def findings(self) -> list[Finding]:
         return [Finding(f"{self.name} tier", f"{self._location} {self._reason or self._answer}")]

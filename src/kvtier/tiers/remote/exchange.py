@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 NUM_READS: Final = 16
 """Manifests that are read at a time."""
 NUM_MERGED: Final = 64
-MOST_AHEAD_NS: Final = 24 * 3600 * 10**9
-"""A clock that is further ahead is wrong, and its stamps would hide those of all others."""
+MOST_AHEAD_NS: Final = 15 * 60 * 10**9
+"""A stamp that is further ahead is not adopted before its time has come: this process's own stamps
+would follow it. S3 refuses a client whose clock is this wrong."""
 
 
 class Exchange:
@@ -43,8 +44,9 @@ class Exchange:
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.writer = os.urandom(8).hex()
-        self.num_unread = 0
-        """Manifests that are none of ours: not understood, or of blocks of another size."""
+        self._num_foreign = 0
+        self._too_early: dict[str, int] = {}
+        """Manifests with a stamp far ahead, and the time from which on they are read again."""
         self._objects = objects
         self._catalogue = catalogue
         self._block_bytes = block_bytes
@@ -63,6 +65,12 @@ class Exchange:
     def since(self) -> int:
         """The stamp of the oldest pack that is used; 0 for any."""
         return max(0, self._now_ns() - self._max_age_ns) if self._max_age_ns else 0
+
+    @property
+    def num_unread(self) -> int:
+        """Manifests that are not used: not understood, of blocks of another size, or stamped far
+        ahead."""
+        return self._num_foreign + len(self._too_early)
 
     @property
     def num_pending(self) -> int:
@@ -148,14 +156,21 @@ class Exchange:
         then is known."""
         before = set(self._read)
         listed = await self._objects.names("manifests")
-        self._read -= before - {path for path, _ in listed}  # they are gone
+        there = {path for path, _ in listed}
+        self._read -= before - there  # they are gone
+        self._too_early = {path: at for path, at in self._too_early.items() if path in there}
         few = asyncio.Semaphore(NUM_READS)
 
         async def read(path: str, size: int) -> None:
             async with few:
                 await self._read_one(path, size)
 
-        reads = [read(path, size) for path, size in listed if path not in self._read]
+        now = self._now_ns()
+        reads = [
+            read(path, size)
+            for path, size in listed
+            if path not in self._read and self._too_early.get(path, 0) <= now
+        ]
         for outcome in await asyncio.gather(*reads, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -167,14 +182,20 @@ class Exchange:
                 manifest = Manifest.from_bytes(await self._objects.get(path))
             except Missing:
                 return
+        was_early = self._too_early.pop(path, None) is not None
+        if manifest is not None and manifest.newest > self._now_ns() + MOST_AHEAD_NS:
+            self._too_early[path] = manifest.newest - MOST_AHEAD_NS
+            if not was_early:
+                logger.warning("a manifest is stamped far ahead, and is read later path=%s", path)
+            return
         self._read.add(path)
-        if manifest is None or manifest.newest > self._now_ns() + MOST_AHEAD_NS:
-            self.num_unread += 1
+        if manifest is None:
+            self._num_foreign += 1
             logger.warning("a manifest is not understood path=%s", path)
             return
         self._catalogue.bury(manifest.graves)
         if manifest.block_bytes != self._block_bytes:
-            self.num_unread += 1
+            self._num_foreign += 1
             return
         since = self.since
         self._catalogue.add([pack for pack in manifest.packs if pack.stamp >= since], since)

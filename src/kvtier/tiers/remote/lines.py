@@ -65,6 +65,8 @@ class Lines:
         self._idle: list[Connection] = []
         self._lock = Lock()
         self._is_closed = False
+        self.last_error = ""
+        """Why the last call that failed did."""
 
     @property
     def note(self) -> str:
@@ -81,6 +83,7 @@ class Lines:
         except (OSError, ReplyError) as error:
             if line is not None:
                 line.close()
+            self.last_error = reason_of(error)
             return error
         except BaseException:
             if line is not None:

@@ -5,13 +5,17 @@ A file is written under another name first, so that under its own it is whole.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Final
 
+from kvtier.private_files import open_file
+from kvtier.tiers.disk.folder import make_folder
 from kvtier.tiers.remote.docks import Addresses, Client, IsWanted, Rows
 from kvtier.tiers.remote.nixl_agent import READ, WRITE, Agent, Part
 from kvtier.tiers.remote.nixl_contract import check_contract
@@ -19,7 +23,10 @@ from kvtier.tiers.remote.trouble import Unreachable
 from kvtier.tiers.storage import Outcome
 from kvtier.types import BlockKey
 
-MODE: Final = 0o600
+FOLDER_MODE: Final = 0o700
+FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+NO_FILE: Final = (errno.ELOOP, errno.ENOTSUP, errno.ENXIO)
+"""A link, a pipe, a device or a socket is where a file should be."""
 UNFINISHED: Final = ".part"
 """How names end that nobody reads."""
 MAX_PARTS: Final = 64
@@ -36,7 +43,8 @@ def can_go_direct(folder: Path) -> bool:
     """Past the page cache."""
     path = folder / _unfinished("direct")
     try:
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY | getattr(os, "O_DIRECT", 0), MODE))
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_DIRECT", 0)
+        os.close(open_file(path, flags))
     except OSError:
         return False
     finally:
@@ -60,17 +68,18 @@ class FilesClient(Client):
         self._rows = rows
         self._file_bytes = rows.slot_bytes
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+            make_folder(folder, "nixl")  # and see whose it is
             is_direct = direct and can_go_direct(folder)
         except OSError as error:
             raise Unreachable(f"{folder}: {error.strerror}") from error
-        self._flags = os.O_CLOEXEC | (os.O_DIRECT if is_direct else 0)
+        self._flags = os.O_DIRECT if is_direct else 0
         self._agent = self._new_agent(rows)
 
     def test(self) -> str:
         path = self._folder / _unfinished("self-test")
         try:
-            descriptor = os.open(path, os.O_CREAT | os.O_RDWR | self._flags, MODE)
+            descriptor = open_file(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | self._flags)
         except OSError as error:
             raise Unreachable(f"{path.parent}: {error.strerror}") from error
         try:
@@ -79,10 +88,28 @@ class FilesClient(Client):
             os.close(descriptor)
             path.unlink(missing_ok=True)
 
-    def _path(self, key: BlockKey) -> str:
-        """A ``Path`` would take longer to make than its file takes to be opened."""
-        name = key.hex()
-        return f"{self._folder}/{name[:2]}/{name}"
+    @contextmanager
+    def _folder_of(self, name: str, create: bool = False) -> Iterator[int]:
+        """The open folder of a file, which is no link, and belongs to this user or to root.
+
+        Raises:
+            OSError: there is no such folder.
+        """
+        path = f"{self._folder}/{name[:2]}"  # a Path would take longer than the call
+        try:
+            descriptor = os.open(path, FOLDER)
+        except FileNotFoundError:
+            if not create:
+                raise
+            with suppress(FileExistsError):
+                os.mkdir(path, FOLDER_MODE)
+            descriptor = os.open(path, FOLDER)
+        try:
+            if os.fstat(descriptor).st_uid not in (0, os.geteuid()):
+                raise PermissionError(errno.EACCES, "another user's folder", path)
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def find(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         return [self._look(key) for key in keys]
@@ -90,11 +117,22 @@ class FilesClient(Client):
     def _look(self, key: BlockKey) -> Outcome:
         """A file of another length is none: it will be replaced."""
         try:
-            return THERE if os.stat(self._path(key)).st_size == self._file_bytes else ABSENT
+            with self._folder_of(name := key.hex()) as folder:
+                found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            return THERE if self._is_block(found) else ABSENT
         except FileNotFoundError:
             return ABSENT
         except OSError:
             return FAILED
+
+    def _is_block(self, found: os.stat_result) -> bool:
+        """Whether it may be a block's file: a regular one of this user's or root's, of the right
+        length."""
+        return (
+            stat.S_ISREG(found.st_mode)
+            and found.st_uid in (0, os.geteuid())
+            and found.st_size == self._file_bytes
+        )
 
     def read(self, keys: Sequence[BlockKey], begins: Addresses) -> list[Outcome]:
         outcomes: list[Outcome] = [FAILED] * len(keys)
@@ -102,16 +140,17 @@ class FilesClient(Client):
         with _descriptors() as opened:
             for at, key in enumerate(keys):
                 try:
-                    descriptor = os.open(self._path(key), os.O_RDONLY | self._flags)
+                    with self._folder_of(name := key.hex()) as folder:
+                        descriptor = open_file(name, os.O_RDONLY | self._flags, folder)
                     opened.append(descriptor)
-                    if os.fstat(descriptor).st_size == self._file_bytes:
+                    if self._is_block(os.fstat(descriptor)):
                         parts[at] = (int(begins[at]), self._file_bytes, descriptor)
                     else:
                         outcomes[at] = DAMAGED
                 except FileNotFoundError:
                     outcomes[at] = ABSENT
-                except OSError:
-                    continue
+                except OSError as error:
+                    outcomes[at] = DAMAGED if error.errno in NO_FILE else FAILED
             for at, has_moved in zip(parts, self._move(READ, [*parts.values()]), strict=True):
                 outcomes[at] = THERE if has_moved else FAILED
         return outcomes
@@ -121,10 +160,10 @@ class FilesClient(Client):
     ) -> list[Outcome]:
         outcomes: list[Outcome] = [FAILED] * len(keys)
         parts: dict[int, Part] = {}
-        written: dict[int, Path] = {}
+        written: dict[int, str] = {}
         with _descriptors() as opened:
             for at, key in enumerate(keys):
-                written[at] = Path(_unfinished(self._path(key)))
+                written[at] = _unfinished(key.hex())
                 with suppress(OSError):
                     opened.append(self._create(written[at]))
                     parts[at] = (int(begins[at]), self._file_bytes, opened[-1])
@@ -133,21 +172,25 @@ class FilesClient(Client):
                 with suppress(OSError):
                     is_whole = has_moved and os.fstat(descriptor).st_size == self._file_bytes
                     if is_whole and is_wanted():
-                        os.rename(written[at], self._path(keys[at]))
+                        self._rename(written[at], keys[at].hex())
                         outcomes[at] = THERE
         for at in parts:
             if outcomes[at] is FAILED:
                 with suppress(OSError):
-                    written[at].unlink(missing_ok=True)
+                    self._unlink(written[at])
         return outcomes
 
-    def _create(self, path: Path) -> int:
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | self._flags
-        try:
-            return os.open(path, flags, MODE)
-        except FileNotFoundError:
-            path.parent.mkdir(exist_ok=True)
-            return os.open(path, flags, MODE)
+    def _create(self, name: str) -> int:
+        with self._folder_of(name, create=True) as folder:
+            return open_file(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | self._flags, folder)
+
+    def _rename(self, name: str, new_name: str) -> None:
+        with self._folder_of(name) as folder:
+            os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def _unlink(self, name: str) -> None:
+        with self._folder_of(name) as folder:
+            os.unlink(name, dir_fd=folder)
 
     def _move(self, operation: str, parts: list[Part]) -> list[bool]:
         begins = range(0, len(parts), MAX_PARTS)
@@ -170,7 +213,7 @@ class FilesClient(Client):
     def remove(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
             with suppress(FileNotFoundError):
-                os.unlink(self._path(key))
+                self._unlink(key.hex())
 
     def close(self) -> None:
         self._agent.close()

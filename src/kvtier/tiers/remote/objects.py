@@ -84,7 +84,9 @@ class Objects:
         region: str = "",
         sign_payload: bool = False,
     ) -> None:
-        where = {"endpoint": endpoint} if endpoint else {}
+        # Under both names: the second one goes before what the environment says.
+        names = ("endpoint", "aws_endpoint_url_s3") if endpoint else ()
+        where = dict.fromkeys(names, endpoint)
         where |= {"region": region} if region else {}
         self._store = S3Store(
             bucket,

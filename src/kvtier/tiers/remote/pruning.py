@@ -42,9 +42,9 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was removed, or would be. before: what there was. num_strange: entries that were to go
-    and stay, for they are not kvtier's, or damaged. num_notes: what told of others, and went with
-    them: manifests."""
+    """What was removed, or would be. before: what there was. num_strange: entries that were looked
+    at and stay, for they are not kvtier's, or damaged. num_notes: what told of others, and went
+    with them: manifests."""
 
     before: Contents
     num_entries: int
@@ -86,11 +86,14 @@ def prune(
     keeper: Keeper, older_than_s: float = inf, max_bytes: float = inf, is_real: bool = True
 ) -> Pruned:
     """Remove what is older than that, and then the oldest of the rest until no more than
-    ``max_bytes`` are left. is_real: False only counts."""
-    entries = keeper.entries()
-    num_entries = num_bytes = num_strange = 0
+    ``max_bytes`` of kvtier's are left. is_real: False only counts."""
+    entries = there = keeper.entries()
+    if sum(each.num_bytes for each in entries) > max_bytes:
+        there = [each for some in _pieces(entries) for each in keeper.ours(some)]
+    num_entries = num_bytes = 0
+    num_strange = len(entries) - len(there)
     removed: list[bytes] = []
-    for some in _pieces(chosen(entries, older_than_s, max_bytes)):
+    for some in _pieces(chosen(there, older_than_s, max_bytes)):
         ours = keeper.ours(some)
         if is_real:
             keeper.remove(ours)

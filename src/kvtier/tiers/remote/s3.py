@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from typing import Final
 
 from kvtier.errors import ConfigError
 from kvtier.tiers.remote.envelope import Envelope
@@ -11,13 +13,17 @@ from kvtier.tiers.remote.packs import PACK_BYTES, PackShape
 from kvtier.tiers.storage import StorageSite, StorageTier
 from kvtier.tiers.wrappers import ThrottledTier
 
+ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+"""Environment variables that name a server, the first one that is set."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Options(StoreOptions):
     """What can be said behind the ``?``."""
 
     endpoint: str = ""
-    """Where the store is: "http://host:port", or AWS where nothing is said."""
+    """Where the store is: "http://host:port"; else what ``AWS_ENDPOINT_URL_S3`` or
+    ``AWS_ENDPOINT_URL`` say; else AWS."""
     region: str = ""
     """Of the bucket; else what ``AWS_REGION`` says."""
     pack_bytes: int = PACK_BYTES
@@ -59,7 +65,7 @@ def make_s3(site: StorageSite) -> StorageTier:
         where=str(location),
         bucket=location.host,
         prefix=location.path,
-        endpoint=options.endpoint,
+        endpoint=endpoint_of(options),
         region=options.region,
         sign_payload=options.sign_payload,
         poll_s=options.poll_s,
@@ -76,6 +82,19 @@ def make_s3(site: StorageSite) -> StorageTier:
     return ThrottledTier(tier, options.bytes_per_s) if options.bytes_per_s else tier
 
 
+def endpoint_of(options: S3Options) -> str:
+    """Return where the store is, by the options or by the environment; "" for AWS."""
+    return _endpoint(options)[1]
+
+
+def _endpoint(options: S3Options) -> tuple[str, str]:
+    """Return what says where the store is, and what it says."""
+    if options.endpoint:
+        return "endpoint", options.endpoint
+    named = ((name, os.environ.get(name, "")) for name in ENDPOINTS)
+    return next((each for each in named if each[1]), ("endpoint", ""))
+
+
 def check_location(location: Location, options: S3Options) -> None:
     """Raise ``ConfigError`` for what can't be meant."""
     if not location.host:
@@ -90,11 +109,12 @@ def check_location(location: Location, options: S3Options) -> None:
             f"storage: {location}: a bucket has no port; give the server as "
             "?endpoint=http://host:port"
         )
-    if options.endpoint and not options.endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"storage: {location}: endpoint begins with http:// or https://")
-    if "@" in options.endpoint:
+    name, endpoint = _endpoint(options)
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"storage: {location}: {name} begins with http:// or https://")
+    if "@" in endpoint:
         raise ConfigError(
-            f"storage: {location}: credentials do not belong into endpoint; set AWS_ACCESS_KEY_ID "
+            f"storage: {location}: credentials do not belong into {name}; set AWS_ACCESS_KEY_ID "
             "and AWS_SECRET_ACCESS_KEY"
         )
     if options.requests < 1:

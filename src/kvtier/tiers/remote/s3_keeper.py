@@ -14,7 +14,7 @@ from kvtier.tiers.remote.location import Location
 from kvtier.tiers.remote.manifests import MAX_BYTES, Manifest
 from kvtier.tiers.remote.objects import Listed, Missing, Objects, Taken
 from kvtier.tiers.remote.packs import MAX_BLOCKS, PackShape, keys_in, pack_name, pack_path
-from kvtier.tiers.remote.s3 import S3Options
+from kvtier.tiers.remote.s3 import S3Options, endpoint_of
 from kvtier.tiers.remote.self_test import self_test
 from kvtier.tiers.remote.trouble import Refused, Unreachable, Unsound
 from kvtier.tiers.remote.upkeep import refusal
@@ -41,7 +41,11 @@ class S3Keeper(Keeper):
         self._bucket = location.host
         try:
             self._objects = Objects(
-                location.host, location.path, options.endpoint, options.region, options.sign_payload
+                location.host,
+                location.path,
+                endpoint_of(options),
+                options.region,
+                options.sign_payload,
             )
         except Exception as error:
             raise ConfigError(

@@ -22,7 +22,7 @@ from kvtier.tiers.remote.pack_reader import PackReader
 from kvtier.tiers.remote.packs import PackName, PackShape, pack_name, pack_path
 from kvtier.tiers.remote.requests import RequestLoop
 from kvtier.tiers.remote.trouble import Refused, Unreachable, Unsound
-from kvtier.tiers.remote.upkeep import Upkeep
+from kvtier.tiers.remote.upkeep import IN_USE, Upkeep
 from kvtier.tiers.storage import Outcome, StorageFacts, StorageTier
 from kvtier.types import BlockKey, BlockName, keys_of
 
@@ -108,6 +108,10 @@ class S3Tier(StorageTier):
             num_readers=settings.num_readers,
             num_writers=settings.num_writers,
         )
+
+    @property
+    def last_error(self) -> str:
+        return "" if self._upkeep.state == IN_USE else self._upkeep.state
 
     # -- blocks ------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from kvtier.tiers.remote.trouble import Refused, Unsound
 
 logger = logging.getLogger(__name__)
 
+IN_USE: Final = "in use"
 OPEN_S: Final = 5.0
 """So long a process waits at its start; what is not read by then is read in the background."""
 FIRST_S: Final = 10.0
@@ -50,7 +51,7 @@ class Upkeep:
     @property
     def state(self) -> str:
         """For people."""
-        return f"not used: {self._refusal}" if self._refusal else self._trouble or "in use"
+        return f"not used: {self._refusal}" if self._refusal else self._trouble or IN_USE
 
     def open(self, loop: RequestLoop, publish_s: float) -> None:
         """Begin. Raises ``ConfigError`` for a store that is not fit for use; one that can't be

@@ -85,6 +85,10 @@ class ValkeyTier(StorageTier):
     def num_blocks(self) -> int:
         return self._num_blocks
 
+    @property
+    def last_error(self) -> str:
+        return self._lines.last_error
+
     # -- blocks ------------------------------------------------------------------------------------
 
     def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:

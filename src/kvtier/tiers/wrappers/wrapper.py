@@ -29,6 +29,10 @@ class StorageWrapper(StorageTier):
         return self.inner.has_unfound
 
     @property
+    def last_error(self) -> str:
+        return self.inner.last_error
+
+    @property
     def breaker(self) -> BreakerState:
         return self.inner.breaker
 
