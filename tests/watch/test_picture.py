@@ -207,7 +207,7 @@ def test_returns_are_a_share_of_what_left_where_the_sample_bears_it() -> None:
 def test_what_to_buy_names_the_tier_that_should_have_kept_more() -> None:
     said = answer(picture(returns(40, 8, 640)), "What should I buy")
     assert said.startswith("50 % of the blocks that left host were asked for again, half of them")
-    assert "sizing guide" in said
+    assert "sizing guide: kvtier serve --record, then kvtier replay" in said
     assert "Nothing yet" in answer(picture(returns(40, 1, 4000)), "What should I buy")
     assert TOO_FEW.capitalize() in answer(picture(returns(1, 1, 10)), "What should I buy")
 
@@ -235,6 +235,22 @@ def test_what_to_buy_names_the_tier_that_should_have_kept_more() -> None:
 )
 def test_numbers_are_short_and_have_their_unit(shown: str, text: str) -> None:
     assert shown == text
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_other_engines_are_told_to_record_by_the_command(engine: str) -> None:
+    history = History()
+    history.add(recorded(engine, 2, 0.0))
+    assert "guide: kvtier record, then" in answer(history.picture(), "What should I buy")
+
+
+def test_what_is_spared_is_said_as_engines() -> None:
+    """294.5 s of computing in a minute are 4.9 engines, not a time."""
+    saved = "kvtier_saved_seconds_total"
+    before = {KVTIER: 1, ASKED: 1000, HITS % "host": 900, saved: 0}
+    after = {**before, saved: 294.5}
+    said = answer(picture(before, after, every_s=60.0), "Is it worth its memory")
+    assert "in the last minute as much as 4.9 engines like this compute." in said
 
 
 # -- the window ------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvtier.types import DEVICE
+from kvtier.watch.dialects import KVTIER
 from kvtier.watch.picture import Answer, Picture, Tier
 
 TOO_FEW = "too few to tell"
@@ -88,7 +89,8 @@ def _worth(picture: Picture) -> Answer:
     if saved.seconds:
         text += f" That spared {seconds(saved.seconds)} of computing, the waiting taken off"
         if saved.seconds_per_s is not None and picture.window_s >= 10:
-            text += f"; in the last minute {seconds(60 * saved.seconds_per_s)} per minute"
+            engines = f"{saved.seconds_per_s:.2g} engines like this"
+            text += f"; in the last minute as much as {engines} compute"
         text += "."
     elif saved.tokens:
         text += f" {count(saved.tokens)} tokens were not computed."
@@ -158,7 +160,8 @@ def _buy(picture: Picture) -> Answer:
     question = "What should I buy?"
     told = [tier for tier in picture.tiers if tier.returned is not None]
     wanting = [tier for tier in told if (tier.returned or 0) >= MANY_RETURN]
-    end = " See the sizing guide: kvtier record, then kvtier replay."
+    record = "kvtier serve --record" if picture.engine == KVTIER.engine else "kvtier record"
+    end = f" See the sizing guide: {record}, then kvtier replay."
     if wanting:
         text = " ".join(map(_returned, wanting))
         return Answer(question, f"{text} More room there would have kept them.{end}", "plain")
