@@ -19,6 +19,7 @@ import pytest
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import DType, KVGroup, full_attention
 from kvtier.tiers import Outcome
+from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
 from kvtier.tiers.disk.superblock import HALF_BYTES, decode
 from tests.disk.world import ALIGNED, SLOT_BYTES, SMALL, Arena, World, key, world
@@ -308,3 +309,23 @@ def test_device_too_full_to_grow_keeps_the_slab_as_it_is(slab: Path) -> None:
     with pytest.raises(ConfigError, match="does not fit"):
         DiskBlocks(DiskOptions(slab, 1 << 30), SMALL, Arena().memory, FullDisk())
     assert found_after(slab, lambda copy: None) == ALL
+
+
+def test_a_slab_that_is_cut_short_while_in_use_is_said_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not only as damaged blocks: the log says what happened, and what to do."""
+    numbers, file = range(NUM_BLOCKS), tmp_path / "slab" / "data.slab"
+    with world(tmp_path, 8) as here, caplog.at_level("INFO"):
+        slots = here.put(*numbers)
+        os.truncate(file, 2 * SLOT_BYTES)
+        for number, slot in zip(numbers, slots, strict=True):
+            assert here.load([key(number)], [slot]) == [OK if slot < 2 else CORRUPT]
+        (said,) = [each.message for each in caplog.records if "is shorter" in each.message]
+        assert f"missing_bytes={6 * SLOT_BYTES}" in said
+        assert "start again" in said
+        assert here.load([key(0)], slots[:1]) == [OK]
+        assert here.tier.breaker is BreakerState.HALF_OPEN, "the mark stays while others are read"
+        os.truncate(file, 8 * SLOT_BYTES)
+        assert here.tier.breaker is BreakerState.CLOSED
+        assert sum("has its length again" in each.message for each in caplog.records) == 1

@@ -86,6 +86,7 @@ class DiskPart:
         self.writes = Health(str(options.path), ["write", "journal"], limit, clock)
         self._owner = owner
         self._num_loads = 0
+        self._is_short = False
         self._round = RoundRobin()
         self._scrubber: tuple[IoEngine, Bounce] | None = None
         self.ports = Ports(options, slab, arena, pool, system, clock)
@@ -303,7 +304,32 @@ class DiskPart:
             logger.warning(
                 "damaged blocks dropped path=%s slots=%s", self.options.path, dropped.tolist()
             )
+            self._tell_if_short()
         return dropped
+
+    def is_short(self) -> bool:
+        """Whether the data file was found to be cut short, and has not got its length back."""
+        if self._is_short:
+            self._tell_if_short()
+        return self._is_short
+
+    def _tell_if_short(self) -> None:
+        """Log once that the data file was cut short, and once that it has its length again."""
+        try:
+            num_missing = self.slab.num_missing_bytes
+        except OSError:
+            return
+        if num_missing and not self._is_short:
+            logger.error(
+                "slab is shorter than it was path=%s missing_bytes=%d: something cut its data file "
+                "short while it was in use; find out what, then start again: the slab gets its "
+                "length back, and what was cut off is computed again",
+                self.options.path,
+                num_missing,
+            )
+        elif self._is_short and not num_missing:
+            logger.info("slab has its length again path=%s", self.options.path)
+        self._is_short = bool(num_missing)
 
     # -- upkeep ------------------------------------------------------------------------------------
 

@@ -98,6 +98,12 @@ class Slab:
         return self._log.journal.num_bytes
 
     @property
+    def num_missing_bytes(self) -> int:
+        """Bytes by which the data file is shorter than its slots: somebody cut it short."""
+        num_bytes = os.fstat(self.data_fd).st_size
+        return max(0, self.superblock.num_slots * self.superblock.slot_bytes - num_bytes)
+
+    @property
     def memory_bytes(self) -> int:
         """Of what is kept for each slot."""
         return self._log.rows.num_bytes + self._log.trusted.nbytes
