@@ -47,6 +47,12 @@ void LiveRuns::retain(std::span<const Key> path, std::span<const Index> items, c
     const Retention words = runs_.retention(run);
     if (words.with(said, now_) == words) continue;
     const std::uint32_t from = std::max(at, first);
+    // What is raised already may stay so for longer; of the rest only as much as there is room for.
+    if (said.raises() && !(words.is_raised() && words.tenant == said.tenant)) {
+      const std::size_t room = runs_.room_to_raise(said.tenant);
+      if (room == 0) continue;
+      stop = static_cast<std::uint32_t>(std::min<std::size_t>(stop, from + room));
+    }
     if (from > at) split(path, found, run, from);
     if (!runs_.is_live(run) || runs_[run].lo != from) continue;  // nothing was left of it
     if (stop < runs_[run].hi && stop != runs_[run].mid) run = split(path, found, run, stop);

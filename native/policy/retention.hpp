@@ -27,12 +27,24 @@ enum class Word : std::uint8_t {
 inline constexpr int kNumWords = 5;
 
 // A word on places first .. end - 1 of a prompt. level: of `keep`. until: seconds, of all but `turn`.
+// tenant: whose prompt it is, 0 where nobody knows.
 struct Said {
   Word word;
   Level level;
   std::uint32_t first, end;
   double until;
+  std::uint64_t tenant = 0;
+
+  // Whether a client wants blocks to leave later than they would.
+  bool raises() const {
+    return word == Word::back || (word == Word::keep && level > kUsual);
+  }
 };
+
+// Of a tier's blocks, the most that clients may have raised above the usual level: those of one
+// tenant, and those of all. So what one client says can't crowd out what the others are worth.
+inline constexpr std::size_t kTenantsShare = 4;  // one in so many
+inline constexpr std::size_t kRaisedShare = 2;
 
 // What was said of a run. Every word ends with its time.
 struct Retention {
@@ -41,6 +53,7 @@ struct Retention {
   double kept_until = -kNever;
   double passes_until = -kNever;
   double waits_until = -kNever;
+  std::uint64_t tenant = 0;  // that raised it
   std::uint16_t num_waiting = 0;
   Level kept = kUsual;
   Level passing = kUsual;
@@ -50,6 +63,7 @@ struct Retention {
   Level level() const {
     return num_waiting > 0 ? kWaitedFor : passing != kUsual ? passing : kept;
   }
+  bool is_raised() const { return passing > kUsual || kept > kUsual; }
   // When a word of it is over next.
   double ends() const {
     double next = kNever;
@@ -64,6 +78,7 @@ struct Retention {
     if (it.num_waiting == 0 || it.waits_until <= now) it.num_waiting = 0, it.waits_until = -kNever;
     if (it.passing == kUsual || it.passes_until <= now) it.passing = kUsual, it.passes_until = -kNever;
     if (it.kept == kUsual || it.kept_until <= now) it.kept = kUsual, it.kept_until = -kNever;
+    if (!it.is_raised()) it.tenant = 0;
     return it;
   }
   Retention after_use(double now) const {
@@ -73,6 +88,7 @@ struct Retention {
   }
   Retention with(const Said& said, double now) const {
     Retention it = at(now);
+    if (said.raises()) it.tenant = said.tenant;
     switch (said.word) {
       case Word::keep:
         it.kept = said.level;

@@ -39,6 +39,7 @@ void Runs::remove(Index run) {
   (it.newer == kNone ? newest_ : pool_[it.newer].older) = it.older;
   it.number = 0;
   if (is_said(run)) {
+    resized(run, -static_cast<std::int64_t>(it.size()));
     num_said_ -= said_[run].words != Retention{};
     num_retained_ -= said_[run].level != kUsual;
     said_[run] = {};
@@ -49,6 +50,7 @@ void Runs::remove(Index run) {
 void Runs::take_front(Index run, std::uint32_t to) {
   Run& it = pool_[run];
   if (is_in_window(it)) num_in_window_ -= to - it.lo;
+  resized(run, -static_cast<std::int64_t>(to - it.lo));
   it.lo = to;
   it.mid = std::max(it.mid, to);
   it.tried = std::max(it.tried, it.mid);
@@ -58,6 +60,7 @@ void Runs::take_front(Index run, std::uint32_t to) {
 void Runs::forget_ghost(Index run) {
   Run& it = pool_[run];
   if (is_in_window(it)) num_in_window_ -= it.hi - it.mid;
+  resized(run, -static_cast<std::int64_t>(it.hi - it.mid));
   it.hi = it.mid;
 }
 
@@ -77,6 +80,7 @@ void Runs::grow(Index run, Index new_tail) {
   if (it.place == kNone) list(run);
   if (it.mid <= it.hi) return;
   it.hi = it.mid;
+  resized(run, 1);
   if (!is_in_window(it)) return;
   ++num_in_window_;
   narrow();
@@ -85,6 +89,7 @@ void Runs::grow(Index run, Index new_tail) {
 void Runs::cut_off(Index run, std::uint32_t end, Index new_tail, bool is_inside) {
   Run& it = pool_[run];
   if (is_in_window(it)) num_in_window_ -= it.hi - end;
+  resized(run, -static_cast<std::int64_t>(it.hi - end));
   it.hi = it.mid = end;
   it.tail = new_tail;
   set_inside(run, is_inside);
@@ -116,9 +121,28 @@ void Runs::retain(Index run, const Retention& words, double now) {
   }
   num_said_ += heard != Retention{};
   num_said_ -= said_[run].words != Retention{};
+  const auto size = static_cast<std::int64_t>(pool_[run].size());
+  count_raised(said_[run].words, -size);
+  count_raised(heard, size);
   said_[run].words = heard;
   move_to(run, heard.level());
   await_end(run);
+}
+
+void Runs::count_raised(const Retention& words, std::int64_t num) {
+  if (!words.is_raised() || num == 0) return;
+  const auto found = raised_.try_emplace(words.tenant, 0).first;
+  found->second += num;
+  num_raised_ += num;
+  if (found->second == 0) raised_.erase(found);
+}
+
+std::size_t Runs::room_to_raise(std::uint64_t tenant) const {
+  const auto found = raised_.find(tenant);
+  const std::size_t of_tenant = found == raised_.end() ? 0 : found->second;
+  const std::size_t most = capacity_ / kTenantsShare, most_of_all = capacity_ / kRaisedShare;
+  if (of_tenant >= most || num_raised_ >= most_of_all) return 0;
+  return std::min(most - of_tenant, most_of_all - num_raised_);
 }
 
 void Runs::move_to(Index run, Level level) {
@@ -179,6 +203,7 @@ void Runs::unlist(Index run) {
 
 void Runs::check() const {
   std::size_t num_runs = 0, num_listed = 0, num_in_window = 0, num_said = 0, num_retained = 0;
+  std::size_t num_raised = 0;
   Index before = kNone;
   for (Index run = oldest_; run != kNone; before = run, run = pool_[run].newer) {
     const Run& it = pool_[run];
@@ -194,6 +219,7 @@ void Runs::check() const {
       promise(listed.is_inside == it.is_inside, "runs: listed as another kind");
     }
     num_said += retention(run) != Retention{};
+    if (retention(run).is_raised()) num_raised += it.size();
     num_retained += level(run) != kUsual;
     promise(level(run) == retention(run).level(), "runs: not at the level that was said");
     num_listed += it.place != kNone;
@@ -204,6 +230,8 @@ void Runs::check() const {
   for (const auto& each : residents_) num_listed -= each.size();
   promise(num_listed == 0, "runs: some are listed twice");
   promise(num_said == num_said_ && num_retained == num_retained_, "runs: words are miscounted");
+  for (const auto& [tenant, num] : raised_) num_raised -= num;
+  promise(num_raised == 0, "runs: those raised are miscounted");
   promise(ends_.size() <= 65 + 2 * (num_runs + num_said), "runs: ends pile up");
   promise(num_in_window == num_in_window_, "runs: the window is miscounted");
 }

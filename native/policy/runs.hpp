@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <unordered_map>
 #include <vector>
 
 #include "policy/numbers.hpp"
@@ -105,6 +106,9 @@ class Runs {
   Retention retention(Index run) const { return is_said(run) ? said_[run].words : Retention{}; }
   Level level(Index run) const { return is_said(run) ? said_[run].level : kUsual; }
   void retain(Index run, const Retention& words, double now);
+  // How many more blocks a tenant's words may raise. Of a raised run all blocks count, also those
+  // that are expected or have left.
+  std::size_t room_to_raise(std::uint64_t tenant) const;
   // What is over by now counts no more.
   void expire(double now);
   // Whether a run has another level than the usual one.
@@ -152,6 +156,11 @@ class Runs {
     return !is_said(end.run) || pool_[end.run].number != end.number || said_[end.run].end != end.time;
   }
   void move_to(Index run, Level level);
+  // Blocks of a run that is said to be raised come or go.
+  void count_raised(const Retention& words, std::int64_t num);
+  void resized(Index run, std::int64_t num) {
+    if (is_said(run)) count_raised(said_[run].words, num);
+  }
   void await_end(Index run);
 
   std::size_t capacity_;
@@ -162,6 +171,8 @@ class Runs {
   std::vector<End> ends_;   // a heap
   std::size_t num_said_ = 0;
   std::size_t num_retained_ = 0;
+  std::size_t num_raised_ = 0;                              // blocks
+  std::unordered_map<std::uint64_t, std::size_t> raised_;  // of each tenant that has some
   Index newest_ = kNone;
   Index oldest_ = kNone;
   std::uint64_t num_made_ = 0;

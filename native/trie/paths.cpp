@@ -284,8 +284,10 @@ void BlockTrie::asked(std::string_view space, Labels& labels, double now) {
 
 void BlockTrie::retain(std::string_view space, Labels& labels, const policy::Said& said,
                        double now) {
+  policy::Said of_tenant = said;
+  of_tenant.tenant = std::hash<std::string_view>{}(space);  // a salt makes a namespace of its own
   tell_of_prompt(space, labels, [&](Policy& policy, auto path, auto found) {
-    policy.retain(path, found, said, now);
+    policy.retain(path, found, of_tenant, now);
   });
 }
 

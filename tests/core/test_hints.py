@@ -7,17 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier.hints import MAX_TTL_S, Hint, Retain
+from kvtier.hints import MAX_BACK_S, MAX_TTL_S, Hint, Retain
 from kvtier.keys import token_labels
 from kvtier.types import HOST
 from tests.core.world import BLOCK_SIZE, NS, World
 
 TALK, OTHER = [1] * 8, [2] * 8
+HOSTILE = b"hostile"
 
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    made = World(device_blocks=10, host_blocks=12)
+    """One tenant may raise four blocks of its host tier."""
+    made = World(device_blocks=10, host_blocks=16)
     yield made
     made.close()
 
@@ -33,7 +35,7 @@ def wait(world: World, tokens: list[int], is_waiting: bool) -> None:
 
 
 def test_hints_of_clients_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(device_blocks=10, host_blocks=12)
+    world = World(device_blocks=10, host_blocks=16)
     config = replace(world.cache.config, client_hints="off")  # type: ignore[arg-type]
     monkeypatch.setattr(world.cache, "config", config)
     for token in (1, 2):
@@ -45,6 +47,39 @@ def test_hints_of_clients_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -
     assert world.matched(OTHER) == [HOST] * 4, "what the engine knows counts"
     wait(world, OTHER, False)
     world.close()
+
+
+@pytest.mark.parametrize("policy", ["runs", "lru"])
+def test_a_hostile_client_leaves_others_their_hits(policy: str) -> None:
+    """It marks all its prompts with the highest priority for a day, and sends new ones for ever."""
+    world = World(device_blocks=10, host_blocks=60, eviction_policy=policy)
+    theirs = [[token] * 8 for token in range(1, 5)]
+    num_found = 0
+    for step in range(60):
+        if step >= 20:
+            flood = [1000 + step] * 8
+            world.serve(flood)
+            hint(world, flood, Hint(retain=(Retain(100, ttl_s=MAX_TTL_S),), back_in_s=MAX_BACK_S))
+        world.lose_the_device()
+        num_found += len(world.matched(theirs[step % 4])) * (step >= 40)
+        world.serve(theirs[step % 4])
+    assert num_found >= 0.95 * 4 * 20
+    world.close()
+
+
+def test_what_one_tenant_raises_is_bounded(world: World) -> None:
+    """A hostile one marks all that it asks for; what others use stays."""
+    for token in (3, 4, 5):
+        world.serve([token] * 8, HOSTILE)
+        said = Hint(retain=(Retain(100, ttl_s=MAX_TTL_S),), back_in_s=MAX_BACK_S)
+        world.cache.hint(HOSTILE, token_labels([token] * 8, BLOCK_SIZE), said)
+        world.check()
+    world.serve(TALK)
+    hint(world, TALK, Hint(retain=(Retain(60),)))
+    flood(world)
+    assert world.matched(TALK) == [HOST] * 4, "another tenant has a share of its own"
+    assert world.matched([3] * 8, HOSTILE) == [HOST] * 4, "so far its words are followed"
+    assert world.matched([4] * 8, HOSTILE) == world.matched([5] * 8, HOSTILE) == []
 
 
 def flood(world: World, first: int = 10, num_prompts: int = 10) -> None:
@@ -89,7 +124,8 @@ def test_a_conversation_that_is_late_is_as_any_other(world: World) -> None:
     assert world.matched(TALK) == []
 
 
-def test_an_ended_session_leaves_first_but_for_what_others_have(world: World) -> None:
+def test_an_ended_session_leaves_first_but_for_what_others_have() -> None:
+    world = World(device_blocks=10, host_blocks=12)
     ended = [7, 7, 7, 7, 1, 1, 1, 1]
     world.serve(OTHER)
     world.serve([7, 7, 7, 7, 2, 2, 2, 2])
@@ -100,6 +136,7 @@ def test_an_ended_session_leaves_first_but_for_what_others_have(world: World) ->
     assert world.matched(ended) == [HOST] * 2
     assert world.matched(OTHER) == [HOST] * 4
     assert world.matched([7, 7, 7, 7, 2, 2, 2, 2]) == [HOST] * 4
+    world.close()
 
 
 def test_what_waits_is_there_when_its_turn_comes_and_not_for_ever(world: World) -> None:
@@ -117,12 +154,15 @@ def test_what_waits_is_there_when_its_turn_comes_and_not_for_ever(world: World) 
     assert world.matched(TALK) == []
 
 
-def test_a_tier_full_of_what_must_not_leave_takes_others_when_that_is_over(world: World) -> None:
+def test_a_tier_half_full_of_what_must_not_leave_takes_others(world: World) -> None:
     for token in (1, 2, 3):
-        world.serve([token] * 8)
-        hint(world, [token] * 8, Hint(retain=(Retain(100, ttl_s=MAX_TTL_S),)))
+        tenant = bytes([token])
+        world.serve([token] * 8, tenant)
+        said = Hint(retain=(Retain(100, ttl_s=MAX_TTL_S),))
+        world.cache.hint(tenant, token_labels([token] * 8, BLOCK_SIZE), said)
     flood(world)
-    assert all(world.matched([token] * 8) == [HOST] * 4 for token in (1, 2, 3))
+    found = [len(world.matched([token] * 8, bytes([token]))) for token in (1, 2, 3)]
+    assert found == [4, 4, 0], "of all tenants together half of the tier"
     world.clock.now += MAX_TTL_S
     flood(world, 30)
     assert world.matched([39] * 8) == [HOST] * 4

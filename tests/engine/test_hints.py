@@ -17,8 +17,8 @@ pytestmark = pytest.mark.engine
 
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
 TALK = [7] * 230
-"""Seven cells of the grid, 14 blocks."""
-HOST_BLOCKS = 36
+"""Seven cells of the grid, 14 blocks: a quarter of the host tier."""
+HOST_BLOCKS = 56
 BLOCK_BYTES = 24 << 10
 
 Make = Callable[[EngineConfig], Engine]
@@ -39,7 +39,7 @@ def serve(engine: Engine, prompt: list[int], hint: Hint | None = None) -> dict[s
     return dict(completion.hit_tokens)
 
 
-def flood(engine: Engine, first: int = 50, num_prompts: int = 8) -> None:
+def flood(engine: Engine, first: int = 50, num_prompts: int = 12) -> None:
     for token in range(first, first + num_prompts):
         serve(engine, [token] * 100)
     engine.clear_tier(DEVICE)
@@ -67,15 +67,16 @@ def test_what_an_ended_session_had_leaves_first(engine: Engine) -> None:
     old, ended = [8] * 230, [9] * 230
     serve(engine, old)
     serve(engine, ended, Hint(ended=True))
-    flood(engine, num_prompts=3)
+    flood(engine, num_prompts=6)
     assert serve(engine, old).get(HOST) == 224
     assert serve(engine, ended).get(HOST, 0) < 224
 
 
 @pytest.mark.parametrize("is_told", [True, False])
 def test_what_a_waiting_request_needs_is_there_when_its_turn_comes(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, is_told: bool
+    make: Make, monkeypatch: pytest.MonkeyPatch, is_told: bool
 ) -> None:
+    engine = make(changed(host=36 * BLOCK_BYTES, max_running=1))
     if not is_told:  # what would be without
         monkeypatch.setattr(Hints, "tell_who_waits", lambda self: None)
     serve(engine, TALK)

@@ -45,7 +45,7 @@ def some(policy: Any, num: int = 3, length: int = 6) -> list[Keys]:
 
 
 def test_what_has_a_higher_priority_leaves_after_what_has_a_lower_one(make: Make) -> None:
-    policy = make(40)
+    policy = make(48)
     paths = some(policy, 4)
     for path, level in zip(paths, (90, 10, 60), strict=False):
         policy.retain(path, keep(level, 100.0), 5.0)
@@ -98,8 +98,8 @@ def test_a_word_holds_for_what_is_still_to_come(make: Make) -> None:
 
 
 def test_a_conversation_that_will_be_back_is_there_until_then(make: Make) -> None:
-    policy = make(12)
-    tier = Tier(policy, 12, check=True)
+    policy = make(20)
+    tier = Tier(policy, 20, check=True)
     talk = prompt(1, 5)
     tier.request(talk, 0.0)
     policy.retain(names(talk), word(Word.BACK, until=40.0), 0.0)
@@ -173,12 +173,13 @@ def test_where_all_are_waited_for_some_leave_all_the_same(make: Make) -> None:
 def test_what_is_lower_is_not_let_in_where_only_what_is_higher_could_leave(make: Make) -> None:
     policy = make(12)
     first, second = some(policy, 2)
-    policy.retain(first, keep(90, 100.0), 2.0)
-    policy.retain(second, keep(80, 100.0), 2.0)
+    policy.retain(first, keep(50, 100.0), 2.0)
+    policy.retain(second, keep(40, 100.0), 2.0)
     new = names(prompt(9, 4))
     policy.asked(new, 3.0)
+    policy.retain(new, keep(30, 100.0), 3.0)
     assert policy.admits(new, NOTHING) == 0
-    policy.retain(new, keep(85, 100.0), 3.0)
+    policy.retain(new, keep(45, 100.0), 3.0)
     assert policy.admits(new, NOTHING) == 4
     assert policy.victims(4, NOTHING) == second[:1:-1].tolist()
     policy.entered(new)
@@ -186,6 +187,41 @@ def test_what_is_lower_is_not_let_in_where_only_what_is_higher_could_leave(make:
     later = names(prompt(10, 4))
     policy.asked(later, 101.0)
     assert policy.admits(later, NOTHING) == 4, "every word ends"
+    policy.check_invariants()
+
+
+@pytest.mark.parametrize("kind", [Word.KEEP, Word.BACK])
+def test_a_client_raises_no_more_than_its_share(make: Make, kind: Word) -> None:
+    """One that marks everything, for a day: the other's prompts are there all the same."""
+    policy = make(400)
+    tier = Tier(policy, 400, check=True)
+    usual = [prompt(at, 20) for at in range(10)]
+    num_found = num_asked = 0
+    for step in range(600):
+        now = float(step)
+        if step >= 100:
+            flood = prompt(1000 + step, 20)
+            tier.request(flood, now)
+            policy.retain(names(flood), Said(kind, 100, 0, END, now + MAX_TTL_S), now)
+        found = tier.request(usual[step % 10], now)
+        if step >= 200:
+            num_found, num_asked = num_found + found, num_asked + 20
+    policy.check_invariants()
+    assert num_found / num_asked > 0.95
+
+
+def test_a_client_whose_words_are_over_may_raise_others(make: Make) -> None:
+    policy = make(24)
+    paths = some(policy)
+    policy.retain(paths[0], keep(90, 50.0), 5.0)
+    policy.retain(paths[1], keep(90, 200.0), 6.0)
+    policy.retain(paths[0], keep(80, 50.0), 6.0)  # what is raised may be said again
+    left = policy.victims(12, NOTHING)
+    assert left == [*paths[1][::-1].tolist(), *paths[2][::-1].tolist()], "no room for more"
+    policy.asked(names(prompt(9, 1)), 60.0)
+    path = store(policy, names(prompt(8, 8)), 61.0)
+    policy.retain(path, keep(90, 200.0), 62.0)
+    assert policy.victims(8, NOTHING) == [*paths[0][::-1].tolist(), *path[:5:-1].tolist()]
     policy.check_invariants()
 
 
