@@ -43,6 +43,7 @@ class ScriptedServer:
         with suppress(OSError):
             while True:
                 line, _ = self._listener.accept()
+                line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._lines.append(line)
                 threading.Thread(target=self._serve, args=(line,), daemon=True).start()
 
