@@ -79,10 +79,10 @@ test-page: setup
 	command -v chromium chromium-browser google-chrome-stable google-chrome >/dev/null || \
 		{ apt-get update -q && apt-get install -q -y --no-install-recommends chromium; }
 	$(PIP_INSTALL) -q playwright
-	$(BIN)/python -m pytest tests/watch
+	$(BIN)/python -m pytest tests/live
 # Every command of a page that this machine can run; make test reads them all, and runs the quick ones.
 test-docs: setup
-	KVTIER_DOCS=all $(BIN)/python -m pytest tests/docs tests/remote/test_guide.py -o faulthandler_timeout=1500
+	KVTIER_DOCS=all $(BIN)/python -m pytest tests/docs tests/tiers/remote/test_guide.py -o faulthandler_timeout=1500
 
 # Opened by a browser where it lies: build/site/index.html.
 site: setup
@@ -116,12 +116,12 @@ test-sglang-quick:
 
 # Real stores by their own clients; without them these tests are left out.
 test-stores: peers-stores
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(PEERS)/stores/bin/python -m pytest tests/remote/test_mooncake.py tests/remote/test_nixl.py
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PEERS)/stores/bin/python -m pytest tests/tiers/remote/test_mooncake.py tests/tiers/remote/test_nixl.py
 
 test-dashboard: setup
 	@command -v prometheus && command -v promtool || { echo "no Prometheus: apt-get install prometheus" >&2; exit 1; }
 	$(PIP_INSTALL) -q grafana-foundation-sdk
-	KVTIER_TEST_DASHBOARD=1 $(BIN)/python -m pytest tests/dashboard
+	KVTIER_TEST_DASHBOARD=1 $(BIN)/python -m pytest tests/tools/dashboard
 
 # Others' linters and schemas over what is never run here.
 DEPLOY_TOOLS := build/deploy-tools
@@ -206,14 +206,14 @@ check-native: setup
 KILLS := 5000
 
 crash-test: setup
-	KVTIER_NUM_KILLS=$(KILLS) HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/disk \
+	KVTIER_NUM_KILLS=$(KILLS) HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest tests/tiers/disk \
 		-k "crash or kill or power_cut or Machine" --timeout 0 -o faulthandler_timeout=0
 
 MUTATIONS := 100000
 
 # To repeat a run: make fuzz KVTIER_FUZZ_SEED=the one that it printed.
 fuzz: setup
-	KVTIER_NUM_MUTATIONS=$(MUTATIONS) $(BIN)/python -m pytest -s tests/disk/test_fuzz.py tests/fuzz \
+	KVTIER_NUM_MUTATIONS=$(MUTATIONS) $(BIN)/python -m pytest -s tests/tiers/disk/test_fuzz.py tests/fuzz \
 		$(wildcard tests/server/test_fuzz.py) \
 		--timeout 0 -o faulthandler_timeout=0
 

@@ -1,5 +1,7 @@
-"""What kvtier must reach, measured against physical limits and peers: for this repository, not
-installed. What users run on their own machine is ``kvtier bench serve``, in ``kvtier.serve_bench``.
-See README.md for the method."""
+"""Measure kvtier against physical limits and peers. Not installed.
+
+``kvtier bench serve``, in ``kvtier.tools.bench_serve``, measures a user's own machine. README.md
+describes the method.
+"""
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Outcome:
 
 
 def parts(device: str) -> list[Part]:
-    """What is run, the shortest first."""
+    """Return the parts to run, the shortest first."""
     test = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "tests")
     accuracy = ("accuracy,ttft", "--ttft-prompts", "40", "--accuracy-prompts", "8")
     return [

@@ -26,7 +26,7 @@ COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++")
 
 
 def run(*command: str | Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> str:
-    """What it prints; ends this program where it fails."""
+    """Return a program's output; end this program if it fails."""
     words = [str(word) for word in command]
     done = subprocess.run(
         words,

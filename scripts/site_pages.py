@@ -1,4 +1,4 @@
-"""What the site's pages need beside ``docs/``: hooks of mkdocs, named in ``mkdocs.yml``.
+"""Hooks of mkdocs, named in ``mkdocs.yml``, for pages outside of ``docs/``.
 
 Pages link to each other as files of the repository, so that they can be read there, too. On the
 site a link to a page stays one, and one to any other file becomes its name: nothing leads out.

@@ -210,7 +210,7 @@ class Trainer:
         )
 
     def _phases_by_clock(self, step: int, budget_s: float) -> tuple[int, ...] | None:
-        """What fits into the budget, once the first phase has used up its share of it."""
+        """Return the phases that fit into the budget, once the first has used its share of it."""
         now = time.monotonic()
         if now - self._start <= budget_s * TIME_SHARES[0]:
             return None

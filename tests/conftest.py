@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def logs_as_before() -> Iterator[None]:
-    """What a connector does to our logger inside of an engine ends with the test."""
+    """Undo a connector's changes to the logger after the test."""
     logger = logging.getLogger("kvtier")
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
     yield

@@ -1,4 +1,4 @@
-"""How much of the long tests is run: all of it, unless ``KVTIER_EFFORT`` says for example 0.1."""
+"""Share of the long tests to run: all, unless ``KVTIER_EFFORT`` says for example 0.1."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def effort(num: int, step: int = 1) -> int:
 
 
 def chosen_cases(tests: Iterable[str]) -> set[str]:
-    """Of tests, by their ids, those to run: with less effort some cases of each, by chance, the
-    same in each process."""
+    """Choose tests by their ids: with less effort some cases of each, at random, the same in
+    each process."""
     cases: dict[str, list[str]] = defaultdict(list)
     for test in tests:
         cases[test.partition("[")[0]].append(test)

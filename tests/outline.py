@@ -1,4 +1,4 @@
-"""What an HTML page is made of, and whether it is well formed."""
+"""Outline of an HTML page, and a check that it is well formed."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from benchmarks.peers.store import BATCH
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 from benchmarks.report.targets import Bounds, bounds, estimate, judged, ratio
-from kvtier.serve_bench.stats import Estimate
+from kvtier.tools.report.stats import Estimate
 
 MIB = 1 << 20
 SIZES = {"1 MiB": MIB, "2.5 MiB": 5 * MIB // 2}

@@ -32,8 +32,8 @@ from kvtier.devices.base import Memory
 from kvtier.layout import DType, full_attention
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskSystem, DiskTier, IoKind
-from kvtier.tiers.disk.records import RECORD_BYTES, Kind, Records, blank, header, seal
-from kvtier.tiers.disk.superblock import HALF_BYTES, Superblock, decode_both
+from kvtier.tiers.disk.format.records import RECORD_BYTES, RecordKind, Records, blank, header, seal
+from kvtier.tiers.disk.format.superblock import HALF_BYTES, Superblock, decode_both
 from kvtier.types import BlockKey
 
 TARGET_S = 1.0
@@ -67,8 +67,8 @@ def make_records(num_slots: int, share_dead: float, rng: np.random.Generator) ->
     """PUT for every slot in random order, ``share_dead`` of the journal overwritten before."""
     num_dead = int(num_slots * share_dead / (1 - share_dead))
     slots = np.concatenate([rng.integers(0, num_slots, num_dead), rng.permutation(num_slots)])
-    records = blank(len(slots), Kind.PUT)
-    records["kind"][: num_dead // 2] = Kind.DEL
+    records = blank(len(slots), RecordKind.PUT)
+    records["kind"][: num_dead // 2] = RecordKind.DEL
     records["slot"] = slots
     records["seq"] = np.arange(1, len(slots) + 1)
     records["depth"] = rng.integers(0, 2000, len(slots))

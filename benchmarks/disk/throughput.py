@@ -35,8 +35,8 @@ from benchmarks.report.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier._hot import crc32c_many
 from kvtier.devices import Memory
 from kvtier.errors import TierError
-from kvtier.serve_bench.stats import Estimate
 from kvtier.tiers.disk.io import IoEngine, open_engine
+from kvtier.tools.report.stats import Estimate
 from kvtier.types import IoKind
 
 BATCH = 64

@@ -17,7 +17,7 @@ from benchmarks.engines.servers import SERVED_AS, Server
 from benchmarks.peers import ENVIRONMENTS
 from benchmarks.vllm.fetch import FOLDER
 from benchmarks.vllm.servers import QUIET
-from kvtier.serve_bench.stats import summarize
+from kvtier.tools.report.stats import summarize
 
 SCRIPT = FOLDER / "benchmark_serving_multi_turn.py"
 PYTHON = ENVIRONMENTS / "vllm" / "bin" / "python"
@@ -225,6 +225,6 @@ def in_both(first: Run, second: Run) -> tuple[Run, Run]:
 
 
 def digest(messages: Sequence[Mapping[str, str]]) -> str:
-    """Of a conversation's answers."""
+    """Return the digest of a conversation's answers."""
     answers = [each["content"] for each in messages if each["role"] == "assistant"]
     return hashlib.sha256("\0".join(answers).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What an engine's server says: streamed answers, metrics, the end of a log; and its processes."""
+"""Protocol of an engine's server: streamed answers, metrics, the end of its log, its processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured under an engine: rows and tables."""
+"""Report of measurements under an engine: rows and tables."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rich.table import Table
 from benchmarks.engines.multi_turn_script import Run, in_both
 from benchmarks.engines.requests import Asked, Burst, Check, NewPrompts
 from benchmarks.engines.slow_disk import SlowDisk
-from kvtier.serve_bench.stats import Estimate, median_with_interval, rounded, summarize
-from kvtier.serve_bench.target import is_met
+from kvtier.tools.report.stats import Estimate, median_with_interval, rounded, summarize
+from kvtier.tools.report.target import is_met
 
 LOSS = 0.01
 
@@ -97,7 +97,7 @@ def summary_rows(
 
 
 def pairs(runs: dict[int, dict[str, Run]], base: str, name: str) -> list[tuple[Run, Run]]:
-    """Of each round, with the requests that both had; none of a contestant with itself."""
+    """Return pairs per round of requests that both had; none of a contestant with itself."""
     return [
         in_both(each[base], each[name])
         for each in runs.values()
@@ -134,9 +134,11 @@ BURST_RATIOS: dict[str, Callable[[Burst], float]] = {
 
 
 def new_prompt_rows(contestant: str, starts: Sequence[NewPrompts]) -> list[Row]:
-    """Of a contestant and the one without it: a row of each over all prompts, and one of the
-    ratios, the medians over pairs of the same prompts, by start, and of these the median. Two
-    servers of a kind differ, so its interval is that of the starts."""
+    """Return rows for new prompts of a contestant and the one without it, and their ratio.
+
+    Ratios are medians over pairs of the same prompts, by start, and of these the median. Two
+    servers of a kind differ.
+    """
     if not starts:
         return []
     rows: list[Row] = []

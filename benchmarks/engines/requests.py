@@ -46,7 +46,7 @@ class Check:
     same_as_first: int
 
     def failure(self, has_tier: bool) -> str | None:
-        """What is wrong, in words."""
+        """Return what is wrong, in words."""
         if self.from_pool < self.prompts:
             return f"only {self.from_pool} of {self.prompts} prompts were found in the pool"
         if has_tier and self.from_tier < self.prompts:
@@ -104,7 +104,7 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class NewPrompts:
-    """Of servers that were started together: by prompt and by burst, what each of them took."""
+    """Times of servers that were started together, by prompt and by burst."""
 
     asked: list[list[Asked]]
     bursts: list[list[Burst]]

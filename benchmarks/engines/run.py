@@ -35,9 +35,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much of everything. starts: of the two servers that get new prompts. new_prompts: for
-    each of them. bursts: of burst_prompts at once. known_prompts: asked twice, where that is a part
-    of the benchmark."""
+    """Sizes of the parts.
+
+    starts: of the two servers that get new prompts. new_prompts: for each of them. bursts: of
+    burst_prompts at once. known_prompts: asked twice, if that is a part of the benchmark.
+    """
 
     workload: Workload = field(default_factory=Workload)
     rounds: int = 6
@@ -174,7 +176,7 @@ def measure_new_prompts(
 
 
 def versions(contestant: Contestant) -> str:
-    """Of the engine, and of what is under it."""
+    """Return the versions of the engine, and of what is under it."""
     program = (
         "import importlib.metadata as m, sys;"
         "print(*(f'{p} {m.version(p)}' for p in sys.argv[1:]), sep=', ')"

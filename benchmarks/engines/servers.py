@@ -41,8 +41,10 @@ JSON_BODY = {"Content-Type": "application/json"}
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Of prompts, as a server counts them. from_tier: those of the cached ones that were not in
-    the engine's pool on the device."""
+    """Prompt tokens, as a server counts them.
+
+    from_tier: cached tokens that were not in the engine's device pool.
+    """
 
     prompt: float
     cached: float
@@ -57,14 +59,14 @@ class Tokens:
 
 
 def compute_cores() -> str:
-    """Where an engine computes: all cores but the last, for all contestants."""
+    """Return the cores of an engine: all but the last, for all contestants."""
     cores = sorted(os.sched_getaffinity(0))
     return ",".join(map(str, cores[:-1] or cores))
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of a server. device_blocks: of its pool. max_tokens: of a request."""
+    """Size of a server. device_blocks: of its pool. max_tokens: of a request."""
 
     device_blocks: int
     max_tokens: int = 4096
@@ -114,7 +116,7 @@ class Contestant(ABC):
 
 
 def words_of(arguments: dict[str, object]) -> list[str]:
-    """Of a command line. A value of None is an option without one."""
+    """Return the words of a command line. A value of None is an option without one."""
     return [str(word) for pair in arguments.items() for word in pair if word is not None]
 
 
@@ -222,11 +224,11 @@ class Server:
             before = now
 
     def tokens(self) -> Tokens:
-        """Of all prompts so far."""
+        """Return the tokens of all prompts so far."""
         return self.contestant.read_tokens(self.metrics())
 
     def metrics(self) -> str:
-        """What ``/metrics`` gives."""
+        """Return the content of ``/metrics``."""
         return self._request("GET", "/metrics")[1]
 
     def cpu_s(self) -> float:

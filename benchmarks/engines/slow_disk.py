@@ -14,8 +14,8 @@ from pathlib import Path
 
 from benchmarks.engines.requests import BEYOND, in_turn, tokens
 from benchmarks.engines.servers import Contestant, Server, Size
-from kvtier.serve_bench.stats import LEAST_VALUES, P99_VALUES, percentile_ratio, rounded, summarize
-from kvtier.serve_bench.target import is_met
+from kvtier.tools.report.stats import LEAST_VALUES, P99_VALUES, percentile_ratio, rounded, summarize
+from kvtier.tools.report.target import is_met
 
 SLOWER_THAN_COMPUTING = 2.0
 """A prompt takes so many times as long to read as to compute."""

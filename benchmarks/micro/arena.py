@@ -1,4 +1,4 @@
-"""How long the host tier's memory takes to be there.
+"""Time until the host tier's memory can be used.
 
     python -m benchmarks.micro.arena            a table
     python -m benchmarks.micro.arena --json -   JSON on stdout, the table on stderr

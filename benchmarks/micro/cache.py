@@ -1,4 +1,4 @@
-"""What a block costs a `Cache` in Python over its life, without a model.
+"""Cost of a block in a `Cache` in Python over its life, without a model.
 
     python -m benchmarks.micro.cache            a table
     python -m benchmarks.micro.cache --json -   JSON on stdout, the table on stderr

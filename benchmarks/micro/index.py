@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier import _hot
-from kvtier.serve_bench.stats import Estimate, exactly
+from kvtier.tools.report.stats import Estimate, exactly
 
 ROOT = Path(__file__).parents[2]
 PEER = ROOT / ".peers" / "sglang" / "bin" / "python"
@@ -168,7 +168,7 @@ def run(
 
 
 def targets(rows: list[Row], facts: dict[str, dict[str, object]]) -> list[dict[str, object]]:
-    """How many times faster than SGLang's Rust core the native index is, and bytes per block."""
+    """Return the speed-up of the native index over SGLang's Rust core, and bytes per block."""
     medians = {(row.contestant, row.phase): row.estimate for row in rows}
     found: list[dict[str, object]] = []
     for name, (phase, target) in TARGETS.items():

@@ -36,7 +36,7 @@ class Index(ABC):
 
     @abstractmethod
     def match(self, tokens: Tokens) -> int:
-        """How much of a prompt is there."""
+        """Return how much of a prompt is there."""
 
     @abstractmethod
     def slots(self, tokens: Tokens) -> object:
@@ -44,14 +44,14 @@ class Index(ABC):
 
     @abstractmethod
     def blocks(self, slots: object) -> list[int]:
-        """What ``slots`` gave, as a slot per block. Not timed."""
+        """Return a slot per block from ``slots``. Not timed."""
 
     @abstractmethod
     def evict(self, num_tokens: int) -> int:
         """Let go of what was used least recently. Returns how much that was."""
 
     def facts(self) -> dict[str, float]:
-        """Of its memory, when everything is in."""
+        """Return facts of the index's memory when everything is in."""
         return {}
 
 
@@ -148,7 +148,7 @@ class Sglang(Index):
 
 
 class NoAllocator:
-    """What the tree wants of SGLang's allocator: it frees nothing."""
+    """Stands in for SGLang's allocator, and frees nothing."""
 
     def __init__(self, device: object) -> None:
         self.device = device
@@ -246,7 +246,7 @@ class Contest:
     def call(
         self, phase: str, number: int
     ) -> tuple[Callable[..., object], tuple[object, ...], Callable[[object], bool]]:
-        """What is called, with what, and whether a result is right."""
+        """Return the function to call, its arguments, and a check of the result."""
         shuffled = self.order[number % len(self.order)]
         prompt, half = self.prompts[shuffled], self.length // 2 // self.page * self.page
         whole = self.per_prompt * self.page

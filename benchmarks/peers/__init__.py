@@ -36,7 +36,7 @@ class Contestant:
 
     @property
     def target(self) -> str:
-        """What makes the environment."""
+        """Return the make target of the environment."""
         return f"peers-{self.environment or self.peer}"
 
 

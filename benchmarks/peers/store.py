@@ -1,4 +1,4 @@
-"""What a disk cache has to do in the comparison, whoever made it."""
+"""Interface of the compared disk caches."""
 
 from __future__ import annotations
 

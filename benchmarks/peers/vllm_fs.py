@@ -65,7 +65,7 @@ def _key(number: int) -> OffloadKey:
 
 
 def _spec() -> SimpleNamespace:
-    """What the tier asks of vLLM's configuration: names of its folders."""
+    """Return the part of vLLM's configuration that the tier reads: names of its folders."""
     config = SimpleNamespace(
         groups=[],
         parallel=SimpleNamespace(

@@ -128,7 +128,7 @@ class Contest:
 
 
 def stamp(number: int) -> np.ndarray:
-    """What block ``number`` begins with."""
+    """Return the beginning of block ``number``."""
     return np.frombuffer(number.to_bytes(STAMP_BYTES, "little"), np.uint8)
 
 
@@ -139,7 +139,8 @@ def cpu_s() -> float:
 
 
 def bytes_from_disk() -> int:
-    """What the kernel fetched from the disk for this process, past or into the page cache."""
+    """Return the bytes that the kernel read from disk for this process, with or without page
+    cache."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:

@@ -54,7 +54,7 @@ from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 from benchmarks.report.targets import judged
 from kvtier.index.policies.replayed import POLICIES, PolicyReplay
-from kvtier.serve_bench.stats import exactly
+from kvtier.tools.report.stats import exactly
 
 EVEN_TOKENS = 32_768
 """So deep in a prompt attention costs as much as everything else: what a hit saves there."""

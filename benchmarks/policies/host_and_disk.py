@@ -11,7 +11,7 @@ from benchmarks.policies.tiers import TierReplay
 from benchmarks.policies.traces import Keys, Trace
 from benchmarks.report.targets import judged
 from kvtier.index.policies.replayed import PolicyReplay
-from kvtier.serve_bench.stats import exactly
+from kvtier.tools.report.stats import exactly
 
 PAIRS = {
     "conversation": (0.01, 0.1),
@@ -106,8 +106,11 @@ def pair_tables(rows: list[PairRow]) -> Iterator[Table]:
 
 
 def pair_targets(rows: list[PairRow]) -> list[dict[str, object]]:
-    """Of each pair of sizes: hits against LRU's in the same tiers, those from host memory against
-    the policy's there alone, and what is written to the disk against LRU."""
+    """Return per pair of sizes hits against LRU, hits from host memory, and bytes written.
+
+    Hits are compared with LRU's in the same tiers, those from host memory with the policy's there
+    alone, bytes written with LRU's.
+    """
     found = {(row.trace, row.seed, row.through, row.policy): row for row in rows}
     judgements = []
     for (trace, seed, through, policy), row in found.items():

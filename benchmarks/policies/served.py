@@ -1,5 +1,4 @@
-"""What a policy is worth to who waits: part of a trace as real prompts, to servers that differ in
-their policy only.
+"""Value of a policy to users: part of a trace as real prompts, to servers with different policies.
 
     python -m benchmarks.policies.served             a table
     python -m benchmarks.policies.served --json -    one JSON object on stdout, the table on stderr

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from benchmarks.policies.traces import Keys
 from kvtier.index import make_key_index
 from kvtier.index.native_key_index import NativeKeyIndex
-from kvtier.keyed_cache import KeyedCache, Place
+from kvtier.keyed.cache import BlockLocation, KeyedCache
 from kvtier.ladder import Ladder, LadderOptions
-from kvtier.ladder.archive import LEAST_CHANCE
+from kvtier.ladder.write_queue import LEAST_CHANCE
 from kvtier.tiers import DistantRoom, Quota, Room, StorageFacts
 from kvtier.transfer import FindJob, Job, Move, Mover
 from kvtier.types import DISK, HOST, AnyColumn, BlockKey
@@ -19,7 +19,7 @@ BLOCK_BYTES = 1 << 20
 KEY_BYTES = 8
 DAY_S = 86_400.0
 NAMESPACE = bytes(32)
-PREFIX = (Place.MEMORY, Place.STORAGE)
+PREFIX = (BlockLocation.MEMORY, BlockLocation.STORAGE)
 
 
 class FirstComeIndex(NativeKeyIndex):
@@ -92,7 +92,7 @@ class TierReplay:
         self._cache.asked(path)
         found = next((at for at, it in enumerate(places) if it not in PREFIX), len(path))
         hits = self._bring(path[:found])
-        self.num_from_host += places[:hits].count(Place.MEMORY)
+        self.num_from_host += places[:hits].count(BlockLocation.MEMORY)
         room = self._cache.reserve(path[hits:])  # as vLLM, which does not hold what was found
         if room is None:  # more than there is: from its beginning on
             room = self._cache.reserve(path[hits : hits + self._ladder.num_available(HOST)])

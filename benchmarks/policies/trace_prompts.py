@@ -33,7 +33,7 @@ class Prompts:
         return max(map(len, self.chains))
 
     def tokens(self, number: int) -> list[int]:
-        """Of one request; equal keys have equal tokens, and one more stands behind them."""
+        """Return the tokens of one request; equal keys have equal tokens, and one more follows."""
         blocks = (block_of(int(key), self.block_tokens) for key in self.chains[number])
         return [*(token for block in blocks for token in block), VOCABULARY[number % 1000]]
 

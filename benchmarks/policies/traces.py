@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvtier.errors import ConfigError
 from kvtier.recording import Chains
-from kvtier.replay.traces import ReadOptions, read_traces
+from kvtier.tools.replay.traces import ReadOptions, read_traces
 
 BLOCK_TOKENS = 512
 SESSION_BLOCK_TOKENS = 64

@@ -10,7 +10,7 @@ from rich.table import Table
 from benchmarks.policies.tiers import BLOCK_BYTES, TierReplay
 from benchmarks.policies.traces import Trace
 from benchmarks.report.targets import judged
-from kvtier.serve_bench.stats import exactly
+from kvtier.tools.report.stats import exactly
 
 BUCKET = 1 / 24
 """As the disk's budget has it: of a day's, an hour's may be saved up."""
@@ -20,8 +20,11 @@ POLICY = "runs"
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Of what is written. share: of the ``num_written`` blocks that are where there is no limit,
-    over the whole trace. bucket: of that, what is saved up at most, and is there at first."""
+    """Limit of writes.
+
+    share: of the ``num_written`` blocks without a limit, over the whole trace. bucket: the part of
+    it that is saved up at most, and is there at first.
+    """
 
     share: float
     bucket: float
@@ -123,7 +126,7 @@ def budget_tables(rows: list[BudgetRow]) -> Iterator[Table]:
 
 
 def budget_targets(rows: list[BudgetRow]) -> list[dict[str, object]]:
-    """Of each budget: hits, against what whoever comes first would have with it."""
+    """Return per budget the hits, against those of writing first come, first served."""
     found = {(row.trace, row.seed, row.budget, row.through): row for row in rows}
     judgements = []
     for (trace, seed, budget, through), row in found.items():

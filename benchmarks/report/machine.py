@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvtier.serve_bench import machine
+from kvtier.tools.report import machine
 
 
 def machine_facts() -> dict[str, object]:

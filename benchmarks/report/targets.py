@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.serve_bench.stats import Estimate, median_with_interval, rounded
-from kvtier.serve_bench.target import DIGITS, is_met
+from kvtier.tools.report.stats import Estimate, median_with_interval, rounded
+from kvtier.tools.report.target import DIGITS, is_met
 
 Bounds = tuple[float | None, float | None]
 """Between which a figure lies with 95 % confidence; None where the rounds are too few to say so."""
 
 
 def bounds(values: Sequence[float]) -> Bounds:
-    """Of the median of these."""
+    """Return the bounds of the median."""
     low, high = median_with_interval(values).interval_json(digits=9)
     return low, high
 
@@ -24,7 +24,7 @@ def estimate(value: float, between: Bounds) -> Estimate:
 
 
 def ratio(one: Estimate, another: Estimate) -> Estimate:
-    """Of two figures above 0 that were not measured in pairs: as far as both may be off."""
+    """Return the ratio of two positive figures not measured in pairs, with the errors of both."""
     if not one.is_bounded or not another.is_bounded:
         return Estimate(one.value / another.value)
     return Estimate(one.value / another.value, one.low / another.high, one.high / another.low)

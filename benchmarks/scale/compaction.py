@@ -17,9 +17,9 @@ import numpy as np
 from benchmarks.report.targets import judged
 from benchmarks.scale.part import Part, Row, exponent
 from benchmarks.scale.slabs import abandoned, write_slab
-from kvtier.serve_bench.stats import Estimate
 from kvtier.tiers.disk import DiskOptions, DiskTier
-from kvtier.tiers.disk.records import Kind
+from kvtier.tiers.disk.format.records import RecordKind
+from kvtier.tools.report.stats import Estimate
 
 SIZES = (10**4, 10**5, 10**6, 10**7)
 TARGET_MS = 10.0
@@ -99,6 +99,6 @@ def _waits(tier: DiskTier, goes_on: Callable[[], bool]) -> list[float]:
         began = time.perf_counter()
         records, _ = slab.look_up(slots)
         seconds.append(time.perf_counter() - began)
-        assert (records["kind"] == Kind.PUT).all(), "a block was not found"
+        assert (records["kind"] == RecordKind.PUT).all(), "a block was not found"
         time.sleep(1e-4)
     return seconds

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from benchmarks.report.targets import judged
 from benchmarks.scale.keyed import PROMPT_BLOCKS, World, steps
 from benchmarks.scale.part import Part, Row, exponent_in_turn, timed, timed_in_turn
-from kvtier.serve_bench.stats import exactly
 from kvtier.tiers.slots import SlotPool
+from kvtier.tools.report.stats import exactly
 
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000)
 QUICK_SIZES = (10_000, 100_000)
@@ -91,7 +91,7 @@ def _next_to_leave(world: World, num: int) -> list[bytes]:
 
 
 def _memory(world: World) -> float:
-    """Of the index, and of all arrays beside it that have an item for every slot. Bytes."""
+    """Return the bytes of the index, and of all arrays with an item per slot."""
     beside = (world.cache, world.ladder._traffic._under_way)
     arrays = [array for owner in beside for array in _arrays(vars(owner).values())]
     return float(world.index.num_bytes + sum(array.nbytes for array in arrays))  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from benchmarks.scale.part import Part, Row, ratio_in_turn, timed, timed_in_turn
 from kvtier.engine import Completion, Engine, EngineConfig, RequestHandle, SamplingParams
 from kvtier.engine.request import Stage
 from kvtier.engine.sampling import Sampler, choose
-from kvtier.serve_bench.stats import Estimate
+from kvtier.tools.report.stats import Estimate
 
 SIZES = (1, 16, 64, 256)
 PROMPT_TOKENS, MAX_TOKENS = 32, 128

@@ -10,12 +10,12 @@ from kvtier._hot import KeyTable, copy_batch
 from kvtier.devices import Finding
 from kvtier.layout import KVGroup
 from kvtier.tiers import Outcome, Pieces, StorageFacts, StorageTier
-from kvtier.tiers.disk.records import as_keys
+from kvtier.tiers.disk.format.records import as_keys
 from kvtier.types import BlockKey, BlockName, keys_of
 
 
 class InstantShelf:
-    """What outlives the tier. content: uint8 [num_blocks, bytes_per_block]."""
+    """Content that outlives the tier: uint8 [num_blocks, bytes_per_block]."""
 
     def __init__(self, group: KVGroup, num_blocks: int) -> None:
         self.content = np.zeros((num_blocks, group.bytes_per_block), np.uint8)

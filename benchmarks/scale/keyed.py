@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvtier.index import make_key_index
-from kvtier.keyed_cache import KeyedCache
+from kvtier.keyed.cache import KeyedCache
 from kvtier.ladder import Ladder, LadderOptions
 from kvtier.tiers import DistantRoom, Quota, StorageFacts
 from kvtier.transfer.ranks import Done, Hello, RankMover, Report
@@ -74,7 +74,7 @@ class World:
 
 
 def steps(world: World) -> dict[str, Callable[[], object]]:
-    """What happens in a step, by name."""
+    """Return the parts of a step, by name."""
     prompt = world.last[:PROMPT_BLOCKS]
     few = prompt[:NUM_TO_MOVE]
 

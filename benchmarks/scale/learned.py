@@ -11,7 +11,7 @@ from benchmarks.scale.keyed import NAMESPACE, new_keys
 from benchmarks.scale.part import Part, Row
 from kvtier.index import make_key_index
 from kvtier.index.policies.replayed import LRU, RUNS
-from kvtier.serve_bench.stats import Estimate, exactly, median_with_interval
+from kvtier.tools.report.stats import Estimate, exactly, median_with_interval
 from kvtier.types import DISK, HOST
 
 SIZES = (1_000_000, 10_000_000)
@@ -31,7 +31,7 @@ OPERATION = "replace a block, prompts of 20"
 
 
 def _resident_bytes() -> int:
-    """Of the process."""
+    """Return the resident bytes of the process."""
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     return 4096 * int(pages)
 
@@ -74,7 +74,7 @@ class LearnedTier:
         return seconds / num_stored
 
     def _store(self, keys: list[bytes]) -> int:
-        """What the cache and its ladder ask of the index. Returns how many blocks came."""
+        """Call the index as the cache and its ladder do; return how many blocks entered."""
         index = self._index
         self._now += SECONDS_APART
         index.find_all(keys)

@@ -33,8 +33,8 @@ from kvtier.config import CacheConfig
 from kvtier.devices.cpu import CpuDevice
 from kvtier.keys import Labels, token_labels
 from kvtier.layout import DType, full_attention, named_layout
-from kvtier.lease import Lease
-from kvtier.testing import MemoryStorage, Shelf, host_memory, memory_bytes
+from kvtier.prompts.lease import Lease
+from kvtier.testing import MemoryStorage, StoredBlocks, host_memory, memory_bytes
 from kvtier.tiers import DeviceTier, StorageFacts, StorageTier
 from kvtier.types import DEVICE, HOST
 
@@ -206,7 +206,9 @@ def poll_while_waiting(num: int, per_prompt: int) -> Row:
         for _ in range(num_prompts)
     ]
     num_blocks = num_prompts * (blocks + 1)
-    storage = MemoryStorage(GROUP, num_blocks, Shelf(), facts=StorageFacts(finds_at_once=True))
+    storage = MemoryStorage(
+        GROUP, num_blocks, StoredBlocks(), facts=StorageFacts(finds_at_once=True)
+    )
     cache, _ = make_cache(num_blocks, storage)
     for labels in prompts:
         lease = fetched(cache, labels)

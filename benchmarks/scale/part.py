@@ -1,4 +1,4 @@
-"""What a part of the benchmark measures: operations at several sizes, and how they grow."""
+"""Base of a part of the benchmark: operations at several sizes, and how they grow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import log
 
-from kvtier.serve_bench.stats import Estimate, median_with_interval
+from kvtier.tools.report.stats import Estimate, median_with_interval
 
 LEAST_S, MOST_S = 1e-9, 1e9
 """What a clock can tell apart; outside of it a median is as good as unknown."""
@@ -77,8 +77,7 @@ def timed_in_turn(
 
 
 def ratio_in_turn(base: Row, other: Row) -> Estimate:
-    """How many times as long ``other`` takes, where both were timed in turn: the median of those of
-    the rounds."""
+    """Return the median ratio of ``other``, timed in turn with the first."""
     return median_with_interval(
         [s / base_s for base_s, s in zip(base.seconds, other.seconds, strict=True)]
     )

@@ -25,12 +25,12 @@ from benchmarks.scale.part import Part, Row, exponent
 from benchmarks.scale.slabs import GROUP, abandoned, random_keys, write_slab
 from kvtier.devices import find_device
 from kvtier.index import make_key_index
-from kvtier.keyed_cache import KeyedCache, Place
+from kvtier.keyed.cache import BlockLocation, KeyedCache
 from kvtier.keys import next_key
 from kvtier.ladder import Ladder, LadderOptions
-from kvtier.serve_bench.stats import Estimate
 from kvtier.tiers import DistantRoom, HostTier, KeptKeys, Quota
 from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.tools.report.stats import Estimate
 from kvtier.transfer import LocalMover
 from kvtier.transfer.ranks import Hello, RankExecutor, RankMover, Report
 from kvtier.types import DISK, HOST
@@ -217,18 +217,18 @@ def _restart(case: str, num_blocks: int, kept: Sequence[KeptKeys], tier: DiskTie
 
 
 def _check(here: _Decider, is_over: bool) -> None:
-    """What is not known yet is not answered; in the end all of it is."""
+    """Check that unknown blocks get no answer, and that in the end all are known."""
     places = [here.cache.find(_label(number)) for number in (*range(NUM_ASKED), -1)]
-    unknown = Place.NOWHERE if is_over else Place.UNKNOWN
+    unknown = BlockLocation.NOWHERE if is_over else BlockLocation.UNKNOWN
     assert places[-1] is unknown, "a block that nobody has"
-    assert set(places[:-1]) <= {unknown, Place.STORAGE}, "a block is somewhere else"
+    assert set(places[:-1]) <= {unknown, BlockLocation.STORAGE}, "a block is somewhere else"
     if is_over:
-        num_there = places.count(Place.STORAGE)
+        num_there = places.count(BlockLocation.STORAGE)
         assert num_there >= NUM_ASKED - 5, f"{num_there} of {NUM_ASKED} blocks were found"
 
 
 def _num_lost(here: _Decider, kept: Sequence[KeptKeys]) -> int:
-    """How many blocks are not on all ranks; each that is has been found, and no other."""
+    """Return how many blocks are not on all ranks; every other one has been found."""
     num_found = num_kept = 0
     inner = kept[0]._inner if isinstance(kept[0], _Without) else kept[0]
     for start in range(0, inner.num_places, 1 << 18):

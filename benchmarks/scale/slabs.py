@@ -14,8 +14,8 @@ import numpy.typing as npt
 from kvtier.devices.base import Memory
 from kvtier.layout import DType, full_attention
 from kvtier.tiers.disk import DiskOptions, DiskSystem, DiskTier, IoKind
-from kvtier.tiers.disk.records import Kind, Records, blank, header, seal
-from kvtier.tiers.disk.superblock import HALF_BYTES, decode_both
+from kvtier.tiers.disk.format.records import RecordKind, Records, blank, header, seal
+from kvtier.tiers.disk.format.superblock import HALF_BYTES, decode_both
 
 GROUP = full_attention(2, 2, 64, DType.FLOAT16, 4)
 """4 KiB per block."""
@@ -37,7 +37,7 @@ Keys = Callable[[int, int, np.random.Generator], npt.NDArray[np.void]]
 
 
 def random_keys(start: int, end: int, rng: np.random.Generator) -> npt.NDArray[np.void]:
-    """Of any blocks."""
+    """Return random keys."""
     return np.frombuffer(rng.bytes(32 * (end - start)), "V32")
 
 
@@ -47,7 +47,7 @@ def pieces(num_blocks: int, num_dead: int, keys: Keys) -> Iterator[Records]:
     slots = rng.permutation(num_blocks)
     for start in range(-num_dead, num_blocks, PIECE):
         end = min(start + PIECE, 0 if start < 0 else num_blocks)
-        records = blank(end - start, Kind.PUT)
+        records = blank(end - start, RecordKind.PUT)
         numbers = np.arange(start, end)
         records["slot"] = slots[numbers] if start >= 0 else numbers % num_blocks
         records["seq"] = numbers + num_dead + 1

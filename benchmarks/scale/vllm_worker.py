@@ -16,9 +16,9 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from benchmarks.scale.keyed import BLOCK_BYTES, FILL, NUM_TO_MOVE, PROMPT_BLOCKS, new_keys
 from benchmarks.scale.part import timed, timed_in_turn
 from kvtier.connectors.vllm.manager import TierManager
-from kvtier.connectors.vllm.names import Names
+from kvtier.connectors.vllm.names import VllmNames
 from kvtier.connectors.vllm.prompt import Shape
-from kvtier.connectors.vllm.visit import Advice
+from kvtier.connectors.vllm.request_state import Advice
 from kvtier.tiers import StorageFacts
 from kvtier.transfer.ranks import Hello, RankMover, Report
 from kvtier.types import DISK, HOST, LoadPolicy
@@ -28,7 +28,7 @@ STEP = 16
 CALLS = 20
 
 
-class Known(Names):
+class Known(VllmNames):
     digest = b"n" * 32  # type: ignore[assignment]
 
 

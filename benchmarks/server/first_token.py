@@ -31,8 +31,8 @@ from rich.table import Table
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.targets import judged
 from kvtier.engine import Engine, SamplingParams
-from kvtier.serve_bench.corpus import Prompt
-from kvtier.serve_bench.engines import (
+from kvtier.tools.bench_serve.corpus import Prompt
+from kvtier.tools.bench_serve.engines import (
     clear_tiers,
     open_engine,
     probe,
@@ -40,8 +40,8 @@ from kvtier.serve_bench.engines import (
     scratch_disk,
     settle,
 )
-from kvtier.serve_bench.options import ServeOptions
-from kvtier.serve_bench.stats import median_with_interval
+from kvtier.tools.bench_serve.options import ServeOptions
+from kvtier.tools.report.stats import median_with_interval
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 
 PROMPT_TOKENS = 3500
@@ -69,7 +69,7 @@ class Rounds:
     bytes_per_s: dict[str, float] = field(default_factory=dict)
 
     def least_s(self, tier: str, at: int) -> float:
-        """What a hit of that round can't do without."""
+        """Return the least time of a hit in that round."""
         load_s = self.num_bytes / self.bytes_per_s[tier] if tier != DEVICE else 0.0
         return self.hits[DEVICE][at].prefill_s + load_s
 

@@ -1,4 +1,4 @@
-"""What honest clients notice of hostile ones: N1.
+"""Latency of honest clients beside hostile ones: H1.
 
 A real ``kvtier serve`` on loopback, twenty clients with short requests, and in every other round
 a thousand requests that nobody honest sends.
@@ -39,8 +39,10 @@ READY = re.compile(r"kvtier serves \S+ on \S+ at http://(127\.0\.0\.1):(\d+)\n")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What honest clients saw in all rounds of a kind; seconds. round_p99_s: of each round.
-    health: of a new connection. server_cores: processor time by time."""
+    """Seconds that honest clients saw in all rounds of a kind.
+
+    round_p99_s: of each round. health: of a new connection. server_cores: processor time by time.
+    """
 
     load: str
     requests: int

@@ -1,4 +1,4 @@
-"""What it costs to be watched: W1, page, metrics and events together, on against off.
+"""Cost of observability: W1, page, metrics and events together, on against off.
 
 One real server of the embedded engine on loopback. It serves phases of the same work, in which all
 of it is on or off; four of them are a round, on and off both early and late in it. Processor time
@@ -31,11 +31,11 @@ from rich.table import Table
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 from benchmarks.report.targets import judged
-from kvtier.serve_bench.figures import TOO_FEW
-from kvtier.serve_bench.stats import Estimate, Floats, estimate
-from kvtier.watch import Reading
-from kvtier.watch.files import LIVE_PATH, content_of
-from kvtier.watch.scrape import read_text
+from kvtier.live import Reading
+from kvtier.live.files import LIVE_PATH, content_of
+from kvtier.live.scrape import read_text
+from kvtier.tools.report.figures import TOO_FEW
+from kvtier.tools.report.stats import Estimate, Floats, estimate
 
 PARTS = ("page", "metrics", "events")
 TARGET = 1.01
@@ -84,7 +84,7 @@ class Viewer:
 
 
 def look_s() -> float:
-    """How often the page asks, in seconds."""
+    """Return the interval of the page's requests, in seconds."""
     said = re.search(rb"EVERY_MS = (\d+)", content_of("page.js"))
     assert said, "the page says how often it asks"
     return int(said[1]) / 1000
@@ -101,8 +101,8 @@ class Server:
         self._client = httpx.Client(base_url=url, timeout=120)
 
     def turn(self, parts: Sequence[str]) -> dict[str, float]:
-        """What is on from now on; or ["count"]. Returns what was counted since that was said:
-        processor time in seconds, by part."""
+        """Switch on exactly these parts, or ["count"]. Return the processor seconds since, by
+        part."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(*parts, file=self._process.stdin, flush=True)
@@ -149,7 +149,7 @@ def serving(arguments: argparse.Namespace, events: str) -> Iterator[tuple[Server
 
 
 def prompts_of(phase: int) -> list[str]:
-    """Of equal length in every phase."""
+    """Return prompts of equal length in every phase."""
 
     def prompt(of: int, at: int) -> str:
         lines = (TEXT.format(at + line) for line in range(NUM_LINES))
@@ -230,7 +230,7 @@ class Watched:
             self._num_batches += 1
 
     def read(self) -> dict[str, object]:
-        """How much was read, and how many blocks were hits."""
+        """Return how much was read, and how many blocks were hits."""
         told = Reading.parse(read_text(self._url + METRICS_PATH), 0.0)
         hits = told.by("kvtier_hit_blocks_total", "tier")
         return {"looks": self.viewer.num_looks, "event_batches": self._num_batches, "hits": hits}

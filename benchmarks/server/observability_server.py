@@ -23,9 +23,9 @@ from typing import ParamSpec, TypeVar
 
 from kvtier.config import CacheConfig
 from kvtier.engine import Engine, EngineConfig
-from kvtier.ladder.account import Account
+from kvtier.ladder.cost_metrics import CostMetrics
 from kvtier.ladder.gauges import Gauges
-from kvtier.ladder.returns import Returns
+from kvtier.ladder.reuse_sampler import ReuseSampler
 from kvtier.plan import CostModel
 from kvtier.server import HttpServer, ServerConfig, bind
 from kvtier.server.metrics import ServerMetrics
@@ -38,7 +38,7 @@ def nothing(*arguments: object, **labels: object) -> None:
     """In the place of what tells somebody."""
 
 
-def learn_prefill(account: Account, num_before: int, num_tokens: int, seconds: float) -> None:
+def learn_prefill(account: CostMetrics, num_before: int, num_tokens: int, seconds: float) -> None:
     """The planner learns from it, whoever is told."""
     account._costs.observe_prefill(num_before, num_tokens, seconds)
 
@@ -50,9 +50,9 @@ T = TypeVar("T")
 METHODS: dict[str, dict[type, tuple[str, ...]]] = {
     "metrics": {
         Metrics: ("count", "gauge", "observe", "record"),
-        # ``Returns.left`` stays, or blocks that left would stay marked. It takes 0.1 us for each.
-        Returns: ("came",),
-        Account: ("planned", "hit", "loaded", "moved", "saved", "observe_prefill"),
+        # ``ReuseSampler.left`` stays, or evicted blocks would stay marked: 0.1 us each.
+        ReuseSampler: ("came",),
+        CostMetrics: ("planned", "hit", "loaded", "moved", "saved", "observe_prefill"),
         Gauges: ("refresh",),
         ServerMetrics: ("request", "first_token", "answered"),
     },
@@ -68,7 +68,7 @@ class Switch:
         self._publishes = Event()
         self._publishes.set()
         self._quiet: dict[tuple[type, str], Callable[..., object]] = {
-            (Account, "observe_prefill"): learn_prefill,
+            (CostMetrics, "observe_prefill"): learn_prefill,
             (Publisher, "_wait"): lambda publisher: self._publishes.wait(),
         }
         self._loud = {

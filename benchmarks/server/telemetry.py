@@ -1,5 +1,4 @@
-"""What it costs to be told everything: events, spans, explanations and a log in JSON, all on
-against all off.
+"""Cost of telemetry: events, spans, explanations and a JSON log, all on against all off.
 
 Two real ``kvtier serve`` on loopback, asked in turn by the same clients: half of the requests are
 asked again, half are new. The processor time of a server and the time of a round are compared.
@@ -27,8 +26,8 @@ from rich.table import Table
 
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
-from kvtier.serve_bench.figures import TOO_FEW
-from kvtier.serve_bench.stats import median_with_interval
+from kvtier.tools.report.figures import TOO_FEW
+from kvtier.tools.report.stats import median_with_interval
 
 READY = re.compile(r"kvtier serves (\S+) on \S+ at (http://\S+)\n")
 NUM_CLIENTS = 4

@@ -1,4 +1,4 @@
-"""What was measured under SGLang, against its targets."""
+"""Report of measurements under SGLang, against its targets."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ BELOW_FILE = 1.0
 
 
 def targets(turns: Sequence[Row]) -> list[Row]:
-    """Of T4 the change of the time to the first token, against HiCache without storage; and its
-    share of what HiCache needs with `file`."""
+    """Return T4: the change of the time to first token against HiCache without storage.
+
+    Also its share of what HiCache needs with `file`.
+    """
     found = []
     for row in turns:
         if row["contestant"] not in WITH_KVTIER:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from benchmarks.engines.report import Row, changed, judged_row, spread
 from benchmarks.engines.requests import BEYOND, tokens
 from benchmarks.engines.servers import Server, Size
-from kvtier.serve_bench.stats import median_with_interval
+from kvtier.tools.report.stats import median_with_interval
 
 FROM_DEVICE = 0.35
 """Of the prompts, wanted."""
@@ -48,12 +48,12 @@ class SecondPass:
 
 
 def size_for(num_prompts: int, num_blocks: int) -> Size:
-    """Of a device with room for a part of so many prompts of so many blocks."""
+    """Return the size of a device with room for a part of so many prompts of so many blocks."""
     return Size(int(ROOM * num_prompts) * (num_blocks + 1) + num_blocks + 1)
 
 
 def order(num_prompts: int) -> tuple[list[int], list[int]]:
-    """Of the second time: those that the device has, and the others."""
+    """Return the order of the second time: prompts on the device, and the others."""
     num_device = round(FROM_DEVICE * num_prompts)
     everyone = list(range(num_prompts))
     return everyone[num_prompts - num_device :], everyone[: num_prompts - num_device]
@@ -119,8 +119,10 @@ def mean_ms(prompts: Iterable[Twice]) -> float:
 
 
 def ratios(prompts: Sequence[Twice]) -> list[float]:
-    """Of the mean times to the first token, second to first, in groups that are alike: in each as
-    many prompts from the device as from below, as far as that can be."""
+    """Return ratios of the mean times to the first token, second to first, in equal groups.
+
+    Each group has as many prompts from the device as from below, as far as possible.
+    """
     num_groups = min(GROUPS, len(prompts))
     alike = sorted(prompts, key=lambda each: each.on_device)
     groups = [alike[at::num_groups] for at in range(num_groups)]

@@ -35,7 +35,7 @@ from benchmarks.peers import OURS, Contestant
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.output import report
 from benchmarks.report.targets import Bounds, bounds, estimate, judged, ratio
-from kvtier.serve_bench.stats import Estimate
+from kvtier.tools.report.stats import Estimate
 
 PAGES = 128
 """Of a batch, as SGLang's controller has it."""
@@ -74,8 +74,7 @@ CONTESTANTS = (
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """How long one contestant takes to say that it has all of a prompt's pages: the median of the
-    rounds' medians."""
+    """Median of the rounds' medians of the time to report all of a prompt's pages."""
 
     contestant: str
     peer: str
@@ -120,12 +119,12 @@ def measure_lookups(
 
 
 def wanted(peer: str) -> tuple[float, float | None]:
-    """How many times a peer's GB/s, and which share of its CPU time."""
+    """Return the wanted multiple of a peer's GB/s, and share of its CPU time."""
     return (FAST_AS_NIXL, None) if peer == NIXL else (TIMES_FASTER, SHARE_OF_CPU)
 
 
 def lookup_targets(lookups: Sequence[Lookup]) -> list[dict[str, object]]:
-    """How many times sooner than `file`; the worst size counts."""
+    """Return how many times faster than `file` look-ups are; the worst size counts."""
     found: list[dict[str, object]] = []
     for ours in dict.fromkeys(each.contestant for each in lookups if each.peer == OURS):
         times = [

@@ -10,7 +10,7 @@ def register() -> None:
     rate = os.environ.get("KVTIER_BENCH_BYTES_PER_S")
     if not rate:
         return
-    from kvtier.connectors.shared import opening
+    from kvtier.connectors.common import opening
     from kvtier.tiers.disk import DiskTier
     from kvtier.tiers.wrappers import ThrottledTier
 

@@ -60,7 +60,7 @@ def _opened(kind: type[Place]) -> Iterator[tuple[Place, Path]]:
 
 
 def _measure(name: str, options: argparse.Namespace) -> dict[str, Measured]:
-    """Of each size, with a server of this process's own."""
+    """Measure each size, with a server of this process's own."""
     with _opened(STORES[name]) as (place, folder):
         return {
             block: measure(place, block, SIZES[block], options, folder / "peers")

@@ -181,7 +181,7 @@ def _peer_turn(peer: Worker, num: int, block_bytes: int, turn: int) -> Figures:
 
 
 def rows_of(kind: type[Place], block: str, processes: Sequence[Measured]) -> list[Row]:
-    """Of what each process has measured."""
+    """Return the rows of what each process has measured."""
     return [_row(kind, block, direction, processes) for direction in (PUT, GET)]
 
 

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from benchmarks.report.targets import Bounds, estimate, judged
 from benchmarks.stores.servers import Memory, Place
-from kvtier.serve_bench.figures import TOO_FEW
-from kvtier.serve_bench.stats import P99_VALUES, Floats
-from kvtier.serve_bench.stats import estimate as sampled
+from kvtier.tools.report.figures import TOO_FEW
+from kvtier.tools.report.stats import P99_VALUES, Floats
+from kvtier.tools.report.stats import estimate as sampled
 
 ROUND_TRIP_S, ASKED, LOOKUPS = 0.02, 1000, 400
 BLOCK_BYTES = 1 << 16
@@ -23,8 +23,10 @@ KNOWN_MS, ASKED_MS = 0.5, 1000 * (2 * ROUND_TRIP_S + 0.010)
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What it takes to hear which of so many blocks a store has. round_trip_ms: of the network;
-    0 where nobody is asked."""
+    """Time to hear which of so many blocks a store has.
+
+    round_trip_ms: of the network; 0 if nobody is asked.
+    """
 
     store: str
     blocks: int
@@ -41,8 +43,10 @@ class Lookup:
 
 
 def measure_lookup(place: Place, num_lookups: int) -> Lookup | None:
-    """Of blocks that are all there, with the network's delay where a request has to be made; None
-    for a store that no network leads to."""
+    """Measure look-ups of blocks that are all there, with the network's delay per request.
+
+    None for a store that no network leads to.
+    """
     far = place.far(ROUND_TRIP_S, BLOCK_BYTES, 2 * ASKED)
     if far is None:
         return None

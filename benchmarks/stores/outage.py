@@ -14,11 +14,11 @@ from rich.table import Table
 from benchmarks.report.targets import judged
 from benchmarks.stores.servers import Place
 from kvtier.engine import Engine, SamplingParams
-from kvtier.serve_bench.corpus import Prompt
-from kvtier.serve_bench.engines import Setting, open_engine, probe, run_one
-from kvtier.serve_bench.figures import TOO_FEW
-from kvtier.serve_bench.options import ServeOptions
-from kvtier.serve_bench.stats import P99_VALUES, Estimate, Summary, percentile_ratio, summarize
+from kvtier.tools.bench_serve.corpus import Prompt
+from kvtier.tools.bench_serve.engines import Setting, open_engine, probe, run_one
+from kvtier.tools.bench_serve.options import ServeOptions
+from kvtier.tools.report.figures import TOO_FEW
+from kvtier.tools.report.stats import P99_VALUES, Estimate, Summary, percentile_ratio, summarize
 
 MODEL, PROMPT_TOKENS, OUTPUT_TOKENS = "kvtier-tiny", 512, 2
 STORED_BYTES = 1 << 30

@@ -33,7 +33,7 @@ from kvtier.testing.servers import (
     seaweed,
 )
 from kvtier.tiers import Outcome, Pieces, StorageSite, StorageTier
-from kvtier.tiers.remote.packs import PACK_BYTES
+from kvtier.tiers.remote.s3.packs import PACK_BYTES
 from kvtier.types import BlockKey, BlockName
 
 NAMESPACE = bytes(32)
@@ -52,7 +52,7 @@ REQUESTS = 4
 
 
 class Memory:
-    """Where blocks are put from and got into, by both sides; and a copy to move from."""
+    """Memory that both sides put blocks from and get them into; and a copy to move from."""
 
     def __init__(self, num: int, block_bytes: int) -> None:
         self.num, self.block_bytes = num, block_bytes
@@ -89,7 +89,7 @@ class Memory:
         ctypes.memmove(self.blocks.ctypes.data, self._other.ctypes.data, self.blocks.nbytes)
 
     def take(self, at: int, content: bytes) -> None:
-        """What a client gave, where it is wanted."""
+        """Copy what a client returned to where it is wanted."""
         ctypes.memmove(self.blocks[at].ctypes.data, content, self.block_bytes)
 
 
@@ -119,7 +119,7 @@ class Tier:
         """It is there already."""
 
     def settle(self) -> None:
-        """What was put can be found."""
+        """Wait until stored blocks can be found."""
 
     def drop(self, keys: Sequence[BlockKey]) -> None:
         for start in range(0, len(keys), DROPPED):
@@ -170,14 +170,14 @@ class Place(ABC):
     @classmethod
     @abstractmethod
     def missing(cls) -> str | None:
-        """What has to be installed first."""
+        """Return what has to be installed first."""
 
     @abstractmethod
     def __init__(self, folder: Path) -> None: ...
 
     @abstractmethod
     def location(self, port: int, threads: int) -> str:
-        """Of the store, as a user writes it."""
+        """Return the URL of the store, as a user writes it."""
 
     @property
     @abstractmethod

@@ -29,7 +29,7 @@ PYPI = "https://pypi.org/simple"
 
 
 def setting(name: str) -> str | None:
-    """Of pip's: from a variable or a file."""
+    """Return a setting of pip: from a variable or a file."""
     if value := os.environ.get("PIP_" + name.upper().replace("-", "_")):
         return value
     for section in ("install", "global"):
@@ -45,7 +45,7 @@ def setting(name: str) -> str | None:
 
 
 def find_link(page: str, address: str, name: str) -> tuple[str, str | None]:
-    """Where an index's page says that a file is, and its SHA-256. LookupError where it has none."""
+    """Return the URL of a file on an index's page, and its SHA-256. Raises LookupError."""
     for href in re.findall(r"""href=["']([^"']+)["']""", page):
         link, fragment = urldefrag(urljoin(address, html.unescape(href)))
         if PurePosixPath(link).name == name:

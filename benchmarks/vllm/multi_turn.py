@@ -45,7 +45,7 @@ from benchmarks.vllm.servers import (
     with_lmcache,
 )
 from kvtier.config import parse_size
-from kvtier.connectors.vllm.settings import Settings
+from kvtier.connectors.vllm.settings import VllmSettings
 
 GIB = 1 << 30
 ENDLESS_BLOCKS = 640
@@ -131,8 +131,8 @@ def with_slow_disk(
 
 
 def missing_settings() -> list[str]:
-    """Of kvtier under vLLM, that a slow disk needs."""
-    known = {field.name for field in fields(Settings)}
+    """Return the settings of kvtier under vLLM that a slow disk needs."""
+    known = {field.name for field in fields(VllmSettings)}
     return [name for name in NEEDED if name not in known]
 
 

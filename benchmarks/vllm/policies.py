@@ -24,10 +24,10 @@ from rich.table import Table
 from benchmarks.policies.traces import BLOCK_TOKENS, Trace, agentic, conversation, documents
 from benchmarks.report.machine import machine_facts
 from benchmarks.report.targets import judged
-from kvtier.serve_bench.stats import exactly
+from kvtier.tools.report.stats import exactly
 
 OURS = "kvtier"
-POLICIES = {"lru": None, "arc": None, "KvtierPolicy": "kvtier.connectors.vllm.pieces.policy"}
+POLICIES = {"lru": None, "arc": None, "KvtierPolicy": "kvtier.connectors.vllm.standalone.policy"}
 """As in vLLM's settings: eviction_policy, and cache_policy_module_path where it is not vLLM's."""
 CALLED = {"KvtierPolicy": OURS}
 TRACES = ("conversation", "agentic", "documents")

@@ -1,4 +1,4 @@
-"""What was measured under vLLM, against its targets."""
+"""Report of measurements under vLLM, against its targets."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ TO_ENDLESS = {OURS: 1.05, ON_DISK: 1.1}
 
 
 def targets(turns: Sequence[Row]) -> list[Row]:
-    """Of T4 the change of the time to first token, negative where it is saved; of T4' its share of
-    that with an endless pool."""
+    """Return T4: the change of the time to first token; and T4': its share of an endless pool's."""
     found = []
     for row in turns:
         if row["contestant"] in TO_ENDLESS and "ttft_to_endless" in row:

@@ -23,13 +23,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 TESTS = (
     "tests/native",
-    "tests/policies",
-    "tests/core/test_index.py",
-    "tests/core/test_index_machine.py",
-    "tests/core/test_key_index.py",
-    "tests/core/test_learning_index.py",
-    "tests/core/test_learning_keys.py",
-    "tests/disk/test_io.py",
+    "tests/index/policies",
+    "tests/index/test_index.py",
+    "tests/index/test_index_machine.py",
+    "tests/index/test_key_index.py",
+    "tests/index/test_learning_index.py",
+    "tests/index/test_learning_keys.py",
+    "tests/tiers/disk/test_io.py",
 )
 # A sanitizer is ten times slower and more: properties are tried with fewer examples than elsewhere,
 # and what measures or reaches for the network or a whole model is not here.

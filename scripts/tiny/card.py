@@ -129,7 +129,7 @@ def _run_fields(log: dict[str, Any]) -> dict[str, Any]:
 
 
 def _training(runs: list[dict[str, Any]], prompts: int) -> str:
-    """How the weights were made, run by run, and the commands."""
+    """Return how the weights were made, run by run, and the commands."""
     ways = "Muon for the matrices inside the layers, AdamW for the rest; fp32, on two CPU cores.\n"
     versions = f"(torch {version('torch')}, transformers {version('transformers')})"
     first, *more = runs
@@ -164,7 +164,7 @@ def _training(runs: list[dict[str, Any]], prompts: int) -> str:
 
 
 def _more(log: dict[str, Any]) -> str:
-    """What a run was that continued another."""
+    """Return what a continued run was."""
     plain = log["valid"] <= log["valid_averaged"]
     return MORE_RUN.format(
         **_run_fields(log),

@@ -147,7 +147,7 @@ def first_paragraph(doc: str | None) -> str:
 
 
 def _weight(module: str, name: str) -> float:
-    """How often to ask: a model this small keeps only what it has seen several times."""
+    """Return how often to ask: a model this small keeps only what it has seen several times."""
     if module.split(".", maxsplit=1)[0] in RARE:
         return 0.1
     if module not in COMMON:
@@ -203,7 +203,7 @@ def _native_items() -> Iterator[Item]:
 
 
 def render(turns: list[Turn]) -> str:
-    """What the chat template makes of these messages."""
+    """Return the chat template's text of these messages."""
     return "".join(f"{IM_START}{role}\n{text}{IM_END}\n" for role, text in turns)
 
 

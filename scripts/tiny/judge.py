@@ -1,4 +1,4 @@
-"""How good the model is on text that it has not seen, and what it says."""
+"""Quality of the model on unseen text, and samples of its answers."""
 
 from __future__ import annotations
 

@@ -15,17 +15,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvtier._hot import Numbers
-from kvtier.chosen import ladder_options, policy_maker
+from kvtier.assembly import ladder_options, policy_maker
 from kvtier.config import CacheConfig
 from kvtier.devices import Device, Finding
 from kvtier.errors import Closed, UsageError
 from kvtier.hints import Hint, waits
 from kvtier.index import make_index
 from kvtier.ladder import Ladder, Prefetch
-from kvtier.lease import Lease
-from kvtier.lease_observer import LeaseObserver
 from kvtier.plan import Decision, Plan, plan_load
-from kvtier.process import OwnerProcess
+from kvtier.prompts.lease import Lease
+from kvtier.prompts.lease_metrics import LeaseObserver
+from kvtier.system.process import OwnerProcess
 from kvtier.telemetry import Metrics
 from kvtier.telemetry.block_events import BlockEvents, BlockLog
 from kvtier.tiers import ArenaOptions, DeviceTier, StorageTier
@@ -357,7 +357,7 @@ class Cache:
             self._check()
 
     def _give_up_late_loads(self, now: float) -> None:
-        """Of those that wait the first has the nearest deadline."""
+        """Give up loads past their deadline. The first of those waiting has the nearest one."""
         while self._loading:
             lease = next(iter(self._loading))
             if not lease.ready and now <= lease.deadline:
@@ -414,7 +414,7 @@ class Cache:
         return BlockEvents(list(self._tiers), shared, self.group.block_size)
 
     def findings(self) -> list[Finding]:
-        """What is in use, for ``kvtier doctor``."""
+        """Return what is in use, for ``kvtier doctor``."""
         index = Finding("index", self._index.describe())
         lines = (line for tier in self._tiers.values() for line in tier.findings())
         return [*self._device.findings(), index, *lines]

@@ -88,7 +88,7 @@ CHOICES: dict[str, type[StrEnum]] = {
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """How the cache behaves, apart from the model and the device pool."""
+    """Settings of the cache, apart from the model and the device pool."""
 
     host_capacity: str | int = 0
     """Host DRAM for blocks: "4GiB", bytes, or "2x" the device pool; 0 for no host tier."""

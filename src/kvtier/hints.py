@@ -1,4 +1,4 @@
-"""What those who know say of a prompt: how long it will be wanted, and whether still.
+"""Hints on prompts from those who know: how long a prompt will be wanted, and whether still.
 
 A hint is never an order. It says what leaves a tier before what, for a bounded time; where nothing
 else may leave, anything does.
@@ -100,7 +100,7 @@ class Retain:
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What is known of a request's conversation. Policies that don't learn ignore it.
+    """Hint on a request's conversation. Policies that do not learn ignore it.
 
     retain: counts from when the request's turn comes; of two ranges that overlap the later one.
     back_in_s: after this answer the conversation goes on in about so many seconds, for instance
@@ -122,12 +122,12 @@ class Hint:
 
     @property
     def at_begin(self) -> Hint:
-        """What is to be told when the request has its turn."""
+        """Return the hints to pass on when the request has its turn."""
         return Hint(retain=self.retain)
 
     @property
     def at_end(self) -> Hint:
-        """What is to be told when its answer is made."""
+        """Return the hints to pass on when its answer is complete."""
         return Hint(back_in_s=self.back_in_s, ended=self.ended)
 
     def said(self, block_size: int, now: float) -> list[Said]:

@@ -9,7 +9,7 @@ from kvtier.errors import ConfigError
 
 
 def known_plugins(group: str) -> dict[str, EntryPoint]:
-    """What is registered under ``kvtier.<group>``, by name.
+    """Return what is registered under ``kvtier.<group>``, by name.
 
     group: "devices", "tiers" or "policies".
     """

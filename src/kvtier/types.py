@@ -18,7 +18,7 @@ BlockKey = NewType("BlockKey", bytes)
 
 
 class BlockName(NamedTuple):
-    """What a block is called outside its process.
+    """Name of a block outside its process.
 
     depth: its position in the prompt, 0 for the first block.
     """
@@ -76,7 +76,7 @@ DISK = "disk"
 
 
 class Column(NamedTuple):
-    """What one tier has of one group of layers. group: its number, 0 for the first."""
+    """One tier's blocks of one group of layers. group: its number, 0 for the first."""
 
     tier: str
     group: int
@@ -112,7 +112,7 @@ class LoadPolicy(StrEnum):
 
 
 class PrefetchPolicy(StrEnum):
-    """What becomes of a request while storage is being read for it, before its turn."""
+    """Policy for a request whose turn comes while storage is still read for it."""
 
     BEST_EFFORT = "best_effort"
     """It takes its turn when it comes; the planner decides on what has not arrived by then."""
@@ -132,7 +132,7 @@ class ClientHints(StrEnum):
 
 
 class Durability(StrEnum):
-    """What an acknowledged block survives."""
+    """Failures that an acknowledged block survives."""
 
     PROCESS = "process"
     """The end of the process, however it comes. After a power cut some blocks may be missing."""
@@ -141,7 +141,7 @@ class Durability(StrEnum):
 
 
 class Verify(StrEnum):
-    """Which loads compare the checksum. Key and length are always compared."""
+    """Loads that compare the checksum. Key and length are always compared."""
 
     ALWAYS = "always"
     SAMPLED = "sampled"
@@ -163,7 +163,7 @@ class Direct(StrEnum):
 
 
 class IoKind(StrEnum):
-    """Who talks to the disk."""
+    """I/O engine of the disk."""
 
     AUTO = "auto"
     URING = "uring"
@@ -171,7 +171,7 @@ class IoKind(StrEnum):
 
 
 class LogFormat(StrEnum):
-    """How a log looks."""
+    """Format of a log."""
 
     TEXT = "text"
     """For people: time, level, logger, words and values."""
@@ -226,7 +226,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class GroupMatch:
-    """What is cached of a prompt, group by group. May be outdated at once: lease before use.
+    """Cached blocks of a prompt, group by group. May be outdated at once: lease before use.
 
     blocks: the prompt's first ones, up to the last possible cut.
     tiers: [group][block], the fastest tier that has it ready; None where none has.

@@ -23,7 +23,7 @@ from benchmarks.policies.write_budget import (
     budget_targets,
     measure_budget,
 )
-from tests.policies.traffic import Requests, scan_flood, tenants
+from tests.index.policies.traffic import Requests, scan_flood, tenants
 
 
 def test_requests_of_the_chat_service_come_in_order(tmp_path: Path) -> None:
@@ -179,6 +179,6 @@ def test_where_less_may_be_written_it_is_what_will_be_used() -> None:
 
 
 def test_what_may_be_written_is() -> None:
-    """Of a budget that may be saved up for as long as the trace."""
+    """A budget may be saved up for as long as the trace lasts."""
     _, ours, first_come = with_budgets(some(tenants, 1500), 1.0)
     assert 0.85 * first_come.num_written < ours.num_written < first_come.num_written

@@ -1,4 +1,4 @@
-"""What a step costs does not grow with the cache: counted, not timed."""
+"""The cost of a step does not grow with the cache: counted, not timed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.scale.part import Row, exponent, ratio_in_turn
 
 
 def calls(step: Callable[[], object]) -> Counter[str]:
-    """How often each function was called, those of the native core and of Python, too."""
+    """Count the calls of each function, native and Python."""
     counted: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, called: object) -> None:

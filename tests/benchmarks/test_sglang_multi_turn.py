@@ -1,4 +1,4 @@
-"""What the benchmark under SGLang reads and reckons; its servers need `make bench-sglang`."""
+"""Parsing and arithmetic of the benchmark under SGLang; its servers need `make bench-sglang`."""
 
 from __future__ import annotations
 

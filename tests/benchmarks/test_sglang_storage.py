@@ -1,4 +1,4 @@
-"""What the benchmark behind SGLang's controller reckons; `make bench-sglang` runs it."""
+"""Arithmetic of the benchmark behind SGLang's controller; `make bench-sglang` runs it."""
 
 from __future__ import annotations
 

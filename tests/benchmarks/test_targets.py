@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.report.targets import judged
-from kvtier.serve_bench.stats import Estimate
+from kvtier.tools.report.stats import Estimate
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the benchmark under vLLM reads and reckons; its servers need `make bench-vllm`."""
+"""Parsing and arithmetic of the benchmark under vLLM; its servers need `make bench-vllm`."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _results(ours: float = 40.0, loss: float = 1.005) -> Results:
 
 
 def _new(loss: float) -> NewPrompts:
-    """Of one start. loss: how many times as long it takes with kvtier."""
+    """Return the row of one start. loss: ratio of the times with and without kvtier."""
     return NewPrompts(
         [[Asked(VLLM, 10.0, 2.0, 1.0, 0), Asked(OURS, 10.0 * loss, 2.0, 1.0, 0)]] * 8,
         [[Burst(VLLM, 100.0, 2.0), Burst(OURS, 100.0 / loss, 2.0)]] * 4,

@@ -1,4 +1,4 @@
-"""What the benchmark switches off is off, and on again; what it makes of rounds."""
+"""The observability benchmark switches everything off and on again, and reads its rounds right."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.server.observability import prompts_of, ratio
 from benchmarks.server.observability_server import METHODS, Switch
-from kvtier.ladder.account import Account
+from kvtier.ladder.cost_metrics import CostMetrics
 from kvtier.plan import CostModel
 from kvtier.telemetry import Metrics
 from kvtier.telemetry.block_events import BlockLog
@@ -48,7 +48,7 @@ def test_the_planner_learns_all_the_same(switch: Switch) -> None:
     costs, metrics = CostModel(), Metrics()
     switch.turn(())
     for num_tokens in (500, 1000, 2000):
-        Account(metrics, costs).observe_prefill(0, num_tokens, num_tokens / 1000)
+        CostMetrics(metrics, costs).observe_prefill(0, num_tokens, num_tokens / 1000)
     costs.snapshot()  # fits what was observed
     assert costs.expected_prefill_s(0, 1000) > 0
     assert counted(metrics.registry) == 0

@@ -197,5 +197,5 @@ def at_pages(pool: Any, host: Sequence[int], device: Sequence[int]) -> tuple[tor
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What a user was told."""
+    """Return the warnings that a user would see."""
     return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]

@@ -10,13 +10,13 @@ from hashlib import shake_128
 
 import numpy as np
 
-from kvtier.connectors.shared.paged_pool import PagedPool, Share
-from kvtier.connectors.shared.pool_cache import Load, PoolCache, Store
+from kvtier.connectors.common.paged_pool import PagedPool, PoolShare
+from kvtier.connectors.common.pool_cache import Load, PoolCache, Store
 from kvtier.devices.cpu import CpuDevice
 from kvtier.index.policies.replayed import LRU
-from kvtier.keyed_cache import Place
+from kvtier.keyed.cache import BlockLocation
 from kvtier.layout import opaque
-from kvtier.testing import FaultyStorage, MemoryStorage, Shelf
+from kvtier.testing import FaultyStorage, MemoryStorage, StoredBlocks
 from kvtier.tiers import HostTier, StorageTier
 from kvtier.transfer import TransferEngine
 
@@ -46,7 +46,7 @@ class PoolWorld:
         self,
         num_host: int = 8,
         num_stored: int = 16,
-        shelf: Shelf | None = None,
+        shelf: StoredBlocks | None = None,
         engine: TransferEngine | None = None,
         storages: Sequence[StorageTier] = (),
         lookup_deadline_s: float = 0.0,
@@ -54,11 +54,13 @@ class PoolWorld:
     ) -> None:
         group = opaque(SLOT_BYTES)
         self.buffers = [np.zeros((NUM_PAGES, size), np.uint8) for size in SHARES]
-        shares = [Share(each.ctypes.data, each.shape[1], each.shape[1]) for each in self.buffers]
+        shares = [
+            PoolShare(each.ctypes.data, each.shape[1], each.shape[1]) for each in self.buffers
+        ]
         pool = PagedPool([shares], NUM_PAGES, 1, SLOT_BYTES, "cpu", self.buffers)
         self.device = CpuDevice()
         self.engine = engine or TransferEngine(self.device)
-        self.storage = FaultyStorage(MemoryStorage(group, num_stored, shelf or Shelf()))
+        self.storage = FaultyStorage(MemoryStorage(group, num_stored, shelf or StoredBlocks()))
         self.digest = DIGEST
         host = HostTier(group, num_host * SLOT_BYTES, self.device)
         self.pool = PoolCache(
@@ -110,7 +112,7 @@ class PoolWorld:
             )
         return is_there
 
-    def places(self, *numbers: int) -> list[Place]:
+    def places(self, *numbers: int) -> list[BlockLocation]:
         return self.pool.cache.find_all([key_of(number) for number in numbers])
 
     def settle(self) -> None:

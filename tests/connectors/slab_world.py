@@ -10,11 +10,11 @@ from hashlib import shake_128
 
 import numpy as np
 
-from kvtier.connectors.shared.block_slab import BlockSlab, FinishedJob
+from kvtier.connectors.common.block_slab import BlockSlab, FinishedJob
 from kvtier.layout import opaque
 from kvtier.telemetry import Metrics
 from kvtier.testing import host_memory, memory_bytes
-from kvtier.testing.storage import MemoryStorage, Shelf
+from kvtier.testing.storage import MemoryStorage, StoredBlocks
 from kvtier.tiers import LentMemory, StorageFacts, StorageTier
 from kvtier.types import HOST, Slot
 
@@ -80,7 +80,7 @@ class World:
         return self._next_job
 
     def take_counted(self) -> Callable[..., float]:
-        """What was counted since the last call: by a metric's name and the values of its labels."""
+        """Return the counts since the last call, by metric name and label values."""
         recent = self._metrics.take_recent()
         return lambda name, *labels: recent.get((name, labels), 0)
 
@@ -95,7 +95,7 @@ class World:
         return self.finished[job]
 
     def load(self, *numbers: int) -> list[int]:
-        """Which are in place now, with the right bytes."""
+        """Load blocks; return which arrived with the right bytes."""
         self.rows[:] = 0
         job = self.submit(True, numbers)
         self.settle()
@@ -105,9 +105,9 @@ class World:
 
 
 def memory(
-    num_slots: int, shelf: Shelf | None = None, facts: StorageFacts | None = None
+    num_slots: int, shelf: StoredBlocks | None = None, facts: StorageFacts | None = None
 ) -> MemoryStorage:
-    return MemoryStorage(GROUP, num_slots, shelf or Shelf(), facts=facts)
+    return MemoryStorage(GROUP, num_slots, shelf or StoredBlocks(), facts=facts)
 
 
 def open_world(worlds: list[World], tier: StorageTier, most_queued: int = 100) -> World:

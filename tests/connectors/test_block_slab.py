@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.keyed_cache import Change, Place
-from kvtier.testing.storage import Shelf
+from kvtier.keyed.cache import BlockLocation, Change
+from kvtier.testing.storage import StoredBlocks
 from tests.connectors.slab_world import (
     DIGEST,
     REFUSED,
@@ -26,11 +26,11 @@ def test_stored_block_is_found_when_it_is_on_disk_and_not_before(worlds: list[Wo
     world = open_world(worlds, tier)
     tier.open_writes.clear()
     world.submit(False, [1])
-    assert world.slab.find(key_of(1)) is Place.ARRIVING
+    assert world.slab.find(key_of(1)) is BlockLocation.ARRIVING
     assert world.slab.num_jobs == 1
     tier.open_writes.set()
     world.settle()
-    assert world.slab.find(key_of(1)) is Place.STORAGE
+    assert world.slab.find(key_of(1)) is BlockLocation.STORAGE
     assert world.slab.num_jobs == 0
     assert world.load(1) == [1]
 
@@ -139,7 +139,7 @@ def test_changes_are_told_in_order(worlds: list[World]) -> None:
 
 
 def test_restart_finds_blocks_and_does_not_write_them_again(worlds: list[World]) -> None:
-    shelf = Shelf()
+    shelf = StoredBlocks()
     before = World(memory(4, shelf))
     before.store(1, 2)
     before.slab.close()
@@ -153,22 +153,22 @@ def test_restart_finds_blocks_and_does_not_write_them_again(worlds: list[World])
 
 
 def test_what_is_asked_for_next_is_claimed_along(worlds: list[World]) -> None:
-    shelf = Shelf()
+    shelf = StoredBlocks()
     before = World(memory(6, shelf))
     before.store(1, 2, 3, 5)
     before.slab.close()
     tier = memory(6, shelf)
     world = open_world(worlds, tier)
     following = [key_of(number) for number in (2, 3, 4, 5)]
-    assert world.slab.find(key_of(9), lambda: following) is Place.NOWHERE
+    assert world.slab.find(key_of(9), lambda: following) is BlockLocation.NOWHERE
     assert world.slab.num_blocks == 0, "the first is not there, so the rest are of no use"
-    assert world.slab.find(key_of(1), lambda: following) is Place.STORAGE
+    assert world.slab.find(key_of(1), lambda: following) is BlockLocation.STORAGE
     assert (world.slab.num_blocks, tier.num_unfound) == (4, 0)
     assert world.load(1, 2, 3, 5) == [1, 2, 3, 5]
 
 
 def test_start_of_a_prompt_leaves_last_after_a_restart_too(worlds: list[World]) -> None:
-    shelf = Shelf()
+    shelf = StoredBlocks()
     before = World(memory(3, shelf))
     before.store(1, 2, 3)
     before.slab.close()
@@ -183,7 +183,7 @@ def test_start_of_a_prompt_leaves_last_after_a_restart_too(worlds: list[World]) 
 def test_what_was_found_without_room_for_it_is_a_miss_and_leaves_nothing(
     worlds: list[World],
 ) -> None:
-    shelf = Shelf()
+    shelf = StoredBlocks()
     before = World(memory(2, shelf))
     before.store(1)
     before.slab.close()
@@ -192,19 +192,19 @@ def test_what_was_found_without_room_for_it_is_a_miss_and_leaves_nothing(
     tier.open_writes.clear()
     world.submit(False, [2, 3])
     assert tier.is_writing.wait(60)
-    assert world.slab.find(key_of(1)) is Place.NOWHERE
+    assert world.slab.find(key_of(1)) is BlockLocation.NOWHERE
     tier.open_writes.set()
     world.settle()
     assert tier.num_used == world.slab.num_blocks == 2
 
 
 def test_other_namespace_finds_nothing(worlds: list[World]) -> None:
-    shelf = Shelf()
+    shelf = StoredBlocks()
     before = World(memory(4, shelf))
     before.store(1)
     before.slab.close()
     other = World(memory(4, shelf), digest=b"e" * 32)
-    assert other.slab.find(key_of(1)) is Place.NOWHERE
+    assert other.slab.find(key_of(1)) is BlockLocation.NOWHERE
     other.slab.close()
 
 
@@ -224,17 +224,17 @@ def test_namespace_that_can_not_be_stored_is_refused_at_once(
 
 
 def test_slab_is_left_alone_until_blocks_have_names(worlds: list[World]) -> None:
-    shelf = Shelf()
+    shelf = StoredBlocks()
     before = World(memory(4, shelf))
     before.store(1)
     before.slab.close()
     world = open_world(worlds, memory(4, shelf))
     world.slab.digest = b""
-    assert world.slab.find(key_of(1)) is Place.NOWHERE
+    assert world.slab.find(key_of(1)) is BlockLocation.NOWHERE
     world.store(2)
     assert world.load(1, 2) == []
     world.slab.digest = DIGEST
-    assert world.slab.find(key_of(1)) is Place.STORAGE
-    assert world.slab.find(key_of(2)) is Place.NOWHERE
+    assert world.slab.find(key_of(1)) is BlockLocation.STORAGE
+    assert world.slab.find(key_of(2)) is BlockLocation.NOWHERE
     world.store(2)
     assert world.load(1, 2) == [1, 2]

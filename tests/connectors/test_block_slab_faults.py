@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.connectors.shared.names import block_key
+from kvtier.connectors.common.names import block_key
 from kvtier.errors import TierError
-from kvtier.keyed_cache import Change, Place
-from kvtier.testing.storage import Shelf
+from kvtier.keyed.cache import BlockLocation, Change
+from kvtier.testing.storage import StoredBlocks
 from kvtier.tiers.none import NoStorage
 from kvtier.transfer import LocalMover
 from tests.connectors.slab_world import (
@@ -31,7 +31,7 @@ def test_damaged_block_is_lost_and_can_be_stored_again(worlds: list[World]) -> N
     world.store(1, 2, 3)
     tier.spoiled.add(block_key(DIGEST, key_of(2)))
     assert world.load(1, 2, 3) == [1, 3]
-    assert world.slab.find(key_of(2)) is Place.NOWHERE
+    assert world.slab.find(key_of(2)) is BlockLocation.NOWHERE
     assert world.slab.take_changes()[-1] == Change([key_of(2)], "disk", is_removed=True)
     tier.spoiled.clear()
     world.store(2)
@@ -59,7 +59,7 @@ def test_store_that_fails_leaves_nothing(worlds: list[World]) -> None:
     tier.refused.add(block_key(DIGEST, key_of(2)))
     finished = world.store(1, 2)
     assert (finished.keys, finished.is_whole) == ([key_of(1)], False)
-    assert world.slab.find(key_of(2)) is Place.NOWHERE
+    assert world.slab.find(key_of(2)) is BlockLocation.NOWHERE
     assert world.take_counted()(FAILED, "host", "disk") == 1
     assert tier.num_used == 1
 
@@ -112,12 +112,12 @@ def test_what_a_disk_that_is_left_alone_has_is_a_miss_until_it_is_tried_again(
     world.store(1, 2)
     tier.unreachable = True
     for _ in range(3):
-        assert world.slab.find(key_of(1)) is Place.STORAGE
+        assert world.slab.find(key_of(1)) is BlockLocation.STORAGE
         assert world.load(1) == []
-    assert world.slab.find(key_of(1)) is Place.NOWHERE
+    assert world.slab.find(key_of(1)) is BlockLocation.NOWHERE
     tier.unreachable = False
     world.now_s += 60
-    assert world.slab.find(key_of(1)) is Place.STORAGE
+    assert world.slab.find(key_of(1)) is BlockLocation.STORAGE
     assert world.load(1, 2) == [1, 2]
 
 
@@ -155,7 +155,7 @@ def test_rows_of_a_finished_job_can_be_used_for_other_blocks(worlds: list[World]
 
 
 def test_queued_stores_are_finished_before_the_end() -> None:
-    shelf = Shelf()
+    shelf = StoredBlocks()
     tier = memory(8, shelf)
     world = World(tier)
     tier.open_writes.clear()
@@ -168,8 +168,8 @@ def test_queued_stores_are_finished_before_the_end() -> None:
 
 
 def test_stores_that_take_too_long_are_dropped_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.connectors.shared.block_slab.CLOSE_WAIT_S", 0.01)
-    shelf = Shelf()
+    monkeypatch.setattr("kvtier.connectors.common.block_slab.CLOSE_WAIT_S", 0.01)
+    shelf = StoredBlocks()
     tier = memory(8, shelf)
     world = World(tier)
     tier.open_writes.clear()
@@ -190,8 +190,8 @@ def test_stores_that_take_too_long_are_dropped_at_the_end(monkeypatch: pytest.Mo
 
 
 def test_write_that_does_not_end_keeps_the_memory_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtier.connectors.shared.block_slab.CLOSE_WAIT_S", 0.01)
-    monkeypatch.setattr("kvtier.connectors.shared.block_slab.END_WAIT_S", 0.01)
+    monkeypatch.setattr("kvtier.connectors.common.block_slab.CLOSE_WAIT_S", 0.01)
+    monkeypatch.setattr("kvtier.connectors.common.block_slab.END_WAIT_S", 0.01)
     tier = memory(8)
     world = World(tier)
     tier.open_writes.clear()

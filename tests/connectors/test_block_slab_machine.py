@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.connectors.shared.names import block_key
-from kvtier.keyed_cache import Place
-from kvtier.testing.storage import Shelf
+from kvtier.connectors.common.names import block_key
+from kvtier.keyed.cache import BlockLocation
+from kvtier.testing.storage import StoredBlocks
 from tests.connectors.slab_world import DIGEST, World, key_of, memory
 
 
@@ -17,7 +17,7 @@ class Model(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.shelf = Shelf()
+        self.shelf = StoredBlocks()
         self.tier = memory(5, self.shelf)
         self.world = World(self.tier, most_queued=4)
 
@@ -30,7 +30,7 @@ class Model(RuleBasedStateMachine):
     @rule(numbers=numbers)
     def load(self, numbers: list[int]) -> None:
         self.world.settle()
-        ready = {n for n in numbers if self.world.slab.find(key_of(n)) is Place.STORAGE}
+        ready = {n for n in numbers if self.world.slab.find(key_of(n)) is BlockLocation.STORAGE}
         good = {n for n in ready if block_key(DIGEST, key_of(n)) not in self.tier.spoiled}
         assert set(self.world.load(*numbers)) == good
 

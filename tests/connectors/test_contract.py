@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from kvtier.cli.detect import engines
-from kvtier.connectors.shared.contract import Contract
+from kvtier.connectors.common.contract import Contract
 from kvtier.connectors.vllm import contract, entry
 from kvtier.errors import ConfigError
 

@@ -37,7 +37,7 @@ for rank in ranks:
 
 
 def cores_of_threads() -> list[list[int]]:
-    """Of a lane's thread that starts inside, of the thread that starts it, before and after."""
+    """Return the cores of a lane's thread, and of the thread that starts it, before and after."""
     found = [_cores()]
     lane = Lane("copy", DeviceError)
     with off_compute_cores():
@@ -58,7 +58,7 @@ def _cores() -> list[int]:
 
 
 def run(ours: Collection[int], *others: Collection[int]) -> list[list[int]]:
-    """What a rank finds. others: cores of the ranks beside it."""
+    """Return the cores that a rank finds. others: cores of the ranks beside it."""
     bystanders = [
         f"import os, time; os.sched_setaffinity(0, {set(each)}); print(flush=True); time.sleep(60)"
         for each in others

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtier.connectors.shared.holds import Holds
+from kvtier.connectors.common.holds import Holds
 from kvtier.index import make_key_index
 from kvtier.types import Slot
 

@@ -1,4 +1,4 @@
-"""What separates the blocks of one vLLM from those of another."""
+"""Facts that separate the blocks of one vLLM from those of another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.shared.names import block_key
+from kvtier.connectors.common.names import block_key
 from kvtier.connectors.vllm.identity import namespace
 
 

@@ -1,4 +1,4 @@
-"""Which of vLLM's keys name content, and which load of an adapter they mean."""
+"""Keys of vLLM that name content, and the adapter load that they mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What blocks of one vLLM are called: by its weights' bytes, wherever vLLM has these from."""
+"""Names of vLLM's blocks follow the bytes of the weights, wherever vLLM has these from."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.connectors.shared.weights import Source, identify
-from kvtier.connectors.vllm.names import Names, vllm_source
+from kvtier.connectors.common.weights import Source, identify
+from kvtier.connectors.vllm.names import VllmNames, vllm_source
 from kvtier.identity import Basis, Identification, Identity
 
 from .test_identity import _config
@@ -23,7 +23,7 @@ NEVER_STARTED_NS = 1 << 62
 def _before_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that a test makes were there when its process began."""
     monkeypatch.setattr(
-        "kvtier.connectors.shared.weights.process_start_ns", lambda: NEVER_STARTED_NS
+        "kvtier.connectors.common.weights.process_start_ns", lambda: NEVER_STARTED_NS
     )
     monkeypatch.delenv("VLLM_USE_MODELSCOPE", raising=False)
 
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 def digest(*sources: Source, traits: str = "", namespace: str = "") -> bytes:
     """As a start of vLLM has it."""
-    names = Names(_config(), 4096, "vllm 0.32", namespace)
+    names = VllmNames(_config(), 4096, "vllm 0.32", namespace)
     names.settle(sources, traits)
     found = names.digest
     names.close()
@@ -138,7 +138,7 @@ def test_what_was_fetched_at_this_very_start_is_known(
 ) -> None:
     """The hub's client writes a file once; in a folder of the user's anything may happen."""
     fetched(tmp_path, "1" * 40, b"one")
-    monkeypatch.setattr("kvtier.connectors.shared.weights.process_start_ns", lambda: 1)
+    monkeypatch.setattr("kvtier.connectors.common.weights.process_start_ns", lambda: 1)
     hub, local = (
         identify([source])
         for source in (
@@ -214,7 +214,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_large_weights_have_a_name_when_all_of_them_were_read(
     folder: Path, held: threading.Event
 ) -> None:
-    names = Names(_config(), 4096, "vllm 0.32")
+    names = VllmNames(_config(), 4096, "vllm 0.32")
     names.settle([vllm_source(str(folder))])
     assert names.digest == b""
     held.set()
@@ -226,7 +226,7 @@ def test_large_weights_have_a_name_when_all_of_them_were_read(
 
 
 def test_nobody_waits_for_the_reading_at_the_end(folder: Path, held: threading.Event) -> None:
-    names = Names(_config(), 4096, "vllm 0.32")
+    names = VllmNames(_config(), 4096, "vllm 0.32")
     names.settle([vllm_source(str(folder))])
     names.close()
     assert names.digest == b""
@@ -234,7 +234,7 @@ def test_nobody_waits_for_the_reading_at_the_end(folder: Path, held: threading.E
 
 
 def test_reset_cache_may_mean_other_weights_in_memory(folder: Path) -> None:
-    names = Names(_config(), 4096, "vllm 0.32")
+    names = VllmNames(_config(), 4096, "vllm 0.32")
     names.settle([vllm_source(str(folder))])
     before = names.digest
     names.disown()
@@ -246,7 +246,7 @@ def test_reset_cache_may_mean_other_weights_in_memory(folder: Path) -> None:
 def test_reset_while_weights_are_read_leaves_them_without_a_name(
     folder: Path, held: threading.Event
 ) -> None:
-    names = Names(_config(), 4096, "vllm 0.32")
+    names = VllmNames(_config(), 4096, "vllm 0.32")
     names.settle([vllm_source(str(folder))])
     assert names._weights is not None
     reader = names._weights._reader
@@ -259,7 +259,7 @@ def test_reset_while_weights_are_read_leaves_them_without_a_name(
 
 
 def digest_of_files(folder: Path) -> bytes:
-    names = Names(_config(), 4096, "vllm 0.32")
+    names = VllmNames(_config(), 4096, "vllm 0.32")
     found = Identification([folder]).read()
     assert found.basis is Basis.READ
     names._found = found

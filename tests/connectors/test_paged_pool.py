@@ -7,7 +7,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.connectors.shared.paged_pool import GroupPages, PagedPool, Share
+from kvtier.connectors.common.paged_pool import GroupPages, PagedPool, PoolShare
 from kvtier.devices import Direction
 from kvtier.devices.cpu import CpuDevice
 from kvtier.testing import host_memory, memory_bytes
@@ -26,12 +26,12 @@ class Tensors:
         self.stride = max(max(group) for group in sizes) + pads
         count = sum(len(group) for group in sizes)
         self.memory = rng.integers(0, 256, count * (NUM_PAGES * self.stride + 8), np.uint8)
-        self.groups: list[list[Share]] = []
+        self.groups: list[list[PoolShare]] = []
         at = self.memory.ctypes.data
         for group in sizes:
             self.groups.append([])
             for size in group:
-                self.groups[-1].append(Share(at, self.stride, size))
+                self.groups[-1].append(PoolShare(at, self.stride, size))
                 at += NUM_PAGES * self.stride + 8
         self.slot_bytes = max(sum(group) for group in sizes) * pages_per_block + 24
         self.pool = PagedPool(
@@ -39,7 +39,8 @@ class Tensors:
         )
 
     def in_slot(self, host: Bytes, group: int, number: int, slot: int, within: int) -> Bytes:
-        """Where a share of a page lies in host memory, by the formula in the docstring."""
+        """Return the location of a share of a page in host memory, by the formula in the
+        docstring."""
         before = sum(share.nbytes for share in self.groups[group][:number])
         size = self.groups[group][number].nbytes
         at = slot * self.slot_bytes + before * self.pages_per_block + within * size

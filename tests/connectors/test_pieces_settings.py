@@ -1,4 +1,4 @@
-"""What a user may write for kvtier among vLLM's secondary tiers."""
+"""Settings of kvtier among vLLM's secondary tiers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.config import CacheConfig
-from kvtier.connectors.vllm.pieces.settings import TierSettings
+from kvtier.connectors.vllm.standalone.settings import TierSettings
 from kvtier.errors import ConfigError
 from kvtier.types import Durability, Verify
 

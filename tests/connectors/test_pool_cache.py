@@ -9,11 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.connectors.shared.pool_cache import Load, Store
+from kvtier.connectors.common.pool_cache import Load, Store
 from kvtier.devices import Direction
 from kvtier.devices.cpu import CpuDevice
-from kvtier.keyed_cache import Place
-from kvtier.testing import FaultyDevice, Shelf
+from kvtier.keyed.cache import BlockLocation
+from kvtier.testing import FaultyDevice, StoredBlocks
 from kvtier.transfer import TransferEngine
 from tests.connectors.pool_world import ENDS, NUM_PAGES, PoolWorld, key_of
 
@@ -43,18 +43,18 @@ def test_what_left_host_memory_comes_back_from_storage(world: PoolWorld) -> None
     for first in (10, 20):
         assert world.keep(*range(first, first + 4))
         world.settle()
-    assert world.places(1, 2, 3) == [Place.STORAGE] * 3
+    assert world.places(1, 2, 3) == [BlockLocation.STORAGE] * 3
     keys = [key_of(1), key_of(2), key_of(3)]
     assert world.pool.cache.promote(keys) == 3
     world.settle()
-    assert world.places(1, 2, 3) == [Place.MEMORY] * 3
+    assert world.places(1, 2, 3) == [BlockLocation.MEMORY] * 3
     assert world.finish(world.pool.load(keys, [9, 8, 7]), [9, 8, 7])
 
 
 def test_prompt_larger_than_host_memory_keeps_its_beginning(world: PoolWorld) -> None:
     assert not world.keep(*range(12))
-    assert world.places(*range(8)) == [Place.MEMORY] * 8
-    assert world.places(8, 9) == [Place.NOWHERE] * 2
+    assert world.places(*range(8)) == [BlockLocation.MEMORY] * 8
+    assert world.places(8, 9) == [BlockLocation.NOWHERE] * 2
 
 
 def test_copy_to_host_memory_that_fails_leaves_nothing() -> None:
@@ -62,7 +62,7 @@ def test_copy_to_host_memory_that_fails_leaves_nothing() -> None:
     world = PoolWorld(engine=TransferEngine(device))
     device.fail(Direction.STORE, 1)
     assert not world.keep(1, 2)
-    assert world.places(1, 2) == [Place.NOWHERE] * 2
+    assert world.places(1, 2) == [BlockLocation.NOWHERE] * 2
     assert world.keep(1, 2)
     world.close()
 
@@ -79,16 +79,20 @@ def test_load_that_fails_is_told_of_and_leaves_host_memory_as_it_is() -> None:
 
 
 def test_another_process_finds_what_storage_has() -> None:
-    shelf = Shelf()
+    shelf = StoredBlocks()
     first = PoolWorld(shelf=shelf)
     assert first.keep(1, 2)
     first.close()
     second = PoolWorld(shelf=shelf)
-    assert second.places(1, 2, 3) == [Place.STORAGE, Place.STORAGE, Place.NOWHERE]
+    assert second.places(1, 2, 3) == [
+        BlockLocation.STORAGE,
+        BlockLocation.STORAGE,
+        BlockLocation.NOWHERE,
+    ]
     second.close()
     stranger = PoolWorld(shelf=shelf)
     stranger.digest = b"x" * 32
-    assert stranger.places(1, 2) == [Place.NOWHERE] * 2
+    assert stranger.places(1, 2) == [BlockLocation.NOWHERE] * 2
     stranger.close()
 
 
@@ -116,7 +120,7 @@ class PoolMachine(RuleBasedStateMachine):
     def load(self, first: int, num: int) -> None:
         keys = [key_of(number) for number in range(first, first + num)]
         places = self.world.pool.cache.find_all(keys)
-        num_there = next((at for at, p in enumerate(places) if p is not Place.MEMORY), num)
+        num_there = next((at for at, p in enumerate(places) if p is not BlockLocation.MEMORY), num)
         pages = self._free_pages()[:num_there]
         if num_there and len(pages) == num_there:
             self.loads.append((self.world.pool.load(keys[:num_there], pages), pages))
@@ -126,7 +130,9 @@ class PoolMachine(RuleBasedStateMachine):
         keys = [key_of(number) for number in range(first, first + num)]
         places = self.world.pool.cache.find_all(keys)
         pairs = zip(keys, places, strict=True)
-        self.world.pool.cache.promote([key for key, place in pairs if place is Place.STORAGE])
+        self.world.pool.cache.promote(
+            [key for key, place in pairs if place is BlockLocation.STORAGE]
+        )
 
     @rule(call=st.sampled_from(["get", "put"]))
     def break_storage(self, call: str) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.sglang import recorded as under_sglang
+from kvtier.connectors.common.recording import open_recorder, record_tokens
+from kvtier.connectors.sglang import recording as under_sglang
 from kvtier.connectors.sglang.prefill import SCHEDULER, PrefillWatch
-from kvtier.connectors.shared.recorded import open_recorder, record_tokens
-from kvtier.connectors.vllm.settings import Settings
+from kvtier.connectors.vllm.settings import VllmSettings
 from kvtier.recording import Chains
-from kvtier.replay.traces import ReadOptions, read_traces
+from kvtier.tools.replay.traces import ReadOptions, read_traces
 
 CHAINS = Chains(b"s" * 32, 64)
 
@@ -25,12 +25,12 @@ def test_a_key_names_whole_blocks_of_the_engine_and_not_too_few_tokens() -> None
 
 
 def test_nothing_is_written_where_nobody_asks(tmp_path: Path) -> None:
-    assert open_recorder(Settings(), 64, lambda written: None) is None
+    assert open_recorder(VllmSettings(), 64, lambda written: None) is None
     assert not list(tmp_path.iterdir())
 
 
 def test_replicas_with_one_setting_write_a_file_each(tmp_path: Path) -> None:
-    settings = Settings(record=str(tmp_path / "logs" / "trace.jsonl"))
+    settings = VllmSettings(record=str(tmp_path / "logs" / "trace.jsonl"))
     made = [open_recorder(settings, 64, lambda written: None, each) for each in ("", "replica1")]
     for each in made:
         assert each is not None
@@ -58,7 +58,7 @@ def test_what_cant_be_written_is_one_sentence_and_no_error(
 ) -> None:
     (tmp_path / "letter").write_text("Dear")
     monkeypatch.setenv("KVTIER_RECORD_SALT", salt)
-    settings = Settings(record=str(tmp_path / name))
+    settings = VllmSettings(record=str(tmp_path / name))
     assert open_recorder(settings, 64, lambda written: None) is None
     (sentence,) = caplog.messages
     assert sentence.startswith("kvtier serves without a recording: ")
@@ -69,7 +69,7 @@ def test_what_is_left_out_is_counted_and_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     counted: list[bool] = []
-    made = open_recorder(Settings(record=str(tmp_path / "trace")), 64, counted.append)
+    made = open_recorder(VllmSettings(record=str(tmp_path / "trace")), 64, counted.append)
     assert made is not None
     made.close()
     for _ in range(3):
@@ -124,7 +124,7 @@ def test_first_rank_records_each_request_once_when_it_ends(
     watch: PrefillWatch, tmp_path: Path
 ) -> None:
     path = tmp_path / "trace"
-    settings = Settings(record=str(path))
+    settings = VllmSettings(record=str(path))
     for rank in ("tp_rank", "pp_rank", "attn_cp_rank"):
         assert under_sglang.open_recording(settings, config(**{rank: 1}), 64, 0) is None
     made = under_sglang.open_recording(settings, config(), 64, 0)
@@ -157,7 +157,7 @@ def test_first_rank_records_each_request_once_when_it_ends(
 
 
 def test_attention_replicas_record_beside_each_other(watch: PrefillWatch, tmp_path: Path) -> None:
-    settings = Settings(record=str(tmp_path / "trace"))
+    settings = VllmSettings(record=str(tmp_path / "trace"))
     made = [under_sglang.open_recording(settings, config(dp_rank=each), 16, 3) for each in (0, 1)]
     for each in made:
         assert each is not None
@@ -171,7 +171,9 @@ def test_attention_replicas_record_beside_each_other(watch: PrefillWatch, tmp_pa
 def test_request_that_cant_be_read_fails_nothing(
     watch: PrefillWatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = under_sglang.open_recording(Settings(record=str(tmp_path / "trace")), config(), 16, 0)
+    made = under_sglang.open_recording(
+        VllmSettings(record=str(tmp_path / "trace")), config(), 16, 0
+    )
     assert made is not None
     step(watch, [odd := Request("1", None)], ends=[odd])  # type: ignore[arg-type]
     made.close()

@@ -68,8 +68,10 @@ def test_tier_and_policy_alone_are_known(monkeypatch: pytest.MonkeyPatch) -> Non
     _vllm(monkeypatch, tiers=tiers, policies=policies)
     register()
     register()
-    assert tiers.known == {SPEC_NAME: ("kvtier.connectors.vllm.pieces.secondary", "KvtierTier")}
-    assert policies.known == {SPEC_NAME: ("kvtier.connectors.vllm.pieces.policy", "KvtierPolicy")}
+    assert tiers.known == {SPEC_NAME: ("kvtier.connectors.vllm.standalone.secondary", "KvtierTier")}
+    assert policies.known == {
+        SPEC_NAME: ("kvtier.connectors.vllm.standalone.policy", "KvtierPolicy")
+    }
 
 
 def test_another_vllm_is_told_and_goes_on(

@@ -1,4 +1,4 @@
-"""Who leaves a tier that takes whatever comes."""
+"""Evictions of a tier that has to take every block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvtier.connectors.vllm.pieces.room import Path, Room
+from kvtier.connectors.vllm.standalone.capacity import GuestTier, Path
 from tests.effort import effort
 
 
@@ -22,7 +22,7 @@ class Tier:
     does."""
 
     def __init__(self, capacity: int, step: int = 4) -> None:
-        self.room, self.capacity, self.step = Room(capacity), capacity, step
+        self.room, self.capacity, self.step = GuestTier(capacity), capacity, step
         self.resident: set[int] = set()
         self.now_s = 0.0
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.connectors.shared.row_cache import RowCache
+from kvtier.connectors.common.row_cache import RowCache
 from kvtier.index import make_key_index
 from kvtier.ladder import Ladder, LadderOptions
 from kvtier.layout import named_layout, opaque
-from kvtier.testing import MemoryStorage, Shelf, host_memory
+from kvtier.testing import MemoryStorage, StoredBlocks, host_memory
 from kvtier.tiers import LentMemory
 from kvtier.tiers.row import rooms_of
 from kvtier.transfer import LocalMover
@@ -27,7 +27,7 @@ class World:
     def __init__(self) -> None:
         layout = named_layout("block_first", GROUP, NUM_ROWS)
         self.rows = LentMemory(HOST, host_memory(NUM_ROWS * ROW_BYTES), layout)
-        self.storage = MemoryStorage(GROUP, 3, Shelf())
+        self.storage = MemoryStorage(GROUP, 3, StoredBlocks())
         tiers = {HOST: self.rows, DISK: self.storage}
         index = make_key_index(tuple(tiers), lambda: b"n" * 32)
         self.ladder = Ladder(

@@ -1,18 +1,18 @@
-"""What may be set in vLLM's ``kv_connector_extra_config``."""
+"""Settings in vLLM's ``kv_connector_extra_config``."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvtier.connectors.vllm.settings import Settings
+from kvtier.connectors.vllm.settings import VllmSettings
 from kvtier.errors import ConfigError
 
 DISK = {"disk_path": "/nvme", "disk_capacity": "1GiB"}
 
 
 def test_settings_are_read_and_refused_by_name() -> None:
-    assert Settings.read({"spec_name": "kvtier", "host_capacity": "2GiB"}).host_bytes == 2 << 30
-    assert Settings.read({"blocks_per_chunk": 4}).host_capacity == "4GiB"
+    assert VllmSettings.read({"spec_name": "kvtier", "host_capacity": "2GiB"}).host_bytes == 2 << 30
+    assert VllmSettings.read({"blocks_per_chunk": 4}).host_capacity == "4GiB"
     for extra, told in (
         (
             {"hosts_capacity": "2GiB"},
@@ -47,21 +47,21 @@ def test_settings_are_read_and_refused_by_name() -> None:
         ({"record_max_bytes": "1KiB"}, "record_max_bytes: '1KiB' is below 1 MiB"),
     ):
         with pytest.raises(ConfigError, match=told):
-            Settings.read(extra)
+            VllmSettings.read(extra)
 
 
 def test_stores_stand_in_the_order_given_and_are_not_shown() -> None:
-    one = Settings.read({"storage": "valkey://me:secret@host", "lookup_deadline_s": 1})
+    one = VllmSettings.read({"storage": "valkey://me:secret@host", "lookup_deadline_s": 1})
     assert one.stores == ["valkey://me:secret@host"]
     assert one.store_bytes == 1 << 40
     assert one.has_storage
     assert "secret" not in repr(one)
     row = ["valkey://host", "far=valkey://elsewhere"]
-    assert Settings.read({**DISK, "storage": row}).stores == row
-    assert not Settings.read({}).has_storage
+    assert VllmSettings.read({**DISK, "storage": row}).stores == row
+    assert not VllmSettings.read({}).has_storage
 
 
 def test_password_of_a_store_that_cant_be_read_is_not_told() -> None:
     with pytest.raises(ConfigError) as caught:
-        Settings.read({"storage": "//me:secret@host"})
+        VllmSettings.read({"storage": "//me:secret@host"})
     assert "secret" not in str(caught.value)

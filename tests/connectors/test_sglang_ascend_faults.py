@@ -1,5 +1,4 @@
-"""Where kvtier's copies on Ascend can't be used, or fail: SGLang's own are left; and who asks for
-them."""
+"""SGLang's own copies stay where kvtier's on Ascend cannot be used, or fail."""
 
 from __future__ import annotations
 

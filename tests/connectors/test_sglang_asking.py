@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.sglang.bringing import Bringing, Prompt
-from kvtier.connectors.sglang.gate import Gate
-from kvtier.connectors.sglang.waits import Wait
+from kvtier.connectors.sglang.promotion import PromptPromotion, WaitingPrompt
+from kvtier.connectors.sglang.scheduler_hooks import QueueGate
+from kvtier.connectors.sglang.wait_reasons import RankWait
 from kvtier.layout import opaque
-from kvtier.testing import MemoryStorage, Shelf
+from kvtier.testing import MemoryStorage, StoredBlocks
 from kvtier.tiers import StorageFacts
 from tests.connectors.pool_world import SLOT_BYTES, PoolWorld, key_of
 from tests.connectors.test_sglang_gate import PAGE, scheduler, take_first
@@ -27,21 +27,23 @@ class World:
     ``store.open_finds`` is set."""
 
     def __init__(self, lookup_deadline_s: float = PATIENCE_S) -> None:
-        shelf = Shelf()
+        shelf = StoredBlocks()
         first = PoolWorld(shelf=shelf)
         assert first.keep(*range(6))
         first.close()
         facts = StorageFacts(is_shared=True)
         self.store = MemoryStorage(opaque(SLOT_BYTES), 16, shelf, "store", facts)
         self.pools = PoolWorld(storages=[self.store], lookup_deadline_s=lookup_deadline_s)
-        self.bringing = Bringing({"kv": self.pools.pool}, PAGE, always=True)
-        self.gate = Gate(self.bringing)
+        self.bringing = PromptPromotion({"kv": self.pools.pool}, PAGE, always=True)
+        self.gate = QueueGate(self.bringing)
         self.cuts: list[list[int]] = []
 
     def look(self, rid: str, *numbers: int) -> None:
         keys = [key_of(number) for number in numbers]
         places, asked = self.pools.pool.cache.find_or_ask(keys)
-        cuts = self.bringing.cuts(rid, Prompt(0, 160), keys, {"kv": places}, {"kv": 0}, asked)
+        cuts = self.bringing.cuts(
+            rid, WaitingPrompt(0, 160), keys, {"kv": places}, {"kv": 0}, asked
+        )
         self.cuts.append(cuts)
 
     def request(self, *numbers: int) -> Any:
@@ -57,7 +59,7 @@ class World:
         """The store has answered, and a step has noticed."""
         self.store.open_finds.set()
         end_s = time.monotonic() + PATIENCE_S
-        while any(visit.wait(0.0) is Wait.ANSWERS for visit in self.bringing._visits.values()):
+        while any(visit.wait(0.0) is RankWait.ANSWERS for visit in self.bringing._visits.values()):
             assert time.monotonic() < end_s, "nothing is heard"
             self.pools.pool.cache.poll()
 
@@ -75,13 +77,13 @@ def test_request_waits_for_the_answer_and_then_for_what_comes(world: World) -> N
     req = world.request(0, 1, 2, 99)
     made = scheduler([req])
     assert world.choose(made) == []
-    assert world.bringing.wait(req.rid) is Wait.ANSWERS
+    assert world.bringing.wait(req.rid) is RankWait.ANSWERS
     assert world.choose(made) == []
     assert world.cuts == [[]], "it is looked up once while it waits"
     world.until_heard()
     assert world.choose(made) == []
     assert world.choose(made) == []
-    assert world.bringing.wait(req.rid) is Wait.READS
+    assert world.bringing.wait(req.rid) is RankWait.READS
     world.pools.settle()
     assert world.choose(made) == [req.rid]
     world.look("turn", 0, 1, 2, 99)
@@ -107,7 +109,7 @@ def test_others_pass_meanwhile(world: World) -> None:
 
 def test_ranks_look_again_when_all_have_heard(world: World) -> None:
     """Each look-up is a reduction of SGLang's: all make it in the same step, or none."""
-    others = [int(Wait.ANSWERS)]
+    others = [int(RankWait.ANSWERS)]
     req = world.request(0, 1)
     made = scheduler([req], lambda at: others[at])
     assert world.choose(made) == []
@@ -124,7 +126,7 @@ def test_ranks_look_again_when_all_have_heard(world: World) -> None:
 
 
 def test_rank_that_asked_nobody_looks_again_with_the_others(world: World) -> None:
-    others = [int(Wait.ANSWERS)]
+    others = [int(RankWait.ANSWERS)]
     req = world.request()
     made = scheduler([req], lambda at: others[at])
     assert world.choose(made) == []
@@ -150,14 +152,14 @@ def test_nobody_waits_for_longer_than_for_an_answer() -> None:
 
 
 def test_log_has_once_what_was_decided(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="kvtier.connectors.sglang.bringing")
+    caplog.set_level(logging.DEBUG, logger="kvtier.connectors.sglang.promotion")
     pools = PoolWorld()
     assert pools.keep(0, 1)
-    bringing = Bringing({"kv": pools.pool}, PAGE, always=False)
+    bringing = PromptPromotion({"kv": pools.pool}, PAGE, always=False)
     keys = [key_of(0), key_of(1)]
     places = {"kv": pools.pool.cache.find_all(keys)}
     for _ in range(3):
-        bringing.cuts("again\nforged", Prompt(0, 3 * PAGE), keys, places, {"kv": 0})
+        bringing.cuts("again\nforged", WaitingPrompt(0, 3 * PAGE), keys, places, {"kv": 0})
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(rf"prompt request=again\nforged tokens={3 * PAGE} reused={2 * PAGE} ")
     pools.close()

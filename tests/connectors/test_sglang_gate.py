@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvtier.connectors.sglang.bringing import Bringing, Prompt
-from kvtier.connectors.sglang.gate import NUM_AHEAD, Gate
-from kvtier.keyed_cache import Place
-from kvtier.testing import Shelf
+from kvtier.connectors.sglang.promotion import PromptPromotion, WaitingPrompt
+from kvtier.connectors.sglang.scheduler_hooks import NUM_AHEAD, QueueGate
+from kvtier.keyed.cache import BlockLocation
+from kvtier.testing import StoredBlocks
 from tests.connectors.pool_world import PoolWorld, key_of
 
 PAGE = 16
 NUM_STORED = 6
-PROMPT = Prompt(0, 10 * PAGE)
+PROMPT = WaitingPrompt(0, 10 * PAGE)
 
 
 class World:
@@ -25,23 +25,23 @@ class World:
     are those from its number on. now_s: what the clock shows."""
 
     def __init__(self, always: bool = True) -> None:
-        shelf = Shelf()
+        shelf = StoredBlocks()
         first = PoolWorld(shelf=shelf)
         assert first.keep(*range(NUM_STORED))
         first.close()
         self.pools = PoolWorld(shelf=shelf)
         self.now_s = 0.0
-        self.bringing = Bringing({"kv": self.pools.pool}, PAGE, always, lambda: self.now_s)
-        self.gate = Gate(self.bringing)
+        self.bringing = PromptPromotion({"kv": self.pools.pool}, PAGE, always, lambda: self.now_s)
+        self.gate = QueueGate(self.bringing)
         self.num_looked = 0
 
-    def look(self, rid: str, *numbers: int, prompt: Prompt = PROMPT) -> list[int]:
+    def look(self, rid: str, *numbers: int, prompt: WaitingPrompt = PROMPT) -> list[int]:
         keys = [key_of(number) for number in numbers]
         places = {"kv": self.pools.pool.cache.find_all(keys)}
         return self.bringing.cuts(rid, prompt, keys, places, {"kv": 0})
 
     def request(self, *numbers: int) -> Any:
-        """That is looked up as SGLang does it."""
+        """Return a request that is looked up as SGLang does it."""
         req = SimpleNamespace(rid=f"r{numbers}")
 
         def init_next_round_input(cache: object, cow_mamba: bool) -> None:
@@ -147,8 +147,8 @@ def test_window_needs_only_what_lies_before_the_cut() -> None:
     caches = {"kv": full.pool, "swa": window.pool}
     keys = [key_of(number) for number in range(5)]
     places = {name: cache.cache.find_all(keys) for name, cache in caches.items()}
-    assert places["swa"][:2] == [Place.NOWHERE] * 2
-    bringing = Bringing(caches, PAGE, always=True)
+    assert places["swa"][:2] == [BlockLocation.NOWHERE] * 2
+    bringing = PromptPromotion(caches, PAGE, always=True)
     assert bringing.cuts("r", PROMPT, keys, places, {"kv": 0, "swa": 2}) == [4]
     assert bringing.cuts("r", PROMPT, keys, places, {"kv": 0, "swa": 1}) == [3, 4]
     full.close()

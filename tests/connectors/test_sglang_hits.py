@@ -1,11 +1,11 @@
-"""Where a prompt may be cut when several pools must agree."""
+"""Positions at which a prompt may be cut if several pools must agree."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.connectors.sglang.hits import SidePool, common_hits
+from kvtier.connectors.sglang.prefix_hits import SidePool, common_hits
 
 Flags = st.lists(st.booleans(), max_size=12)
 

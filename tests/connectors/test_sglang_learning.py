@@ -1,4 +1,4 @@
-"""What a policy that learns is told under SGLang, and where none is asked."""
+"""Reports to a policy that learns, under SGLang, and cases without one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.connectors.sglang.asking import Asking, policy_of
+from kvtier.connectors.sglang.prompt_reporting import PromptReporter, policy_of
 from kvtier.connectors.sglang.settings import StorageSettings
 from kvtier.errors import ConfigError
 from kvtier.index.policies.replayed import LRU, RUNS
@@ -21,7 +21,7 @@ DISK = {"disk_path": "/nvme/kv", "disk_capacity": "1MiB"}
 
 
 class Request:
-    """Of SGLang's."""
+    """Request of SGLang."""
 
 
 def key(number: int) -> str:
@@ -37,13 +37,13 @@ def run_batch(run: Callable[..., Any], *rest: Any) -> Any:
 
 
 class Told:
-    """What the cache of ``pools`` is told: chains of prompts, and what came behind what."""
+    """Chains of prompts reported to the cache of ``pools``, and what came behind what."""
 
     def __init__(self, pools: PoolWorld, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[list[int]] = []
         self.behind: list[tuple[list[int], int]] = []
         self.fails = False
-        self.asking = Asking(pools.pool.cache, PAGE)
+        self.asking = PromptReporter(pools.pool.cache, PAGE)
         monkeypatch.setattr(pools.pool.cache, "asked", self._asked)
         monkeypatch.setattr(pools.pool.cache, "continues", self._continues)
 

@@ -1,4 +1,4 @@
-"""Where a pool's pages lie, told by three questions."""
+"""Locations of a pool's pages, found by three questions."""
 
 from __future__ import annotations
 

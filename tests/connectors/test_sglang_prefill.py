@@ -1,4 +1,4 @@
-"""What SGLang's steps take, told by its scheduler's own calls."""
+"""Times of SGLang's steps, as its scheduler's own calls report them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may set under SGLang, what can't be served, and what pages are called."""
+"""Settings under SGLang, unsupported options, and names of pages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvtier.connectors.sglang.identity import engine_digest, folder_of, page_keys, pool_facts
-from kvtier.connectors.sglang.refusals import refuse, refuse_linked
 from kvtier.connectors.sglang.settings import LinkerSettings, StorageSettings
+from kvtier.connectors.sglang.unsupported import refuse, refuse_linked
 from kvtier.errors import ConfigError
 
 DISK = {"disk_path": "/nvme/kv", "disk_capacity": "1MiB"}

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtier.connectors.shared.names import block_key
-from kvtier.connectors.shared.slab_calls import CALL_BLOCKS, SlabCalls
+from kvtier.connectors.common.names import block_key
+from kvtier.connectors.common.slab_calls import CALL_BLOCKS, SlabCalls
 from kvtier.errors import TierError
-from kvtier.testing import MemoryStorage, Shelf, host_memory, memory_bytes
+from kvtier.testing import MemoryStorage, StoredBlocks, host_memory, memory_bytes
 from kvtier.tiers import Pieces, StorageFacts
 from tests.connectors.slab_world import BLOCK_BYTES, DIGEST, bytes_of, memory
 
@@ -68,7 +68,7 @@ class Caller:
         return self.calls.store(keys, self._pieces.pick(slice(len(keys))), earlier)
 
     def load(self, *numbers: int, before: Sequence[int] = ()) -> list[bool]:
-        """Which are said to be in place; these have the right bytes."""
+        """Load blocks that are reported present, and compare their bytes."""
         self._bytes[:] = 0
         keys = [key_of(number) for number in numbers]
         earlier = [key_of(number) for number in before]
@@ -118,7 +118,7 @@ def test_long_call_goes_in_turns() -> None:
 
 
 def test_restart_finds_what_was_acknowledged() -> None:
-    shelf = Shelf()
+    shelf = StoredBlocks()
     before = Caller(memory(4, shelf))
     before.store(1, 2)
     before.calls.close()
@@ -129,7 +129,7 @@ def test_restart_finds_what_was_acknowledged() -> None:
 
 
 def test_store_that_others_use_is_asked_what_it_has() -> None:
-    shelf, facts = Shelf(), StorageFacts(evicts=True, is_shared=True)
+    shelf, facts = StoredBlocks(), StorageFacts(evicts=True, is_shared=True)
     first = Caller(memory(8, shelf, facts))
     assert first.store(1, 2, 3) == [True] * 3
     second = Caller(memory(8, shelf, facts))
@@ -293,10 +293,10 @@ def test_what_is_decided_is_counted(always_loads: bool) -> None:
 def test_memory_of_a_read_that_does_not_end_is_kept_for_good(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvtier.connectors.shared.block_slab.CLOSE_WAIT_S", 0.05)
-    monkeypatch.setattr("kvtier.connectors.shared.block_slab.END_WAIT_S", 0.05)
+    monkeypatch.setattr("kvtier.connectors.common.block_slab.CLOSE_WAIT_S", 0.05)
+    monkeypatch.setattr("kvtier.connectors.common.block_slab.END_WAIT_S", 0.05)
     kept: list[object] = []
-    monkeypatch.setattr("kvtier.connectors.shared.spare_memory._ABANDONED", kept)
+    monkeypatch.setattr("kvtier.connectors.common.spare_memory._ABANDONED", kept)
     caller = Caller(memory(128), block_tokens=64)
     caller.store(*range(100))
     caller.calls._slab.costs.observe_copy(("disk", "host"), 100 * BLOCK_BYTES, 10.0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.connectors.shared.slab_reads import SlabReads
+from kvtier.connectors.common.slab_reads import SlabReads
 from kvtier.testing import FaultyDisk
 from kvtier.tiers.disk import DiskOptions, DiskReader, DiskTier
 from tests.connectors.slab_world import BLOCK_BYTES, DIGEST, GROUP

@@ -9,8 +9,8 @@ import numpy as np
 from kvtier.index.policies.replayed import LRU, RUNS
 from tests.connectors.slab_world import memory
 from tests.connectors.test_slab_calls import Caller, key_of
-from tests.policies.live_tier import names
-from tests.policies.traffic import TRAFFIC
+from tests.index.policies.live_tier import names
+from tests.index.policies.traffic import TRAFFIC
 
 
 def _serve(caller: Caller, path: list[int], tells: bool) -> int:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.connectors.shared.paged_pool import GroupPages, PagedPool, Share
+from kvtier.connectors.common.paged_pool import GroupPages, PagedPool, PoolShare
 from kvtier.devices import Direction, Memory
 from kvtier.errors import ConfigError
 from kvtier.layout import opaque
@@ -24,8 +24,8 @@ from kvtier.testing import host_memory, memory_bytes
 from kvtier.tiers import Outcome, Pieces
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.types import BlockKey, BlockName, Direct, Slot, Verify
-from tests.disk.accelerated import KINDS, line_of, on_fake
 from tests.fakes.storage import LIBRARIES
+from tests.tiers.disk.accelerated import KINDS, line_of, on_fake
 
 PAGE = 4096
 NUM_PAGES = 9
@@ -66,7 +66,7 @@ class Tensors:
         self.fake, self.device, self._undo = on_fake(name)
         self.n = n
         kind = KINDS[self.fake.vendor]
-        self.shares: list[Share] = []
+        self.shares: list[PoolShare] = []
         self.allocations: list[Memory] = []
         left = list(sizes)
         for num in num_tensors:
@@ -77,7 +77,7 @@ class Tensors:
             self.allocations.append(Memory(at, num_bytes, kind, None))
             at += behind
             for size in here:
-                self.shares.append(Share(at, size + pad, size))
+                self.shares.append(PoolShare(at, size + pad, size))
                 at += NUM_PAGES * (size + pad) + between
         self.slot_bytes = sum(sizes) * n
         self.pool = PagedPool(

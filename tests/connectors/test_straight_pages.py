@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.connectors.shared.paged_pool import GroupPages, PagedPool, Share
+from kvtier.connectors.common.paged_pool import GroupPages, PagedPool, PoolShare
 from kvtier.devices import Direction, Memory
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError
@@ -46,7 +46,7 @@ class Tensors:
         self.bytes = np.frombuffer(self.owner, np.uint8)
         shares, at = [], self.bytes.ctypes.data + behind
         for size, stride in zip(sizes, strides, strict=True):
-            shares.append(Share(at, stride, size))
+            shares.append(PoolShare(at, stride, size))
             at += NUM_PAGES * stride + PAGE
         self.slot_bytes = -(-sum(sizes) * n // PAGE) * PAGE
         self.pool = PagedPool([shares], NUM_PAGES, n, self.slot_bytes, "cpu", self.owner)
@@ -157,7 +157,7 @@ def test_what_can_not_come_straight_is_said_and_refused(
 def test_groups_whose_blocks_are_in_other_pieces_are_told(
     sizes: list[list[int]], reason: str
 ) -> None:
-    groups = [[Share(4 * PAGE, 4 * PAGE, size) for size in group] for group in sizes]
+    groups = [[PoolShare(4 * PAGE, 4 * PAGE, size) for size in group] for group in sizes]
     assert PagedPool(groups, 2, 1, 12 * PAGE, "cpu", None).why_not_straight == reason
 
 

@@ -26,13 +26,13 @@ from kvtier.keys import token_labels
 from kvtier.layout import DType, full_attention, named_layout
 from kvtier.testing import host_memory
 from kvtier.tiers import ArenaOptions, DeviceTier, HostTier
-from kvtier.tiers.disk.folder import owner_of
+from kvtier.tiers.disk.format.folder import owner_of
 from kvtier.tiers.disk.io import open_engine
 from kvtier.tiers.disk.opening import read_superblock
 from kvtier.transfer.lane import Lane
 from kvtier.types import IoKind
 from tests.core.locking import LockingDevice
-from tests.disk.world import key, world
+from tests.tiers.disk.world import key, world
 
 NOT_HERE = 77
 """Exit status where the system has not what a scenario is about."""
@@ -144,7 +144,7 @@ def killed(fork: Fork, folder: Path) -> None:
 
 
 def arena(fork: Fork, folder: Path) -> None:
-    """What is locked and shared stays so."""
+    """Check that locked and shared memory stays so."""
     device = LockingDevice()
     options = ArenaOptions(file=folder / "arena")
     with closing(HostTier(GROUP, 8 * GROUP.bytes_per_block, device, options)) as tier:

@@ -1,4 +1,4 @@
-"""What the cache promises to a request, one sentence at a time."""
+"""Promises of the cache to a request, one sentence at a time."""
 
 from __future__ import annotations
 

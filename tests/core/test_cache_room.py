@@ -128,7 +128,7 @@ def test_refusal_is_none_and_leaks_nothing(world: World) -> None:
 
 
 def test_refusal_evicts_nothing(world: World) -> None:
-    """What could be had is not enough: then nothing is given up for it."""
+    """If evictions cannot make enough room, nothing is evicted."""
     world.serve([*B, 9])
     world.lose_the_device()
     world.serve(A)

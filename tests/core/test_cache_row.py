@@ -1,4 +1,4 @@
-"""Which tiers stand in the row: with no host tier, several storages beside each other, far ones."""
+"""Rows of tiers: without a host tier, with several storages, with remote ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.testing import MemoryStorage, Shelf
+from kvtier.testing import MemoryStorage, StoredBlocks
 from kvtier.tiers import StorageFacts
 from kvtier.types import DEVICE, DISK, HOST
 
@@ -23,8 +23,8 @@ def hits(request: Request) -> dict[str, int]:
 
 
 def test_without_a_host_tier_storage_serves_the_device(make_world: MakeWorld) -> None:
-    """Where it reaches the device's memory itself."""
-    shelf = Shelf()
+    """Storage that reaches the device's memory itself serves it."""
+    shelf = StoredBlocks()
     earlier = make_world(disk_blocks=30, host_blocks=0, shelf=shelf)
     earlier.serve(LONG)
     assert len(shelf.blocks) == 4
@@ -44,7 +44,7 @@ def test_storage_that_does_not_reach_the_device_needs_a_host_tier(make_world: Ma
 
 
 def test_a_look_up_that_takes_its_time_is_for_the_next_request(make_world: MakeWorld) -> None:
-    shelf = Shelf()
+    shelf = StoredBlocks()
     make_world(disk_blocks=30, shelf=shelf).serve(LONG)
     world = make_world(disk_blocks=30, shelf=shelf, storage_facts=StorageFacts())
     first = world.ask(LONG)
@@ -62,7 +62,7 @@ def test_a_request_that_costs_more_than_computing_is_never_made(
     make_world: MakeWorld, request_s: float, num_loaded: int
 ) -> None:
     """Nothing was read before: what storage says of itself has to do."""
-    shelf = Shelf()
+    shelf = StoredBlocks()
     make_world(disk_blocks=30, shelf=shelf).serve(LONG)
     facts = StorageFacts(finds_at_once=True, request_s=request_s)
     world = make_world(disk_blocks=30, shelf=shelf, storage_facts=facts)
@@ -73,8 +73,8 @@ def test_a_request_that_costs_more_than_computing_is_never_made(
 
 
 def test_storage_tiers_stand_beside_each_other(make_world: MakeWorld) -> None:
-    """What goes to one goes to the other; a hit in one never crosses the other."""
-    far = MemoryStorage(GROUP, 30, Shelf(), "far")
+    """A write goes to every storage tier; a hit in one never crosses the other."""
+    far = MemoryStorage(GROUP, 30, StoredBlocks(), "far")
     world = make_world(disk_blocks=30, more_storage=(far,))
     world.serve(LONG)
     assert (world.held(DISK), world.held("far")) == (4, 4)

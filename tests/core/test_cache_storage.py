@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.devices import Direction
 from kvtier.keys import token_labels
-from kvtier.testing import Shelf
+from kvtier.testing import StoredBlocks
 from kvtier.tiers import StorageFacts
 from kvtier.types import DEVICE, DISK, HOST, BlockKey, WritePolicy
 
@@ -22,7 +22,7 @@ LONG = [*A, 9]
 @pytest.fixture
 def restarted(make_world: MakeWorld) -> World:
     """A world whose storage has A from an earlier one."""
-    shelf = Shelf()
+    shelf = StoredBlocks()
     make_world(disk_blocks=30, shelf=shelf).serve(LONG)
     assert len(shelf.blocks) == 4
     return make_world(disk_blocks=30, shelf=shelf.copy())
@@ -66,7 +66,7 @@ def test_a_longer_prompt_continues_what_came_back(restarted: World) -> None:
 
 def test_what_was_found_behind_a_gap_is_known_as_well(make_world: MakeWorld) -> None:
     """Or it would keep its room in storage, and nobody would ever give it back."""
-    shelf = Shelf()
+    shelf = StoredBlocks()
     make_world(disk_blocks=30, shelf=shelf).serve(LONG)
     del shelf.blocks[list(shelf.blocks)[1]]
     world = make_world(disk_blocks=30, shelf=shelf)
@@ -166,7 +166,7 @@ def test_what_was_not_worth_waiting_for_is_read_meanwhile(restarted: World) -> N
 
 
 def test_unclaimed_blocks_make_room_for_new_ones(make_world: MakeWorld) -> None:
-    first, shelf = make_world(disk_blocks=10), Shelf()
+    first, shelf = make_world(disk_blocks=10), StoredBlocks()
     for prompt in (A, B):
         first.serve([*prompt, 9])
     shelf.blocks.update(first.shelf.blocks)
@@ -187,7 +187,7 @@ def test_storage_is_a_hard_bound(make_world: MakeWorld) -> None:
 
 
 def test_only_what_host_memory_has_room_for_is_loaded(make_world: MakeWorld) -> None:
-    shelf = Shelf()
+    shelf = StoredBlocks()
     earlier = make_world(disk_blocks=30, shelf=shelf)
     for prompt in (A, B):
         earlier.serve([*prompt, 9])
@@ -245,7 +245,10 @@ def test_write_that_fails_takes_nothing_from_others(
 ) -> None:
     """Some of it may have come to be there, and there it stays, where another process may have put
     it: every copy is the right one."""
-    shelf, facts = Shelf(), StorageFacts(evicts=True, finds_at_once=True, is_shared=is_shared)
+    shelf, facts = (
+        StoredBlocks(),
+        StorageFacts(evicts=True, finds_at_once=True, is_shared=is_shared),
+    )
     world = make_world(disk_blocks=30, shelf=shelf, storage_facts=facts)
     dropped: list[BlockKey] = []
     drop = world.storage.drop
@@ -278,7 +281,7 @@ def test_storage_that_hangs_is_left_open_at_the_end(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever is inside still uses its files and memory."""
-    monkeypatch.setattr("kvtier.ladder.traffic.CLOSE_WAIT_S", 0.01)
+    monkeypatch.setattr("kvtier.ladder.transfers.CLOSE_WAIT_S", 0.01)
     world = World(disk_blocks=30)
     world.storage.open_writes.clear()
     request = world.start(LONG)
@@ -344,7 +347,7 @@ def test_damage_that_a_scrub_finds_is_counted(restarted: World) -> None:
 
 def test_a_slow_disk_leaves_host_memory_to_others(make_world: MakeWorld) -> None:
     """Writes that the disk does not take wait without holding anything: promotions find room."""
-    shelf = Shelf()
+    shelf = StoredBlocks()
     make_world(disk_blocks=90, shelf=shelf).serve(LONG)
     world = make_world(disk_blocks=90, shelf=shelf, host_blocks=12)
     world.storage.open_writes.clear()

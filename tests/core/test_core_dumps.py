@@ -17,7 +17,7 @@ from kvtier.layout import DType, full_attention, named_layout
 from kvtier.testing import host_memory
 from kvtier.tiers import ArenaOptions, DeviceTier, HostTier
 from kvtier.tiers.disk.bounce import Bounce
-from kvtier.tiers.remote.docks import Rows
+from kvtier.tiers.remote.bounce_workers import BounceRows
 from kvtier.transfer.ring import Ring
 from kvtier.types import DEVICE, Slot
 from tests.smaps import is_dumped, mappings
@@ -52,7 +52,7 @@ def test_large_host_tier_is_left_out_as_a_whole() -> None:
 def test_buffers_that_blocks_pass_through_are_left_out() -> None:
     layout = named_layout("layer_first", GROUP, 4)
     ring = Ring(DeviceTier(host_memory(layout.nbytes), layout), CpuDevice())
-    for each in (Bounce(3, 8192), Bounce(600, 8192), Rows(5, 3000), ring.tier):
+    for each in (Bounce(3, 8192), Bounce(600, 8192), BounceRows(5, 3000), ring.tier):
         assert not is_dumped(each.memory.address, each.memory.nbytes)
     ring.close()
 

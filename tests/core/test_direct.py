@@ -14,7 +14,7 @@ from kvtier.devices import Direction, Fence, Memory
 from kvtier.devices.cpu import CpuDevice
 from kvtier.errors import ConfigError
 from kvtier.layout import DType, full_attention, named_layout
-from kvtier.testing import MemoryStorage, Shelf, host_memory, memory_bytes
+from kvtier.testing import MemoryStorage, StoredBlocks, host_memory, memory_bytes
 from kvtier.tiers import DeviceTier, StorageFacts
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.direct import Pool
@@ -34,9 +34,9 @@ READ_ONLY = StorageFacts(finds_at_once=True, writes_from=frozenset({"elsewhere"}
 
 
 @pytest.fixture
-def shelf(make_world: MakeWorld) -> Shelf:
-    """What an earlier process has left: ``LONG``."""
-    made = Shelf()
+def shelf(make_world: MakeWorld) -> StoredBlocks:
+    """Return what an earlier process has left: ``LONG``."""
+    made = StoredBlocks()
     make_world(disk_blocks=30, shelf=made).serve(LONG)
     return made.copy()
 
@@ -53,7 +53,9 @@ def hits(request: Request) -> dict[str, int]:
 # -- beside a host tier ----------------------------------------------------------------------------
 
 
-def test_what_goes_straight_leaves_host_memory_alone(make_world: MakeWorld, shelf: Shelf) -> None:
+def test_what_goes_straight_leaves_host_memory_alone(
+    make_world: MakeWorld, shelf: StoredBlocks
+) -> None:
     world = make_world(disk_blocks=30, shelf=shelf, storage_facts=ON)
     request = world.start(LONG)
     assert hits(request) == {DISK: 4}
@@ -62,7 +64,7 @@ def test_what_goes_straight_leaves_host_memory_alone(make_world: MakeWorld, shel
 
 
 def test_what_is_read_ahead_goes_to_host_memory_all_the_same(
-    make_world: MakeWorld, shelf: Shelf
+    make_world: MakeWorld, shelf: StoredBlocks
 ) -> None:
     """Nothing on the device is held for a request whose turn has not come."""
     world = make_world(disk_blocks=30, shelf=shelf, storage_facts=ON)
@@ -78,7 +80,7 @@ def test_what_is_read_ahead_goes_to_host_memory_all_the_same(
 
 @pytest.mark.parametrize(("facts", "num_loaded"), [(AUTO, 4), (OFF, 2)], ids=["auto", "off"])
 def test_what_host_memory_has_no_room_for_goes_straight(
-    make_world: MakeWorld, shelf: Shelf, facts: StorageFacts, num_loaded: int
+    make_world: MakeWorld, shelf: StoredBlocks, facts: StorageFacts, num_loaded: int
 ) -> None:
     world = make_world(disk_blocks=30, host_blocks=2, shelf=shelf, storage_facts=facts)
     request = world.start(LONG)
@@ -87,7 +89,7 @@ def test_what_host_memory_has_no_room_for_goes_straight(
     world.finish(request)
 
 
-def test_a_straight_read_that_fails_is_computed(make_world: MakeWorld, shelf: Shelf) -> None:
+def test_a_straight_read_that_fails_is_computed(make_world: MakeWorld, shelf: StoredBlocks) -> None:
     world = make_world(disk_blocks=30, shelf=shelf, storage_facts=ON)
     storage_of(world).spoiled.add(list(shelf.blocks)[1])
     request = world.start(LONG)
@@ -136,7 +138,7 @@ def is_empty(world: World) -> None:
 
 
 def test_what_can_not_be_written_from_the_device_passes_a_ring(make_world: MakeWorld) -> None:
-    shelf = Shelf()
+    shelf = StoredBlocks()
     earlier = make_world(disk_blocks=30, host_blocks=0, shelf=shelf, storage_facts=READ_ONLY)
     for prompt in (LONG, [*B, 9], [*C, 9]):
         earlier.serve(prompt)
@@ -162,7 +164,7 @@ def test_a_copy_to_the_ring_that_fails_is_not_written(make_world: MakeWorld, fau
 def test_a_full_ring_drops(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two storages share it, and each would take all of it."""
     monkeypatch.setattr("kvtier.transfer.ring.RING_BYTES", 2 * GROUP.bytes_per_block)
-    far = MemoryStorage(GROUP, 30, Shelf(), "far", READ_ONLY)
+    far = MemoryStorage(GROUP, 30, StoredBlocks(), "far", READ_ONLY)
     world = make_world(disk_blocks=30, host_blocks=0, storage_facts=READ_ONLY, more_storage=(far,))
     storage_of(world).open_writes.clear()
     request = world.start(LONG)

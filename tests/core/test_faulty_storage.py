@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtier.testing import FaultyStorage, MemoryStorage, Shelf
+from kvtier.testing import FaultyStorage, MemoryStorage, StoredBlocks
 from kvtier.tiers import StorageFacts
 from kvtier.types import DEVICE, DISK, HOST
 
@@ -24,9 +24,9 @@ SLOW = StorageFacts()
 
 
 @pytest.fixture
-def shelf() -> Shelf:
+def shelf() -> StoredBlocks:
     """Storage that has LONG from an earlier process."""
-    shelf = Shelf()
+    shelf = StoredBlocks()
     earlier = World(disk_blocks=NUM_BLOCKS, shelf=shelf)
     earlier.serve(LONG)
     earlier.end()
@@ -35,7 +35,9 @@ def shelf() -> Shelf:
 
 
 @pytest.fixture
-def make_faulty(make_world: MakeWorld, shelf: Shelf) -> Callable[..., tuple[World, FaultyStorage]]:
+def make_faulty(
+    make_world: MakeWorld, shelf: StoredBlocks
+) -> Callable[..., tuple[World, FaultyStorage]]:
     """A world over faulty storage that has LONG."""
 
     def make(facts: StorageFacts | None = None) -> tuple[World, FaultyStorage]:
@@ -84,7 +86,7 @@ def test_read_that_goes_wrong_is_computed_again(
 
 @pytest.mark.parametrize("fault", WRITE_FAULTS)
 def test_write_that_goes_wrong_is_tried_again_with_the_next_use(
-    faulty: tuple[World, FaultyStorage], shelf: Shelf, fault: str
+    faulty: tuple[World, FaultyStorage], shelf: StoredBlocks, fault: str
 ) -> None:
     world, storage = faulty
     WRITE_FAULTS[fault](storage, 1)
@@ -160,7 +162,7 @@ def test_look_ups_that_got_no_answer_are_asked_again(
 @pytest.mark.parametrize("facts", [None, SLOW], ids=["at once", "takes its time"])
 def test_what_was_cleared_while_storage_did_not_answer_does_not_come_back(
     make_faulty: Callable[..., tuple[World, FaultyStorage]],
-    shelf: Shelf,
+    shelf: StoredBlocks,
     facts: StorageFacts | None,
 ) -> None:
     world, storage = make_faulty(facts)
@@ -227,7 +229,7 @@ def test_slow_storage_is_waited_for_while_it_is_worth_it(
 
 
 def test_crash_between_write_and_commit_loses_the_block_and_nothing_else(
-    faulty: tuple[World, FaultyStorage], make_world: MakeWorld, shelf: Shelf
+    faulty: tuple[World, FaultyStorage], make_world: MakeWorld, shelf: StoredBlocks
 ) -> None:
     world, storage = faulty
     storage.crash()

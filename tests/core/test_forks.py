@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.core.forking import NOT_HERE
-from tests.disk.world import world
+from tests.tiers.disk.world import world
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -1,4 +1,4 @@
-"""What is said of a prompt, through the whole cache: a flood of others, and who is still there."""
+"""Hints on prompts, through the whole cache: who is still there after a flood of others."""
 
 from __future__ import annotations
 

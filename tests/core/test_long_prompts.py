@@ -1,4 +1,4 @@
-"""What a long prompt costs the thread that decides: counts of what is looked at, never times."""
+"""Cost of a long prompt on the deciding thread: counted, never timed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from kvtier import keys
 from kvtier._hot import NATIVE
 from kvtier.devices import Direction
+from kvtier.grouping import runs_of
 from kvtier.index import native_index, python_index
 from kvtier.keys import token_labels
+from kvtier.ladder.in_flight import LEAST_BLOCKS, POLL_BLOCKS, InFlight
 from kvtier.ladder.loads import GROWTH, SHARE, piece_sizes
-from kvtier.ladder.questions import FIRST_KEYS
-from kvtier.ladder.questions import GROWTH as MORE_KEYS
-from kvtier.ladder.under_way import LEAST_BLOCKS, POLL_BLOCKS, UnderWay
-from kvtier.runs import runs_of
-from kvtier.testing import Shelf
+from kvtier.ladder.lookup_batch import FIRST_KEYS
+from kvtier.ladder.lookup_batch import GROWTH as MORE_KEYS
+from kvtier.testing import StoredBlocks
 from kvtier.tiers import DistantRoom, StorageFacts
 from kvtier.tiers.slots import SlotPool
 from kvtier.transfer import Job, Transfer
@@ -84,7 +84,7 @@ def a_prompt(num_blocks: int) -> list[int]:
     return [7 + at // 1000 for at in range(num_blocks * BLOCK_SIZE)] + [1]
 
 
-def a_world(num_blocks: int, shelf: Shelf | None = None) -> World:
+def a_world(num_blocks: int, shelf: StoredBlocks | None = None) -> World:
     room = num_blocks + 8
     return World(
         device_blocks=room,
@@ -98,7 +98,7 @@ def a_world(num_blocks: int, shelf: Shelf | None = None) -> World:
 @pytest.mark.parametrize("num_blocks", [40, 640])
 def test_calls_of_the_index_are_a_few_for_each_piece(num_blocks: int, calls: Counter[str]) -> None:
     """To fetch a prompt from storage, to notice that it came, to let go of it."""
-    tokens, shelf = a_prompt(num_blocks), Shelf()
+    tokens, shelf = a_prompt(num_blocks), StoredBlocks()
     before = a_world(num_blocks, shelf)
     before.serve(tokens)
     before.close()
@@ -131,7 +131,7 @@ def test_the_collector_passes_over_what_the_index_and_the_slots_give() -> None:
 
 def test_few_keys_are_hashed_of_a_prompt_that_storage_does_not_have() -> None:
     num_blocks = 4 * FIRST_KEYS
-    shelf = Shelf()
+    shelf = StoredBlocks()
     before = a_world(num_blocks, shelf)
     before.serve(a_prompt(num_blocks))
     before.close()
@@ -150,7 +150,7 @@ def test_keys_that_were_computed_ahead_are_not_hashed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither to ask storage, nor to write to it."""
-    num_blocks, shelf = 4 * FIRST_KEYS, Shelf()
+    num_blocks, shelf = 4 * FIRST_KEYS, StoredBlocks()
     world = a_world(num_blocks, shelf)
     assert not world.cache.wants_keys(token_labels([1] * 99_999, BLOCK_SIZE)), "nothing is unfound"
     labels = token_labels(a_prompt(num_blocks), BLOCK_SIZE)
@@ -188,12 +188,12 @@ class SeenJob(Job):
 
 
 @pytest.fixture
-def under_way() -> Iterator[UnderWay]:
+def under_way() -> Iterator[InFlight]:
     SeenJob.num_looks = 0
-    return UnderWay({HOST: DistantRoom(200_000)})
+    return InFlight({HOST: DistantRoom(200_000)})
 
 
-def begun(under_way: UnderWay, num: int, num_blocks: int = 1) -> list[Transfer]:
+def begun(under_way: InFlight, num: int, num_blocks: int = 1) -> list[Transfer]:
     """Transfers to the next slots of the host tier."""
     first = sum(len(each.blocks) for each in under_way.all)
     made = []
@@ -206,7 +206,7 @@ def begun(under_way: UnderWay, num: int, num_blocks: int = 1) -> list[Transfer]:
     return made
 
 
-def test_a_poll_looks_at_what_has_ended_only(under_way: UnderWay) -> None:
+def test_a_poll_looks_at_what_has_ended_only(under_way: InFlight) -> None:
     transfers = begun(under_way, 1000)
     SeenJob.num_looks = 0
     assert list(under_way.take_ended()) == []
@@ -222,7 +222,7 @@ def test_a_poll_looks_at_what_has_ended_only(under_way: UnderWay) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [1, 300, POLL_BLOCKS, 2 * POLL_BLOCKS])
-def test_a_poll_takes_its_turn_of_what_has_ended(under_way: UnderWay, num_blocks: int) -> None:
+def test_a_poll_takes_its_turn_of_what_has_ended(under_way: InFlight, num_blocks: int) -> None:
     transfers = begun(under_way, 40, num_blocks)
     for transfer in transfers:
         assert transfer.job is not None
@@ -236,7 +236,7 @@ def test_a_poll_takes_its_turn_of_what_has_ended(under_way: UnderWay, num_blocks
     assert taken == transfers
 
 
-def test_what_was_finished_otherwise_is_not_given_again(under_way: UnderWay) -> None:
+def test_what_was_finished_otherwise_is_not_given_again(under_way: InFlight) -> None:
     first, second = begun(under_way, 2)
     for transfer in (second, first):
         assert transfer.job is not None
@@ -247,7 +247,7 @@ def test_what_was_finished_otherwise_is_not_given_again(under_way: UnderWay) -> 
 
 @given(st.data())
 def test_who_fills_a_slot_is_found_by_the_slot(data: st.DataObject) -> None:
-    under_way = UnderWay({HOST: DistantRoom(12)})
+    under_way = InFlight({HOST: DistantRoom(12)})
     filled_by: dict[int, Transfer] = {}
     for _ in range(data.draw(st.integers(0, 8))):
         free = sorted(set(range(12)) - set(filled_by))
@@ -307,7 +307,7 @@ def test_a_lease_that_is_ready_is_not_looked_at_again() -> None:
 def test_a_follower_begins_after_its_leader_or_ends_with_it(
     num_blocks: int, unread: set[int]
 ) -> None:
-    """Of a prompt in storage, whose blocks pass through host memory; some can't be read."""
+    """A prompt in storage passes through host memory; some blocks cannot be read."""
     spoiled = sorted(at for at in unread if at < num_blocks)
     world = a_world(num_blocks)
     tokens = a_prompt(num_blocks)

@@ -1,4 +1,4 @@
-"""What is found by name, and what the core gets along without."""
+"""Plug-ins are found by name, and the core does without optional packages."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.testing import Shelf
+from kvtier.testing import StoredBlocks
 from kvtier.types import DEVICE, DISK, HOST, PrefetchPolicy
 
 from .world import A, B, World
@@ -19,9 +19,9 @@ LONG_A, LONG_B = [*A, 9], [*B, 9]
 
 
 @pytest.fixture
-def shelf(make_world: MakeWorld) -> Shelf:
+def shelf(make_world: MakeWorld) -> StoredBlocks:
     """A and B, from an earlier world."""
-    shelf = Shelf()
+    shelf = StoredBlocks()
     earlier = make_world(disk_blocks=30, shelf=shelf)
     for prompt in (LONG_A, LONG_B):
         earlier.serve(prompt)
@@ -29,7 +29,7 @@ def shelf(make_world: MakeWorld) -> Shelf:
 
 
 @pytest.fixture
-def world(make_world: MakeWorld, shelf: Shelf) -> World:
+def world(make_world: MakeWorld, shelf: StoredBlocks) -> World:
     return make_world(disk_blocks=30, shelf=shelf)
 
 
@@ -122,7 +122,7 @@ def test_a_load_does_not_wait_for_others_prefetch(world: World) -> None:
 
 
 def test_waiting_requests_hold_half_of_the_host_tier_at_most(
-    make_world: MakeWorld, shelf: Shelf
+    make_world: MakeWorld, shelf: StoredBlocks
 ) -> None:
     world = make_world(disk_blocks=30, shelf=shelf, host_blocks=10)
     first = world.prefetch(LONG_A)
@@ -136,7 +136,7 @@ def test_waiting_requests_hold_half_of_the_host_tier_at_most(
 
 
 def test_a_prompt_longer_than_that_is_prefetched_in_part(
-    make_world: MakeWorld, shelf: Shelf
+    make_world: MakeWorld, shelf: StoredBlocks
 ) -> None:
     world = make_world(disk_blocks=30, shelf=shelf, host_blocks=6)
     world.prefetch(LONG_A)
@@ -173,7 +173,7 @@ def test_without_storage_there_is_nothing_to_wait_for(make_world: MakeWorld) -> 
     ],
 )
 def test_policies_say_how_long_a_request_waits(
-    make_world: MakeWorld, shelf: Shelf, policy: PrefetchPolicy, expected: list[bool]
+    make_world: MakeWorld, shelf: StoredBlocks, policy: PrefetchPolicy, expected: list[bool]
 ) -> None:
     """At once, after the time-out, after the deadline of loads, and when everything is there."""
     world = make_world(disk_blocks=30, shelf=shelf, prefetch_policy=policy)

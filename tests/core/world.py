@@ -22,10 +22,10 @@ from kvtier.index.trie import Node
 from kvtier.keys import token_labels
 from kvtier.ladder import Prefetch
 from kvtier.layout import DType, full_attention, named_layout
-from kvtier.lease import Lease
+from kvtier.prompts.lease import Lease
 from kvtier.telemetry import Metrics
 from kvtier.telemetry.block_events import BlockLog
-from kvtier.testing import BlockBytes, FaultyDevice, MemoryStorage, Shelf, host_memory
+from kvtier.testing import BlockBytes, FaultyDevice, MemoryStorage, StoredBlocks, host_memory
 from kvtier.tiers import (
     ArenaOptions,
     DeviceTier,
@@ -66,7 +66,7 @@ class Clock:
 
 @dataclass(eq=False)
 class Request:
-    """What the engine knows: the prompt, its lease, the blocks it has computed into its room."""
+    """A request of the engine: the prompt, its lease, the blocks computed into its room."""
 
     namespace: bytes
     labels: Sequence[Label]
@@ -80,7 +80,7 @@ class Request:
         return max(self.lease.num_shared, self.num_computed)
 
     def prefix(self, position: int) -> Sequence[Label]:
-        """What names the block at ``position``."""
+        """Return the name of the block at ``position``."""
         return self.labels[: position + 1]
 
 
@@ -95,7 +95,7 @@ class World:
 
     @staticmethod
     def make_events() -> BlockLog | None:
-        """Who is told what comes and goes; nobody, but where a test wants to know."""
+        """Make the listener of block events; none, unless a test wants one."""
         return None
 
     def __init__(
@@ -108,7 +108,7 @@ class World:
         store_after_uses: int = 2,
         store_batch_bytes: int = 0,
         disk_blocks: int = 0,
-        shelf: Shelf | None = None,
+        shelf: StoredBlocks | None = None,
         archive_after_uses: int = 1,
         prefetch_policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT,
         opens_in_steps: bool = False,
@@ -133,7 +133,7 @@ class World:
             eviction_policy=eviction_policy,
             strict=True,
         )
-        self.shelf = shelf or Shelf()
+        self.shelf = shelf or StoredBlocks()
         self.storage = (
             MemoryStorage(GROUP, disk_blocks, self.shelf, facts=storage_facts)
             if disk_blocks
@@ -184,7 +184,7 @@ class World:
         return request
 
     def prefetch(self, tokens: Sequence[int], namespace: bytes = NS) -> Prefetch | None:
-        """What a request does while it waits for its turn."""
+        """Prefetch for a request that waits for its turn."""
         prefetch = self.cache.prefetch(namespace, token_labels(tokens, BLOCK_SIZE))
         if prefetch is not None:
             self.prefetches.append(prefetch)
@@ -297,9 +297,11 @@ class World:
                     assert is_right, f"wrong bytes in the {name} tier"
 
     def kept(self, node: Node) -> Content | None:
-        """What the shelf has under the block's key; None where it was found damaged, and made room
-        for another: the cache learns of it when it reads the block. Other storage than the world's
-        own may damage blocks by itself."""
+        """Return the stored bytes under the block's key.
+
+        None where the block was found damaged and replaced: the cache learns of it when it reads
+        the block. Storage other than the world's own may damage blocks by itself.
+        """
         key = self.cache._index.key(node.block)
         if key not in self.shelf.blocks:
             was_damaged = self.storage is None or key in self.storage.spoiled

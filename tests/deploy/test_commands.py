@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from kvtier.connectors.vllm.settings import Settings
+from kvtier.connectors.vllm.settings import VllmSettings
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -48,7 +48,7 @@ docker() {
 
 
 def run(script: str, calls: Path) -> list[list[str]]:
-    """What the commands of ``script`` gave to other programs, in their order."""
+    """Return what the commands of ``script`` passed to other programs, in order."""
     calls.write_bytes(b"")
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", PRELUDE + script],
@@ -94,7 +94,7 @@ def test_vllm_in_a_container_is_given_json(calls: Path) -> None:
     _, option, value = started[5:]
     assert option == "--kv-transfer-config"
     extra = json.loads(value)["kv_connector_extra_config"]
-    assert Settings.read(extra).host_capacity == "64GiB"
+    assert VllmSettings.read(extra).host_capacity == "64GiB"
 
 
 def test_compose_starts_what_is_there(calls: Path) -> None:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from kvtier.cli import app
 from kvtier.cli.api_keys import KEY_VARIABLE
 from kvtier.config import parse_size
-from kvtier.connectors.vllm.settings import Settings
+from kvtier.connectors.vllm.settings import VllmSettings
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -96,7 +96,7 @@ def test_what_vllm_is_given_is_what_its_plug_in_reads() -> None:
     ]
     printed = CliRunner().invoke(app, ["vllm-args", *options]).stdout
     assert json.loads(shlex.split(printed)[1]) == given
-    settings = Settings.read(extra)
+    settings = VllmSettings.read(extra)
     assert settings.host_capacity == "64GiB"
     assert settings.disk_bytes == 900 << 30
 

@@ -1,4 +1,4 @@
-"""What ctypes is told against the vendors' own headers, where a package or a toolkit brings them.
+"""Declarations for ctypes agree with the vendors' headers, if a package or a toolkit has them.
 
 CUDA's come with the wheel ``nvidia-cuda-runtime``. Ascend's come with ``torch-npu``, which can't be
 installed beside a torch that is to work without CANN: unpack it, and name its include folder in
@@ -47,7 +47,7 @@ def _include(variable: str, folders: Sequence[Path], header: str) -> Path:
 
 
 def _printed(tmp_path: Path, include: Path, source: str) -> dict[str, list[int]]:
-    """What a program prints: per line a name and numbers."""
+    """Return a program's output: per line a name and numbers."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         pytest.skip("no C++ compiler")

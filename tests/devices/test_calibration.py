@@ -1,4 +1,4 @@
-"""What is measured of the ways to copy, and what is remembered of it."""
+"""Calibration of copy paths, and what is remembered of it."""
 
 from __future__ import annotations
 

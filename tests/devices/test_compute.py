@@ -1,4 +1,4 @@
-"""Where an engine computes: torch's stream, asked for anew each time."""
+"""The compute stream of an engine: torch's, queried each time."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvtier.devices.base import CopyBatch, Memory
 from kvtier.devices.copies import Copies
-from kvtier.devices.driver import Rows
+from kvtier.devices.driver import CopyRows
 from kvtier.devices.rectangles import rectangles
 from kvtier.layout import DType, KVGroup, fragments, full_attention, latent_attention, named_layout
 
@@ -30,7 +30,7 @@ def _bytes(triples: list[Triple]) -> set[tuple[int, int]]:
     return {(dst + at, src + at) for dst, src, size in triples for at in range(size)}
 
 
-def _rows(rows: Rows) -> list[Triple]:
+def _rows(rows: CopyRows) -> list[Triple]:
     """Every row of every rectangle."""
     return [
         (dst + row * dst_pitch, src + row * src_pitch, width)

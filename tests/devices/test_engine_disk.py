@@ -23,11 +23,11 @@ from kvtier.layout import KVGroup
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.types import DEVICE, DISK, HOST
 from tests.devices.drivers import make_device
-from tests.disk.accelerated import KINDS
 from tests.engine.asking import ask, same
 from tests.engine.conftest import changed
 from tests.engine.test_direct import straight
 from tests.fakes.storage import STORAGE, StorageFake
+from tests.tiers.disk.accelerated import KINDS
 
 pytestmark = pytest.mark.engine
 

@@ -1,4 +1,4 @@
-"""What a driver may do to us: no batch call, refusals, errors now and later, lost devices."""
+"""Faults of a driver: no batch call, refusals, errors now and later, lost devices."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from kvtier.layout import (
     DType,
     KVGroup,
     Layout,
-    Place,
+    TensorSlice,
     full_attention,
     latent_attention,
     named_layout,
@@ -123,13 +123,13 @@ def pool_layout(group: KVGroup, name: str, begin: int) -> Layout:
     """A pool that begins at the address ``begin``."""
     if name != TENSORS:
         return named_layout(name, group, NUM_DEVICE)
-    places: list[list[Place]] = [[] for _ in group.parts]
+    places: list[list[TensorSlice]] = [[] for _ in group.parts]
     address = begin
     for layer, part in product(reversed(range(group.num_layers)), range(len(group.parts))):
         kind, size = group.parts[part], group.dtype.itemsize
         head, token = kind.dim * size, kind.num_heads * kind.dim * size
         block = group.tokens_of(kind) * token
-        places[part].insert(0, Place(address, block, token, head))
+        places[part].insert(0, TensorSlice(address, block, token, head))
         address += NUM_DEVICE * block + GAP * (layer + part > 0)
     found, layout = over_tensors(group, places, NUM_DEVICE)
     assert found == begin

@@ -15,13 +15,13 @@ from typing import Any
 import typer
 
 from kvtier.cli import app
+from kvtier.connectors.common.contract import Contract
 from kvtier.connectors.sglang import contract as sglang
 from kvtier.connectors.sglang.settings import LinkerSettings, StorageSettings
-from kvtier.connectors.shared.contract import Contract
 from kvtier.connectors.vllm import SPEC_NAME
 from kvtier.connectors.vllm import contract as vllm
-from kvtier.connectors.vllm.pieces.settings import TierSettings
-from kvtier.connectors.vllm.settings import Settings
+from kvtier.connectors.vllm.settings import VllmSettings
+from kvtier.connectors.vllm.standalone.settings import TierSettings
 from kvtier.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -164,7 +164,7 @@ def check_vllm(words: Sequence[str]) -> None:
             continue
         extra = json.loads(value)["kv_connector_extra_config"]
         if extra.get("spec_name") == SPEC_NAME:
-            Settings.read(extra)
+            VllmSettings.read(extra)
         elif extra.get("eviction_policy") != "kvtier":
             (tier,) = extra["secondary_tiers"]
             TierSettings.read(tier)

@@ -38,7 +38,7 @@ class PageError(AssertionError):
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What the comment in front of a block says."""
+    """Marks of the comment in front of a block."""
 
     quick: bool = False
     run: bool = False
@@ -91,7 +91,7 @@ class Page:
         return FENCE.sub(lambda found: "\n" * found[0].count("\n"), self.text)
 
     def printed_by(self, block: Block) -> str | None:
-        """What the page says that ``block`` prints; None where it says nothing."""
+        """Return the output that the page claims for ``block``; None if it claims nothing."""
         after = self.blocks[self.blocks.index(block) + 1 :]
         return after[0].text if after and after[0].marks.prints else None
 

@@ -32,8 +32,10 @@ class RunError(AssertionError):
 
 
 def run_blocks(blocks: Sequence[Block], folder: Path) -> list[str]:
-    """What each of them printed, both streams together. Raises ``RunError`` for one whose commands
-    don't all end well, or that does not end as it is marked."""
+    """Run blocks; return the output of each, both streams together.
+
+    Raises ``RunError`` if a command fails, or ends otherwise than marked.
+    """
     _prepare(folder)
     at = folder.parent / f"{folder.name}.at"
     logs = [folder.parent / f"{folder.name}-{number}.log" for number in range(len(blocks))]

@@ -18,7 +18,7 @@ DRAWN = re.compile("[\N{BOX DRAWINGS LIGHT HORIZONTAL}-\N{RIGHT HALF BLOCK}]+")
 
 
 def shape(line: str) -> str:
-    """What is compared of a line."""
+    """Return the parts of a line that are compared."""
     line = DRAWN.sub(" | ", line.replace("\N{NO-BREAK SPACE}", " "))
     line = re.sub(r"\b[0-9a-f]{8,}\b", "#", line)
     line = re.sub(NUMBER, "#", line)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvtier.cache import Cache
 from kvtier.engine import Engine, RequestHandle, SamplingParams
-from kvtier.engine.line import PATIENCE, Line
+from kvtier.engine.line import PATIENCE, RequestLine
 from kvtier.engine.request import Request, Stage
 from kvtier.engine.sampling import Sampler
 from kvtier.engine.scheduler import PROMPT_TOKENS
@@ -170,7 +170,7 @@ def test_an_abort_finds_its_request_wherever_it_waits(driven: Driven) -> None:
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=60), st.data())
 def test_the_line_is_sorted_and_nobody_is_lost(lengths: list[int], data: st.DataObject) -> None:
-    line = Line()
+    line = RequestLine()
     inside: set[Request] = set()
     for length in lengths:
         request = make_request(length)

@@ -14,7 +14,7 @@ from kvtier.devices import CopyBatch, Device, Direction, Fence, Finding, Memory
 from kvtier.devices.base import CopyQueue
 from kvtier.devices.cpu import CpuDevice
 from kvtier.engine import Completion, Engine, EngineConfig, SamplingParams
-from kvtier.lease import Lease
+from kvtier.prompts.lease import Lease
 from kvtier.testing import FaultyDevice
 from kvtier.transfer import LayerGate
 from kvtier.types import DEVICE, HOST

@@ -32,7 +32,7 @@ def engine(make: Make) -> Engine:
 
 
 def serve(engine: Engine, prompt: list[int], hint: Hint | None = None) -> dict[str, int]:
-    """Where the prompt was found, in tokens."""
+    """Return how many tokens of the prompt were found."""
     completion = engine.submit(prompt, ONE, hint=hint).result(60)
     assert not completion.error
     assert engine.drain()

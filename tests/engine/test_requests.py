@@ -1,4 +1,4 @@
-"""What a caller may ask, what is refused, how tokens are chosen."""
+"""Accepted and refused requests, and how their tokens are chosen."""
 
 from __future__ import annotations
 

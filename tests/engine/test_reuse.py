@@ -130,7 +130,7 @@ def test_cache_off_reuses_nothing_and_answers_alike(make: Make, text: str) -> No
 
 
 def test_requests_in_line_share_a_prefix_computed_meanwhile(make: Make, text: str) -> None:
-    """Of requests submitted together, only the first computes what they share."""
+    """Among requests submitted together, only the first computes the shared prefix."""
     engine = make(changed())
     tokens = engine.tokenizer.encode(text)
     prompts = [tokens[:256] + tokens[1000 + 40 * i : 1040 + 40 * i] for i in range(6)]

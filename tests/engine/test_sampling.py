@@ -1,4 +1,4 @@
-"""How tokens are chosen: each row by itself, whatever the others of its batch are."""
+"""Sampling: each row by itself, whatever the others of its batch are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def random_logits(*shape: int, seed: int = 0, spread: float = 1.0) -> torch.Tens
 
 
 def nucleus(logits: torch.Tensor, params: SamplingParams) -> list[int]:
-    """What may be chosen, by sorting everything; the likeliest first."""
+    """Return the tokens that may be chosen, by sorting everything, the likeliest first."""
     ordered = (logits / params.temperature).sort(descending=True, stable=True)
     values = ordered.values
     if 0 < params.top_k < len(values):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from kvtier.engine import Completion, Engine, EngineConfig, SamplingParams, models
 from kvtier.engine.model_names import BUILTIN
-from kvtier.identity import Identification, Identity, Memory
+from kvtier.identity import Identification, Identity, WeightsMemory
 from kvtier.identity.files import GRAIN_NS
 from kvtier.types import DEVICE, DISK
 
@@ -133,7 +133,7 @@ class Gate:
     def __init__(self) -> None:
         self.opened = threading.Event()
 
-    def identification(self, memory: Memory) -> Callable[..., Identification]:
+    def identification(self, memory: WeightsMemory) -> Callable[..., Identification]:
         """In the place of the engine's: with this memory, every model counts as large."""
         gate = self
 
@@ -147,12 +147,12 @@ class Gate:
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Memory:
-    return Memory(tmp_path / "memory")
+def memory(tmp_path: Path) -> WeightsMemory:
+    return WeightsMemory(tmp_path / "memory")
 
 
 @pytest.fixture
-def gate(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> Gate:
+def gate(memory: WeightsMemory, monkeypatch: pytest.MonkeyPatch) -> Gate:
     made = Gate()
     now_ns = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: now_ns() + 2 * GRAIN_NS)
@@ -197,7 +197,7 @@ def test_remembered_weights_reuse_at_once_and_write_once_they_are_checked(
 
 @pytest.fixture
 def mistaken(
-    tmp_path: Path, prompt: list[int], gate: Gate, memory: Memory
+    tmp_path: Path, prompt: list[int], gate: Gate, memory: WeightsMemory
 ) -> tuple[Path, Completion]:
     """A folder whose files are remembered as those of other weights, whose KV is on disk. With what
     its own weights answer."""
@@ -305,7 +305,11 @@ def test_request_that_computed_all_of_its_kv_goes_on(
 
 
 def test_engine_that_closes_waits_for_no_check(
-    tmp_path: Path, prompt: list[int], memory: Memory, monkeypatch: pytest.MonkeyPatch, gate: Gate
+    tmp_path: Path,
+    prompt: list[int],
+    memory: WeightsMemory,
+    monkeypatch: pytest.MonkeyPatch,
+    gate: Gate,
 ) -> None:
     model = model_in(tmp_path / "model")
     with Engine(config(model, tmp_path / "slab")):
@@ -324,7 +328,7 @@ class _Unchecked(Identification):
         return super().read(threads, is_polite)
 
 
-def _unchecked(memory: Memory, folders: list[Path], _: Memory) -> Identification:
+def _unchecked(memory: WeightsMemory, folders: list[Path], _: WeightsMemory) -> Identification:
     return _Unchecked(folders, memory, small_bytes=0)
 
 

@@ -67,7 +67,7 @@ COUNTS = (
 
 @cache
 def _folder() -> Path:
-    """Of what was built from these sources; a later run finds it there."""
+    """Return the folder of what was built from these sources, for later runs."""
     sources = sorted([*HERE.glob("*.cpp"), *HERE.glob("*.hpp"), Path(__file__)])
     content = blake2b(b"".join(path.read_bytes() for path in sources), digest_size=8).hexdigest()
     folder = Path(tempfile.gettempdir()) / f"kvtier-fakes-{os.getuid()}-{content}"
@@ -184,7 +184,7 @@ class Fake:
         assert self._library.fake_free(address) == 0
 
     def peek(self, address: int, nbytes: int) -> Bytes:
-        """What device memory holds."""
+        """Return the content of device memory."""
         content = np.empty(nbytes, np.uint8)
         assert self._library.fake_peek(address, content.ctypes.data, nbytes) == 0
         return content
@@ -232,12 +232,12 @@ class Fake:
 
     @property
     def violations(self) -> list[str]:
-        """What a real machine might have punished."""
+        """Return the misuses that a real machine might punish."""
         return self._lines("fake_violations")
 
     @property
     def leaks(self) -> list[str]:
-        """What was not given back."""
+        """Return what was not released."""
         return self._lines("fake_leaks")
 
     def _lines(self, name: str) -> list[str]:

@@ -34,7 +34,7 @@ ARGUMENTS = {
 
 
 class Fault(IntEnum):
-    """What may happen to a transfer."""
+    """Fault of a transfer."""
 
     ERROR = 1
     """It fails, with an errno or a code of the library's."""
@@ -49,7 +49,7 @@ class Fault(IntEnum):
 
 
 class Cancel(IntEnum):
-    """How a batch answers a cancel."""
+    """Answer of a batch to a cancel."""
 
     WORKS = 0
     IGNORED = 1
@@ -114,10 +114,10 @@ class StorageFake(Fake):
 
     @property
     def num_transfers(self) -> int:
-        """That were begun so far."""
+        """Return the number of transfers begun so far."""
         return int(self._library.fake_storage_num_transfers())
 
     @property
     def storage_leaks(self) -> list[str]:
-        """What was not given back."""
+        """Return what was not released."""
         return self._lines("fake_storage_leaks")

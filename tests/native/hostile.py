@@ -197,7 +197,7 @@ class Hostile:
         return self.random.choice((kind.__new__(kind), kind([b"k" * 32] * num)[1:]))
 
     def of_packed(self) -> Call:
-        """What becomes of numbers and keys side by side, and parts of them."""
+        """Exercise numbers and keys side by side, and parts of them."""
         pick, number = self.random.choice, self.number
         kind = pick((_native.Numbers, _native.Keys))
         items = pick((self.numbers(), [number()], [b"k" * 32] * 3, ["k"], None, 5, np.arange(3)))

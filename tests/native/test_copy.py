@@ -58,7 +58,7 @@ class Arena:
         )
 
     def expected(self) -> npt.NDArray[np.uint8]:
-        """What ``dst``, as it is now, must hold after the copy."""
+        """Return what ``dst``, as it is now, must hold after the copy."""
         result = self.dst.copy()
         for to, at, size in zip(*self.starts.tolist(), self.sizes, strict=True):
             result[to : to + size] = self.src[at : at + size]

@@ -29,7 +29,7 @@ def copy_checked(request: pytest.FixtureRequest) -> CopyChecked:
 
 
 def crcs(arena: Arena, pieces: int) -> list[int]:
-    """Of each block, as it lies at its destination."""
+    """Return the checksum of each block at its destination."""
     found = []
     for first in range(0, len(arena.sizes), pieces):
         begins = arena.starts[0, first : first + pieces].tolist()

@@ -16,7 +16,7 @@ from kvtier._reference.copy import copy_batch as reference_copy_batch
 from kvtier.index import PromptIndex
 from kvtier.keys import Labels
 from kvtier.types import DEVICE, HOST, Match, Slot
-from tests.core.indexes import INDEXES, make
+from tests.index.indexes import INDEXES, make
 
 ROOT = Path(__file__).parents[2]
 HUGE = 2**63 - 1

@@ -38,7 +38,7 @@ def receive_values(request: pytest.FixtureRequest) -> Receive:
 def received(
     function: Receive, line: socket.socket, places: Places, held: bytes, due: int, until: float
 ) -> tuple[int, bytes, int]:
-    """How many values have come, the rest and the error; checksums are those of what has come."""
+    """Return the number of values received, the rest, the error, and the checksums."""
     heads = len(places.sizes) // 2
     crcs, rest, error = function(
         line.fileno(), line_of(places.num_bytes), held, *places.arguments, heads, due, until
@@ -91,7 +91,7 @@ class Places:
         return b"".join(row[begin:end].tobytes() for begin, end in pieces)
 
     def crc(self, at: int, heads: int) -> int:
-        """Of a value without its first pieces."""
+        """Return the checksum of a value without its first pieces."""
         content = np.frombuffer(self.value(at)[int(self.sizes[:heads].sum()) :] or b"-", np.uint8)
         return _hot.crc32c(content.ctypes.data, int(self.sizes[heads:].sum()))
 

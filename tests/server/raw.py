@@ -76,7 +76,7 @@ def read(connection: socket.socket) -> RawAnswer | None:
 
 
 def exchange(served: Running, sent: bytes) -> RawAnswer | None:
-    """What the server answers to these bytes on a connection of their own."""
+    """Return the server's answer to these bytes on a connection of their own."""
     with connect(served) as connection:
         with suppress(BrokenPipeError, ConnectionResetError):
             connection.sendall(sent)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.engine import Detokenizer, Token
-from kvtier.server.choice import Choice, TextToken
+from kvtier.server.choice import AnswerChoice, TextToken
 
 from .test_stops import STOPS, naive
 
@@ -31,7 +31,7 @@ class Scripted:
 
 
 def run(texts: list[str], last: str, stops: list[str]) -> tuple[str, list[TextToken], str | None]:
-    choice = Choice(cast(Detokenizer, Scripted(texts, last)), stops)
+    choice = AnswerChoice(cast(Detokenizer, Scripted(texts, last)), stops)
     pieces = [choice.push(Token(at, -1.0)) for at in range(len(texts))]
     pieces.append(choice.finish("length"))
     assert all(piece.finish_reason is None for piece in pieces[:-1])
@@ -60,13 +60,13 @@ def test_text_and_tokens_end_at_the_first_stop(
 
 
 def test_tokens_wait_for_their_text() -> None:
-    choice = Choice(cast(Detokenizer, Scripted(["a", "E", "b"])), ["END"])
+    choice = AnswerChoice(cast(Detokenizer, Scripted(["a", "E", "b"])), ["END"])
     held = [choice.push(Token(at, -1.0)) for at in range(3)]
     assert [(piece.text, len(piece.tokens)) for piece in held] == [("a", 1), ("", 0), ("Eb", 2)]
 
 
 def test_tokens_after_a_stop_do_not_count() -> None:
-    choice = Choice(cast(Detokenizer, Scripted(["a", "x", "b"])), ["x"])
+    choice = AnswerChoice(cast(Detokenizer, Scripted(["a", "x", "b"])), ["x"])
     for at in range(3):
         choice.push(Token(at, -1.0))
     assert choice.stopped
@@ -75,6 +75,6 @@ def test_tokens_after_a_stop_do_not_count() -> None:
 
 
 def test_the_prefix_comes_before_the_first_text_and_has_no_stops() -> None:
-    choice = Choice(cast(Detokenizer, Scripted(["a", "b"])), ["x"], prefix="x ")
+    choice = AnswerChoice(cast(Detokenizer, Scripted(["a", "b"])), ["x"], prefix="x ")
     assert choice.push(Token(0, -1.0)).text == "x a"
     assert choice.push(Token(1, -1.0)).text == "b"

@@ -1,4 +1,4 @@
-"""Who may stay, who has to leave, and when: with a clock that tests move."""
+"""Connections that may stay, and those that have to leave: with a clock that tests move."""
 
 from __future__ import annotations
 

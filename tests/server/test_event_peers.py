@@ -68,7 +68,7 @@ def is_open(connection: socket.socket) -> bool:
 def test_readers_that_read_nothing_use_up_neither_memory_nor_descriptors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """200 of them, which ask for all that is kept. None is disconnected for it yet."""
+    """Let 200 of them ask for all that is kept. None is disconnected for it yet."""
     monkeypatch.setattr(event_peers, "STUCK_S", 600.0)
     made = Publisher(BlockLog(), ANY_PORT, ANY_PORT)
     for number in range(MOST_KEPT):
@@ -110,7 +110,7 @@ def test_one_that_leaves_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_subscriber_far_behind_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What others read is not kept for it."""
+    """Blocks that others read are not kept for it."""
     monkeypatch.setattr(event_peers, "MOST_BEHIND_BYTES", 1 << 20)
     monkeypatch.setattr(event_peers, "SWEEP_S", 0.02)
     log = BlockLog()

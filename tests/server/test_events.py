@@ -41,7 +41,7 @@ class Router:
         self.batches: dict[int, list[Any]] = {}
 
     def receive(self) -> int:
-        """What is there by now. Returns how many batches it has."""
+        """Receive what is there; return the number of batches."""
         while self.sub.poll(50):
             topic, number, payload = self.sub.recv_multipart()
             assert topic == self.topic
@@ -64,7 +64,7 @@ class Router:
         self.batches[at] = msgspec.msgpack.decode(payload)
 
     def reader(self) -> Reader:
-        """What it believes after all batches, in their order, without a gap."""
+        """Return a reader's state after all batches, in order, without a gap."""
         assert sorted(self.batches) == list(range(len(self.batches)))
         found = Reader()
         for at in sorted(self.batches):
@@ -151,7 +151,7 @@ def test_a_replay_begins_where_it_is_asked_to_and_bad_questions_get_none() -> No
 
 
 def test_readers_that_do_not_read_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept for them, and for those who ask again, is bounded."""
+    """Memory for readers that do not read, and for replays, is bounded."""
     monkeypatch.setattr("kvtier.telemetry.publisher.MOST_KEPT", 50)
     monkeypatch.setattr("kvtier.telemetry.publisher.MOST_UNREAD", 5)
     log = BlockLog()

@@ -1,4 +1,4 @@
-"""Where a prompt came from: asked of a real server, and shown by the command."""
+"""Explanations agree with the decisions that they explain."""
 
 from __future__ import annotations
 

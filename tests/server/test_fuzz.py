@@ -133,7 +133,7 @@ def ask(served: Running, sent: bytes) -> RawAnswer | None:
 
 
 def check(answer: RawAnswer | None, sent: bytes) -> None:
-    """What holds for every answer."""
+    """Check what holds for every answer."""
     if answer is None:
         return
     assert answer.status < 500, answer

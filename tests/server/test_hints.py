@@ -1,4 +1,4 @@
-"""What clients know of their conversations comes to the engine."""
+"""Hints of clients reach the engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def small() -> Iterator[Running]:
 
 
 def ask(small: Running, word: str, **extra: object) -> int:
-    """How many tokens of the prompt were cached."""
+    """Return how many tokens of the prompt were cached."""
     with small.client() as client:
         usage = client.completions.create(
             model=MODEL, prompt=f"{word} " * WORDS, max_tokens=1, extra_body=extra

@@ -13,7 +13,7 @@ import pytest
 from kvtier.engine import Engine
 from kvtier.errors import ConfigError
 from kvtier.server import ServerConfig
-from kvtier.server.keys import Keys
+from kvtier.server.keys import ApiKeys
 
 from .conftest import running
 from .program import program
@@ -53,7 +53,7 @@ def test_every_key_is_compared_in_full_whatever_was_sent(monkeypatch: pytest.Mon
         compared.append((len(a), len(b)))
         return really(a, b)
 
-    keys = Keys(("short", "x" * 200, "another"))
+    keys = ApiKeys(("short", "x" * 200, "another"))
     monkeypatch.setattr("kvtier.server.keys.hmac.compare_digest", compare)
     found = [keys.has(sent) for sent in (b"short", b"another", b"", b"y" * 10_000)]
     assert found == [True, True, False, False]
@@ -63,7 +63,7 @@ def test_every_key_is_compared_in_full_whatever_was_sent(monkeypatch: pytest.Mon
 def test_no_key_is_kept_or_shown() -> None:
     config = ServerConfig(api_key=(FIRST, SECOND))
     assert "frobozz" not in repr(config)
-    keys = Keys(config.api_keys)
+    keys = ApiKeys(config.api_keys)
     assert b"frobozz" not in repr(vars(keys)).encode()
 
 

@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from kvtier.engine import Engine
+from kvtier.live.files import HEADERS, LIVE_PATH, TYPES
 from kvtier.server import ServerConfig
-from kvtier.watch.files import HEADERS, LIVE_PATH, TYPES
 
 from .conftest import MODEL, Running, running
 from .test_metrics import samples

@@ -1,4 +1,4 @@
-"""What the real program logs: every line an event, and nothing of what it was asked."""
+"""Log lines of the real program: one event each, and nothing of what was asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server was asked, recorded beside it and replayed."""
+"""Requests of a server, recorded and replayed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from kvtier.cli import app
 from kvtier.engine import Engine
 from kvtier.recording import Chains
-from kvtier.replay.segments import find_segments
-from kvtier.replay.traces import ReadOptions, read_traces
 from kvtier.server import ServerConfig
+from kvtier.tools.replay.segments import find_segments
+from kvtier.tools.replay.traces import ReadOptions, read_traces
 
 from .conftest import MODEL, running
 

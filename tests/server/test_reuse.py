@@ -1,4 +1,4 @@
-"""What a client sees of the cache: cached tokens, the same text, and nobody else's."""
+"""Effects of the cache on a client: cached tokens, equal text, no other client's data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who finds room: too many connections, too many long requests, and those that only watch."""
+"""Limits: too many connections, too many long requests, and clients that only watch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from kvtier.engine import Engine
+from kvtier.live.files import LIVE_PATH
 from kvtier.server import ServerConfig, bodies
 from kvtier.server.metrics import CacheMetrics
-from kvtier.watch.files import LIVE_PATH
 
 from .conftest import MODEL, Running, running, wait_until
 from .raw import (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from kvtier.cli import app
-from kvtier.connectors.vllm.settings import Settings
+from kvtier.connectors.vllm.settings import VllmSettings
 
 
 def test_option_is_what_vllm_reads() -> None:
@@ -42,7 +42,7 @@ def test_json_alone_is_for_scripts() -> None:
 def test_default_of_host_memory_is_what_vllm_gets_without() -> None:
     value = json.loads(CliRunner().invoke(app, ["vllm-args", "--json"]).stdout)
     given = value["kv_connector_extra_config"]["host_capacity"]
-    assert given == Settings().host_capacity
+    assert given == VllmSettings().host_capacity
     guide = (Path(__file__).parents[2] / "docs/guides/vllm.md").read_text(encoding="utf-8")
     (row,) = re.findall(r"^\| `host_capacity` \|.*\| \"(.*)\" \|$", guide, re.MULTILINE)
     assert given == row

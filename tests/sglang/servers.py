@@ -198,7 +198,7 @@ def server(
 
 
 def _path() -> list[str]:
-    """Where this process looks for packages, beside its own."""
+    """Return the folders in which this process finds packages, beside its own."""
     return [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
 
 

@@ -143,7 +143,7 @@ def _host_buffers(pool: Any) -> list[torch.Tensor]:
 
 def _exchange(device_indices: Any, host_indices: Any, page_size: int, direction: int,
               **tensors: Any) -> None:  # fmt: skip
-    """What SGLang's own call on an NPU does: all layers of a page at once."""
+    """Do what SGLang's own call does on an NPU: all layers of a page at once."""
     at_device, at_host = (each[::page_size] // page_size for each in (device_indices, host_indices))
     for name, device in tensors.items():
         host = tensors.get(name.replace("device", "host"))
@@ -158,7 +158,7 @@ def _exchange(device_indices: Any, host_indices: Any, page_size: int, direction:
 
 @pytest.fixture(autouse=True)
 def _an_npu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What SGLang imports on an NPU only."""
+    """Provide what SGLang imports on an NPU only."""
     for module in (mha, mla):
         monkeypatch.setattr(module, "transfer_kv_dim_exchange", _exchange, raising=False)
         directions = SimpleNamespace(H2D=1, D2H=2)

@@ -16,10 +16,10 @@ import sglang
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 from kvtier.cli.detect import engines
+from kvtier.connectors.common.contract import version_of
 from kvtier.connectors.sglang.contract import OPTIONS, OVERRIDDEN, STORAGE
 from kvtier.connectors.sglang.entry import KvtierStorage
-from kvtier.connectors.shared.contract import version_of
-from kvtier.dashboard import SERIES, Engine
+from kvtier.tools.dashboard import SERIES, EngineKind
 
 
 def test_installed_sglang_differs_in_nothing() -> None:
@@ -56,7 +56,7 @@ def test_dashboard_asks_for_metrics_that_sglang_has() -> None:
 
     source = inspect.getsource(metrics_collector)
     for series in SERIES.values():
-        if series.engine is Engine.SGLANG:
+        if series.engine is EngineKind.SGLANG:
             made = rf'\b{series.kind}\(\s*name="{series.name}".{{0,1500}}?\)\n'
             found = re.search(made, source, re.DOTALL | re.IGNORECASE)
             assert found, series

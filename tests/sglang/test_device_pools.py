@@ -1,5 +1,4 @@
-"""Where pages of SGLang's device pools lie: compared with what its own tensors, or its own linkers'
-views of them, say."""
+"""Locations of pages in SGLang's device pools agree with its own tensors and linkers' views."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ FULL = {ComponentType.FULL}
 
 
 def params(**more: Any) -> Any:
-    """What is read of SGLang's ``CacheInitParams``."""
+    """Return the parts of SGLang's ``CacheInitParams`` that are read."""
     known = {"mtp_draft_device_pools": (), "sidecar_draft_device_pools": (), "page_size": PAGE}
     return SimpleNamespace(**{**known, **more})
 

@@ -15,8 +15,8 @@ pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang"
 
 import requests
 
-from kvtier.tiers.disk.records import Kind, Records
-from kvtier.tiers.disk.replay import read_journal, replay
+from kvtier.tiers.disk.format.records import RecordKind, Records
+from kvtier.tiers.disk.recovery.replay import read_journal, replay
 from tests.sglang.servers import PAGE, Answer, Server, linker, prompt, server, storage
 
 NUM_PAGES = 3
@@ -35,7 +35,7 @@ def _blocks(folder: Path) -> Records:
         records, size = read_journal(journal.parent, file.fileno(), 1 << 16)
     del size
     table = replay(records, 1 << 16).table
-    return table[table["kind"] == Kind.PUT]
+    return table[table["kind"] == RecordKind.PUT]
 
 
 def _same(answer: Answer, device: Answer) -> None:
@@ -46,7 +46,7 @@ def _same(answer: Answer, device: Answer) -> None:
 
 
 def _warm(running: Server, prompts: Sequence[list[int]]) -> list[Answer]:
-    """What each prompt gives when the device has all of it."""
+    """Return each prompt's answer when the device has all of it."""
     warm = []
     for each in prompts:
         running.ask(each)
@@ -55,8 +55,7 @@ def _warm(running: Server, prompts: Sequence[list[int]]) -> list[Answer]:
 
 
 def _damage(folder: Path) -> None:
-    """Of each short prompt the second page: of every other one another prompt's bytes, of the rest
-    one bit."""
+    """Damage the second page of each short prompt: another prompt's bytes, or one bit, in turn."""
     blocks = _blocks(folder)
     second = np.sort(blocks["slot"][blocks["depth"] == 1])[:NUM_PROMPTS]
     (data,) = folder.rglob("data.slab")
@@ -149,7 +148,7 @@ def test_disk_that_does_not_do_what_it_should(tmp_path: Path, fault: str) -> Non
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fault", ["reads fail", "writes fail", "reads hang"])
 def test_linker_over_such_a_disk(tmp_path: Path, fault: str) -> None:
-    """What it has written before is found by nobody; requests wait as long as computing takes."""
+    """Earlier writes are not found; requests wait no longer than computing takes."""
     folder, log = tmp_path / "slab", tmp_path / "log"
     prompts = [prompt(seed, SHORT) for seed in range(6)]
     broken = {"KVTIER_TEST_DISK": fault}

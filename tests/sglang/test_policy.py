@@ -1,4 +1,4 @@
-"""What leaves under SGLang: requests through its own tree, and the same ones replayed."""
+"""Evictions under SGLang: requests through its own tree, and the same ones replayed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvtier.connectors.sglang.contract import TELLING
 from kvtier.connectors.sglang.pages import Pages
 from kvtier.connectors.sglang.prefetches import PREFETCHES, TREE
 from kvtier.index.policies.replayed import LRU, RUNS
-from kvtier.replay.policies import Replayer
-from kvtier.replay.segments import find_segments
-from tests.replay.oracle import trace_of
+from kvtier.tools.replay.policies import Replayer
+from kvtier.tools.replay.segments import find_segments
 from tests.sglang.pools import NUM_PAGES, host_pool, tokens
 from tests.sglang.test_storage import Opens, opens
 from tests.sglang.trees import FULL, PAGE, Tree, hook
+from tests.tools.replay.oracle import trace_of
 
 PAGE_BYTES = 2 * FULL.num_layers * PAGE * FULL.head_num * FULL.head_dim * 2
 ROOM = 64
@@ -122,8 +122,7 @@ def test_the_linkers_policy_is_told_of_whole_prompts_and_of_answers(
 
 
 class Controller:
-    """What SGLang's controller has a storage back end do for a request of whose prompt it has the
-    first pages itself."""
+    """Calls of SGLang's controller to a storage back end, for requests whose first pages it has."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage

@@ -1,4 +1,4 @@
-"""What SGLang is asked, recorded and replayed: over its own tree, and by a real server."""
+"""Requests of SGLang, recorded and replayed: over its own tree, and by a real server."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from kvtier.connectors.sglang.prefill import SCHEDULER, WATCH
 from kvtier.index.policies.replayed import LRU
 from kvtier.recording import Chains
-from kvtier.replay.policies import Replayer
-from kvtier.replay.segments import find_segments
-from kvtier.replay.trace import Trace
-from kvtier.replay.traces import ReadOptions, read_traces
+from kvtier.tools.replay.policies import Replayer
+from kvtier.tools.replay.segments import find_segments
+from kvtier.tools.replay.trace import Trace
+from kvtier.tools.replay.traces import ReadOptions, read_traces
 from tests.sglang.servers import PAGE as SERVER_PAGE
 from tests.sglang.servers import linker, server, storage
 from tests.sglang.servers import prompt as tokens_of

@@ -25,7 +25,7 @@ def _check_stored(answer: Answer, device: Answer) -> None:
 
 
 def _warm(running: Server, prompts: list[list[int]]) -> list[Answer]:
-    """What each prompt gives when the device has all of it."""
+    """Return each prompt's answer when the device has all of it."""
     assert [running.ask(each).num_cached for each in prompts] == [0] * len(prompts)
     warm = [running.ask(each) for each in prompts]
     assert [(each.num_cached, each.num_stored) for each in warm] == [(NUM_WHOLE, 0)] * len(prompts)

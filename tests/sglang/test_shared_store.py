@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang")
 
 from kvtier.testing.servers import ValkeyServer, has_valkey
-from kvtier.tiers.remote.resp import Connection, command
+from kvtier.tiers.remote.valkey.resp import RespConnection, command
 from tests.sglang.models import make_mla
 from tests.sglang.servers import MODEL, PAGE, linker, prompt, server
 
@@ -24,7 +24,7 @@ PATIENCE_S = 60.0
 
 def until_stored(store: ValkeyServer, num_pages: int) -> None:
     end_s = time.monotonic() + PATIENCE_S
-    line = Connection("127.0.0.1", store.port, None, end_s)
+    line = RespConnection("127.0.0.1", store.port, None, end_s)
     while time.monotonic() < end_s:
         line.send([command(b"DBSIZE")])
         if line.reply() == num_pages:
@@ -39,7 +39,7 @@ def until_stored(store: ValkeyServer, num_pages: int) -> None:
 def test_server_has_pages_that_another_has_computed(
     tmp_path: Path, kind: str, num_ranks: int
 ) -> None:
-    """Of latents both ranks have the same pages: the store has them once."""
+    """Both ranks have the same pages of latents, and the store keeps them once."""
     model = MODEL if kind == "mha" else make_mla(tmp_path / "mla")
     num_shards = num_ranks if kind == "mha" else 1
     store = ValkeyServer(tmp_path)

@@ -49,7 +49,7 @@ MAMBA = CacheConfig(
 
 
 class Request(SimpleNamespace):
-    """Of SGLang's, what its tree looks at."""
+    """The part of SGLang's request that its tree reads."""
 
 
 def hook() -> None:
@@ -166,7 +166,7 @@ class Tree:
         return req, result.host_hit_length
 
     def load(self, req: Any) -> torch.Tensor | None:
-        """Where its tokens are on the device then; None where they did not arrive."""
+        """Return the locations of its tokens on the device; None if they did not arrive."""
         num, _ = self.cache.linker.load_back(req)
         slots = self.cache.linker.private_load_indices.get(req.rid)
         index = self.cache.ready_to_load_host_cache()

@@ -1,4 +1,4 @@
-"""What readers of events believe, against what a cache has."""
+"""A reader's view of events agrees with the cache's content."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ToldWorld(World):
         self.reader.read(self.translator.of(changes))
 
     def there(self) -> dict[str, set[int]]:
-        """Of each tier, the hashes of what it has."""
+        """Return the hashes of what each tier has."""
         found: dict[str, set[int]] = {tier: set() for tier in MEDIA.values()}
         for node in self.nodes():
             for tier, residency in zip(self.tiers, node.residencies, strict=True):

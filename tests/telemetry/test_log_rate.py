@@ -1,4 +1,4 @@
-"""What a log keeps of a flood."""
+"""Lines that a log keeps of a flood."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How records look, and where they go."""
+"""Format and destination of log records."""
 
 from __future__ import annotations
 

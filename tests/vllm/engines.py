@@ -43,7 +43,7 @@ Answer = list[Any]
 
 
 def connector(**settings: object) -> dict[str, Any]:
-    """What stands behind ``--kv-transfer-config``."""
+    """Return the value of ``--kv-transfer-config``."""
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -114,7 +114,7 @@ def moved_from_disk(before: tuple[float, float] = (0, 0)) -> tuple[float, float]
 
 
 def count(name: str, **labels: str) -> float:
-    """What Prometheus shows of a metric in this process, over all engines that it had."""
+    """Return Prometheus's value of a metric in this process, over all its engines."""
     return sum(
         sample.value
         for metric in REGISTRY.collect()

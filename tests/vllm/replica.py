@@ -37,8 +37,8 @@ from vllm.v1.kv_offload.config import (
 
 import kvtier
 from kvtier.connectors.vllm.names import vllm_source
+from kvtier.connectors.vllm.request_state import Advice
 from kvtier.connectors.vllm.spec import KvtierSpec
-from kvtier.connectors.vllm.visit import Advice
 from kvtier.transfer.ranks import Report
 
 MODEL = Path(kvtier.__file__).parent / "engine/builtin/kvtier-tiny"
@@ -64,7 +64,7 @@ class Replica:
 
     @staticmethod
     def theirs(tensor: torch.Tensor) -> torch.Tensor:
-        """What vLLM hands on of it."""
+        """Return the part that vLLM passes on."""
         return tensor
 
     def __init__(
@@ -119,7 +119,7 @@ class Replica:
     # -- steps -------------------------------------------------------------------------------------
 
     def step(self, without: Collection[int] = ()) -> None:
-        """Of the engine, that computes nothing. without: ranks that lose what they are told."""
+        """Run an engine step that computes nothing. without: ranks that lose what they are told."""
         self.num_steps += 1
         orders = self.manager.take_orders()
         for rank, worker in enumerate(self.workers):

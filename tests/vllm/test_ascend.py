@@ -38,7 +38,7 @@ CONFIG = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.config"
 
 
 class PlatformsConnector(OffloadingConnector):  # type: ignore[misc]
-    """Where vllm-ascend has its own."""
+    """Stands where vllm-ascend has its own connector."""
 
 
 def _spec() -> Any:
@@ -48,7 +48,7 @@ def _spec() -> Any:
 
 
 def _config(*groups: tuple[list[str], Any], num_blocks: int = NUM_PAGES) -> Any:
-    """What of vLLM's KVCacheConfig is read."""
+    """Return the parts of vLLM's KVCacheConfig that are read."""
     return SimpleNamespace(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
@@ -69,7 +69,7 @@ def _pair(num_rows: int = NUM_PAGES) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _their_way(config: Any, caches: Any, monkeypatch: pytest.MonkeyPatch) -> CanonicalKVCaches:
-    """What vllm-ascend's own connector hands on."""
+    """Return what vllm-ascend's own connector passes on."""
     pytest.importorskip("vllm_ascend", reason="vllm-ascend is not installed")
     # It was written for a vLLM that had this; here no layers are packed.
     if not hasattr(import_module(CONFIG), "is_kv_cache_tensor_packed"):

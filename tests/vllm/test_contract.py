@@ -13,7 +13,7 @@ import pytest
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
-from kvtier.connectors.shared.contract import Sources, version_of  # noqa: E402
+from kvtier.connectors.common.contract import Sources, version_of  # noqa: E402
 from kvtier.connectors.vllm import contract  # noqa: E402
 
 

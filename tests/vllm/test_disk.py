@@ -41,7 +41,7 @@ CROWD: list[Prompt] = [
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[tuple[int, Answer]]]:
-    """What vLLM answers without kvtier: computed, and from its own pool."""
+    """Return vLLM's answers without kvtier: computed, and from its own pool."""
     with engine(None) as llm:
         cold = one_by_one(llm, PROMPTS)
         warm = one_by_one(llm, PROMPTS)

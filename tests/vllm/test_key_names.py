@@ -39,7 +39,7 @@ def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def right(vision_model: Path) -> list[Answer]:
-    """What vLLM alone answers to the first image, and to the second one."""
+    """Return vLLM's own answers to the first image, and to the second one."""
     with engine(None, vision_model) as llm:
         first, other = (run(llm, _seen(seed))[0][1] for seed in (1, 2))
     assert not _are_same(first, other), "or the test would not notice"

@@ -24,13 +24,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.connectors.vllm.counts import LOADED, NOT_DEMOTED, SHARED
 from kvtier.connectors.vllm.key_scope import KeyScope
 from kvtier.connectors.vllm.manager import TierManager
-from kvtier.connectors.vllm.names import Names
+from kvtier.connectors.vllm.names import VllmNames
 from kvtier.connectors.vllm.prompt import Shape
+from kvtier.connectors.vllm.request_state import Advice
 from kvtier.connectors.vllm.spec import KvtierSpec
-from kvtier.connectors.vllm.visit import Advice
-from kvtier.keyed_cache import Place
+from kvtier.keyed.cache import BlockLocation
 from kvtier.tiers.disk import DiskTier
-from kvtier.transfer.ranks import Done, Found, Hello, Order, RankMover, Report, Verb
+from kvtier.transfer.ranks import Done, Hello, RankMover, RankOrder, RecoveredBlocks, Report, Verb
 from kvtier.types import DEVICE, DISK, HOST, Direct, LoadPolicy
 
 STEP = 128
@@ -38,7 +38,7 @@ BLOCK_BYTES = 1 << 20
 KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(8)]
 
 
-class Known(Names):
+class Known(VllmNames):
     """Blocks of weights that were read."""
 
     digest = b"n" * 32  # type: ignore[assignment]
@@ -67,7 +67,7 @@ class Scheduler:
             publishes_events=True,
         )
         self.costs = self.manager.ladder.costs
-        hello = Hello(num_host, {DISK: Found()}, frozenset({DISK}))
+        hello = Hello(num_host, {DISK: RecoveredBlocks()}, frozenset({DISK}))
         self.manager.hear(Report(hellos={0: hello}))
 
     def request(self, name: str, keys: list[OffloadKey], **changes: object) -> ReqContext:
@@ -90,8 +90,8 @@ class Scheduler:
                 done = Done(lost, frozenset(gone), 0, 1, num * BLOCK_BYTES, seconds * num)
                 self.manager.hear(Report(done={order.order_id: done}))
 
-    def reads(self) -> list[Order]:
-        """What ranks are to read next."""
+    def reads(self) -> list[RankOrder]:
+        """Return the blocks that ranks are to read next."""
         return [each for each in self.manager.take_orders() if each.verb is Verb.READ]
 
     def computes_at_once(self) -> None:
@@ -109,7 +109,7 @@ class Scheduler:
         return self.manager.bringing.advise(self.manager.visit(name), 0, 3 * STEP)
 
     def num_worth_loading(self, name: str) -> int:
-        """Of two blocks of such a prompt."""
+        """Return how many tokens of two blocks of such a prompt are worth loading."""
         visit = self.manager.visit(name)
         return self.manager.bringing.num_worth_loading(visit, 0, 2 * STEP, 3 * STEP)
 
@@ -200,7 +200,7 @@ def test_blocks_that_take_longer_than_computing_are_left_on_disk() -> None:
 
 
 def test_log_has_once_what_was_decided(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="kvtier.connectors.vllm.bringing")
+    caplog.set_level(logging.DEBUG, logger="kvtier.connectors.vllm.promotion")
     scheduler = Scheduler(policy=LoadPolicy.AUTO)
     name = "again\nforged"
     scheduler.store(scheduler.request("first", KEYS[:2]), KEYS[:2])
@@ -455,7 +455,7 @@ def test_with_two_groups_an_answer_leaves_before_its_question() -> None:
     serve(scheduler, (1, 2), answer=(3, 4))
     serve(scheduler, (11, 12, 13, 14))
     kept = scheduler.manager.cache.find_all(two_groups((1, 2, 3, 4)))
-    assert [each is Place.MEMORY for each in kept] == [True, True, False, False] * 2
+    assert [each is BlockLocation.MEMORY for each in kept] == [True, True, False, False] * 2
 
 
 def test_groups_that_are_cut_otherwise_have_least_recently_used_first() -> None:

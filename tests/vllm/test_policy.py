@@ -17,13 +17,13 @@ with warnings.catch_warnings():
     from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
     from vllm.v1.kv_offload.cpu.policies.base import ChunkStatus
 
-    from kvtier.connectors.vllm.pieces.policy import KvtierPolicy
+    from kvtier.connectors.vllm.standalone.policy import KvtierPolicy
 
 from benchmarks.policies.traces import Trace
 from benchmarks.vllm import policies as benchmark
 
 BLOCK_SIZE = 16
-MODULE = "kvtier.connectors.vllm.pieces.policy"
+MODULE = "kvtier.connectors.vllm.standalone.policy"
 
 
 def _manager(num_blocks: int, policy: str = "KvtierPolicy") -> CPUOffloadingManager:
@@ -158,7 +158,7 @@ def test_groups_are_chains_of_their_own() -> None:
 
 
 def test_end_of_a_prompt_that_a_window_keeps_is_used_with_the_rest_of_it() -> None:
-    """Of a group with a window the first blocks are never stored."""
+    """The first blocks of a group with a window are never stored."""
     manager = _manager(6)
     full, window = _keys(1, 2, 3, group=0), _keys(3, group=1)
     asked = {key: place for place, key in enumerate([*full, *_keys(1, 2, 3, group=1)])}

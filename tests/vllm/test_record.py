@@ -1,4 +1,4 @@
-"""What vLLM is asked, recorded and replayed: by its scheduler's half alone, and by a real vLLM."""
+"""Requests of vLLM, recorded and replayed: by its scheduler alone, and by a real vLLM."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from kvtier.connectors.vllm.connector import KvtierConnector
 from kvtier.errors import ConfigError
 from kvtier.index.policies.replayed import LRU
 from kvtier.recording import Chains
-from kvtier.replay.policies import Replayer
-from kvtier.replay.segments import find_segments
-from kvtier.replay.trace import Trace
-from kvtier.replay.traces import ReadOptions, read_traces
+from kvtier.tools.replay.policies import Replayer
+from kvtier.tools.replay.segments import find_segments
+from kvtier.tools.replay.trace import Trace
+from kvtier.tools.replay.traces import ReadOptions, read_traces
 from tests.vllm.engines import (
     BLOCK,
     ENVIRONMENT,
@@ -137,9 +137,9 @@ def test_file_that_cant_be_written_is_one_sentence(
     made: VllmConfig, tmp_path: Path, spec: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     # vLLM's own handlers take what kvtier says, where it has none.
-    logging.getLogger("kvtier.connectors.shared.recorded").addHandler(caplog.handler)
+    logging.getLogger("kvtier.connectors.common.recording").addHandler(caplog.handler)
     half = _half(made, **SPECS[spec], record=str(tmp_path))
-    logging.getLogger("kvtier.connectors.shared.recorded").removeHandler(caplog.handler)
+    logging.getLogger("kvtier.connectors.common.recording").removeHandler(caplog.handler)
     told = f"record: can't write {tmp_path}: Is a directory"
     assert f"kvtier serves without a recording: {told}" in caplog.messages
     _ask(half, "1", range(100))

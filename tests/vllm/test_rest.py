@@ -1,4 +1,4 @@
-"""What a rank does in steps that compute nothing: vLLM takes them while something is under way."""
+"""Steps of a rank that compute nothing, which vLLM takes while transfers are in flight."""
 
 from __future__ import annotations
 

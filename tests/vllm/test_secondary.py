@@ -31,9 +31,9 @@ with warnings.catch_warnings():
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-    from kvtier.connectors.shared import opening
+    from kvtier.connectors.common import opening
     from kvtier.connectors.vllm.counts import EVICTED, LOADED, ROOM, SHARED, USED
-    from kvtier.connectors.vllm.pieces import secondary
+    from kvtier.connectors.vllm.standalone import secondary
     from tests.vllm.tiering import (
         ROW_BYTES,
         STEP,
@@ -47,7 +47,7 @@ with warnings.catch_warnings():
 from kvtier.errors import ConfigError
 from kvtier.testing.faulty_disk import FaultyDisk
 from kvtier.tiers.disk import DiskTier
-from kvtier.tiers.disk.report import report_slab
+from kvtier.tiers.disk.inspect.report import report_slab
 from kvtier.types import DISK
 
 

@@ -20,7 +20,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvtier.dashboard import SERIES, Engine
+from kvtier.tools.dashboard import SERIES, EngineKind
 from tests.vllm.engines import BLOCK, ENVIRONMENT, MODEL, NUM_BLOCKS, connector, multi, prompt
 
 START_S = 400
@@ -95,7 +95,7 @@ def _check_dashboard(client: httpx.Client) -> None:
     text = client.get("/metrics").raise_for_status().text
     families = {each.name: each for each in text_string_to_metric_families(text)}
     for series in SERIES.values():
-        if series.engine is Engine.VLLM:
+        if series.engine is EngineKind.VLLM:
             family = families[series.name.removesuffix("_total")]
             assert family.type == series.kind, series
             for sample in family.samples:

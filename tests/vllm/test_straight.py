@@ -27,14 +27,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.connectors.vllm.counts import LOADED
 from kvtier.connectors.vllm.host_slots import STRAIGHT, HostSlots
-from kvtier.connectors.vllm.visit import Advice
+from kvtier.connectors.vllm.request_state import Advice
 from kvtier.connectors.vllm.worker import RankRoom, TierWorker
 from kvtier.devices import Device, find_device
 from kvtier.errors import ConfigError
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.transfer import LocalMover
-from kvtier.transfer.ranks import Done, Order, Report, Verb
+from kvtier.transfer.ranks import Done, RankOrder, Report, Verb
 from kvtier.types import DISK, HOST, BlockKey, BlockName, Direct, Slot, Verify
 from tests.core.test_direct import LateFence, StrictDevice
 from tests.vllm.test_manager import BLOCK_BYTES, KEYS, STEP, Scheduler, serve, two_groups
@@ -253,7 +253,9 @@ class Rank:
         source = GPULoadStoreSpec(list(range(num_pages)), [num_pages], [0])
         self.copy(self.worker.submit_store, source, HostSlots(range(num_blocks)))
         slots = tuple(map(Slot, to_disk))
-        self.worker.carry_out(Order(1, Verb.WRITE, DISK, tuple(NAMES[at] for at in slots), slots))
+        self.worker.carry_out(
+            RankOrder(1, Verb.WRITE, DISK, tuple(NAMES[at] for at in slots), slots)
+        )
         assert not self.done(1).failed
 
     def copy(self, submit: object, *specs: object) -> None:
@@ -269,7 +271,7 @@ class Rank:
         """Load blocks to pages; those at ``straight`` from the disk. What a report says of it."""
         ids = [STRAIGHT if at in straight else block for at, block in enumerate(blocks)]
         names = tuple(NAMES[blocks[at]] for at in straight)
-        order = Order(2, Verb.READ, DISK, names, tuple(map(Slot, straight)))
+        order = RankOrder(2, Verb.READ, DISK, names, tuple(map(Slot, straight)))
         target = GPULoadStoreSpec(to, [len(to)], [first])
         self.copy(self.worker.submit_load, HostSlots(ids, [order] if straight else []), target)
         return self.done(2) if straight else None
@@ -299,7 +301,7 @@ def check_groups(rank: Rank) -> None:
     rank.fill(_random(rank, 1))
     rank.copy(rank.worker.submit_store, source, HostSlots(range(4)))
     slots = tuple(map(Slot, range(4)))
-    rank.worker.carry_out(Order(1, Verb.WRITE, DISK, NAMES[:4], slots))
+    rank.worker.carry_out(RankOrder(1, Verb.WRITE, DISK, NAMES[:4], slots))
     assert not rank.done(1).failed
 
     @settings(max_examples=max(10, settings().max_examples // 2))
@@ -322,7 +324,7 @@ def check_groups(rank: Rank) -> None:
         expected = rank.pages()
         rank.fill(before)
         ids = [STRAIGHT if at in straight else at for at in range(4)]
-        order = Order(
+        order = RankOrder(
             2, Verb.READ, DISK, tuple(NAMES[at] for at in sorted(straight)),
             tuple(map(Slot, sorted(straight))),
         )  # fmt: skip
@@ -442,7 +444,7 @@ def test_load_is_done_when_the_disk_has_answered(
         return get(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DiskTier, "get", hangs)
-    order = Order(2, Verb.READ, DISK, NAMES[1:2], (Slot(1),))
+    order = RankOrder(2, Verb.READ, DISK, NAMES[1:2], (Slot(1),))
     assert rank.worker.submit_load(9, HostSlots([0, STRAIGHT], [order]), TO_PAGES)
     assert begun.wait(60)
     for _ in range(20):

@@ -29,11 +29,11 @@ from kvtier.devices import Fence
 from kvtier.devices.synchronous import Passed
 from kvtier.errors import ConfigError
 from kvtier.transfer import LocalMover
-from kvtier.transfer.ranks import Order, Verb
+from kvtier.transfer.ranks import RankOrder, Verb
 from kvtier.types import DISK, Direct, Slot, Verify
 from tests.devices.drivers import make_device
-from tests.disk.accelerated import KINDS, on_fake
 from tests.fakes.storage import LIBRARIES, Fault, StorageFake
+from tests.tiers.disk.accelerated import KINDS, on_fake
 from tests.vllm.replica import NUM_PAGES as REPLICAS_PAGES
 from tests.vllm.replica import PAGE_BYTES, Replica
 from tests.vllm.test_straight import (
@@ -234,7 +234,7 @@ def test_a_read_waits_for_those_who_use_its_pages_still(
         monkeypatch.setattr(rank.far, "fence", drop)
     rank.fake.hold()
     rank.compute(7)
-    order = Order(2, Verb.READ, DISK, NAMES[:3], (Slot(0), Slot(1), Slot(2)))
+    order = RankOrder(2, Verb.READ, DISK, NAMES[:3], (Slot(0), Slot(1), Slot(2)))
     target = spec_of([3, 4, 5])
     assert rank.worker.submit_load(9, HostSlots([STRAIGHT] * 3, [order]), target)
     if heeds:
@@ -262,7 +262,7 @@ def test_load_is_done_when_the_driver_has_answered(rank: Far) -> None:
     """Until then it may write to these pages, and vLLM must not give them to others."""
     rank.store(2, [0, 1])
     rank.fake.hold_storage()
-    order = Order(2, Verb.READ, DISK, NAMES[1:2], (Slot(1),))
+    order = RankOrder(2, Verb.READ, DISK, NAMES[1:2], (Slot(1),))
     assert rank.worker.submit_load(9, HostSlots([0, STRAIGHT], [order]), TO_PAGES)
     for _ in range(60_000):
         if rank.fake.num_moving:
@@ -298,7 +298,7 @@ def test_what_the_library_fails_at_is_read_by_way_of_host_memory(
 def test_load_with_a_flipped_bit_fails_and_its_block_is_gone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of those that are verified: here the first of a sample."""
+    """A damaged block among those that are verified, here the first of a sample, is dropped."""
     monkeypatch.setattr(LocalMover, "scrub", lambda self: [])  # it might find the block before
     with far_rank(name, tmp_path, GQA, 1, Direct.ON, Verify.SAMPLED) as rank:
         rank.store(3, [0, 1, 2])
@@ -330,7 +330,7 @@ def test_where_every_block_is_verified_on_is_refused_and_auto_is_off(
 def test_a_refused_registration_is_told_and_leaves_nothing_behind(
     name: str, nth: int, tmp_path: Path
 ) -> None:
-    """Of whichever layer's memory."""
+    """A refusal of any layer's memory is reported, and nothing is left behind."""
     fakes: list[StorageFake] = []
 
     def refuse(fake: StorageFake) -> None:

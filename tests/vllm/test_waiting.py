@@ -12,8 +12,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
 from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
 
-from kvtier.connectors.vllm import waiting
-from kvtier.connectors.vllm.waiting import Waiting
+from kvtier.connectors.vllm import queued_requests
+from kvtier.connectors.vllm.queued_requests import QueuedRequests
 from tests.vllm.test_manager import KEYS, LookupResult, Scheduler
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class Told:
-    """What was told of whom, by the first hash of a prompt."""
+    """Reports by the first hash of a prompt."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[OffloadKey], bool]] = []
-        self.waiting = Waiting(2, 0, self.note)
+        self.waiting = QueuedRequests(2, 0, self.note)
 
     def note(self, keys: Sequence[OffloadKey], is_waiting: bool) -> None:
         self.calls.append((list(keys), is_waiting))
@@ -59,7 +59,7 @@ def test_who_had_no_turn_waits_from_then_on_until_it_has() -> None:
 
 
 def test_a_burst_is_told_of_a_few_blocks_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "MOST_BLOCKS", 3)
+    monkeypatch.setattr(queued_requests, "MOST_BLOCKS", 3)
     told = Told()
     told.waiting.came(request("long", range(12)))
     for number in range(5):
@@ -79,7 +79,7 @@ def test_what_a_waiting_request_will_need_outlasts_a_flood(waits: bool, found: i
     first = scheduler.request("first", KEYS[:2])
     scheduler.store(first, KEYS[:2])
     scheduler.manager.on_request_finished(first)
-    queue = Waiting(1, 0, scheduler.manager.cache.wait)
+    queue = QueuedRequests(1, 0, scheduler.manager.cache.wait)
     if waits:
         queue.came(request("waits", (0, 1)))
     queue.end_step()

@@ -39,7 +39,7 @@ STEP = ScheduleEndContext((), ())
 def config_of(folder: Path, num_rows: int, num_slots: int, **tier: Any) -> OffloadingConfig:
     settings = {
         "type": "KvtierTier",
-        "module_path": "kvtier.connectors.vllm.pieces.secondary",
+        "module_path": "kvtier.connectors.vllm.standalone.secondary",
         "disk_path": str(folder),
         "disk_capacity": num_slots * ROW_BYTES,
         "namespace": "tests",  # of weights that are nowhere
@@ -67,7 +67,7 @@ def bytes_of(key: OffloadKey) -> np.ndarray:
 
 
 class World:
-    """What vLLM's scheduler does with its tiers, with the accelerator's part done by hand."""
+    """Actions of vLLM's scheduler on its tiers, with the accelerator's part done by hand."""
 
     def __init__(self, config: OffloadingConfig) -> None:
         self.spec = TieringOffloadingSpec(config)

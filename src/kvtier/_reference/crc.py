@@ -123,7 +123,7 @@ def _joined(states: NDArray[np.uint32]) -> int:
 
 @cache
 def _byte_table() -> list[int]:
-    """What each byte does to a state of 0."""
+    """Return the effect of each byte on a state of 0."""
     table = list(range(256))
     for _ in range(8):
         table = [(state >> 1) ^ (_POLYNOMIAL if state & 1 else 0) for state in table]
@@ -144,7 +144,7 @@ def _shift_tables(num_bytes: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32
 
 @cache
 def _shift_bits(num_bytes: int) -> tuple[int, ...]:
-    """What a state with one bit set, 1 << i, becomes after ``num_bytes`` zero bytes."""
+    """Return the states to which single bits, 1 << i, become after ``num_bytes`` zero bytes."""
     if num_bytes == 1:
         table = _byte_table()
         return tuple(table[(1 << i) & 0xFF] ^ ((1 << i) >> 8) for i in range(32))

@@ -1,4 +1,4 @@
-"""Which slots of a tier are free: the twin of the native class, as a row of bits."""
+"""Free slots of a tier, as a row of bits: twin of the native class."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class _Reader:
         return late
 
     def _fill(self, parts: list[memoryview]) -> tuple[int, OSError | None]:
-        """How many bytes have not come, and why."""
+        """Return how many bytes are missing, and why."""
         while parts:
             try:
                 num = self._receive(parts[:MOST_PARTS])

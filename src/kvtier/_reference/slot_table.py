@@ -9,8 +9,7 @@ from kvtier._reference.key_table import KEY_BYTES, Int64s, Keys, as_bytes, check
 
 
 class SlotTable:
-    """Which slot has a key, of the slots that are listed. Not safe to be used by several threads at
-    once.
+    """Slot of each listed key. Not thread-safe.
 
     keys: V32 [num_slots], of all slots, any number of bytes apart; they are looked at, not copied,
     and that of a listed slot does not change. slots: int64 [n], to be listed; of equal keys the

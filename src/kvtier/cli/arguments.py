@@ -1,4 +1,4 @@
-"""What other users of the machine see of a command line."""
+"""Hide secrets of the command line from other users of the machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def hide_arguments(secrets: Collection[str]) -> None:
 
 
 def _hidden(argument: bytes, secrets: Collection[bytes]) -> bytes:
-    """Of ``--option secret`` and ``--option=secret`` only the secret; of the same length."""
+    """Replace only the secret in ``--option secret`` and ``--option=secret``, keeping its
+    length."""
     option, equals, value = b"", b"", argument
     if argument.startswith(b"--"):
         option, equals, value = argument.partition(b"=")

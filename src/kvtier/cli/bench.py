@@ -16,7 +16,7 @@ from kvtier.cli.renamed import telling
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, without_password
 
 if TYPE_CHECKING:
-    from kvtier.serve_bench.options import Experiment
+    from kvtier.tools.bench_serve.options import Experiment
 
 app = typer.Typer(cls=Commands, no_args_is_help=True)
 
@@ -117,10 +117,10 @@ def serve(
         check_packages(["torch", "transformers"], "engine", needs_report=not no_report)
         chosen = _experiments(experiments)
 
-        from kvtier.serve_bench.bar import ProgressBar
-        from kvtier.serve_bench.console import show_result
-        from kvtier.serve_bench.options import Experiment, ServeOptions
-        from kvtier.serve_bench.serve import run_serve
+        from kvtier.tools.bench_serve.console import show_result
+        from kvtier.tools.bench_serve.options import Experiment, ServeOptions
+        from kvtier.tools.bench_serve.serve import run_serve
+        from kvtier.tools.report.bar import ProgressBar
 
         if disk_bytes_per_s is not None and Experiment.SLOW_DISK not in chosen:
             chosen = (*chosen, Experiment.SLOW_DISK)
@@ -151,7 +151,7 @@ def serve(
         if json_file is not None:
             write_json(json.dumps(result.as_json(), indent=2), json_file)
         if not no_report:
-            from kvtier.serve_bench.report import write_report
+            from kvtier.tools.bench_serve.report import write_report
 
             write_report(result, report)
             console.print(f"Report: {report}", highlight=False, soft_wrap=True)
@@ -183,7 +183,7 @@ def copy(
     from kvtier.config import parse_size
     from kvtier.devices import find_device
     from kvtier.errors import CacheError
-    from kvtier.serve_bench.copies import measure_copies, show_copies
+    from kvtier.tools.bench_serve.copies import measure_copies, show_copies
 
     console = Console(stderr=json_file == STDOUT)
     try:
@@ -198,7 +198,7 @@ def copy(
 
 def _experiments(names: str) -> tuple[Experiment, ...]:
     from kvtier.errors import ConfigError
-    from kvtier.serve_bench.options import Experiment
+    from kvtier.tools.bench_serve.options import Experiment
 
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     unknown = [name for name in wanted if name not in list(Experiment)]

@@ -14,7 +14,7 @@ def dashboard(
     ] = False,
 ) -> None:
     """Print a dashboard for Grafana: kvtier serve, and vLLM and SGLang with kvtier under them."""
-    from kvtier.dashboard import ALERTS, ROWS, make_dashboard, make_rules
+    from kvtier.tools.dashboard import ALERTS, ROWS, make_dashboard, make_rules
 
     if alerts:
         typer.echo(make_rules(ALERTS), nl=False)

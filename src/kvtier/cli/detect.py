@@ -16,11 +16,11 @@ import numpy as np
 from kvtier import __version__
 from kvtier.devices.base import Device, Finding, Memory
 from kvtier.errors import CacheError
-from kvtier.process import num_cores
-from kvtier.tiers.system_memory import available_bytes
+from kvtier.system.memory import available_bytes
+from kvtier.system.process import num_cores
 
 if TYPE_CHECKING:
-    from kvtier.connectors.shared.contract import Contract
+    from kvtier.connectors.common.contract import Contract
 
 PACKAGES = ("numpy", "torch", "transformers", "tokenizers", "safetensors", "fastapi", "uvicorn")
 ACCELERATORS = ("cuda", "npu", "xpu", "mps")
@@ -39,7 +39,10 @@ TRIAL_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was found. device: what ``--device auto`` runs on. native: the native core is in use."""
+    """Result of ``kvtier doctor``.
+
+    device: what ``--device auto`` runs on. native: the native core is in use.
+    """
 
     version: str
     device: str
@@ -128,7 +131,7 @@ def engines() -> tuple[Finding, ...]:
 def _engine(contract: Contract, command: str, topic: str = "") -> Finding | None:
     """command: prints the options for it. topic: that the contract is of; the whole engine if it
     has no name of its own."""
-    from kvtier.connectors.shared.contract import version_of
+    from kvtier.connectors.common.contract import version_of
 
     folder = contract.installed()
     if folder is None:
@@ -184,8 +187,10 @@ def devices_found() -> tuple[tuple[Finding, ...], str]:
 
 
 def disk_to_accelerator(device: str, disk_path: str | None) -> tuple[Finding, ...]:
-    """Which way bytes go between a folder and ``device``, "cuda" or "cuda:1": tried, where a folder
-    is named, by each library that there is for it."""
+    """Return the path of bytes between a folder and ``device``, "cuda" or "cuda:1".
+
+    If a folder is named, each library for it is tried.
+    """
     topic = "disk to accelerator"
     if device == "cpu":
         return (Finding(topic, "no", "no accelerator is here"),)

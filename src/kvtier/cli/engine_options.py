@@ -48,5 +48,5 @@ def given(**settings: object) -> dict[str, object]:
 
 
 def one_or_all(storage: list[str] | None) -> str | list[str]:
-    """Of an option that may be given several times: the only one, or all."""
+    """Return the only value of a repeatable option, or all its values."""
     return storage[0] if storage and len(storage) == 1 else storage or ""

@@ -67,7 +67,7 @@ PLACES = {DEVICE: "device memory", HOST: "host memory", DISK: "disk", COMPUTED: 
 
 
 def show(found: Found, what: str, console: Console) -> None:
-    """what: whom it was asked of."""
+    """Print an explanation as a table and sentences. what: whom it was asked of."""
     num, reused = found["prompt_tokens"], found["reused_tokens"]
     console.print(f"{printable(what)}: {num:,} tokens, {reused:,} of them reused\n")
     console.print(_table(found))
@@ -94,7 +94,7 @@ def _table(found: Found) -> Table:
 
 
 def sentences(found: Found) -> Iterator[str]:
-    """What the table does not say."""
+    """Return what the table does not say."""
     yield ""
     yield from _times(found)
     weak = found["too_few_measurements"]
@@ -147,7 +147,10 @@ def _rejected(cut: Mapping[str, Any], found: Found) -> str:
 
 
 def _expected(part: Mapping[str, Any]) -> str:
-    """What was never measured costs nothing to the planner, so that it is tried; nobody knows."""
+    """Return the expected time in words.
+
+    The planner takes what was never measured as free, so that it is tried.
+    """
     return "unknown" if part["measured"] == 0 else seconds(part["predicted_s"])
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from kvtier.cli.explained import is_explanation
 from kvtier.errors import ConfigError, printable
-from kvtier.watch.client import NoAnswerError, RefusedError, check_url, fetch
+from kvtier.live.client import NoAnswerError, RefusedError, check_url, fetch
 
 HEADER = "X-KVTier-Explain"
 MOST_SAID = 1000

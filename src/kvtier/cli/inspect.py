@@ -12,13 +12,13 @@ import typer
 
 from kvtier.cli.failure import fail
 from kvtier.errors import CacheError, printable
-from kvtier.serve_bench.figures import ago, size
+from kvtier.tools.report.figures import ago, size
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from kvtier.tiers.disk.report import SlabReport
+    from kvtier.tiers.disk.inspect.report import SlabReport
 
 MAX_NAMESPACES = 20
 BAR_WIDTH = 30
@@ -29,7 +29,7 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Say what is in a slab: by namespace, age and size. Changes nothing; it may be in use."""
-    from kvtier.tiers.disk.report import report_slab
+    from kvtier.tiers.disk.inspect.report import report_slab
 
     now = time.time()
     try:

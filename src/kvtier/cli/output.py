@@ -1,4 +1,4 @@
-"""Where commands that measure write what they found."""
+"""Output of commands that measure."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ def record(
 
     from kvtier.errors import CacheError
     from kvtier.recording import Chains, salt_from_environment
-    from kvtier.replay.traces import ReadOptions, read_traces
-    from kvtier.replay.traces.writing import write_trace
+    from kvtier.tools.replay.traces import ReadOptions, read_traces
+    from kvtier.tools.replay.traces.writing import write_trace
 
     try:
         chains = Chains(salt_from_environment(), block_tokens)

@@ -14,10 +14,10 @@ import typer
 
 from kvtier.cli.failure import Commands, fail
 from kvtier.errors import CacheError, ConfigError, printable
-from kvtier.serve_bench.figures import ago, size
+from kvtier.tools.report.figures import ago, size
 
 if TYPE_CHECKING:
-    from kvtier.tiers.remote.keeper import Keeper
+    from kvtier.tiers.remote.keeper import StoreKeeper
     from kvtier.tiers.remote.pruning import Contents, Pruned
 
 app = typer.Typer(cls=Commands, no_args_is_help=True)
@@ -100,7 +100,7 @@ def prune(
 
 
 @contextmanager
-def _keeper(command: str, url: str) -> Iterator[Keeper]:
+def _keeper(command: str, url: str) -> Iterator[StoreKeeper]:
     from kvtier.tiers.remote.pruning import make_keeper
 
     try:
@@ -123,14 +123,14 @@ def _seconds(text: str) -> float:
     return float(found[1]) * SECONDS[found[2]]
 
 
-def _contents(there: Contents, keeper: Keeper) -> str:
+def _contents(there: Contents, keeper: StoreKeeper) -> str:
     told = f"{_count(there.num_entries, keeper.kind)}, {size(there.num_bytes)}"
     if there.oldest_s is None or there.newest_s is None:
         return told
     return f"{told}; {keeper.age.format(f'{ago(there.newest_s)} to {ago(there.oldest_s)}')}"
 
 
-def _show(found: Pruned, keeper: Keeper, dry_run: bool) -> None:
+def _show(found: Pruned, keeper: StoreKeeper, dry_run: bool) -> None:
     verb = "would be removed" if dry_run else "removed"
     _say(f"{keeper.where}: {_contents(found.before, keeper)}")
     _say(f"{verb}: {_count(found.num_entries, keeper.kind)}, {size(found.num_bytes)}")

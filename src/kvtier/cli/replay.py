@@ -16,7 +16,7 @@ from kvtier.cli.failure import fail
 from kvtier.cli.output import STDOUT, check_packages, write_json
 
 if TYPE_CHECKING:
-    from kvtier.replay.replay import Size
+    from kvtier.tools.replay.replay import Size
 
 _TRACE, _TIERS, _MODEL, _PRICES, _OUTPUT = "Trace", "Tiers", "Model and machine", "Prices", "Output"
 
@@ -235,16 +235,16 @@ def replay(
 
         from kvtier.config import BLOCK_SIZE, parse_size
         from kvtier.recording import Chains, salt_from_environment
-        from kvtier.replay.assumptions import Machine
-        from kvtier.replay.console import show_result
-        from kvtier.replay.policies import usual_policies
-        from kvtier.replay.replay import ReplayOptions, run_replay
-        from kvtier.replay.settings import Settings
-        from kvtier.replay.traces import ReadOptions
-        from kvtier.replay.words import recommendation
-        from kvtier.serve_bench.bar import ProgressBar
+        from kvtier.tools.replay.assumptions import Machine
+        from kvtier.tools.replay.console import show_result
+        from kvtier.tools.replay.policies import usual_policies
+        from kvtier.tools.replay.replay import ReplayOptions, run_replay
+        from kvtier.tools.replay.settings import ReplaySettings
+        from kvtier.tools.replay.summary import recommendation
+        from kvtier.tools.replay.traces import ReadOptions
+        from kvtier.tools.report.bar import ProgressBar
 
-        settings = Settings()
+        settings = ReplaySettings()
         kv_bytes = settings.bytes_per_token(bytes_per_token, model, kv_dtype, BYTES_PER_TOKEN)
         doubles_at = settings.doubles_at(prefill_doubles_at, PREFILL_DOUBLES_AT)
         machine = Machine(
@@ -287,7 +287,7 @@ def replay(
         if json_file is not None:
             write_json(json.dumps(result.as_json(recommendation(result)), indent=2), json_file)
         if not no_report:
-            from kvtier.replay.report import write_report
+            from kvtier.tools.replay.report import write_report
 
             write_report(result, report)
             console.print(f"Report: {report}", highlight=False, soft_wrap=True)
@@ -302,7 +302,7 @@ def _names(text: str) -> tuple[str, ...]:
 def _sizes(text: str) -> tuple[Size, ...]:
     from kvtier.config import parse_size
     from kvtier.errors import ConfigError
-    from kvtier.replay.replay import Size
+    from kvtier.tools.replay.replay import Size
 
     found = []
     for each in _names(text):

@@ -14,7 +14,7 @@ from kvtier.cli.watch import URL
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvtier.watch.scrape import Watched
+    from kvtier.live.scrape import Watched
 
 FIRST_S = 2.0
 """Between the two looks of ``--once``: what happens per second is the difference."""
@@ -41,7 +41,7 @@ def top(
     ] = None,
 ) -> None:
     """Show what a cache does right now: of a kvtier server, vLLM or SGLang."""
-    from kvtier.watch.scrape import Watched
+    from kvtier.live.scrape import Watched
 
     if as_json and not once:
         fail("top", "--json is one answer: give --once, too")
@@ -58,7 +58,7 @@ def top(
 def _once(watched: Watched, as_json: bool) -> None:
     from rich.console import Console
 
-    from kvtier.watch.terminal import draw
+    from kvtier.live.terminal import draw
 
     watched.look()
     time.sleep(FIRST_S)
@@ -75,7 +75,7 @@ def _once(watched: Watched, as_json: bool) -> None:
 def _on_and_on(watched: Watched, every_s: float) -> None:
     from rich.live import Live
 
-    from kvtier.watch.terminal import draw
+    from kvtier.live.terminal import draw
 
     try:
         with Live(draw(watched.look(), watched.url), screen=True, auto_refresh=False) as live:

@@ -11,12 +11,12 @@ import typer
 
 from kvtier.cli.failure import fail
 from kvtier.errors import CacheError, printable
-from kvtier.serve_bench.figures import size
+from kvtier.tools.report.figures import size
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from kvtier.tiers.disk.check import CheckReport
+    from kvtier.tiers.disk.inspect.check import CheckReport
 
 MAX_BLOCKS = 20
 
@@ -40,7 +40,7 @@ def verify(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    from kvtier.tiers.disk.check import check_slab
+    from kvtier.tiers.disk.inspect.check import check_slab
 
     told = Console(stderr=True)
     try:

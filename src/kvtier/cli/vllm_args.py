@@ -50,7 +50,7 @@ def vllm_args(
     In a script: --kv-transfer-config "$(kvtier vllm-args --json ...)".
     """
     from kvtier.connectors.vllm import SPEC_NAME
-    from kvtier.connectors.vllm.settings import Settings
+    from kvtier.connectors.vllm.settings import VllmSettings
 
     extra: dict[str, object] = {"spec_name": SPEC_NAME, "host_capacity": host_capacity}
     extra |= given(
@@ -64,7 +64,7 @@ def vllm_args(
     )
     if blocks_per_chunk > 1:
         extra["blocks_per_chunk"] = blocks_per_chunk
-    Settings.read(extra)  # refuses what vLLM would refuse when it starts
+    VllmSettings.read(extra)  # refuses what vLLM would refuse when it starts
     config = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",

@@ -28,8 +28,8 @@ def watch(
 
     A server of kvtier's own has the page itself, at /.
     """
-    from kvtier.watch.local import LOCAL_HOSTS, LocalServer
-    from kvtier.watch.scrape import Watched
+    from kvtier.live.local import LOCAL_HOSTS, LocalServer
+    from kvtier.live.scrape import Watched
 
     try:
         watched = Watched(url, take_key(api_key))

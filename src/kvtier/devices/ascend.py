@@ -40,7 +40,7 @@ from ctypes import (
 from kvtier.devices.base import Direction, Finding
 from kvtier.devices.compute import ComputeStream, Handle, torch_compute
 from kvtier.devices.copies import Copies
-from kvtier.devices.driver import Driver, Rows
+from kvtier.devices.driver import CopyRows, Driver
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.devices.library import Call, DriverError, Library
 
@@ -204,7 +204,7 @@ class AscendDriver(Driver):
             if code := copy(dst, size, src, size, kind, stream):
                 self._acl.check("aclrtMemcpyAsync", code)
 
-    def copy_rows(self, rows: Rows, direction: Direction, stream: Handle) -> None:
+    def copy_rows(self, rows: CopyRows, direction: Direction, stream: Handle) -> None:
         copy, kind = self._acl.function("aclrtMemcpy2dAsync"), KIND[direction]
         for dst, src, dst_pitch, src_pitch, width, height in rows.each():
             if code := copy(dst, dst_pitch, src, src_pitch, width, height, kind, stream):

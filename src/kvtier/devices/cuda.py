@@ -15,7 +15,7 @@ from functools import cached_property
 from kvtier.devices.base import Direction, Finding
 from kvtier.devices.compute import ComputeStream, Handle, torch_compute
 from kvtier.devices.copies import Copies
-from kvtier.devices.driver import Driver, Rows
+from kvtier.devices.driver import CopyRows, Driver
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.devices.library import Call, Library, error_name
 from kvtier.devices.numa import pci_numa_node
@@ -242,7 +242,7 @@ class CudaDriver(Driver):
             if code := copy(dst, src, size, stream):
                 self._cuda.check(name, code)
 
-    def copy_rows(self, rows: Rows, direction: Direction, stream: Handle) -> None:
+    def copy_rows(self, rows: CopyRows, direction: Direction, stream: Handle) -> None:
         copy, load = self._cuda.function("cuMemcpy2DAsync_v2"), direction is Direction.LOAD
         area = Copy2D(
             src_type=MEMORY_HOST if load else MEMORY_DEVICE,

@@ -95,7 +95,7 @@ class Driver(ABC):
         """One call per copy."""
 
     @abstractmethod
-    def copy_rows(self, rows: Rows, direction: Direction, stream: Handle) -> None:
+    def copy_rows(self, rows: CopyRows, direction: Direction, stream: Handle) -> None:
         """One call per rectangle."""
 
     @abstractmethod
@@ -125,7 +125,7 @@ class Driver(ABC):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class CopyRows:
     """Rectangles: row r of rectangle i goes from ``src[i] + r * src_pitch[i]`` to
     ``dst[i] + r * dst_pitch[i]``. All int64 [num_rectangles], bytes; height in rows."""
 

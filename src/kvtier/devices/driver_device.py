@@ -21,7 +21,7 @@ from kvtier.devices.path_table import PathTable, load_table, save_table, table_p
 from kvtier.devices.paths import CopyPath, CopyPaths, Kernel
 from kvtier.devices.synchronous import Passed
 from kvtier.errors import DeviceError
-from kvtier.process import OwnerProcess
+from kvtier.system.process import OwnerProcess
 
 logger = logging.getLogger(__name__)
 

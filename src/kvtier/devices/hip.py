@@ -16,7 +16,7 @@ from kvtier.devices.base import Direction, Finding
 from kvtier.devices.compute import ComputeStream, Handle, torch_compute
 from kvtier.devices.copies import Copies
 from kvtier.devices.cuda import ORDER_ANY, ORDER_STREAM, CudaAttributes
-from kvtier.devices.driver import Driver, Rows
+from kvtier.devices.driver import CopyRows, Driver
 from kvtier.devices.driver_device import DriverDevice
 from kvtier.devices.library import Call, DriverError, Library
 from kvtier.devices.numa import pci_numa_node
@@ -172,7 +172,7 @@ class HipDriver(Driver):
             if code := copy(dst, src, size, kind, stream):
                 self._hip.check("hipMemcpyAsync", code)
 
-    def copy_rows(self, rows: Rows, direction: Direction, stream: Handle) -> None:
+    def copy_rows(self, rows: CopyRows, direction: Direction, stream: Handle) -> None:
         copy, kind = self._hip.function("hipMemcpy2DAsync"), KIND[direction]
         for dst, src, dst_pitch, src_pitch, width, height in rows.each():
             if code := copy(dst, dst_pitch, src, src_pitch, width, height, kind, stream):

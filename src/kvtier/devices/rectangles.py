@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.devices.copies import Copies
-from kvtier.devices.driver import Rows
+from kvtier.devices.driver import CopyRows
 
 Int64s = npt.NDArray[np.int64]
 
@@ -23,7 +23,7 @@ WORTH = 2
 """Rectangles are used where there are so many times fewer of them than of copies."""
 
 
-def rectangles(copies: Copies) -> Rows | None:
+def rectangles(copies: Copies) -> CopyRows | None:
     """The same copies as rectangles; None where these are hardly fewer."""
     if len(copies) < WORTH:
         return None
@@ -31,7 +31,7 @@ def rectangles(copies: Copies) -> Rows | None:
     return found if len(found) * WORTH <= len(copies) else None
 
 
-def _interleaved(copies: Copies, num_parts: int) -> Rows:
+def _interleaved(copies: Copies, num_parts: int) -> CopyRows:
     """Rectangles whose rows are every ``num_parts``-th copy."""
     count = len(copies)
     order = np.concatenate([np.arange(part, count, num_parts) for part in range(num_parts)])
@@ -43,7 +43,7 @@ def _interleaved(copies: Copies, num_parts: int) -> Rows:
     pitched = height > 1
     step = np.minimum(first, count - 2)  # the last copy has no step, and needs no pitch
     width = size[first]
-    return Rows(
+    return CopyRows(
         dst=dst[first],
         src=src[first],
         dst_pitch=np.where(pitched, to[step], width),

@@ -151,7 +151,7 @@ class BatchKV(PagedKV):
         return self._pool.on_device(mask[:, None, None]).to(self._pool.dtype)
 
     def _rows_at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Of one position of each sequence."""
+        """Return the rows of one position of each sequence."""
         size = self._pool.group.block_size
         slots = self._slots[np.arange(len(positions)), positions // size]
         return slots * size + positions % size

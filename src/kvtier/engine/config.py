@@ -12,7 +12,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What to run, where, and how much at once."""
+    """Settings of the engine: what to run, where, and how much at once."""
 
     model: str = "kvtier-tiny"
     """A built-in model's name, or a local directory in Hugging Face format."""
@@ -72,7 +72,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the engine runs, after everything automatic was decided."""
+    """Facts of a running engine, after everything automatic was decided."""
 
     model_name: str
     device: str

@@ -37,8 +37,8 @@ from kvtier.errors import ConfigError, DeviceError
 from kvtier.hints import Hint
 from kvtier.identity import Basis, Identity
 from kvtier.keys import Labels, Namespace, grid_labels
-from kvtier.lease import Stored
-from kvtier.process import OwnerProcess
+from kvtier.prompts.lease import PrefixStored
+from kvtier.system.process import OwnerProcess
 from kvtier.telemetry.block_events import BlockLog
 from kvtier.telemetry.publisher import Publisher
 from kvtier.types import Label
@@ -143,7 +143,7 @@ class Engine:
         on_token: Callable[[Token], None] | None = None,
         on_done: Callable[[Completion], None] | None = None,
         explain: bool = False,
-        on_stored: Callable[[Stored], None] | None = None,
+        on_stored: Callable[[PrefixStored], None] | None = None,
         hint: Hint | None = None,
     ) -> RequestHandle:
         """Queue a request. prompt: token ids. salt: requests share KV only under equal salts.
@@ -237,7 +237,7 @@ class Engine:
 
     @property
     def events_endpoints(self) -> list[str]:
-        """Where events are published, and where they can be asked for again."""
+        """Return the endpoints of events and of their replay."""
         return [] if self._publisher is None else self._publisher.endpoints
 
     @property
@@ -246,7 +246,7 @@ class Engine:
         return 0 if self._publisher is None else self._publisher.max_descriptors
 
     def findings(self) -> list[Finding]:
-        """What is in use, for ``kvtier doctor``."""
+        """Return what is in use, for ``kvtier doctor``."""
         return self._cache.findings()
 
     # -- life -------------------------------------------------------------------------------------

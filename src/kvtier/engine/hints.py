@@ -1,4 +1,4 @@
-"""What the engine knows of requests, and their senders: told to the cache at the right moments."""
+"""Pass on hints of requests and their senders to the cache at the right moments."""
 
 from __future__ import annotations
 

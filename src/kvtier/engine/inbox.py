@@ -1,4 +1,4 @@
-"""What any thread has for the engine thread: requests, and calls between two of its steps."""
+"""Requests and calls from any thread to the engine thread, handled between two steps."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ PATIENCE = 4
 """What a prompt may wait for those that came after it, in multiples of its own length."""
 
 
-class Line:
-    """Who waits, the lowest turn first."""
+class RequestLine:
+    """Waiting requests, the lowest turn first."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []

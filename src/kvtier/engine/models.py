@@ -18,7 +18,7 @@ from kvtier.engine.model_names import BUILTIN, RandomName, find_model
 from kvtier.engine.random_models import random_config, random_module
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.errors import ConfigError
-from kvtier.identity import Basis, Identification, Identity, Memory
+from kvtier.identity import Basis, Identification, Identity, WeightsMemory
 from kvtier.layout import DType, KVGroup, full_attention, latent_attention
 
 # A server is no terminal, and a benchmark has its own bar.
@@ -128,7 +128,7 @@ def choose_dtype(name: str, device: torch.device, config: PreTrainedConfig) -> t
 
 
 def kv_group(config: PreTrainedConfig, dtype: torch.dtype, block_size: int) -> KVGroup:
-    """What the model keeps per token, as transformers caches it."""
+    """Return the layout of what the model keeps per token, as transformers caches it."""
     kind = DType(str(dtype).removeprefix("torch."))
     layers = config.num_hidden_layers
     if config.model_type in LATENT:
@@ -160,7 +160,7 @@ def _place(module: PreTrainedModel, device: torch.device) -> PreTrainedModel:
 @contextmanager
 def _identified(directory: Path) -> Iterator[Identification]:
     """The files are looked at before they are loaded, and read meanwhile; no more if that fails."""
-    weights = Identification([directory], Memory())
+    weights = Identification([directory], WeightsMemory())
     weights.begin()
     try:
         yield weights

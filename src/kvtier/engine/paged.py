@@ -128,7 +128,8 @@ class PromptKV(PagedKV):
         return key, value
 
     def _causal(self, groups: int, like: torch.Tensor) -> torch.Tensor | None:
-        """What to add to scores [groups * new tokens, end]; None for a single new token."""
+        """Return the mask to add to scores [groups * new tokens, end]; None for a single new
+        token."""
         length = self._span.end - self._span.start
         if length > 1 and self._mask is None:
             shape = (length, self._span.end)
@@ -150,7 +151,7 @@ def paged_attention(
     kv: PagedKV,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls for each layer; ``kv`` knows the sequences."""
+    """Attention function that transformers calls for each layer; ``kv`` knows the sequences."""
     layer = module.layer_idx
     assert isinstance(layer, int)
     return kv.attend(layer, query, key, value, scaling), None

@@ -73,7 +73,8 @@ class KVPool:
         return rows
 
     def rows(self, slots: Sequence[Slot], start: int, end: int) -> Rows:
-        """Where tokens ``start .. end`` of a sequence with these slots lie in each view."""
+        """Return the rows in each view of tokens ``start .. end`` of a sequence with these
+        slots."""
         size = self.group.block_size
         first, last = start // size, (end - 1) // size
         if _are_neighbours(slots, first, last):
@@ -84,7 +85,8 @@ class KVPool:
         return (table[positions // size] * size + positions % size).to(self._device)
 
     def blocks(self, slots: Sequence[Slot], num_tokens: int) -> Rows:
-        """Where the first ``num_tokens`` tokens lie: rows if neighbours, else block numbers."""
+        """Return the location of the first ``num_tokens`` tokens: rows if neighbours, else block
+        numbers."""
         last = (num_tokens - 1) // self.group.block_size
         if _are_neighbours(slots, 0, last):
             start = slots[0] * self.group.block_size

@@ -16,8 +16,8 @@ from kvtier.engine.sampling import Sampler, SamplingParams
 from kvtier.errors import CacheError
 from kvtier.hints import Hint
 from kvtier.ladder import Prefetch
-from kvtier.lease import Lease, Stored
 from kvtier.plan import Actual, Explanation, explain
+from kvtier.prompts.lease import Lease, PrefixStored
 from kvtier.types import Label
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What became of a request.
+    """Outcome of a request.
 
     finish_reason: "stop", "length", "abort" or "error" (then ``error`` says why).
     num_cached_tokens: prompt tokens that were not computed; hit_tokens: the same by tier.
@@ -91,7 +91,7 @@ class Marks:
 
 
 class Stage(Enum):
-    """Where a request stands."""
+    """Stage of a request."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -129,7 +129,7 @@ class Request:
     may_follow: bool = False
     has_followed: bool = False
     wants_explanation: bool = False
-    on_stored: Callable[[Stored], None] | None = None
+    on_stored: Callable[[PrefixStored], None] | None = None
     hint: Hint | None = None
     is_waited_for: bool = False
     explanation: Explanation | None = None

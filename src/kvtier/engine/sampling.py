@@ -30,7 +30,7 @@ LEADING_SHIFT = 20
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request's tokens are chosen, and when it ends.
+    """Sampling settings of one request, and its conditions to end.
 
     temperature: 0 is greedy, and so is what lies below ``GREEDY_BELOW``. top_k: 0 keeps all tokens.
     seed: equal seeds give equal choices from equal logits. num_logprobs: alternatives reported for
@@ -49,7 +49,7 @@ class SamplingParams:
     keep_logits: bool = False
 
     def complaint(self) -> str:
-        """What is wrong with these parameters, in one sentence; "" when nothing is."""
+        """Return what is wrong with these parameters, in one sentence; "" for nothing."""
         if self.max_tokens < 1:
             return f"max_tokens is {self.max_tokens}; ask for at least one token."
         if not 0.0 <= self.temperature <= 100.0:

@@ -33,9 +33,9 @@ from kvtier.engine.paged import Span
 from kvtier.engine.request import Marks, Request, Stage, Token
 from kvtier.engine.runner import ModelRunner
 from kvtier.engine.sampling import NO_TOKEN, choose, logprobs
-from kvtier.engine.waiting import Waiting
+from kvtier.engine.waiting import WaitingRequests
 from kvtier.errors import DeviceError
-from kvtier.lease import Stores
+from kvtier.prompts.lease import StoreListener
 from kvtier.transfer import LayerGate
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self._max_running = max_running
         self.follow_loads = follow_loads
-        self._waiting = Waiting(cache)
+        self._waiting = WaitingRequests(cache)
         self._aborted: list[Request] = []
         self.running: list[Request] = []
 
@@ -121,7 +121,7 @@ class Scheduler:
     # -- from waiting to prefill ------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Who may run now, runs. Those that have to wait have storage read for them meanwhile."""
+        """Admit requests that may run now; read storage for those that have to wait."""
         self._waiting.look_at_storage()
         while len(self.running) < self._max_running:
             request = self._waiting.whose_turn()
@@ -148,7 +148,7 @@ class Scheduler:
             return False
         request.marks = Marks(fetch_began=began, fetch_ended=time.perf_counter())
         if request.on_stored is not None:
-            request.lease.stores = Stores(request.on_stored)
+            request.lease.stores = StoreListener(request.on_stored)
         self._hints.begins(request)
         request.stage = Stage.LOADING
         request.may_follow, request.has_followed = self.follow_loads, False
@@ -266,7 +266,7 @@ class Scheduler:
         return end - start
 
     def _commit(self, request: Request) -> None:
-        """What was computed of the prompt, in whole chunks, is the cache's from now on."""
+        """Commit the computed whole chunks of the prompt to the cache."""
         lease, grid = request.lease, self._info.chunk_tokens
         assert lease is not None
         computed = min(request.num_computed, len(request.prompt))

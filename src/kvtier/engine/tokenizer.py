@@ -105,7 +105,7 @@ class Detokenizer:
         return self._take(hold=True)
 
     def flush(self) -> str:
-        """What was held back, as well as it can be shown."""
+        """Return the text that was held back, as well as it can be shown."""
         return self._take(hold=False)
 
     def _take(self, hold: bool) -> str:

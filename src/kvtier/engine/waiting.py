@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvtier.cache import Cache
-from kvtier.engine.line import Line
+from kvtier.engine.line import RequestLine
 from kvtier.engine.request import Request, Stage
 from kvtier.types import PrefetchPolicy
 
@@ -14,15 +14,15 @@ NUM_LOOKS = 16
 """Requests that wait for storage and are asked in one step whether they still have to."""
 
 
-class Waiting:
-    """Who waits, and what storage has of them, on its way to memory meanwhile.
+class WaitingRequests:
+    """Waiting requests, and their blocks that are being read from storage meanwhile.
 
     Who has to wait for storage lets others pass, and comes back to its place in line.
     """
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._line = Line()
+        self._line = RequestLine()
         self._reading: deque[Request] = deque()  # out of line as long as storage is read for them
         self._unread: deque[Request] = deque()  # storage was not asked for them yet
 
@@ -58,8 +58,10 @@ class Waiting:
         return None
 
     def look_at_storage(self) -> None:
-        """Who need not wait for storage any more comes back to its place. Some are asked in each
-        step, in turn."""
+        """Return requests that need not wait for storage any more to the line.
+
+        Some of them are checked in each step, in turn.
+        """
         for _ in range(min(NUM_LOOKS, len(self._reading))):
             request = self._reading.popleft()
             if self._waits_for_storage(request):
@@ -73,7 +75,7 @@ class Waiting:
             self._unread.popleft()
 
     def end_prefetch(self, request: Request) -> None:
-        """What was read for a request is held no longer."""
+        """Release what was read for a request."""
         if request.prefetch is not None:
             self._cache.end_prefetch(request.prefetch)
             request.prefetch = None

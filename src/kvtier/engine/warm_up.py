@@ -1,5 +1,4 @@
-"""What runs before the first request: it pays for what comes only once, and learns what prefill
-costs."""
+"""Warm up the engine before its first request: pay one-time costs, and measure prefill."""
 
 from __future__ import annotations
 
@@ -36,8 +35,10 @@ def warm_up(
 
 
 def _least_seconds(work: Callable[[], object]) -> float:
-    """What ``work`` takes when nothing else disturbs it: the least of a few times. The first one
-    counts only where it takes so long that nobody wants to wait for another."""
+    """Return the least time of a few runs of ``work``.
+
+    The first run counts only if it takes so long that another would take too long.
+    """
     times: list[float] = []
     while len(times) < 5 and (len(times) < 2 or sum(times) < 0.3) and sum(times) < 3:
         began = time.perf_counter()

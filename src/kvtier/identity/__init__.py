@@ -1,4 +1,4 @@
-"""Which weights a model has: told by all bytes of the files that decide on its KV.
+"""Identity of a model's weights, by all bytes of the files that decide on its KV.
 
     files.py       which files these are, and how they looked
     content.py     their bytes, hashed in parallel
@@ -10,13 +10,13 @@ Engines and connectors put the result into their namespace. Nothing here knows a
 
 from kvtier.identity.files import is_counted, process_start_ns
 from kvtier.identity.identify import Basis, Identification, Identity, unknown
-from kvtier.identity.memory import Memory
+from kvtier.identity.memory import WeightsMemory
 
 __all__ = [
     "Basis",
     "Identification",
     "Identity",
-    "Memory",
+    "WeightsMemory",
     "is_counted",
     "process_start_ns",
     "unknown",

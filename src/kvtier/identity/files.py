@@ -35,7 +35,7 @@ TELLING_SINCE_NS = 946_684_800 * 10**9
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """How a file looked. Times in ns since 1970; ``ctime_ns`` is the one that no user can set."""
+    """Stamp of a file: sizes and times in ns since 1970. No user can set ``ctime_ns``."""
 
     size: int
     mtime_ns: int

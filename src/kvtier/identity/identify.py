@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from kvtier.identity.content import Stopped, hash_files, num_threads
 from kvtier.identity.files import Files, Stamp, model_files, telling
-from kvtier.identity.memory import Memory
+from kvtier.identity.memory import WeightsMemory
 
 logger = logging.getLogger(__name__)
 
@@ -55,13 +55,13 @@ class Identity:
 
 
 def unknown(reason: str) -> Identity:
-    """Of weights that nobody else can be known to have."""
+    """Return an identity that no other process can have."""
     logger.warning("KV of this process is not found by later ones: %s", reason)
     return Identity(f"unknown {token_hex(16)}", Basis.UNKNOWN)
 
 
 class Identification:
-    """Of the weights that lie at ``models``: folders or files, used together.
+    """Identification of the weights at ``models``: folders or files that are used together.
 
     memory: None for none. since_ns: files that changed later than this were perhaps loaded before
     they did; for callers that come after the loading. small_bytes: a model of up to this size is
@@ -71,7 +71,7 @@ class Identification:
     def __init__(
         self,
         models: Sequence[Path],
-        memory: Memory | None = None,
+        memory: WeightsMemory | None = None,
         since_ns: int | None = None,
         small_bytes: int = SMALL_MODEL_BYTES,
     ) -> None:
@@ -93,7 +93,7 @@ class Identification:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files that count."""
+        """Return the bytes of all files that count."""
         return sum(stamp.size for stamp in self._files.values() if stamp is not None)
 
     @property
@@ -109,7 +109,7 @@ class Identification:
             self._reader.start()
 
     def settle(self) -> Identity:
-        """What was loaded since ``begin``; waits for the reading that ``begin`` began."""
+        """Return the identity of what was loaded since ``begin``; waits for the reading to end."""
         if self._reader is not None:
             self._reader.join()
             self._reader = None
@@ -183,8 +183,8 @@ class Identification:
         return found
 
     def _digest(self, held: dict[Path, str]) -> str:
-        """Of all files: their names below each model, and what they hold; for a link to nowhere,
-        its name."""
+        """Return the digest of all files: their names below each model, and contents; of a dead
+        link, its name."""
         hasher = blake3()
         for model in self._models:
             for path in self._files:

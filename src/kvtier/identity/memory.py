@@ -1,4 +1,4 @@
-"""What files held when they were last read, by how they looked then: in the user's cache folder.
+"""Digests of files read before, by their stamps, kept in the user's cache folder.
 
     weights/<hash of the model's path>.json
     {"version": 1, "model": path,
@@ -23,7 +23,7 @@ from secrets import token_hex
 from blake3 import blake3
 
 from kvtier.identity.files import Stamp
-from kvtier.user_cache import cache_folder
+from kvtier.system.user_cache import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ Records = Mapping[str, tuple[Stamp, str]]
 """By path: how a file looked, and the digest of what it held, in hex."""
 
 
-class Memory:
+class WeightsMemory:
     """folder: made when something is remembered; by default below the user's cache folder. One
     that others own, or may write to, is not used.
 
@@ -49,7 +49,7 @@ class Memory:
         self._folder = folder or cache_folder() / "weights"
 
     def recall(self, model: str) -> Records:
-        """What was remembered of a model; nothing where there is any doubt."""
+        """Return what was remembered of a model; nothing if there is any doubt."""
         try:
             with self._open_folder() as folder:
                 content = _read(folder, _name(model))

@@ -19,10 +19,10 @@ from kvtier.keys import next_key
 from kvtier.types import AnyColumn, BlockId, BlockName, Slot
 
 UNKNOWN = 0
-"""In ``Found.states``: the index does not know the block."""
+"""In ``KeyMatches.states``: the index does not know the block."""
 
 
-class Found(NamedTuple):
+class KeyMatches(NamedTuple):
     """Result of ``KeyIndex.find_all``.
 
     blocks: one of each key, None where it is not known. states: key by key, the number of the
@@ -87,7 +87,7 @@ class KeyIndex(BlockIndex):
     # -- queries ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def find_all(self, keys: Sequence[bytes]) -> Found:
+    def find_all(self, keys: Sequence[bytes]) -> KeyMatches:
         """The blocks of ``keys``, and where they stand."""
 
     def find(self, key: bytes) -> tuple[BlockId, tuple[State, ...]] | None:

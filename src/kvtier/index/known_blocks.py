@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvtier.index.residency import Residency, State
-from kvtier.index.trie import Numbers
+from kvtier.index.trie import BlockNumbers
 from kvtier.types import BlockId
 
 MOST_KEY_BYTES = 256
@@ -34,7 +34,7 @@ class KnownBlocks:
 
     def __init__(self, num_columns: int) -> None:
         self._num_columns = num_columns
-        self._numbers = Numbers()
+        self._numbers = BlockNumbers()
         self._key_bytes: int | None = None
         self._by_key: dict[bytes, KnownBlock] = {}
         self._by_number: dict[BlockId, KnownBlock] = {}

@@ -8,7 +8,7 @@ from typing import cast
 from kvtier._hot import KeyIndex as Core
 from kvtier.hints import Said
 from kvtier.index.block_index import check_time
-from kvtier.index.key_index import Found, KeyedBlock, KeyIndex
+from kvtier.index.key_index import KeyedBlock, KeyIndex, KeyMatches
 from kvtier.index.policies.replayed import RUNS
 from kvtier.index.residency import State
 from kvtier.types import AnyColumn, BlockId, Slot
@@ -31,8 +31,8 @@ class NativeKeyIndex(KeyIndex):
 
     # -- queries ----------------------------------------------------------------------------------
 
-    def find_all(self, keys: Sequence[bytes]) -> Found:
-        return Found(*self._core.find(keys))  # type: ignore[arg-type]
+    def find_all(self, keys: Sequence[bytes]) -> KeyMatches:
+        return KeyMatches(*self._core.find(keys))  # type: ignore[arg-type]
 
     def state(self, block: BlockId, column: AnyColumn) -> State:
         return self.states_of((block,), column)[0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvtier.hints import Said, check_said
 from kvtier.index.block_index import check_slot, check_time
-from kvtier.index.key_index import UNKNOWN, Found, KeyedBlock, KeyIndex
+from kvtier.index.key_index import UNKNOWN, KeyedBlock, KeyIndex, KeyMatches
 from kvtier.index.known_blocks import KnownBlocks
 from kvtier.index.policies.replayed import LRU
 from kvtier.index.residency import Residency, State
@@ -42,14 +42,16 @@ class PythonKeyIndex(KeyIndex):
 
     # -- queries ----------------------------------------------------------------------------------
 
-    def find_all(self, keys: Sequence[bytes]) -> Found:
+    def find_all(self, keys: Sequence[bytes]) -> KeyMatches:
         found = [self._blocks.find(key) for key in keys]
         nowhere = bytes([UNKNOWN]) * len(self.tiers)
         states = (
             nowhere if each is None else bytes(residency.state for residency in each.residencies)
             for each in found
         )
-        return Found([None if each is None else each.block for each in found], b"".join(states))
+        return KeyMatches(
+            [None if each is None else each.block for each in found], b"".join(states)
+        )
 
     def state(self, block: BlockId, column: AnyColumn) -> State:
         position = self._position(column)

@@ -38,7 +38,7 @@ class Node:
         return any(residency.state is not State.ABSENT for residency in self.residencies)
 
 
-class Numbers:
+class BlockNumbers:
     """Numbers of nodes: a place in the low 32 bits, how often it was used before in the others.
 
     Places are used again last in, first out, as the native core does, so that both give the same
@@ -68,7 +68,7 @@ class Trie:
 
     def __init__(self, num_columns: int) -> None:
         self._num_columns = num_columns
-        self._numbers = Numbers()
+        self._numbers = BlockNumbers()
         self._roots: dict[bytes, Node] = {}
         self.nodes: dict[BlockId, Node] = {}
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvtier.ladder.account import Account
+from kvtier.ladder.cost_metrics import CostMetrics
 from kvtier.ladder.ladder import Ladder
 from kvtier.ladder.options import LadderOptions
 from kvtier.ladder.prefetch import Prefetch
-from kvtier.ladder.recall import Asked
+from kvtier.ladder.storage_lookup import PendingLookup
 
-__all__ = ["Account", "Asked", "Ladder", "LadderOptions", "Prefetch"]
+__all__ = ["CostMetrics", "Ladder", "LadderOptions", "PendingLookup", "Prefetch"]

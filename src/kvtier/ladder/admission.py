@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.index import BlockIndex, KeyIndex, State
-from kvtier.ladder.passage import Passage
-from kvtier.ladder.row import Row
+from kvtier.ladder.topology import Topology
+from kvtier.ladder.transient_blocks import TransientBlocks
 from kvtier.types import BlockId
 
 Item = TypeVar("Item", BlockId, bytes)
@@ -36,9 +36,9 @@ class Admission:
 
     def __init__(
         self,
-        row: Row,
+        row: Topology,
         index: BlockIndex,
-        passage: Passage,
+        passage: TransientBlocks,
         least_chance: LeastChance,
         writes: Callable[[], bool],
     ) -> None:
@@ -68,7 +68,7 @@ class Admission:
         self._passage.note(blocks, [block for block in blocks if block not in stay])
 
     def admit_keys(self, index: KeyIndex, keys: Sequence[bytes], tier: str) -> Admitted[bytes]:
-        """``admit`` to a memory, of blocks that may not be known; tell ``Passage`` of them."""
+        """Like ``admit``, for blocks that the index may not know; note the others as transient."""
 
         def lacking(rest: Sequence[bytes], storage: str) -> Sequence[bytes]:
             its = index.find_all(rest).states[index.tiers.index(storage) :: len(index.tiers)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from kvtier.ladder.row import Row
-from kvtier.ladder.traffic import Traffic
+from kvtier.ladder.topology import Topology
+from kvtier.ladder.transfers import Transfers
 from kvtier.telemetry import Metrics
 from kvtier.transfer import Mover
 
@@ -18,8 +18,8 @@ class Gauges:
 
     def __init__(
         self,
-        row: Row,
-        traffic: Traffic,
+        row: Topology,
+        traffic: Transfers,
         mover: Mover,
         metrics: Metrics,
         clock: Callable[[], float],

@@ -6,22 +6,22 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 
 from kvtier.index import BlockIndex, PromptIndex
-from kvtier.ladder.account import Account
 from kvtier.ladder.admission import Admission
-from kvtier.ladder.archives import Archives
-from kvtier.ladder.depth_worth import DepthWorth
+from kvtier.ladder.cost_metrics import CostMetrics
+from kvtier.ladder.direct import Straight
+from kvtier.ladder.eviction import Eviction, TellLeftOut
 from kvtier.ladder.gauges import Gauges
 from kvtier.ladder.loads import Loads
 from kvtier.ladder.options import LadderOptions
-from kvtier.ladder.passage import Passage
 from kvtier.ladder.prefetch import Prefetch
-from kvtier.ladder.recall import Asked, Recall
-from kvtier.ladder.returns import Returns
-from kvtier.ladder.row import Row
-from kvtier.ladder.space import Space, TellLeftOut
+from kvtier.ladder.recompute_weight import RecomputeWeight
+from kvtier.ladder.reuse_sampler import ReuseSampler
+from kvtier.ladder.storage_lookup import PendingLookup, StorageLookup
 from kvtier.ladder.stores import Stored, Stores
-from kvtier.ladder.straight import Straight
-from kvtier.ladder.traffic import OnChange, Traffic
+from kvtier.ladder.topology import Topology
+from kvtier.ladder.transfers import OnChange, Transfers
+from kvtier.ladder.transient_blocks import TransientBlocks
+from kvtier.ladder.write_queues import WriteQueues
 from kvtier.plan import Copy, CostModel, Costs, patience_s
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Room
@@ -56,21 +56,21 @@ class Ladder:
         self._index = index
         self._mover = mover
         self._options = options
-        self._row = row = Row(rooms, mover.storages, device)
-        self._traffic = Traffic(row, index, mover, self.metrics, clock)
+        self._row = row = Topology(rooms, mover.storages, device)
+        self._traffic = Transfers(row, index, mover, self.metrics, clock)
         self._gauges = Gauges(row, self._traffic, mover, self.metrics, clock)
-        self.returns = Returns(index, self.metrics, clock)
+        self.returns = ReuseSampler(index, self.metrics, clock)
         """Told of blocks that were computed, or are to be loaded."""
         demotes = options.demotes and row.below(row.fastest) is not None
         demote = self._demote if demotes else None
-        self._lines = Archives(row, index, self.metrics, options, self._begin_write, clock)
-        self.passage = Passage(row, index, self._traffic, self._lines)
+        self._lines = WriteQueues(row, index, self.metrics, options, self._begin_write, clock)
+        self.passage = TransientBlocks(row, index, self._traffic, self._lines)
         """Told of what comes to the fastest tier only on its way, by those who bring it there."""
         self.admission = Admission(
             row, index, self.passage, self._lines.least_chance, lambda: self.archives
         )
         """Says what is let into the fastest tier, to those who ask for room there by keys."""
-        self._space = Space(
+        self._space = Eviction(
             row,
             index,
             mover,
@@ -82,7 +82,7 @@ class Ladder:
             demote,
         )
         self._stores = Stores(row, index, self._traffic, self._space, self.metrics)
-        self._recall = Recall(
+        self._recall = StorageLookup(
             row,
             index,
             mover,
@@ -99,7 +99,7 @@ class Ladder:
         self.straight = Straight(row, mover, self._loads)
         """Reads from storage to an engine's own memory."""
         size = options.block_size
-        self._depths = DepthWorth(index, self.costs, size) if size else None
+        self._depths = RecomputeWeight(index, self.costs, size) if size else None
 
     def listen(self, on_change: OnChange) -> None:
         """Somebody wants to know what comes and goes."""
@@ -276,7 +276,7 @@ class Ladder:
         names: Callable[[Sequence[bytes]], Sequence[BlockKey]],
         make: Callable[[Sequence[bytes]], Sequence[BlockId]],
         has_gaps: bool,
-    ) -> list[Asked]:
+    ) -> list[PendingLookup]:
         """Ask that storage for blocks of one prompt that are known nowhere, in its order, piece by
         piece. Returns the questions that are worth waiting for.
 
@@ -353,7 +353,7 @@ class Ladder:
         return self._traffic.costs
 
     @property
-    def account(self) -> Account:
+    def account(self) -> CostMetrics:
         """To be told what was planned, what an engine's own copies and prefill took, and what was
         saved."""
         return self._traffic.account

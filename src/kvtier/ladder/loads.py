@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvtier._hot import Numbers
+from kvtier.grouping import runs_of
 from kvtier.index import BlockIndex, State
 from kvtier.ladder.admission import Admission
+from kvtier.ladder.eviction import Eviction
 from kvtier.ladder.prefetch import Prefetch, Prefetches
-from kvtier.ladder.row import Row
-from kvtier.ladder.space import Space
-from kvtier.ladder.traffic import Traffic
+from kvtier.ladder.topology import Topology
+from kvtier.ladder.transfers import Transfers
 from kvtier.plan import Copy
-from kvtier.runs import runs_of
 from kvtier.transfer import Mover, Transfer
 from kvtier.types import BlockId, Match, Slot
 
@@ -46,11 +46,11 @@ class Loads:
 
     def __init__(
         self,
-        row: Row,
+        row: Topology,
         index: BlockIndex,
         mover: Mover,
-        traffic: Traffic,
-        space: Space,
+        traffic: Transfers,
+        space: Eviction,
         admission: Admission,
         first_blocks: int,
     ) -> None:

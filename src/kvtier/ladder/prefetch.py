@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvtier.index import BlockIndex, State
-from kvtier.ladder.row import Row
+from kvtier.ladder.topology import Topology
 from kvtier.transfer import Transfer, Waiter
 from kvtier.types import BlockId
 
@@ -60,7 +60,7 @@ class Prefetches:
     """Those of all requests that wait for their turn; together they hold a part of the memory that
     storage is read into."""
 
-    def __init__(self, row: Row, index: BlockIndex) -> None:
+    def __init__(self, row: Topology, index: BlockIndex) -> None:
         self._row = row
         self._index = index
         self._going: set[Prefetch] = set()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvtier.grouping import has
 from kvtier.index import BlockIndex, State
-from kvtier.ladder.row import Row
-from kvtier.ladder.space import Space
-from kvtier.ladder.traffic import Traffic
+from kvtier.ladder.eviction import Eviction
+from kvtier.ladder.topology import Topology
+from kvtier.ladder.transfers import Transfers
 from kvtier.plan import Copy
-from kvtier.runs import has
 from kvtier.telemetry import Metrics
 from kvtier.transfer import Waiter
 from kvtier.types import BlockId
@@ -34,7 +34,12 @@ class Stores:
     """Copies away from the fastest tier."""
 
     def __init__(
-        self, row: Row, index: BlockIndex, traffic: Traffic, space: Space, metrics: Metrics
+        self,
+        row: Topology,
+        index: BlockIndex,
+        traffic: Transfers,
+        space: Eviction,
+        metrics: Metrics,
     ) -> None:
         self._row = row
         self._index = index

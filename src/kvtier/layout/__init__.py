@@ -17,7 +17,7 @@ from kvtier.layout.layout import Axis, Layout, PartStrides, arrange
 from kvtier.layout.named import ORDERS, named_layout
 from kvtier.layout.repack import layer_view, part_view, repack
 from kvtier.layout.spans import Fragments, SteppedFragments, fragments, spans, stepped_fragments
-from kvtier.layout.tensors import Place, over_tensors
+from kvtier.layout.tensors import TensorSlice, over_tensors
 
 __all__ = [
     "ORDERS",
@@ -29,8 +29,8 @@ __all__ = [
     "Layout",
     "Part",
     "PartStrides",
-    "Place",
     "SteppedFragments",
+    "TensorSlice",
     "arrange",
     "fragments",
     "full_attention",

@@ -11,7 +11,7 @@ from kvtier.layout.layout import Layout, PartStrides
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorSlice:
     """Location of one part (K, V or latent) of one layer.
 
     address: of block 0. block, token, head: bytes from one to the next; the elements of a head lie
@@ -25,7 +25,7 @@ class Place:
 
 
 def over_tensors(
-    group: KVGroup, places: Sequence[Sequence[Place]], num_blocks: int
+    group: KVGroup, places: Sequence[Sequence[TensorSlice]], num_blocks: int
 ) -> tuple[int, Layout]:
     """The layout of ``num_blocks`` blocks that lie in many tensors, as one memory around them all.
 

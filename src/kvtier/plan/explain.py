@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
+from kvtier.grouping import runs_of
 from kvtier.plan.average import FEW
 from kvtier.plan.cost import Costs, Route
 from kvtier.plan.operations import Cut, Plan
-from kvtier.runs import runs_of
 from kvtier.types import DEVICE, Match
 
 COMPUTED = "computed"
@@ -64,7 +64,7 @@ UNKNOWN = Actual()
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExplainedPart:
     """Tokens ``first`` up to ``end``.
 
     source: the tier where they were found, or ``COMPUTED``. predicted_s, actual_s: to bring them to
@@ -91,7 +91,7 @@ class Explanation:
 
     num_tokens: int
     num_reused: int
-    parts: tuple[Part, ...]
+    parts: tuple[ExplainedPart, ...]
     chosen: Cut
     rejected: tuple[tuple[int, Cut], ...]
     weak: tuple[tuple[str, int], ...]
@@ -180,7 +180,7 @@ def explain(decision: Decision, actual: Actual = UNKNOWN) -> Explanation:
     )
 
 
-def _reused(decision: Decision, actual: Actual) -> Iterator[Part]:
+def _reused(decision: Decision, actual: Actual) -> Iterator[ExplainedPart]:
     """The runs of blocks that were found in one tier, up to the cut."""
     costs, size = decision.costs, decision.block_size
     runs = list(_runs(decision.match, 0, decision.plan.num_reused_blocks))
@@ -193,11 +193,13 @@ def _reused(decision: Decision, actual: Actual) -> Iterator[Part]:
     for tier, is_coming, run in runs:
         first, end = run.start * size, run.stop * size
         if tier == DEVICE:
-            yield Part(first, end, tier, 0.0, 0.0, _known(costs.prefill_s(first, end)), None)
+            yield ExplainedPart(
+                first, end, tier, 0.0, 0.0, _known(costs.prefill_s(first, end)), None
+            )
             continue
         some = slice(max(0, bisect_right(starts, run.start) - 1), bisect_left(starts, run.stop))
         times = [seconds for where, seconds in arrivals[some] if run.start < where.stop]
-        yield Part(
+        yield ExplainedPart(
             first,
             end,
             tier,
@@ -209,12 +211,12 @@ def _reused(decision: Decision, actual: Actual) -> Iterator[Part]:
         )
 
 
-def _computed(decision: Decision, actual: Actual, first: int) -> Iterator[Part]:
+def _computed(decision: Decision, actual: Actual, first: int) -> Iterator[ExplainedPart]:
     if first < decision.num_tokens:
         predicted_s = _known(decision.plan.recompute_s)
         num = decision.costs.num_prefills if decision.is_weighed else None
         end = decision.num_tokens
-        yield Part(first, end, COMPUTED, predicted_s, actual.compute_s, predicted_s, num)
+        yield ExplainedPart(first, end, COMPUTED, predicted_s, actual.compute_s, predicted_s, num)
 
 
 def _runs(match: Match, first: int, end: int) -> Iterator[tuple[str, bool, range]]:

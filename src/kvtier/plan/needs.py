@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from kvtier.grouping import runs_of
 from kvtier.index import ALL, ReuseRule
-from kvtier.runs import runs_of
 from kvtier.types import DEVICE, GroupMatch
 
 
@@ -28,7 +28,7 @@ class GroupRoom:
     rule: ReuseRule = ALL
 
 
-class Kind(NamedTuple):
+class NeedKind(NamedTuple):
     """Kind of block: its group, its source tier, and whether it is in flight already."""
 
     group: int
@@ -45,23 +45,23 @@ class Stretch:
 
     start: int
     end: int
-    counts: Mapping[Kind, int]
-    slopes: Mapping[Kind, int]
+    counts: Mapping[NeedKind, int]
+    slopes: Mapping[NeedKind, int]
 
-    def counts_at(self, cut: int) -> dict[Kind, int]:
+    def counts_at(self, cut: int) -> dict[NeedKind, int]:
         """Blocks of each kind that ``cut`` needs; those of which it needs any."""
         steps = cut - self.start
         found = {kind: num + steps * self.slopes[kind] for kind, num in self.counts.items()}
         return {kind: num for kind, num in found.items() if num}
 
 
-def coming_runs(match: GroupMatch, group: int) -> Iterator[tuple[Kind, range]]:
+def coming_runs(match: GroupMatch, group: int) -> Iterator[tuple[NeedKind, range]]:
     """The runs of a group's blocks that are elsewhere than on the device."""
     tiers, in_flight = match.tiers[group], match.in_flight[group]
     for tier, run in runs_of(tiers):
         if tier is not None and tier != DEVICE:
             for is_coming, part in runs_of(in_flight[run.start : run.stop], run.start):
-                yield Kind(group, tier, is_coming), part
+                yield NeedKind(group, tier, is_coming), part
 
 
 def stretches(match: GroupMatch, rooms: Sequence[GroupRoom]) -> Iterator[Stretch]:
@@ -72,15 +72,15 @@ def stretches(match: GroupMatch, rooms: Sequence[GroupRoom]) -> Iterator[Stretch
                                       ^     ^ start + W
                                       start
     """
-    bends: dict[int, Counter[Kind]] = {0: Counter(), match.num_blocks: Counter()}
+    bends: dict[int, Counter[NeedKind]] = {0: Counter(), match.num_blocks: Counter()}
     for group, room in enumerate(rooms):
         for kind, run in coming_runs(match, group):
             _bend(bends, kind, run, +1)
             if room.rule.num_last is not None:
                 gone = range(run.start + room.rule.num_last, run.stop + room.rule.num_last)
                 _bend(bends, kind, gone, -1)
-    counts: Counter[Kind] = Counter()
-    slopes: Counter[Kind] = Counter()
+    counts: Counter[NeedKind] = Counter()
+    slopes: Counter[NeedKind] = Counter()
     places = sorted(place for place in bends if place <= match.num_blocks)
     for start, end in pairwise(places):
         slopes.update(bends[start])
@@ -90,6 +90,6 @@ def stretches(match: GroupMatch, rooms: Sequence[GroupRoom]) -> Iterator[Stretch
             counts[kind] += (end - start) * slope
 
 
-def _bend(bends: dict[int, Counter[Kind]], kind: Kind, run: range, slope: int) -> None:
+def _bend(bends: dict[int, Counter[NeedKind]], kind: NeedKind, run: range, slope: int) -> None:
     bends.setdefault(run.start, Counter())[kind] += slope
     bends.setdefault(run.stop, Counter())[kind] -= slope

@@ -10,7 +10,7 @@ from math import inf
 
 from kvtier._hot import Numbers
 from kvtier.plan.cost import Costs, Route
-from kvtier.plan.needs import GroupRoom, Kind, Stretch, coming_runs, stretches
+from kvtier.plan.needs import GroupRoom, NeedKind, Stretch, coming_runs, stretches
 from kvtier.plan.operations import MOST_COMPARED, Copy, Cut, Plan
 from kvtier.types import DEVICE, BlockId, GroupMatch, Match
 
@@ -151,7 +151,7 @@ class _Loads:
                 )
                 yield before[route], slope, self.costs.bends(route, *ends)
 
-    def _route_bytes(self, counts: Mapping[Kind, int]) -> dict[Route, int]:
+    def _route_bytes(self, counts: Mapping[NeedKind, int]) -> dict[Route, int]:
         num_bytes: dict[Route, int] = {}
         for kind, num in counts.items():
             size = 0 if kind.in_flight else num * self.rooms[kind.group].bytes_per_block
@@ -166,7 +166,7 @@ class _Loads:
             if slope and limit is not None:
                 yield before, slope, (limit + 1,)
 
-    def _slots(self, counts: Mapping[Kind, int]) -> list[int]:
+    def _slots(self, counts: Mapping[NeedKind, int]) -> list[int]:
         """Device slots of each group, and slots on the way there."""
         used = [0] * (2 * len(self.rooms))
         for kind, num in counts.items():
@@ -180,7 +180,7 @@ class _Loads:
             limit for room in self.rooms for limit in (room.num_free_slots, room.num_staging_slots)
         ]
 
-    def _has_room(self, counts: Mapping[Kind, int]) -> bool:
+    def _has_room(self, counts: Mapping[NeedKind, int]) -> bool:
         pairs = zip(self._slots(counts), self._most(), strict=True)
         return all(limit is None or used <= limit for used, limit in pairs)
 

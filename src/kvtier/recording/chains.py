@@ -1,4 +1,4 @@
-"""What a recorded trace calls a block: a salted hash of the prompt up to its end.
+"""Names of blocks in a recorded trace: a salted hash of the prompt up to the block's end.
 
     key[-1] = BLAKE3(salt; tenant)       key[i] = BLAKE3(key[i-1] || tokens of block i)
 
@@ -68,7 +68,7 @@ class Chains:
 
 
 def salt_from_environment() -> bytes:
-    """Of ``KVTIER_RECORD_SALT``; else new and random, so that only this process' keys agree."""
+    """Return the salt of ``KVTIER_RECORD_SALT``, or a random one that only this process has."""
     text = os.environ.get(SALT_VARIABLE, "")
     if not text:
         return os.urandom(32)

@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import ConfigError
-from kvtier.private_files import open_file
 from kvtier.recording.chains import Chains
 from kvtier.recording.format import MARK, Header, LineWriter
+from kvtier.system.private_files import open_file
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class Recorder:
         self._num_bytes = self._file.tell()
 
     def _guarded(self, write: Callable[[], object]) -> None:
-        """What can't be written ends the recording, and nothing else."""
+        """Run ``work``; an error of writing ends the recording, and nothing else."""
         try:
             write()
         except (OSError, ValueError) as error:

@@ -12,7 +12,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from kvtier.server.asking import wants_explanation
-from kvtier.server.choice import Piece, TextToken
+from kvtier.server.choice import TextPiece, TextToken
 from kvtier.server.errors import ApiError, internal_error
 from kvtier.server.generation import Generation
 from kvtier.server.responses import Answer, ChatChoice, ChatChunkChoice, CompletionChoice
@@ -32,14 +32,14 @@ class Whole:
     tokens: list[TextToken] = field(default_factory=list)
     finish_reason: str | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TextPiece) -> None:
         self.text += piece.text
         self.tokens += piece.tokens
         self.finish_reason = piece.finish_reason
 
 
 class AnswerForm(ABC):
-    """How an endpoint writes its answers. endpoint: its name in the metrics."""
+    """Form of an endpoint's answers. endpoint: its name in the metrics."""
 
     endpoint: str
     whole_object: str
@@ -51,7 +51,7 @@ class AnswerForm(ABC):
 
     @abstractmethod
     def chunk(
-        self, index: int, piece: Piece
+        self, index: int, piece: TextPiece
     ) -> list[list[CompletionChoice]] | list[list[ChatChunkChoice]]:
         """The choices of each chunk that tells ``piece``; often one chunk, sometimes none."""
 
@@ -94,7 +94,7 @@ class Answerer:
         )
 
     async def _collect(
-        self, generation: Generation, pieces: AsyncIterator[tuple[int, Piece]]
+        self, generation: Generation, pieces: AsyncIterator[tuple[int, TextPiece]]
     ) -> Response:
         wholes = [Whole() for _ in range(generation.num_choices)]
         async for at, piece in pieces:
@@ -107,8 +107,8 @@ class Answerer:
     async def _events(
         self,
         generation: Generation,
-        first: tuple[int, Piece],
-        rest: AsyncIterator[tuple[int, Piece]],
+        first: tuple[int, TextPiece],
+        rest: AsyncIterator[tuple[int, TextPiece]],
     ) -> AsyncIterator[bytes]:
         try:
             for event in self._chunks(generation, *first):
@@ -129,7 +129,7 @@ class Answerer:
             yield encode_event(internal_error(self._id).body)
         yield DONE
 
-    def _chunks(self, generation: Generation, at: int, piece: Piece) -> list[bytes]:
+    def _chunks(self, generation: Generation, at: int, piece: TextPiece) -> list[bytes]:
         events = []
         for choices in self._form.chunk(at, piece):
             answer = self._answer(self._form.chunk_object, choices)
@@ -152,8 +152,8 @@ class Answerer:
         }
 
     async def _timed(
-        self, pieces: AsyncIterator[tuple[int, Piece]]
-    ) -> AsyncIterator[tuple[int, Piece]]:
+        self, pieces: AsyncIterator[tuple[int, TextPiece]]
+    ) -> AsyncIterator[tuple[int, TextPiece]]:
         async for at, piece in pieces:
             if not self._has_first:
                 self._has_first = True
@@ -175,5 +175,5 @@ class Answerer:
             tell(generation.span, generation.completions, generation.usage, model, error)
 
 
-async def _first(pieces: AsyncIterator[tuple[int, Piece]]) -> tuple[int, Piece]:
+async def _first(pieces: AsyncIterator[tuple[int, TextPiece]]) -> tuple[int, TextPiece]:
     return await anext(pieces)

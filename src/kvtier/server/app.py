@@ -13,10 +13,10 @@ from kvtier import __version__
 from kvtier.server.chat import chat_router
 from kvtier.server.completions import completions_router
 from kvtier.server.errors import add_error_handlers
-from kvtier.server.gate import Gate, Observe
+from kvtier.server.gate import Observe, RequestGate
 from kvtier.server.live import live_router
 from kvtier.server.metrics import CacheMetrics
-from kvtier.server.responses import Health, Model, ModelList
+from kvtier.server.responses import HealthAnswer, Model, ModelList
 from kvtier.server.schemas import components
 from kvtier.server.service import Service
 
@@ -51,7 +51,7 @@ def make_app(service: Service) -> FastAPI:
         return model()
 
     @app.get("/health")
-    async def health() -> Health:
+    async def health() -> HealthAnswer:
         """Ready to serve. While the server shuts down this is an error like everything else."""
         engine = service.engine
         return {
@@ -77,6 +77,6 @@ def make_app(service: Service) -> FastAPI:
 
     app.openapi = describe  # type: ignore[method-assign]
     # Added last means outermost.
-    app.add_middleware(Gate, service=service)
+    app.add_middleware(RequestGate, service=service)
     app.add_middleware(Observe, service=service)
     return app

@@ -1,4 +1,4 @@
-"""What a client asks for beside the body: headers of ours."""
+"""Headers of kvtier with which a client asks for more than the body does."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Receive, Scope
 
-from kvtier.server.connection import Connection
+from kvtier.server.connection import HttpConnection
 from kvtier.server.errors import ApiError, body_late, body_too_long, crowded
 from kvtier.server.pace import Pace
 from kvtier.server.scan import Bounds, Scan
@@ -143,10 +143,11 @@ class Bodies:
     async def _discard(
         self, scope: Scope, receive: Receive, error: ApiError, max_bytes: int, max_s: float
     ) -> None:
-        """Where not all of it comes within the bounds, ``error`` also ends the connection."""
+        """Read and discard the rest of a body. If it exceeds the bounds, ``error`` also ends the
+        connection."""
         closes_anyhow = "Connection" in error.headers
         error.headers["Connection"] = "close"
-        connection: Connection = scope["state"]["connection"]
+        connection: HttpConnection = scope["state"]["connection"]
         rest = _declared_bytes(scope) - connection.num_body_bytes
         with suppress(TimeoutError):
             async with asyncio.timeout(max_s):
@@ -172,5 +173,5 @@ def _give_back(turn: asyncio.Semaphore | None) -> None:
 
 
 def _declared_bytes(scope: Scope) -> int:
-    """What the header says of the body's length; h11 has checked that it is a number."""
+    """Return the body's declared length. h11 has checked that it is a number."""
     return next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)

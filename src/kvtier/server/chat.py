@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from kvtier.engine import Tokenizer
 from kvtier.server.answer import Answerer, AnswerForm, Whole
-from kvtier.server.choice import Piece, TextToken
+from kvtier.server.choice import TextPiece, TextToken
 from kvtier.server.errors import bad_request
 from kvtier.server.logprobs import chat_logprobs
 from kvtier.server.responses import ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs
@@ -40,7 +40,7 @@ class ChatForm(AnswerForm):
             for at, whole in enumerate(wholes)
         ]
 
-    def chunk(self, index: int, piece: Piece) -> list[list[ChatChunkChoice]]:
+    def chunk(self, index: int, piece: TextPiece) -> list[list[ChatChunkChoice]]:
         """A first chunk names the role, the next ones bring the text, the last one says the end."""
         chunks = []
         if index not in self._begun:

@@ -19,7 +19,7 @@ class TextToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """Text that became certain, with its tokens. finish_reason: in the last piece only."""
 
     text: str
@@ -27,7 +27,7 @@ class Piece:
     finish_reason: str | None = None
 
 
-class Choice:
+class AnswerChoice:
     """Collects the tokens of one request of the engine.
 
     prefix: text to give out before the first token's.
@@ -47,36 +47,37 @@ class Choice:
         """Whether a stop string ended the text."""
         return self._matcher.stopped
 
-    def push(self, token: Token) -> Piece:
-        """What the token made certain; may be empty. After a stop string nothing counts."""
+    def push(self, token: Token) -> TextPiece:
+        """Return the text that the token made certain, maybe empty. Nothing counts after a stop
+        string."""
         if self.stopped:
-            return Piece("", ())
+            return TextPiece("", ())
         self.num_tokens += 1
         text = self._detokenizer.push(token.token_id)
         start, self._num_pushed = self._num_pushed, self._num_pushed + len(text)
         self._held.append((TextToken(token, start), self._num_pushed))
         return self._give(self._matcher.push(text))
 
-    def finish(self, reason: str) -> Piece:
+    def finish(self, reason: str) -> TextPiece:
         """The last piece. reason: why the engine ended; a stop string overrides it."""
         if not self.stopped:
             text = self._matcher.push(self._detokenizer.flush())
             given = self._give(text if self.stopped else text + self._matcher.flush())
         else:
-            given = Piece("", ())
+            given = TextPiece("", ())
         tokens = given.tokens
         if not self.stopped:
             tokens += tuple(token for token, _ in self._held)
         self._held.clear()
-        return Piece(given.text, tokens, "stop" if self.stopped else reason)
+        return TextPiece(given.text, tokens, "stop" if self.stopped else reason)
 
-    def _give(self, text: str) -> Piece:
+    def _give(self, text: str) -> TextPiece:
         self._num_given += len(text)
         tokens = []
         while self._held and self._is_given(*self._held[0]):
             tokens.append(self._held.popleft()[0])
         prefix, self._prefix = self._prefix, ""
-        return Piece(prefix + text, tuple(tokens))
+        return TextPiece(prefix + text, tuple(tokens))
 
     def _is_given(self, token: TextToken, end: int) -> bool:
         """Whether the token's text is out; of a cut answer, whether some of it is.

@@ -9,10 +9,10 @@ from starlette.responses import Response
 
 from kvtier.engine import Tokenizer
 from kvtier.server.answer import Answerer, AnswerForm, Whole
-from kvtier.server.choice import Piece, TextToken
+from kvtier.server.choice import TextPiece, TextToken
 from kvtier.server.errors import bad_request
 from kvtier.server.fields import Prompt
-from kvtier.server.generation import Order
+from kvtier.server.generation import ChoiceOrder
 from kvtier.server.logprobs import completion_logprobs
 from kvtier.server.responses import CompletionChoice, CompletionLogprobs
 from kvtier.server.schemas import CompletionRequest, takes
@@ -38,7 +38,7 @@ class CompletionForm(AnswerForm):
             for at, whole in enumerate(wholes)
         ]
 
-    def chunk(self, index: int, piece: Piece) -> list[list[CompletionChoice]]:
+    def chunk(self, index: int, piece: TextPiece) -> list[list[CompletionChoice]]:
         tokens = piece.tokens if self._num_logprobs is not None else ()
         if not piece.text and not tokens and piece.finish_reason is None:
             return []
@@ -68,7 +68,7 @@ def completions_router(service: Service) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         """Continue one or more prompts."""
         body, prompts = await service.prepare(request, CompletionRequest, prepare)
-        orders: list[Order] = []
+        orders: list[ChoiceOrder] = []
         for token_ids, prompt in zip(prompts, body.prompt, strict=True):
             orders += service.orders(
                 body,

@@ -11,7 +11,7 @@ from kvtier.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Where the server listens, who may use it, and how much one request may ask for."""
+    """Settings of the server: address, access, and limits per request."""
 
     host: str = "127.0.0.1"
     """Address or name to listen on."""

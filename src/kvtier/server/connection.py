@@ -59,8 +59,8 @@ class _Parser(h11.Connection):
             raise h11.RemoteProtocolError("header too long", error_status_hint=431)
 
 
-class Connection(H11Protocol):
-    """What uvicorn makes for each connection.
+class HttpConnection(H11Protocol):
+    """Connection class that uvicorn instantiates.
 
     raw: what an encrypted connection is sent through.
     """
@@ -94,7 +94,7 @@ class Connection(H11Protocol):
 
     @property
     def num_body_bytes(self) -> int:
-        """What has come of the body of the request that is being read."""
+        """Return the bytes received of the current request's body."""
         return self.conn.num_bytes
 
     async def discard(self, num_bytes: int) -> None:
@@ -140,8 +140,11 @@ class Connection(H11Protocol):
         self._hang_up()
 
     def _hang_up(self) -> None:
-        """Where it is being closed and all was sent: under TLS the other side would have to agree,
-        which one that keeps a connection for later does not before it uses it."""
+        """Close a connection whose output was all sent.
+
+        Under TLS the peer would have to agree, which an idle peer does only when it next uses the
+        connection.
+        """
         if self._raw is not None and self.transport.is_closing() and not self.unsent_bytes:
             self._raw.abort()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvtier.errors import ConfigError
-from kvtier.watch.files import PATHS
+from kvtier.live.files import PATHS
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +29,12 @@ NUM_SPARE_FILES = 64
 """Open files that are left to the rest of the process."""
 
 
-class Client(Protocol):
+class Peer(Protocol):
     """A connection, as the doorman knows it."""
 
     @property
     def unsent_bytes(self) -> int:
-        """What was written for the client, and still waits for it to read."""
+        """Return the bytes written for the client that it has not read yet."""
 
     def abort(self) -> None:
         """Close at once."""
@@ -63,38 +63,38 @@ class Doorman:
         self._write_timeout_s = write_timeout_s
         self._on_close = on_close
         self._now = now
-        self._all: set[Client] = set()
-        self._waiting: dict[Client, float] = {}  # since when; the first one waits longest
-        self._unread: dict[Client, tuple[int, float]] = {}  # so many bytes unsent, since when
+        self._all: set[Peer] = set()
+        self._waiting: dict[Peer, float] = {}  # since when; the first one waits longest
+        self._unread: dict[Peer, tuple[int, float]] = {}  # so many bytes unsent, since when
 
     @property
     def header_timeout_s(self) -> float:
-        """How long a connection may stay without a whole header."""
+        """Return how long a connection may stay without a whole header."""
         return self._header_timeout_s
 
     @property
     def tick_s(self) -> float:
-        """How often to call ``sweep``."""
+        """Return the interval of calls to ``sweep``."""
         return min(1.0, self._header_timeout_s / 4, self._write_timeout_s / 4)
 
-    def came(self, client: Client) -> None:
+    def came(self, client: Peer) -> None:
         """A new connection."""
         self._all.add(client)
         self.waits(client)
         if len(self._all) > self._max + NUM_RESERVED:
             self._drop_idle()
 
-    def waits(self, client: Client) -> None:
+    def waits(self, client: Peer) -> None:
         """It has no request: it is new, or was answered."""
         self._waiting.pop(client, None)
         if client in self._all:
             self._waiting[client] = self._now()
 
-    def asks(self, client: Client) -> None:
+    def asks(self, client: Peer) -> None:
         """A whole request header has come."""
         self._waiting.pop(client, None)
 
-    def left(self, client: Client) -> None:
+    def left(self, client: Peer) -> None:
         self._all.discard(client)
         self._waiting.pop(client, None)
         self._unread.pop(client, None)
@@ -129,7 +129,7 @@ class Doorman:
         for client in list(self._all):
             self._check_reads(client, now)
 
-    def _check_reads(self, client: Client, now: float) -> None:
+    def _check_reads(self, client: Peer, now: float) -> None:
         unsent = client.unsent_bytes
         seen, since = self._unread.get(client, (0, now))
         if not unsent:
@@ -146,7 +146,7 @@ class Doorman:
             self._close(idle, "room")
         return idle is not None
 
-    def _close(self, client: Client, reason: str) -> None:
+    def _close(self, client: Peer, reason: str) -> None:
         self.left(client)
         self._on_close(reason)
         client.abort()

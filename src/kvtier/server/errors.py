@@ -105,7 +105,7 @@ def body_late(limit_s: float) -> ApiError:
 
 
 def crowded(what: str) -> ApiError:
-    """what: there is too much of."""
+    """Return the error of too much of something. what: the thing."""
     return ApiError(
         503,
         f"{what}; try again later.",

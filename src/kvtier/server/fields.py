@@ -109,7 +109,7 @@ def parse_content(value: object) -> str:
 
 
 def parse_hinted(value: object) -> Hint | None:
-    """What the client knows; null is nothing."""
+    """Parse the hints of a client; null is none."""
     return None if value is None else parse_hint(value)
 
 

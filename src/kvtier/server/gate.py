@@ -1,4 +1,4 @@
-"""What every request passes before the API sees it: an identity, a key, an open door, a bound."""
+"""Checks of every request before the API: identity, key, shutdown, size, number."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvtier.live.files import LIVE_PATH, name_of
 from kvtier.server.bodies import Body
 from kvtier.server.doorman import MONITOR_PATHS
 from kvtier.server.errors import ApiError, crowded, internal_error, shutting_down, wrong_key
-from kvtier.server.keys import Keys
+from kvtier.server.keys import ApiKeys
 from kvtier.server.service import Service
-from kvtier.watch.files import LIVE_PATH, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Observe:
             )
 
 
-class Gate:
+class RequestGate:
     """Refuses who is one too many, has no key, comes after the shutdown began or sends too much.
 
     The app finds the body, read, in the request's state.
@@ -99,7 +99,7 @@ class Gate:
         self._app = app
         self._service = service
         config = service.config
-        self._keys = Keys(config.api_keys) if config.api_keys else None
+        self._keys = ApiKeys(config.api_keys) if config.api_keys else None
         self._open_paths = OPEN_PATHS | ({"/metrics"} if config.metrics_open else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -155,7 +155,7 @@ class Gate:
 
 
 def _log_failure(request_id: str, error: Exception) -> None:
-    """Where it failed, without the error's text: that may quote the request."""
+    """Log where a request failed, without the error's text, which may quote the request."""
     where = "".join(traceback.format_tb(error.__traceback__))
     kind = type(error).__name__
     logger.error("request failed id=%s error=%s", request_id, kind, extra={"detail": where})

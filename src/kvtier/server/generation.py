@@ -20,8 +20,8 @@ from kvtier.engine import (
 )
 from kvtier.errors import Closed
 from kvtier.hints import Hint
-from kvtier.lease import Stored
-from kvtier.server.choice import Choice, Piece
+from kvtier.prompts.lease import PrefixStored
+from kvtier.server.choice import AnswerChoice, TextPiece
 from kvtier.server.errors import ApiError, bad_request, busy, shutting_down
 from kvtier.server.responses import Usage
 from kvtier.server.tracing import tell_stored
@@ -29,7 +29,7 @@ from kvtier.telemetry.traces import RequestSpan
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ChoiceOrder:
     """One choice to generate. is_first: whether it is the first one of its prompt."""
 
     prompt: Sequence[int]
@@ -49,7 +49,7 @@ class Generation:
     def __init__(
         self,
         engine: Engine,
-        orders: Sequence[Order],
+        orders: Sequence[ChoiceOrder],
         stops: Sequence[str],
         salt: str,
         on_close: Callable[[Generation], None],
@@ -67,7 +67,8 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Token | Completion]] = asyncio.Queue()
         self._choices = [
-            Choice(engine.tokenizer.detokenizer(), stops, order.echo) for order in self._orders
+            AnswerChoice(engine.tokenizer.detokenizer(), stops, order.echo)
+            for order in self._orders
         ]
         self._completions: dict[int, Completion] = {}
         self._handles: list[RequestHandle] = []
@@ -79,7 +80,7 @@ class Generation:
             self.close()
             raise
 
-    def _submit(self, engine: Engine, at: int, order: Order, salt: str) -> RequestHandle:
+    def _submit(self, engine: Engine, at: int, order: ChoiceOrder, salt: str) -> RequestHandle:
         put = partial(self._put, at)
         try:
             return engine.submit(
@@ -104,12 +105,12 @@ class Generation:
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, (at, event))
 
-    def _put_stored(self, span: RequestSpan, stored: Stored) -> None:
+    def _put_stored(self, span: RequestSpan, stored: PrefixStored) -> None:
         """The same of what was stored, which may be told when all else is over."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(tell_stored, span, stored, time.perf_counter())
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self) -> AsyncIterator[tuple[int, TextPiece]]:
         """(choice, piece) as they become certain, until every choice has ended.
 
         Raises ``ApiError`` where a choice could not be completed.
@@ -129,7 +130,7 @@ class Generation:
             if piece.text or piece.tokens:
                 yield at, piece
 
-    def _check(self, completion: Completion, choice: Choice) -> None:
+    def _check(self, completion: Completion, choice: AnswerChoice) -> None:
         if completion.finish_reason == "error":
             raise ApiError(500, completion.error, code="engine_error")
         if completion.finish_reason == "abort" and not choice.stopped:
@@ -168,7 +169,7 @@ class Generation:
 
     @property
     def completions(self) -> list[Completion]:
-        """Of the choices that have ended."""
+        """Return the completions of the choices that have ended."""
         return [self._completions[at] for at in sorted(self._completions)]
 
     def prompts(self) -> list[tuple[Sequence[int], int]]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 
-class Keys:
+class ApiKeys:
     """Tells a key from what is none in a time that depends on neither.
 
     Digests of equal length are compared, in full, with every key: neither how much of a key was

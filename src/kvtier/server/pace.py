@@ -23,7 +23,7 @@ class Pace:
 
     @property
     def wait_s(self) -> float:
-        """How long to wait before a piece of work."""
+        """Return how long to wait before a piece of work."""
         return max(0.0, self._next - self._now())
 
     def worked(self, spent_s: float) -> None:

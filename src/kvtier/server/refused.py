@@ -85,7 +85,7 @@ def _unknown(name: str, known: list[str]) -> ApiError:
 
 
 def _refuse_message(at: int, message: ChatMessage) -> None:
-    """What clients send back from earlier answers is fine as long as it is empty."""
+    """Refuse fields of messages. Empty fields from earlier answers are accepted."""
     for name, value in (message.model_extra or {}).items():
         if value not in (None, [], {}):
             where = f"messages[{at}].{name}"

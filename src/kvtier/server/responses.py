@@ -105,7 +105,7 @@ class ModelList(TypedDict):
     data: list[Model]
 
 
-class Health(TypedDict):
+class HealthAnswer(TypedDict):
     status: Literal["ok"]
     model: str
     running: int

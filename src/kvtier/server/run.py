@@ -18,7 +18,7 @@ from kvtier.engine import Engine
 from kvtier.errors import ConfigError
 from kvtier.server.app import make_app
 from kvtier.server.config import ServerConfig
-from kvtier.server.connection import Connection
+from kvtier.server.connection import HttpConnection
 from kvtier.server.doorman import BACKLOG, Doorman
 from kvtier.server.listener import listen, url_of
 from kvtier.server.service import Service
@@ -127,7 +127,7 @@ class HttpServer:
 
     def _protocol(self, doorman: Doorman) -> Callable[..., asyncio.Protocol]:
         if self._certificate is None:
-            return partial(Connection, doorman=doorman)
+            return partial(HttpConnection, doorman=doorman)
         timeout_s = self._config.write_timeout_s
         return partial(
             Handshake, doorman=doorman, certificate=self._certificate, timeout_s=timeout_s

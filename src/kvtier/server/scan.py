@@ -1,4 +1,4 @@
-"""What a JSON body is made of, counted while it arrives: before anything is built from it."""
+"""Count the parts of a JSON body while it arrives, before anything is built from it."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What both endpoints take. null is the same as leaving the field out."""
+    """Fields of both endpoints. null is the same as leaving the field out."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -84,7 +84,7 @@ _COMPONENTS = "#/components/schemas/"
 
 
 def takes(schema: type[BaseModel]) -> dict[str, object]:
-    """What OpenAPI says of an operation whose body is a ``schema``."""
+    """Return the OpenAPI description of an operation whose body is a ``schema``."""
     reference = {"$ref": f"{_COMPONENTS}{schema.__name__}"}
     return {
         "requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}

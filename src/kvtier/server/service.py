@@ -1,4 +1,4 @@
-"""What the endpoints share: the engine, the settings, and the requests in flight."""
+"""State that the endpoints share: engine, settings, and requests in flight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvtier.server.bodies import Bodies, Body
 from kvtier.server.config import ServerConfig
 from kvtier.server.doorman import Doorman, possible_connections
 from kvtier.server.errors import ApiError, ClientGone, bad_request, show, shutting_down
-from kvtier.server.generation import Generation, Order
+from kvtier.server.generation import ChoiceOrder, Generation
 from kvtier.server.metrics import ServerMetrics
 from kvtier.server.pace import Pace
 from kvtier.server.parsing import parse
@@ -195,7 +195,7 @@ class Service:
         default_max_tokens: int,
         num_logprobs: int | None,
         echo: str = "",
-    ) -> list[Order]:
+    ) -> list[ChoiceOrder]:
         """The ``n`` choices of one prompt. max_tokens: None takes the default, or what there is
         room for; more than there is room for is an error."""
         room = self._room(prompt)
@@ -206,7 +206,7 @@ class Service:
                 "the prompt or lower max_tokens."
             )
         return [
-            Order(
+            ChoiceOrder(
                 prompt,
                 SamplingParams(
                     max_tokens=max_tokens or min(default_max_tokens, room),
@@ -224,7 +224,7 @@ class Service:
         ]
 
     def start(
-        self, request: Request, asked: GenerationRequest, orders: Sequence[Order]
+        self, request: Request, asked: GenerationRequest, orders: Sequence[ChoiceOrder]
     ) -> Generation:
         """Hand the choices to the engine: all of them, or none and an ``ApiError``."""
         self._check_not_cut_short()

@@ -30,7 +30,7 @@ class StopMatcher:
         return given
 
     def flush(self) -> str:
-        """What was held back; the text has ended."""
+        """Return the text that was held back; the answer has ended."""
         found = self._found()
         if found is not None:
             return self._cut(found)
@@ -43,12 +43,12 @@ class StopMatcher:
         return given
 
     def _found(self) -> int | None:
-        """Where the first complete stop string begins."""
+        """Return where the first complete stop string begins."""
         places = (self._pending.find(stop) for stop in self._stops)
         return min((place for place in places if place >= 0), default=None)
 
     def _held(self) -> int:
-        """Where the longest tail begins that some stop string continues; the end if none."""
+        """Return where the longest tail begins that a stop string continues; the end if none."""
         end = len(self._pending)
         longest = max(
             (

@@ -19,7 +19,7 @@ from uvicorn.server import ServerState
 
 from kvtier.errors import ConfigError
 from kvtier.server.config import ServerConfig
-from kvtier.server.connection import Connection
+from kvtier.server.connection import HttpConnection
 from kvtier.server.doorman import Doorman
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Certificate:
             logger.info("certificate replaced file=%s", self._certfile)
 
     def _look(self) -> _Seen:
-        """What tells these files from others; () while one is missing."""
+        """Return what distinguishes these files from others; () while one is missing."""
         paths = [self._certfile, *([] if self._keyfile is None else [self._keyfile])]
         try:
             found = [path.stat() for path in paths]
@@ -120,10 +120,10 @@ def _reason(error: ssl.SSLError) -> str:
 
 
 class Handshake(asyncio.Protocol):
-    """A connection until it is encrypted; then a ``Connection`` has it.
+    """A connection until it is encrypted; then a ``HttpConnection`` has it.
 
-    config, server_state, app_state: uvicorn's, for the ``Connection``. timeout_s: how long the last
-    bytes may take when the connection is closed.
+    config, server_state, app_state: uvicorn's, for the ``HttpConnection``. timeout_s: limit for
+    the last bytes of a connection that is being closed.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Handshake(asyncio.Protocol):
         self._doorman = doorman
         self._certificate = certificate
         self._timeout_s = timeout_s
-        self._connect: Callable[[asyncio.Transport], Connection] = lambda raw: Connection(
+        self._connect: Callable[[asyncio.Transport], HttpConnection] = lambda raw: HttpConnection(
             config, server_state, app_state, _loop, doorman=doorman, raw=raw
         )
         self._early = bytearray()

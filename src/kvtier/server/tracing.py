@@ -1,12 +1,12 @@
-"""What of a request becomes a span: fetch, load, prefill, store."""
+"""Spans of a request: fetch, load, prefill, store."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from kvtier.engine import Completion
-from kvtier.lease import Stored
 from kvtier.plan.explain import COMPUTED
+from kvtier.prompts.lease import PrefixStored
 from kvtier.server.responses import Usage
 from kvtier.telemetry.traces import Attributes, RequestSpan
 
@@ -59,7 +59,7 @@ def _tell_choice(span: RequestSpan, completion: Completion) -> None:
         span.child("prefill", marks.prefill_began, marks.prefill_ended, computed)
 
 
-def tell_stored(span: RequestSpan, stored: Stored, ended_s: float) -> None:
+def tell_stored(span: RequestSpan, stored: PrefixStored, ended_s: float) -> None:
     """A copy to a slower memory has ended at ``ended_s``."""
     attributes: Attributes = {
         "tier": stored.tier,

@@ -1,4 +1,4 @@
-"""What happened: one record per request, and metrics made from them."""
+"""Telemetry: one record per request, and metrics made from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes to a tier and what leaves it, for routers that send a prompt to where its KV is.
+"""Events of blocks that enter and leave tiers, for routers that send a prompt to its KV.
 
     the cache's thread            the publisher's thread
     BlockLog  -- appends -->      BlockEvents  -->  BlockStored, BlockRemoved, AllBlocksCleared
@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from kvtier.runs import runs_of
+from kvtier.grouping import runs_of
 from kvtier.types import DEVICE, DISK, HOST, BlockId, Label
 
 Event = Mapping[str, object]
@@ -53,8 +53,8 @@ MEDIA = {DEVICE: "GPU", HOST: "CPU"}
 """What readers call tiers. The first is the engine's own memory, whatever it is made of."""
 
 
-class Prompt(NamedTuple):
-    """Where a prompt's blocks are. tiers: of each, one that has it."""
+class PromptBlocks(NamedTuple):
+    """Tiers of a prompt's blocks, one tier for each."""
 
     namespace: bytes
     labels: Sequence[Label]
@@ -62,7 +62,7 @@ class Prompt(NamedTuple):
     tiers: Sequence[str]
 
 
-class Moved(NamedTuple):
+class BlocksMoved(NamedTuple):
     """Blocks that came to a tier, or left it."""
 
     tier: str
@@ -70,7 +70,7 @@ class Moved(NamedTuple):
     is_removed: bool
 
 
-Change = Prompt | Moved
+Change = PromptBlocks | BlocksMoved
 
 
 class BlockLog:
@@ -91,11 +91,11 @@ class BlockLog:
         tiers: Sequence[str],
     ) -> None:
         """A prompt's blocks are known, some of them perhaps only now."""
-        self._put(Prompt(namespace, labels, blocks, tiers))
+        self._put(PromptBlocks(namespace, labels, blocks, tiers))
 
     def moved(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
         """Blocks came to ``tier``, or leave it."""
-        self._put(Moved(tier, blocks, is_removed))
+        self._put(BlocksMoved(tier, blocks, is_removed))
 
     def lose(self) -> None:
         """Nothing that was told holds any more."""
@@ -113,7 +113,7 @@ class BlockLog:
         self._changes.append(change)
 
     def take(self) -> tuple[list[Change], bool]:
-        """What came since the last call, and whether something between was lost."""
+        """Return the events since the last call, and whether some were lost."""
         was_lost, self._was_lost = self._was_lost, False
         changes = [self._changes.popleft() for _ in range(len(self._changes))]
         self._num_taken += sum(len(change.blocks) for change in changes)
@@ -146,10 +146,10 @@ class BlockEvents:
         self._recent: OrderedDict[int, bytes] = OrderedDict()  # tokens
 
     def of(self, changes: Sequence[Change]) -> Iterator[Event]:
-        """What readers should hear."""
+        """Return the events for readers."""
         for change in _joined(changes):
             places = self._places(change.blocks)
-            if isinstance(change, Prompt):
+            if isinstance(change, PromptBlocks):
                 yield from self._of_prompt(change, places)
             elif change.is_removed:
                 yield from self._removed(change.tier, places)
@@ -157,7 +157,7 @@ class BlockEvents:
                 yield from self._came(change.tier, places)
 
     def _places(self, blocks: Sequence[BlockId]) -> Array:
-        """Of blocks; those of others, which had them before, are forgotten."""
+        """Return the tiers of blocks; blocks that were there before are forgotten."""
         numbers = np.asarray(blocks, np.int64)
         places = numbers & PLACE
         try:
@@ -181,7 +181,7 @@ class BlockEvents:
 
     # -- a prompt ---------------------------------------------------------------------------------
 
-    def _of_prompt(self, prompt: Prompt, places: Array) -> Iterator[Event]:
+    def _of_prompt(self, prompt: PromptBlocks, places: Array) -> Iterator[Event]:
         is_named = self._hashes[places] != 0
         untold = np.where(is_named, 0, self._where[places])
         for tier, run in runs_of(prompt.tiers[: len(places)]):
@@ -270,11 +270,11 @@ def _joined(changes: Sequence[Change]) -> Iterator[Change]:
     """Removals that follow each other as one: a full tier is left by a block or two at a time."""
 
     def leaves(change: Change) -> str:
-        return change.tier if isinstance(change, Moved) and change.is_removed else ""
+        return change.tier if isinstance(change, BlocksMoved) and change.is_removed else ""
 
     for tier, some in groupby(changes, leaves):
         if tier:
-            yield Moved(tier, [block for change in some for block in change.blocks], True)
+            yield BlocksMoved(tier, [block for change in some for block in change.blocks], True)
         else:
             yield from some
 

@@ -187,6 +187,6 @@ def _name(connection: socket.socket) -> tuple[object, object]:
 
 
 def _unsent_bytes(connection: socket.socket) -> int:
-    """What the other end has not taken yet."""
+    """Return the bytes that the other end has not taken yet."""
     found = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
     return int(struct.unpack("i", found)[0])

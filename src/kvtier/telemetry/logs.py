@@ -171,7 +171,10 @@ def _from_environment() -> tuple[LogFormat | None, str]:
 
 
 def format_of(text: str | None) -> LogFormat:
-    """Of an option; None takes the environment's, or text. ``ConfigError`` for anything else."""
+    """Return the log format of an option; None takes the environment's, or text.
+
+    Raises ``ConfigError`` for anything else.
+    """
     if text:
         return LogFormat(text)
     wanted, complaint = _from_environment()

@@ -286,7 +286,8 @@ class Metrics:
         self._observed = {name: {} for name in names}
 
     def take_observations(self) -> Observations:
-        """What was observed since the last call, one by one; the last ones where they are many."""
+        """Return the single observations since the last call; only the last ones if they are
+        many."""
         taken: Observations = {}
         for name, by_labels in self._observed.items():
             for labels, values in by_labels.items():

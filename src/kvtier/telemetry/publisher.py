@@ -118,7 +118,7 @@ class Publisher:
 
     @property
     def endpoints(self) -> list[str]:
-        """Where it listens, for those who bound port 0: events, then replay."""
+        """Return the endpoints of events and replay, for callers that bound port 0."""
         import zmq
 
         sockets = [self._pub] if self._replay is None else [self._pub, self._replay]

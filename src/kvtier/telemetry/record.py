@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What the cache did for one request. Filled while it runs, recorded when its lease ends.
+    """Record of what the cache did for one request, completed when its lease ends.
 
     hit_blocks: reused blocks by the tier they were found in. load_bytes, load_s: copied to the
     device for it, and from the start of the copy until ready. arrivals: which blocks of the prompt

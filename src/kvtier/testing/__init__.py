@@ -19,7 +19,7 @@ from kvtier.testing.faulty_storage import FaultyStorage
 from kvtier.testing.lossy_disk import LossyDisk
 from kvtier.testing.memory import BlockBytes, host_memory, memory_bytes
 from kvtier.testing.policy_suite import PolicySuite
-from kvtier.testing.storage import MemoryStorage, Shelf
+from kvtier.testing.storage import MemoryStorage, StoredBlocks
 from kvtier.testing.storage_suite import StorageSuite
 from kvtier.testing.tier_suite import MemoryTierSuite, RoomSuite
 
@@ -36,8 +36,8 @@ __all__ = [
     "MemoryTierSuite",
     "PolicySuite",
     "RoomSuite",
-    "Shelf",
     "StorageSuite",
+    "StoredBlocks",
     "host_memory",
     "memory_bytes",
 ]

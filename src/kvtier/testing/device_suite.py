@@ -1,4 +1,4 @@
-"""What every device must do."""
+"""Conformance suite of devices."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ class DeviceSuite(ABC):
 
 
 def _apply(batch: CopyBatch, sent: Bytes, before: Bytes) -> Bytes:
-    """What the destination holds afterwards, one plain copy after the other."""
+    """Return the content of the destination after plain copies, one after the other."""
     after = before.copy()
     for at, to, size in zip(
         batch.src_offset.tolist(), batch.dst_offset.tolist(), batch.size.tolist(), strict=True

@@ -76,7 +76,7 @@ class FaultyDevice(Device):
         self._inner.use()
 
     def submit(self, batch: CopyBatch, direction: Direction) -> None:
-        """What the wrapped queue would do with ``batch``, or the fault that the test wants."""
+        """Return what the wrapped queue does with ``batch``, or the fault that the test wants."""
         self._gates[direction].wait()
         self.num_copies[direction] += 1
         fault = self._faults.pop((direction, self.num_copies[direction]), self._submit)

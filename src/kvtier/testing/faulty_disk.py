@@ -86,7 +86,7 @@ class FaultyDisk(DiskSystem):
         self._gates[operation].wait()
 
     def num_moved(self, operation: str, num: int, deadline_s: float | None) -> int:
-        """How many of ``num`` reads or writes are done before ``deadline_s``."""
+        """Return how many of ``num`` reads or writes are done before ``deadline_s``."""
         self.deadlines.append((operation, deadline_s))
         return self._stalls[operation].pass_through(num, deadline_s)
 

@@ -18,7 +18,7 @@ from kvtier.tiers.disk.io.base import Int64s, Uint64s
 
 @dataclass(slots=True)
 class _File:
-    """What a file surely holds, and what was written to it since."""
+    """Synced content of a file, and the writes since."""
 
     path: Path
     content: bytearray

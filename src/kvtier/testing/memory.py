@@ -55,7 +55,7 @@ class BlockBytes:
         repack(block, self._one, [0], memory_bytes(memory), layout, [slot])
 
     def read(self, memory: Memory, layout: Layout, slot: int) -> Bytes:
-        """What ``slot`` holds, in the form of ``expected``."""
+        """Return the content of ``slot``, in the form of ``expected``."""
         block = np.empty(self._one.nbytes, np.uint8)
         repack(memory_bytes(memory), layout, [slot], block, self._one, [0])
         return block

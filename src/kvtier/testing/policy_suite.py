@@ -1,4 +1,4 @@
-"""What every eviction policy must do. The order it chooses is its own business."""
+"""Conformance suite of eviction policies. The order that a policy chooses is its own."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Proxy:
                 each.shutdown(socket.SHUT_RDWR)
 
     def _passed(self, data: bytes) -> int:
-        """How many bytes of ``data`` may go on."""
+        """Return how many bytes of ``data`` may pass."""
         self._open.wait()
         with self._lock:
             if self._left is None:

@@ -102,7 +102,10 @@ def find_binary(name: str) -> str | None:
 
 
 def free_ports(num: int) -> list[int]:
-    """Of the loopback address. SeaweedFS takes each port's gRPC twin 10000 above, too."""
+    """Return free ports of the loopback address.
+
+    SeaweedFS also takes each port's gRPC twin, 10000 above.
+    """
     taken: list[socket.socket] = []
     ports: list[int] = []
     try:
@@ -122,7 +125,7 @@ def free_ports(num: int) -> list[int]:
             one.close()
 
 
-class HttpServer:
+class StoreHttpServer:
     """A process that is started, killed and started again. url: where it answers."""
 
     def __init__(self, command: list[str], url: str, log: Path) -> None:
@@ -160,7 +163,7 @@ class HttpServer:
             self._process = None
 
 
-def seaweed(binary: str, folder: Path, num_volumes: int = 16) -> HttpServer:
+def seaweed(binary: str, folder: Path, num_volumes: int = 16) -> StoreHttpServer:
     """A server of S3; the bucket is to be made. num_volumes: of 64 MiB, its room; what is deleted
     takes some for a while longer."""
     master, volume, filer, s3 = free_ports(4)
@@ -171,10 +174,10 @@ def seaweed(binary: str, folder: Path, num_volumes: int = 16) -> HttpServer:
     command += ["-s3.port.iceberg=0", "-s3.port.lance=0"]  # at fixed ports else
     command += ["-master.volumeSizeLimitMB=64", f"-volume.max={num_volumes}"]
     command += ["-master.telemetry=false"]
-    return HttpServer(command, f"http://127.0.0.1:{s3}", folder / "log")
+    return StoreHttpServer(command, f"http://127.0.0.1:{s3}", folder / "log")
 
 
-def rclone(binary: str, folder: Path, user: str) -> HttpServer:
+def rclone(binary: str, folder: Path, user: str) -> StoreHttpServer:
     """A server that is called S3, and writes over what was only to be created.
 
     user: "key,secret", the only one that it lets in.
@@ -183,7 +186,7 @@ def rclone(binary: str, folder: Path, user: str) -> HttpServer:
     (folder / "data" / BUCKET).mkdir(parents=True)
     command = [binary, "serve", "s3", str(folder / "data"), "--addr", f"127.0.0.1:{port}"]
     command += ["--auth-key", user]
-    return HttpServer(command, f"http://127.0.0.1:{port}", folder / "log")
+    return StoreHttpServer(command, f"http://127.0.0.1:{port}", folder / "log")
 
 
 def make_bucket(url: str) -> None:
@@ -206,7 +209,7 @@ def _is_put(url: str) -> bool:
 
 
 def port_of(url: str) -> int:
-    """Of a server on loopback."""
+    """Return the port of a server on loopback."""
     return int(url.rsplit(":", 1)[1])
 
 

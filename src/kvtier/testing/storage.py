@@ -12,17 +12,19 @@ from kvtier.tiers.storage import Outcome, ScrubReport, StorageFacts, StorageTier
 from kvtier.types import BlockKey, BlockName
 
 
-class Shelf:
-    """What outlives the tier: the bytes of blocks by key, oldest first. spoiled: keys of those that
-    are damaged."""
+class StoredBlocks:
+    """Content that outlives the tier: the bytes of blocks by key, oldest first.
+
+    spoiled: keys of damaged blocks.
+    """
 
     def __init__(self) -> None:
         self.blocks: dict[BlockKey, bytes] = {}
         self.spoiled: set[BlockKey] = set()
 
-    def copy(self) -> Shelf:
+    def copy(self) -> StoredBlocks:
         """As a crash would leave it now."""
-        copied = Shelf()
+        copied = StoredBlocks()
         copied.blocks.update(self.blocks)
         return copied
 
@@ -41,7 +43,7 @@ class MemoryStorage(StorageTier):
         self,
         group: KVGroup,
         num_blocks: int,
-        shelf: Shelf,
+        shelf: StoredBlocks,
         name: str = "disk",
         facts: StorageFacts | None = None,
     ) -> None:

@@ -1,4 +1,4 @@
-"""What every storage tier must do."""
+"""Conformance suite of storage tiers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,11 @@ class StorageSuite(StorageTimes):
 
     @abstractmethod
     def reopen(self, storage: StorageTier) -> StorageTier:
-        """What the next process makes in the place of ``storage``, which is closed, or abandoned;
-        with as much room."""
+        """Make the storage of the next process in place of ``storage``, which was closed or
+        abandoned.
+
+        It has as much room.
+        """
 
     # Hooks: what they can't do is not tested.
 

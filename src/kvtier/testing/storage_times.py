@@ -1,4 +1,4 @@
-"""What every storage tier must do when time runs out."""
+"""Conformance suite of storage tiers for deadlines."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StorageTimes(ABC):
         self.end(storage)
 
     def test_nothing_is_under_way_when_a_late_call_has_returned(self) -> None:
-        """What it was to read into, or to write, is somebody else's from then on."""
+        """A late call leaves its memory alone once it has returned."""
         storage = self.make_storage(4)
         User(storage).put(0, 1)
         memory = Scattered(2, [storage.bytes_per_block])

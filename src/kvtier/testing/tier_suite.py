@@ -1,4 +1,4 @@
-"""What every tier in memory must do."""
+"""Conformance suite of memory tiers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RoomSuite(ABC):
         tier.close()
 
     def test_neighbours_are_preferred(self) -> None:
-        """Where the tier is empty there is a run of any length."""
+        """An empty tier has a run of any length."""
         tier = self.make_tier(16)
         slots = tier.allocate(7)
         assert slots is not None

@@ -1,4 +1,4 @@
-"""What disks that fail are made of: an engine around the real one, and its file past both."""
+"""Base of failing disks: an engine around the real one, and access to its file past both."""
 
 from __future__ import annotations
 

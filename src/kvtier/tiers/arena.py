@@ -20,7 +20,7 @@ import numpy as np
 from kvtier.devices.base import Device, Finding, Memory
 from kvtier.errors import ConfigError
 from kvtier.layout import Layout
-from kvtier.process import OwnerProcess
+from kvtier.system.process import OwnerProcess
 from kvtier.tiers import pages
 from kvtier.tiers.segments import Segment, cut_segments
 
@@ -49,7 +49,7 @@ class HugePages(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ArenaOptions:
-    """How host memory for blocks is had."""
+    """Options of host memory for blocks."""
 
     huge_pages: HugePages = HugePages.AUTO
     """Whether to ask for huge pages."""

@@ -48,7 +48,7 @@ class Room(ABC):
 
     @abstractmethod
     def allocate(self, num_slots: int) -> Sequence[Slot] | None:
-        """That many free slots, neighbours where possible; None where there are not enough."""
+        """Allocate slots, neighbours if possible; None if there are too few."""
 
     @abstractmethod
     def free(self, slots: Sequence[Slot]) -> None:
@@ -124,7 +124,10 @@ class MemoryTier(Room):
         return self._slots.longest_run()
 
     def pieces(self, slots: Sequence[Slot]) -> Pieces:
-        """Where the blocks in ``slots`` lie. ``ValueError`` where a slot is none of the tier's."""
+        """Return the locations of the blocks in ``slots``.
+
+        Raises ``ValueError`` for a slot that is not the tier's.
+        """
         check_slots(slots, self.num_slots)
         begins = self._lies.src(np.asarray(slots, np.int64)).astype(np.uint64)
         return Pieces(begins + np.uint64(self.memory.address), self._lies.size, self.memory.kind)

@@ -84,7 +84,7 @@ class Breaker:
             return True
 
     def note(self, succeeded: bool) -> bool:
-        """How a call ended. Returns whether that opened or closed the breaker."""
+        """Note the outcome of a call. Return whether it opened or closed the breaker."""
         with self._lock:
             was_open = self._is_open
             if succeeded:

@@ -62,7 +62,7 @@ def _times(matrix: Uint32s, vectors: Uint32s) -> Uint32s:
 
 @lru_cache(maxsize=64)
 def _zeros(num_bytes: int) -> Uint32s:
-    """What so many zero bytes make of a checksum."""
+    """Return the checksum after so many zero bytes."""
     power = np.array([POLYNOMIAL, *(1 << bit for bit in range(BITS - 1))], np.uint32)  # of a bit
     result, left = np.uint32(1) << np.arange(BITS, dtype=np.uint32), 8 * num_bytes
     while left:

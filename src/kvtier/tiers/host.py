@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from kvtier.devices.base import Device, Finding, Memory
 from kvtier.errors import ConfigError
 from kvtier.layout import KVGroup, named_layout
+from kvtier.system.memory import available_bytes
 from kvtier.tiers import pages
 from kvtier.tiers.arena import Arena, ArenaOptions, Touch
 from kvtier.tiers.base import MemoryTier
 from kvtier.tiers.slots import SlotPool
-from kvtier.tiers.system_memory import available_bytes
 from kvtier.types import HOST, Slot
 
 RESERVE_BYTES = 1 << 30

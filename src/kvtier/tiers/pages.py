@@ -1,4 +1,4 @@
-"""What the kernel is asked for about pages: huge ones, near ones, and all of them now.
+"""Requests to the kernel about pages: huge pages, NUMA placement, and pages touched in advance.
 
 Addresses, not buffers: ``mmap.madvise`` holds the interpreter's lock while the kernel clears pages,
 calls through ``ctypes`` don't.

@@ -1,4 +1,4 @@
-"""Where the bytes of blocks lie: what a storage tier reads into, and writes from."""
+"""Locations of blocks' bytes, which storage tiers read into and write from."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Pieces:
         return Pieces(addresses, np.concatenate(([num_bytes], self.sizes)), self.kind)
 
     def part(self, first: int, num_bytes: int) -> Pieces:
-        """Of each block the bytes from ``first`` on, ``num_bytes`` of them."""
+        """Return ``num_bytes`` bytes of each block, from byte ``first`` on."""
         ends = np.cumsum(self.sizes)
         begins = ends - self.sizes
         low = np.maximum(begins, first)

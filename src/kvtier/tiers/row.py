@@ -110,8 +110,10 @@ def _read(location: str) -> tuple[str, str, str]:
 
 
 def storage_names(locations: Sequence[str], has_disk: bool) -> list[str]:
-    """Of the storage tiers that a user asks for, in their order. Raises ``ConfigError`` where two
-    have the same."""
+    """Return the names of the configured storage tiers, in order.
+
+    Raises ``ConfigError`` if two have the same.
+    """
     names = [DISK] * has_disk + [_read(each)[0] for each in locations]
     _check_names(names)
     return names

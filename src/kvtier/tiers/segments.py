@@ -1,4 +1,4 @@
-"""How an arena is cut into the pieces that are page-locked one by one."""
+"""Segments of an arena, page-locked one by one."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Keys = npt.NDArray[np.void]
 
 
 class Outcome(Enum):
-    """What became of one block of a call."""
+    """Outcome of one block of a call."""
 
     THERE = "there"
     """Found; or its bytes are where they were to go, and are the right ones."""
@@ -34,7 +34,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StorageFacts:
-    """What others have to know about a tier to use it well.
+    """Facts about a tier that others need to use it well.
 
     reaches: kinds of memory that it reads into itself. writes_from: those that it writes from; None
     for the same. What lies elsewhere is copied to host memory first.
@@ -68,7 +68,8 @@ class StorageFacts:
 
 @dataclass(frozen=True, slots=True)
 class ScrubReport:
-    """What a scrub saw. damaged: blocks with wrong bytes. failed: blocks that can't be read."""
+    """Result of a scrub. damaged: blocks with wrong bytes. failed: blocks that could not be
+    read."""
 
     num_checked: int = 0
     num_bytes: int = 0
@@ -77,7 +78,7 @@ class ScrubReport:
 
     @classmethod
     def sum(cls, reports: Sequence[ScrubReport]) -> ScrubReport:
-        """What several scrubs saw."""
+        """Add up the results of several scrubs."""
         return cls(
             sum(report.num_checked for report in reports),
             sum(report.num_bytes for report in reports),
@@ -88,7 +89,7 @@ class ScrubReport:
 
 @dataclass(frozen=True, slots=True)
 class StorageSite:
-    """What a plug-in of ``kvtier.tiers`` is told to make a storage tier.
+    """Arguments that a plug-in of ``kvtier.tiers`` gets to make a storage tier.
 
     name: of the tier, for metrics and plans. location: what stands behind the colon of
     ``storage="scheme:location"``, as the user wrote it. group: the shape of the blocks.
@@ -124,7 +125,7 @@ class KeptKeys:
 
     @property
     def num_places(self) -> int:
-        """How far ``at`` goes."""
+        """Return the limit of ``at``."""
         return self.num_keys
 
     def at(self, start: int, end: int) -> Keys:
@@ -196,7 +197,7 @@ class StorageTier(ABC):
 
     @abstractmethod
     def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
-        """Which blocks there are: ``THERE``, ``ABSENT``, or ``FAILED`` where that is not known.
+        """Return which blocks exist: ``THERE``, ``ABSENT``, or ``FAILED`` if unknown.
 
         Those behind the first that is not there may be called ``ABSENT`` without a look.
         """

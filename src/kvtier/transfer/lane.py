@@ -11,7 +11,7 @@ from time import monotonic, perf_counter
 from traceback import clear_frames
 
 from kvtier.errors import CacheError, Closed
-from kvtier.process import OwnerProcess
+from kvtier.system.process import OwnerProcess
 from kvtier.transfer.job import Job
 
 logger = logging.getLogger(__name__)

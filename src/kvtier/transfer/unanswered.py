@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from threading import Lock
 from typing import Final
 
-from kvtier.runs import has
+from kvtier.grouping import has
 from kvtier.tiers import Outcome
 from kvtier.types import BlockKey
 

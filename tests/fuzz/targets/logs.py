@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.fuzz.mutations import damage
 from tests.fuzz.targets.traces import check
-from tests.replay.samples import SGLANG, SGLANG_JSON, VLLM
+from tests.tools.replay.samples import SGLANG, SGLANG_JSON, VLLM
 
 OUTCOMES = frozenset({"read", "refused"})
 PIECES = (

@@ -9,10 +9,10 @@ from random import Random
 
 from rich.console import Console
 
-from kvtier.watch import History, Reading
-from kvtier.watch.reading import UnreadableError
-from kvtier.watch.scrape import Seen
-from kvtier.watch.terminal import draw
+from kvtier.live import History, Reading
+from kvtier.live.reading import UnreadableError
+from kvtier.live.scrape import Seen
+from kvtier.live.terminal import draw
 
 OUTCOMES = frozenset({"shown", "refused"})
 RECORDED = Path(__file__).parents[2] / "watch" / "recorded"

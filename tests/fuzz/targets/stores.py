@@ -12,8 +12,8 @@ from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome
 from kvtier.tiers.remote.pruning import make_keeper, prune
 from tests.fuzz.mutations import damage
-from tests.remote.scripted_server import ScriptedServer, array, bulk
-from tests.remote.valkeys import open_tier
+from tests.tiers.remote.scripted_server import ScriptedServer, array, bulk
+from tests.tiers.remote.valkeys import open_tier
 
 OUTCOMES = frozenset({"used", "refused"})
 NUM_BLOCKS = 4

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 
 from kvtier.errors import ConfigError
-from kvtier.replay.segments import find_segments
-from kvtier.replay.traces import read_traces
-from kvtier.replay.traces.writing import write_trace
+from kvtier.tools.replay.segments import find_segments
+from kvtier.tools.replay.traces import read_traces
+from kvtier.tools.replay.traces.writing import write_trace
 from tests.fuzz.mutations import damage, mutate
-from tests.replay.samples import OPTIONS, REQUESTS, bailian, mooncake, recording, session
+from tests.tools.replay.samples import OPTIONS, REQUESTS, bailian, mooncake, recording, session
 
 OUTCOMES = frozenset({"read", "refused"})
 CPU_S = 20.0

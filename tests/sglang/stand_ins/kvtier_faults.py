@@ -11,7 +11,7 @@ def register() -> None:
     fault = os.environ.get("KVTIER_TEST_DISK")
     if not fault:
         return
-    from kvtier.connectors.shared import opening
+    from kvtier.connectors.common import opening
     from kvtier.testing import FaultyDisk
     from kvtier.tiers.disk import DiskTier
 

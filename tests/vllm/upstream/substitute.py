@@ -34,7 +34,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvtier.connectors.vllm.host_slots import HostSlots
 from kvtier.connectors.vllm.manager import TierManager
-from kvtier.connectors.vllm.names import Names
+from kvtier.connectors.vllm.names import VllmNames
 from kvtier.connectors.vllm.prompt import Shape
 from kvtier.connectors.vllm.worker import RankRoom, TierWorker
 from kvtier.devices import find_device
@@ -122,7 +122,7 @@ class Manager(TierManager):
         super().__init__(
             RankMover({}, ALIGNMENT, 1, 1),
             {HOST: num_chunks},
-            Names(None, ALIGNMENT, "vllm"),  # type: ignore[arg-type]
+            VllmNames(None, ALIGNMENT, "vllm"),  # type: ignore[arg-type]
             Shape((16,), ALIGNMENT),
             LoadPolicy.ALWAYS,
             bytes_per_day=0,

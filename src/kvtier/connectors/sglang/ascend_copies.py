@@ -21,7 +21,7 @@ from functools import partial
 from threading import Lock
 from typing import Any
 
-from kvtier.connectors.sglang.ascend_parts import PageMove, Part, mha_parts, mla_parts
+from kvtier.connectors.sglang.ascend_parts import AscendPart, PageMove, mha_parts, mla_parts
 from kvtier.connectors.sglang.hooks import tell_missing
 from kvtier.devices import CopyBatch, Direction, Fence
 from kvtier.devices.driver_device import DriverDevice
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 HOST_POOLS = "sglang.srt.mem_cache.pool_host"
 ENGINE = "sglang.srt.mem_cache.l2_transfer.L2TransferEngine.__init__"
-POOLS: dict[str, tuple[str, Callable[[Any], list[Part]]]] = {
+POOLS: dict[str, tuple[str, Callable[[Any], list[AscendPart]]]] = {
     f"{HOST_POOLS}.mha.MHATokenToKVPoolHost": ("page_first_direct", mha_parts),
     f"{HOST_POOLS}.mla.MLATokenToKVPoolHost": ("page_first_kv_split", mla_parts),
 }
@@ -55,7 +55,7 @@ class StreamCopies:
         self._kept: deque[list[Fence]] = deque()
 
     def begin(self) -> None:
-        """What is copied from now on starts after all that SGLang's stream was given so far."""
+        """Begin copies that start after everything given to SGLang's stream so far."""
         while len(self._kept) > 1 and self._kept[1][0].passed:
             self._kept.popleft()
         after = self._device.fence()
@@ -109,7 +109,7 @@ class AscendCopies:
     def _load(
         self,
         layout: str,
-        parts_of: Callable[[Any], list[Part]],
+        parts_of: Callable[[Any], list[AscendPart]],
         theirs: Callable[..., None],
         pool: Any,
         device_pool: Any,
@@ -153,7 +153,7 @@ class AscendCopies:
     def _back_up(
         self,
         layout: str,
-        parts_of: Callable[[Any], list[Part]],
+        parts_of: Callable[[Any], list[AscendPart]],
         theirs: Callable[..., None],
         pool: Any,
         device_pool: Any,
@@ -212,7 +212,9 @@ class AscendCopies:
         logger.warning("kvtier leaves its copies to SGLang: %s; %s", reason, LOSS)
 
 
-def _move(pool: Any, parts_of: Callable[[Any], list[Part]], host: Any, device: Any) -> PageMove:
+def _move(
+    pool: Any, parts_of: Callable[[Any], list[AscendPart]], host: Any, device: Any
+) -> PageMove:
     return PageMove(parts_of(pool), host, device, pool.page_size, pool.target_layer_num)
 
 

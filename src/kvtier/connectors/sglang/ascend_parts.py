@@ -1,4 +1,4 @@
-"""Where SGLang's pools on Ascend have a page of a layer, on the device and in host memory.
+"""Locations of a page in SGLang's pools on Ascend, on the device and in host memory.
 
 On the device layers come first, in host memory pages do, so that a page of a layer is one piece of
 bytes on both sides, and its neighbours differ:
@@ -39,8 +39,8 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
-    """What one tensor of a pool keeps of every page.
+class AscendPart:
+    """The bytes that one tensor of a pool keeps of every page.
 
     nbytes: of a piece. layers: by row, the layer of the pool that it comes with: int64 [num_rows].
     """
@@ -61,7 +61,7 @@ class PageMove:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[AscendPart],
         host_tokens: torch.Tensor,
         device_tokens: torch.Tensor,
         page_size: int,
@@ -100,19 +100,21 @@ class PageMove:
         return coalesce(CopyBatch(device, host, on_device, in_host, size))
 
 
-def mha_parts(pool: Any) -> list[Part]:
-    """Of a pool that keeps keys and values apart, layout ``page_first_direct``."""
-    found: list[Part] = []
+def mha_parts(pool: Any) -> list[AscendPart]:
+    """Return the parts of a pool that keeps K and V apart, layout ``page_first_direct``."""
+    found: list[AscendPart] = []
     for number, (device_k, device_v, host_k, host_v) in enumerate(pool._npu_transfer_buffers()):
         layers = _layers(pool, number, len(device_k))
         found += _parts((device_k, host_k, layers), (device_v, host_v, layers))
     return found
 
 
-def mla_parts(pool: Any) -> list[Part]:
-    """Of a pool of latents, layout ``page_first_kv_split``; an indexer has rows for some layers
-    only."""
-    found: list[Part] = []
+def mla_parts(pool: Any) -> list[AscendPart]:
+    """Return the parts of a pool of latents, layout ``page_first_kv_split``.
+
+    An indexer has rows for some layers only.
+    """
+    found: list[AscendPart] = []
     for number, slices in enumerate(pool._npu_transfer_pool_slices()):
         native, host_k, host_v, host_index, host_scales = slices
         layers = _layers(pool, number, len(native.k))
@@ -127,12 +129,15 @@ def mla_parts(pool: Any) -> list[Part]:
 
 
 def _layers(pool: Any, number: int, num_rows: int) -> Sequence[int]:
-    """Of the first tensors, which are the model's, each layer comes by itself; what a draft model
-    keeps is wanted when all of the model is computed."""
+    """Return the layers by row.
+
+    The model's own layers are copied one by one. Layers of a draft model are needed only when the
+    whole model has been computed.
+    """
     return range(num_rows) if number == 0 else [pool.target_layer_num - 1] * num_rows
 
 
-def _parts(*tensors: tuple[Any, Any, Sequence[int]]) -> Iterator[Part]:
+def _parts(*tensors: tuple[Any, Any, Sequence[int]]) -> Iterator[AscendPart]:
     for device, host, layers in tensors:
         if device is None or host is None or not device.numel() or not host.numel():
             continue
@@ -148,7 +153,7 @@ def _parts(*tensors: tuple[Any, Any, Sequence[int]]) -> Iterator[Part]:
                 f" {tuple(host.shape)} of {host.dtype} in host memory, page by page"
             )
         nbytes = pieces[0].numel() * device.element_size()
-        yield Part(
+        yield AscendPart(
             _grid(device, rows=0, pages=1), _grid(host, rows=1, pages=0), nbytes, np.array(layers)
         )
 
@@ -169,7 +174,8 @@ def _pages(tokens: torch.Tensor, page_size: int, grids: Sequence[Grid]) -> Int64
 
 
 def _memory(kind: str, addresses: Int64s, size: Int64s) -> tuple[Memory, Int64s]:
-    """What the pieces lie in, and their offsets. Whoever copies keeps the tensors."""
+    """Return the tensors that hold the pieces, and the pieces' offsets. The caller keeps the
+    tensors."""
     begin = int(addresses.min(initial=np.iinfo(np.int64).max)) if len(addresses) else 0
     end = int((addresses + size).max(initial=begin))
     return Memory(begin, end - begin, kind, None), addresses - begin

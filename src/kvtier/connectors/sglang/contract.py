@@ -1,4 +1,4 @@
-"""What kvtier relies on in SGLang, as data (see ``shared/contract.py``).
+"""The parts of SGLang that kvtier relies on, as data (see ``common/contract.py``).
 
 version     what is new in it, for kvtier
 0.5.18      the storage back end's calls of today
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvtier.connectors.shared.contract import Contract, Takes
+from kvtier.connectors.common.contract import Contract, Takes
 
 CACHE = "srt/mem_cache"
 

@@ -29,7 +29,7 @@ mirror."""
 
 @cache
 def hooks() -> dict[str, Any]:
-    """What stands in for SGLang's own, by the full name of that."""
+    """Return replacements of SGLang functions, by full name."""
     found: dict[str, Any] = {}
     for name, buffers in POOLS.items():
         found[f"{name}.backup_from_device_all_layer"] = _backup(buffers)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvtier.connectors.shared.paged_pool import PagedPool, Share
+from kvtier.connectors.common.paged_pool import PagedPool, PoolShare
 from kvtier.errors import ConfigError
 
 KV, SWA = "kv", "swa"
@@ -37,7 +37,7 @@ class Buffer:
         return self.rows.shape[0] // self.page_rows
 
     @property
-    def share(self) -> Share:
+    def share(self) -> PoolShare:
         row_bytes = self.rows.element_size() * self.rows[0].numel()
         if not self.rows[0].is_contiguous():
             raise ConfigError(
@@ -51,7 +51,7 @@ class Buffer:
                 f"a device pool whose rows of {row_bytes} bytes are {stride} apart: a page is not "
                 "in one piece; serve without the linker"
             )
-        return Share(self.rows.data_ptr(), stride * self.page_rows, row_bytes * self.page_rows)
+        return PoolShare(self.rows.data_ptr(), stride * self.page_rows, row_bytes * self.page_rows)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class DevicePool:
 
     @property
     def shapes(self) -> list[list[object]]:
-        """What its bytes depend on: of each buffer its layer, its kind, and its bytes of a page."""
+        """Return the layer, the kind and the bytes per page of each buffer, which decide on its
+        content."""
         return [
             [each.layer, str(each.rows.dtype), list(each.rows.shape[1:]), each.page_rows]
             for each in self.buffers
@@ -102,8 +103,8 @@ class DevicePool:
         )
 
     def pages(self, indices: torch.Tensor) -> list[int]:
-        """Which pages indices name, of whole pages each. Waits for the device where they are on
-        it."""
+        """Return the page numbers that indices of whole pages name. Waits for the device if they
+        are there."""
         firsts = indices.reshape(-1, self.page_size)[:, 0].cpu()
         if (firsts % self.page_size).any():
             raise ValueError(f"device indices begin pages of {self.page_size} at {firsts.tolist()}")
@@ -213,7 +214,7 @@ def _resolved(
 
 
 def _buffers(entry: Any) -> list[Buffer]:
-    """Of one of SGLang's ``DevicePoolEntry``."""
+    """Return the buffers of one of SGLang's ``DevicePoolEntry``."""
     found = []
     for component, metas in zip(entry.components, entry.buffer_meta, strict=True):
         for layer, places in entry.layer_mapping.items():

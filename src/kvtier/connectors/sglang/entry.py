@@ -1,4 +1,4 @@
-"""What SGLang imports when kvtier is asked for by name: the contract is compared first.
+"""Entry point that SGLang imports by name. It checks the contract first.
 
 An SGLang that differs gets sentences that say where, instead of an error from deep inside; a
 process that has kvtier installed and does not ask for it pays nothing.

@@ -1,4 +1,4 @@
-"""What stands around functions of SGLang's, and whether it does."""
+"""Hooks around SGLang functions, and a check that each hook is installed."""
 
 from __future__ import annotations
 

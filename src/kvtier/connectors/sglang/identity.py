@@ -1,4 +1,4 @@
-"""What must agree before two SGLang processes may share a page of KV.
+"""Facts that must agree before two SGLang processes may share a page of KV.
 
 SGLang's keys name a prompt's tokens, the request's ``extra_key`` (an adapter is in it) and its
 ``cache_salt``, and nothing else. What else decides on the bytes of a page is named here: whatever
@@ -17,7 +17,7 @@ from typing import Protocol
 
 from blake3 import blake3
 
-from kvtier.connectors.shared.weights import Source
+from kvtier.connectors.common.weights import Source
 from kvtier.keys import Namespace
 
 FROM_FILES = frozenset(
@@ -86,7 +86,7 @@ SHARDED_STATE = "mamba"
 
 
 class StorageConfig(Protocol):
-    """What is used of SGLang's ``HiCacheStorageConfig``."""
+    """The part of SGLang's ``HiCacheStorageConfig`` that kvtier uses."""
 
     tp_rank: int
     tp_size: int
@@ -136,8 +136,10 @@ def pool_facts(config: StorageConfig, name: str, pool: object, sizes: Sequence[o
 
 
 def sources(options: object, config: StorageConfig) -> Sequence[Source]:
-    """Where SGLang has its weights from, those of a model that drafts included. options: its
-    ``ServerArgs``; None where nobody has them, and the model's name has to do."""
+    """Return the sources of SGLang's weights, draft models included.
+
+    options: SGLang's ``ServerArgs``; None if they are unknown, and the model's name has to do.
+    """
     if options is None:
         return [Source(config.model_name or "")]
     names = [(getattr(options, "model_path", ""), getattr(options, "revision", None))]
@@ -176,8 +178,11 @@ def _page_key(key: str) -> bytes:
 
 
 def folder_of(config: StorageConfig, name: str, replica: int = 0) -> str:
-    """Of a slab: ranks that have pages of their own, replicas and pools have one each. replica: of
-    engines that share nothing; beside it, attention may be in parallel over data (``dp_rank``)."""
+    """Return the name of a slab's folder.
+
+    Replicas, pools, and ranks with pages of their own have one each. replica: of engines that share
+    nothing; beside it, attention may be data parallel (``dp_rank``).
+    """
     tp_rank = 0 if is_replicated(config, name) else config.tp_rank
     parts = [
         ("replica", replica, replica + 1),

@@ -1,4 +1,4 @@
-"""Where SGLang's forward waits for the layers of its prefix, on its way through the model."""
+"""Let SGLang's forward wait for the prefix KV of each layer as it reaches the layer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 class LayerCounter:
-    """What SGLang's pools know as ``LayerDoneCounter``. Nothing raises: a load that failed is told
-    of when its batch is finished, and what was computed from it does not count."""
+    """Stands in for SGLang's ``LayerDoneCounter``. Nothing raises.
+
+    A load that failed is reported when its batch is finished, and results computed from it do not
+    count.
+    """
 
     def __init__(self) -> None:
         self.consumer_index = -1

@@ -3,7 +3,7 @@
 SGLang's tree says what is computed, and asks at each look-up what is kept of the rest of a prompt.
 Told of is only what is in host memory: a load from there can't fail but with the device itself.
 What storage has is brought there meanwhile (``bringing.py``), and requests wait for it
-(``gate.py``).
+(``scheduler_hooks.py``).
 
 All calls are the scheduler's, on its thread, the same on every rank: answers may differ between
 ranks, for SGLang takes what all of them have; whether an answer comes may not. So nothing raises.
@@ -23,25 +23,25 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from kvtier.connectors.sglang import gate, new_weights, prefill
-from kvtier.connectors.sglang.asking import Asking, policy_of
-from kvtier.connectors.sglang.bringing import Bringing, Prompt
+from kvtier.connectors.common.names import BlockNames
+from kvtier.connectors.common.pool_cache import Store
+from kvtier.connectors.sglang import new_weights, prefill, scheduler_hooks
 from kvtier.connectors.sglang.device_pools import KV, DevicePool, find_pools
 from kvtier.connectors.sglang.hooks import tell_missing
 from kvtier.connectors.sglang.identity import engine_digest, page_keys, sources
 from kvtier.connectors.sglang.layer_counter import LayerCounter
-from kvtier.connectors.sglang.linked import Linked, link
 from kvtier.connectors.sglang.loading import Loading
 from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
+from kvtier.connectors.sglang.pool_tiers import PoolTiers, link
 from kvtier.connectors.sglang.prefill import WATCH
+from kvtier.connectors.sglang.promotion import PromptPromotion, WaitingPrompt
+from kvtier.connectors.sglang.prompt_reporting import PromptReporter, policy_of
 from kvtier.connectors.sglang.ranks import RankConfig, replica_of
-from kvtier.connectors.sglang.recorded import open_recording
-from kvtier.connectors.sglang.refusals import refuse, refuse_linked
+from kvtier.connectors.sglang.recording import open_recording
 from kvtier.connectors.sglang.settings import LinkerSettings
-from kvtier.connectors.shared.names import Names
-from kvtier.connectors.shared.pool_cache import Store
+from kvtier.connectors.sglang.unsupported import refuse, refuse_linked
 from kvtier.devices import find_device
-from kvtier.ladder import Account
+from kvtier.ladder import CostMetrics
 from kvtier.transfer import TransferEngine
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ MOST_DEPTHS = 1 << 16
 class Offload:
     """A node's pages on their way to host memory, by pool. is_whole: every pool's store began."""
 
-    stores: list[tuple[Linked, Store]] = field(default_factory=list)
+    stores: list[tuple[PoolTiers, Store]] = field(default_factory=list)
     is_whole: bool = False
 
     @property
@@ -83,7 +83,7 @@ class KvtierLinker(UnifiedCacheLinker):
         pools = find_pools(params.token_to_kv_pool_allocator.get_kvcache(), params, components)
         self.forward_stream = forward_stream
         self._page_size = params.page_size
-        self._names = Names(
+        self._names = BlockNames(
             lambda weights: engine_digest(
                 weights, sglang.__version__, server_args, settings.namespace
             ),
@@ -99,17 +99,19 @@ class KvtierLinker(UnifiedCacheLinker):
             self._names,
             self._device,
             self._engine,
-            policy_of(settings, server_args, [pool.name for pool in pools], gate.told_by()),
+            policy_of(
+                settings, server_args, [pool.name for pool in pools], scheduler_hooks.told_by()
+            ),
         )
         self.pools = {PoolName(name): each.pool for name, each in self._linked.items()}
         self.layer_done_counter = LayerCounter()
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         caches = {name: each.cache for name, each in self._linked.items()}
-        self._bringing = Bringing(caches, self._page_size, settings.always_loads)
-        self.gate = gate.Gate(self._bringing)
-        self.asking = Asking(caches[KV].cache, self._page_size)
-        self._prompt = Prompt(0, 0)
+        self._bringing = PromptPromotion(caches, self._page_size, settings.always_loads)
+        self.gate = scheduler_hooks.QueueGate(self._bringing)
+        self.asking = PromptReporter(caches[KV].cache, self._page_size)
+        self._prompt = WaitingPrompt(0, 0)
         self._loading = Loading(
             self._linked, self._page_size, self.layer_done_counter, self._after_forward
         )
@@ -121,7 +123,7 @@ class KvtierLinker(UnifiedCacheLinker):
         NEW_WEIGHTS.listen(self)
         tell_missing(WATCH.hooks(), prefill.LOSS)
         tell_missing(NEW_WEIGHTS.hooks(), new_weights.LOSS)
-        tell_missing(gate.hooks(), gate.LOSS)
+        tell_missing(scheduler_hooks.hooks(), scheduler_hooks.LOSS)
 
     def _start_engine(self, pools: Sequence[DevicePool]) -> TransferEngine:
         place = pools[0].buffers[0].rows.device
@@ -137,12 +139,12 @@ class KvtierLinker(UnifiedCacheLinker):
     # -- what is there -----------------------------------------------------------------------------
 
     @property
-    def _account(self) -> Account:
+    def _account(self) -> CostMetrics:
         return self._linked[KV].cache.ladder.account
 
     def note_prompt(self, num_cached: int, num_tokens: int) -> None:
         """The next look-up is of a prompt of so many tokens, the first of which the device has."""
-        self._prompt = Prompt(num_cached, num_tokens)
+        self._prompt = WaitingPrompt(num_cached, num_tokens)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         try:
@@ -152,7 +154,7 @@ class KvtierLinker(UnifiedCacheLinker):
             return []
 
     def _look_up(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        prompt, self._prompt = self._prompt, Prompt(0, 0)
+        prompt, self._prompt = self._prompt, WaitingPrompt(0, 0)
         self._loading.look_up(prompt.num_cached)
         needs = _needs(transfers)
         if needs is None or needs.keys() != self._linked.keys():
@@ -172,7 +174,7 @@ class KvtierLinker(UnifiedCacheLinker):
         return cuts
 
     def _remember(self, keys: Sequence[bytes], first: int) -> None:
-        """Where in their prompt pages are that will be computed."""
+        """Remember the position in the prompt of pages that will be computed."""
         if len(self._depths) + len(keys) > MOST_DEPTHS:
             self._depths.clear()
         self._depths.update(zip(keys, range(first, first + len(keys)), strict=True))
@@ -230,8 +232,8 @@ class KvtierLinker(UnifiedCacheLinker):
         return True
 
     def _depths_of(self, keys: Sequence[bytes]) -> list[int]:
-        """Where in the prompt they are; those that were generated come after those that were asked
-        for."""
+        """Return the positions of pages in the prompt; generated pages come after the prompt's
+        own."""
         depths: list[int] = []
         for key in keys:
             after = depths[-1] + 1 if depths else 0
@@ -239,7 +241,10 @@ class KvtierLinker(UnifiedCacheLinker):
         return depths
 
     def num_completed_offloads(self) -> int:
-        """Of the first ones, so that they end in their order. SGLang asks in each step."""
+        """Return how many of the first offloads are complete.
+
+        They complete in order. SGLang asks in each step.
+        """
         for linked in self._linked.values():
             linked.cache.cache.poll()
         num = 0

@@ -17,17 +17,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvtier.connectors.common.pool_cache import Load
 from kvtier.connectors.sglang.device_pools import KV
 from kvtier.connectors.sglang.identity import page_keys
 from kvtier.connectors.sglang.layer_counter import LayerCounter
-from kvtier.connectors.shared.pool_cache import Load
-from kvtier.keyed_cache import Place
+from kvtier.keyed.cache import BlockLocation
 from kvtier.transfer import CopyJob
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 
-    from kvtier.connectors.sglang.linked import Linked
+    from kvtier.connectors.sglang.pool_tiers import PoolTiers
 
 logger = logging.getLogger(__name__)
 
@@ -42,20 +42,21 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LoadPart:
     """Pages of one pool: their keys, and where they go on the device."""
 
-    linked: Linked
+    linked: PoolTiers
     keys: list[bytes]
     pages: list[int]
 
 
 @dataclass(slots=True)
 class Queued:
-    """What a request wants loaded. is_whole: all of it is there. given: by the pool of the KV."""
+    """Pages that a request wants loaded. is_whole: all of them are there. given: pages of the KV
+    pool."""
 
     given: Given
-    parts: list[Part] = field(default_factory=list)
+    parts: list[LoadPart] = field(default_factory=list)
     is_whole: bool = False
 
 
@@ -64,7 +65,7 @@ class Batch:
     """Loads that one forward follows, by pool; is_whole: everything was there that was asked
     for. given: to each request."""
 
-    loads: list[tuple[Linked, Load]] = field(default_factory=list)
+    loads: list[tuple[PoolTiers, Load]] = field(default_factory=list)
     is_whole: bool = True
     given: Sequence[Given] = ()
 
@@ -79,7 +80,7 @@ class Loading:
 
     def __init__(
         self,
-        linked: Mapping[str, Linked],
+        linked: Mapping[str, PoolTiers],
         page_size: int,
         layers: LayerCounter,
         after_forward: Callable[[], AbstractContextManager[None]],
@@ -104,15 +105,16 @@ class Loading:
         self._let_go()
         self._num_cached = num_cached
 
-    def promise(self, keys: Sequence[bytes], places: Mapping[str, Sequence[Place]]) -> None:
-        """What SGLang may load now stays until it does, or looks something else up: between both
-        nothing else happens. Other ranks may have less: all that is in memory stays.
+    def promise(self, keys: Sequence[bytes], places: Mapping[str, Sequence[BlockLocation]]) -> None:
+        """Hold the pages that SGLang may load now, until it loads them or looks up something else.
+
+        Other ranks may have fewer pages, so all pages in memory are held.
 
         places: of each of ``keys`` and perhaps of more, by pool.
         """
         for name, linked in self._linked.items():
             pairs = zip(keys, places[name], strict=False)
-            self._promised[name] = [key for key, place in pairs if place is Place.MEMORY]
+            self._promised[name] = [key for key, place in pairs if place is BlockLocation.MEMORY]
             linked.cache.cache.hold(self._promised[name])
 
     def _let_go(self) -> None:
@@ -141,17 +143,17 @@ class Loading:
             logger.exception("kvtier: a load can't begin, its request fails rid=%s", rid)
         self._let_go()
 
-    def _hold(self, transfer: PoolTransfer) -> Part:
+    def _hold(self, transfer: PoolTransfer) -> LoadPart:
         linked, keys = self._linked[transfer.name.value], page_keys(transfer.keys)
         pages = linked.pool.pages(transfer.device_indices)
         places = linked.cache.cache.find_all(keys)
-        if any(place is not Place.MEMORY for place in places):
+        if any(place is not BlockLocation.MEMORY for place in places):
             raise LookupError(f"pages of pool {transfer.name} have left host memory")
         if linked.pool.name == KV:
             for tier, num in Counter(linked.cache.cache.origins(keys)).items():
                 self._account.hit(tier, num)
         linked.cache.cache.hold(keys)
-        return Part(linked, keys, pages)
+        return LoadPart(linked, keys, pages)
 
     def cancel(self, rid: str) -> bool:
         """The request does not want it any more. Whether it had asked for anything."""
@@ -209,7 +211,7 @@ class Loading:
         return has_waited
 
     def jobs(self) -> Iterator[CopyJob]:
-        """Of the batches that are not finished."""
+        """Return the jobs of batches that are not finished."""
         return (load.job for batch in self._batches.values() for _, load in batch.loads)
 
     # -- upkeep ------------------------------------------------------------------------------------
@@ -227,16 +229,16 @@ class Loading:
             self.finish(index)
 
 
-def _release(parts: Iterable[Part]) -> None:
+def _release(parts: Iterable[LoadPart]) -> None:
     for part in parts:
         part.linked.cache.cache.release(part.keys)
 
 
-def _by_pool(parts: Iterable[Part]) -> Iterator[Part]:
-    """What all requests want of each pool, in one."""
-    found: dict[str, Part] = {}
+def _by_pool(parts: Iterable[LoadPart]) -> Iterator[LoadPart]:
+    """Return the pages that all requests want, merged by pool."""
+    found: dict[str, LoadPart] = {}
     for part in parts:
-        whole = found.setdefault(part.linked.pool.name, Part(part.linked, [], []))
+        whole = found.setdefault(part.linked.pool.name, LoadPart(part.linked, [], []))
         whole.keys.extend(part.keys)
         whole.pages.extend(part.pages)
     yield from found.values()

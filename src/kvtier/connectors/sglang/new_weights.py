@@ -11,7 +11,7 @@ UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 WAYS = ("disk", "distributed", "tensor", "ipc")
 
 
-class Keeper(Protocol):
+class WeightsListener(Protocol):
     """Keeps KV that the weights have made."""
 
     def before_new_weights(self) -> None:
@@ -25,16 +25,17 @@ class WeightsWatch:
     """On the scheduler's thread."""
 
     def __init__(self) -> None:
-        self._keepers: list[Keeper] = []
+        self._keepers: list[WeightsListener] = []
 
-    def listen(self, keeper: Keeper) -> None:
+    def listen(self, keeper: WeightsListener) -> None:
         self._keepers.append(keeper)
 
-    def leave(self, keeper: Keeper) -> None:
+    def leave(self, keeper: WeightsListener) -> None:
         self._keepers.remove(keeper)
 
     def hooks(self) -> dict[str, Callable[..., Any]]:
-        """What stands around SGLang's own, by its full name; each is given that first."""
+        """Return hooks around SGLang functions, by full name. Each hook gets the original
+        function first."""
         return {f"{UPDATER}.update_weights_from_{way}": self._update for way in WAYS}
 
     def _update(self, update: Callable[..., Any], *args: Any, **more: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where the pages of SGLang's host pools lie, of whatever layout.
+"""Locations of pages in SGLang's host pools, in any layout.
 
 A pool says where the pieces of a page are (``get_page_buffer_meta``): one for MLA, K and V for the
 page_first layouts, as many as there are layers, or twice as many, for layer_first. In every layout
@@ -23,7 +23,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class HostPool(Protocol):
-    """What is used of SGLang's ``HostKVCache``."""
+    """The part of SGLang's ``HostKVCache`` that kvtier uses."""
 
     page_size: int
     page_num: int
@@ -36,8 +36,10 @@ class HostPool(Protocol):
 
 
 class Pages:
-    """Of one pool. Raises ``LayoutError`` for one that does not say where its pages are, or whose
-    pages lie otherwise.
+    """Locations of the pages of one pool.
+
+    Raises ``LayoutError`` for a pool that does not say where its pages are, or whose pages lie
+    elsewhere.
 
     page_size: tokens. sizes: int64 [num_pieces], bytes of each. The bytes of a page are in the
     order in which its own ``get_data_page`` has them, so that both ways to reach it agree. memory:
@@ -64,7 +66,7 @@ class Pages:
 
     @property
     def num_bytes(self) -> int:
-        """Of a page."""
+        """Return the bytes of a page."""
         return int(self.sizes.sum())
 
     def at(self, indices: torch.Tensor) -> Pieces:

@@ -1,4 +1,4 @@
-"""What SGLang calls in each of its processes, by the entry point group ``sglang.srt.plugins``."""
+"""Plug-in of the entry point group ``sglang.srt.plugins``. SGLang calls it in each process."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def register() -> None:
 
 def around() -> Hooks:
     """Those that stand around SGLang's own; none for what an older one does not have."""
-    from kvtier.connectors.sglang import gate
+    from kvtier.connectors.sglang import scheduler_hooks
     from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
     from kvtier.connectors.sglang.prefetches import PREFETCHES
     from kvtier.connectors.sglang.prefill import WATCH
 
     found = {**WATCH.hooks(), **NEW_WEIGHTS.hooks()}
-    if not find_spec(gate.LINKER):
+    if not find_spec(scheduler_hooks.LINKER):
         return found
-    return {**found, **gate.hooks(), **PREFETCHES.hooks()}
+    return {**found, **scheduler_hooks.hooks(), **PREFETCHES.hooks()}
 
 
 def on_ascend() -> Hooks:

@@ -1,5 +1,6 @@
-"""Which requests join SGLang's queue, for a storage back end whose policy learns: a hook around
-``prefetch_from_storage``.
+"""Report requests that join SGLang's queue to a storage back end whose policy learns.
+
+A hook around ``prefetch_from_storage`` does.
 
 The scheduler's thread only notes them. What a prompt's pages are called is worked out, and told, on
 the storage's own threads, before anything is stored that could push something out.
@@ -13,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtier.connectors.sglang.asking import keys_up_to
 from kvtier.connectors.sglang.contract import TELLING
 from kvtier.connectors.sglang.identity import page_keys
+from kvtier.connectors.sglang.prompt_reporting import keys_up_to
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class Joined:
     last: str | None
 
     def keys(self, page_size: int) -> list[bytes]:
-        """Of all whole pages of the prompt, from its beginning."""
+        """Return the keys of all whole pages of the prompt, from its beginning."""
         from sglang.srt.mem_cache.utils import get_storage_hash_str
 
         rest = self.rest.page_aligned(page_size)
@@ -58,7 +59,8 @@ class PrefetchWatch:
         self._listeners.remove(joined)
 
     def hooks(self) -> dict[str, Callable[..., Any]]:
-        """What stands around SGLang's own, by its full name; each is given that first."""
+        """Return hooks around SGLang functions, by full name. Each hook gets the original
+        function first."""
         return {f"{TREE}.prefetch_from_storage": self._prefetch}
 
     def _prefetch(
@@ -139,7 +141,7 @@ class Joining:
 
 
 def told_by() -> dict[str, Callable[..., Any]]:
-    """What tells of requests; none where this SGLang is another than is known."""
+    """Return the function that reports requests; None for an unknown SGLang."""
     return {} if TELLING.differences() else PREFETCHES.hooks()
 
 

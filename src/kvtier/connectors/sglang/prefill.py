@@ -1,5 +1,7 @@
-"""What SGLang's steps take, for the planner, and which requests end in them, for the recorder:
-hooks around its scheduler's."""
+"""Measure SGLang's steps for the planner, and report finished requests to the recorder.
+
+Hooks around its scheduler's functions do both.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class PrefillWatch:
         self._ended.remove(ended)
 
     def hooks(self) -> dict[str, Callable[..., Any]]:
-        """What stands around SGLang's own, by its full name; each is given that first."""
+        """Return hooks around SGLang functions, by full name. Each hook gets the original
+        function first."""
         return {
             f"{SCHEDULER}.run_batch": self._run_batch,
             f"{SCHEDULER}.process_batch_result": self._process_batch_result,

@@ -1,4 +1,4 @@
-"""Which rank of an engine this process is, as SGLang knows it."""
+"""Rank of this process in its engine, according to SGLang."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from sglang.srt.runtime_context import get_parallel
 
 @dataclass(slots=True)
 class RankConfig:
-    """What SGLang tells a storage back end as ``HiCacheStorageConfig``, for those who are not told.
-    is_mla_model: False here also for such models, since every rank keeps its own pages in memory
-    and on disk."""
+    """Stands in for ``HiCacheStorageConfig`` where SGLang passes none.
+
+    is_mla_model: False for such models, too, since every rank keeps its own pages in memory and on
+    disk.
+    """
 
     tp_rank: int
     tp_size: int
@@ -47,8 +49,8 @@ class RankConfig:
 
 
 def replica_of() -> int:
-    """Which of several engines this is that serve the same model beside each other; 0 for one, and
-    where nobody says."""
+    """Return the number of this engine among replicas of one model; 0 for a single engine, or if
+    unknown."""
     try:
         return get_parallel().dp_rank or 0
     except (AttributeError, RuntimeError, ValueError):  # of a part alone, or before 0.5.23

@@ -1,11 +1,11 @@
-"""What a user may set for the storage back end, and for the linker."""
+"""Settings of the storage back end and of the linker."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtier.connectors.shared.settings import HostSettings, StoreSettings
+from kvtier.connectors.common.settings import HostSettings, StoreSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,23 +21,23 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils import is_cpu
 
+from kvtier.connectors.common.names import BlockNames
 from kvtier.connectors.sglang import cpu_copies, new_weights, prefetches, prefill
-from kvtier.connectors.sglang.asking import policy_of
-from kvtier.connectors.sglang.hits import SidePool, common_hits
+from kvtier.connectors.sglang.capacity import room
 from kvtier.connectors.sglang.hooks import tell_missing
 from kvtier.connectors.sglang.identity import engine_digest, pool_facts, sources
-from kvtier.connectors.sglang.moves import Moves
 from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS
 from kvtier.connectors.sglang.pages import HostPool, Pages
+from kvtier.connectors.sglang.pool_slab import PoolSlab, open_shelf
 from kvtier.connectors.sglang.prefetches import PREFETCHES, Joining
 from kvtier.connectors.sglang.prefill import WATCH
+from kvtier.connectors.sglang.prefix_hits import SidePool, common_hits
+from kvtier.connectors.sglang.prompt_reporting import policy_of
 from kvtier.connectors.sglang.ranks import replica_of
-from kvtier.connectors.sglang.recorded import Recording, open_recording
-from kvtier.connectors.sglang.refusals import refuse
-from kvtier.connectors.sglang.room import room
+from kvtier.connectors.sglang.recording import Recording, open_recording
 from kvtier.connectors.sglang.settings import StorageSettings
-from kvtier.connectors.sglang.shelf import Shelf, open_shelf
-from kvtier.connectors.shared.names import Names
+from kvtier.connectors.sglang.transfer_stats import Moves
+from kvtier.connectors.sglang.unsupported import refuse
 
 if TYPE_CHECKING:
     import torch
@@ -67,12 +67,12 @@ class KvtierStorage(HiCacheStorage):
         self._options = _server_args()
         refuse(storage_config, self._options, self._settings)
         self._pools: dict[str, HostPool] = {}
-        self._shelves: dict[str, Shelf] = {}
+        self._shelves: dict[str, PoolSlab] = {}
         self._said: set[str] = set()
         self._moves = Moves()
         self._recording: Recording | None = None
         self._joining: Joining | None = None
-        self._names = Names(self._engine_digest, self._settings.namespace)
+        self._names = BlockNames(self._engine_digest, self._settings.namespace)
 
     def _engine_digest(self, weights: str) -> bytes:
         return engine_digest(weights, sglang.__version__, self._options, self._settings.namespace)
@@ -116,7 +116,7 @@ class KvtierStorage(HiCacheStorage):
     def _observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
         self._shelves[KV].calls.observe_prefill(num_before, num_tokens, seconds)
 
-    def _open(self, name: str, pages: Pages, capacity_bytes: int, policy: str) -> Shelf:
+    def _open(self, name: str, pages: Pages, capacity_bytes: int, policy: str) -> PoolSlab:
         facts = pool_facts(self._config, name, self._pools[name], pages.sizes.tolist())
         return open_shelf(
             self._settings,
@@ -129,10 +129,10 @@ class KvtierStorage(HiCacheStorage):
             policy,
         )
 
-    def _shelf(self, name: str = KV) -> Shelf:
+    def _shelf(self, name: str = KV) -> PoolSlab:
         return self._opened()[name]
 
-    def _opened(self) -> dict[str, Shelf]:
+    def _opened(self) -> dict[str, PoolSlab]:
         if not self._shelves:  # before 0.5.23 nobody says that all pools are known
             self.on_host_pools_registered()
         if self._joining is not None:
@@ -165,14 +165,14 @@ class KvtierStorage(HiCacheStorage):
         return self._store(shelf, keys, shelf.pages.at(host_indices), _before(extra_info))
 
     def _load(
-        self, shelf: Shelf, keys: list[str], pages: Pieces, before: Sequence[str] = ()
+        self, shelf: PoolSlab, keys: list[str], pages: Pieces, before: Sequence[str] = ()
     ) -> list[bool]:
         with self._moves.timing(True, shelf.pages.num_bytes) as are_moved:
             are_moved += shelf.load(keys, pages, before)
         return are_moved
 
     def _store(
-        self, shelf: Shelf, keys: list[str], pages: Pieces, before: Sequence[str] = ()
+        self, shelf: PoolSlab, keys: list[str], pages: Pieces, before: Sequence[str] = ()
     ) -> list[bool]:
         with self._moves.timing(False, shelf.pages.num_bytes) as are_moved:
             are_moved += shelf.store(keys, pages, before)
@@ -223,9 +223,11 @@ class KvtierStorage(HiCacheStorage):
         )
 
     def _each_pool(
-        self, transfers: list[PoolTransfer], move: Callable[[Shelf, list[str], Pieces], list[bool]]
+        self,
+        transfers: list[PoolTransfer],
+        move: Callable[[PoolSlab, list[str], Pieces], list[bool]],
     ) -> dict[str, list[bool]]:
-        """What became of the pages of each; of a pool that is named twice, of both in a row."""
+        """Return the outcome per page of each pool; of a pool named twice, both in a row."""
         done: dict[str, list[bool]] = {}
         for transfer in transfers:
             keys, shelf = transfer.keys or [], self._opened().get(str(transfer.name))
@@ -303,7 +305,7 @@ class KvtierStorage(HiCacheStorage):
         self._names.disown("its weights were replaced in memory")
 
     def get_stats(self) -> StorageMetrics:
-        """What was moved since the last call; on the scheduler's thread."""
+        """Return what was moved since the last call. Called on the scheduler's thread."""
         reads, writes = self._moves.take()
         return StorageMetrics(
             prefetch_pgs=reads.pages,

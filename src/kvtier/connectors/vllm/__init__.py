@@ -64,8 +64,8 @@ def _register_pieces() -> None:
         return
     with suppress(ValueError):
         SecondaryTierFactory.register_tier(
-            SPEC_NAME, "kvtier.connectors.vllm.pieces.secondary", "KvtierTier"
+            SPEC_NAME, "kvtier.connectors.vllm.standalone.secondary", "KvtierTier"
         )
         CachePolicyFactory.register_cache_policy(
-            SPEC_NAME, "kvtier.connectors.vllm.pieces.policy", "KvtierPolicy"
+            SPEC_NAME, "kvtier.connectors.vllm.standalone.policy", "KvtierPolicy"
         )

@@ -1,4 +1,4 @@
-"""Which load of a LoRA adapter a request is computed with.
+"""Identify the load of a LoRA adapter that a request is computed with.
 
 vLLM's keys hold an adapter's name and path. An adapter that was loaded again under both is another
 one: its requests get keys of their own. vLLM's scheduler is not told of loads, so they are seen by
@@ -33,7 +33,7 @@ class _Load:
 
 
 class Adapters:
-    """Of one scheduler, on its thread."""
+    """Adapters of one scheduler, on its thread."""
 
     def __init__(self) -> None:
         self._loads: dict[tuple[str, str], dict[int, _Load]] = {}

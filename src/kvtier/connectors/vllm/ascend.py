@@ -84,7 +84,7 @@ class _Part:
 
     @property
     def share_bytes(self) -> int:
-        """Of a page."""
+        """Return the bytes of a page."""
         return self.row_bytes * self.num_rows
 
     @property
@@ -116,8 +116,10 @@ class _Part:
 
 
 def _parts(name: str, cache: Cache, num_pages: int, page_bytes: int | None) -> list[_Part]:
-    """Of a layer, without those that only show bytes of another. page_bytes: of a page of all of
-    them; None if that is what a row of each has."""
+    """Return the parts of a layer, without views of another part's bytes.
+
+    page_bytes: bytes of a page of all of them; None if each row has that many.
+    """
     given = [cache] if isinstance(cache, torch.Tensor) else list(cache)
     found = [_Part(each) for each in given]
     found = [each for each in found if not any(other.contains(each) for other in found)]

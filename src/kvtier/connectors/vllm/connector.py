@@ -32,7 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvtier.connectors.shared.weights import Source
+from kvtier.connectors.common.weights import Source
 from kvtier.connectors.vllm import pauses
 from kvtier.connectors.vllm.adapters import Adapters, RekeyedRequest
 from kvtier.connectors.vllm.ascend import split_caches
@@ -41,18 +41,18 @@ from kvtier.connectors.vllm.counts import RECORDED
 from kvtier.connectors.vllm.key_scope import counts_media, scope_of
 from kvtier.connectors.vllm.manager import TierManager
 from kvtier.connectors.vllm.names import vllm_source
-from kvtier.connectors.vllm.recorded import (
+from kvtier.connectors.vllm.queued_requests import QueuedRequests
+from kvtier.connectors.vllm.recording import (
     Finished,
     RecordedConnector,
     record_settings,
     recorded,
 )
 from kvtier.connectors.vllm.registry import CONNECTOR_NAME
+from kvtier.connectors.vllm.request_state import Advice
 from kvtier.connectors.vllm.spec import KvtierSpec
-from kvtier.connectors.vllm.visit import Advice
-from kvtier.connectors.vllm.waiting import Waiting
 from kvtier.connectors.vllm.worker import TierWorker
-from kvtier.transfer.ranks import Order, Report
+from kvtier.transfer.ranks import RankOrder, Report
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ class TierMetadata(OffloadingConnectorMetadata):
     """vLLM's jobs of a step, and ours. step: number of the step, if its end is to be told.
     computes: the model runs in this step."""
 
-    orders: Sequence[Order] = ()
+    orders: Sequence[RankOrder] = ()
     step: int | None = None
     computes: bool = True
 
@@ -116,14 +116,16 @@ class KvtierConnector(RecordedConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._loading: dict[int, str] = {}
         self._steps: list[int] = []
-        self._waiting: Waiting | None = None
+        self._waiting: QueuedRequests | None = None
         self._adapters = Adapters()
         self._counts_media = counts_media(vllm_config)
         if self.connector_scheduler and self._manager.cache.learns:
             config = self.scheduler.config
             group = config.kv_group_configs[0]
             hashes_per_block = group.tokens_per_chunk // config.tokens_per_hash
-            self._waiting = Waiting(hashes_per_block, group.group_idx, self._manager.cache.wait)
+            self._waiting = QueuedRequests(
+                hashes_per_block, group.group_idx, self._manager.cache.wait
+            )
         if self.connector_scheduler and self._manager.has_storage:
             with off_compute_cores():
                 self._manager.names.settle(_sources(vllm_config), _traits(vllm_config))

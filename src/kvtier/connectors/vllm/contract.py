@@ -1,4 +1,4 @@
-"""What kvtier relies on in vLLM, as data, and where the vLLM that is installed differs from it.
+"""The parts of vLLM that kvtier relies on, as data, and how the installed vLLM differs.
 
 vLLM calls its offloading interface experimental: between versions methods move, take more, or go.
 What follows is compared with the vLLM that is installed (``shared/contract.py``).
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvtier.connectors.shared.contract import Contract, Takes
+from kvtier.connectors.common.contract import Contract, Takes
 
 OLDEST, NEWEST = "0.32", "0.33"
 """Of the versions whose sources have all of it."""

@@ -1,11 +1,11 @@
-"""What is counted under vLLM, beside its own metrics: one table, and the numbers."""
+"""Counters beside vLLM's own metrics: one table, and the numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kvtier.connectors.shared.recorded import MEANING
+from kvtier.connectors.common.recording import MEANING
 from kvtier.telemetry import METRICS as CORES
 from kvtier.telemetry import MetricSpec
 from kvtier.telemetry.metrics import TOLD_BY_ENGINES
@@ -114,12 +114,12 @@ class Counts:
             self._numbers[at] = self._numbers.get(at, 0) + number
 
     def add_all(self, recent: Mapping[tuple[str, Labels], float]) -> None:
-        """What the core has counted."""
+        """Add the counts of the core."""
         for (name, labels), number in recent.items():
             if name in OURS:
                 self.add(OURS[name], number, *labels)
 
     def take(self) -> dict[tuple[MetricSpec, Labels], float]:
-        """What was counted since the last call."""
+        """Return the counts since the last call."""
         numbers, self._numbers = self._numbers, {}
         return numbers

@@ -1,4 +1,4 @@
-"""What vLLM imports when kvtier is asked for by name: the contract is compared first.
+"""Entry point that vLLM imports by name. It checks the contract first.
 
 A vLLM that differs gets sentences that say where, instead of an error from deep inside; a process
 that has kvtier installed and does not ask for it pays nothing.

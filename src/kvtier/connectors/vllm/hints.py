@@ -1,4 +1,4 @@
-"""What a request's ``kv_transfer_params`` say of its conversation: ``{"kvtier": {...}}``."""
+"""Hints on a conversation in a request's ``kv_transfer_params``: ``{"kvtier": {...}}``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where blocks are: what the scheduler's side tells a rank about a copy."""
+"""Slots of blocks, as the scheduler's side tells a rank for a copy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
 
-from kvtier.transfer.ranks import Order
+from kvtier.transfer.ranks import RankOrder
 
 STRAIGHT = -1
 """In the place of a slot: the block does not pass through host memory."""
@@ -19,6 +19,6 @@ class HostSlots(BlockIDsLoadStoreSpec):
     the places of these blocks in that order.
     """
 
-    def __init__(self, block_ids: Sequence[int], reads: Sequence[Order] = ()) -> None:
+    def __init__(self, block_ids: Sequence[int], reads: Sequence[RankOrder] = ()) -> None:
         super().__init__(list(block_ids))
         self.reads = reads

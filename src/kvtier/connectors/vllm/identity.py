@@ -1,4 +1,4 @@
-"""What must agree before two vLLM processes may share a block of KV.
+"""Facts that must agree before two vLLM processes may share a block of KV.
 
 vLLM's keys name a prompt's tokens, its adapter, images and salt, and the KV group. What else there
 is that decides on the bytes of a block is named here: whatever differs is a miss, never wrong KV.

@@ -1,4 +1,4 @@
-"""How far a request's keys name its content, and how far they name what somebody called it.
+"""Scope of a request's keys: how far they name content, and how far a name that somebody chose.
 
 vLLM's keys hash a prompt's tokens and its ``cache_salt``, and beside them names: an adapter's name
 and path, and an identifier of each image, video or audio. A client may choose an identifier
@@ -22,7 +22,7 @@ ALL = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class KeyScope:
-    """Where a request's blocks may be kept, by the token of its prompt at which they end.
+    """Tiers that may keep a request's blocks, by the prompt token at which a block ends.
 
     shared: blocks that end at this token or before go to storage, and come from there. kept: blocks
     that end at this token or before are kept in this process; all others are not kept at all.

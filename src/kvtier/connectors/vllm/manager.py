@@ -23,22 +23,22 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.connectors.vllm.bringing import Bringing
 from kvtier.connectors.vllm.counts import LOADED, SHARED, Counts
 from kvtier.connectors.vllm.hints import hint_of
 from kvtier.connectors.vllm.host_slots import STRAIGHT, HostSlots
-from kvtier.connectors.vllm.names import Names
+from kvtier.connectors.vllm.names import VllmNames
+from kvtier.connectors.vllm.promotion import Promotion
 from kvtier.connectors.vllm.prompt import GROUP_BYTES, Shape, blocks_after, depth, path_of
+from kvtier.connectors.vllm.request_state import RequestState
 from kvtier.connectors.vllm.stats import take_stats
-from kvtier.connectors.vllm.visit import Visit
-from kvtier.connectors.vllm.words import FOUND, kind_of, source_of
+from kvtier.connectors.vllm.vllm_enums import FOUND, kind_of, source_of
 from kvtier.index import make_key_index
-from kvtier.keyed_cache import KeyedCache, Place
+from kvtier.keyed.cache import BlockLocation, KeyedCache
 from kvtier.ladder import Ladder, LadderOptions
 from kvtier.plan import StepClock
 from kvtier.telemetry import Metrics
 from kvtier.tiers import DistantRoom, Quota, Room
-from kvtier.transfer.ranks import Order, RankMover, Report
+from kvtier.transfer.ranks import RankMover, RankOrder, Report
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class TierManager(OffloadingManager):
         self,
         mover: RankMover,
         room: Mapping[str, int],
-        names: Names,
+        names: VllmNames,
         shape: Shape,
         policy: LoadPolicy,
         bytes_per_day: int,
@@ -108,11 +108,11 @@ class TierManager(OffloadingManager):
             time.monotonic,
             knows_storage,
         )
-        self.bringing = Bringing(self.cache, self._host, shape, policy, knows_storage, self.counts)
+        self.bringing = Promotion(self.cache, self._host, shape, policy, knows_storage, self.counts)
         self.steps = StepClock(self.ladder.account.observe_prefill)
         self._shape = shape
         self._publishes_events = publishes_events
-        self._visits: dict[str, Visit] = {}
+        self._visits: dict[str, RequestState] = {}
         self._events: list[OffloadingEvent] = []
         self._keeps = False
 
@@ -128,7 +128,7 @@ class TierManager(OffloadingManager):
     # -- what vLLM asks ----------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        visit = Visit(req_context)
+        visit = RequestState(req_context)
         self._visits[req_context.req_id] = visit
         req_context.set_state(visit)  # its stores may end after it has finished
         return RequestOffloadingContext()
@@ -152,16 +152,19 @@ class TierManager(OffloadingManager):
         place = self._find(key, visit)
         if not self._is_allowed(key, place, req_context):
             return LookupResult.MISS
-        if visit.is_impatient and place is not Place.MEMORY:
+        if visit.is_impatient and place is not BlockLocation.MEMORY:
             return LookupResult.MISS
         visit.places[key] = place
-        if place is Place.STORAGE and self.bringing.goes_straight(key, visit):
+        if place is BlockLocation.STORAGE and self.bringing.goes_straight(key, visit):
             return LookupResult.HIT
         return FOUND[place]
 
-    def _find(self, key: OffloadKey, visit: Visit) -> Place:
-        """Where a block is: all of the request's are looked up at once, when the first is asked
-        for. Where storage may have more than turned up then, it is asked again."""
+    def _find(self, key: OffloadKey, visit: RequestState) -> BlockLocation:
+        """Return the location of a block.
+
+        All blocks of a request are looked up when the first is asked for, and again if storage may
+        have more by then.
+        """
         if visit.found is None:
             self._begin(visit)
             keys = blocks_after(visit.context, visit.num_computed)
@@ -177,11 +180,11 @@ class TierManager(OffloadingManager):
         place = visit.found.get(key)
         if not visit.is_shared(key):
             return self.cache.find_in_memory([key])[0] if place is None else place
-        if place is None or (place is Place.NOWHERE and self.ladder.has_unfound_at_once):
+        if place is None or (place is BlockLocation.NOWHERE and self.ladder.has_unfound_at_once):
             place = self.cache.find(key)
         return place
 
-    def _is_allowed(self, key: OffloadKey, place: Place, context: ReqContext) -> bool:
+    def _is_allowed(self, key: OffloadKey, place: BlockLocation, context: ReqContext) -> bool:
         """Whether a request may load from there; its ``kv_load_tiers`` say."""
         (tier,) = self.bringing.sources({key: place})
         return bool(context.load_tier_filter.allows(*kind_of(tier)))
@@ -210,7 +213,7 @@ class TierManager(OffloadingManager):
         return HostSlots(ids, self._mover.take_reads())
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        visit = req_context.get_state(Visit)
+        visit = req_context.get_state(RequestState)
         self.cache.release([key for key in keys if visit is None or key not in visit.read])
         self.bringing.load_ended()
         if visit is not None and visit.loading is not None:
@@ -228,7 +231,7 @@ class TierManager(OffloadingManager):
             end = max((req_context.get_offload_key_position(key) or 0 for key in keys), default=0)
             visit.loading = (visit.num_computed, end, time.monotonic())
 
-    def _note_declined(self, visit: Visit) -> None:
+    def _note_declined(self, visit: RequestState) -> None:
         """A request is asked about again and again; what was decided last is what counts."""
         self.ladder.account.planned(0, visit.declined_ahead + visit.declined)
         visit.declined_ahead = visit.declined = 0
@@ -236,7 +239,7 @@ class TierManager(OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext
     ) -> PrepareStoreOutput | None:
-        visit = req_context.get_state(Visit)
+        visit = req_context.get_state(RequestState)
         if visit is not None:
             keys = [key for key in keys if visit.is_kept(key)]
         if self.cache.learns:
@@ -247,7 +250,7 @@ class TierManager(OffloadingManager):
         self._use(keys, req_context)
         return PrepareStoreOutput(room.keys, HostSlots(room.slots), room.evicted)
 
-    def _begin(self, visit: Visit) -> None:
+    def _begin(self, visit: RequestState) -> None:
         """The first time that its blocks matter: tell the policy of the request."""
         if self.cache.learns and visit.last_asked is None:
             keys = [key for key in self._path(visit.context) if visit.is_kept(key)]
@@ -266,7 +269,7 @@ class TierManager(OffloadingManager):
 
     def _tell(self, keys: list[OffloadKey], context: ReqContext) -> None:
         """Blocks are about to be stored: those of an answer come behind its prompt."""
-        visit = context.get_state(Visit)
+        visit = context.get_state(RequestState)
         if visit is None:
             return
         self._begin(visit)
@@ -288,7 +291,7 @@ class TierManager(OffloadingManager):
             return
         ends = {key: req_context.get_offload_key_position(key) or 0 for key in keys}
         in_order = sorted(ends, key=ends.__getitem__)
-        visit = req_context.get_state(Visit)
+        visit = req_context.get_state(RequestState)
         shared = [key for key in in_order if visit is None or visit.is_shared(key)]
         own = [key for key in in_order if visit is not None and not visit.is_shared(key)]
         for blocks in filter(None, (shared, own)):
@@ -322,7 +325,7 @@ class TierManager(OffloadingManager):
 
     @contextmanager
     def keeping(self, keeps: bool) -> Iterator[None]:
-        """Where ``keeps``, a reset meanwhile leaves what is in the tiers: the weights are the
+        """If ``keeps``, a reset meanwhile leaves what is in the tiers: the weights are the
         same."""
         self._keeps = keeps
         try:
@@ -357,12 +360,12 @@ class TierManager(OffloadingManager):
 
     # -- what the connector tells ------------------------------------------------------------------
 
-    def visit(self, request_id: str) -> Visit:
-        """Of a request that has begun, and not finished."""
+    def visit(self, request_id: str) -> RequestState:
+        """Return the state of a request that has begun and not finished."""
         return self._visits[request_id]
 
-    def take_orders(self) -> list[Order]:
-        """What the ranks are to do next."""
+    def take_orders(self) -> list[RankOrder]:
+        """Return the next orders to the ranks."""
         return self._mover.take_orders()
 
     def observe_loads(self, sizes: Sequence[float], seconds: float) -> None:
@@ -372,7 +375,7 @@ class TierManager(OffloadingManager):
             self.ladder.account.observe_copy((HOST, DEVICE), int(size), seconds * size / total)
 
     def hear(self, report: Report) -> None:
-        """What the ranks say, before vLLM hears which of its jobs are done."""
+        """Take in reports of the ranks, before vLLM hears which of its jobs are done."""
         self._mover.hear(report)
         self._host.open(self._mover.num_open)
         self.cache.distrust(report.failed)

@@ -1,4 +1,4 @@
-"""What vLLM's blocks are called outside the process, and where their weights are."""
+"""Names of vLLM's blocks outside the process, and the source of their weights."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvtier.connectors.shared.names import Names as SharedNames
-from kvtier.connectors.shared.weights import Source
+from kvtier.connectors.common.names import BlockNames as SharedNames
+from kvtier.connectors.common.weights import Source
 from kvtier.connectors.vllm.identity import namespace
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ FROM_FILES = frozenset(
 """Load formats of vLLM's that read the model's own files, and nothing else."""
 
 
-class Names(SharedNames):
-    """Of the blocks of one engine. The scheduler's process alone knows them, and tells the ranks.
+class VllmNames(SharedNames):
+    """Names of one engine's blocks. Only the scheduler's process knows them, and tells the ranks.
 
     bytes_per_block: of all ranks that keep a block together, or on one rank. salt: the user's
     ``namespace``.
@@ -60,7 +60,7 @@ class Names(SharedNames):
 def vllm_source(
     model: str, revision: str = "", download_dir: str = "", load_format: str = "auto"
 ) -> Source:
-    """Where vLLM loads a model from, by what it was told."""
+    """Return the source from which vLLM loads a model."""
     return Source(
         model,
         revision,

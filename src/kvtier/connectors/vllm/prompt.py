@@ -1,4 +1,4 @@
-"""How prompts are cut into blocks, and a request's blocks, as vLLM has them."""
+"""Blocks of prompts and requests, as vLLM cuts them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ prompt have the same hash in front."""
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How prompts are cut. block_sizes: tokens in a block, of each KV group. bytes_per_block: of
-    the largest one, on one rank."""
+    """Block sizes of an engine.
+
+    block_sizes: tokens in a block, of each KV group. bytes_per_block: of the largest one, on one
+    rank.
+    """
 
     block_sizes: tuple[int, ...]
     bytes_per_block: int

@@ -1,4 +1,4 @@
-"""What a user may set in ``kv_connector_extra_config``."""
+"""Settings in ``kv_connector_extra_config``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtier.connectors.shared.settings import HostSettings
+from kvtier.connectors.common.settings import HostSettings
 from kvtier.types import ClientHints, Direct
 
 
 @dataclass(frozen=True, slots=True)
-class Settings(HostSettings):
+class VllmSettings(HostSettings):
     """Ours, beside those of the OffloadingConnector itself."""
 
     option: ClassVar[str] = "kv_connector_extra_config"

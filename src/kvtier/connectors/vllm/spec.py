@@ -19,18 +19,18 @@ from vllm.v1.kv_offload.base import (
 from kvtier.connectors.vllm.cores import off_compute_cores
 from kvtier.connectors.vllm.counts import METRICS
 from kvtier.connectors.vllm.manager import TierManager
-from kvtier.connectors.vllm.names import Names
+from kvtier.connectors.vllm.names import VllmNames
 from kvtier.connectors.vllm.prompt import Shape
-from kvtier.connectors.vllm.settings import Settings
+from kvtier.connectors.vllm.settings import VllmSettings
 from kvtier.connectors.vllm.stats import definitions
 from kvtier.connectors.vllm.worker import RankRoom, TierWorker
 from kvtier.devices import find_device
 from kvtier.errors import ConfigError
+from kvtier.system.memory import total_bytes
 from kvtier.telemetry.logs import log_in_engine
 from kvtier.tiers import StorageFacts
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.row import storage_names
-from kvtier.tiers.system_memory import total_bytes
 from kvtier.transfer.ranks import RankMover
 from kvtier.types import DEVICE, DISK, HOST, ClientHints, Direct, LoadPolicy
 
@@ -43,7 +43,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class KvtierSpec(OffloadingSpec):
-    """What vLLM's connector makes in each of its processes."""
+    """Offloading spec that vLLM's connector makes in each of its processes."""
 
     @classmethod
     def build_metric_definitions(
@@ -54,10 +54,10 @@ class KvtierSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         log_in_engine(logging.getLogger("vllm"))
-        self.settings = Settings.read(config.extra_config)
+        self.settings = VllmSettings.read(config.extra_config)
         num_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
         self.slot_bytes = -(-num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-        self.names = Names(
+        self.names = VllmNames(
             config, self.slot_bytes, f"vllm {vllm.__version__}", self.settings.namespace
         )
         self._num_ranks = max(1, config.parallel.world_size)
@@ -163,7 +163,7 @@ class KvtierSpec(OffloadingSpec):
         return self._worker
 
     def _disk_options(self) -> DiskOptions | None:
-        """Of this rank's slab."""
+        """Return the options of this rank's slab."""
         rank = self.config.parallel.rank
         if not self.num_disk_slots or rank >= self._num_shards:
             return None

@@ -1,4 +1,4 @@
-"""What vLLM is told of the numbers, in its own words."""
+"""Statistics for vLLM, under its own names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = {"gauge": OffloadingGaugeMetadata, "counter": OffloadingCounterMetadata}
 
 
 def definitions(specs: Iterable[MetricSpec]) -> dict[str, OffloadingMetricMetadata]:
-    """What vLLM wants to know before it is told of any: by name."""
+    """Return the definitions of all metrics by name, which vLLM wants before the first value."""
     made: dict[str, OffloadingMetricMetadata] = {}
     for each in specs:
         if each.kind == "histogram":
@@ -36,8 +36,10 @@ def definitions(specs: Iterable[MetricSpec]) -> dict[str, OffloadingMetricMetada
 def take_stats(
     counts: Counts, metrics: Metrics, used: Mapping[str, int], room: Mapping[str, int]
 ) -> OffloadingConnectorStats | None:
-    """What is new since the last call; None where nothing is. metrics: the core's. used, room:
-    slots by tier."""
+    """Return what is new since the last call; None for nothing.
+
+    metrics: the core's. used, room: slots by tier.
+    """
     counts.add_all(metrics.take_recent())
     numbers, levels = counts.take(), metrics.take_levels()
     if not numbers and not levels:

@@ -19,13 +19,13 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from kvtier.connectors.shared.paged_pool import NO_PAGES, GroupPages, PagedPool, Share
+from kvtier.connectors.common.paged_pool import NO_PAGES, GroupPages, PagedPool, PoolShare
 from kvtier.connectors.vllm.host_slots import STRAIGHT, HostSlots
 from kvtier.connectors.vllm.page_copy import PageCopy
-from kvtier.connectors.vllm.settings import Settings
+from kvtier.connectors.vllm.settings import VllmSettings
 from kvtier.devices import CopyBatch, Device, Direction, Finding, Memory
+from kvtier.grouping import runs_of
 from kvtier.layout import opaque
-from kvtier.runs import runs_of
 from kvtier.tiers import HostTier, StorageTier
 from kvtier.tiers.arena import ArenaOptions
 from kvtier.tiers.disk import DiskOptions, DiskTier
@@ -34,7 +34,7 @@ from kvtier.tiers.row import make_storage
 from kvtier.tiers.slots import check_slots
 from kvtier.tiers.wrappers import ShardTier, ThrottledTier
 from kvtier.transfer import LocalMover, TransferEngine, behind
-from kvtier.transfer.ranks import Hello, Order, RankExecutor, Report
+from kvtier.transfer.ranks import Hello, RankExecutor, RankOrder, Report
 from kvtier.types import DISK, Direct, Slot
 
 logger = logging.getLogger(__name__)
@@ -49,9 +49,11 @@ copy is done meanwhile. vLLM sleeps as long between such steps."""
 
 @dataclass(frozen=True, slots=True)
 class RankRoom:
-    """What a rank keeps blocks in. num_slots: of host memory. disk: None for none, or where another
-    rank has it. bytes_per_s: of it, at most; 0 for no limit. shared: file of host memory that all
-    ranks map, where they keep the same.
+    """Memory and disk of one rank.
+
+    num_slots: of host memory. disk: None for none, or if another rank has it. bytes_per_s: of the
+    disk, at most; 0 for no limit. shared: file of host memory that all ranks map, if they keep the
+    same.
 
     stores: URLs, in each of which ``store_bytes`` are this rank's. num_shards: into how many a
     block is cut, each of which is another rank's.
@@ -156,7 +158,7 @@ class TierWorker(OffloadingWorker):
         """Copies that vLLM does not know to be done yet."""
         return self._copies.keys()
 
-    def carry_out(self, order: Order) -> None:
+    def carry_out(self, order: RankOrder) -> None:
         """Begin what the scheduler ordered, on the ranks that have storage."""
         if self._executor is not None:
             self._executor.carry_out(order)
@@ -167,7 +169,7 @@ class TierWorker(OffloadingWorker):
         return failed
 
     def take_report(self, steps: frozenset[int]) -> Report:
-        """What the scheduler should know. steps: that were computed."""
+        """Return this rank's report to the scheduler. steps: that were computed."""
         if not self._is_told:
             self._host.arena.forget_file()  # every rank was made before the first step
         failed, self._failed_slots = frozenset(self._failed_slots), set()
@@ -317,7 +319,7 @@ def _reached(direct: Direct, pool: PagedPool, device: Device) -> Pool | None:
     if not (reason := pool.why_not_straight):
         return pool.straight(device)
     if direct is Direct.ON:
-        raise Settings.wrong(f"disk_direct is on, and {reason}; leave it off")
+        raise VllmSettings.wrong(f"disk_direct is on, and {reason}; leave it off")
     logger.info("disk to device: through host memory %s", reason)
     return None
 
@@ -342,9 +344,9 @@ def _pool(caches: CanonicalKVCaches, pages_per_block: int, slot_bytes: int) -> P
     tensors = [each.tensor for each in caches.tensors]
     for tensor in tensors:
         assert tensor.stride(-1) == 1, f"the bytes of a page are {tensor.stride(-1)} apart"
-    groups: list[Sequence[Share]] = [
+    groups: list[Sequence[PoolShare]] = [
         [
-            Share(
+            PoolShare(
                 tensors[ref.tensor_idx].data_ptr(),
                 tensors[ref.tensor_idx].stride(0) * tensors[ref.tensor_idx].element_size(),
                 ref.page_size_bytes,

@@ -1,11 +1,11 @@
-"""Which block leaves a full tier. One file per policy; the seam is in ``base``."""
+"""Eviction policies, one file each. The seam is in ``base``."""
 
 from __future__ import annotations
 
 from kvtier.index.policies.base import EvictionPolicy
+from kvtier.index.policies.learned import RunsPolicy
 from kvtier.index.policies.lru import LruPolicy
 from kvtier.index.policies.queues import ArcPolicy, LfudaPolicy, S3FifoPolicy, SievePolicy
-from kvtier.index.policies.runs import RunsPolicy
 
 __all__ = [
     "ArcPolicy",

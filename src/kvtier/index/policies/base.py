@@ -54,7 +54,7 @@ class EvictionPolicy(ABC):
         """The column no longer holds the block: drop all state about it."""
 
     def see(self, residency_of: Callable[[BlockId], Residency]) -> None:
-        """Where each block stands in the column may be asked from now on."""
+        """Give the policy a function that returns the residency of a block in the column."""
         return
 
     def set_room(self, num_blocks: int) -> None:
@@ -78,8 +78,10 @@ class EvictionPolicy(ABC):
     def admit(
         self, names: Sequence[int], num_free: int, least_chance: float = 0.0
     ) -> Sequence[int]:
-        """Which of these blocks, which are not in the column, are worth their room there, and a
-        write: their positions; see ``BlockIndex.admit``."""
+        """Return the positions of those absent blocks that are worth their room and a write.
+
+        See ``BlockIndex.admit``.
+        """
         return range(len(names))
 
     def entered(self, block: BlockId, name: int, parent: BlockId | None, at: int) -> None:

@@ -1,4 +1,4 @@
-"""What may be asked of every policy over one tier, whoever drives it."""
+"""Counts that every policy over one tier has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Core(Protocol):
 
 
 class Counted:
-    """Of the policy ``_core``, which whoever derives from this makes."""
+    """Counts of the policy ``_core``, which subclasses make."""
 
     __slots__ = ()
     _core: Core

@@ -59,9 +59,10 @@ class LivePolicy(Counted):
         self._core.retain(keys, said, now_s)
 
     def admits(self, keys: Keys, kept: Keys = _NOTHING) -> int:
-        """How many of the first of these blocks are worth the room that they need: as many as are
-        free, then those that are worth more than what would leave for them. Where too little may
-        leave, that is not looked at.
+        """Return how many of the first of these blocks are worth their room: those for which
+        there are free slots, then those worth more than what would leave for them.
+
+        Nothing is compared if too little may leave.
 
         keys: of blocks that are not resident, the next ones of a prompt, or of several. kept: see
         ``victims``.

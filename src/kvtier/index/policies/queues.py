@@ -7,7 +7,7 @@ block is admitted.
 
 from __future__ import annotations
 
-from kvtier.index.policies.runs import NativePolicy
+from kvtier.index.policies.learned import NativePolicy
 
 
 class ArcPolicy(NativePolicy):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvtier.tiers.disk.blocks import DiskBlocks
 from kvtier.tiers.disk.bounce import goes_straight
+from kvtier.tiers.disk.inspect.reader import DiskReader
 from kvtier.tiers.disk.options import DiskOptions
-from kvtier.tiers.disk.reader import DiskReader
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.disk.tier import DiskTier, make_disk
 from kvtier.types import Direct, Durability, IoKind, Verify

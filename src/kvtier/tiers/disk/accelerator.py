@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvtier.devices.base import CopyBatch, Device, Direction, Memory
 from kvtier.devices.copies import Copies
-from kvtier.tiers.disk.health import Health
+from kvtier.tiers.disk.health import DiskHealth
 from kvtier.tiers.disk.io import open_direct
 from kvtier.tiers.disk.io.direct import DirectEngine
 from kvtier.tiers.pieces import Pieces
@@ -39,7 +39,7 @@ class Accelerator:
         memory: Memory,
         allocations: Sequence[Memory],
         buffer: Memory,
-        health: Health,
+        health: DiskHealth,
     ) -> None:
         self.kind = memory.kind
         self.engine: DirectEngine | None = None
@@ -76,7 +76,7 @@ class Accelerator:
         return np.asarray(is_held.all(axis=1))
 
     def note(self, done: Int64s) -> None:
-        """What became of blocks that went straight."""
+        """Record the outcome of blocks that went straight."""
         self._health.note("read", done)
 
     def copy(self, src: npt.NDArray[np.uint64], dst: npt.NDArray[np.uint64], size: Int64s) -> None:

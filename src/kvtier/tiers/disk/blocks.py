@@ -17,17 +17,17 @@ from kvtier.layout import KVGroup
 from kvtier.tiers.base import Room
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.disk.direct import Pool, Way, way_of
-from kvtier.tiers.disk.health import Health
-from kvtier.tiers.disk.kept import SlabKeys
-from kvtier.tiers.disk.membership import leave
+from kvtier.tiers.disk.format.membership import leave
+from kvtier.tiers.disk.format.records import KEY_BYTES, RecordKind, Records, as_keys, same_keys
+from kvtier.tiers.disk.format.rows import SlotRows
+from kvtier.tiers.disk.health import DiskHealth
+from kvtier.tiers.disk.inspect.scrub import ScrubResult
 from kvtier.tiers.disk.opening import open_slabs, wanted
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.part import DiskPart, SlotOwner
 from kvtier.tiers.disk.parts import complete, on_all
-from kvtier.tiers.disk.records import KEY_BYTES, Kind, Records, as_keys, same_keys
-from kvtier.tiers.disk.recovery import newest
-from kvtier.tiers.disk.rows import Rows
-from kvtier.tiers.disk.scrub import Scrubbed
+from kvtier.tiers.disk.recovery.recovered_keys import SlabKeys
+from kvtier.tiers.disk.recovery.recovery import newest
 from kvtier.tiers.disk.slots import DiskSlots
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
@@ -93,13 +93,13 @@ class DiskBlocks(Room, SlotOwner):
                 part = DiskPart(each, slab, arena, system, monotonic, self, here)
                 undo.callback(part.close)
                 self.parts.append(part)
-            self._rows: Rows = self.parts[0].slab.table
+            self._rows: SlotRows = self.parts[0].slab.table
             self._find_blocks()
             undo.pop_all()
         self.num_slots = len(self._rows)
         self._slot_bytes = sum(part.slot_bytes for part in self.parts)
         for part in self.parts[1:]:
-            self.quarantine(np.flatnonzero(part.slab.table.kinds == Kind.BAD))
+            self.quarantine(np.flatnonzero(part.slab.table.kinds == RecordKind.BAD))
         logger.info(
             "disk tier opened paths=%s slots=%d recovered=%d seconds=%.3f",
             [str(part.options.path) for part in self.parts],
@@ -135,13 +135,13 @@ class DiskBlocks(Room, SlotOwner):
 
     @property
     def memory_bytes(self) -> int:
-        """Of what is kept for each slot."""
+        """Return the bytes of memory kept for the slots."""
         tables = sum(part.slab.memory_bytes for part in self.parts)
         return tables + self._slots.num_bytes + self.listed.num_bytes()
 
     @property
     def way(self) -> Way:
-        """How blocks come to the pool: straight, where they do so from every disk."""
+        """Return the path of blocks to the pool: direct if every disk reads directly into it."""
         ways = [part.ports.way for part in self.parts]
         return next((way for way in ways if way.reason or way.is_compatible), ways[0])
 
@@ -170,8 +170,10 @@ class DiskBlocks(Room, SlotOwner):
         return max(worst, BreakerState.HALF_OPEN) if is_short else worst
 
     def allocate(self, num_slots: int) -> list[Slot] | None:
-        """That many slots: free ones, then those of unclaimed blocks, the oldest first. Their
-        blocks are listed no more."""
+        """Allocate ``num`` slots: free ones first, then those of unclaimed blocks, oldest first.
+
+        Unclaimed blocks that lose their slot are no longer listed.
+        """
         slots = self._slots.allocate(num_slots)
         if slots:
             self.listed.remove(np.array(slots, np.int64))
@@ -202,7 +204,7 @@ class DiskBlocks(Room, SlotOwner):
         is_right, is_other = is_slot.copy(), np.zeros(len(slots), bool)
         for part in self.parts:
             rows, _ = part.slab.look_up(slots)
-            is_put, is_same = rows["kind"] == Kind.PUT, same_keys(rows["key"], keys)
+            is_put, is_same = rows["kind"] == RecordKind.PUT, same_keys(rows["key"], keys)
             is_right &= is_put & is_same
             is_other |= is_slot & is_put & ~is_same
         return is_right, is_other
@@ -249,8 +251,10 @@ class DiskBlocks(Room, SlotOwner):
         if len(tables) > 1:
             is_complete = complete(tables)
             self._empty_all_but(is_complete)
-            kinds = np.where((kinds == Kind.PUT) & ~is_complete, np.uint8(Kind.DEL), kinds)
-        slots = np.flatnonzero(kinds == Kind.PUT)
+            kinds = np.where(
+                (kinds == RecordKind.PUT) & ~is_complete, np.uint8(RecordKind.DEL), kinds
+            )
+        slots = np.flatnonzero(kinds == RecordKind.PUT)
         self.listed = SlotTable(self._rows.keys, slots)
         if len(self.listed) < len(slots):  # a key twice, after a crash
             slots = newest(self._rows, slots)
@@ -260,7 +264,7 @@ class DiskBlocks(Room, SlotOwner):
 
     def _empty_all_but(self, is_complete: Bools) -> None:
         for part in self.parts:
-            alone = np.flatnonzero((part.slab.table.kinds == Kind.PUT) & ~is_complete)
+            alone = np.flatnonzero((part.slab.table.kinds == RecordKind.PUT) & ~is_complete)
             if len(alone):
                 part.empty(alone)  # where that can't be written, the next owner does it
                 logger.warning(
@@ -338,15 +342,15 @@ class DiskBlocks(Room, SlotOwner):
 
     # -- upkeep ------------------------------------------------------------------------------------
 
-    def scrub(self, max_bytes: int) -> Scrubbed:
+    def scrub(self, max_bytes: int) -> ScrubResult:
         """Verify the next blocks, about ``max_bytes`` of them, whether anybody uses them or not.
 
         A damaged block is forgotten; one that was rewritten meanwhile is not judged.
         """
         if not _enter([part.reads for part in self.parts]):
-            return Scrubbed()
+            return ScrubResult()
         share = max_bytes // len(self.parts)
-        return Scrubbed.sum([part.scrub(share) for part in self.parts])
+        return ScrubResult.sum([part.scrub(share) for part in self.parts])
 
     def findings(self) -> list[Finding]:
         room = f"{self.num_slots} blocks, {self.num_slots * self._slot_bytes / 2**30:.2f} GiB"
@@ -397,6 +401,6 @@ class DiskBlocks(Room, SlotOwner):
                 leave([part.slab for part in self.parts])
 
 
-def _enter(healths: Sequence[Health]) -> bool:
+def _enter(healths: Sequence[DiskHealth]) -> bool:
     """Whether all of them let a call through; where one does not, none is tried for nothing."""
     return all(each.is_passable for each in healths) and all(each.enter() for each in healths)

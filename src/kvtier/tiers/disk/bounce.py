@@ -93,7 +93,7 @@ class Bounce:
             accelerator.copy(at, to, sizes.astype(np.int64))
 
     def _pieces(self, blocks: Pieces, places: Int64s) -> Uint64s:
-        """Where the pieces of the blocks at ``places`` begin."""
+        """Return where the pieces of the blocks at ``places`` begin."""
         begins = (np.cumsum(blocks.sizes) - blocks.sizes).astype(np.uint64)
         return np.add.outer(self.addresses[places], begins).ravel()
 
@@ -136,7 +136,8 @@ class BlockPort:
         return self._accelerator
 
     def _engine_for(self, kind: str) -> IoEngine | None:
-        """What moves blocks between slots and memory of that kind; None: only the buffer does."""
+        """Return the I/O engine for memory of that kind; None if only the buffer moves the
+        blocks."""
         accelerator = self._of(kind)
         return self.engine if accelerator is None else accelerator.engine
 

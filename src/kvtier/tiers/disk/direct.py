@@ -1,4 +1,4 @@
-"""What may go straight between a slab and the memory that blocks are used in, and what may not."""
+"""Decide which blocks may go directly between a slab and the memory that uses them."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Pool:
 
     @classmethod
     def of(cls, tier: MemoryTier, device: Device | None = None) -> Pool:
-        """That of the first tier. device: that it is in."""
+        """Return the layout of the first tier. device: the device that the tier is in."""
         first = tier.pieces([Slot(at) for at in range(min(2, tier.num_slots))])
         return cls(tier.memory, first, None if tier.memory.kind in HOST_KINDS else device)
 
     def part(self, first: int, num_bytes: int) -> Pool:
-        """Of each block the bytes from ``first`` on, ``num_bytes`` of them."""
+        """Return ``num_bytes`` bytes of each block, from byte ``first`` on."""
         return replace(self, blocks=self.blocks.part(first, num_bytes))
 
     def __str__(self) -> str:
@@ -79,7 +79,9 @@ class Way:
 
 
 def find_way(options: DiskOptions, pool: Pool | None, slot_bytes: int, is_direct: bool) -> Way:
-    """How blocks come to ``pool``; of an accelerator's it is tried, in a process of its own.
+    """Find the path of blocks to ``pool``.
+
+    A path to accelerator memory is tried in a process of its own.
 
     slot_bytes, is_direct: as ``why_not``. Raises ``ConfigError`` where blocks have to go straight,
     and can't.
@@ -169,7 +171,7 @@ def check_library(options: DiskOptions, device: Device, reason: str) -> None:
 
 
 def way_of(direct: Direct, pool: Pool, has_host: bool, way: Way) -> Finding:
-    """Which way blocks come from disk, and why. has_host: there is a host tier."""
+    """Describe the path of blocks from disk, and its reason. has_host: there is a host tier."""
     topic = "disk to device"
     if direct is Direct.OFF:
         return Finding(topic, "through host memory", "direct is off")
@@ -187,7 +189,7 @@ def way_of(direct: Direct, pool: Pool, has_host: bool, way: Way) -> Finding:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Choice:
+class ReadPaths:
     """Of the blocks of a read. checked: their checksum is compared. straight: they go straight to
     where they are used; the others by way of host memory."""
 
@@ -207,8 +209,8 @@ def check_verify(verify: Verify, can_check: bool) -> None:
 
 def choose(
     trusted: Bools, verify: Verify, num_before: int, sample_every: int, can_check: bool
-) -> Choice:
-    """Which blocks of a read are verified, and which may go straight to where they are used.
+) -> ReadPaths:
+    """Choose the blocks of a read to verify, and those to read directly.
 
     trusted: bool [n], those that were written or verified by an owner that lives, or that closed
     the slab in order. verify: of these all, one in ``sample_every``, or none; of the others all.
@@ -222,4 +224,4 @@ def choose(
         count = np.arange(num_before, num_before + len(trusted))
         checked = checked | (count % sample_every == 0)
     straight = np.ones(len(trusted), bool) if can_check else ~checked
-    return Choice(checked, straight)
+    return ReadPaths(checked, straight)

@@ -1,4 +1,4 @@
-"""What a disk's errors say about it: when to stop asking."""
+"""Health of a disk, judged by its errors: when to stop asking it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LATE_UNTIL_OPEN: Final = 3
 """Batches in a row: each of them was waited for."""
 
 
-class Health:
+class DiskHealth:
     """Counts what fails, and opens a breaker after ``errors_until_open`` errors in a row, or after
     a few batches that came too late. Safe to use from several threads.
 
@@ -81,8 +81,10 @@ class Health:
             return f"{self.reason}; {then if left_s > 0 else 'tried again with the next one'}"
 
     def note(self, kind: str, done: npt.NDArray[np.int64], is_patient: bool = True) -> None:
-        """What became of a batch: bytes or -errno per operation, in order. is_patient: the disk had
-        time for it, so that coming too late tells something."""
+        """Record the outcome of a batch: bytes or -errno per operation, in order.
+
+        is_patient: the disk had time for it, so a late answer is evidence.
+        """
         if not is_patient:
             done = done[~np.isin(-done, LATE)]
         if not len(done):

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from kvtier.errors import ConfigError, TierError
 from kvtier.layout import KVGroup
-from kvtier.private_files import open_file
+from kvtier.system.private_files import open_file
 from kvtier.tiers.disk.bounce import ALIGNMENT
-from kvtier.tiers.disk.folder import (
+from kvtier.tiers.disk.format.folder import (
     DATA,
     JOURNAL,
     SUPERBLOCK,
@@ -27,7 +27,7 @@ from kvtier.tiers.disk.folder import (
     make_folder,
     open_data,
 )
-from kvtier.tiers.disk.limits import (
+from kvtier.tiers.disk.format.limits import (
     BYTES_PER_SLOT,
     DELETE_OR_MOVE,
     as_far_as_data,
@@ -36,15 +36,11 @@ from kvtier.tiers.disk.limits import (
     check_sequence,
     check_superblock,
 )
-from kvtier.tiers.disk.making import NO_ROOM, is_new, make_slab, too_full
-from kvtier.tiers.disk.membership import check_members, enter, set_id_of
-from kvtier.tiers.disk.options import DiskOptions
-from kvtier.tiers.disk.records import RECORD_BYTES
-from kvtier.tiers.disk.recovery import Recovery, recover
-from kvtier.tiers.disk.replay import SLAB_ID_BYTES, Replay
-from kvtier.tiers.disk.rows import Rows
-from kvtier.tiers.disk.slab import Slab, SlabFiles
-from kvtier.tiers.disk.superblock import (
+from kvtier.tiers.disk.format.making import NO_ROOM, is_new, make_slab, too_full
+from kvtier.tiers.disk.format.membership import check_members, enter, set_id_of
+from kvtier.tiers.disk.format.records import RECORD_BYTES
+from kvtier.tiers.disk.format.rows import SlotRows
+from kvtier.tiers.disk.format.superblock import (
     HALF_BYTES,
     READ_VERSIONS,
     Membership,
@@ -52,8 +48,12 @@ from kvtier.tiers.disk.superblock import (
     decode_both,
     describe,
 )
+from kvtier.tiers.disk.options import DiskOptions
+from kvtier.tiers.disk.recovery.recovery import Recovery, recover
+from kvtier.tiers.disk.recovery.replay import SLAB_ID_BYTES, Replay
+from kvtier.tiers.disk.recovery.trust import mark_of, read_trust
+from kvtier.tiers.disk.slab import Slab, SlabFiles
 from kvtier.tiers.disk.system import DiskSystem, read_at
-from kvtier.tiers.disk.trust import mark_of, read_trust
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ def open_slab(folder: Path, system: DiskSystem, clock: Callable[[], float] = tim
 
 @contextlib.contextmanager
 def _refusals_of(folder: Path) -> Iterator[None]:
-    """What the system refuses is an error of this tier."""
+    """Turn refusals of the system into errors of this tier."""
     try:
         yield
     except OSError as error:
@@ -303,7 +303,7 @@ def _trusted(
     current: Superblock,
     want: Superblock,
     data: os.stat_result,
-    was: Callable[[], Rows],
+    was: Callable[[], SlotRows],
 ) -> npt.NDArray[np.bool_] | None:
     """bool [wanted slots]: what the last owner believed, where the data is as it left it; None
     where nothing is believed. was: what the journal says of its slots; they may be any number, and
@@ -318,8 +318,8 @@ def _trusted(
     return trusted
 
 
-def _rows(folder: Path, journal_fd: int, current: Superblock) -> Rows:
-    """Of all slots that the slab has had."""
+def _rows(folder: Path, journal_fd: int, current: Superblock) -> SlotRows:
+    """Return the rows of all slots that the slab has had."""
     check_memory(folder, current.num_slots * BYTES_PER_SLOT, "the table")
     return recover(folder, journal_fd, current.num_slots, current.num_slots)[0].rows
 

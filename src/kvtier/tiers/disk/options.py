@@ -20,7 +20,7 @@ CHOICES: dict[str, type[StrEnum]] = {
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
-    """Where the slab lies and how it is used."""
+    """Location of the slab, and how it is used."""
 
     path: Path
     """Directory of the slab; made if it is missing."""

@@ -15,12 +15,12 @@ import numpy.typing as npt
 from kvtier.devices.base import Finding, Memory
 from kvtier.tiers.disk.bounce import Bounce
 from kvtier.tiers.disk.direct import Pool, choose
-from kvtier.tiers.disk.health import LATE, MEDIUM_ERRORS, Health
+from kvtier.tiers.disk.format.records import RecordKind, Records, as_keys, same_keys
+from kvtier.tiers.disk.health import LATE, MEDIUM_ERRORS, DiskHealth
+from kvtier.tiers.disk.inspect.scrub import RoundRobin, ScrubResult, check_blocks
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.ports import Ports
-from kvtier.tiers.disk.records import Kind, Records, as_keys, same_keys
-from kvtier.tiers.disk.scrub import RoundRobin, Scrubbed, check_blocks
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import Pieces
@@ -40,7 +40,7 @@ NO_SLOTS: Int64s = np.zeros(0, np.int64)
 
 
 class SlotOwner(ABC):
-    """Who gives out the slots of a slab, and has to know what is found out about them."""
+    """Owner of a slab's slots. It allocates them, and is told what is found out about them."""
 
     @abstractmethod
     def quarantine(self, slots: Int64s) -> None:
@@ -52,7 +52,7 @@ class SlotOwner(ABC):
 
 
 class DiskPart:
-    """What one rank, or one of several disks, keeps of the blocks: in slot i its part of block i.
+    """One rank's or one disk's part of every block: slot i holds its part of block i.
 
     slab: to be closed by the caller, after ``close``. owner: of the slots. clock: for pauses;
     seconds, ever growing. pool: this part of the memory that blocks are used in, where they may go
@@ -82,8 +82,8 @@ class DiskPart:
         self.num_bytes = self.slab.superblock.block_bytes
         self.slot_bytes = self.slab.superblock.slot_bytes
         limit = options.errors_until_off
-        self.reads = Health(str(options.path), ["read"], limit, clock)
-        self.writes = Health(str(options.path), ["write", "journal"], limit, clock)
+        self.reads = DiskHealth(str(options.path), ["read"], limit, clock)
+        self.writes = DiskHealth(str(options.path), ["write", "journal"], limit, clock)
         self._owner = owner
         self._num_loads = 0
         self._is_short = False
@@ -106,7 +106,7 @@ class DiskPart:
         return True
 
     def mend(self) -> bool:
-        """Where the journal can't be appended to, begin a new one. Whether that went well."""
+        """Begin a new journal if the old one cannot be appended to. Return True on success."""
         try:
             self.slab.mend()
         except OSError as error:
@@ -222,7 +222,7 @@ class DiskPart:
         limit = _Limit(self.options.read_deadline_s, ends_at)
         at = np.array(slots, np.int64)
         records, trusted = self.slab.look_up(at)
-        known = (records["kind"] == Kind.PUT) & same_keys(records["key"], as_keys(keys))
+        known = (records["kind"] == RecordKind.PUT) & same_keys(records["key"], as_keys(keys))
         done = np.full(len(at), self.slot_bytes, np.int64)
         crcs = np.zeros(len(at), np.uint32)
         verified = np.zeros(len(at), bool)
@@ -278,7 +278,7 @@ class DiskPart:
         self.reads.note("read", done[~late], limit.is_patient)
         return done, crcs, checked
 
-    def _quarantine(self, slots: Int64s, done: Int64s, health: Health) -> None:
+    def _quarantine(self, slots: Int64s, done: Int64s, health: DiskHealth) -> None:
         if not (done < 0).any():
             return
         bad = slots[np.isin(-done, MEDIUM_ERRORS)]
@@ -333,7 +333,7 @@ class DiskPart:
 
     # -- upkeep ------------------------------------------------------------------------------------
 
-    def scrub(self, max_bytes: int) -> Scrubbed:
+    def scrub(self, max_bytes: int) -> ScrubResult:
         """Verify the next blocks, about ``max_bytes`` of them, whether anybody uses them or not.
 
         A damaged block is forgotten; one that was rewritten meanwhile is not judged.
@@ -345,7 +345,7 @@ class DiskPart:
         engine, bounce = self._scrubber
         slots = self._round.take(self.slab.table.kinds, max(1, max_bytes // self.slot_bytes))
         records, _ = self.slab.look_up(slots)
-        records = records[records["kind"] == Kind.PUT]
+        records = records[records["kind"] == RecordKind.PUT]
         corrupt: list[Slot] = []
         failed: list[Slot] = []
         for start in range(0, len(records), bounce.num_slots):
@@ -361,7 +361,7 @@ class DiskPart:
             failed += [Slot(slot) for slot in unreadable.tolist()]
             self._quarantine(part["slot"].astype(np.int64), checked.done, self.reads)
         num_bytes = len(records) * self.slot_bytes
-        return Scrubbed(len(records), num_bytes, tuple(corrupt), tuple(failed))
+        return ScrubResult(len(records), num_bytes, tuple(corrupt), tuple(failed))
 
     def findings(self) -> list[Finding]:
         direct = "" if self.slab.is_direct else "the file system has no O_DIRECT"
@@ -373,8 +373,10 @@ class DiskPart:
 
 
 class _Limit:
-    """How long a call may take: until the disk's own deadline or the caller's, whichever comes
-    first. is_patient: that is long enough to tell something about the disk."""
+    """Time limit of a call: the disk's own deadline or the caller's, whichever is earlier.
+
+    is_patient: long enough to tell something about the disk.
+    """
 
     def __init__(self, deadline_s: float, ends_at: float) -> None:
         now = time.monotonic()

@@ -9,20 +9,20 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.disk.records import Kind, same_keys
-from kvtier.tiers.disk.rows import Rows
+from kvtier.tiers.disk.format.records import RecordKind, same_keys
+from kvtier.tiers.disk.format.rows import SlotRows
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 SLICE_SLOTS = 1 << 16
 
 
-def complete(tables: Sequence[Rows]) -> npt.NDArray[np.bool_]:
+def complete(tables: Sequence[SlotRows]) -> npt.NDArray[np.bool_]:
     """Slots in which every part holds the same block, of the same write: records of all its parts
     have one number. tables: per part the record of each slot."""
-    same: npt.NDArray[np.bool_] = tables[0].kinds == Kind.PUT
+    same: npt.NDArray[np.bool_] = tables[0].kinds == RecordKind.PUT
     for table in tables[1:]:
-        same &= table.kinds == Kind.PUT
+        same &= table.kinds == RecordKind.PUT
         for start in range(0, len(table), SLICE_SLOTS):
             part = slice(start, start + SLICE_SLOTS)
             same[part] &= same_keys(table.keys[part], tables[0].keys[part])
@@ -31,7 +31,7 @@ def complete(tables: Sequence[Rows]) -> npt.NDArray[np.bool_]:
 
 
 def on_all(parts: Sequence[Part], work: Callable[[int, Part], Result]) -> list[Result]:
-    """What ``work(rank, part)`` gives for each part, all at the same time.
+    """Return the results of ``work(rank, part)`` for all parts, run at the same time.
 
     A call that raises raises here, after the others have ended.
     """

@@ -9,7 +9,7 @@ from kvtier.errors import DeviceError, TierError
 from kvtier.tiers.disk.accelerator import Accelerator
 from kvtier.tiers.disk.bounce import BlockPort, Bounce
 from kvtier.tiers.disk.direct import Pool, Way, check_library, find_way
-from kvtier.tiers.disk.health import Health
+from kvtier.tiers.disk.health import DiskHealth
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.options import DiskOptions
 from kvtier.tiers.disk.slab import Slab
@@ -74,8 +74,10 @@ class Ports:
         return engine
 
     def _registered(self, arena: Memory | None, bounces: Sequence[Bounce]) -> list[Memory]:
-        """What the engine registers. Such memory stays resident: no buffer that is hardly needed,
-        and no pool that is hardly reached."""
+        """Return the memory to register with the engine.
+
+        Registered memory stays resident, so rarely used buffers and pools are left out.
+        """
         pool = self._pool if self._pool is not None and self._pool.device is None else None
         is_pool = arena is not None and pool is not None and arena.address == pool.memory.address
         has_tail = self._slab.superblock.block_bytes != self._slab.superblock.slot_bytes
@@ -90,15 +92,15 @@ class Ports:
     # -- an accelerator ----------------------------------------------------------------------------
 
     def _open_accelerator(self, buffer: Memory, has_host: bool, clock: Callable[[], float]) -> None:
-        """Where blocks go to its memory from here. has_host: there is a host tier, so that they
-        need not."""
+        """Open the path to the accelerator's memory. has_host: there is a host tier to go
+        through."""
         pool, options = self._pool, self._options
         if pool is None or pool.device is None or options.direct is Direct.OFF:
             return
         if has_host and self.way.reason:
             return
         what = f"{options.path}, straight to {pool.device.name}"
-        health = Health(what, ["read"], options.errors_until_off, clock)
+        health = DiskHealth(what, ["read"], options.errors_until_off, clock)
         try:
             self.accelerator = Accelerator(
                 pool.device, pool.memory, pool.allocations, buffer, health
@@ -115,7 +117,7 @@ class Ports:
     # -- for both ----------------------------------------------------------------------------------
 
     def findings(self) -> list[Finding]:
-        """Which engines there are, and what was found out about an accelerator's."""
+        """Return the I/O engines in use, and what was found out about an accelerator's."""
         lines = [*self.writer.engine.findings()]
         if self.way.probe is not None:
             lines.append(self.way.probe.finding())

@@ -12,22 +12,22 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.disk.folder import OwnerLock
-from kvtier.tiers.disk.journal import Journal
-from kvtier.tiers.disk.log import Log
-from kvtier.tiers.disk.records import Kind, Records, blank
-from kvtier.tiers.disk.recovery import Recovery
-from kvtier.tiers.disk.rows import Rows
-from kvtier.tiers.disk.sequence import Sequence
-from kvtier.tiers.disk.superblock import (
+from kvtier.tiers.disk.format.folder import OwnerLock
+from kvtier.tiers.disk.format.journal import Journal
+from kvtier.tiers.disk.format.log import Log
+from kvtier.tiers.disk.format.records import RecordKind, Records, blank
+from kvtier.tiers.disk.format.rows import SlotRows
+from kvtier.tiers.disk.format.sequence import Sequence
+from kvtier.tiers.disk.format.superblock import (
     FORMAT_VERSION,
     HALF_BYTES,
     DataMark,
     Membership,
     Superblock,
 )
+from kvtier.tiers.disk.recovery.recovery import Recovery
+from kvtier.tiers.disk.recovery.trust import mark_of, write_trust
 from kvtier.tiers.disk.system import DiskSystem
-from kvtier.tiers.disk.trust import mark_of, write_trust
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +78,12 @@ class Slab:
     # -- queries -----------------------------------------------------------------------------------
 
     @property
-    def table(self) -> Rows:
-        """Of each slot what decides. To look at when nothing else uses the slab."""
+    def table(self) -> SlotRows:
+        """Return the deciding record of each slot, to inspect when nothing else uses the slab."""
         return self._log.rows
 
     def take_ages(self) -> Uint64s:
-        """What ``Recovery.ages`` says, once: it is of no use any more when slots change."""
+        """Return ``Recovery.ages`` once; it is outdated as soon as slots change."""
         ages, self._ages = self._ages, None
         assert ages is not None, "the ages were taken before"
         return ages
@@ -105,12 +105,13 @@ class Slab:
 
     @property
     def memory_bytes(self) -> int:
-        """Of what is kept for each slot."""
+        """Return the bytes of memory kept for the slots."""
         return self._log.rows.num_bytes + self._log.trusted.nbytes
 
     def look_up(self, slots: Int64s) -> tuple[Records, Bools]:
-        """The slots' records, as far as ``Rows`` has them, and whether their data may be believed
-        unverified. Waits for no disk."""
+        """Return the slots' records, as far as ``SlotRows`` has them, and whether their data may be
+        believed unverified. Waits for no disk.
+        """
         return self._log.look_up(slots)
 
     def trust(self, seen: Records) -> None:
@@ -138,7 +139,7 @@ class Slab:
             keys, depths, slots = keys[is_newest], depths[is_newest], slots[is_newest]
             number, naming = self._log.number(namespace)
             naming["seq"] = self.numbers.take(len(naming))
-            records = blank(len(slots), Kind.PUT)
+            records = blank(len(slots), RecordKind.PUT)
             records["namespace"] = number
             records["slot"] = slots
             records["depth"] = np.minimum(depths, MAX_U32)
@@ -154,23 +155,23 @@ class Slab:
     def delete(self, slots: Int64s) -> None:
         """The slots hold nothing. Those that hold nothing anyway cost no record."""
         with self._log.changes:
-            slots = slots[self._log.rows.kinds[slots] == Kind.PUT]
-            self._append(self._about(slots, Kind.DEL))
+            slots = slots[self._log.rows.kinds[slots] == RecordKind.PUT]
+            self._append(self._about(slots, RecordKind.DEL))
 
     def delete_if_unchanged(self, seen: Records) -> Int64s:
         """Slots whose record is still the one that was ``seen`` hold nothing; returns them."""
         with self._log.changes:
             slots = self._log.unchanged(seen)
-            self._append(self._about(slots, Kind.DEL))
+            self._append(self._about(slots, RecordKind.DEL))
             return slots
 
     def mark_bad(self, slots: Int64s) -> None:
         """The slots can't be read or written. Where even this can't be written, only this process
         knows."""
         with self._log.changes:
-            self._append(self._about(slots, Kind.BAD))
+            self._append(self._about(slots, RecordKind.BAD))
 
-    def _about(self, slots: Int64s, kind: Kind) -> Records:
+    def _about(self, slots: Int64s, kind: RecordKind) -> Records:
         records = blank(len(slots), kind)
         records["slot"] = slots
         records["time"] = self._now()

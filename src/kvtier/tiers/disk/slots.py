@@ -1,4 +1,4 @@
-"""Which slots are free, in use, or hold a block of an earlier run that nobody has claimed yet."""
+"""Slots of a slab: free, in use, or holding a recovered block that was not claimed yet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.tiers.disk.records import Kind
+from kvtier.tiers.disk.format.records import RecordKind
 from kvtier.tiers.slots import check_count, check_slots
 from kvtier.types import Slot
 
@@ -40,7 +40,7 @@ class DiskSlots:
         num_slots = len(kinds)
         self._lock = Lock()
         self._state = np.zeros(num_slots, np.uint8)
-        self._state[kinds == Kind.BAD] = SlotState.QUARANTINED
+        self._state[kinds == RecordKind.BAD] = SlotState.QUARANTINED
         self._state[found] = SlotState.UNCLAIMED
         self._is_bad = self._state == SlotState.QUARANTINED
         free = np.flatnonzero(self._state == SlotState.FREE)

@@ -1,4 +1,4 @@
-"""What the disk tier asks of the operating system, in one place: tests put faults there."""
+"""System calls of the disk tier, in one place, so that tests can inject faults."""
 
 from __future__ import annotations
 

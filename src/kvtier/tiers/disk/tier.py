@@ -19,8 +19,8 @@ from kvtier.layout import KVGroup
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.disk.blocks import DiskBlocks
 from kvtier.tiers.disk.direct import Pool
+from kvtier.tiers.disk.format.records import as_keys
 from kvtier.tiers.disk.options import DiskOptions
-from kvtier.tiers.disk.records import as_keys
 from kvtier.tiers.disk.system import DiskSystem
 from kvtier.tiers.pieces import HOST_KINDS, Pieces
 from kvtier.tiers.storage import (
@@ -100,7 +100,7 @@ class DiskTier(StorageTier):
 
     @property
     def memory_bytes(self) -> int:
-        """Of what is kept for each slot, in memory."""
+        """Return the bytes of memory kept for the slots."""
         return self.blocks.memory_bytes + self._is_kept.nbytes
 
     @property

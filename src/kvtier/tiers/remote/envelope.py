@@ -1,4 +1,4 @@
-"""What stands before the bytes of a block in a store, so that nothing else is taken for it.
+"""Header in front of a block's bytes in a store, so that nothing else is taken for a block.
 
     magic   8   "kvtierB1"
     flags   4   1: it is tagged

@@ -17,7 +17,7 @@ class Entry:
     num_bytes: int
 
 
-class Keeper(ABC):
+class StoreKeeper(ABC):
     """A store, for those who look after it. Raises ``CacheError`` where it does not answer, and
     ``ConfigError`` where it can't be used.
 
@@ -30,11 +30,12 @@ class Keeper(ABC):
 
     @abstractmethod
     def test(self) -> str:
-        """How it does what kvtier relies on, in words. Raises where it does not."""
+        """Test that the store does what kvtier relies on, and describe it in words. Raises if
+        not."""
 
     @abstractmethod
     def entries(self) -> list[Entry]:
-        """What seems to be kvtier's."""
+        """Return the entries that seem to be kvtier's."""
 
     @abstractmethod
     def ours(self, entries: Sequence[Entry]) -> list[Entry]:
@@ -45,8 +46,10 @@ class Keeper(ABC):
         """They go; those that have gone meanwhile are passed over."""
 
     def remove_notes(self, removed: Iterable[bytes], is_real: bool) -> int:
-        """What told of nothing but the entries of these names, and of others that are gone, goes,
-        too. Returns how many; nothing is removed where that is not real."""
+        """Remove notes that describe only these entries, and others that are gone. Return how many.
+
+        Nothing is removed in a dry run.
+        """
         del removed, is_real
         return 0
 

@@ -1,4 +1,4 @@
-"""Where a store is, and how to use it: ``scheme://user:password@host:port/path?option=value``."""
+"""Location of a store and its options: ``scheme://user:password@host:port/path?option=value``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOST: Final = re.compile(r"[^\s%@/\\]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """What can be said of any store, behind the ``?``. A store's own class adds to it."""
+    """Options of every store, behind the ``?``. A store's own class adds to them."""
 
     readers: int = 4
     """Calls that read at a time."""
@@ -52,9 +52,11 @@ class StoreOptions:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """What stands in a URL. user, password: None where they are not there; neither is ever shown.
-    path: without the first slash. given: options, as they were written, and not shown either: an
-    endpoint may have a password."""
+    """Parts of a store's URL.
+
+    user, password: None if absent; neither is ever shown. path: without the first slash. given:
+    options, as they were written.
+    """
 
     scheme: str
     host: str

@@ -1,4 +1,4 @@
-"""What is removed from a store, by age and by size: nothing but what kvtier has written.
+"""Remove entries of kvtier from a store, by age and by size.
 
 Beside running replicas: a block that one of them knows of, and that is gone, is a miss.
 """
@@ -13,10 +13,10 @@ from math import inf
 from typing import Final
 
 from kvtier.errors import ConfigError
-from kvtier.tiers.remote.keeper import Entry, Keeper
-from kvtier.tiers.remote.lines import ValkeyOptions
+from kvtier.tiers.remote.keeper import Entry, StoreKeeper
 from kvtier.tiers.remote.location import read_location, read_options
-from kvtier.tiers.remote.s3 import S3Options, check_location
+from kvtier.tiers.remote.s3.opening import S3Options, check_location
+from kvtier.tiers.remote.valkey.connection_pool import ValkeyOptions
 
 AT_ONCE: Final = 1000
 """Are looked at, and removed."""
@@ -25,8 +25,10 @@ SCHEMES: Final = {"redis": "valkey", "rediss": "valkeys", "valkey": "valkey", "v
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What kvtier seems to have in a store, by what it is called; whether it is kvtier's is seen
-    before it is removed."""
+    """Entries of a store that seem to be kvtier's by their names.
+
+    Each is checked before it is removed.
+    """
 
     num_entries: int
     num_bytes: int
@@ -42,9 +44,11 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was removed, or would be. before: what there was. num_strange: entries that were looked
-    at and stay, for they are not kvtier's, or damaged. num_notes: what told of others, and went
-    with them: manifests."""
+    """What was removed, or would be in a dry run.
+
+    before: content before. num_strange: entries that stay since they are damaged or not kvtier's.
+    num_notes: manifests that went with the entries.
+    """
 
     before: Contents
     num_entries: int
@@ -53,12 +57,12 @@ class Pruned:
     num_notes: int
 
 
-def make_keeper(url: str) -> Keeper:
-    """Of the store at a URL, as ``--storage`` has it. Raises ``ConfigError``."""
+def make_keeper(url: str) -> StoreKeeper:
+    """Make the keeper of the store at a URL of ``--storage``. Raises ``ConfigError``."""
     scheme, _, rest = url.partition(":")
     scheme = scheme.rpartition("=")[2]  # "name=s3://bucket"
     if scheme in SCHEMES:
-        from kvtier.tiers.remote.valkey_keeper import ValkeyKeeper
+        from kvtier.tiers.remote.valkey.keeper import ValkeyKeeper
 
         location = read_location(SCHEMES[scheme], rest)
         return ValkeyKeeper(location, read_options(ValkeyOptions, location))
@@ -67,7 +71,7 @@ def make_keeper(url: str) -> Keeper:
         options = read_options(S3Options, location)
         check_location(location, options)
         try:
-            from kvtier.tiers.remote.s3_keeper import S3Keeper
+            from kvtier.tiers.remote.s3.keeper import S3Keeper
         except ImportError as error:
             if error.name != "obstore":
                 raise
@@ -83,7 +87,7 @@ def make_keeper(url: str) -> Keeper:
 
 
 def prune(
-    keeper: Keeper, older_than_s: float = inf, max_bytes: float = inf, is_real: bool = True
+    keeper: StoreKeeper, older_than_s: float = inf, max_bytes: float = inf, is_real: bool = True
 ) -> Pruned:
     """Remove what is older than that, and then the oldest of the rest until no more than
     ``max_bytes`` of kvtier's are left. is_real: False only counts."""

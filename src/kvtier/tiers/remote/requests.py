@@ -56,7 +56,8 @@ class RequestLoop:
             raise Closed("this tier was closed; make a new one") from None
 
     def run(self, request: Request[Result], timeout_s: float) -> Result:
-        """What comes of a request, or what it raises; ``TimeoutError`` when its time is over."""
+        """Return the result of a request, or raise what it raises; ``TimeoutError`` after its
+        deadline."""
         future = self.begin(request)
         try:
             return future.result(max(0.0, timeout_s))

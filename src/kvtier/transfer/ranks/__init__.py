@@ -8,17 +8,25 @@ RankMover  ---- orders, with the engine's ---> RankExecutor
 from __future__ import annotations
 
 from kvtier.transfer.ranks.executor import RankExecutor
-from kvtier.transfer.ranks.messages import Done, Found, Hello, Order, Piece, Report, Verb
+from kvtier.transfer.ranks.messages import (
+    Done,
+    Hello,
+    RankOrder,
+    RecoveredBlocks,
+    RecoveredKeys,
+    Report,
+    Verb,
+)
 from kvtier.transfer.ranks.mover import RankMover
 
 __all__ = [
     "Done",
-    "Found",
     "Hello",
-    "Order",
-    "Piece",
     "RankExecutor",
     "RankMover",
+    "RankOrder",
+    "RecoveredBlocks",
+    "RecoveredKeys",
     "Report",
     "Verb",
 ]

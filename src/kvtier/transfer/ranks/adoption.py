@@ -17,7 +17,7 @@ from kvtier.transfer.ranks.digests import (
     keys_in,
     num_buckets_for,
 )
-from kvtier.transfer.ranks.messages import Found, Piece, Verb
+from kvtier.transfer.ranks.messages import RecoveredBlocks, RecoveredKeys, Verb
 from kvtier.types import BlockKey
 
 KEYS_PER_REPORT: Final = 1 << 15
@@ -59,7 +59,7 @@ class Adoption:
     def __init__(self, num_ranks: int, ask: Ask) -> None:
         self._num_ranks = num_ranks
         self._ask = ask
-        self._hellos: dict[int, Found] = {}
+        self._hellos: dict[int, RecoveredBlocks] = {}
         self._ranks_of: KeyTable = _table()  # by key, how many ranks have told of it
         self._num_found = 0
         self._touched: KeyTable = _table()
@@ -86,7 +86,7 @@ class Adoption:
 
     # -- what ranks say ----------------------------------------------------------------------------
 
-    def hello(self, rank: int, found: Found) -> None:
+    def hello(self, rank: int, found: RecoveredBlocks) -> None:
         """A rank has storage. The first time counts."""
         if rank in self._hellos:
             return
@@ -104,9 +104,9 @@ class Adoption:
             self._awaited = set(self._hellos)
             self._ask(Verb.DIGEST, num=num_buckets_for(num_keys))
         # What they said is of no use any more.
-        self._hellos = {rank: Found(each.num_keys) for rank, each in self._hellos.items()}
+        self._hellos = {rank: RecoveredBlocks(each.num_keys) for rank, each in self._hellos.items()}
 
-    def hear(self, piece: Piece) -> None:
+    def hear(self, piece: RecoveredKeys) -> None:
         """Handle the answers of a rank, in order."""
         if self._is_over or piece.rank not in self._awaited:
             return

@@ -15,8 +15,8 @@ from kvtier.transfer.job import Job
 from kvtier.transfer.local import TIMEOUT_S, LocalMover
 from kvtier.transfer.mover import FindJob, Move, Scrubbed
 from kvtier.transfer.ranks.digests import keys_in
-from kvtier.transfer.ranks.messages import Done, Found, Order, Piece, Verb
-from kvtier.transfer.ranks.telling import Telling
+from kvtier.transfer.ranks.messages import Done, RankOrder, RecoveredBlocks, RecoveredKeys, Verb
+from kvtier.transfer.ranks.recovery_reports import Telling
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ LATE = Done(num_ranks=0, is_late=True)
 
 @dataclass(slots=True)
 class _UnderWay:
-    order: Order
+    order: RankOrder
     job: Job
     since: float
     """When it was begun, or what stood in line before it ended."""
@@ -57,7 +57,7 @@ class RankExecutor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tellings = {name: Telling(name, rank, each, num_ranks) for name, each in kept.items()}
-        self._line: deque[Order] = deque()  # behind what is being cleared
+        self._line: deque[RankOrder] = deque()  # behind what is being cleared
         self._rank = rank
         self._breakers = dict.fromkeys(mover.storages, BreakerState.CLOSED)
         self._clock = clock
@@ -66,7 +66,7 @@ class RankExecutor:
         self._under_way: dict[int, _UnderWay] = {}
         self._done: dict[int, Done] = {}
 
-    def carry_out(self, order: Order) -> None:
+    def carry_out(self, order: RankOrder) -> None:
         """Begin with an order. One for storage that this rank does not have is none of its."""
         if order.tier not in self._mover.storages:
             return
@@ -75,7 +75,7 @@ class RankExecutor:
         else:
             self._carry_out(order)
 
-    def _carry_out(self, order: Order) -> None:
+    def _carry_out(self, order: RankOrder) -> None:
         keys = [name.key for name in order.names]
         match order.verb:
             case Verb.DROP | Verb.ERASE:
@@ -90,7 +90,7 @@ class RankExecutor:
             case Verb.DIGEST | Verb.LIST | Verb.CLEAR:
                 self._tellings[order.tier].begin(order)
 
-    def _begin(self, order: Order) -> None:
+    def _begin(self, order: RankOrder) -> None:
         if not all(0 <= slot < self._memory.num_slots for slot in order.slots):
             self._done[order.order_id] = Done(_all_of(order))
             return
@@ -101,14 +101,14 @@ class RankExecutor:
         job = self._mover.begin(move, order.urgent)
         self._under_way[order.order_id] = _UnderWay(order, job, self._clock())
 
-    def read(self, order: Order, blocks: Blocks) -> Job:
+    def read(self, order: RankOrder, blocks: Blocks) -> Job:
         """Begin an order to read that came with a load of the engine's. blocks: where they go to.
         The job ends before the report of it is taken."""
         job = self._mover.read(order.tier, order.names, blocks, order.urgent)
         self._under_way[order.order_id] = _UnderWay(order, job, self._clock())
         return job
 
-    def _turn(self, order: Order) -> None:
+    def _turn(self, order: RankOrder) -> None:
         """Change the place in line of a read that has not begun."""
         about = self._under_way.get(order.about)
         if about is None:
@@ -121,11 +121,11 @@ class RankExecutor:
 
     # -- what an earlier life has left -------------------------------------------------------------
 
-    def found(self) -> dict[str, Found]:
+    def found(self) -> dict[str, RecoveredBlocks]:
         """For the first hello."""
         return {name: each.hello() for name, each in self._tellings.items()}
 
-    def take_pieces(self) -> tuple[Piece, ...]:
+    def take_pieces(self) -> tuple[RecoveredKeys, ...]:
         """Return as much of the requested list as one report takes.
 
         Also continues to clear storage.
@@ -194,7 +194,7 @@ def _done(ended: _UnderWay) -> Done:
     )
 
 
-def _found(order: Order, job: FindJob) -> Done:
+def _found(order: RankOrder, job: FindJob) -> Done:
     """Report a look-up's result, or that there is none."""
     outcomes = job.outcomes
     if job.error is not None:
@@ -204,5 +204,5 @@ def _found(order: Order, job: FindJob) -> Done:
     return Done(frozenset(missing), gone, seconds=job.seconds)
 
 
-def _all_of(order: Order) -> frozenset[int]:
+def _all_of(order: RankOrder) -> frozenset[int]:
     return frozenset(range(len(order.names)))

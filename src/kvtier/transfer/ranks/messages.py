@@ -37,7 +37,7 @@ class Verb(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RankOrder:
     """Every rank does the same with its shard of the same blocks.
 
     tier: the storage. names: the blocks. slots: theirs in memory, one per name, for ``WRITE`` and
@@ -100,7 +100,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RecoveredBlocks:
     """Blocks recovered by a rank's storage: their number, and their keys if they are few.
 
     The keys are concatenated; None means that they must be requested.
@@ -111,7 +111,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RecoveredKeys:
     """Keys in a rank's answer to ``DIGEST`` or ``LIST``.
 
     is_last: of the keys.
@@ -135,7 +135,7 @@ class Hello:
     """
 
     num_open: int
-    found: Mapping[str, Found] | None = None
+    found: Mapping[str, RecoveredBlocks] | None = None
     straight: frozenset[str] = frozenset()
     num_blocks: Mapping[str, int] = field(default_factory=dict)
 
@@ -155,7 +155,7 @@ class Report:
     failed: frozenset[Slot] = frozenset()
     scrubbed: tuple[Scrubbed, ...] = ()
     steps: frozenset[int] = frozenset()
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[RecoveredKeys, ...] = ()
     breakers: Mapping[tuple[int, str], BreakerState] = field(default_factory=dict)
 
     def __bool__(self) -> bool:

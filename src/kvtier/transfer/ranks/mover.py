@@ -16,7 +16,7 @@ from kvtier.transfer.job import Job
 from kvtier.transfer.local import FAILURES_UNTIL_OPEN, TIMEOUT_S
 from kvtier.transfer.mover import FindJob, Move, Mover, Scrubbed
 from kvtier.transfer.ranks.adoption import Adoption
-from kvtier.transfer.ranks.messages import Done, Found, Hello, Order, Report, Verb
+from kvtier.transfer.ranks.messages import Done, Hello, RankOrder, RecoveredBlocks, Report, Verb
 from kvtier.types import BlockKey, BlockName, Direct, Slot
 
 
@@ -87,8 +87,8 @@ class RankMover(Mover):
         self._num_ranks = num_ranks
         self._num_storage_ranks = num_storage_ranks if storages else 0
         self._hellos: dict[int, Hello] = {}
-        self._orders: list[Order] = []
-        self._reads: list[Order] = []  # to the device
+        self._orders: list[RankOrder] = []
+        self._reads: list[RankOrder] = []  # to the device
         self._moving: dict[int, _Moving] = {}
         self._lines: defaultdict[Route, _Line] = defaultdict(_Line)
         self._ids: dict[Job, int] = {}
@@ -187,7 +187,7 @@ class RankMover(Mover):
             return
         self._num_orders += 1
         content, patience_s = b"".join(keys), self._lookup_patience_s
-        order = Order(self._num_orders, Verb.FIND, tier, keys=content, patience_s=patience_s)
+        order = RankOrder(self._num_orders, Verb.FIND, tier, keys=content, patience_s=patience_s)
         self._orders.append(order)
         self._finding[order.order_id] = _Finding(job, tier, len(keys), self._num_storage_ranks)
 
@@ -230,10 +230,10 @@ class RankMover(Mover):
         slots: tuple[Slot, ...] = (),
         urgent: bool = True,
         about: int = 0,
-        line: list[Order] | None = None,
-    ) -> Order:
+        line: list[RankOrder] | None = None,
+    ) -> RankOrder:
         self._num_orders += 1
-        order = Order(self._num_orders, verb, tier, tuple(names), slots, urgent, about)
+        order = RankOrder(self._num_orders, verb, tier, tuple(names), slots, urgent, about)
         (self._orders if line is None else line).append(order)
         return order
 
@@ -247,12 +247,12 @@ class RankMover(Mover):
     ) -> None:
         """Ask ranks what they have kept."""
         self._num_orders += 1
-        order = Order(self._num_orders, verb, tier, ranks=ranks, num=num, buckets=buckets)
+        order = RankOrder(self._num_orders, verb, tier, ranks=ranks, num=num, buckets=buckets)
         self._orders.append(order)
 
     # -- what the engine carries -------------------------------------------------------------------
 
-    def take_orders(self) -> list[Order]:
+    def take_orders(self) -> list[RankOrder]:
         """Return the next orders of the ranks, in order; none until all have said hello."""
         if not self._has_heard_all:
             return []
@@ -263,7 +263,7 @@ class RankMover(Mover):
         orders, self._orders = self._orders, []
         return orders
 
-    def take_reads(self) -> list[Order]:
+    def take_reads(self) -> list[RankOrder]:
         """Those to the device, since the last call: to go with a load of the engine's."""
         reads, self._reads = self._reads, []
         return reads
@@ -310,7 +310,7 @@ class RankMover(Mover):
             self._hellos[rank] = hello
             if hello.found is not None:
                 for tier, adoption in self._adoptions.items():
-                    adoption.hello(rank, hello.found.get(tier, Found()))
+                    adoption.hello(rank, hello.found.get(tier, RecoveredBlocks()))
                 for tier in self.storages.keys() - hello.straight:  # what one rank can't, none does
                     self.storages[tier] = replace(self.storages[tier], direct=Direct.OFF)
         for piece in report.pieces:

@@ -1,4 +1,4 @@
-"""Who reads and writes the slab."""
+"""I/O engines: they read and write the slab."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvtier._hot import crc32c_many
 from kvtier.devices.base import Finding
 from kvtier.errors import Closed
-from kvtier.process import OwnerProcess
+from kvtier.system.process import OwnerProcess
 
 Int64s = npt.NDArray[np.int64]
 Uint64s = npt.NDArray[np.uint64]

@@ -241,7 +241,7 @@ def _settle(batch: Placed, request: _Request, event: BatchEvent, left: deque[_Re
 
 
 def _fail(batch: Placed, request: _Request, code: int) -> None:
-    """What failed first is told; that it was late, only where nothing else failed."""
+    """Record the first failure; lateness only if nothing else failed."""
     before = batch.results[request.piece]
     if before >= 0 or before == -errno.ECANCELED:
         batch.results[request.piece] = code

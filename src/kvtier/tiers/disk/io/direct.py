@@ -26,7 +26,7 @@ import numpy as np
 from kvtier.devices.base import Fence, Finding, Memory
 from kvtier.devices.library import DriverError
 from kvtier.errors import DeviceError, TierError
-from kvtier.process import OwnerProcess
+from kvtier.system.process import OwnerProcess
 from kvtier.tiers.disk.io.base import (
     IO_ALIGNMENT,
     Bools,
@@ -68,7 +68,7 @@ lives: nobody else may get it."""
 
 
 class FileWay(Enum):
-    """How pieces are handed to the library."""
+    """Way in which pieces are handed to the library."""
 
     VECTORS = "vectors"
     BATCH = "batch"
@@ -142,12 +142,12 @@ class DirectEngine(IoEngine):
         return bool(self._why_given_up)
 
     def hold_for(self, fence: Fence) -> None:
-        """What is read or written from now on, in either direction, starts after ``fence``. Any
-        thread."""
+        """Start all later reads and writes after ``fence``. Any thread."""
         self._held_for.add(fence)
 
     def holds(self, addresses: Uint64s, sizes: Int64s) -> Bools:
-        """Which pieces lie in one of ``buffers`` as a whole. All others would be refused."""
+        """Return which pieces lie entirely in one of ``buffers``. The library refuses all
+        others."""
         return np.asarray(self._memory.bases(addresses, sizes) != 0)
 
     def read(
@@ -231,7 +231,7 @@ class DirectEngine(IoEngine):
             logger.info("pinned memory bytes=%d allowed=%d code=%d", wanted, allowed, code)
 
     def _quietly(self, call: Callable[[], None]) -> None:
-        """What can't be given back must not keep the rest from being."""
+        """Release resources; an error of one does not keep the rest from being released."""
         for each in (self._use, call):
             try:
                 each()
@@ -343,7 +343,7 @@ class DirectEngine(IoEngine):
             done -= batch.sizes[piece]
 
     def _move_rest(self, batch: Placed, run: list[int], done: int) -> int:
-        """What lies behind the first ``done`` bytes of a run; bytes, or -errno."""
+        """Move the bytes behind the first ``done`` of a run; return bytes, or -errno."""
         offset = batch.offsets[run[0]] + done
         left: list[tuple[int, int, int]] = []
         for piece in run:

@@ -79,7 +79,7 @@ _LAST_ERRNO: Final = 4095
 
 
 class FileStatus(Structure):
-    """What calls answer by value: the library's code, and the accelerator driver's."""
+    """Status that calls return by value: the library's code, and the accelerator driver's."""
 
     _fields_ = (("code", c_int), ("driver_code", c_int))
 
@@ -114,8 +114,10 @@ def of_system(fd: int) -> FileDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the driver says of itself. max_batch: requests in one batch. max_pinned_bytes: of all
-    memory that is registered. 0: it does not say."""
+    """Limits that the driver reports; 0 where it reports none.
+
+    max_batch: requests in one batch. max_pinned_bytes: of all registered memory.
+    """
 
     max_batch: int = 0
     max_pinned_bytes: int = 0
@@ -173,7 +175,7 @@ def shared_calls(
 
 
 def buffer_calls(prefix: str, status: type[Structure]) -> tuple[Call, ...]:
-    """Of libraries that want to know the memory first."""
+    """Return the calls of libraries that need memory registered first."""
     return (
         Call(f"{prefix}BufRegister", (c_void_p, c_size_t, c_int), returns=status),
         Call(f"{prefix}BufDeregister", (c_void_p,), returns=status),
@@ -346,7 +348,8 @@ class FileLibrary:
 
 
 def asked_limits(properties: type[Structure]) -> Callable[[FileLibrary], Limits]:
-    """What ``DriverGetProperties`` says. properties: its structure, sizes in KiB."""
+    """Return the limits that ``DriverGetProperties`` reports. properties: its structure, sizes
+    in KiB."""
 
     def ask(library: FileLibrary) -> Limits:
         answer: Any = properties()
@@ -358,8 +361,10 @@ def asked_limits(properties: type[Structure]) -> Callable[[FileLibrary], Limits]
 
 
 def outcome(done: int, size: int, left_errno: int = 0) -> int:
-    """What a transfer of ``size`` bytes came to: bytes, or -errno. More than was asked for is an
-    error, too: nobody knows what was moved then."""
+    """Return the outcome of a transfer of ``size`` bytes: bytes, or -errno.
+
+    More bytes than were requested are an error: it is unknown what was moved.
+    """
     if done >= 0:
         return done if done <= size else -errno.EIO
     if done == -1:

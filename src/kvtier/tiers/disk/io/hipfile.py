@@ -26,7 +26,7 @@ from kvtier.tiers.disk.io.file_library import (
 LIBRARY_VARIABLE: Final = "KVTIER_HIPFILE_LIBRARY"
 
 
-class KernelFacts(Structure):
+class HipKernelFacts(Structure):
     """``nvfs`` of hipFileDriverProps_t."""
 
     _fields_ = (
@@ -43,7 +43,7 @@ class HipFileProperties(Structure):
     """hipFileDriverProps_t. Sizes in KiB."""
 
     _fields_ = (
-        ("kernel", KernelFacts),
+        ("kernel", HipKernelFacts),
         ("features", c_uint),
         ("max_cache", c_uint64),
         ("cache_per_buffer", c_uint64),

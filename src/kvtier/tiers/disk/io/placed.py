@@ -29,7 +29,7 @@ class Registered:
         self._ends = np.array([each.address + each.nbytes for each in self.memories], np.uint64)
 
     def bases(self, addresses: Uint64s, sizes: Int64s) -> Uint64s:
-        """Where the registration begins that holds each piece as a whole; 0 for none."""
+        """Return the start of the registration that holds each whole piece; 0 for none."""
         if not self.memories:
             return np.zeros(addresses.shape, np.uint64)
         at = np.searchsorted(self._begins, addresses, "right") - 1

@@ -15,7 +15,7 @@ from enum import Enum
 import numpy as np
 
 from kvtier.devices.base import Finding
-from kvtier.process import OwnerProcess
+from kvtier.system.process import OwnerProcess
 from kvtier.tiers.disk.io.base import (
     IO_ALIGNMENT,
     Int64s,
@@ -163,7 +163,7 @@ class PreadvEngine(IoEngine):
 
 
 def _after(pieces: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of pieces of memory when their first ``num_bytes`` are done."""
+    """Return the pieces of memory left when their first ``num_bytes`` are done."""
     left = []
     for piece in pieces:
         if num_bytes < len(piece):

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from kvtier.child_process import Overdue, run_module
 from kvtier.devices.base import Finding
 from kvtier.errors import DeviceError
+from kvtier.system.child_process import Overdue, run_module
 from kvtier.tiers.disk.io.file_library import FileLibrary, Vendor
 from kvtier.tiers.disk.io.trial import Tried
 from kvtier.tiers.disk.io.vendors import KINDS
@@ -33,7 +33,7 @@ OF_DEVICE: Final = {"cuda": ("cufile", "hipfile"), "npu": ("nds",)}
 
 
 class Reach(Enum):
-    """How bytes go."""
+    """Path of bytes between disk and accelerator."""
 
     DIRECT = "GPU-direct"
     BOUNCED = "compatibility mode"
@@ -42,8 +42,11 @@ class Reach(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What was found. library: its name and version; "" where it is not there. why_not: of a
-    better way; "" where there is none better."""
+    """Result of a probe.
+
+    library: its name and version; "" if it is missing. why_not: reason against a better path; "" if
+    there is none better.
+    """
 
     kind: str
     library: str

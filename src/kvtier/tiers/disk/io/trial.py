@@ -30,8 +30,8 @@ PIECE_BYTES: Final = 128 << 10
 """A layer of a block, about; pieces lie scattered in memory."""
 
 
-class Driver(Protocol):
-    """Of a device: what a trial wants of it."""
+class TrialDriver(Protocol):
+    """Part of a device's driver that a trial needs."""
 
     @property
     def identity(self) -> str: ...
@@ -39,11 +39,11 @@ class Driver(Protocol):
     def use(self) -> None: ...
 
 
-class DriverDevice(Protocol):
+class TrialDevice(Protocol):
     """A device over a vendor's driver."""
 
     name: str
-    driver: Driver
+    driver: TrialDriver
 
     def allocate(self, nbytes: int) -> Memory: ...
 
@@ -56,8 +56,11 @@ class DriverDevice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """What became of a trial. engine, accelerator: what was used, in words. why_not: "" where the
-    bytes came back as they were; GB/s only then."""
+    """Result of a trial.
+
+    engine, accelerator: what was used, in words. why_not: "" if the bytes came back unchanged; only
+    then GB/s is given.
+    """
 
     engine: str = ""
     accelerator: str = ""
@@ -71,7 +74,7 @@ def run(kind: str, device_name: str, path: str, num_bytes: int = NUM_BYTES) -> T
     to other places, and compare. Raises ``CacheError`` and ``OSError``."""
     make_engine, plugin = KINDS[kind]
     with ExitStack() as stack:
-        device = cast(DriverDevice, load_plugin("devices", plugin)(device_name, _no_compute))
+        device = cast(TrialDevice, load_plugin("devices", plugin)(device_name, _no_compute))
         stack.callback(device.close)
         accelerator = device.driver.identity
         # Twice the bytes: those read back lie elsewhere. A page more, to begin at one.
@@ -115,7 +118,7 @@ def _no_compute() -> None:
 
 
 def _copy(
-    device: DriverDevice, memory: Memory, content: np.ndarray[tuple[int], np.dtype[np.uint8]],
+    device: TrialDevice, memory: Memory, content: np.ndarray[tuple[int], np.dtype[np.uint8]],
     direction: Direction,
 ) -> None:  # fmt: skip
     """``content`` to the accelerator, or from it."""

@@ -1,4 +1,4 @@
-"""Which vendor's file library reaches which accelerator."""
+"""Table of vendors' file libraries and the accelerators that they reach."""
 
 from __future__ import annotations
 

@@ -1,0 +1,48 @@
+"""Build a cache's parts from its configuration: eviction policies and the options of the ladder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvtier.config import CacheConfig
+from kvtier.errors import ConfigError
+from kvtier.index.policies import EvictionPolicy, LruPolicy
+from kvtier.ladder import LadderOptions
+from kvtier.layout import KVGroup
+from kvtier.plugins import load_plugin
+from kvtier.tiers.row import write_limits
+from kvtier.types import DEVICE, LoadPolicy, WritePolicy
+
+
+def policy_maker(name: str) -> Callable[[str], EvictionPolicy]:
+    """Makes a policy of the plug-in ``name`` for a tier. The device has LRU in the place of one
+    that is told of prompts: what leaves it is below, mostly, and everything has to pass through it.
+
+    Raises ``ConfigError`` where there is no such policy.
+    """
+    make = load_plugin("policies", name)
+
+    def made(tier: str) -> EvictionPolicy:
+        policy = make()
+        if not isinstance(policy, EvictionPolicy):
+            raise ConfigError(
+                f"eviction_policy: {name!r} makes a {type(policy).__name__}, no policy"
+            )
+        return LruPolicy() if tier == DEVICE and policy.knows_prompts else policy
+
+    return made
+
+
+def ladder_options(config: CacheConfig, group: KVGroup) -> LadderOptions:
+    """For blocks of ``group``."""
+    block_bytes = group.bytes_per_block
+    return LadderOptions(
+        block_bytes=block_bytes,
+        demotes=config.write_policy is WritePolicy.WRITE_BACK,
+        patience_s=config.demote_deadline_s,
+        archive_after_uses=config.archive_after_uses,
+        bytes_per_day=write_limits(config),
+        piece_blocks=max(1, config.load_batch_bytes // block_bytes),
+        lookup_patience_s=config.lookup_deadline_s,
+        block_size=group.block_size if config.load_policy is LoadPolicy.AUTO else 0,
+    )

@@ -1,0 +1,94 @@
+"""Names of blocks outside the process: on disk, and in other processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from blake3 import blake3
+
+from kvtier.connectors.common.weights import Source, identify
+from kvtier.identity import Identification, Identity, unknown
+from kvtier.keys import next_key
+from kvtier.types import BlockKey
+
+logger = logging.getLogger(__name__)
+
+
+class BlockNames:
+    """Names of the blocks of one engine, under a namespace that names its weights.
+
+    digest_of: of the namespace, 32 bytes, given the digest of the weights. salt: the user's
+    ``namespace``. Nothing has a name before ``settle`` was called and all bytes of the weights were
+    read: what was stored under a wrong name could not be called back from an engine's own memory.
+    """
+
+    def __init__(self, digest_of: Callable[[str], bytes], salt: str = "") -> None:
+        self._digest_of = digest_of
+        self._salt = salt
+        self._weights: Identification | None = None
+        self._found: Identity | None = None
+        self._digest = b""
+
+    def settle(self, sources: Sequence[Source]) -> None:
+        """Small weights are read at once, large ones in the background."""
+        found = identify(sources, self._salt)
+        if isinstance(found, Identity):
+            self._found = found
+        elif found.is_small:
+            self._found = found.read()
+        else:
+            self._weights = found
+            logger.info("KV on disk is used once the weights were read bytes=%d", found.num_bytes)
+            found.check(self._hear)
+
+    @property
+    def digest(self) -> bytes:
+        """Return the digest of the namespace, 32 bytes; none while the weights are being read."""
+        if not self._digest and self._found is not None:
+            self._digest = self._digest_of(self._found.digest)
+        return self._digest
+
+    def digest_of_part(self, facts: bytes) -> Callable[[], bytes]:
+        """The digest of what only some blocks belong to, such as those of one pool; none while
+        ``digest`` is. facts: all that decides on their bytes beside the engine."""
+        known = (b"", b"")
+
+        def digest() -> bytes:
+            nonlocal known
+            if self.digest != known[0]:
+                known = self.digest, blake3(self.digest + facts).digest() if self.digest else b""
+            return known[1]
+
+        return digest
+
+    def forget(self) -> None:
+        """From now on nobody knows what blocks are called, until ``disown``."""
+        self.close()
+        self._found, self._digest = None, b""
+
+    def disown(self, reason: str) -> None:
+        """From now on blocks have names that no other process knows: the weights in memory may be
+        others than those in the files."""
+        self.close()
+        self._found = unknown(reason)
+        self._digest = b""
+
+    def close(self) -> None:
+        """Read no further."""
+        if self._weights is not None:
+            self._weights.stop()
+            self._weights = None
+
+    def __call__(self, key: bytes) -> BlockKey:
+        assert self.digest, "nobody knows yet what the blocks belong to"
+        return block_key(self.digest, key)
+
+    def _hear(self, found: Identity) -> None:
+        self._found = found
+
+
+def block_key(digest: bytes, key: bytes) -> BlockKey:
+    """Return the name of a block outside the process. digest: of its namespace. key: the
+    engine's."""
+    return next_key(digest, key)

@@ -1,0 +1,240 @@
+"""From an engine's pages to bytes: blocks between many tensors and slots of host memory.
+
+A *share* is what one tensor keeps of a page. A block of n pages lies in its slot share by share:
+
+    slot(s) + n * (bytes of the shares before p) + j * bytes(p)      share p of page j of the block
+
+so that neighbouring pages of one tensor are neighbours in the slot, and one copy. Where an engine's
+compute follows a load, the shares of a layer stand together. Storage has a block's bytes in that
+order, too, and may read them straight to the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.devices import CopyBatch, Device, Direction, Memory
+from kvtier.tiers import Pieces
+from kvtier.tiers.disk.direct import Pool
+from kvtier.tiers.pieces import HOST_KINDS
+from kvtier.transfer import Steps
+from kvtier.transfer.batching import NO_SEAMS, coalesce
+from kvtier.types import Slot
+
+Int64s = npt.NDArray[np.int64]
+ALL = slice(None)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShare:
+    """The part of every page that one tensor keeps.
+
+    address: of page 0. stride: to the next page. nbytes: of the part.
+    """
+
+    address: int
+    stride: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPages:
+    """Pages of one group, and the blocks that they belong to.
+
+    pages: ids on the device, in the order of the prompt. slots: one per block that they touch.
+    first: place of the first page within its block.
+    """
+
+    pages: Sequence[int]
+    slots: Sequence[Slot]
+    first: int
+
+    def blocks(self, start: int, end: int, pages_per_block: int) -> GroupPages:
+        """Some of the blocks, neighbours, and the pages that belong to them."""
+        begin = max(0, start * pages_per_block - self.first)
+        pages = self.pages[begin : max(0, end * pages_per_block - self.first)]
+        return GroupPages(pages, self.slots[start:end], 0 if start else self.first)
+
+    def by_block(self, pages_per_block: int) -> Int64s:
+        """int64 [num_blocks, pages_per_block]: the page at each place; -1 where there is none, for
+        a block is touched in part only."""
+        places = np.full(len(self.slots) * pages_per_block, -1, np.int64)
+        places[self.first : self.first + len(self.pages)] = self.pages
+        return places.reshape(-1, pages_per_block)
+
+
+NO_PAGES = GroupPages([], [], 0)
+
+
+class PagedPool:
+    """An engine's tensors as shares, by group; and the slots of host memory for their blocks.
+
+    groups: the shares of each KV group. pages_per_block: n above. slot_bytes: from one slot to the
+    next, at least a block of the largest group. allocations: see ``Pool``.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[PoolShare]],
+        num_pages: int,
+        pages_per_block: int,
+        slot_bytes: int,
+        kind: str,
+        owner: object,
+        allocations: Sequence[Memory] = (),
+    ) -> None:
+        shares = [share for group in groups for share in group]
+        begin = min(share.address for share in shares)
+        end = max(each.address + (num_pages - 1) * each.stride + each.nbytes for each in shares)
+        self.memory = Memory(begin, end - begin, kind, owner)
+        self._allocations = allocations
+        self._groups = [_Columns.of(group, begin) for group in groups]
+        self._num_pages = num_pages
+        self.pages_per_block = pages_per_block
+        self._slot_bytes = slot_bytes
+        largest = max(int(group.nbytes.sum()) for group in self._groups) * pages_per_block
+        assert largest <= slot_bytes, f"a block of {largest} bytes in slots of {slot_bytes}"
+
+    def stage(
+        self,
+        groups: Sequence[GroupPages],
+        host: Memory,
+        direction: Direction,
+        seams: Int64s = NO_SEAMS,
+        some: slice = ALL,
+    ) -> CopyBatch:
+        """All copies of some blocks; groups: all of them, empty where one has no pages. seams:
+        offsets of ``host`` that no copy may run across. some: which shares of each group."""
+        at_device: list[Int64s] = []
+        at_host: list[Int64s] = []
+        sizes: list[Int64s] = []
+        for columns, group in zip(self._groups, groups, strict=True):
+            if not len(group.pages):
+                continue
+            shares = columns.pick(some)
+            place = group.first + np.arange(len(group.pages))
+            block, within = np.divmod(place, self.pages_per_block)
+            slots = np.asarray(group.slots, np.int64)[block] * self._slot_bytes
+            pages = np.asarray(group.pages, np.int64)
+            # Share after share, pages within a share in order: neighbours follow each other.
+            at_device.append((shares.offset[:, None] + np.outer(shares.stride, pages)).ravel())
+            base = shares.before[:, None] * self.pages_per_block
+            at_host.append((slots + base + np.outer(shares.nbytes, within)).ravel())
+            sizes.append(np.repeat(shares.nbytes, len(pages)))
+        device, inside, size = (
+            np.concatenate([np.zeros(0, np.int64), *each]) for each in (at_device, at_host, sizes)
+        )
+        if direction is Direction.LOAD:
+            batch = CopyBatch(host, self.memory, inside, device, size)
+            return coalesce(batch, src_seams=seams)
+        batch = CopyBatch(self.memory, host, device, inside, size)
+        return coalesce(batch, dst_seams=seams)
+
+    # -- past host memory --------------------------------------------------------------------------
+
+    @property
+    def why_not_straight(self) -> str:
+        """Why storage can't read blocks straight to these pages; "" where it can. A read brings
+        blocks of all groups: their pieces have the same sizes, or those of the largest one's first
+        pieces."""
+        sizes = self._largest.nbytes
+        for number, group in enumerate(self._groups):
+            if not np.array_equal(group.nbytes, sizes[: len(group.nbytes)]):
+                return (
+                    f"the pieces of a page are of {_in_words(group.nbytes)} bytes in KV group "
+                    f"{number}, and of {_in_words(sizes)} in another"
+                )
+        return ""
+
+    def straight(self, device: Device) -> Pool:
+        """This memory, of ``device``, as storage has to know it to read to it."""
+        first_two = np.arange(min(2, self._num_pages))
+        pages = np.repeat(first_two[:, None], self.pages_per_block, axis=1)
+        far = None if self.memory.kind in HOST_KINDS else device
+        blocks = self.pieces([pages] * len(self._groups))
+        return Pool(self.memory, blocks, far, self._allocations)
+
+    def pieces(self, groups: Sequence[Int64s]) -> Pieces:
+        """Return the destinations of whole blocks' bytes, group after group.
+
+        groups: int64 [num_blocks, n] for each of them, the pages of each block; -1 for one that is
+        not to be touched. What a block of a small group has not is not wanted either.
+        """
+        sizes = np.repeat(self._largest.nbytes, self.pages_per_block)
+        found = [np.zeros((0, len(sizes)), np.uint64)]
+        for shares, pages in zip(self._groups, groups, strict=True):
+            lies_at = shares.offset[:, None] + shares.stride[:, None] * pages[:, None, :]
+            addresses = self.memory.address + lies_at  # [num_blocks, num_shares, n]
+            addresses *= pages[:, None, :] >= 0
+            here = np.zeros((len(pages), len(sizes)), np.uint64)
+            num_pieces = len(shares.nbytes) * self.pages_per_block
+            here[:, :num_pieces] = addresses.reshape(len(pages), num_pieces)
+            found.append(here)
+        return Pieces(np.concatenate(found), sizes, self.memory.kind)
+
+    @property
+    def _largest(self) -> _Columns:
+        """The group whose blocks are in the most pieces."""
+        return max(self._groups, key=lambda group: len(group.nbytes))
+
+
+def _in_words(nbytes: Int64s) -> str:
+    return " and ".join(map(str, np.unique(nbytes).tolist()))
+
+
+@dataclass(frozen=True, eq=False)
+class LayerSteps(Steps):
+    """A load into a pool of one group, some layers after others.
+
+    pages: of that group. ends: for each step, how many of the shares have come with it.
+    """
+
+    pool: PagedPool
+    pages: GroupPages
+    host: Memory
+    seams: Int64s
+    ends: Sequence[int]
+    step_layers: int
+    num_bytes: int
+
+    @property
+    def layers_per_step(self) -> int:
+        return self.step_layers
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __iter__(self) -> Iterator[CopyBatch]:
+        begin = 0
+        for end in self.ends:
+            some = slice(begin, end)
+            yield self.pool.stage([self.pages], self.host, Direction.LOAD, self.seams, some)
+            begin = end
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Columns:
+    """Shares as arrays: int64 [num_shares]. before: bytes of a page in the shares before each."""
+
+    offset: Int64s
+    stride: Int64s
+    nbytes: Int64s
+    before: Int64s
+
+    @classmethod
+    def of(cls, shares: Sequence[PoolShare], begin: int) -> _Columns:
+        table = np.array(
+            [(share.address - begin, share.stride, share.nbytes) for share in shares], np.int64
+        )
+        nbytes = table[:, 2].copy()
+        return cls(table[:, 0].copy(), table[:, 1].copy(), nbytes, np.cumsum(nbytes) - nbytes)
+
+    def pick(self, some: slice) -> _Columns:
+        """Some of the shares; where they lie in a slot stays the same."""
+        if some == ALL:
+            return self
+        return _Columns(self.offset[some], self.stride[some], self.nbytes[some], self.before[some])

@@ -1,0 +1,191 @@
+"""Keep KV of an engine's device pool in host memory and storage, by the engine's keys.
+
+    store: device pages --> host slots --> storage, when it has time
+    load:  storage --> host slots, at a look-up --> device pages, layer by layer
+
+The engine owns its device's pages, and says which; all below them is the ladder's. For engines
+whose ranks each decide for themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtier.connectors.common.paged_pool import GroupPages, LayerSteps, PagedPool
+from kvtier.devices import Direction
+from kvtier.index import make_key_index
+from kvtier.index.policies.replayed import LRU
+from kvtier.keyed.cache import BlockLocation, KeyedCache
+from kvtier.ladder import Ladder, LadderOptions
+from kvtier.telemetry import Metrics
+from kvtier.tiers import HostTier, MemoryTier, StorageTier
+from kvtier.tiers.row import rooms_of
+from kvtier.transfer import CopyJob, LocalMover, TransferEngine
+from kvtier.transfer.staging import layers_per_step
+from kvtier.types import DEVICE, DISK, HOST
+
+PIECE_BYTES = 16 << 20
+"""What is read from storage, or written to it, at a time."""
+CLOSE_WAIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Blocks on their way to host memory. asked: all of them, in prompt order. new: those that
+    were not there. job: None where all were."""
+
+    asked: Sequence[bytes]
+    depths: Sequence[int]
+    new: Sequence[bytes]
+    job: CopyJob | None
+
+    @property
+    def done(self) -> bool:
+        return self.job is None or self.job.done
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Blocks on their way to the device; they stay in host memory until ``end_load``."""
+
+    keys: Sequence[bytes]
+    job: CopyJob
+
+
+class PoolCache:
+    """One thread calls. A block is a page of the pool.
+
+    pool: of one group. ends: for each of the engine's layers, how many of the pool's shares belong
+    to it or to those before it. storages: fastest first. engine: copies between the device and
+    ``host``. digest: of the namespace, b"" while nobody knows it. bytes_per_day: of the disk.
+    lookup_deadline_s: how long somebody may wait to hear what a store has. policy: says what leaves
+    each tier first; all but LRU follow from the requests that ``cache`` is told of. metrics: what
+    is counted; nothing shows it where there are none.
+    """
+
+    def __init__(
+        self,
+        pool: PagedPool,
+        ends: Sequence[int],
+        host: HostTier,
+        storages: Sequence[StorageTier],
+        engine: TransferEngine,
+        digest: Callable[[], bytes],
+        bytes_per_day: int = 0,
+        lookup_deadline_s: float = 0.0,
+        policy: str = LRU,
+        metrics: Metrics | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        tiers: dict[str, MemoryTier | StorageTier] = {host.name: host}
+        tiers |= {each.name: each for each in storages}
+        self.bytes_per_block = host.layout.group.bytes_per_block
+        self.host = host
+        self._pool = pool
+        self._ends = ends
+        self._storages = storages
+        self._engine = engine
+        self._mover = LocalMover(tiers, None, clock)
+        self._mover.start()
+        index = make_key_index(tuple(tiers), digest, tuple(tiers), policy)
+        self.ladder = Ladder(
+            index,
+            rooms_of(tiers),
+            self._mover,
+            options=LadderOptions(
+                self.bytes_per_block,
+                bytes_per_day={DISK: bytes_per_day},
+                piece_blocks=max(1, PIECE_BYTES // self.bytes_per_block),
+                lookup_patience_s=lookup_deadline_s,
+            ),
+            clock=clock,
+            device=DEVICE,
+            metrics=metrics or Metrics(is_exposed=False),
+        )
+        self.cache = KeyedCache(index, self.ladder, digest, clock)
+
+    # -- from the device --------------------------------------------------------------------------
+
+    def store(self, keys: Sequence[bytes], depths: Sequence[int], pages: Sequence[int]) -> Store:
+        """Begin to copy the blocks that are not in host memory: as many of the first ones as there
+        is room for. The pages stay as they are until the store is done.
+
+        keys: in prompt order. depths: of each, its place in the prompt. pages: of each, on the
+        device.
+        """
+        room = self.cache.reserve(keys)
+        if room is None:
+            num = min(len(keys), self.ladder.num_available(HOST))
+            room = self.cache.reserve(keys[:num])
+        if room is None or not room.keys:
+            return Store(keys, depths, (), None)
+        page_of = dict(zip(keys, pages, strict=True))
+        at = GroupPages([page_of[key] for key in room.keys], room.slots, 0)
+        batch = self._pool.stage([at], self.host.memory, Direction.STORE, self.host.seams)
+        return Store(keys, depths, room.keys, self._engine.submit([batch], Direction.STORE))
+
+    def end_store(self, store: Store) -> bool:
+        """It is done. Whether all that was asked for is in host memory, or was."""
+        if store.job is not None and store.job.succeeded:
+            num_bytes = store.job.num_bytes
+            self.ladder.account.moved((DEVICE, HOST), num_bytes, store.job.seconds)
+            new = set(store.new)
+            mine = [
+                (key, depth)
+                for key, depth in zip(store.asked, store.depths, strict=True)
+                if key in new
+            ]
+            self.cache.commit([key for key, _ in mine], [depth for _, depth in mine])
+        else:
+            self.cache.abort(store.new)
+        self.cache.touch(store.asked)
+        there = (BlockLocation.MEMORY, BlockLocation.STORAGE)
+        return all(place in there for place in self.cache.find_all(store.asked))
+
+    # -- to the device ----------------------------------------------------------------------------
+
+    def load(self, keys: Sequence[bytes], pages: Sequence[int]) -> Load:
+        """Begin to copy blocks that are in host memory to ``pages``, layer by layer."""
+        slots = self.cache.hold(keys)
+        num_bytes = len(keys) * self.bytes_per_block
+        num_layers = len(self._ends)
+        width = layers_per_step(num_layers, num_bytes)
+        ends = [self._ends[min(at + width, num_layers) - 1] for at in range(0, num_layers, width)]
+        steps = LayerSteps(
+            self._pool,
+            GroupPages(pages, slots, 0),
+            self.host.memory,
+            self.host.seams,
+            ends,
+            width,
+            num_bytes,
+        )
+        return Load(keys, self._engine.submit(steps, Direction.LOAD))
+
+    def end_load(self, load: Load) -> bool:
+        """It is done. Whether all of it has arrived."""
+        if load.job.succeeded:
+            seconds = load.job.seconds
+            self.ladder.account.moved((HOST, DEVICE), load.job.num_bytes, seconds)
+            self.ladder.account.observe_copy((HOST, DEVICE), load.job.num_bytes, seconds)
+        self.cache.release(load.keys)
+        return load.job.succeeded
+
+    # -- upkeep -----------------------------------------------------------------------------------
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is on its way between host memory and storage."""
+        return self.ladder.drain(timeout_s, self.cache.poll)
+
+    def close(self) -> bool:
+        """Finish what is under way; nothing moves from or to the device any more. False where that
+        takes too long: the memory must stay then."""
+        self.drain(CLOSE_WAIT_S)
+        if self._mover.close(CLOSE_WAIT_S):
+            return False
+        for storage in self._storages:
+            storage.close()
+        self.host.close()
+        return True

@@ -1,0 +1,239 @@
+"""Settings in an engine's option for its plug-in, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from enum import StrEnum
+from pathlib import Path
+from types import NoneType
+from typing import ClassVar, Self
+
+from kvtier.config import check_storage, parse_size
+from kvtier.errors import ConfigError
+from kvtier.index.policies.replayed import POLICIES, RUNS
+from kvtier.recording import LEAST_BYTES
+from kvtier.tiers.disk import DiskOptions
+from kvtier.tiers.row import storage_names
+from kvtier.types import Durability, LoadPolicy, Verify
+
+CHOICES: Mapping[str, type[StrEnum]] = {
+    "disk_durability": Durability,
+    "disk_verify": Verify,
+    "load_policy": LoadPolicy,
+}
+KINDS: Mapping[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "float": (int, float),
+    "int": (int,),
+    "str": (str,),
+    "str | None": (str, NoneType),
+    "str | int": (str, int),
+    "str | list[str]": (str, list),
+}
+HINTS = {
+    "bool": "use true or false",
+    "float": "write a number",
+    "int": "write a number",
+    "str": "write it in quotes",
+    "str | None": "write it in quotes",
+    "str | int": 'write for instance "200GiB", or bytes',
+    "disk_path": "name a folder, or a list of folders",
+    "record": "name a file",
+    "storage": 'write a URL such as "valkey://host", or a list of them',
+}
+"""What to write for a kind of value, or for one setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorSettings:
+    """By the names that they have everywhere in kvtier. Sizes are of all ranks on this machine
+    together, and may be written "200GiB".
+
+    option: the engine's, in which they stand. own: what the engine reads there itself. renamed:
+    what had another name once.
+    """
+
+    option: ClassVar[str]
+    own: ClassVar[frozenset[str]] = frozenset()
+    renamed: ClassVar[Mapping[str, str]] = {}
+
+    disk_path: str | list[str] = ""
+    """Folder for a slab per rank, or folders on several disks, over which each block is cut; ""
+    for no disk."""
+    disk_capacity: str | int = 0
+    """Room on the disk, reserved at the start and never exceeded."""
+    disk_durability: str = "process"
+    """What a block on the disk survives: ``process`` or ``power``."""
+    disk_verify: str = "always"
+    """Which reads compare the checksum: ``always``, ``sampled`` or ``off``."""
+    disk_bytes_per_day: str | int = 0
+    """What may be written in a day, for disks that wear; 0 for no limit."""
+    load_policy: str = "auto"
+    """When KV is loaded: ``auto``, where that is faster than computing it, or ``always``."""
+    namespace: str = ""
+    """KV on disk is shared only under the same name: for what kvtier can't know of, such as weights
+    that are in no file."""
+    record: str = ""
+    """File that requests are recorded to for ``kvtier replay``, as salted hashes, lengths and
+    times; "" for none."""
+    record_max_bytes: str | int = "1GiB"
+    """Space that the recording may take; older requests leave."""
+
+    def __post_init__(self) -> None:
+        for name, kind in CHOICES.items():
+            if getattr(self, name) not in list(kind):
+                raise self.wrong(
+                    f"{name} can't be {getattr(self, name)!r}; use one of {', '.join(kind)}"
+                )
+        if bool(self.disk_path) != bool(self.disk_bytes):
+            raise self.wrong(
+                f"disk_path: {self.disk_path!r} with disk_capacity: {self.disk_capacity!r}; give "
+                'both, a folder and how much of it to use, like "200GiB"'
+            )
+        if self.bytes_per_day < 0:
+            raise self.wrong(f"disk_bytes_per_day: {self.disk_bytes_per_day!r} is below 0")
+        if self.record_bytes < LEAST_BYTES:
+            raise self.wrong(f"record_max_bytes: {self.record_max_bytes!r} is below 1 MiB")
+
+    @classmethod
+    def wrong(cls, sentence: str) -> ConfigError:
+        """The error that says so."""
+        return ConfigError(f"{cls.option}: {sentence}")
+
+    def size(self, name: str) -> int:
+        """Bytes that the setting ``name`` stands for."""
+        given: str | int = getattr(self, name)
+        return parse_size(given, f"{self.option}: {name}") if given else 0
+
+    def disk_options(
+        self, subfolder: str = "", capacity_bytes: int = 0, rank: int = 0, num_ranks: int = 1
+    ) -> DiskOptions:
+        """The same, as the disk tier wants it. subfolder: below each path. capacity_bytes: a part
+        of all, for one slab of several."""
+        paths = [self.disk_path] if isinstance(self.disk_path, str) else self.disk_path
+        first, *more = (Path(each).expanduser() / subfolder for each in paths)
+        return DiskOptions(
+            first,
+            capacity_bytes or self.disk_bytes,
+            tuple(more),
+            durability=Durability(self.disk_durability),
+            verify=Verify(self.disk_verify),
+            rank=rank,
+            num_ranks=num_ranks,
+        )
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.size("disk_capacity")
+
+    @property
+    def bytes_per_day(self) -> int:
+        return self.size("disk_bytes_per_day")
+
+    @property
+    def record_bytes(self) -> int:
+        return self.size("record_max_bytes")
+
+    @property
+    def always_loads(self) -> bool:
+        return self.load_policy == LoadPolicy.ALWAYS
+
+    @classmethod
+    def read(cls, given: Mapping[str, object]) -> Self:
+        """Raises ``ConfigError`` for a key that nobody knows, or a value that can't be read."""
+        known = {each.name: str(each.type) for each in fields(cls)}
+        for key in given:
+            if key in cls.renamed:
+                raise cls.wrong(f"{key} is called {cls.renamed[key]}")
+            if key not in known and key not in cls.own:
+                near = get_close_matches(key, sorted({*known, *cls.own}), 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+                raise cls.wrong(f"no setting is called {key!r}; {hint}")
+
+        def hint_of(key: str) -> str:
+            return HINTS.get(key) or HINTS[known[key]]
+
+        ours = {key: value for key, value in given.items() if key in known}
+        for key, value in ours.items():
+            is_bool = isinstance(value, bool)
+            if not isinstance(value, KINDS[known[key]]) or is_bool != (known[key] == "bool"):
+                raise cls.wrong(f"{key} can't be {value!r}; {hint_of(key)}")
+            if isinstance(value, list) and not (value and all(map(_is_text, value))):
+                raise cls.wrong(f"{key} can't be {value!r}; {hint_of(key)}")
+        return cls(**ours)  # type: ignore[arg-type]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings(ConnectorSettings):
+    """Settings of connectors with shared stores and an eviction policy."""
+
+    storage: str | list[str] = field(default="", repr=False)  # a password may be in it
+    """Stores that other servers may share, fastest first: URLs such as "valkey://host"."""
+    storage_capacity: str | int = "1TiB"
+    """How much of what is in each store the engine knows of at a time."""
+    eviction_policy: str = RUNS
+    """Which KV leaves a full tier first: ``runs`` learns what is used again; ``lru``, what was used
+    longest ago; ``arc``, ``s3fifo``, ``lfuda`` and ``sieve`` are others' ways. SGLang with several
+    pools, and vLLM with KV groups whose blocks have different lengths, have ``lru``."""
+
+    def __post_init__(self) -> None:
+        ConnectorSettings.__post_init__(self)
+        if self.eviction_policy not in POLICIES:
+            known = ", ".join(POLICIES)
+            raise self.wrong(
+                f"eviction_policy can't be {self.eviction_policy!r}; use one of {known}"
+            )
+        try:
+            check_storage(self.stores)
+            storage_names(self.stores, bool(self.disk_path))
+        except ConfigError as error:
+            raise self.wrong(str(error)) from None
+        if self.stores and not self.store_bytes:
+            raise self.wrong(
+                f'storage_capacity: {self.storage_capacity!r} is no room at all; write "1TiB"'
+            )
+
+    @property
+    def stores(self) -> list[str]:
+        """URLs, fastest first."""
+        if isinstance(self.storage, str):
+            return [self.storage] if self.storage else []
+        return self.storage
+
+    @property
+    def store_bytes(self) -> int:
+        return self.size("storage_capacity")
+
+    @property
+    def has_storage(self) -> bool:
+        """Whether anything is kept outside of memory."""
+        return bool(self.disk_path or self.stores)
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings(StoreSettings):
+    """Settings of connectors that keep KV in host memory, too."""
+
+    host_capacity: str | int = "4GiB"
+    """Host DRAM for KV."""
+    lookup_deadline_s: float = 0.1
+    """How long a request waits to hear what a store has of it; 0 for not."""
+
+    def __post_init__(self) -> None:
+        StoreSettings.__post_init__(self)
+        if self.host_bytes < 1:
+            raise self.wrong(
+                f'host_capacity: {self.host_capacity!r} is no room at all; write "8GiB"'
+            )
+        if self.lookup_deadline_s < 0:
+            raise self.wrong(f"lookup_deadline_s: {self.lookup_deadline_s!r} is below 0")
+
+    @property
+    def host_bytes(self) -> int:
+        return self.size("host_capacity")

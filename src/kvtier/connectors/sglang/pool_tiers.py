@@ -1,0 +1,89 @@
+"""One of SGLang's device pools, and the tiers that keep its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvtier.connectors.common.names import BlockNames
+from kvtier.connectors.common.opening import open_disk, open_store
+from kvtier.connectors.common.pool_cache import PoolCache
+from kvtier.connectors.sglang.capacity import room, slot_bytes
+from kvtier.connectors.sglang.device_pools import DevicePool
+from kvtier.connectors.sglang.identity import folder_of, pool_facts
+from kvtier.connectors.sglang.rank_metrics import told_metrics
+from kvtier.connectors.sglang.ranks import RankConfig, replica_of
+from kvtier.connectors.sglang.settings import LinkerSettings
+from kvtier.devices import Device
+from kvtier.layout import opaque
+from kvtier.tiers import HostTier, StorageTier
+from kvtier.transfer import TransferEngine
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTiers:
+    """pool: SGLang's. cache: what is kept of it."""
+
+    pool: DevicePool
+    cache: PoolCache
+
+
+def link(
+    pools: Sequence[DevicePool],
+    settings: LinkerSettings,
+    config: RankConfig,
+    options: object,
+    names: BlockNames,
+    device: Device,
+    engine: TransferEngine,
+    policy: str,
+) -> Mapping[str, PoolTiers]:
+    """Host memory for each pool, a slab where the settings name a disk, and stores, by the pool's
+    name.
+
+    options: SGLang's ``ServerArgs``. engine: copies for ``device``. policy: says what leaves first.
+    Raises ``ConfigError`` for room that can't be had.
+    """
+    page_bytes = {pool.name: pool.page_bytes for pool in pools}
+    in_host = room("host_capacity", settings.host_bytes, config, options, page_bytes)
+    on_disk = {}
+    if settings.disk_path:
+        on_disk = room("disk_capacity", settings.disk_bytes, config, options, page_bytes)
+    in_stores = {}
+    if settings.stores:
+        in_stores = room("storage_capacity", settings.store_bytes, config, options, page_bytes)
+    linked = {}
+    for pool in pools:
+        group = opaque(slot_bytes(pool.page_bytes))
+        host = HostTier(group, in_host[pool.name], device)
+        storages: list[StorageTier] = []
+        if on_disk:
+            folder = f"{folder_of(config, pool.name, replica_of())}-linked"
+            slab = settings.disk_options(folder, on_disk[pool.name])
+            storages.append(open_disk(slab, group, host.ready_memory))
+        for location in settings.stores:
+            store = open_store(location, group, in_stores[pool.name], host.ready_memory)
+            storages.append(store)
+        cache = PoolCache(
+            pool.paged(group.bytes_per_block),
+            pool.ends,
+            host,
+            storages,
+            engine,
+            names.digest_of_part(_facts(config, pool)),
+            settings.bytes_per_day,
+            settings.lookup_deadline_s,
+            policy,
+            told_metrics(config, pool.name),
+        )
+        linked[pool.name] = PoolTiers(pool, cache)
+    return linked
+
+
+def _facts(config: RankConfig, pool: DevicePool) -> bytes:
+    """Return the facts of a pool.
+
+    KV that is equal on all ranks has one name on all of them, so a store keeps it once.
+    """
+    as_named = replace(config, is_mla_model=pool.has_latents)
+    return pool_facts(as_named, pool.name, pool.source, pool.shapes)

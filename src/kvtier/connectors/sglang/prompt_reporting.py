@@ -1,0 +1,135 @@
+"""Report each request once, with all pages of its prompt, to a policy that learns.
+
+SGLang looks a prompt up from where its own cache ends. The keys of what comes before are in its
+tree already, so they cost nothing but the way from there:
+
+    linker    its tree's look-ups, those as well that the device has all of (hooks in ``gate.py``)
+    storage   ``prefetch_from_storage``, which every request that joins the queue comes through
+              (``prefetches.py``)
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kvtier.connectors.common.settings import StoreSettings
+from kvtier.connectors.sglang.hooks import Hooks, missing
+from kvtier.connectors.sglang.identity import page_keys
+from kvtier.index.policies.replayed import LRU
+from kvtier.keyed.cache import KeyedCache
+
+logger = logging.getLogger(__name__)
+
+
+def policy_of(
+    settings: StoreSettings, options: object, pools: Collection[str], hooks: Hooks
+) -> str:
+    """Choose the eviction policy; the only place that does.
+
+    LRU if SGLang does not report requests, or if several pools would have to agree.
+
+    options: SGLang's ``ServerArgs``, or None. hooks: those that tell; none where this SGLang has no
+    place for them.
+    """
+    if settings.eviction_policy == LRU:
+        return LRU
+    if len(pools) > 1:
+        reason = f"of {len(pools)} pools some need no prefix"
+    elif getattr(options, "disaggregation_mode", None) == "decode":
+        reason = "a server that only decodes looks nothing up"
+    elif not hooks or missing(hooks):
+        reason = "this SGLang does not tell of whole prompts"
+    else:
+        return settings.eviction_policy
+    logger.info("kvtier: what was used longest ago leaves first: %s", reason)
+    return LRU
+
+
+def keys_up_to(tree: Any, node: Any, in_front: Sequence[str] | None = None) -> list[str]:
+    """Return the keys of all hashed pages from the root of SGLang's tree to the end of a node.
+
+    in_front: keys in front of the node, for callers that know them. They are SGLang's prefix keys,
+    which are none of its own.
+    """
+    if in_front is None:
+        in_front = tree.get_prefix_hash_values(node)
+    return [*in_front, *tree.tree_core.get_hash_values(node)]
+
+
+class PromptReporter:
+    """Reports a linker's requests, on the scheduler's thread. Nothing raises.
+
+    A request that was not reported is served all the same. cache: of the KV. page_size: tokens.
+    """
+
+    def __init__(self, cache: KeyedCache, page_size: int) -> None:
+        self._cache = cache
+        self._page_size = page_size
+        self._told: dict[int, weakref.ref[Any]] = {}  # requests, by their ``id``
+        self._now: tuple[Any, int, Callable[[], Sequence[str]]] | None = None
+        self._parent: Callable[[], str | None] | None = None
+
+    @contextmanager
+    def looking_up(
+        self, req: Any, num_cached: int, before: Callable[[], Sequence[str]]
+    ) -> Iterator[None]:
+        """In here SGLang looks up a request, perhaps not for the first time. num_cached: tokens of
+        it that the device has. before: the keys of their pages."""
+        is_new = self._cache.learns and not self._is_told(req)
+        self._now = (req, num_cached, before) if is_new else None
+        try:
+            yield
+        finally:
+            self.look_up(())  # where the device has all whole pages, nothing is asked for
+
+    def look_up(self, keys: Sequence[bytes]) -> None:
+        """It is asked for the pages behind these: tell of all."""
+        now, self._now = self._now, None
+        if now is not None:
+            with _quietly():
+                self._tell(*now, keys)
+
+    def _tell(
+        self, req: Any, num_cached: int, before: Callable[[], Sequence[str]], keys: Sequence[bytes]
+    ) -> None:
+        first = before() if num_cached else ()
+        if len(first) * self._page_size != num_cached:
+            return  # not all of its tree is hashed
+        at = id(req)
+        self._told[at] = weakref.ref(req, lambda _: self._told.pop(at, None))
+        self._cache.asked([*page_keys(first), *keys])
+
+    def _is_told(self, req: Any) -> bool:
+        known = self._told.get(id(req))
+        return known is not None and known() is req
+
+    def note_node(self, parent: Callable[[], str | None]) -> None:
+        """Note that the next store belongs to a node behind the page with the key ``parent``."""
+        self._parent = parent
+
+    def store(self, keys: Sequence[bytes], asked: Container[bytes]) -> None:
+        """A node's pages are about to be stored: those that are not among ``asked`` come behind
+        those in front of them, as an answer does."""
+        parent, self._parent = self._parent, None
+        if not self._cache.learns:
+            return
+        first = next((at for at, key in enumerate(keys) if key not in asked), len(keys))
+        with _quietly():
+            if first == len(keys):
+                return
+            if first:
+                self._cache.continues(keys[first:], keys[first - 1])
+            elif parent is not None and (key := parent()):
+                self._cache.continues(keys, *page_keys([key]))
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        logger.exception("kvtier: the eviction policy was not told of a request")

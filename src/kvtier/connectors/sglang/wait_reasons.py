@@ -1,0 +1,15 @@
+"""Reasons for which requests in SGLang's queue wait."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class RankWait(IntEnum):
+    """Reason of one rank. The greatest of all ranks counts."""
+
+    OVER = 0
+    READS = 1
+    """What storage has, on its way to host memory."""
+    ANSWERS = 2
+    """A store was asked what it has. When all ranks have heard, it is time for another look."""

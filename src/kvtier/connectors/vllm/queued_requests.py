@@ -1,0 +1,61 @@
+"""Requests in vLLM's queue, whose blocks are about to be used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_offload.base import OffloadKey, make_offload_key
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+MOST_BLOCKS = 2048
+"""Of a prompt, and of about one step: they take time on the scheduler's thread, a third of a
+microsecond each. Those that come in a burst are told of over the steps that follow, in the order of
+their coming, and of a longer prompt its beginning."""
+
+Tell = Callable[[Sequence[OffloadKey], bool], None]
+"""Told of a prompt's blocks whether their request begins to wait, or waits no more."""
+
+
+class QueuedRequests:
+    """Each request is told of once when it begins to wait, and once when it waits no more. One that
+    has its turn in the step after it came is not told of at all.
+
+    hashes_per_block: of vLLM's hashes. group: the KV group whose keys stand for those of all.
+    """
+
+    def __init__(self, hashes_per_block: int, group: int, tell: Tell) -> None:
+        self._hashes_per_block = hashes_per_block
+        self._group = group
+        self._tell = tell
+        self._new: dict[str, Request] = {}
+        self._told: dict[str, list[OffloadKey]] = {}
+
+    def came(self, request: Request) -> None:
+        """It joins the queue."""
+        self._new[request.request_id] = request
+
+    def goes(self, request_id: str) -> None:
+        """Its turn has come, or it has ended."""
+        self._new.pop(request_id, None)
+        keys = self._told.pop(request_id, None)
+        if keys is not None:
+            self._tell(keys, False)
+
+    def end_step(self) -> None:
+        """Those that came before this step, and had no turn in it, wait."""
+        num_left = MOST_BLOCKS
+        while self._new and num_left > 0:
+            request_id = next(iter(self._new))
+            keys = self._keys(self._new.pop(request_id))
+            num_left -= max(1, len(keys))
+            if keys:
+                self._told[request_id] = keys
+                self._tell(keys, True)
+
+    def _keys(self, request: Request) -> list[OffloadKey]:
+        every = self._hashes_per_block
+        hashes = request.block_hashes[every - 1 : every * MOST_BLOCKS : every]
+        return [make_offload_key(each, self._group) for each in hashes]

@@ -1,0 +1,130 @@
+"""A request on the scheduler's side, from its first look-up to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+
+from kvtier.connectors.vllm.key_scope import ALL, EVERYWHERE, KeyScope
+from kvtier.connectors.vllm.prompt import blocks_of
+from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.waiters import StorageWaiter
+from kvtier.ladder import PendingLookup
+
+
+@dataclass(frozen=True, slots=True)
+class WaitReason:
+    """Why a request waits.
+
+    first: tokens that it had when it was told to. until: when it has waited for long enough. signs:
+    it is time for another look when one of these is over. unknown: a block of which the ranks'
+    disks have not said whether they have it. num_ended_loads: how many loads of vLLM's had ended by
+    then, where it waits for one.
+    """
+
+    first: int
+    until: float
+    signs: Sequence[StorageWaiter | PendingLookup] = ()
+    unknown: OffloadKey | None = None
+    num_ended_loads: int | None = None
+
+
+@dataclass(slots=True)
+class RequestState:
+    """State of one request.
+
+    num_computed: tokens that it had at its last look-up. found: where its blocks are, all of those
+    behind these tokens; None before the first is asked for. asked: what stores were asked about
+    them. wait: why it waits, if it does.
+
+    places: of the blocks that its last look-up met, in that look-up's order. promoted: blocks that
+    were brought from storage for it. limit: no block that ends beyond this token is loaded.
+    straight: those on disk that are to be read straight to the device. read: those that were, until
+    they are loaded from memory.
+    waits_since: when it began to wait. is_impatient: it takes what is ready, and waits for nothing
+    more. scope: which of its blocks may be kept, and where. used: those that were loaded or stored
+    for it. is_explained: the log has what was decided for it. last_asked: the last block that the
+    policy was told of, None before it was of any.
+
+    declined_ahead, declined: how many were there and are computed all the same: that were not
+    brought to memory, and of those in memory, by the last word on it.
+    waited_s: what it has waited for blocks to come to memory, in all. loading: the tokens that are
+    being loaded for it, from one up to another, and since when.
+    """
+
+    context: ReqContext
+    num_computed: int = 0
+    found: dict[OffloadKey, BlockLocation] | None = None
+    asked: Sequence[PendingLookup] = ()
+    wait: WaitReason | None = None
+    places: dict[OffloadKey, BlockLocation] = field(default_factory=dict)
+    promoted: set[OffloadKey] = field(default_factory=set)
+    straight: set[OffloadKey] = field(default_factory=set)
+    read: set[OffloadKey] = field(default_factory=set)
+    limit: int | None = None
+    waits_since: float | None = None
+    is_impatient: bool = False
+    scope: KeyScope = EVERYWHERE
+    is_explained: bool = False
+    used: dict[OffloadKey, None] = field(default_factory=dict)
+    declined_ahead: int = 0
+    declined: int = 0
+    waited_s: float = 0.0
+    loading: tuple[int, int, float] | None = None
+    last_asked: bytes | None = None
+
+    def begin_look_up(self, num_computed: int) -> None:
+        """The request is about to ask for its blocks, those after so many tokens."""
+        self.places.clear()
+        self.found, self.num_computed = None, num_computed
+
+    def ends(self) -> dict[OffloadKey, int]:
+        """Return the token at which each block of the last look-up ends."""
+        return {key: self.context.get_offload_key_position(key) or 0 for key in self.places}
+
+    def to_bring(self) -> list[OffloadKey]:
+        """Return the blocks of the last look-up that have to come from storage to memory."""
+        there = (key for key, place in self.places.items() if place is BlockLocation.STORAGE)
+        return [key for key in there if key not in self.straight]
+
+    def begin_load(self, keys: Collection[OffloadKey]) -> dict[OffloadKey, int]:
+        """Blocks that its last look-up found are about to be loaded: those of them that are read
+        straight, with their places among all."""
+        read = {
+            key: at
+            for at, key in enumerate(keys)
+            if key in self.straight and self.places.get(key) is BlockLocation.STORAGE
+        }
+        self.straight.clear()
+        self.read.difference_update(keys)
+        self.read.update(read)
+        return read
+
+    def is_kept(self, key: OffloadKey) -> bool:
+        """Whether a block may be kept at all."""
+        return self.scope.kept == ALL or self._end(key) <= self.scope.kept
+
+    def is_shared(self, key: OffloadKey) -> bool:
+        """Whether a block may go to storage, and come from there."""
+        return self.scope.shared == ALL or self._end(key) <= self.scope.shared
+
+    def _end(self, key: OffloadKey) -> int:
+        """In tokens; of a block whose place vLLM does not tell, none is far enough."""
+        end: int | None = self.context.get_offload_key_position(key)
+        return ALL if end is None else end
+
+    def in_prompt_order(self) -> list[OffloadKey]:
+        """All blocks of the request, those as well that the device had itself."""
+        blocks = blocks_of(self.context)
+        return blocks if self.used.keys() <= set(blocks) else list(self.used)
+
+
+class Advice(Enum):
+    """To a request whose look-up ended without an answer."""
+
+    WAIT = "wait"
+    LOOK_AGAIN = "look again"
+    COMPUTE = "compute"

@@ -1,0 +1,202 @@
+"""``"type": "kvtier"`` among vLLM's ``secondary_tiers``: a slab on disk below vLLM's own host tier.
+
+Bounded, verified, and found again after a restart.
+
+    {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 17179869184,
+     "secondary_tiers": [
+       {"type": "kvtier", "disk_path": "/nvme/kvtier", "disk_capacity": "200GiB"}]}
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from typing import ClassVar
+
+import numpy as np
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadKey,
+    ReqContext,
+    RequestOffloadingContext,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvtier.connectors.common.block_slab import BlockSlab
+from kvtier.connectors.common.opening import open_disk
+from kvtier.connectors.vllm.counts import LOADED, METRICS, SHARED, UNCLAIMED, Counts
+from kvtier.connectors.vllm.names import VllmNames, vllm_source
+from kvtier.connectors.vllm.prompt import blocks_of, depth
+from kvtier.connectors.vllm.standalone.settings import TierSettings
+from kvtier.connectors.vllm.stats import definitions, take_stats
+from kvtier.devices.base import Memory
+from kvtier.keyed.cache import BlockLocation
+from kvtier.layout import opaque
+from kvtier.telemetry import Metrics
+from kvtier.tiers import LentMemory
+from kvtier.types import DISK, HOST, Slot
+
+logger = logging.getLogger(__name__)
+
+FOUND = {
+    BlockLocation.NOWHERE: LookupResult.MISS,
+    BlockLocation.ARRIVING: LookupResult.RETRY,
+    BlockLocation.STORAGE: LookupResult.HIT,
+}
+QUEUED_SHARE = 2
+"""At most one block in this many of the host tier waits for the disk: it can't leave meanwhile."""
+
+
+class KvtierTier(SecondaryTierManager):
+    """kvtier's disk tier, in the scheduler's process.
+
+    Whatever the disk does after the start is a miss or a store that did not happen. At the start,
+    settings that can't be used raise ``ConfigError``; a disk that can't be read is left alone, and
+    vLLM serves without it.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        **config: object,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        settings = TierSettings.read(config)
+        self.locality = settings.locality and Locality(settings.locality)
+        # An address, no array: vLLM can't release its view while there are arrays over it.
+        array = np.asarray(primary_kv_view)
+        rows, num_rows = Memory(array.ctypes.data, array.nbytes, "host", None), len(array)
+        del array
+        self._block_sizes = [
+            each * offloading_spec.blocks_per_chunk for each in offloading_spec.tokens_per_block
+        ]
+        parallel = offloading_spec.config.parallel
+        subfolder = f"dp{parallel.data_parallel_index}" if parallel.data_parallel_size > 1 else ""
+        self._names = VllmNames(
+            offloading_spec.config,
+            self.block_size_bytes,
+            f"vllm {'.'.join(vllm.__version__.split('.')[:2])}",
+            settings.namespace,
+        )
+        self._names.settle([vllm_source(offloading_spec.config.model.name)])
+        # vLLM takes events only where it publishes them.
+        publishes = offloading_spec.kv_events_config.enable_kv_cache_events
+        if settings.enable_kv_events and not publishes:
+            logger.warning("kvtier: enable_kv_events has no effect, vLLM publishes no KV events")
+        publishes = publishes and settings.enable_kv_events
+        self._disk = open_disk(
+            settings.disk_options(subfolder), opaque(self.block_size_bytes), rows
+        )
+        self._counts, self._metrics = Counts(), Metrics(is_exposed=False)
+        self._metrics.keep_observations(SHARED)
+        self.slab = BlockSlab(
+            self._disk,
+            LentMemory.of_rows(HOST, rows, self.block_size_bytes),
+            self._names.digest,
+            most_queued=num_rows // QUEUED_SHARE,
+            bytes_per_day=settings.bytes_per_day,
+            tells_changes=publishes,
+            metrics=self._metrics,
+        )
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        self.slab.digest = self._names.digest
+
+        def following() -> list[OffloadKey]:
+            keys = blocks_of(req_context)
+            return keys[keys.index(key) + 1 :] if key in keys else []
+
+        return FOUND[self.slab.find(key, following)]
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self.slab.digest = self._names.digest
+        context = job_metadata.req_context
+        keys = list(job_metadata.keys)
+        depths = [self._depth(key, context) for key in keys]
+        self.slab.store(job_metadata.job_id, keys, depths, _rows_of(job_metadata))
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        keys = list(job_metadata.keys)
+        self.slab.account.planned(len(keys), 0)  # vLLM decides, and loads whatever there is
+        self.slab.load(job_metadata.job_id, keys, _rows_of(job_metadata))
+
+    def _depth(self, key: OffloadKey, context: ReqContext) -> int:
+        block_size = self._block_sizes[get_offload_group_idx(key)]
+        return depth(context.get_offload_key_position(key) or 0, block_size)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        finished = self.slab.take_finished()
+        for job in finished:
+            self._counts.add(LOADED, len(job.keys) if job.is_load else 0, DISK)
+        return [
+            JobResult(
+                job.job_id,
+                job.is_whole,
+                tuple(job.keys) if job.is_load and not job.is_whole else None,
+                job.seconds,
+                len(job.keys) * self.block_size_bytes,
+            )
+            for job in finished
+        ]
+
+    def has_pending_work(self) -> bool:
+        return self.slab.num_jobs > 0
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.slab.touch(keys)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """All of the prompt was used, also what vLLM had in its own memory: its start leaves
+        last."""
+        self.slab.touch(blocks_of(req_context))
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return [
+            OffloadingEvent(change.keys, self.medium, change.is_removed, self.locality)
+            for change in self.slab.take_changes()
+        ]
+
+    def drain_jobs(self) -> None:
+        self.slab.drain()
+
+    def shutdown(self) -> None:
+        self._names.close()
+        self.slab.close()
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: dict[str, object]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        return definitions((*METRICS, UNCLAIMED))
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Return statistics of the disk. vLLM reports those of its own host tier."""
+        used, room = {DISK: self.slab.num_blocks}, {DISK: self._disk.num_blocks}
+        stats = take_stats(self._counts, self._metrics, used, room)
+        if stats is not None:
+            stats.set_gauge(UNCLAIMED.name, self._disk.num_unfound, (DISK,))
+        return stats
+
+
+def _rows_of(job: TransferJob) -> list[Slot]:
+    """Rows of the host tier that a job's blocks are in, or are to come to."""
+    return [Slot(row) for row in np.asarray(job.chunk_ids).tolist()]

@@ -1,0 +1,1 @@
+"""The cache of engines that bring their own keys."""

@@ -1,0 +1,424 @@
+"""The cache for engines that bring keys of their own, and keep their device's blocks themselves.
+
+    find --> promote (while the request waits) --> hold --> the engine copies --> release
+    reserve --> the engine copies --> commit --> storage, when it has time
+
+The engine asks for blocks by keys that name whole prefixes, so there is no path to walk. Everything
+else is the ladder's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from kvtier.hints import Hint, waits
+from kvtier.index import KeyIndex, State
+from kvtier.keyed.direct import DirectReads
+from kvtier.keyed.engine_copies import EngineCopies
+from kvtier.keyed.storage_lookup import KeyedLookup
+from kvtier.keyed.waiters import StorageWaiter
+from kvtier.ladder import Ladder, PendingLookup
+from kvtier.types import BlockId, Slot
+
+ABSENT, WRITING, READY = State.ABSENT, State.WRITING, State.READY
+
+
+class BlockLocation(Enum):
+    """Location of a block."""
+
+    NOWHERE = "nowhere"
+    ARRIVING = "arriving"
+    """On its way into memory."""
+    MEMORY = "memory"
+    STORAGE = "storage"
+    UNKNOWN = "unknown"
+    """Storage has not yet said all that it has, or was asked for it, and has said nothing of this
+    block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Blocks that came to a tier, or left it."""
+
+    keys: list[bytes]
+    tier: str
+    is_removed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Room in memory for new blocks: their keys, their slots, and the keys that left for them."""
+
+    keys: list[bytes]
+    slots: Sequence[Slot]
+    evicted: list[bytes]
+
+
+PLACES = (
+    BlockLocation.NOWHERE,
+    BlockLocation.ARRIVING,
+    BlockLocation.MEMORY,
+    BlockLocation.STORAGE,
+)
+IN_MEMORY = np.zeros(len(State) + 1, np.uint8)
+"""By the state of a block in memory, or 0 for one that is not known: which of ``PLACES``."""
+IN_MEMORY[[WRITING, State.EVICTING, READY]] = 1, 1, 2
+
+
+class KeyedCache:
+    """Owned by one thread. keys: bytes, the engine's. The fastest tier of ``ladder`` is the memory
+    that the engine copies from and to.
+
+    namespace: digest of all else that decides on the bytes of a block, b"" while nobody knows it:
+    then nothing is written to storage, and nothing looked for there. clock: the ladder's.
+    knows_storage: whether storage has said all that it has; some of it may be found before.
+    """
+
+    def __init__(
+        self,
+        index: KeyIndex,
+        ladder: Ladder,
+        namespace: Callable[[], bytes],
+        clock: Callable[[], float],
+        knows_storage: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.ladder = ladder
+        self.memory = ladder.fastest
+        self._index = index
+        self._lost = ladder.lost
+        self._namespace = namespace
+        self._clock = clock
+        self._tiers = self._index.tiers  # memory, then storage
+        num_slots = ladder.num_slots()[self.memory]
+        index.expect(num_slots)
+        self._came_from = np.zeros(num_slots, np.int8)  # by slot: which of the tiers
+        self._copies = EngineCopies(index, ladder)
+        self._recall = KeyedLookup(index, ladder, namespace, knows_storage)
+        self.straight = DirectReads(index, ladder, self._storage_of)
+        self._changes: list[Change] = []
+        ladder.listen(self._note)
+
+    # -- what is where -----------------------------------------------------------------------------
+
+    def find(
+        self, key: bytes, following: Callable[[], Sequence[bytes]] | None = None
+    ) -> BlockLocation:
+        """Return the location of a block, and adopt what storage has kept since an earlier run.
+
+        following: what will be asked for next, if this one was kept; it is found along with it,
+        which is cheaper than one by one.
+        """
+        found = self._index.find(key)
+        if found is not None:
+            return self._place(*found)
+        if not self._recall.may_find:
+            return BlockLocation.NOWHERE
+        if not self.recall([key]):
+            return BlockLocation.NOWHERE if self._recall.is_complete else BlockLocation.UNKNOWN
+        if following is not None:
+            rest = following()
+            self.recall(rest)
+            self.touch([key, *rest])
+        return BlockLocation.STORAGE
+
+    def find_all(self, keys: Sequence[bytes]) -> list[BlockLocation]:
+        """``find`` of each. keys: of one prompt, in its order; what storage has kept is looked for
+        until nothing more of it turns up."""
+        places, unknown = self._places(keys)
+        if unknown and self._recall.may_find:
+            kept = self._recall.take_in_along(unknown)
+            if kept:
+                self.touch(kept)
+                places, unknown = self._places(keys)
+            if not self._recall.is_complete:
+                nobody_knows = set(unknown)
+                for at, key in enumerate(keys):
+                    if key in nobody_knows:
+                        places[at] = BlockLocation.UNKNOWN
+        return places
+
+    def find_or_ask(
+        self, keys: Sequence[bytes], has_gaps: bool = False
+    ) -> tuple[list[BlockLocation], list[PendingLookup]]:
+        """``find_all``; and storage that takes its time is asked for what is known nowhere. Where
+        that is worth waiting for it is ``UNKNOWN``, until one of the questions is over.
+
+        has_gaps: where a block is missing those behind it may be of use.
+        """
+        places = self.find_all(keys)
+        if not self._recall.has_to_ask:
+            return places, []
+        lacking = (BlockLocation.NOWHERE, BlockLocation.UNKNOWN)
+        wanted = [key for key, place in zip(keys, places, strict=True) if place in lacking]
+        asked = self._recall.ask_along(wanted, has_gaps) if wanted else []
+        if asked:
+            places = [BlockLocation.UNKNOWN if place in lacking else place for place in places]
+        return places, asked
+
+    def find_in_memory(self, keys: Sequence[bytes]) -> list[BlockLocation]:
+        """Return the locations in memory. Storage is not asked; its blocks are ``NOWHERE``."""
+        places, _ = self._places(keys)
+        return [
+            BlockLocation.NOWHERE if place is BlockLocation.STORAGE else place for place in places
+        ]
+
+    def _places(self, keys: Sequence[bytes]) -> tuple[list[BlockLocation], list[bytes]]:
+        """Return the locations of blocks, and the blocks that the index does not know."""
+        blocks, states = self._index.find_all(keys)
+        by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
+        codes = IN_MEMORY[by_tier[:, 0]]
+        codes[(codes == 0) & (by_tier[:, 1:] == READY).any(axis=1)] = 3
+        places = [PLACES[code] for code in codes.tolist()]
+        if self._lost or self._copies.doubted:
+            doubtful = {*self._copies.doubted, *(block for block, _ in self._lost)}
+            for at, block in enumerate(blocks):
+                if block in doubtful:
+                    places[at] = self._place(block, tuple(map(State, by_tier[at].tolist())))
+        return places, [keys[at] for at, block in enumerate(blocks) if block is None]
+
+    def _place(self, block: BlockId, states: Sequence[State]) -> BlockLocation:
+        if states[0] is not ABSENT and not self._is_doubted(block):
+            return BlockLocation.MEMORY if states[0] is READY else BlockLocation.ARRIVING
+        return (
+            BlockLocation.NOWHERE
+            if self._storage_of(block, states) is None
+            else BlockLocation.STORAGE
+        )
+
+    def recall(self, keys: Collection[bytes]) -> int:
+        """Take in which blocks, of those that are known nowhere, storage has kept since an earlier
+        life. Returns how many."""
+        return self._recall.take_in(keys)
+
+    def _is_doubted(self, block: BlockId) -> bool:
+        """Whether what memory has of the block, or is about to, is not to be used."""
+        if not self._lost and not self._copies.doubted:
+            return False
+        return block in self._copies.doubted or (block, self.memory) in self._lost
+
+    def _storage_of(self, block: BlockId, states: Sequence[State]) -> str | None:
+        for tier, state in zip(self._tiers[1:], states[1:], strict=True):
+            if state is READY and (block, tier) not in self._lost:
+                return tier
+        return None
+
+    def sources(self, keys: Sequence[bytes]) -> list[str]:
+        """The tier that each would come from now: memory, too, where it is on its way there, or
+        nowhere."""
+        _, states = self._index.find_all(keys)
+        by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
+        is_there = by_tier == READY
+        is_there[:, 0] |= by_tier[:, 0] > ABSENT
+        return [self._tiers[tier] for tier in is_there.argmax(axis=1).tolist()]
+
+    def origins(self, keys: Sequence[bytes]) -> list[str]:
+        """The tiers that blocks in memory came from: storage, until they were used once."""
+        slots = self._index.slots(self._known(keys), self.memory)
+        return [self._tiers[tier] for tier in self._came_from[slots].tolist()]
+
+    @property
+    def learns(self) -> bool:
+        """Whether a policy wants to hear of requests."""
+        return bool(self._index.learning)
+
+    def asked(self, keys: Iterable[bytes]) -> None:
+        """A request begins: to be told once of each, with all blocks of its prompt, in its order,
+        before anything is reserved for it."""
+        self._index.asked(keys, self._clock())
+
+    def continues(self, keys: Iterable[bytes], before: bytes) -> None:
+        """Blocks of its answer come behind ``before``; see ``KeyIndex.continues``."""
+        self._index.continues(keys, before)
+
+    def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
+        """Somebody knows something of a prompt, of all blocks from its first one on; it counts from
+        now on. block_size: tokens in each."""
+        now = self._clock()
+        for said in hint.said(block_size, now):
+            self._index.retain(keys, said, now)
+
+    def wait(self, keys: Collection[bytes], is_waiting: bool) -> None:
+        """The request of this prompt begins to wait for its turn, or waits no more, in pairs."""
+        now = self._clock()
+        self._index.retain(keys, waits(is_waiting, now), now)
+
+    def touch(self, keys: Collection[bytes]) -> None:
+        """They were used just now, in prompt order: the first ones leave last."""
+        blocks, _ = self._index.find_all(list(keys))
+        self._use([block for block in blocks if block is not None])
+
+    def _use(self, blocks: Sequence[BlockId]) -> None:
+        self._index.touch(blocks, self._clock())
+
+    def _known(self, keys: Sequence[bytes]) -> list[BlockId]:
+        blocks, _ = self._index.find_all(keys)
+        known = [block for block in blocks if block is not None]
+        assert len(known) == len(keys), "a block that is nowhere"
+        return known
+
+    # -- between the engine's device and memory ----------------------------------------------------
+
+    def reserve(self, keys: Collection[bytes]) -> Reserved | None:
+        """Room in memory for those of ``keys`` that are not there, and are worth it; None where
+        there is too little.
+
+        They count as used now, and the first ones leave last.
+        """
+        new: Sequence[bytes]
+        new, ready = self._missing(keys)
+        num_changes = len(self._changes)
+        passing: Collection[bytes] = ()
+
+        def admit() -> int:
+            nonlocal new, passing
+            new, passing = self.ladder.admission.admit_keys(self._index, new, self.memory)
+            return len(new)
+
+        slots = self.ladder.reserve(len(new), ready, admit)
+        if slots is None:
+            return None
+        blocks = self._index.make(new)
+        self._copies.reserve(blocks, slots)
+        named = zip(new, blocks, strict=True)
+        self.ladder.passage.note(blocks, [block for key, block in named if key in passing])
+        self._use(blocks)
+        self._came_from[slots] = 0
+        self.ladder.returns.came(new, blocks)
+        left = [key for each in self._changes[num_changes:] for key in each.keys]
+        return Reserved(new, slots, left)
+
+    def _missing(self, keys: Iterable[bytes]) -> tuple[list[bytes], list[BlockId]]:
+        """Those of ``keys`` that memory has not, and the blocks that it has ready."""
+        asked = list(dict.fromkeys(keys))
+        blocks, states = self._index.find_all(asked)
+        in_memory = states[:: len(self._tiers)]
+        new = [key for key, state in zip(asked, in_memory, strict=True) if state <= ABSENT]
+        there = zip(blocks, in_memory, strict=True)
+        return new, [block for block, state in there if state == READY and block is not None]
+
+    def commit(self, keys: Sequence[bytes], depths: Sequence[int], to_storage: bool = True) -> None:
+        """The engine has copied blocks into their slots; they go on to storage when it has time.
+
+        keys: in prompt order. depths: place of each in its prompt. A block that was doubted
+        meanwhile is not there; one that was cleared is passed over.
+        """
+        blocks, _ = self._index.find_all(keys)
+        kept = self._copies.commit(blocks, depths, self._clock())
+        self._note(self.memory, kept, is_removed=False)
+        if to_storage:
+            self._archive(kept)
+
+    def _archive(self, blocks: Sequence[BlockId]) -> None:
+        """They go on to storage, as soon as it is known what they are called there."""
+        self.ladder.archives = bool(self._namespace())
+        self.ladder.archive(blocks)
+
+    def abort(self, keys: Iterable[bytes]) -> None:
+        """Blocks were not copied into their slots."""
+        blocks, _ = self._index.find_all(list(keys))
+        self._copies.abort(blocks)
+
+    def hold(self, keys: Sequence[bytes]) -> Sequence[Slot]:
+        """Slots of blocks in memory, to be copied from. They stay until ``release``."""
+        return self._copies.hold(self._known(keys))
+
+    def release(self, keys: Collection[bytes]) -> None:
+        """The copies from them have ended. Blocks that were cleared meanwhile are passed over."""
+        blocks, _ = self._index.find_all(list(keys))
+        self._came_from[self._copies.release(blocks)] = 0
+        self.ladder.drop_lost()
+
+    def distrust(self, slots: Collection[Slot]) -> None:
+        """A copy of the engine's from or to these slots went wrong: their blocks are not there."""
+        self._copies.distrust(slots)
+
+    # -- between memory and storage ----------------------------------------------------------------
+
+    def promote(self, keys: Sequence[bytes], beside: Sequence[bytes] = ()) -> int:
+        """Bring blocks from storage into memory; fewer of the first ones where there is no room for
+        all. Returns how many.
+
+        beside: blocks of the same prompt that are in memory; they don't leave for these.
+        """
+        kept = self._ready(beside)
+        self._index.lease(kept, self.memory)
+        num = self._promote(keys)
+        self._index.release(kept, self.memory)
+        return num
+
+    def _ready(self, keys: Sequence[bytes]) -> list[BlockId]:
+        """Those that memory has."""
+        return [block for block, states in self._found(keys) if states[0] is READY]
+
+    def _promote(self, keys: Sequence[bytes]) -> int:
+        num = min(len(keys), self.ladder.num_available(self.memory))
+        wanted: dict[str, list[BlockId]] = {}
+        for block, states in self._found(keys[:num]):
+            if states[0] is ABSENT:
+                storage = self._storage_of(block, states)
+                if storage is not None:
+                    wanted.setdefault(storage, []).append(block)
+        for storage, blocks in wanted.items():
+            self.ladder.returns.came(self._index.keys(blocks), blocks)
+            for _, begun in self.ladder.promote(blocks, storage):
+                slots = self._index.slots(begun, self.memory)
+                self._came_from[slots] = self._tiers.index(storage)
+        return num
+
+    def _found(self, keys: Sequence[bytes]) -> Iterator[tuple[BlockId, tuple[State, ...]]]:
+        """The blocks of those that are known, and where they stand."""
+        blocks, states = self._index.find_all(keys)
+        num = len(self._tiers)
+        for at, block in enumerate(blocks):
+            if block is not None:
+                yield block, tuple(map(State, states[at * num : (at + 1) * num]))
+
+    def watch(self, keys: Sequence[bytes]) -> StorageWaiter:
+        """Return a waiter for blocks on their way into memory; it is over when another look is due.
+
+        keys: in prompt order.
+        """
+        watch = StorageWaiter()
+        blocks, states = self._index.find_all(keys)
+        in_memory = zip(blocks, states[:: len(self._tiers)], strict=True)
+        coming = [block for block, state in in_memory if state == WRITING and block is not None]
+        moving = self._copies.watch(watch, coming)
+        self.ladder.wait_for(watch, self._index.slots(moving, self.memory))
+        return watch
+
+    def poll(self) -> None:
+        """Notice what has ended."""
+        self.ladder.archives = bool(self._namespace())
+        self.ladder.poll()
+
+    def clear(self) -> None:
+        """Forget everything, in storage as well, held or reserved blocks, too: whoever empties a
+        cache waits for its own copies, and never tells of their end. What is on its way between
+        tiers arrives nowhere."""
+        self._copies.clear()
+        self.ladder.clear()
+
+    def end_copies(self) -> None:
+        """End the engine's own copies, and keep all blocks. Blocks that were being stored are given
+        up. The engine waits for its copies, and never tells of their end."""
+        self._copies.clear()
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where slots, blocks and the engine's copies don't add up."""
+        self.ladder.check_invariants(0)
+        self._copies.check_invariants()
+
+    # -- what others should know -------------------------------------------------------------------
+
+    def take_changes(self) -> list[Change]:
+        """Return the blocks that entered and left since the last call."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def _note(self, tier: str, blocks: Sequence[BlockId], is_removed: bool) -> None:
+        if blocks:
+            self._changes.append(Change(self._index.keys(blocks), tier, is_removed))

@@ -1,0 +1,50 @@
+"""Blocks that an engine has read from storage to its own memory, past that of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvtier.index import KeyIndex, State
+from kvtier.ladder import Ladder
+from kvtier.types import BlockId, Direct, Slot
+
+StorageOf = Callable[[BlockId, Sequence[State]], str | None]
+"""The storage that a block would be read from, by where it stands."""
+
+
+class DirectReads:
+    """By the engine's keys; whether, and how, is the ladder's business."""
+
+    def __init__(self, index: KeyIndex, ladder: Ladder, storage_of: StorageOf) -> None:
+        self._index = index
+        self._ladder = ladder
+        self._storage_of = storage_of
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether blocks from any storage can do without room in memory."""
+        return self._ladder.straight.is_for_all
+
+    def how(self, key: bytes) -> Direct:
+        """Return how a block in storage may reach the engine: directly always, directly if
+        memory is short, or through memory only."""
+        storage = self._source(key)
+        return Direct.OFF if storage is None else self._ladder.straight.how(storage)
+
+    def _source(self, key: bytes) -> str | None:
+        found = self._index.find(key)
+        return None if found is None else self._storage_of(*found)
+
+    def read(self, keys: Sequence[bytes], places: Sequence[int]) -> list[str]:
+        """Begin to read blocks that are in storage. Their pages are the engine's, and nobody else's
+        until the reads have ended; whether all has arrived it hears from those who read.
+
+        places: of each, where it goes to. Returns the storage that each comes from.
+        """
+        sources = [self._source(key) for key in keys]
+        for storage in dict.fromkeys(sources):
+            assert storage is not None, "a block that storage has not"
+            at = [position for position, source in enumerate(sources) if source == storage]
+            blocks = [found[0] for i in at if (found := self._index.find(keys[i])) is not None]
+            self._ladder.straight.read(blocks, storage, [Slot(places[i]) for i in at])
+        return [storage for storage in sources if storage is not None]

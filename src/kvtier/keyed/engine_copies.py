@@ -1,0 +1,138 @@
+"""The copies that an engine makes itself, between its device and memory: no transfer tells of them.
+
+reserve --> the engine copies to memory --> commit, or abort
+hold --> the engine copies from memory --> release
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+from kvtier.index import KeyIndex, State
+from kvtier.keyed.waiters import StorageWaiter, StorageWaiters
+from kvtier.ladder import Ladder
+from kvtier.types import BlockId, Slot
+
+
+class EngineCopies:
+    """Copies that an engine makes between the device and the ladder's fastest tier. One thread
+    calls.
+
+    A block that is reserved is being written there, once; one that is held is ready there, and
+    leased once for each who holds it. An engine that lost count, for the cache was emptied
+    meanwhile, may end copies that are none: they are passed over.
+    """
+
+    def __init__(self, index: KeyIndex, ladder: Ladder) -> None:
+        self._index = index
+        self._ladder = ladder
+        self._memory = ladder.fastest
+        self._by_slot: dict[Slot, BlockId] = {}  # both kinds
+        self._reserved: set[BlockId] = set()
+        self._held: Counter[BlockId] = Counter()
+        self._doubted: set[BlockId] = set()
+        self._watches = StorageWaiters()
+
+    @property
+    def doubted(self) -> Collection[BlockId]:
+        """Reserved blocks whose copy went wrong: nobody has told of its end yet."""
+        return self._doubted
+
+    # -- to memory ---------------------------------------------------------------------------------
+
+    def reserve(self, blocks: Sequence[BlockId], slots: Sequence[Slot]) -> None:
+        """The engine is about to copy blocks that memory has not into slots that are theirs."""
+        self._index.begin_write_all(blocks, self._memory, slots)
+        self._by_slot.update(zip(slots, blocks, strict=True))
+        self._reserved.update(blocks)
+
+    def commit(
+        self, blocks: Sequence[BlockId | None], depths: Sequence[int], now: float
+    ) -> list[BlockId]:
+        """Copies to blocks, in prompt order, have ended. Returns those that are in memory now; the
+        doubted ones are not. depths: place of each in its prompt."""
+        depth_of = {
+            block: depth
+            for block, depth in zip(blocks, depths, strict=True)
+            if block is not None and block in self._reserved
+        }
+        kept = [block for block in depth_of if block not in self._doubted]
+        self._index.set_depths(kept, [depth_of[block] for block in kept])
+        self._index.commit_all(kept[::-1], self._memory, now)
+        self._end(kept)
+        self.abort([block for block in depth_of if block in self._doubted])
+        return kept
+
+    def abort(self, blocks: Iterable[BlockId | None]) -> None:
+        """Blocks were not copied into their slots, and give them back."""
+        mine = [block for block in blocks if block is not None and block in self._reserved]
+        self._end(mine)
+        self._doubted.difference_update(mine)
+        self._ladder.give_back(self._index.abort_all(mine, self._memory))
+
+    def _end(self, blocks: Sequence[BlockId]) -> None:
+        """The engine copies nothing to these any more: whoever watched them is told."""
+        for slot in self._index.slots(blocks, self._memory):
+            del self._by_slot[slot]
+        self._reserved.difference_update(blocks)
+        self._watches.ended(blocks)
+
+    def watch(self, watch: StorageWaiter, coming: Sequence[BlockId]) -> list[BlockId]:
+        """``watch`` is not over before the last of ``coming`` that is reserved has its copy behind
+        it. coming: in prompt order, on their way to memory. Returns those that are not reserved."""
+        moving = [block for block in coming if block not in self._reserved]
+        if len(moving) < len(coming):
+            self._watches.add(watch, next(b for b in reversed(coming) if b in self._reserved))
+        return moving
+
+    # -- from memory -------------------------------------------------------------------------------
+
+    def hold(self, blocks: Sequence[BlockId]) -> Sequence[Slot]:
+        """Slots of blocks in memory, to be copied from. They stay until ``release``."""
+        self._index.lease(blocks, self._memory)
+        self._held.update(blocks)
+        slots = self._index.slots(blocks, self._memory)
+        self._by_slot.update(zip(slots, blocks, strict=True))
+        return slots
+
+    def release(self, blocks: Iterable[BlockId | None]) -> Sequence[Slot]:
+        """Copies from blocks have ended. Returns the slots of those that were held."""
+        mine = [block for block in blocks if block is not None and self._held[block]]
+        slots = self._index.slots(mine, self._memory)
+        self._index.release(mine, self._memory)
+        self._held.subtract(mine)
+        for block, slot in zip(mine, slots, strict=True):
+            if not self._held[block]:
+                del self._held[block]
+                self._by_slot.pop(slot, None)
+        self._ladder.passage.passed(mine)
+        return slots
+
+    # -- of both kinds -----------------------------------------------------------------------------
+
+    def distrust(self, slots: Iterable[Slot]) -> None:
+        """A copy from or to these slots went wrong: what is in them is not to be used."""
+        for slot in slots:
+            block = self._by_slot.get(slot)
+            if block in self._reserved:
+                self._doubted.add(block)
+            elif block is not None:
+                self._ladder.lose(block, self._memory)
+
+    def clear(self) -> None:
+        """None of them goes on, and nobody will tell of their end."""
+        self.release(list(self._held.elements()))
+        self.abort(list(self._reserved))
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where copies, slots and the index don't agree."""
+        assert self._doubted <= self._reserved, "a copy that has ended is doubted"
+        assert self._reserved.isdisjoint(self._held), "copied to and from at a time"
+        assert all(num > 0 for num in self._held.values()), "released more often than held"
+        for kind, state in (list(self._reserved), State.WRITING), (list(self._held), State.READY):
+            states = self._index.states_of(kind, self._memory)
+            assert set(states) <= {state}, f"{state} was promised, and it is {set(states)}"
+        both = [*self._reserved, *self._held]
+        slots = zip(self._index.slots(both, self._memory), both, strict=True)
+        assert self._by_slot == dict(slots), "a slot is copied from or to that is another block's"

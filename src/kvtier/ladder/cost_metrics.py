@@ -1,0 +1,74 @@
+"""Planned blocks, their expected cost, and the outcome, as metrics."""
+
+from __future__ import annotations
+
+from kvtier.plan import CostModel, Route
+from kvtier.telemetry import Metrics
+
+
+class CostMetrics:
+    """Told by whoever plans, copies and computes; owned by their thread. A call costs one to five
+    microseconds, whatever it is about, and there is one for each plan, copy and piece of prefill.
+    """
+
+    def __init__(self, metrics: Metrics, costs: CostModel) -> None:
+        self._metrics = metrics
+        self._costs = costs
+        self._unpaid_s = 0.0
+
+    def planned(self, num_loaded: int, num_recomputed: int) -> None:
+        """Count a request's blocks below the device: to be loaded, and to be recomputed."""
+        if num_loaded:
+            self._metrics.count("kvtier_planned_blocks_total", num_loaded, decision="load")
+        if num_recomputed:
+            self._metrics.count("kvtier_planned_blocks_total", num_recomputed, decision="recompute")
+
+    def hit(self, tier: str, num_blocks: int) -> None:
+        """An engine was given blocks that were found in ``tier``."""
+        if num_blocks:
+            self._metrics.count("kvtier_hit_blocks_total", num_blocks, tier=tier)
+
+    def loaded(self, src: str, expected_s: float, actual_s: float) -> None:
+        """A copy from ``src`` towards the device has ended. expected_s: when it began; 0 where
+        nobody could tell."""
+        if expected_s <= 0 or actual_s <= 0:
+            return
+        self._metrics.count("kvtier_predicted_load_seconds_total", expected_s, src=src)
+        self._metrics.count("kvtier_actual_load_seconds_total", actual_s, src=src)
+        self._metrics.observe("kvtier_load_error_ratio", actual_s / expected_s, src=src)
+
+    def moved(self, route: Route, num_bytes: int, seconds: float) -> None:
+        """An engine has copied between its device and memory by itself."""
+        src, dst = route
+        self._metrics.count("kvtier_copied_bytes_total", num_bytes, src=src, dst=dst)
+        self._metrics.observe("kvtier_copy_seconds", seconds, src=src, dst=dst)
+
+    def observe_copy(self, route: Route, num_bytes: int, seconds: float) -> None:
+        """An engine has copied towards the device by itself, which took ``seconds``."""
+        self.loaded(route[0], self._costs.expected_copy_s(route, num_bytes), seconds)
+        self._costs.observe_copy(route, num_bytes, seconds)
+
+    def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
+        """``num_tokens`` of a prompt, after ``num_before`` others, were computed in ``seconds``."""
+        expected_s = self._costs.expected_prefill_s(num_before, num_before + num_tokens)
+        self._costs.observe_prefill(num_before, num_tokens, seconds)
+        if expected_s > 0 and seconds > 0 and num_tokens > 0:
+            self._metrics.count("kvtier_predicted_prefill_seconds_total", expected_s)
+            self._metrics.count("kvtier_actual_prefill_seconds_total", seconds)
+
+    def saved(self, first: int, end: int, waited_s: float) -> None:
+        """A request was given the tokens from ``first`` up to ``end``, for which it waited.
+
+        A load that took longer than computing would have costs the ones after it: a counter can't
+        fall.
+        """
+        if end <= first:
+            return
+        self._metrics.count("kvtier_saved_tokens_total", end - first)
+        computing_s = self._costs.expected_prefill_s(first, end)
+        if computing_s <= 0:  # nobody knows yet
+            return
+        self._unpaid_s += waited_s - computing_s
+        if self._unpaid_s < 0:
+            self._metrics.count("kvtier_saved_seconds_total", -self._unpaid_s)
+            self._unpaid_s = 0.0

@@ -1,0 +1,108 @@
+"""Transfers in flight, and the slot that each of them fills."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._hot import Numbers
+from kvtier.tiers import Room
+from kvtier.transfer import Job, Transfer
+from kvtier.types import Slot
+
+POLL_BLOCKS = 2048
+"""What is finished at a time, for an engine waits meanwhile: two milliseconds' worth."""
+LEAST_BLOCKS = 128
+"""A transfer costs as much as so many blocks, even where it has fewer."""
+
+
+class InFlight:
+    """Found by slot, and noticed when they end, without a look at those that do neither.
+
+    A slot of a memory has the number of the last transfer that was to fill it: eight bytes. The
+    number of one that has ended says nothing.
+
+    rooms: of the memories that blocks are asked for in while they are on their way there.
+    """
+
+    def __init__(self, rooms: Mapping[str, Room]) -> None:
+        self._filled_by = {name: np.zeros(room.num_slots, np.int64) for name, room in rooms.items()}
+        self._transfers: dict[int, Transfer] = {}  # by number, the oldest first
+        self._num_begun = 0
+        self.by_route: Counter[tuple[str, str]] = Counter()
+        """How many are under way."""
+        self._ended: deque[Transfer] = deque()  # filled by the threads that end jobs
+        self.when_ended: Callable[[], object] | None = None
+        """Called by these threads, each time there is something to take."""
+
+    @property
+    def all(self) -> Collection[Transfer]:
+        """The oldest first."""
+        return self._transfers.values()
+
+    def newest(self, num: int) -> list[Transfer]:
+        """The last ones that began, in their order."""
+        return list(islice(reversed(self._transfers.values()), num))[::-1]
+
+    def add(self, transfer: Transfer) -> None:
+        """It has begun, or waits for another."""
+        self._num_begun += 1
+        transfer.number = self._num_begun
+        self._transfers[transfer.number] = transfer
+        self.by_route[transfer.src, transfer.dst] += 1
+        if transfer.dst in self._filled_by and transfer.dst_slots:
+            self._filled_by[transfer.dst][_places(transfer.dst_slots)] = transfer.number
+
+    def watch(self, transfer: Transfer, job: Job) -> None:
+        """Its job has begun; ``take_ended`` gives it once that is done."""
+        transfer.job = job
+        job.when_done(partial(self._note_end, transfer))
+
+    def _note_end(self, transfer: Transfer) -> None:
+        self._ended.append(transfer)
+        if self.when_ended is not None:
+            self.when_ended()
+
+    def remove(self, transfer: Transfer) -> None:
+        """It is finished."""
+        del self._transfers[transfer.number]
+        self.by_route[transfer.src, transfer.dst] -= 1
+
+    def take_ended(self) -> Iterator[Transfer]:
+        """Those whose job is done and that were not finished yet, until they are ``POLL_BLOCKS``;
+        one that ends meanwhile is for the next time."""
+        num_blocks = 0
+        for _ in range(len(self._ended)):
+            if num_blocks >= POLL_BLOCKS:
+                return
+            transfer = self._ended.popleft()
+            if transfer.number in self._transfers:
+                num_blocks += max(LEAST_BLOCKS, len(transfer.blocks))
+                yield transfer
+
+    def filling(self, slots: Sequence[Slot], tier: str) -> Iterator[tuple[Transfer, range]]:
+        """Return the transfers that will fill ``slots``, each with its positions."""
+        if not self._transfers or not slots:
+            return
+        numbers = self._filled_by[tier][_places(slots)]
+        numbers[numbers < next(iter(self._transfers))] = 0
+        edges = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
+        for start, end in pairwise([0, *edges.tolist(), len(numbers)]):
+            transfer = self._transfers.get(int(numbers[start]))
+            if transfer is not None:
+                yield transfer, range(start, end)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the oldest one is done, or there is none. False on time-out."""
+        job = next((each.job for each in self.all if each.job is not None), None)
+        return job is None or job.wait(timeout_s)
+
+
+def _places(slots: Sequence[Slot]) -> npt.NDArray[np.int64]:
+    """``slots`` as an array."""
+    return np.asarray(Numbers(slots), np.int64)

@@ -1,0 +1,160 @@
+"""Look-ups of a prompt's blocks in storage, piece by piece.
+
+The first piece is small, since storage may have nothing; pieces grow while all are found.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from kvtier.index import PromptIndex
+from kvtier.keys import keys_along
+from kvtier.types import BlockId, BlockKey, Label
+
+FIRST_KEYS = 64
+GROWTH = 16
+MOST_KEYS = 4096
+"""How many blocks storage is asked for at a time: few of a prompt of which it may have nothing, for
+keys are hashed one after the other; more when it had them all. 4,096 keys take 2 ms."""
+
+Adopt = Callable[[Sequence[BlockId]], object]
+"""Takes in blocks that were found."""
+
+
+class Lookup(ABC):
+    """Look-up of a prompt's blocks in ``storage``, one per key."""
+
+    storage: str
+    keys: Sequence[BlockKey]
+
+    @property
+    def name(self) -> BlockKey:
+        """By which it is found again; a next question of the same name goes on with this one."""
+        return self.keys[0]
+
+    @property
+    def lacked(self) -> BlockKey | None:
+        """Return the first block that earlier look-ups of the same prompt did not find."""
+        return None
+
+    @abstractmethod
+    def take_in(
+        self, there: Sequence[int], adopt: Adopt, is_known: Callable[[BlockId], bool]
+    ) -> Lookup | None:
+        """The answer: positions of the keys that it has. The next question, if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PathLookup(Lookup):
+    """About a prompt in a trie, from its block ``first`` on.
+
+    before: the key of the block in front of them, or the namespace; above: the block, None where
+    there is none.
+    """
+
+    storage: str
+    paths: PromptIndex
+    namespace: bytes
+    labels: Sequence[Label]
+    first: int
+    above: BlockId | None
+    before: bytes
+    keys: Sequence[BlockKey] = ()
+
+    @property
+    def num_left(self) -> int:
+        """Blocks that were not asked for yet."""
+        return len(self.labels) - self.first - len(self.keys)
+
+    def next(self, above: BlockId | None, num_keys: int) -> PathLookup:
+        """The same of the next blocks, behind those that were there."""
+        first = self.first + len(self.keys)
+        before = self.keys[-1] if self.keys else self.before
+        keys = keys_along(self.namespace, self.labels, first, num_keys, before)
+        return replace(self, first=first, above=above, before=before, keys=keys)
+
+    def take_in(
+        self, there: Sequence[int], adopt: Adopt, is_known: Callable[[BlockId], bool]
+    ) -> PathLookup | None:
+        """Blocks behind a gap are taken in, too, for what was found stays in storage until it is
+        dropped."""
+        if not there:
+            return None
+        num = there[-1] + 1
+        path = self._path(num, is_known)
+        self.paths.set_keys(path, self.keys[:num])
+        adopt(path if len(there) == num else [path[at] for at in there])
+        if len(there) < len(self.keys) or not self.num_left:
+            return None
+        return self.next(path[-1], min(MOST_KEYS, GROWTH * len(there)))
+
+    def _path(self, num: int, is_known: Callable[[BlockId], bool]) -> Sequence[BlockId]:
+        """The first ``num`` blocks that this is about; what is in front of them may have been
+        forgotten meanwhile."""
+        if self.above is None or is_known(self.above):
+            rest = self.labels[self.first : self.first + num]
+            return self.paths.extend(self.namespace, rest, self.above)
+        return self.paths.extend(self.namespace, self.labels[: self.first + num])[self.first :]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLookup(Lookup):
+    """About the blocks that an engine has keys of its own for: ``wanted``, from ``first`` on.
+
+    names: what they are called in storage. make: the blocks, made known.
+    """
+
+    storage: str
+    wanted: Sequence[bytes]
+    names: Callable[[Sequence[bytes]], Sequence[BlockKey]]
+    make: Callable[[Sequence[bytes]], Sequence[BlockId]]
+    first: int = 0
+    keys: Sequence[BlockKey] = ()
+
+    def next(self, num_keys: int) -> Self:
+        """The same of the next blocks."""
+        first = self.first + len(self.keys)
+        return replace(self, first=first, keys=self.names(self.wanted[first : first + num_keys]))
+
+    def take_in(
+        self, there: Sequence[int], adopt: Adopt, is_known: Callable[[BlockId], bool]
+    ) -> Self | None:
+        if there:
+            adopt(self.make([self.wanted[self.first + at] for at in there]))
+        if self.first + len(self.keys) == len(self.wanted) or not self._goes_on(there):
+            return None
+        return self._after(there).next(min(MOST_KEYS, GROWTH * len(self.keys)))
+
+    def _goes_on(self, there: Sequence[int]) -> bool:
+        """Whether more is worth asking for: not behind a gap."""
+        return len(there) == len(self.keys)
+
+    def _after(self, there: Sequence[int]) -> Self:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class GapsLookup(KeyLookup):
+    """The same where a block is missing and those behind it may be of use. missing: the first that
+    was not there, of the pieces before: from there on all pieces are one question."""
+
+    missing: BlockKey | None = None
+
+    @property
+    def name(self) -> BlockKey:
+        return self.missing or self.keys[0]
+
+    @property
+    def lacked(self) -> BlockKey | None:
+        return self.missing
+
+    def _goes_on(self, there: Sequence[int]) -> bool:
+        return True
+
+    def _after(self, there: Sequence[int]) -> Self:
+        are_there = set(there)
+        missing = (key for at, key in enumerate(self.keys) if at not in are_there)
+        return replace(self, missing=self.missing or next(missing, None))

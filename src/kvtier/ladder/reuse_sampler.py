@@ -1,0 +1,101 @@
+"""Evicted blocks that are wanted again: which tier should have kept them, and for how long."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from kvtier.index import BlockIndex, State
+from kvtier.telemetry import Metrics
+from kvtier.types import BlockId
+
+MOST_MARKED = 4096
+"""Blocks of the sample that some tier has; where there are more, every other one leaves it."""
+MOST_GONE = 16384
+"""That have left a tier: the oldest are forgotten. So a return is seen for as long as it takes to
+evict about four times what is marked, which is all there is."""
+
+
+class ReuseSampler:
+    """A sample of blocks, by a hash of what names them: a block is in it every time, or never.
+
+    It begins with all of them, and each time there are too many it becomes half as large. A block
+    of the sample stands for ``weight`` blocks, a power of two. What names a block is the
+    engine's key, or its own tokens where there is none: those that are alike count as one.
+
+    Costs a test per block that was computed, loaded or evicted, 0.1 to 0.3 microseconds, and
+    nothing for one that is only looked up; two megabytes at most.
+    """
+
+    def __init__(self, index: BlockIndex, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._index = index
+        self._metrics = metrics
+        self._clock = clock
+        self._mask = 0
+        self._marks: dict[BlockId, int] = {}
+        self._gone: OrderedDict[tuple[str, int], float] = OrderedDict()
+
+    @property
+    def weight(self) -> int:
+        """For how many blocks one of the sample stands."""
+        return self._mask + 1
+
+    def came(self, names: Sequence[bytes], blocks: Sequence[BlockId]) -> None:
+        """A request wanted blocks that were not where it needed them: they were computed, or are
+        being loaded."""
+        mask = self._mask
+        chosen = [(at, mark) for at, mark in enumerate(map(hash, names)) if not mark & mask]
+        for at, mark in chosen:
+            self._marks[blocks[at]] = mark
+        if self._gone:
+            self._note_returns([mark for _, mark in chosen])
+        while len(self._marks) > MOST_MARKED:
+            self._halve()
+
+    def _note_returns(self, marks: Sequence[int]) -> None:
+        now = self._clock()
+        for tier in self._index.tiers:
+            left = [self._gone.pop((tier, mark), None) for mark in marks]
+            ages_s = [now - left_s for left_s in left if left_s is not None]
+            if not ages_s:
+                continue
+            num_blocks = self.weight * len(ages_s)
+            self._metrics.count("kvtier_returned_blocks_total", num_blocks, tier=tier)
+            for age_s in ages_s:
+                self._metrics.observe("kvtier_return_seconds", age_s, tier=tier)
+
+    def left(self, blocks: Sequence[BlockId], tier: str) -> None:
+        """They are leaving ``tier`` for others."""
+        marks, now = self._marks, self._clock()
+        chosen = [block for block in blocks if block in marks]
+        for block in chosen:
+            self._gone.pop((tier, marks[block]), None)
+            self._gone[tier, marks[block]] = now
+        for block, is_elsewhere in zip(chosen, self._are_elsewhere(chosen, tier), strict=True):
+            if not is_elsewhere:
+                del marks[block]
+        while len(self._gone) > MOST_GONE:
+            self._gone.popitem(last=False)
+
+    def _are_elsewhere(self, blocks: Sequence[BlockId], tier: str) -> list[bool]:
+        found = [False] * len(blocks)
+        for other in self._index.tiers:
+            if other != tier and blocks:
+                states = self._index.states_of(blocks, other)
+                found = [
+                    is_there or state is not State.ABSENT
+                    for is_there, state in zip(found, states, strict=True)
+                ]
+        return found
+
+    def _halve(self) -> None:
+        self._mask = 2 * self._mask + 1
+        mask = self._mask
+        self._marks = {block: mark for block, mark in self._marks.items() if not mark & mask}
+        kept = ((at, left_s) for at, left_s in self._gone.items() if not at[1] & mask)
+        self._gone = OrderedDict(kept)
+
+    def forget(self) -> None:
+        """Everything was cleared: what comes next returns from nowhere."""
+        self._marks.clear()
+        self._gone.clear()

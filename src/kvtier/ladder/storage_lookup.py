@@ -1,0 +1,289 @@
+"""Look up prompts in storage: blocks of an earlier run, or of another process."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvtier.index import BlockIndex, PromptIndex, State
+from kvtier.ladder.eviction import Eviction
+from kvtier.ladder.lookup_batch import (
+    FIRST_KEYS,
+    GapsLookup,
+    KeyLookup,
+    Lookup,
+    PathLookup,
+)
+from kvtier.ladder.topology import Topology
+from kvtier.ladder.transfers import Transfers
+from kvtier.telemetry import Metrics
+from kvtier.tiers import Outcome
+from kvtier.transfer import FindJob, Mover
+from kvtier.types import BlockId, BlockKey, Label, Slot, keys_of
+
+THERE, ABSENT, _, FAILED = Outcome
+ABSENT_S = 5.0
+"""So long storage that takes its time is not asked again for what it had not."""
+MOST_ABSENT = 4096
+"""Prompts of which that is remembered."""
+
+_Name = tuple[str, BlockKey]
+
+
+@dataclass(slots=True, eq=False)
+class PendingLookup:
+    """A question under way. began_s: when it was asked. is_over: it was answered, or is late: time
+    for another look."""
+
+    question: Lookup
+    job: FindJob
+    began_s: float = 0.0
+    is_over: bool = False
+
+
+class StorageLookup:
+    """Asks storage for the keys that the index does not know, and takes in what it has. Where a
+    look-up takes its time, the answer is for those that wait for it, and for the next request that
+    begins alike.
+
+    patience_s: how long a request waits for an answer at most; storage that takes longer is late.
+    computing_s: what computing a prompt's blocks from one up to another takes: an answer that takes
+    as long is not waited for.
+    """
+
+    def __init__(
+        self,
+        row: Topology,
+        index: BlockIndex,
+        mover: Mover,
+        traffic: Transfers,
+        space: Eviction,
+        patience_s: float,
+        computing_s: Callable[[int, int], float],
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._row = row
+        self._index = index
+        self._mover = mover
+        self._traffic = traffic
+        self._space = space
+        self._metrics = metrics
+        self._clock = clock
+        self._patience_s = patience_s
+        self._computing_s = computing_s
+        # By storage and the first key that was asked for: a prompt is asked for once at a time.
+        self._asked: dict[_Name, PendingLookup] = {}
+        self._absent: OrderedDict[_Name, float] = OrderedDict()  # until when it is not asked again
+        self._late: set[str] = set()  # storage that nobody waits for, until it answers in time
+        self._took_s: dict[str, float] = {}  # a first look-up, the last time
+
+    @property
+    def has_unfound(self) -> bool:
+        """Whether storage may have blocks that nobody has found yet."""
+        return any(self._mover.has_unfound(name) for name in self._row.storages)
+
+    @property
+    def has_unfound_at_once(self) -> bool:
+        """The same of storage that answers at once."""
+        return any(self._is_asked_at_once(name) for name in self._row.storages)
+
+    @property
+    def has_to_ask(self) -> bool:
+        """Whether some storage takes its time to say what it has."""
+        return any(not self._mover.storages[name].finds_at_once for name in self._row.storages)
+
+    # -- a prompt ---------------------------------------------------------------------------------
+
+    def ask(self, paths: PromptIndex, namespace: bytes, labels: Sequence[Label]) -> bool:
+        """Ask every storage tier that may have more of this prompt than ``paths`` knows. Whether it
+        is worth waiting for an answer."""
+        is_asked = False
+        for storage in self._row.storages:
+            if not self._mover.has_unfound(storage):
+                continue
+            known = paths.match(namespace, labels).blocks
+            above = known[-1] if known else None
+            before = namespace if above is None else paths.key(above)
+            nothing = PathLookup(storage, paths, namespace, labels[:], len(known), above, before)
+            if nothing.num_left:
+                asked = self._ask(nothing.next(above, FIRST_KEYS))
+                is_asked |= asked is not None and self._is_sooner(asked, len(known), len(labels))
+        self.hear()
+        return is_asked
+
+    def _is_sooner(self, asked: PendingLookup, first: int, end: int) -> bool:
+        """Whether the answer comes before a prompt's blocks from ``first`` to ``end`` could be
+        computed."""
+        if asked.job.done:
+            return False
+        usual_s = self._took_s.get(asked.question.storage, 0.0)
+        return max(self._clock() - asked.began_s, usual_s) < self._computing_s(first, end)
+
+    def ask_along(
+        self,
+        wanted: Sequence[bytes],
+        names: Callable[[Sequence[bytes]], Sequence[BlockKey]],
+        make: Callable[[Sequence[bytes]], Sequence[BlockId]],
+        has_gaps: bool,
+    ) -> list[PendingLookup]:
+        """Ask the storage that takes its time for blocks that are known nowhere, of one prompt and
+        in its order. Returns what is worth waiting for. See ``Ladder.ask_along``."""
+        (first,) = names(wanted[:1])
+        kind = GapsLookup if has_gaps else KeyLookup
+        waits: list[PendingLookup] = []
+        for storage in self._row.storages:
+            if not self._is_asked_slowly(storage):
+                continue
+            known = (storage, first) in self._asked or self._is_absent((storage, first))
+            question = kind(storage, wanted, names, make).next(1 if known else FIRST_KEYS)
+            if (asked := self._ask(question)) is not None:
+                waits.append(asked)
+        return waits
+
+    def _ask(self, question: Lookup) -> PendingLookup | None:
+        """None where nobody should wait for an answer."""
+        name = (question.storage, question.name)
+        if self._is_absent(name):
+            return None
+        asked = self._asked.get(name) or self._begin(question)
+        if not self._patience_s or question.storage in self._late or self._give_up(asked):
+            return None
+        return asked
+
+    def _is_absent(self, name: _Name) -> bool:
+        return name in self._absent and self._absent[name] > self._clock()
+
+    def _begin(self, question: Lookup, before: PendingLookup | None = None) -> PendingLookup:
+        """before: what this goes on with."""
+        job = self._mover.find(question.storage, question.keys)
+        asked = before or PendingLookup(question, job)
+        asked.question, asked.job = question, job
+        asked.began_s = self._clock()
+        self._asked[question.storage, question.name] = asked
+        return asked
+
+    def _give_up(self, asked: PendingLookup) -> bool:
+        """Stop waiting for this storage once its time is up. Return whether it is."""
+        is_late = asked.job.is_late or (
+            not self._mover.tells_late and self._clock() - asked.began_s >= self._patience_s
+        )
+        if asked.job.done or not is_late:
+            return False
+        asked.is_over = True
+        self._late.add(asked.question.storage)
+        return True
+
+    def hear(self) -> None:
+        """Take in what storage has answered by now."""
+        for asked in list(self._asked.values()):
+            self._hear(asked)
+
+    def _hear(self, asked: PendingLookup) -> None:
+        while asked.job.done:
+            more = self._take_in(asked)
+            if more is None or (more.storage, more.name) in self._asked:
+                asked.is_over = True
+                return
+            goes_on = more.name == asked.question.name
+            asked.is_over |= not goes_on
+            asked = self._begin(more, asked if goes_on else None)
+        self._give_up(asked)
+
+    def _take_in(self, asked: PendingLookup) -> Lookup | None:
+        """An answer is there. The next question, if there is one."""
+        question, job = asked.question, asked.job
+        del self._asked[question.storage, question.name]
+        adopt = partial(self._adopt, question.storage)
+        more = question.take_in(job.places_there, adopt, self._is_known)
+        if job.error is not None or FAILED in job.outcomes:
+            more = None
+        if not self._mover.storages[question.storage].finds_at_once and job.error is None:
+            self._note_answer(question, job, is_last=more is None)
+        return more
+
+    def _note_answer(self, question: Lookup, job: FindJob, is_last: bool) -> None:
+        """Storage has said what it has; behind that it has nothing for now."""
+        storage = question.storage
+        self._metrics.observe("kvtier_lookup_seconds", job.seconds, tier=storage)
+        if len(question.keys) <= FIRST_KEYS:
+            self._took_s[storage] = job.seconds
+        # What it took, and not when it was heard: a step of the engine's may lie between.
+        if FAILED not in job.outcomes and job.seconds < self._patience_s:
+            self._late.discard(storage)
+        missing = next((at for at, each in enumerate(job.outcomes) if each is not THERE), None)
+        lacked = question.lacked
+        if lacked is None and missing is not None and job.outcomes[missing] is ABSENT:
+            lacked = question.keys[missing]
+        if is_last and lacked is not None:
+            self._absent[storage, lacked] = self._clock() + ABSENT_S
+            while len(self._absent) > MOST_ABSENT:
+                self._absent.popitem(last=False)
+
+    def _is_known(self, block: BlockId) -> bool:
+        return any(self._index.state(block, name) is not State.ABSENT for name in self._row.rooms)
+
+    def forget(self) -> None:
+        """Nobody wants to hear what was asked until now."""
+        for asked in self._asked.values():
+            asked.is_over = True
+        self._asked.clear()
+        self._absent.clear()
+
+    # -- single blocks, where storage answers at once ---------------------------------------------
+
+    def ask_each(
+        self, keys: Sequence[BlockKey], make: Callable[[Sequence[int]], Sequence[BlockId]]
+    ) -> int:
+        """``ask`` for blocks by what they are called in storage. Returns how many are known now.
+
+        make: the blocks at these positions of ``keys``, made known.
+        """
+        num_known = 0
+        for name in self._row.storages:
+            if self._is_asked_at_once(name):
+                there = self._mover.find(name, keys).places_there
+                num_known += self._adopt(name, make(there))
+        return num_known
+
+    def were_there(self, blocks: Sequence[BlockId], storage: str) -> set[BlockId]:
+        """Those of ``blocks`` that storage has had since an earlier life; the index knows it
+        then."""
+        if not blocks or not self._is_asked_at_once(storage):
+            return set()
+        keys = keys_of(self._index.names(blocks))
+        found = [blocks[at] for at in self._mover.find(storage, keys).places_there]
+        return set(found[: self._adopt(storage, found)])
+
+    def _is_asked_at_once(self, storage: str) -> bool:
+        return self._mover.storages[storage].finds_at_once and self._mover.has_unfound(storage)
+
+    def _is_asked_slowly(self, storage: str) -> bool:
+        takes_time = not self._mover.storages[storage].finds_at_once
+        return takes_time and self._mover.has_unfound(storage)
+
+    # -- what was found ---------------------------------------------------------------------------
+
+    def _adopt(self, storage: str, blocks: Sequence[BlockId]) -> int:
+        """Blocks were found: they are in ``storage`` from now on, as far as there is room for them.
+        Returns how many."""
+        states = self._index.states_of(blocks, storage)
+        new = blocks
+        if states.count(State.ABSENT) < len(states):
+            new = [block for block, at in zip(blocks, states, strict=True) if at is State.ABSENT]
+        room = self._row.rooms[storage]
+        self._space.make(storage, len(new) - room.num_free)
+        slots = room.allocate(min(len(new), room.num_free)) or []
+        self._traffic.found(new[: len(slots)], storage, slots)
+        self._leave(storage, new[len(slots) :])
+        return len(slots)
+
+    def _leave(self, storage: str, blocks: Sequence[BlockId]) -> None:
+        """There is no room for blocks that were found: storage forgets them, and so does the index,
+        by a write that does not come about."""
+        if blocks:
+            self._mover.drop(storage, keys_of(self._index.names(blocks)))
+            self._index.begin_write_all(blocks, storage, [Slot(0)] * len(blocks))
+            self._index.abort_all(blocks, storage)

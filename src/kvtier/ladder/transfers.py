@@ -1,0 +1,367 @@
+"""Copies between tiers: begun, noticed when they end, and what came of them told to the index."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+
+from kvtier.errors import TierError
+from kvtier.index import BlockIndex, State
+from kvtier.ladder.cost_metrics import CostMetrics
+from kvtier.ladder.in_flight import InFlight
+from kvtier.ladder.topology import Topology
+from kvtier.plan import Copy, CostModel, Costs, Route
+from kvtier.telemetry import Metrics
+from kvtier.transfer import Job, Move, Mover, Transfer
+from kvtier.types import BlockId, BlockKey, Slot, keys_of
+
+logger = logging.getLogger(__name__)
+
+OnChange = Callable[[str, Sequence[BlockId], bool], None]
+"""Told of a tier, the blocks that came to it or leave it, and whether they leave."""
+
+CLOSE_WAIT_S = 10.0
+"""How long copies may take to finish at the end."""
+
+
+class Transfers:
+    """All transfers that are not finished. Owned by the cache's thread; the mover does the copying.
+
+    A transfer may have to wait for the one that brings its sources: a load from disk is a copy to
+    host memory and, after it, one to the device.
+
+    What goes to the device above the fastest tier is no tier's: the index does not hear of it.
+
+    lost: what tiers have of blocks and is not to be used; it goes when nobody holds it any more.
+    """
+
+    def __init__(
+        self,
+        row: Topology,
+        index: BlockIndex,
+        mover: Mover,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._row = row
+        self._ways = row.ways()
+        self._least_s = {
+            self._ways[name][0]: facts.request_s
+            for name, facts in mover.storages.items()
+            if name in self._ways
+        }
+        self._loads = {route for way in self._ways.values() for route in way}
+        self._index = index
+        self._mover = mover
+        self._metrics = metrics
+        self._clock = clock
+        self.costs = CostModel()
+        self.account = CostMetrics(metrics, self.costs)
+        self.on_change: OnChange | None = None
+        self._under_way = InFlight({name: row.rooms[name] for name in row.memories})
+        self._failed_once: set[BlockId] = set()
+        self.lost: dict[tuple[BlockId, str], BlockKey | None] = {}
+
+    @property
+    def transfers(self) -> Collection[Transfer]:
+        """Those that are not finished, the oldest first."""
+        return self._under_way.all
+
+    def newest(self, num: int) -> list[Transfer]:
+        """The last ones that began."""
+        return self._under_way.newest(num)
+
+    def tell_of_ends(self, tell: Callable[[], object]) -> None:
+        """Call ``tell`` when a ``poll`` has something to do, on the thread that ended it."""
+        self._under_way.when_ended = tell
+
+    # -- begin ------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        copy: Copy,
+        dst_slots: Sequence[Slot],
+        after: Transfer | None = None,
+        urgent: bool = True,
+    ) -> Transfer:
+        """Begin to copy into ``dst_slots``. The sources can't leave until the copy is finished.
+
+        after: the transfer that brings the sources, if they are on their way themselves.
+        urgent: False for a read that nobody waits for yet; it lets others pass.
+        """
+        if copy.dst != self._row.device:
+            self._index.begin_write_all(copy.blocks, copy.dst, dst_slots)
+        transfer = Transfer(copy.src, copy.dst, copy.blocks, after, dst_slots=dst_slots)
+        self._under_way.add(transfer)
+        if after is None:
+            self._submit(transfer, urgent)
+        else:
+            after.followers.append(transfer)
+        return transfer
+
+    def hurry(self, transfer: Transfer) -> None:
+        """Somebody waits for a read now that nobody waited for when it began."""
+        if transfer.job is not None:
+            self._mover.hurry((transfer.src, transfer.dst), transfer.job)
+
+    def withdraw(self, transfer: Transfer) -> None:
+        """Nobody wants the transfer any more: end it, unless it is under way or others want it."""
+        if transfer.job is None or transfer.waiters:
+            return
+        if self._mover.withdraw((transfer.src, transfer.dst), transfer.job):
+            self.finish(transfer)
+
+    def refuse(self, copy: Copy, reason: str) -> Transfer:
+        """A transfer that has failed already: the next ``poll`` notices, and whoever waits."""
+        transfer = Transfer(copy.src, copy.dst, ())
+        self._under_way.add(transfer)
+        self._under_way.watch(transfer, job := Job(0))
+        job.finish(TierError(copy.dst, "load", reason))
+        return transfer
+
+    def _submit(
+        self, transfer: Transfer, urgent: bool = True, leader: Transfer | None = None
+    ) -> None:
+        """The sources are there: queue the copy. leader: has brought them a moment ago."""
+        blocks, src, dst = transfer.blocks, transfer.src, transfer.dst
+        if leader is not None or self._are_ready(blocks, src):
+            self._index.lease(blocks, src)
+            transfer.holds_source = True
+        if src in self._mover.storages or dst in self._mover.storages:
+            transfer.names = self._index.names(blocks)
+        if src in self._mover.storages:
+            src_slots = transfer.dst_slots  # slots of storage mean nothing
+        elif leader is not None and leader.blocks is blocks:
+            src_slots = leader.dst_slots
+        else:
+            src_slots = self._index.slots(blocks, src)
+        move = Move(src, dst, src_slots, transfer.dst_slots, transfer.names)
+        job = self._mover.begin(move, urgent)
+        if (src, dst) in self._loads:
+            transfer.expected_s = self._expected_s((src, dst), job.num_bytes)
+        self._under_way.watch(transfer, job)
+
+    def _expected_s(self, route: Route, num_bytes: int) -> float:
+        known_s = self.costs.expected_copy_s(route, num_bytes)
+        return max(known_s, self._least_s.get(route, 0.0)) if known_s else 0.0
+
+    def _are_ready(self, blocks: Sequence[BlockId], tier: str) -> bool:
+        return self._index.states_of(blocks, tier).count(State.READY) == len(blocks)
+
+    # -- end --------------------------------------------------------------------------------------
+
+    def poll(self) -> list[Transfer]:
+        """Finish transfers whose copy is done, as many as a poll may, and give them."""
+        finished = list(self._under_way.take_ended())
+        for transfer in finished:
+            self.finish(transfer)
+        return finished
+
+    def finish(self, transfer: Transfer) -> None:
+        """Mark arrived blocks ready and others absent, then notify the waiters."""
+        job = transfer.job
+        assert job is not None
+        self._under_way.remove(transfer)
+        absent = _absent(transfer, job)
+        is_ours = transfer.dst != self._row.device
+        if is_ours:
+            self._arrive(transfer, absent)
+        self._note(transfer, job)
+        for waiter in list(transfer.waiters):
+            if job.succeeded and not absent:
+                waiter.arrived(transfer, self._clock())
+            else:
+                waiter.failed(transfer)
+        if transfer.holds_source:
+            self._index.release(transfer.blocks, transfer.src)
+        if absent and is_ours:
+            self._undo(transfer, absent)
+        self._distrust(transfer, job)
+        for follower in transfer.followers:
+            self._follow(follower, transfer)
+
+    def _arrive(self, transfer: Transfer, absent: Collection[int]) -> None:
+        """All but those at these positions are ready; the first ones of a prompt leave last."""
+        there: Sequence[BlockId] = transfer.blocks
+        if absent:
+            there = [block for at, block in enumerate(there) if at not in absent]
+        self._index.commit_all(there[::-1], transfer.dst, self._clock())
+        if self.on_change is not None:
+            self.on_change(transfer.dst, there, False)
+
+    def _undo(self, transfer: Transfer, absent: Collection[int]) -> None:
+        """Record that the blocks at these positions did not arrive."""
+        dst, positions = transfer.dst, sorted(absent)
+        blocks = [transfer.blocks[at] for at in positions]
+        self._row.rooms[dst].free(self._index.abort_all(blocks, dst))
+        is_shared = dst in self._mover.storages and self._mover.storages[dst].is_shared
+        # Some of it may be there all the same, after a time-out; where others use it, it is as good
+        # as what they put there, and may be theirs.
+        if dst in self._mover.storages and (transfer.is_void or not is_shared):
+            keys = [transfer.names[at].key for at in positions]
+            self._mover.drop(dst, keys, for_good=True)
+
+    def _note(self, transfer: Transfer, job: Job) -> None:
+        src, dst = transfer.src, transfer.dst
+        if job.succeeded:  # what failed says nothing about how long it takes
+            self.costs.observe_copy((src, dst), job.num_bytes, job.seconds)
+            self.account.loaded(src, transfer.expected_s, job.seconds)
+        if job.error is None:
+            num_bytes = job.num_bytes - job.num_bytes * len(job.lost) // len(transfer.blocks)
+            self._metrics.count("kvtier_copied_bytes_total", num_bytes, src=src, dst=dst)
+            self._metrics.observe("kvtier_copy_seconds", job.seconds, src=src, dst=dst)
+        if not job.succeeded and not job.withdrawn:
+            self._metrics.count("kvtier_failed_copies_total", src=src, dst=dst)
+            num = len(job.lost) if job.error is None else len(transfer.blocks)
+            self._metrics.count("kvtier_failed_blocks_total", num, src=src, dst=dst)
+        if job.num_damaged:
+            self._metrics.count("kvtier_damaged_blocks_total", job.num_damaged, tier=src)
+
+    def _distrust(self, transfer: Transfer, job: Job) -> None:
+        """Forget blocks that storage no longer has; drop a memory copy after two failed reads.
+
+        The two reads must fail in a row.
+        """
+        blocks, src = transfer.blocks, transfer.src
+        self.lose([blocks[at] for at in job.gone], src)
+        if src in self._mover.storages or transfer.dst != self._row.fastest or job.withdrawn:
+            return
+        if job.error is None:
+            if self._failed_once:
+                self._failed_once.difference_update(blocks)
+            return
+        again = self._failed_once.intersection(blocks)
+        self._failed_once.symmetric_difference_update(blocks)
+        self.lose(list(again), src)
+
+    def _follow(self, follower: Transfer, leader: Transfer) -> None:
+        """``leader`` has ended: the transfer after it begins, or fails with it."""
+        assert leader.job is not None
+        follower.after = None
+        if leader.job.succeeded and not leader.is_void:
+            self._submit(follower, leader=leader)
+        else:
+            follower.job = Job(0)
+            follower.job.withdrawn = True
+            follower.job.finish(TierError(follower.src, "load", "the block did not arrive there"))
+            self.finish(follower)
+
+    def scrub(self) -> None:
+        """Have storage that is idle verify a few blocks, now and then. Never waits."""
+        for each in self._mover.scrub():
+            self._metrics.count("kvtier_scrubbed_bytes_total", each.num_bytes, tier=each.tier)
+            self._metrics.count("kvtier_damaged_blocks_total", each.num_damaged, tier=each.tier)
+            route = self._ways[each.tier][0]
+            if not self.costs.has_seen(route):  # the planner knows what a read costs before one
+                self.costs.observe_copy(route, each.num_bytes, each.seconds)
+
+    def lose(self, blocks: Sequence[BlockId], tier: str) -> None:
+        """Stop using the copies that ``tier`` has of blocks."""
+        is_named = blocks and tier in self._mover.storages
+        keys = keys_of(self._index.names(blocks)) if is_named else [None] * len(blocks)
+        for block, key in zip(blocks, keys, strict=True):
+            self.lost.setdefault((block, tier), key)
+
+    def drop_lost(self) -> None:
+        """Forget blocks that their tier could not give back, once nobody holds them any more."""
+        for (block, tier), key in list(self.lost.items()):
+            state = self._index.state(block, tier)
+            if state is State.WRITING:
+                continue
+            if state is State.READY and not self._forget(block, tier):
+                continue
+            del self.lost[block, tier]
+            if key is not None:  # some rank, or some replica, may have it still
+                self._mover.drop(tier, [key], for_good=True)
+
+    def _forget(self, block: BlockId, tier: str) -> bool:
+        """False where somebody holds it."""
+        if self._index.num_leases(block, tier):
+            return False
+        if self.on_change is not None:
+            self.on_change(tier, [block], True)
+        slot = self._index.lose(block, tier)
+        assert slot is not None, "nobody held it a moment ago"
+        self._row.rooms[tier].free([slot])
+        return True
+
+    def void(self) -> None:
+        """Discard the blocks of transfers in flight, at the source and at the destination."""
+        for transfer in self.transfers:
+            transfer.is_void = True
+            self.lose(transfer.blocks, transfer.src)
+            if transfer.dst != self._row.device:
+                self.lose(transfer.blocks, transfer.dst)
+
+    def found(self, blocks: Sequence[BlockId], tier: str, slots: Sequence[Slot]) -> None:
+        """Blocks turned out to be in ``tier``, though nobody brought them there."""
+        self._index.begin_write_all(blocks, tier, slots)
+        self._index.commit_all(blocks, tier, self._clock())
+        if blocks and self.on_change is not None:
+            self.on_change(tier, blocks, False)
+
+    # -- look -------------------------------------------------------------------------------------
+
+    def bringing(self, slots: Sequence[Slot], tier: str) -> Iterator[tuple[Transfer, range]]:
+        """Return the transfers that will fill ``slots`` of memory ``tier``, with their positions.
+
+        Cost: O(slots) of native code, and a step for each of the transfers.
+        """
+        return self._under_way.filling(slots, tier)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the oldest transfer is done, or there is none. False on time-out."""
+        return self._under_way.wait(timeout_s)
+
+    def drain(self, timeout_s: float, poll: Callable[[], object]) -> bool:
+        """``poll`` until nothing is on its way. False if ``timeout_s`` was too short."""
+        ends_s = time.monotonic() + timeout_s
+        while self.transfers:
+            if not self.wait(max(0.0, ends_s - time.monotonic())):
+                return False
+            poll()
+        return True
+
+    def cost_snapshot(self, is_free: bool = False) -> Costs:
+        """Return current costs of copies and prefill, behind the work that is queued.
+
+        is_free: for those who want whatever there is, what it costs does not matter.
+        """
+        if is_free:
+            return Costs(ways=self._ways)
+        return self.costs.snapshot(self.queued_s(), self._ways, self._least_s)
+
+    def queued_s(self) -> dict[Route, float]:
+        """Towards the device: until a copy that begins now has its turn."""
+        expected_s = self.costs.expected_copy_s
+        return {
+            route: self._mover.queued_s(route, partial(expected_s, route)) for route in self._loads
+        }
+
+    @property
+    def num_in_flight(self) -> Mapping[Route, int]:
+        """Transfers that are not finished."""
+        return self._under_way.by_route
+
+    def close(self) -> set[str]:
+        """Finish what is on its way, as far as it ends in time. Returns the tiers that are in use
+        all the same."""
+        while any(each.after is not None for each in self.transfers):
+            if not self.wait(CLOSE_WAIT_S):
+                break
+            self.poll()
+        hanging = self._mover.close(CLOSE_WAIT_S)
+        if hanging:
+            logger.warning("left behind tiers=%s after_s=%.0f", sorted(hanging), CLOSE_WAIT_S)
+        while self.poll():
+            pass
+        return hanging
+
+
+def _absent(transfer: Transfer, job: Job) -> Collection[int]:
+    """Positions of the blocks that have not arrived."""
+    if job.error is not None or transfer.is_void:
+        return range(len(transfer.blocks))
+    return job.lost

@@ -1,0 +1,150 @@
+"""Write queue of a storage tier: blocks worth a write, no faster than it takes them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from kvtier.grouping import has
+from kvtier.index import BlockIndex, State
+from kvtier.ladder.topology import Topology
+from kvtier.plan import WriteBudget
+from kvtier.telemetry import Metrics
+from kvtier.transfer.ring import ring_blocks
+from kvtier.types import DEVICE, BlockId
+
+MOVING_SHARE = 4
+"""Of the slots that blocks are written from, one in so many may be on its way to storage: they
+can't leave meanwhile. The rest is for those who wait for something. Of the device's, no more than a
+ring of host memory has room for."""
+
+LONGEST_LINE = 1 << 16
+"""Blocks that wait for a write. Where storage is that far behind it will not catch up soon, and
+what has waited longest is not written: its next use offers it again."""
+
+
+LEAST_CHANCE = 0.125
+"""That a block is used before it leaves again, for it to be worth a write where as much may be
+written as there is: docs/decisions/0047 says what others give."""
+SCARCE_SHARE = 1 / 4
+"""Of what a budget saves up at most: where less is left, writes are dearer. What lies above is to
+be spent: what is saved up and not written is found by nobody."""
+
+
+class WriteQueue:
+    """The line in front of one storage tier. Blocks that wait in it hold nothing: one that leaves
+    memory before its turn is not written, and counted.
+
+    storage: the tier; blocks are written to it from the staging memory of ``row``.
+    block_bytes: what a write of one costs of ``budget``. after_uses: when a block is worth a write.
+    """
+
+    def __init__(
+        self,
+        storage: str,
+        row: Topology,
+        index: BlockIndex,
+        metrics: Metrics,
+        *,
+        block_bytes: int,
+        after_uses: int,
+        budget: WriteBudget,
+    ) -> None:
+        self.storage = storage
+        self._source = row.staging
+        self._room = row.rooms[row.staging]
+        self._index = index
+        self._metrics = metrics
+        self._block_bytes = block_bytes
+        self._after_uses = after_uses
+        self._budget = budget
+        self._most_moving = ring_blocks(block_bytes) if row.staging == DEVICE else LONGEST_LINE
+        self._line: deque[BlockId] = deque()  # in the order in which they came
+        self._waiting: set[BlockId] = set()  # the same
+        self._num_moving = 0
+
+    def __len__(self) -> int:
+        """Blocks that wait for their turn."""
+        return len(self._line)
+
+    def __contains__(self, block: BlockId) -> bool:
+        """Whether it waits for its turn."""
+        return block in self._waiting
+
+    def offer(self, blocks: Sequence[BlockId]) -> None:
+        """Blocks that are in memory, perhaps: those of them that are worth a write wait for it."""
+        below = self._index.states_of(blocks, self.storage)
+        if not has(below, State.ABSENT):
+            return
+        absent = [at for at, state in zip(blocks, below, strict=True) if state is State.ABSENT]
+        above = self._index.states_of(absent, self._source)
+        uses = self._index.num_uses_of(absent)
+        new = [
+            block
+            for block, state, num_uses in zip(absent, above, uses, strict=True)
+            if state is State.READY and num_uses >= self._after_uses and block not in self._waiting
+        ]
+        self._line += new
+        self._waiting.update(new)
+        # No longer than the memory: of a longer one, as many have left it already.
+        too_many = len(self._line) - min(LONGEST_LINE, self._room.num_open)
+        if too_many > 0:
+            self._count(len(self._first(too_many)))
+
+    def take(self, most: int) -> list[BlockId]:
+        """The next blocks to be written, up to ``most``, in the order in which they came; tell of
+        those that are by ``began``."""
+        share = min(max(1, self._room.num_open // MOVING_SHARE), self._most_moving)
+        room = min(most, share - self._num_moving)
+        taken: list[BlockId] = []
+        while self._line and len(taken) < room:
+            some = self._first(room - len(taken))
+            taken += self._storable(some)
+        if taken and not self._budget.allows:
+            self._count(len(taken))
+            return []
+        return taken
+
+    def began(self, num_blocks: int) -> None:
+        """So many of those that were taken are being written, until ``ended``."""
+        self._num_moving += num_blocks
+        self._budget.spend(num_blocks * self._block_bytes)
+
+    def least_chance(self, is_full: bool) -> float:
+        """Return the least chance of reuse at which a block is worth a write now.
+
+        It rises as the write budget runs out. With room and budget to spare it is 0.
+        """
+        plenty = min(1.0, self._budget.share_left / SCARCE_SHARE)
+        return float(LEAST_CHANCE**plenty) if is_full or plenty < 1.0 else 0.0
+
+    def ended(self, num_blocks: int) -> None:
+        """So many are not on their way any more, written or not."""
+        self._num_moving -= num_blocks
+        assert self._num_moving >= 0, "more writes have ended than were begun"
+
+    def clear(self) -> None:
+        """Nothing is to be written any more."""
+        self._line.clear()
+        self._waiting.clear()
+
+    def _first(self, num: int) -> list[BlockId]:
+        """Those in front leave the line."""
+        some = [self._line.popleft() for _ in range(min(num, len(self._line)))]
+        self._waiting.difference_update(some)
+        return some
+
+    def _storable(self, blocks: Sequence[BlockId]) -> list[BlockId]:
+        """Those of ``blocks`` that are in memory still, and not in storage yet."""
+        here = self._index.states_of(blocks, self._source)
+        there = self._index.states_of(blocks, self.storage)
+        self._count(len(blocks) - here.count(State.READY))
+        return [
+            block
+            for block, above, below in zip(blocks, here, there, strict=True)
+            if above is State.READY and below is State.ABSENT
+        ]
+
+    def _count(self, num_blocks: int) -> None:
+        if num_blocks:
+            self._metrics.count("kvtier_unwritten_blocks_total", num_blocks, tier=self.storage)

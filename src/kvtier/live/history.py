@@ -1,0 +1,60 @@
+"""Readings of the last minute, of a server that may restart."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvtier.live.make import make_picture
+from kvtier.live.picture import Picture
+from kvtier.live.reading import Reading
+
+WINDOW_S = 60.0
+"""What is called "in the last minute"."""
+FLOW_S = 5.0
+"""What "now" is, for bytes on their way: less jumps from piece to piece."""
+MOST_AGE_S = 90.0
+"""Age beyond which a reading is no part of the last minute, though none is closer to it."""
+MOST = 256
+"""Readings that are kept: who asks more often gets the same picture."""
+
+
+class History:
+    """Readings, oldest first. Where counters fall the server has begun anew, and so does this."""
+
+    def __init__(self) -> None:
+        self._readings: deque[Reading] = deque(maxlen=MOST)
+        self._since_s: float | None = None
+        self._has_restarted = False
+
+    def add(self, reading: Reading) -> None:
+        """Add a reading that is newer than all before.
+
+        One that is a minute old is kept, to compare with, unless it is older than ``MOST_AGE_S``:
+        after a time in which nobody looked, rates begin anew.
+        """
+        if self._readings and reading.has_fallen(self._readings[-1]):
+            self._readings.clear()
+            self._since_s, self._has_restarted = reading.at_s, True
+        if self._since_s is None:
+            self._since_s = reading.at_s
+        self._readings.append(reading)
+        while len(self._readings) > 2 and reading.at_s - self._readings[1].at_s >= WINDOW_S:
+            self._readings.popleft()
+        if reading.at_s - self._readings[0].at_s > MOST_AGE_S:
+            self._readings.popleft()
+
+    @property
+    def age_s(self) -> float:
+        """Return the time from the first reading since the server's start to the last."""
+        if not self._readings or self._since_s is None:
+            return 0.0
+        return self._readings[-1].at_s - self._since_s
+
+    def picture(self) -> Picture:
+        """As things are at the last reading. There must be one."""
+        now = self._readings[-1]
+        recent = (each for each in self._readings if now.at_s - each.at_s <= FLOW_S)
+        before = next(recent)
+        if before is now and len(self._readings) > 1:
+            before = self._readings[-2]
+        return make_picture(self._readings[0], before, now, self.age_s, self._has_restarted)

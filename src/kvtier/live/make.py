@@ -1,0 +1,250 @@
+"""A picture from readings: differences over the last minute, and sums since the server began."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf, isfinite, isinf
+
+from kvtier.live.dialects import Dialect, dialect_of
+from kvtier.live.picture import Flow, Guess, Picture, Requests, Saved, Tier, TierShare
+from kvtier.live.questions import answer
+from kvtier.live.reading import Reading
+from kvtier.types import DEVICE, DISK, HOST
+
+LEAST_ASKED = {"tokens": 2000.0, "blocks": 100.0}
+"""Below which a share of what was asked for says nothing."""
+LEAST_LOADS = 5
+"""Copies below which nobody can say how good the estimates are."""
+LEAST_PREFILL_S = 0.5
+"""Of computing, the same."""
+LEAST_GONE = 30
+"""Evicted blocks of the sample below which nobody can say how many return."""
+LEAST_TIMES = 5
+"""Requests below which a mean time says nothing."""
+LEAST_WINDOW_S = 0.5
+ORDER = (DEVICE, HOST, DISK)
+
+
+def make_picture(
+    first: Reading, before: Reading, now: Reading, age_s: float, has_restarted: bool
+) -> Picture:
+    """first: the oldest of the last minute; before: of the last seconds. Both may be ``now``."""
+    dialect = dialect_of(now)
+    hits, whole = _hits(first, now, dialect)
+    picture = Picture(
+        dialect.engine if dialect else "unknown",
+        age_s,
+        now.at_s - first.at_s,
+        has_restarted,
+        any(name.startswith("kvtier_") for name in now.values),
+        hits,
+        whole,
+        _saved(first, now),
+        _tiers(first, now, dialect),
+        _flows(before, now, dialect),
+        now.total("kvtier_planned_blocks_total", decision="load"),
+        now.total("kvtier_planned_blocks_total", decision="recompute"),
+        _grown(first, now, "kvtier_planned_blocks_total", decision="load"),
+        _grown(first, now, "kvtier_planned_blocks_total", decision="recompute"),
+        _guesses(first, now),
+        now.total("kvtier_late_loads_total") or 0.0,
+        _grown(first, now, "kvtier_late_loads_total"),
+        _requests(first, now, dialect),
+    )
+    return replace(picture, answers=tuple(answer(picture)))
+
+
+def _grown(first: Reading, now: Reading, name: str, **labels: str) -> float | None:
+    """By how much something has grown; None where it is not told, or nothing lies between. What is
+    told only since it first happened was 0."""
+    if now.at_s - first.at_s < LEAST_WINDOW_S:
+        return None
+    value = now.total(name, **labels)
+    return None if value is None else max(0.0, value - (first.total(name, **labels) or 0.0))
+
+
+def _rate(first: Reading, now: Reading, name: str, **labels: str) -> float | None:
+    grown = _grown(first, now, name, **labels)
+    return None if grown is None else grown / (now.at_s - first.at_s)
+
+
+def _ratio(part: float | None, whole: float | None, least: float) -> float | None:
+    """None where the whole is too small to say so."""
+    if part is None or whole is None or whole < least:
+        return None
+    return min(1.0, part / whole)
+
+
+def _hits(
+    first: Reading, now: Reading, dialect: Dialect | None
+) -> tuple[tuple[TierShare, ...], TierShare]:
+    if dialect is None:
+        return (), TierShare("all", None, None)
+    least = LEAST_ASKED["blocks" if dialect.asked.endswith("_blocks_total") else "tokens"]
+    asked, ever = _grown(first, now, dialect.asked), now.total(dialect.asked)
+    given: dict[str, tuple[float | None, float]] = {}
+    for source, total in now.by(dialect.given, dialect.source).items():
+        tier = dialect.name_of(source)
+        if tier is not None:
+            grown = _grown(first, now, dialect.given, **{dialect.source: source})
+            given[tier] = grown, total
+    shares = [
+        TierShare(tier, _ratio(grown, asked, least), _ratio(total, ever, least))
+        for tier, (grown, total) in sorted(given.items(), key=lambda each: _place(each[0]))
+    ]
+    recent = sum(grown or 0.0 for grown, _ in given.values())
+    whole = sum(total for _, total in given.values())
+    return tuple(shares), TierShare("all", _ratio(recent, asked, least), _ratio(whole, ever, least))
+
+
+def _place(tier: str) -> int:
+    """In the ladder; stores are below it, in the order in which they are told."""
+    return ORDER.index(tier) if tier in ORDER else len(ORDER)
+
+
+def _saved(first: Reading, now: Reading) -> Saved:
+    tokens, seconds = "kvtier_saved_tokens_total", "kvtier_saved_seconds_total"
+    return Saved(
+        now.total(tokens),
+        now.total(seconds),
+        _rate(first, now, tokens),
+        _rate(first, now, seconds),
+    )
+
+
+def _tiers(first: Reading, now: Reading, dialect: Dialect | None) -> tuple[Tier, ...]:
+    slots = now.by("kvtier_slots", "tier")
+    names = sorted({*slots, *now.by("kvtier_breaker_state", "tier")}, key=_place)
+    tiers = [_tier(name, first, now) for name in names]
+    if dialect is not None and dialect.device and DEVICE not in names:
+        tiers.insert(0, Tier(DEVICE, fill=now.total(dialect.device)))
+    return tuple(tiers)
+
+
+def _tier(name: str, first: Reading, now: Reading) -> Tier:
+    slots = now.total("kvtier_slots", tier=name)
+    used = now.total("kvtier_used_slots", tier=name)
+    evicted_per_s = _rate(first, now, "kvtier_evicted_blocks_total", tier=name)
+    evicted = now.total("kvtier_evicted_blocks_total", tier=name) or 0.0
+    returned, return_s = _returns(name, now, evicted)
+    state = now.values.get("kvtier_breaker_state", {}).get((("tier", name),))
+    return Tier(
+        name,
+        used,
+        slots,
+        used / slots if slots and used is not None else None,
+        evicted_per_s,
+        slots / evicted_per_s if slots and evicted_per_s else None,
+        evicted,
+        returned,
+        return_s,
+        now.total("kvtier_damaged_blocks_total", tier=name) or 0.0,
+        _grown(first, now, "kvtier_damaged_blocks_total", tier=name),
+        now.total("kvtier_unwritten_blocks_total", tier=name) or 0.0,
+        int(state) if state in (0, 1, 2) else None,
+    )
+
+
+def _returns(name: str, now: Reading, evicted: float) -> tuple[float | None, float | None]:
+    """Return the share of evicted blocks that were requested again, and the median delay.
+
+    The sample is as large as what left over its weight.
+    """
+    returned = now.total("kvtier_returned_blocks_total", tier=name)
+    num_seen = now.total("kvtier_return_seconds_count", tier=name)
+    if returned is None or num_seen is None:
+        return None, None
+    weight = max(1.0, returned / num_seen) if num_seen else 1.0
+    if evicted / weight < LEAST_GONE:
+        return None, None
+    median = _median(now, "kvtier_return_seconds_bucket", name) if num_seen >= LEAST_GONE else None
+    return min(1.0, returned / evicted), median
+
+
+def _median(now: Reading, name: str, tier: str) -> float | None:
+    """The upper end of the bucket in which half of them are reached; None where that is open."""
+    buckets = sorted(
+        (end, value)
+        for at, value in now.values.get(name, {}).items()
+        if dict(at).get("tier") == tier and (end := _end(dict(at).get("le"))) is not None
+    )
+    half = buckets[-1][1] / 2 if buckets else 0.0
+    end = next((end for end, value in buckets if value >= half > 0), inf)
+    return None if isinf(end) else end
+
+
+def _end(le: str | None) -> float | None:
+    """A bucket's upper end, in seconds; None where ``le`` is missing or no such number."""
+    try:
+        end = float(le or "")
+    except ValueError:
+        return None
+    return end if end >= 0 else None
+
+
+def _flows(before: Reading, now: Reading, dialect: Dialect | None) -> tuple[Flow, ...]:
+    num_bytes = now.by_route("kvtier_copied_bytes_total")
+    engines = dialect.flows if dialect is not None else {}
+    num_bytes |= {route: now.total(name) or 0.0 for route, name in engines.items()}
+    in_flight = now.by_route("kvtier_transfers_in_flight")
+    queued = now.by_route("kvtier_queued_seconds")
+    failed = now.by_route("kvtier_failed_blocks_total")
+    flows = []
+    for route in sorted({*num_bytes, *in_flight, *queued}, key=lambda at: tuple(map(_place, at))):
+        src, dst = route
+        if route in engines:
+            rate = _rate(before, now, engines[route])
+        else:
+            rate = _rate(before, now, "kvtier_copied_bytes_total", src=src, dst=dst)
+        queued_s = queued.get(route)
+        is_refused = queued_s is not None and isinf(queued_s)
+        flows.append(
+            Flow(
+                src,
+                dst,
+                rate,
+                num_bytes.get(route, 0.0),
+                in_flight.get(route),
+                None if is_refused else queued_s,
+                is_refused,
+                failed.get(route, 0.0),
+            )
+        )
+    return tuple(flows)
+
+
+def _guesses(first: Reading, now: Reading) -> tuple[Guess, ...]:
+    guesses = []
+    for src in sorted(now.by("kvtier_predicted_load_seconds_total", "src"), key=_place):
+        expected_s = _grown(first, now, "kvtier_predicted_load_seconds_total", src=src)
+        took_s = _grown(first, now, "kvtier_actual_load_seconds_total", src=src)
+        num = _grown(first, now, "kvtier_load_error_ratio_count", src=src)
+        ratio = _over(took_s, expected_s) if num and num >= LEAST_LOADS else None
+        guesses.append(Guess(src, expected_s, took_s, ratio, num))
+    if now.total("kvtier_predicted_prefill_seconds_total"):
+        expected_s = _grown(first, now, "kvtier_predicted_prefill_seconds_total")
+        took_s = _grown(first, now, "kvtier_actual_prefill_seconds_total")
+        is_told = expected_s is not None and expected_s >= LEAST_PREFILL_S
+        ratio = _over(took_s, expected_s) if is_told else None
+        guesses.append(Guess("prefill", expected_s, took_s, ratio, None))
+    return tuple(guesses)
+
+
+def _over(took_s: float | None, expected_s: float | None) -> float | None:
+    ratio = took_s / expected_s if took_s is not None and expected_s else None
+    return ratio if ratio is not None and isfinite(ratio) else None
+
+
+def _requests(first: Reading, now: Reading, dialect: Dialect | None) -> Requests:
+    if dialect is None:
+        return Requests(None, None, None, None, None)
+    num = _grown(first, now, f"{dialect.ttft}_count")
+    seconds = _grown(first, now, f"{dialect.ttft}_sum")
+    is_told = num is not None and seconds is not None and num >= LEAST_TIMES
+    return Requests(
+        now.total(dialect.running),
+        now.total(dialect.waiting),
+        _rate(first, now, dialect.requests),
+        _rate(first, now, dialect.prompt_tokens),
+        seconds / num if is_told and seconds is not None and num else None,
+    )

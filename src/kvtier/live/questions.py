@@ -1,0 +1,186 @@
+"""The questions that people have about a cache, and what a picture answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvtier.live.dialects import KVTIER
+from kvtier.live.picture import PageAnswer, Picture, Tier
+from kvtier.types import DEVICE
+
+TOO_FEW = "too few to tell"
+LONG_LINE_S = 0.5
+"""A line that requests notice."""
+WRONG_RATIO = 1.5
+"""Above, a copy or a prefill takes so much longer than planned that requests notice."""
+MANY_RETURN = 0.3
+"""Of the blocks that leave a tier; more room there would have kept them."""
+WORTH_SHARE = 0.05
+
+
+def share(part: float | None) -> str:
+    """``0.384`` as 38 %."""
+    if part is None:
+        return TOO_FEW
+    if 0 < part < 0.005:
+        return "below 1 %"
+    return f"{100 * part:.0f} %"
+
+
+def seconds(value: float | None) -> str:
+    """With the unit that is read most easily."""
+    if value is None:
+        return TOO_FEW
+    for limit, unit, name in (
+        (0.9995e-3, 1e-6, "µs"),
+        (0.9995, 1e-3, "ms"),
+        (100, 1, "s"),
+        (7200, 60, "min"),
+        (48 * 3600, 3600, "h"),
+    ):
+        if value < limit:
+            return f"{value / unit:.3g} {name}" if value else "0 s"
+    return f"{value / 86400:.3g} d"
+
+
+def count(value: float | None) -> str:
+    """Short: 1234567 as 1.23 M."""
+    if value is None:
+        return TOO_FEW
+    for unit, name in ((1e9, " G"), (1e6, " M"), (1e4, " k")):
+        if value >= unit:
+            factor = 1e3 if name == " k" else unit
+            return f"{value / factor:.3g}{name}"
+    return f"{value:.0f}"
+
+
+def size(num_bytes: float | None) -> str:
+    """In powers of 1024."""
+    if num_bytes is None:
+        return TOO_FEW
+    for power, name in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes >= 1 << power:
+            return f"{num_bytes / (1 << power):.3g} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def answer(picture: Picture) -> Iterator[PageAnswer]:
+    """In the order in which people ask."""
+    if not picture.has_cache:
+        said = "This engine tells nothing of kvtier: it runs without, or without metrics."
+        yield PageAnswer("Is it on?", said, "bad")
+        return
+    yield _worth(picture)
+    yield _now(picture)
+    yield _slow(picture)
+    yield _buy(picture)
+
+
+def _begun_large(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _worth(picture: Picture) -> PageAnswer:
+    question = "Is it worth its memory?"
+    part, saved = picture.hit_share.ever, picture.saved
+    if part is None:
+        return PageAnswer(
+            question, f"{TOO_FEW.capitalize()}: not enough was asked for yet.", "plain"
+        )
+    text = f"{share(part)} of what prompts asked for was there."
+    if saved.seconds:
+        text += f" That spared {seconds(saved.seconds)} of computing, the waiting taken off"
+        if saved.seconds_per_s is not None and picture.window_s >= 10:
+            engines = f"{saved.seconds_per_s:.2g} engines like this"
+            text += f"; in the last minute as much as {engines} compute"
+        text += "."
+    elif saved.tokens:
+        text += f" {count(saved.tokens)} tokens were not computed."
+    if part < WORTH_SHARE:
+        text += " Prompts have little in common, or it is gone before it is asked for."
+    return PageAnswer(question, text, "good" if part >= WORTH_SHARE else "plain")
+
+
+def _now(picture: Picture) -> PageAnswer:
+    asked = picture.requests
+    parts = []
+    if asked.running is not None and asked.waiting is not None:
+        run = "request runs" if asked.running == 1 else "requests run"
+        wait = "waits" if asked.waiting == 1 else "wait"
+        parts.append(f"{asked.running:.0f} {run}, {asked.waiting:.0f} {wait}")
+    moving = [
+        f"{flow.src} → {flow.dst} {size(flow.bytes_per_s)}/s"
+        for flow in picture.flows
+        if flow.bytes_per_s
+    ]
+    parts.append("moving: " + ", ".join(moving) if moving else "nothing moves between tiers")
+    return PageAnswer("What does it do right now?", _begun_large("; ".join(parts)) + ".", "plain")
+
+
+def _slow(picture: Picture) -> PageAnswer:
+    question, reasons = "Why was this slow?", list(_reasons(picture))
+    if reasons:
+        return PageAnswer(question, _begun_large(" ".join(reasons)), "bad")
+    text = "Nothing here holds requests up: all storage is in use, no line is long"
+    loads = [guess for guess in picture.guesses if guess.what != "prefill"]
+    if any(guess.ratio is not None for guess in loads):
+        text += ", and copies take no longer than expected"
+    elif loads:
+        text += f". Copies of the last minute were {TOO_FEW} whether they take what was expected"
+    return PageAnswer(question, text + ".", "good")
+
+
+def _reasons(picture: Picture) -> Iterator[str]:
+    for tier in picture.tiers:
+        if tier.left_alone == 2:
+            yield f"{tier.name} failed again and again and is left alone: requests compute instead."
+        elif tier.left_alone == 1:
+            yield f"{tier.name} failed and is being tried again."
+        if tier.damaged_recently:
+            noun = "block" if tier.damaged_recently == 1 else "blocks"
+            num = count(tier.damaged_recently)
+            yield f"{tier.name} gave back {num} damaged {noun} in the last minute."
+    for flow in picture.flows:
+        if flow.queued_s is not None and flow.queued_s >= LONG_LINE_S:
+            yield f"{flow.src} → {flow.dst} has a line of {seconds(flow.queued_s)}."
+    for guess in picture.guesses:
+        if guess.ratio is not None and guess.ratio > WRONG_RATIO:
+            what = "computing" if guess.what == "prefill" else f"loading from {guess.what}"
+            yield f"{what.capitalize()} took {guess.ratio:.2g} times what was expected."
+    if picture.late_loads_recently:
+        num = count(picture.late_loads_recently)
+        yield f"Of the last minute's loads {num} came too late: computing took their place."
+    declined, loaded = picture.recomputed_recently or 0, picture.loaded_recently or 0
+    if declined > loaded and declined >= 100:
+        yield (
+            f"{count(declined)} cached blocks were computed all the same in the last minute: "
+            "that takes less time than to load them."
+        )
+
+
+def _buy(picture: Picture) -> PageAnswer:
+    question = "What should I buy?"
+    told = [tier for tier in picture.tiers if tier.returned is not None]
+    wanting = [tier for tier in told if (tier.returned or 0) >= MANY_RETURN]
+    record = "kvtier serve --record" if picture.engine == KVTIER.engine else "kvtier record"
+    end = f" See the sizing guide: {record}, then kvtier replay."
+    if wanting:
+        text = " ".join(map(_returned, wanting))
+        return PageAnswer(question, f"{text} More room there would have kept them.{end}", "plain")
+    if told:
+        return PageAnswer(
+            question, f"Nothing yet: little of what leaves is asked for again.{end}", "good"
+        )
+    full = [tier.name for tier in picture.tiers if (tier.fill or 0) > 0.95 and tier.name != DEVICE]
+    if full:
+        text = f"{TOO_FEW.capitalize()}: too little has left {' and '.join(full)}."
+    else:
+        text = f"{TOO_FEW.capitalize()}: hardly anything had to leave for want of room."
+    return PageAnswer(question, text + end, "plain")
+
+
+def _returned(tier: Tier) -> str:
+    text = f"{share(tier.returned)} of the blocks that left {tier.name} were asked for again"
+    if tier.return_s is not None:
+        text += f", half of them within {seconds(tier.return_s)}"
+    return text + "."

@@ -1,0 +1,85 @@
+"""An engine's ``/metrics``, read over HTTP again and again."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvtier.errors import CacheError
+from kvtier.live.client import NoAnswerError, RefusedError, check_url, fetch
+from kvtier.live.history import History
+from kvtier.live.reading import Reading, UnreadableError
+
+TIMEOUT_S = 5.0
+LEAST_PAUSE_S = 0.8
+"""However many look, the engine is asked no more often."""
+
+
+class ScrapeError(CacheError):
+    """The engine did not say how it is. The text says why, without what it sent."""
+
+
+def metrics_url(url: str) -> str:
+    """Return the URL of an engine's metrics, from ``http://host:port`` or ``host:port``.
+
+    Raises ``ConfigError`` for anything else.
+    """
+    whole = check_url(url)
+    parts = urlsplit(whole)
+    if parts.path in ("", "/"):
+        return f"{parts.scheme}://{parts.netloc}/metrics"
+    return whole
+
+
+def read_text(url: str, api_key: str | None = None) -> str:
+    """The metrics' text. Raises ``ScrapeError``."""
+    try:
+        content = fetch(url, TIMEOUT_S, {"Accept": "text/plain"}, api_key=api_key)
+    except RefusedError as error:
+        hint = {401: "it wants an API key", 403: "it wants another key", 404: "it has no metrics"}
+        raise ScrapeError(f"{error}: {hint.get(error.code, 'it refuses')}") from None
+    except NoAnswerError as error:
+        raise ScrapeError(str(error)) from None
+    return content.decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Result of a look: a picture as plain data, or why there is none."""
+
+    picture: dict[str, Any] | None
+    error: str = ""
+
+
+class Watched:
+    """An engine somewhere, looked at by several threads; it is asked once for all of them."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = metrics_url(url)
+        self._api_key = api_key
+        self._lock = Lock()
+        self._history = History()
+        self._looked_s: float | None = None
+        self._seen = Seen(None)
+
+    def look(self) -> Seen:
+        """As it is now, or was a moment ago. Waits for the engine, for some seconds at most."""
+        with self._lock:
+            now_s = time.monotonic()
+            if self._looked_s is None or now_s - self._looked_s >= LEAST_PAUSE_S:
+                self._seen = self._look()
+                self._looked_s = time.monotonic()
+            return self._seen
+
+    def _look(self) -> Seen:
+        try:
+            text = read_text(self.url, self._api_key)
+            self._history.add(Reading.parse(text, time.monotonic()))
+        except UnreadableError as error:
+            return Seen(None, f"{self.url} answers, but with {error}")
+        except ScrapeError as error:
+            return Seen(None, str(error))
+        return Seen(self._history.picture().as_json())

@@ -1,0 +1,101 @@
+"""A picture for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kvtier.live.questions import TOO_FEW, count, seconds, share, size
+from kvtier.live.scrape import Seen
+
+STATES = {
+    0: Text("in use", "green"),
+    1: Text("tried again", "yellow"),
+    2: Text("left alone", "red"),
+}
+COLOURS = {"good": "green", "plain": "default", "bad": "red"}
+NOTHING = Text("–", "dim")
+
+
+def draw(seen: Seen, url: str) -> RenderableType:
+    """Draw what was seen, or why nothing was."""
+    if seen.picture is None:
+        return Text(f"{seen.error or url}. Trying again …", "yellow")
+    picture = seen.picture
+    return Group(
+        _head(picture, url), Text(), _tiers(picture), Text(), _flows(picture), *_answers(picture)
+    )
+
+
+def _head(picture: Mapping[str, Any], url: str) -> Text:
+    asked, saved = picture["requests"], picture["saved"]
+    head = Text.assemble((f"{picture['engine']} ", "bold"), (url, "dim"))
+    if picture["has_restarted"]:
+        head.append(f"  began anew {seconds(picture['age_s'])} ago", "yellow")
+    head.append("\n")
+    for name, value in (
+        ("running", _number(asked["running"])),
+        ("waiting", _number(asked["waiting"])),
+        ("first token", seconds(asked["ttft_s"])),
+        ("from the cache", share(picture["hit_share"]["recent"])),
+        ("spared", "–" if saved["seconds"] is None else seconds(saved["seconds"])),
+    ):
+        head.append(f"{name} ", "dim")
+        head.append(f"{value}   ", "dim" if value == TOO_FEW else "bold")
+    return head
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}"
+
+
+def _tiers(picture: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("tier", "hits", "in use", ""):
+        table.add_column(name)
+    for name in ("leave /s", "come again", "damaged"):
+        table.add_column(name, justify="right")
+    table.add_column("storage")
+    hits = {each["tier"]: each["recent"] for each in picture["hits"]}
+    for tier in picture["tiers"]:
+        name, fill = tier["name"], tier["fill"]
+        table.add_row(
+            Text(name),
+            share(hits[name]) if name in hits else NOTHING,
+            NOTHING if fill is None else share(fill),
+            "" if fill is None else ProgressBar(1.0, fill, width=20),
+            NOTHING if tier["evicted_per_s"] is None else f"{tier['evicted_per_s']:.1f}",
+            share(tier["returned"]) if tier["evicted"] else NOTHING,
+            count(tier["damaged"]),
+            STATES.get(tier["left_alone"], ""),
+        )
+    return table
+
+
+def _flows(picture: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("way")
+    for name in ("now", "in all", "on the way", "line"):
+        table.add_column(name, justify="right")
+    for flow in picture["flows"]:
+        line = "–" if flow["queued_s"] is None else seconds(flow["queued_s"])
+        table.add_row(
+            Text(f"{flow['src']} → {flow['dst']}"),
+            "–" if flow["bytes_per_s"] is None else f"{size(flow['bytes_per_s'])}/s",
+            size(flow["num_bytes"]),
+            _number(flow["in_flight"]),
+            Text("taken by none", "red") if flow["is_refused"] else line,
+        )
+    return table
+
+
+def _answers(picture: Mapping[str, Any]) -> Iterator[Text]:
+    for each in picture["answers"]:
+        yield Text.assemble(
+            "\n", (each["question"], "bold"), " ", (each["text"], COLOURS[each["level"]])
+        )

@@ -1,0 +1,1 @@
+"""One request's hold on the cache."""

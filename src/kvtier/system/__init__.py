@@ -1,0 +1,1 @@
+"""This process and its machine: child processes, cores, memory, the user's cache folder."""

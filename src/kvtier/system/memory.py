@@ -1,0 +1,112 @@
+"""Memory that this process may still allocate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+
+class Hierarchy(NamedTuple):
+    """One version of control groups, and its files for memory.
+
+    controller: its name in ``/proc/self/cgroup``, "" for version 2. mount: where the groups are.
+    cached: the line of ``memory.stat`` that counts cached files.
+    """
+
+    controller: str
+    mount: str
+    limit: str
+    usage: str
+    cached: str
+
+
+HIERARCHIES = (
+    Hierarchy("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    Hierarchy(
+        "memory",
+        "sys/fs/cgroup/memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
+"""Versions 2 and 1."""
+
+
+def available_bytes(root: Path = Path("/")) -> tuple[int, str]:
+    """Return the bytes left, and what limits them: the machine's free memory or a control group.
+
+    The process's own group counts, and each group above it: a limit holds for all groups below.
+
+    root: where ``proc`` and ``sys`` are mounted. Without either, the limit is unknown and large.
+    """
+    limits: list[tuple[int, str]] = []
+    free_kib = _field(root / "proc/meminfo", "MemAvailable:")
+    if free_kib is not None:
+        limits.append((free_kib * 1024, "free memory of the machine"))
+    for hierarchy in HIERARCHIES:
+        for name in _groups(root, hierarchy.controller):
+            group = root / hierarchy.mount / name.relative_to("/")
+            limit, usage = _number(group / hierarchy.limit), _number(group / hierarchy.usage)
+            if limit is not None and usage is not None:
+                # The kernel gives cached files up when asked; a model that was just read is one.
+                used = max(0, usage - (_field(group / "memory.stat", hierarchy.cached) or 0))
+                limits.append((limit - used, f"memory limit of the control group {name}"))
+    return min(limits, default=(1 << 62, "no limit known"))
+
+
+def total_bytes(root: Path = Path("/")) -> tuple[int, str]:
+    """Return the bytes that there are, used or not, and what limits them, as ``available_bytes``.
+
+    root: where ``proc`` and ``sys`` are mounted.
+    """
+    limits: list[tuple[int, str]] = []
+    total_kib = _field(root / "proc/meminfo", "MemTotal:")
+    if total_kib is not None:
+        limits.append((total_kib * 1024, "memory of the machine"))
+    for hierarchy in HIERARCHIES:
+        for name in _groups(root, hierarchy.controller):
+            limit = _number(root / hierarchy.mount / name.relative_to("/") / hierarchy.limit)
+            if limit is not None:
+                limits.append((limit, f"memory limit of the control group {name}"))
+    return min(limits, default=(1 << 62, "no limit known"))
+
+
+def _groups(root: Path, controller: str) -> Iterator[PurePosixPath]:
+    """Yield the process's own group and those above it, up to the root that is mounted here.
+
+    In a container ``/proc/self/cgroup`` may name a path of the host. Only the mounted root is there
+    then: groups that don't exist have no files.
+    """
+    own = PurePosixPath("/")
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        is_visible = name.startswith("/") and ".." not in PurePosixPath(name).parts
+        if controller in controllers.split(",") and is_visible:
+            own = PurePosixPath("/" + name.lstrip("/"))
+    yield own
+    yield from own.parents
+
+
+def _number(path: Path) -> int | None:
+    """The only number in a file; None where there is no file, or a word such as "max" in it."""
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _field(path: Path, name: str) -> int | None:
+    """The number after ``name`` in a file of "name number" lines; None where there is none."""
+    for line in _read(path).splitlines():
+        words = line.split()
+        if words and words[0] == name:
+            return int(words[1])
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="surrogateescape")  # a group's name may be any bytes
+    except OSError:
+        return ""

@@ -1,0 +1,1 @@
+"""Files of a slab: superblock, journal, records, folder."""

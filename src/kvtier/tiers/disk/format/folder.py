@@ -1,0 +1,195 @@
+"""The directory of a slab: its files, and the lock that says who owns it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Final
+from weakref import WeakSet
+
+from kvtier.errors import ConfigError, printable
+from kvtier.system.private_files import open_file
+from kvtier.system.process import OwnerProcess
+
+DATA: Final = "data.slab"
+JOURNAL: Final = "journal"
+NEW_JOURNAL: Final = "journal.new"
+SUPERBLOCK: Final = "superblock"
+NEW_SUPERBLOCK: Final = "superblock.new"
+TRUST: Final = "trust"
+LOCK: Final = "flock"
+FILES: Final = (DATA, JOURNAL, NEW_JOURNAL, SUPERBLOCK, NEW_SUPERBLOCK, TRUST, LOCK)
+
+_LOCK_TRIES: Final = 5
+"""Someone who only looks holds the lock for a moment."""
+_LOCK_PAUSE_S: Final = 0.02
+_NO_LOCKS: Final = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+"""What file systems say that can't lock a directory."""
+
+
+def make_folder(path: Path, owner: str = "disk tier") -> None:
+    """Make the directory, for this user only. One that is there stays as it is, and must be this
+    user's or root's, and nobody else's to write to: KV is private, and what is read back is given
+    to a model. A group may: that is how volumes are given to a container.
+
+    owner: what the messages name in front of the path.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{owner}: {path} can't be made or is no directory ({error.strerror}); "
+            "choose another path"
+        ) from error
+    found = path.stat()
+    if found.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"{owner}: {path} belongs to user {found.st_uid}, and this process runs as user "
+            f"{os.geteuid()}; choose a directory of its own"
+        )
+    if found.st_mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{owner}: every user may write to {path}; take that away (chmod o-w), or name a "
+            "directory below it, which is made for this user alone"
+        )
+
+
+def open_data(path: Path, flags: int) -> tuple[int, bool]:
+    """The slab's file, past the page cache where the file system can. Returns (fd, direct)."""
+    try:
+        return open_file(path, flags | os.O_DIRECT), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return open_file(path, flags), False
+
+
+class OwnerLock:
+    """One owner per slab: held from construction to ``close``, or until the process ends.
+
+    The directory itself is locked: it can't be removed while a slab is in it. The file ``flock`` is
+    locked, too, for earlier versions, and says who the owner is; a file system that is too full for
+    that is no reason to stay away.
+
+    A forked child is no owner: it lets go of its copy at once, or the lock would outlive the owner.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.process = OwnerProcess()
+        self._fds: list[int] = []
+        try:
+            self._fds.append(_open_folder(folder))
+            lock(self._fds[0], folder)
+            with contextlib.suppress(OSError):
+                self._fds.append(open_file(folder / LOCK, os.O_RDWR | os.O_CREAT))
+            for fd in self._fds[1:]:
+                lock(fd, folder)
+                _write_name(fd)
+            if not os.path.samestat(os.fstat(self._fds[0]), folder.stat()):
+                raise ConfigError(f"disk tier: {folder} was replaced just now; start again")
+        except BaseException:
+            self.close()
+            raise
+        _held.add(self)
+
+    def hold(self, path: Path) -> None:
+        """Lock another file of the slab as well, by a descriptor of its own."""
+        self._fds.append(open_file(path, os.O_RDONLY))
+        lock(self._fds[-1], path.parent)
+
+    def close(self) -> None:
+        """Let the next owner in. In a forked child it stays with its owner."""
+        while self._fds:
+            fd = self._fds.pop()
+            if self.process.is_here:  # closing would not do: a child may have a copy
+                with contextlib.suppress(OSError):
+                    fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+
+
+_held: WeakSet[OwnerLock] = WeakSet()
+
+
+def _let_go() -> None:
+    for owner in list(_held):
+        owner.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
+
+
+def lock(fd: int, folder: Path) -> None:
+    """Lock an open file for one owner of the slab in ``folder``, until it is closed.
+
+    Raises ``ConfigError`` where another owner has it locked.
+    """
+    for attempt in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if attempt == _LOCK_TRIES - 1:
+                raise ConfigError(
+                    f"disk tier: {folder} is in use by {_owner(folder)}; "
+                    "stop that one, or choose another path"
+                ) from error
+            time.sleep(_LOCK_PAUSE_S)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return  # a network's file system, perhaps: the other locks have to do
+
+
+def owner_of(folder: Path) -> str | None:
+    """Return the holder of the lock, in words; None if nobody holds it."""
+    for name in (folder, folder / LOCK):
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _owner(folder)
+        except OSError:
+            continue
+        finally:
+            os.close(fd)
+    return None
+
+
+def _open_folder(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _owner(folder: Path) -> str:
+    """Return what the lock file says about its holder."""
+    try:
+        fd = open_file(folder / LOCK, os.O_RDONLY)
+    except OSError:
+        return "another process"
+    try:
+        text = os.pread(fd, 200, 0).decode("utf-8", "replace").strip()
+        return printable(text) or "another process"
+    finally:
+        os.close(fd)
+
+
+def _write_name(fd: int) -> None:
+    """Over the name of the last owner, without giving its room back: there may be no other."""
+    name = f"process {os.getpid()} ({_command()})\n".encode()
+    with contextlib.suppress(OSError):
+        os.pwrite(fd, name, 0)
+        os.ftruncate(fd, len(name))
+
+
+def _command() -> str:
+    try:
+        return Path("/proc/self/comm").read_text().strip()
+    except OSError:
+        return "kvtier"

@@ -1,0 +1,210 @@
+"""The two superblocks: what the slab is, and whether it was closed in order.
+
+Each half of the file ``superblock`` is 4096 bytes, little-endian; a change writes the half that the
+epoch's parity names, so that the other one is whole whatever happens.
+
+      0  8 bytes "kvtslab\\n"        8  u32 crc32c of the bytes 12..4096
+     12  u16 format version         14  u16 flags (1: clean)        16  u64 epoch
+     24  u64 slot_bytes             32  u64 block_bytes             40  u64 num_slots
+     48  u32 rank                   52  u32 num_ranks               56  u64 journal's generation
+     64  u64 bytes of the journal at a clean close                  72  u64 made at, unix time
+     80  16 bytes id of the slab    96  32 bytes layout fingerprint, ASCII
+    128  16 bytes id of the set    144  u64 step of the set
+    152  u64 session               160  u64 session before it
+    168  u64 inode of the data     176  u64 bytes of the data      184  i64 mtime of the data, ns
+    192  u32 length of the description, then the description: JSON, UTF-8
+
+Version 1 has its description at 128, and none of what is between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvtier._hot import crc32c
+from kvtier.layout import KVGroup
+
+FORMAT_VERSION: Final = 2
+READ_VERSIONS: Final = (1, 2)
+MAGIC: Final = b"kvtslab\n"
+HALF_BYTES: Final = 4096
+FLAG_CLEAN: Final = 1
+_HEAD: Final = struct.Struct("<8sI")
+_COMMON: Final = struct.Struct("<HHQQQQIIQQQ16s32s")
+_SET: Final = struct.Struct("<16sQQQQQq")
+_LENGTH: Final = struct.Struct("<I")
+_MAX_TEXT: Final = HALF_BYTES - _HEAD.size - _COMMON.size - _SET.size - _LENGTH.size
+SET_ID_BYTES: Final = 16
+NO_SET: Final = bytes(SET_ID_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Set of slabs that belong together, and when they last did; see ``membership``.
+
+    set_id: of all slabs that one block is cut over; zeros before the first opening by this
+    version. step: counts openings and closings of the set. session: random, of the opening that
+    this step belongs to; previous: of the one before.
+    """
+
+    set_id: bytes = NO_SET
+    step: int = 0
+    session: int = 0
+    previous: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DataMark:
+    """State of ``data.slab`` at a clean close. A later write to it changes this."""
+
+    inode: int = 0
+    num_bytes: int = 0
+    mtime_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """One superblock. ``epoch`` counts the changes; the highest whole one counts."""
+
+    slot_bytes: int
+    block_bytes: int
+    num_slots: int
+    rank: int
+    num_ranks: int
+    layout: str
+    description: str
+    slab_id: bytes
+    made_at: int
+    epoch: int = 0
+    generation: int = 0
+    journal_bytes: int = 0
+    is_clean: bool = False
+    version: int = FORMAT_VERSION
+    member: Membership = Membership()
+    data: DataMark = DataMark()
+
+    def encode(self) -> bytes:
+        """4096 bytes."""
+        text = self.description.encode()
+        member, data = self.member, self.data
+        body = _COMMON.pack(
+            self.version,
+            FLAG_CLEAN if self.is_clean else 0,
+            self.epoch,
+            self.slot_bytes,
+            self.block_bytes,
+            self.num_slots,
+            self.rank,
+            self.num_ranks,
+            self.generation,
+            self.journal_bytes,
+            self.made_at,
+            self.slab_id,
+            self.layout.encode(),
+        )
+        body += _SET.pack(
+            member.set_id,
+            member.step,
+            member.session,
+            member.previous,
+            data.inode,
+            data.num_bytes,
+            data.mtime_ns,
+        )
+        body = (body + _LENGTH.pack(len(text)) + text).ljust(HALF_BYTES - _HEAD.size, b"\0")
+        assert len(body) == HALF_BYTES - _HEAD.size, "the description of the layout is too long"
+        return _HEAD.pack(MAGIC, _checksum(body)) + body
+
+
+def decode(half: bytes) -> Superblock | None:
+    """The superblock in 4096 bytes; None where it is torn or none at all.
+
+    Its texts can be printed; its numbers may be any: see ``limits.check_superblock``. Of another
+    version only ``version`` is certain.
+    """
+    if len(half) != HALF_BYTES:
+        return None
+    magic, checksum = _HEAD.unpack_from(half)
+    body = half[_HEAD.size :]
+    if magic != MAGIC or checksum != _checksum(body):
+        return None
+    (
+        version,
+        flags,
+        epoch,
+        slot_bytes,
+        block_bytes,
+        num_slots,
+        rank,
+        num_ranks,
+        generation,
+        journal_bytes,
+        made_at,
+        slab_id,
+        layout,
+    ) = _COMMON.unpack_from(body)
+    at = _COMMON.size
+    member, data = Membership(), DataMark()
+    if version != 1:
+        *whose, inode, num_bytes, mtime_ns = _SET.unpack_from(body, at)
+        member, data = Membership(*whose), DataMark(inode, num_bytes, mtime_ns)
+        at += _SET.size
+    (length,) = _LENGTH.unpack_from(body, at)
+    at += _LENGTH.size
+    texts = _text(layout.rstrip(b"\0")), _text(body[at : at + length])
+    if version in READ_VERSIONS and (None in texts or at + length > len(body)):
+        return None  # what nobody wrote
+    return Superblock(
+        slot_bytes=slot_bytes,
+        block_bytes=block_bytes,
+        num_slots=num_slots,
+        rank=rank,
+        num_ranks=num_ranks,
+        layout=texts[0] or "",
+        description=texts[1] or "",
+        slab_id=slab_id,
+        made_at=made_at,
+        epoch=epoch,
+        generation=generation,
+        journal_bytes=journal_bytes,
+        is_clean=bool(flags & FLAG_CLEAN),
+        version=version,
+        member=member,
+        data=data,
+    )
+
+
+def decode_both(content: bytes) -> tuple[Superblock | None, int]:
+    """The newest whole superblock of the file's content, and how many of the two are whole."""
+    halves = (content[:HALF_BYTES], content[HALF_BYTES : 2 * HALF_BYTES])
+    whole = [found for half in halves if (found := decode(half)) is not None]
+    return max(whole, key=lambda each: each.epoch, default=None), len(whole)
+
+
+def describe(group: KVGroup) -> str:
+    """JSON of what a block holds: for people, and for a message about the wrong slab."""
+    fields = dataclasses.asdict(group)
+    text = json.dumps(fields, separators=(",", ":"))
+    if len(text.encode()) > _MAX_TEXT:
+        fields["parts"] = f"{len(group.parts)} parts"
+        text = json.dumps(fields, separators=(",", ":"))
+    return text
+
+
+def _text(content: bytes) -> str | None:
+    """None where it is no text, or one that a terminal would obey instead of showing it."""
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        return None
+    return text if text.isprintable() else None
+
+
+def _checksum(body: bytes) -> int:
+    return crc32c(np.frombuffer(body, np.uint8).ctypes.data, len(body))

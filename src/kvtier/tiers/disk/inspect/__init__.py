@@ -1,0 +1,1 @@
+"""Reading slabs without owning them: reports, verification, scrubbing."""

@@ -1,0 +1,184 @@
+"""Read every block of a slab that nobody uses, and repair what is wrong: ``kvtier verify``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import TierError
+from kvtier.tiers.disk.bounce import Bounce
+from kvtier.tiers.disk.format.folder import DATA, OwnerLock, open_data
+from kvtier.tiers.disk.format.limits import check_memory
+from kvtier.tiers.disk.format.records import RecordKind, Records, pick
+from kvtier.tiers.disk.format.superblock import Superblock
+from kvtier.tiers.disk.inspect.report import NAME_A_SLAB, Content, read_content
+from kvtier.tiers.disk.inspect.scrub import check_blocks
+from kvtier.tiers.disk.opening import open_slab, read_superblock
+from kvtier.tiers.disk.recovery.replay import Replay
+from kvtier.tiers.disk.system import DiskSystem
+from kvtier.types import IoKind
+
+BUFFER_BYTES = 16 << 20
+DEADLINE_S = 60.0
+
+Int64s = npt.NDArray[np.int64]
+Progress = Callable[[int, int], None]
+"""Called with blocks done, and blocks in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadBlock:
+    """A block that is not what its record says. key, namespace: hexadecimal.
+
+    reason: "checksum", "short" (the file ends before it) or "unreadable".
+    """
+
+    slot: int
+    key: str
+    namespace: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """Result of ``kvtier verify``.
+
+    num_quarantined: slots that were not used any more; num_released: of those, how many can be
+    read again and were given back. is_repaired: everything told here has been repaired.
+    """
+
+    path: str
+    num_blocks: int
+    num_bytes: int
+    bad_blocks: tuple[BadBlock, ...]
+    num_damaged_records: int
+    num_whole_superblocks: int
+    was_clean: bool
+    num_quarantined: int
+    num_released: int
+    is_repaired: bool
+
+    @property
+    def is_right(self) -> bool:
+        """Nothing was wrong. A slab that was not closed in order is not wrong."""
+        return not (self.bad_blocks or self.num_damaged_records or self.num_whole_superblocks < 2)
+
+
+def check_slab(
+    folder: Path,
+    repair: bool,
+    progress: Progress = lambda _done, _all: None,
+    system: DiskSystem | None = None,
+) -> CheckReport:
+    """Compare the checksum of every block. repair: forget damaged blocks, write the journal anew,
+    give quarantined slots back that can be read again.
+
+    Raises ``ConfigError`` where there is no slab, or where a process uses it.
+    """
+    system = system or DiskSystem()
+    read_superblock(folder, NAME_A_SLAB)  # never make a lock where there is nothing to look at
+    try:
+        lock = OwnerLock(folder)
+    except OSError as error:
+        raise TierError("disk", f"open {folder}", str(error)) from error
+    try:
+        content = read_content(folder)
+        checked = _check(folder, content, progress, system)
+    except OSError as error:
+        raise TierError("disk", f"read {folder}", str(error)) from error
+    finally:
+        lock.close()
+    num_released = _repair(folder, checked, system) if repair else 0
+    return CheckReport(
+        path=str(folder),
+        num_blocks=len(checked.live),
+        num_bytes=len(checked.live) * content.superblock.slot_bytes,
+        bad_blocks=tuple(_bad_blocks(checked, content.found)),
+        num_damaged_records=content.found.num_invalid,
+        num_whole_superblocks=content.num_whole,
+        was_clean=content.superblock.is_clean,
+        num_quarantined=len(checked.quarantined),
+        num_released=num_released,
+        is_repaired=repair,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Checked:
+    """Records of blocks and of quarantined slots, and what reading them gave."""
+
+    live: Records
+    live_done: Int64s
+    live_right: npt.NDArray[np.bool_]
+    quarantined: Records
+    quarantined_done: Int64s
+    slot_bytes: int
+
+
+def _check(folder: Path, content: Content, progress: Progress, system: DiskSystem) -> _Checked:
+    superblock, table = content.superblock, content.found.table
+    live = pick(table, np.flatnonzero(table["kind"] == RecordKind.PUT))
+    quarantined = pick(table, np.flatnonzero(table["kind"] == RecordKind.BAD))
+    fd, _ = open_data(folder / DATA, os.O_RDONLY)
+    try:
+        check_memory(folder, superblock.slot_bytes, "a block")
+        done, right = _read(fd, superblock, live, progress, system)
+        again, _ = _read(fd, superblock, quarantined, lambda _done, _all: None, system)
+    finally:
+        os.close(fd)
+    return _Checked(live, done, right, quarantined, again, superblock.slot_bytes)
+
+
+def _read(
+    fd: int, superblock: Superblock, records: Records, progress: Progress, system: DiskSystem
+) -> tuple[Int64s, npt.NDArray[np.bool_]]:
+    done, right = np.zeros(len(records), np.int64), np.zeros(len(records), bool)
+    bounce = Bounce(BUFFER_BYTES // superblock.slot_bytes, superblock.slot_bytes)
+    engine = system.open_engine(fd, IoKind.AUTO, [bounce.memory], bounce.num_slots)
+    try:
+        for start in range(0, len(records), bounce.num_slots):
+            part = slice(start, start + bounce.num_slots)
+            checked = check_blocks(
+                engine, bounce, records[part], superblock.block_bytes, DEADLINE_S
+            )
+            done[part], right[part] = checked.done, checked.right
+            progress(min(start + bounce.num_slots, len(records)), len(records))
+    finally:
+        engine.close()
+    return done, right
+
+
+def _repair(folder: Path, checked: _Checked, system: DiskSystem) -> int:
+    """Returns how many quarantined slots were given back."""
+    slab = open_slab(folder, system)
+    is_done = False
+    try:
+        unreadable = checked.live[checked.live_done < 0]
+        slab.mark_bad(unreadable["slot"].astype(np.int64))
+        wrong = checked.live[~checked.live_right & (checked.live_done >= 0)]
+        # Slots that the file ended before are gone, and what was said about them with them.
+        slab.delete_if_unchanged(wrong[wrong["slot"] < len(slab.table)])
+        readable = checked.quarantined_done == checked.slot_bytes
+        released = slab.delete_if_unchanged(checked.quarantined[readable])
+        slab.compact()
+        is_done = True
+    except OSError as error:
+        raise TierError("disk", f"repair {folder}", str(error)) from error
+    finally:
+        slab.close(clean=is_done)
+    return len(released)
+
+
+def _bad_blocks(checked: _Checked, found: Replay) -> list[BadBlock]:
+    bad = []
+    for at in np.flatnonzero(~checked.live_right).tolist():
+        record, done = checked.live[at], int(checked.live_done[at])
+        reason = "unreadable" if done < 0 else "short" if done < checked.slot_bytes else "checksum"
+        namespace = found.namespaces.get(int(record["namespace"]), b"").hex()
+        bad.append(BadBlock(int(record["slot"]), record["key"].tobytes().hex(), namespace, reason))
+    return bad

@@ -1,0 +1,175 @@
+"""Blocks of a slab that another process on this machine owns: found and read, never changed.
+
+Where all ranks of an engine have the same KV, one of them writes it and all read it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from math import inf
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.devices.base import Finding
+from kvtier.layout import KVGroup
+from kvtier.tiers.disk.bounce import BlockPort, Bounce
+from kvtier.tiers.disk.format.records import Records, as_keys
+from kvtier.tiers.disk.health import DiskHealth
+from kvtier.tiers.disk.inspect.followed import FollowedSlab, follow
+from kvtier.tiers.disk.io import IoEngine
+from kvtier.tiers.disk.opening import wanted
+from kvtier.tiers.disk.options import DiskOptions
+from kvtier.tiers.disk.system import DiskSystem
+from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.storage import Outcome, StorageFacts, StorageTier
+from kvtier.types import DISK, BlockKey, BlockName
+
+logger = logging.getLogger(__name__)
+
+Bools = npt.NDArray[np.bool_]
+
+
+class DiskReader(StorageTier):
+    """options: the owner's; ``path`` may be made later. What it keeps, and what leaves, is the
+    owner's business. Blocks are verified always. Nothing raises for what the disk does."""
+
+    facts = StorageFacts(reaches=frozenset({"host", "cpu"}), evicts=True, finds_at_once=True)
+
+    def __init__(
+        self,
+        options: DiskOptions,
+        group: KVGroup,
+        system: DiskSystem | None = None,
+        name: str = DISK,
+    ) -> None:
+        self.name = name
+        self.bytes_per_block = group.bytes_per_block
+        self._options = options
+        self._wanted = wanted(options, group)
+        self._system = system or DiskSystem()
+        self._health = DiskHealth(
+            str(options.path), ["read"], options.errors_until_off, time.monotonic
+        )
+        num_slots = options.bounce_bytes // self._wanted.slot_bytes
+        self._bounce = Bounce(num_slots, self._wanted.slot_bytes)
+        self._slab: FollowedSlab | None = None
+        self._engine: IoEngine | None = None
+        self._lock = Lock()  # around the slab's table
+        self._reading = Lock()  # around its data
+
+    @property
+    def num_blocks(self) -> int:
+        return self._wanted.num_slots
+
+    def find(self, keys: Sequence[BlockKey], timeout_s: float = inf) -> list[Outcome]:
+        is_free = self._reading.acquire(blocking=False)
+        try:
+            with self._lock:
+                slab = self._followed(may_open=is_free)
+                if slab is None or not self._health.is_passable:
+                    return [Outcome.ABSENT] * len(keys)
+                slots = slab.find(as_keys(list(keys)))
+        finally:
+            if is_free:
+                self._reading.release()
+        return [Outcome.THERE if slot >= 0 else Outcome.ABSENT for slot in slots.tolist()]
+
+    def get(
+        self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float = inf
+    ) -> list[Outcome]:
+        ends_at = time.monotonic() + min(timeout_s, self._options.read_deadline_s)
+        with self._reading:
+            with self._lock:
+                slab = self._followed(may_open=True)
+                if slab is None or not self._health.enter():
+                    return [Outcome.FAILED] * len(keys)
+                slots = slab.find(as_keys(list(keys)))
+                at = np.flatnonzero(slots >= 0)
+                records = slab.records_of(slots[at])
+                port = self._port(slab)
+            done, crcs = port.read(slots[at], blocks.pick(at), np.ones(len(at), bool), ends_at)
+            self._health.note("read", done)
+            is_right = (crcs == records["data_crc"]) & (done == self._wanted.slot_bytes)
+            with self._lock:
+                is_as_it_was = self._still_decide(slab, records)
+                slab.forget(slots[at[is_as_it_was & ~is_right & (done >= 0)]])
+        outcomes = [Outcome.ABSENT] * len(keys)
+        for each, num, right, same in zip(at, done, is_right, is_as_it_was, strict=True):
+            if num < 0:
+                outcomes[each] = Outcome.FAILED
+            elif same:
+                outcomes[each] = Outcome.THERE if right else Outcome.DAMAGED
+        return outcomes
+
+    @staticmethod
+    def _still_decide(slab: FollowedSlab, records: Records) -> Bools:
+        """Return which slots were not rewritten while they were read."""
+        try:
+            slab.read_on()
+        except OSError:
+            return np.zeros(len(records), bool)
+        return slab.still_decide(records)
+
+    def _followed(self, may_open: bool) -> FollowedSlab | None:
+        """The slab as it is now; None where there is none, or another one than is wanted. may_open:
+        nobody reads from the one that was open before."""
+        try:
+            if self._slab is not None and self._slab.is_current:
+                self._slab.read_on()
+                return self._slab
+        except OSError as error:
+            logger.warning("journal not read path=%s error=%s", self.path, error)
+        if not may_open:
+            return None
+        self._leave()
+        slab = follow(self._options.path)
+        if slab is not None and not self._fits(slab):
+            slab.close()
+            slab = None
+        self._slab = slab
+        return slab
+
+    def _fits(self, slab: FollowedSlab) -> bool:
+        found, want = slab.superblock, self._wanted
+        return (found.layout, found.block_bytes) == (want.layout, want.block_bytes)
+
+    def _port(self, slab: FollowedSlab) -> BlockPort:
+        if self._engine is None:
+            self._engine = self._system.open_engine(
+                slab.data_fd, self._options.io, [self._bounce.memory], self._options.queue_depth
+            )
+        return BlockPort(
+            self._engine, self._bounce, self._wanted.block_bytes, self._wanted.slot_bytes
+        )
+
+    def _leave(self) -> None:
+        engine, self._engine = self._engine, None
+        slab, self._slab = self._slab, None
+        if engine is not None:
+            engine.close()
+        if slab is not None:
+            slab.close()
+
+    def put(
+        self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float = inf
+    ) -> list[Outcome]:
+        return [Outcome.FAILED] * len(names)
+
+    def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
+        """The owner does."""
+
+    def findings(self) -> list[Finding]:
+        state = self._health.state()
+        return [Finding("disk tier", "read only", state or f"written by the owner of {self.path}")]
+
+    @property
+    def path(self) -> str:
+        return str(self._options.path)
+
+    def close(self) -> None:
+        with self._reading, self._lock:
+            self._leave()

@@ -1,0 +1,86 @@
+"""Read blocks that nobody asked for, and find damage before somebody does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._hot import crc32c_many
+from kvtier.tiers.disk.bounce import Bounce
+from kvtier.tiers.disk.format.records import RecordKind, Records
+from kvtier.tiers.disk.io import IoEngine
+from kvtier.types import Slot
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Checked:
+    """Per record: done: bytes read or -errno. right: length and checksum are those recorded."""
+
+    done: npt.NDArray[np.int64]
+    right: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubResult:
+    """Result of a scrub. corrupt: slots with wrong bytes. failed: slots that could not be read."""
+
+    num_checked: int = 0
+    num_bytes: int = 0
+    corrupt: tuple[Slot, ...] = ()
+    failed: tuple[Slot, ...] = ()
+
+    @classmethod
+    def sum(cls, scrubs: Sequence[ScrubResult]) -> ScrubResult:
+        """Add up the results of several scrubs."""
+        return cls(
+            sum(each.num_checked for each in scrubs),
+            sum(each.num_bytes for each in scrubs),
+            tuple(slot for each in scrubs for slot in each.corrupt),
+            tuple(slot for each in scrubs for slot in each.failed),
+        )
+
+
+def check_blocks(
+    engine: IoEngine, bounce: Bounce, records: Records, block_bytes: int, deadline_s: float
+) -> Checked:
+    """Read the blocks of at most ``bounce.num_slots`` records, and compare their checksums."""
+    num = len(records)
+    assert num <= bounce.num_slots, "more blocks than the buffer has room for"
+    slot_bytes = bounce.slot_bytes
+    assert 0 < block_bytes <= slot_bytes, f"a block of {block_bytes} bytes in {slot_bytes}"
+    sizes = np.full(num, slot_bytes, np.int64)
+    addresses = bounce.addresses[:num]
+    done = engine.read(records["slot"].astype(np.int64) * slot_bytes, addresses, sizes, deadline_s)
+    crcs = crc32c_many(addresses, np.full(num, block_bytes, np.uint64))
+    return Checked(done, (done == slot_bytes) & (crcs == records["data_crc"]))
+
+
+class RoundRobin:
+    """Walks over a table of records again and again, a few blocks at a time."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def take(self, kinds: npt.NDArray[np.uint8], num_blocks: int) -> Int64s:
+        """Slots of the next blocks; at most one whole round. kinds: of the record of each slot.
+
+        Looks at as few slots as it needs: the table may be large, and most of it empty.
+        """
+        found: list[Int64s] = []
+        missing, left = num_blocks, len(kinds)
+        while missing > 0 and left > 0:
+            self._next %= len(kinds)
+            span = min(left, max(1024, missing), len(kinds) - self._next)
+            part = kinds[self._next : self._next + span]
+            live = np.flatnonzero(part == RecordKind.PUT)[:missing]
+            seen = int(live[-1]) + 1 if len(live) == missing else span
+            found.append(live + self._next)
+            self._next += seen
+            left -= seen
+            missing -= len(live)
+        return np.concatenate(found) if found else np.zeros(0, np.int64)

@@ -1,0 +1,1 @@
+"""From a slab's journal back to its blocks after a restart."""

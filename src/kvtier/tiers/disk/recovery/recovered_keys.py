@@ -1,0 +1,54 @@
+"""Keys of the blocks that a restart found in a slab."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.tiers.disk.format.records import RecordKind
+from kvtier.tiers.disk.slab import Slab
+from kvtier.tiers.disk.slots import DiskSlots
+from kvtier.tiers.storage import KeptKeys, Keys
+
+LOOKED_UP: Final = 1 << 13
+"""At a time, while nobody else can look up anything."""
+
+Int64s = npt.NDArray[np.int64]
+
+
+class SlabKeys(KeptKeys):
+    """Keys of the slots in which a restart found blocks, as long as they hold these."""
+
+    def __init__(self, slab: Slab, slots: DiskSlots, can_load: bool) -> None:
+        self._slab = slab
+        self._states = slots
+        self._slots = slots.to_drop if can_load else slots.to_drop[:0]
+        self._first_number = slab.numbers.next
+
+    @property
+    def num_keys(self) -> int:
+        return len(self._slots)
+
+    def in_order(self, start: int, end: int) -> Keys:
+        return self._of(self._slots[start:end].astype(np.int64))
+
+    @property
+    def num_places(self) -> int:
+        return len(self._slab.table) if len(self._slots) else 0
+
+    def at(self, start: int, end: int) -> Keys:
+        return self._of(np.arange(start, min(end, self.num_places)))
+
+    def _of(self, slots: Int64s) -> Keys:
+        """In pieces, for nobody else can look up anything meanwhile."""
+        ends = range(LOOKED_UP, len(slots), LOOKED_UP)
+        return np.concatenate([self._some_of(part) for part in np.split(slots, ends)])
+
+    def _some_of(self, slots: Int64s) -> Keys:
+        records, _ = self._slab.look_up(slots)
+        is_kept = (records["kind"] == RecordKind.PUT) & (records["seq"] < self._first_number)
+        is_kept &= self._states.have_blocks(slots)  # of a key that is there twice, one
+        keys: Keys = np.ascontiguousarray(records["key"])[is_kept]
+        return keys

@@ -1,0 +1,125 @@
+"""Blocks that need no verification. The result of verification outlives a clean close.
+
+The file ``trust``, little-endian:
+
+      0  8 bytes "kvttrst2"          8  u32 crc32c of the bytes from 12 on
+     12  16 bytes id of the slab    28  u64 session that closed it    36  u64 number of slots
+     44  u32 crc32c of the slots' u32s: the checksum of the record that decides, where the bit is
+         set and the slot has a block; else 0
+     48  a bit per slot, the lowest one first: its block was written or verified by an owner
+
+Versions that called it "kvttrust" had no checksum of records: nothing is believed of theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._hot import crc32c
+from kvtier.system.private_files import open_file
+from kvtier.tiers.disk.format.folder import TRUST
+from kvtier.tiers.disk.format.records import RecordKind, Records
+from kvtier.tiers.disk.format.rows import SlotRows
+from kvtier.tiers.disk.format.superblock import DataMark, Superblock
+from kvtier.tiers.disk.system import DiskSystem, read_at
+
+MAGIC: Final = b"kvttrst2"
+_HEAD: Final = struct.Struct("<8sI")
+_WHOSE: Final = struct.Struct("<16sQQ")
+_RECORDS: Final = struct.Struct("<I")
+
+Bools = npt.NDArray[np.bool_]
+Columns = Records | SlotRows
+"""By slot, ``kind`` and ``crc`` of the record that decides; of more slots, maybe."""
+
+
+def num_bytes_of(num_slots: int) -> int:
+    """Size of the file."""
+    return _HEAD.size + _WHOSE.size + _RECORDS.size + -(-num_slots // 8)
+
+
+def encode(trusted: Bools, table: Columns, superblock: Superblock) -> bytes:
+    """The file's content. trusted: bool [num_slots]. table: of each slot the record that decides;
+    another journal says something else of some slot, however old or long it is."""
+    whose = _WHOSE.pack(superblock.slab_id, superblock.member.session, len(trusted))
+    records = _RECORDS.pack(_of_records(trusted, table))
+    body = whose + records + np.packbits(trusted, bitorder="little").tobytes()
+    return _HEAD.pack(MAGIC, _checksum(body)) + body
+
+
+def decode(content: bytes, table: Callable[[], Columns], superblock: Superblock) -> Bools | None:
+    """bool [num_slots]; None where the content is damaged, or is not that of the close which
+    ``superblock`` tells of, or the journal is not."""
+    num_slots = superblock.num_slots
+    if len(content) < num_bytes_of(num_slots):
+        return None
+    content = content[: num_bytes_of(num_slots)]
+    magic, checksum = _HEAD.unpack_from(content)
+    body = content[_HEAD.size :]
+    whose = _WHOSE.pack(superblock.slab_id, superblock.member.session, num_slots)
+    if magic != MAGIC or checksum != _checksum(body) or not body.startswith(whose):
+        return None
+    bits = np.frombuffer(body, np.uint8, offset=_WHOSE.size + _RECORDS.size)
+    trusted = np.unpackbits(bits, count=num_slots, bitorder="little").astype(bool)
+    (records,) = _RECORDS.unpack_from(body, _WHOSE.size)
+    return trusted if records == _of_records(trusted, table()) else None
+
+
+def _of_records(trusted: Bools, table: Columns) -> int:
+    """One number for what the journal says of the slots whose data is trusted."""
+    counts = trusted & (table["kind"][: len(trusted)] == RecordKind.PUT)
+    return _checksum(np.where(counts, table["crc"][: len(trusted)], 0).astype("<u4").tobytes())
+
+
+def read_trust(folder: Path, table: Callable[[], Columns], superblock: Superblock) -> Bools | None:
+    """Return what the last owner recorded; None if it cannot be used.
+
+    Never an error: untrusted blocks are verified.
+    """
+    try:
+        fd = open_file(folder / TRUST, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        return decode(read_at(fd, num_bytes_of(superblock.num_slots), 0), table, superblock)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+
+
+def write_trust(
+    folder: Path, trusted: Bools, table: Columns, superblock: Superblock, system: DiskSystem
+) -> None:
+    """Write the file, and wait until it is on the medium."""
+    fd = open_file(folder / TRUST, os.O_RDWR | os.O_CREAT)
+    try:
+        system.write_at(fd, encode(trusted, table, superblock), 0)
+        system.sync(fd)
+    finally:
+        os.close(fd)
+
+
+def reserve_trust(folder: Path, num_slots: int, system: DiskSystem) -> None:
+    """Have room for the file, so that a full file system does not keep a slab from closing."""
+    fd = open_file(folder / TRUST, os.O_RDWR | os.O_CREAT)
+    try:
+        system.reserve_ahead(fd, num_bytes_of(num_slots))
+    finally:
+        os.close(fd)
+
+
+def mark_of(found: os.stat_result) -> DataMark:
+    """Return the state that a later owner compares."""
+    return DataMark(found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def _checksum(body: bytes) -> int:
+    return crc32c(np.frombuffer(body, np.uint8).ctypes.data, len(body))

@@ -1,0 +1,281 @@
+"""``storage="mooncake://host:port"``: blocks in a Mooncake Store, an object each.
+
+host:port is that of its master. Objects never change and the store makes room by itself. It lets in
+whoever reaches it, so only the secret of ``StoreOptions`` tells our blocks from others'.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from threading import Lock, Semaphore
+from typing import Any, Final
+
+import numpy as np
+
+from kvtier.errors import ConfigError
+from kvtier.system.child_process import Overdue, run_module
+from kvtier.system.process import give_way, num_cores
+from kvtier.tiers.remote.bounce_workers import Addresses, BounceClient, BounceRows, IsWanted
+from kvtier.tiers.remote.bounced_tier import DockedTier
+from kvtier.tiers.remote.errors import Unreachable, Unsound
+from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
+from kvtier.tiers.storage import Outcome, StorageSite, StorageTier
+from kvtier.tiers.wrappers import ThrottledTier
+from kvtier.types import BlockKey
+
+PORT: Final = 50051
+PROTOCOLS: Final = ("tcp", "rdma")
+NO_ROOM, NOT_FOUND, NOT_READY, IS_THERE, REPLICA_GONE = -200, -704, -703, -705, -712
+NO_ANSWER = -900
+"""Codes of the store. Every call to a master that is gone takes seconds until it says so."""
+GONE: Final = frozenset({NOT_FOUND, NOT_READY, REPLICA_GONE})
+LEAST_BYTES: Final = 16 << 20
+"""Of memory that is lent."""
+MAX_CALLED: Final = 256
+"""Blocks of a call. Each call has its price, and so has handing over the turn: with half of them
+gets of 64 KiB are a tenth slower, and take a tenth more of the processor (by hand)."""
+MAX_TURNS: Final = 4
+"""Of calls that move blocks: 1,024 of them. Of 2,048 at a time Mooncake 0.3.13 has refused some."""
+GIVES_WAY: Final = 5
+"""A third of a core, where somebody else wants it (nice(1))."""
+TURN_S: Final = 1.0
+"""How long a transfer waits for its turn: one that hangs must not hold up those that don't."""
+KNOCK: Final = "kvtier.tiers.remote.mooncake.probe"
+KNOCK_S: Final = 10.0
+"""For a process to start, and a master to answer it."""
+
+THERE, ABSENT, DAMAGED, FAILED = Outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MooncakeOptions(StoreOptions):
+    """Options behind the ``?``."""
+
+    prefix: str = "kvtier:"
+    """Of all keys."""
+    protocol: str = "tcp"
+    """How blocks move: tcp or rdma."""
+    device: str = ""
+    """Network devices for rdma, like "mlx5_0,mlx5_1"; Mooncake chooses where nothing is said."""
+    address: str = ""
+    """Under which others reach this process; else the one that it reaches the master from."""
+    segment_bytes: int = 0
+    """Host memory that this process lends to the store, beside its own host tier. Like "16GiB"."""
+    local_buffer_bytes: int = 16 << 20
+    """Memory of the store's own client."""
+
+
+def make_mooncake(site: StorageSite) -> StorageTier:
+    """For ``mooncake://``."""
+    location = read_location("mooncake", site.location)
+    options = read_options(MooncakeOptions, location)
+    if not location.host:
+        raise ConfigError(f'storage: {location}: no master; write it as "mooncake://host:port"')
+    if location.user is not None or location.password is not None:
+        raise ConfigError(
+            f"storage: {location}: Mooncake knows no users; leave the name and the password out, "
+            "and set a secret that tags blocks"
+        )
+    if options.protocol not in PROTOCOLS:
+        raise ConfigError(
+            f"storage: {location}: protocol={options.protocol!r}; write {' or '.join(PROTOCOLS)}"
+        )
+    if 0 < options.segment_bytes < LEAST_BYTES:
+        raise ConfigError(f"storage: {location}: segment_bytes is 0, or 16MiB at least")
+    try:
+        import mooncake.store  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "storage: mooncake: needs the package mooncake-transfer-engine-non-cuda, or another of "
+            f'Mooncake\'s; install it with pip install "kvtier[mooncake]" ({error})'
+        ) from error
+    process = StoreProcess(location, options)
+    tier = DockedTier(site, location, options, process.client, MAX_CALLED)
+    return ThrottledTier(tier, options.bytes_per_s) if options.bytes_per_s else tier
+
+
+class StoreProcess:
+    """This process as one of the store: one for all docks.
+
+    Its client waits by polling, a core for each call, and moves all bytes in one thread, which
+    needs a core too: so no more calls than half the cores move blocks at a time, four at most, and
+    threads that make calls give way to others.
+    """
+
+    def __init__(self, location: Location, options: MooncakeOptions) -> None:
+        self._location = location
+        self._options = options
+        self._lock = Lock()
+        self._store: Any = None
+        self._num_users = 0
+        self._turns = Semaphore(min(MAX_TURNS, max(1, num_cores() // 2)))
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """While blocks are moved. Waits for others that do, ``TURN_S`` at most."""
+        has_turn = self._turns.acquire(timeout=TURN_S)
+        try:
+            yield
+        finally:
+            if has_turn:
+                self._turns.release()
+
+    def client(self, rows: BounceRows) -> BounceClient:
+        """Raises ``Unreachable``."""
+        with self._lock:
+            if self._store is None:
+                self._store = self._set_up()
+            self._num_users += 1
+        give_way(GIVES_WAY)  # behind the set-up: the client's threads inherit a priority
+        return MooncakeClient(self, self._store, self._options.prefix, rows)
+
+    def _set_up(self) -> Any:
+        """Only with a master that has just answered somebody else: until it answers, the client's
+        set-up keeps all Python threads of its process from running, for minutes."""
+        from mooncake.store import MooncakeDistributedStore
+
+        store, options = MooncakeDistributedStore(), self._options
+        host, port = self._location.host, self._location.port or PORT
+        try:
+            address = options.address or _address_towards(host, port)
+        except OSError as error:
+            raise Unreachable(error.strerror or str(error)) from error
+        _knock(address, f"{host}:{port}")
+        code = store.setup(
+            address,
+            "P2PHANDSHAKE",
+            options.segment_bytes,
+            options.local_buffer_bytes,
+            options.protocol,
+            options.device,
+            f"{host}:{port}",
+        )
+        if code:
+            store.close()
+            raise Unreachable(f"Mooncake's client says {code}; see what it has logged")
+        return store
+
+    def leave(self) -> None:
+        """The last one closes the store's client, and takes back what was lent."""
+        with self._lock:
+            self._num_users -= 1
+            store = None if self._num_users else self._store
+            if store is not None:
+                self._store = None
+        if store is not None:
+            store.close()
+
+
+class MooncakeClient(BounceClient):
+    """The store's client for one dock, whose rows are registered with it."""
+
+    def __init__(self, process: StoreProcess, store: Any, prefix: str, rows: BounceRows) -> None:
+        self._process = process
+        self._store = store
+        self._prefix = prefix
+        self._rows = rows
+        code = store.register_buffer(rows.memory.address, rows.memory.nbytes)
+        if code:
+            process.leave()
+            raise Unreachable(f"Mooncake's client can't register memory ({code})")
+
+    def test(self) -> str:
+        name = f"{self._prefix}self-test:{np.random.default_rng().bytes(16).hex()}"
+        row = np.frombuffer(self._rows.memory.owner, np.uint8)[: self._rows.value_bytes]  # type: ignore[call-overload]
+        probe = np.random.default_rng().integers(0, 256, len(row), np.uint8)
+        row[:] = probe
+        begin = [self._rows.memory.address]
+        (code,) = self._store.batch_put_from([name], begin, [len(row)])
+        if code == NO_ROOM:
+            raise Unreachable(
+                "the store has no memory; start a process that lends it some, or set segment_bytes"
+            )
+        if code:
+            raise Unreachable(f"a write failed ({code})")
+        row[:] = 0
+        (found,) = self._store.batch_get_into([name], begin, [len(row)])
+        self._store.remove(name, True)
+        if found < 0:
+            raise Unreachable(f"a read failed ({found})")
+        if found != len(row) or (row != probe).any():
+            raise Unsound("it does not give back what it was given; use a Mooncake of 0.3.13")
+        return "answers"
+
+    def find(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        codes = self._store.batch_is_exist(self._names(keys))
+        return [THERE if code == 1 else ABSENT if code == 0 else FAILED for code in codes]
+
+    def read(self, keys: Sequence[BlockKey], begins: Addresses) -> list[Outcome]:
+        names, size = self._names(keys), self._rows.value_bytes
+        with self._process.turn():
+            found = self._store.batch_get_into(names, begins.tolist(), [size] * len(names))
+        outcomes, is_answering = [], NO_ANSWER not in found
+        for name, code in zip(names, found, strict=True):
+            there = code
+            if is_answering and code < 0 and code not in GONE:  # a value too long, maybe
+                there = self._store.get_size(name)
+                is_answering = there != NO_ANSWER
+            outcomes.append(self._outcome(code, there))
+        return outcomes
+
+    def _outcome(self, code: int, there: int) -> Outcome:
+        """code: of a read. there: bytes of the value, or why they are not known."""
+        size = self._rows.value_bytes
+        if code == size:
+            return THERE
+        if code in GONE:
+            return ABSENT
+        return DAMAGED if there >= 0 and there != size else FAILED
+
+    def write(
+        self, keys: Sequence[BlockKey], begins: Addresses, is_wanted: IsWanted
+    ) -> list[Outcome]:
+        names, size = self._names(keys), self._rows.value_bytes
+        with self._process.turn():
+            if not is_wanted():
+                return [FAILED] * len(names)
+            codes = self._store.batch_put_from(names, begins.tolist(), [size] * len(names))
+        if not is_wanted():
+            self.remove(keys)
+        return [THERE if code in (0, IS_THERE) else FAILED for code in codes]
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        """Whether somebody has a lease on them or not: who reads what is gone finds that out."""
+        codes = set()
+        for name in self._names(keys):
+            codes.add(self._store.remove(name, True))
+            if NO_ANSWER in codes:
+                break  # nor will there be one for the rest
+        if codes := codes - {0, *GONE}:
+            raise Unreachable(f"the store says {min(codes)}")
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self._store.unregister_buffer(self._rows.memory.address)
+        self._process.leave()
+
+    def _names(self, keys: Sequence[BlockKey]) -> list[str]:
+        return [self._prefix + key.hex() for key in keys]
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This machine's, as it is seen from there. Nothing is sent."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as line:
+        line.connect(address)
+        return str(line.getsockname()[0])
+
+
+def _knock(address: str, master: str) -> None:
+    """Whether a process of its own gets an answer. Raises ``Unreachable``."""
+    try:
+        ended = run_module(KNOCK, address, master, timeout_s=KNOCK_S)
+    except Overdue:
+        raise Unreachable(f"its master has not answered within {KNOCK_S:g} s") from None
+    except OSError as error:
+        raise Unreachable(f"no process can be begun that asks its master: {error}") from error
+    if ended.code:
+        raise Unreachable(f"its master was asked, and {ended}")

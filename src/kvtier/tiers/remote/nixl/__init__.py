@@ -1,0 +1,1 @@
+"""Blocks in storage that NIXL plug-ins reach."""

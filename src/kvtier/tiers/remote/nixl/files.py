@@ -1,0 +1,230 @@
+"""A block as a file of its own, which a plug-in of NIXL reads and writes.
+
+A file is written under another name first, so that under its own it is whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Final
+
+from kvtier.system.private_files import open_file
+from kvtier.tiers.disk.format.folder import make_folder
+from kvtier.tiers.remote.bounce_workers import Addresses, BounceClient, BounceRows, IsWanted
+from kvtier.tiers.remote.errors import Unreachable
+from kvtier.tiers.remote.nixl.agent import READ, WRITE, Agent, Part
+from kvtier.tiers.remote.nixl.contract import check_contract
+from kvtier.tiers.storage import Outcome
+from kvtier.types import BlockKey
+
+FOLDER_MODE: Final = 0o700
+FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+NO_FILE: Final = (errno.ELOOP, errno.ENOTSUP, errno.ENXIO)
+"""A link, a pipe, a device or a socket is where a file should be."""
+UNFINISHED: Final = ".part"
+"""How names end that nobody reads."""
+MAX_PARTS: Final = 64
+"""Of a transfer: NIXL hands so many to the kernel at once, and leaves none behind that it would
+begin later."""
+MAX_FAILURES: Final = 3
+"""In a row: what comes behind them is not tried."""
+
+THERE, ABSENT, DAMAGED, FAILED = Outcome
+
+
+@lru_cache
+def can_go_direct(folder: Path) -> bool:
+    """Past the page cache."""
+    path = folder / _unfinished("direct")
+    try:
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_DIRECT", 0)
+        os.close(open_file(path, flags))
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return hasattr(os, "O_DIRECT")
+
+
+def _unfinished(name: str) -> str:
+    return f"{name}.{os.urandom(8).hex()}{UNFINISHED}"
+
+
+class FilesClient(BounceClient):
+    """Files below a folder, in 256 folders, called by their keys in hex. They end where a page
+    does; what stands behind the block means nothing."""
+
+    def __init__(
+        self, plugin: str, params: dict[str, str], folder: Path, direct: bool, rows: BounceRows
+    ) -> None:
+        self._new_agent = partial(Agent, plugin, params)
+        self._folder = folder
+        self._rows = rows
+        self._file_bytes = rows.slot_bytes
+        try:
+            folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+            make_folder(folder, "nixl")  # and see whose it is
+            is_direct = direct and can_go_direct(folder)
+        except OSError as error:
+            raise Unreachable(f"{folder}: {error.strerror}") from error
+        self._flags = os.O_DIRECT if is_direct else 0
+        self._agent = self._new_agent(rows)
+
+    def test(self) -> str:
+        path = self._folder / _unfinished("self-test")
+        try:
+            descriptor = open_file(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | self._flags)
+        except OSError as error:
+            raise Unreachable(f"{path.parent}: {error.strerror}") from error
+        try:
+            return f"by {check_contract(self._new_agent, descriptor)}"
+        finally:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _folder_of(self, name: str, create: bool = False) -> Iterator[int]:
+        """The open folder of a file, which is no link, and belongs to this user or to root.
+
+        Raises:
+            OSError: there is no such folder.
+        """
+        path = f"{self._folder}/{name[:2]}"  # a Path would take longer than the call
+        try:
+            descriptor = os.open(path, FOLDER)
+        except FileNotFoundError:
+            if not create:
+                raise
+            with suppress(FileExistsError):
+                os.mkdir(path, FOLDER_MODE)
+            descriptor = os.open(path, FOLDER)
+        try:
+            if os.fstat(descriptor).st_uid not in (0, os.geteuid()):
+                raise PermissionError(errno.EACCES, "another user's folder", path)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def find(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        return [self._look(key) for key in keys]
+
+    def _look(self, key: BlockKey) -> Outcome:
+        """A file of another length is none: it will be replaced."""
+        try:
+            with self._folder_of(name := key.hex()) as folder:
+                found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            return THERE if self._is_block(found) else ABSENT
+        except FileNotFoundError:
+            return ABSENT
+        except OSError:
+            return FAILED
+
+    def _is_block(self, found: os.stat_result) -> bool:
+        """Whether it may be a block's file: a regular one of this user's or root's, of the right
+        length."""
+        return (
+            stat.S_ISREG(found.st_mode)
+            and found.st_uid in (0, os.geteuid())
+            and found.st_size == self._file_bytes
+        )
+
+    def read(self, keys: Sequence[BlockKey], begins: Addresses) -> list[Outcome]:
+        outcomes: list[Outcome] = [FAILED] * len(keys)
+        parts: dict[int, Part] = {}
+        with _descriptors() as opened:
+            for at, key in enumerate(keys):
+                try:
+                    with self._folder_of(name := key.hex()) as folder:
+                        descriptor = open_file(name, os.O_RDONLY | self._flags, folder)
+                    opened.append(descriptor)
+                    if self._is_block(os.fstat(descriptor)):
+                        parts[at] = (int(begins[at]), self._file_bytes, descriptor)
+                    else:
+                        outcomes[at] = DAMAGED
+                except FileNotFoundError:
+                    outcomes[at] = ABSENT
+                except OSError as error:
+                    outcomes[at] = DAMAGED if error.errno in NO_FILE else FAILED
+            for at, has_moved in zip(parts, self._move(READ, [*parts.values()]), strict=True):
+                outcomes[at] = THERE if has_moved else FAILED
+        return outcomes
+
+    def write(
+        self, keys: Sequence[BlockKey], begins: Addresses, is_wanted: IsWanted
+    ) -> list[Outcome]:
+        outcomes: list[Outcome] = [FAILED] * len(keys)
+        parts: dict[int, Part] = {}
+        written: dict[int, str] = {}
+        with _descriptors() as opened:
+            for at, key in enumerate(keys):
+                written[at] = _unfinished(key.hex())
+                with suppress(OSError):
+                    opened.append(self._create(written[at]))
+                    parts[at] = (int(begins[at]), self._file_bytes, opened[-1])
+            for at, has_moved in zip(parts, self._move(WRITE, [*parts.values()]), strict=True):
+                descriptor = parts[at][2]
+                with suppress(OSError):
+                    is_whole = has_moved and os.fstat(descriptor).st_size == self._file_bytes
+                    if is_whole and is_wanted():
+                        self._rename(written[at], keys[at].hex())
+                        outcomes[at] = THERE
+        for at in parts:
+            if outcomes[at] is FAILED:
+                with suppress(OSError):
+                    self._unlink(written[at])
+        return outcomes
+
+    def _create(self, name: str) -> int:
+        with self._folder_of(name, create=True) as folder:
+            return open_file(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | self._flags, folder)
+
+    def _rename(self, name: str, new_name: str) -> None:
+        with self._folder_of(name) as folder:
+            os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=folder)
+
+    def _unlink(self, name: str) -> None:
+        with self._folder_of(name) as folder:
+            os.unlink(name, dir_fd=folder)
+
+    def _move(self, operation: str, parts: list[Part]) -> list[bool]:
+        begins = range(0, len(parts), MAX_PARTS)
+        moved = (self._move_some(operation, parts[at : at + MAX_PARTS]) for at in begins)
+        return [has_moved for some in moved for has_moved in some]
+
+    def _move_some(self, operation: str, parts: list[Part]) -> list[bool]:
+        """All in one transfer; where that fails, which has one status for all, one by one, by an
+        agent that has nothing else under way."""
+        if self._agent.move(operation, [parts]) == [True]:
+            return [True] * len(parts)
+        moved: list[bool] = []
+        while len(moved) < len(parts) and moved[-MAX_FAILURES:] != [False] * MAX_FAILURES:
+            if not moved or not moved[-1]:
+                self._agent.close()
+                self._agent = self._new_agent(self._rows)
+            moved += self._agent.move(operation, [[parts[len(moved)]]])
+        return moved + [False] * (len(parts) - len(moved))
+
+    def remove(self, keys: Sequence[BlockKey]) -> None:
+        for key in keys:
+            with suppress(FileNotFoundError):
+                self._unlink(key.hex())
+
+    def close(self) -> None:
+        self._agent.close()
+
+
+@contextmanager
+def _descriptors() -> Iterator[list[int]]:
+    """Are closed at the end."""
+    opened: list[int] = []
+    try:
+        yield opened
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)

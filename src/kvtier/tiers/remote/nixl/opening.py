@@ -1,0 +1,97 @@
+"""``storage="nixl://PLUGIN/..."``: blocks where a storage plug-in of NIXL has them.
+
+A file each below a folder: ``nixl://POSIX/folder``. Plug-ins for objects are not used: OBJ of NIXL
+1.5.1 calls a read done that got fewer bytes than it wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from kvtier.errors import ConfigError
+from kvtier.tiers.remote.bounce_workers import Connect
+from kvtier.tiers.remote.bounced_tier import DockedTier
+from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
+from kvtier.tiers.storage import StorageSite, StorageTier
+from kvtier.tiers.wrappers import ThrottledTier
+
+OLDEST: Final = (1, 5)
+"""Versions before it call failed reads done."""
+TOO_NEW: Final = (2, 0)
+"""From here on nobody has tried."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NixlOptions(StoreOptions):
+    """Options behind the ``?``."""
+
+    params: str = ""
+    """Of the plug-in, as NIXL calls them: "name=value,name=value"."""
+    direct: bool = True
+    """Past the page cache, where the file system can do that."""
+
+
+def make_nixl(site: StorageSite) -> StorageTier:
+    """For ``nixl://``."""
+    location = read_location("nixl", site.location)
+    options = read_options(NixlOptions, location)
+    if not location.host:
+        raise ConfigError(f'storage: {location}: no plug-in; write it as "nixl://POSIX/folder"')
+    params = _read_params(location, options.params)
+    _check_version(location)
+    tier = DockedTier(site, location, options, _connect(location, options, params))
+    return ThrottledTier(tier, options.bytes_per_s) if options.bytes_per_s else tier
+
+
+def _read_params(location: Location, text: str) -> dict[str, str]:
+    params: dict[str, str] = {}
+    for pair in filter(None, text.split(",")):
+        name, sign, value = pair.partition("=")
+        if not sign or not name:
+            raise ConfigError(f'storage: {location}: params; write "name=value,name=value"')
+        params[name] = value
+    return params
+
+
+def _check_version(location: Location) -> None:
+    try:
+        version = metadata.version("nixl")
+    except metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            'storage: nixl: needs the package nixl; install it with pip install "kvtier[nixl]"'
+        ) from error
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+    if not OLDEST <= numbers < TOO_NEW:
+        raise ConfigError(
+            f"storage: {location}: NIXL {version} is not used: before 1.5 it calls failed reads "
+            'done, and 2 nobody has tried; pip install "nixl>=1.5,<2"'
+        )
+
+
+def _connect(location: Location, options: NixlOptions, params: dict[str, str]) -> Connect:
+    plugin = location.host.upper()  # a URL knows no capitals there
+    try:
+        from kvtier.tiers.remote.nixl.agent import memory_kinds
+        from kvtier.tiers.remote.nixl.files import FilesClient
+
+        kinds = memory_kinds(plugin)
+    except ImportError as error:
+        raise ConfigError(f"storage: {location}: NIXL can't be used: {error}") from error
+    if not kinds:
+        raise ConfigError(f"storage: {location}: NIXL has no plug-in {plugin} that loads here")
+    if "OBJ" in kinds:
+        raise ConfigError(
+            f"storage: {location}: {plugin} is not used, for NIXL's plug-ins for objects call a "
+            "read done that was cut short; for S3 there is s3://bucket/prefix"
+        )
+    if "FILE" not in kinds:
+        raise ConfigError(
+            f"storage: {location}: the plug-in {plugin} keeps no files; use POSIX, or GDS_MT"
+        )
+    if not location.path:
+        raise ConfigError(f'storage: {location}: no folder; write it as "nixl://{plugin}/folder"')
+    return partial(FilesClient, plugin, params, Path("/") / location.path, options.direct)

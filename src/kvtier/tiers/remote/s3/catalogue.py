@@ -1,0 +1,270 @@
+"""Catalogue of the blocks known to this process, and the pack of each."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier._hot import KeyTable
+from kvtier.tiers.remote.envelope import as_keys
+from kvtier.tiers.remote.s3.manifests import Grave, Pack
+from kvtier.tiers.remote.s3.packs import PackName, pack_name
+from kvtier.tiers.storage import Keys
+from kvtier.types import BlockKey
+
+Int64s = npt.NDArray[np.int64]
+
+NO_ROW: Final = -1
+MAX_GRAVES: Final = 1 << 20
+ADD_AT_ONCE: Final = 256
+"""Packs: some thousand blocks, a few milliseconds. A look-up has to wait for it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackLocation:
+    """Blocks of a call that are in one pack. num_blocks: that the pack has. numbers: int64 [n],
+    theirs in the call. at: int64 [n], theirs in the pack, ascending."""
+
+    pack: PackName
+    num_blocks: int
+    numbers: Int64s
+    at: Int64s
+
+
+@dataclass(slots=True)
+class _Row:
+    """A pack of which blocks are known. num_known: how many of them; num_buried: how many more are
+    not to be found any more."""
+
+    name: PackName
+    stamp: int
+    num_blocks: int
+    num_known: int
+    num_buried: int = 0
+
+
+class Catalogue:
+    """At most ``num_blocks`` blocks: the oldest are forgotten for new ones. Any thread may use it.
+
+    Blocks are in a ring, about in the order in which they became known: 40 bytes each, and a table
+    from keys to places in the ring. Places below ``_num_used`` have a block or are ``_left``.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self._capacity = num_blocks
+        self._keys: Keys = np.empty(num_blocks, "V32")
+        self._row_of = np.full(num_blocks, NO_ROW, np.int32)
+        self._at = np.empty(num_blocks, np.uint16)
+        self._num_used = 0
+        self._left: list[int] = []
+        self._next = 0
+        self._table = KeyTable(np.empty(0, "V32"), np.empty(0, np.int64))
+        self._rows: dict[int, _Row] = {}
+        self._free_rows: list[int] = []
+        self._graves: OrderedDict[BlockKey, int] = OrderedDict()
+        self._newest = 0
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def num_packs(self) -> int:
+        """Packs of which some block is known."""
+        return len(self._rows)
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    def places(self, keys: Keys, since: int = 0) -> list[PackLocation]:
+        """Return the locations of blocks, pack by pack, in the order of the call.
+
+        Blocks that are unknown, or only in packs older than the stamp ``since``, have none. keys:
+        V32 [n].
+        """
+        with self._lock:
+            slots = self._slots(keys, since)
+            there = np.flatnonzero(slots >= 0)
+            rows = self._row_of[slots[there]]
+            at = self._at[slots[there]].astype(np.int64)
+            order = np.lexsort((at, rows))
+            cuts = np.flatnonzero(np.diff(rows[order])) + 1
+            found = []
+            for some in np.split(order, cuts) if len(order) else ():
+                pack = self._rows[int(rows[some[0]])]
+                found.append(PackLocation(pack.name, pack.num_blocks, there[some], at[some]))
+        return sorted(found, key=lambda place: int(place.numbers.min()))
+
+    def have(self, keys: Sequence[BlockKey], since: int = 0) -> list[bool]:
+        """Whether each block is known, in a pack that is not older than ``since``."""
+        with self._lock:
+            are_known: list[bool] = (self._slots(as_keys(keys), since) >= 0).tolist()
+        return are_known
+
+    def _slots(self, keys: Keys, since: int) -> Int64s:
+        """int64 [n]: the place of each block in the ring; -1 for none."""
+        slots = self._table.find(keys)
+        self._pass_over_old(slots, since)
+        return slots
+
+    def _pass_over_old(self, slots: Int64s, since: int) -> None:
+        """Those of packs that are older than ``since`` become -1."""
+        if since:
+            there = np.flatnonzero(slots >= 0)
+            rows, which = np.unique(self._row_of[slots[there]], return_inverse=True)
+            are_old = np.array([self._rows[row].stamp < since for row in rows.tolist()], bool)
+            slots[there[are_old[which]]] = -1
+
+    # -- changes -----------------------------------------------------------------------------------
+
+    def next_stamp(self, now: int) -> int:
+        """One that is younger than all there were. now: what the clock says."""
+        with self._lock:
+            self._newest = max(now, self._newest + 1)
+            return self._newest
+
+    def add(self, packs: Sequence[Pack], since: int = 0) -> None:
+        """Their blocks are there. Those that are known already stay where they are, unless that is
+        older than ``since``."""
+        for at in range(0, len(packs), ADD_AT_ONCE):
+            self._add(packs[at : at + ADD_AT_ONCE], since)
+
+    def _add(self, packs: Sequence[Pack], since: int) -> None:
+        keys = np.concatenate([pack.keys for pack in packs])
+        lengths = np.array([len(pack.keys) for pack in packs])
+        pack_of = np.repeat(np.arange(len(packs)), lengths)
+        at = np.arange(len(keys)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        stamps = np.array([pack.stamp for pack in packs], np.uint64)[pack_of]
+        with self._lock:
+            self._newest = max(self._newest, *(pack.stamp for pack in packs))
+            new = self._new_ones(keys, stamps, since)[-self._capacity :]
+            if not len(new):
+                return
+            new_keys = np.take(keys, new)
+            self._leave(self._table.find(new_keys))  # in packs that are too old
+            slots = self._make_room(len(new))
+            rows = np.full(len(packs), NO_ROW, np.int32)
+            some, nums = np.unique(pack_of[new], return_counts=True)
+            for each, num in zip(some.tolist(), nums.tolist(), strict=True):
+                rows[each] = self._new_row(packs[each], num)
+            self._keys[slots] = new_keys
+            self._row_of[slots] = rows[pack_of[new]]
+            self._at[slots] = at[new]
+            self._table.put(new_keys, slots)
+
+    def _new_ones(self, keys: Keys, stamps: npt.NDArray[np.uint64], since: int) -> Int64s:
+        """int64 [n]: which of these keys become known, each but once."""
+        slots = self._table.find(keys)
+        self._pass_over_old(slots, since)
+        new = slots < 0
+        last = {
+            key: at
+            for at, key in zip(np.flatnonzero(new).tolist(), _as_bytes(keys[new]), strict=True)
+            if not self._graves or self._graves.get(BlockKey(key), -1) < int(stamps[at])
+        }
+        return np.array(sorted(last.values()), np.int64)
+
+    def _new_row(self, pack: Pack, num_known: int) -> int:
+        row = self._free_rows.pop() if self._free_rows else len(self._rows)
+        self._rows[row] = _Row(pack_name(pack.keys), pack.stamp, len(pack.keys), num_known)
+        return row
+
+    def forget(self, keys: Sequence[BlockKey], pack: PackName | None = None) -> None:
+        """The blocks are not there any more. pack: only those that are in this one."""
+        with self._lock:
+            slots = self._table.find(as_keys(keys))
+            slots = slots[slots >= 0]
+            if pack is not None:
+                rows = [self._rows[each].name == pack for each in self._row_of[slots].tolist()]
+                slots = slots[np.array(rows, bool)]
+            self._leave(slots)
+
+    def lose(self, key: BlockKey, pack: PackName) -> None:
+        """A pack that ``key`` was in is not there any more; where ``key`` is elsewhere by now, that
+        is seen when somebody wants one of its other blocks."""
+        with self._lock:
+            (slot,) = self._table.find(as_keys([key])).tolist()
+            if slot >= 0 and self._rows[row := int(self._row_of[slot])].name == pack:
+                self._leave(np.flatnonzero(self._row_of == row))
+
+    def bury(self, graves: Sequence[Grave]) -> list[PackName]:
+        """The blocks are not to be found any more, in packs that are not younger than that. Returns
+        packs that have no other blocks now, and never had."""
+        with self._lock:
+            for grave in graves:
+                self._newest = max(self._newest, grave.stamp)
+                self._graves[grave.key] = max(grave.stamp, self._graves.get(grave.key, 0))
+                self._graves.move_to_end(grave.key)
+            while len(self._graves) > MAX_GRAVES:
+                self._graves.popitem(last=False)
+            slots = self._table.find(as_keys([grave.key for grave in graves])).tolist()
+            dead, empty = [], []
+            for slot, grave in zip(slots, graves, strict=True):
+                if slot < 0 or (row := self._rows[int(self._row_of[slot])]).stamp > grave.stamp:
+                    continue
+                row.num_buried += 1
+                dead.append(slot)
+                if row.num_buried == row.num_blocks:
+                    empty.append(row.name)
+            self._leave(np.array(dead, np.int64))
+            return empty
+
+    # -- the ring ----------------------------------------------------------------------------------
+
+    def _make_room(self, num: int) -> Int64s:
+        """int64 [num]: places that were left, then those that were never used, then those of the
+        oldest blocks, which are forgotten."""
+        left = [self._left.pop() for _ in range(min(num, len(self._left)))]
+        never = range(self._num_used, min(self._capacity, self._num_used + num - len(left)))
+        self._num_used += len(never)
+        slots = np.array([*left, *never], np.int64)
+        window = (self._next + np.arange(num)) % self._capacity
+        oldest = window[~np.isin(window, slots)][: num - len(slots)]
+        if len(oldest):
+            self._next = int((oldest[-1] + 1) % self._capacity)
+            self._leave(oldest)
+            del self._left[-len(oldest) :]
+        return np.concatenate([slots, oldest])
+
+    def _leave(self, slots: Int64s) -> None:
+        """Forget the blocks in these places, each of which has one; those below 0 are none."""
+        slots = np.unique(slots[slots >= 0])
+        if not len(slots):
+            return
+        self._table.remove(np.take(self._keys, slots), slots)
+        rows, nums = np.unique(self._row_of[slots], return_counts=True)
+        self._row_of[slots] = NO_ROW
+        self._left += slots.tolist()
+        for row, num in zip(rows.tolist(), nums.tolist(), strict=True):
+            self._rows[row].num_known -= num
+            if not self._rows[row].num_known:
+                del self._rows[row]
+                self._free_rows.append(row)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the books do not add up."""
+        with self._lock:
+            used = np.flatnonzero(self._row_of != NO_ROW)
+            assert len(self._table) == len(used) <= self._capacity, "a block in no place, or in two"
+            found = self._table.find(np.take(self._keys, used))
+            assert (found == used).all(), "the table and the ring disagree"
+            left = set(self._left)
+            assert len(left) == len(self._left) == self._num_used - len(used), "places were lost"
+            assert not left & set(used.tolist()), "a place is used and left"
+            rows, nums = np.unique(self._row_of[used], return_counts=True)
+            counted = dict(zip(rows.tolist(), nums.tolist(), strict=True))
+            known = {at: row.num_known for at, row in self._rows.items()}
+            assert counted == known, "blocks of packs were counted wrongly"
+            assert len({*known, *self._free_rows}) == len(known) + len(self._free_rows), (
+                "a row is used and free"
+            )
+
+
+def _as_bytes(keys: Keys) -> list[bytes]:
+    whole = keys.tobytes()
+    return [whole[at : at + 32] for at in range(0, len(whole), 32)]

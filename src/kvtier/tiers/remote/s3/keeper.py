@@ -1,0 +1,149 @@
+"""Packs and manifests in a bucket, looked at and removed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, Final, TypeVar
+
+from kvtier.errors import CacheError, ConfigError
+from kvtier.tiers.remote.envelope import as_keys
+from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
+from kvtier.tiers.remote.keeper import Entry, StoreKeeper
+from kvtier.tiers.remote.location import Location
+from kvtier.tiers.remote.s3.manifests import MAX_BYTES, Manifest
+from kvtier.tiers.remote.s3.objects import Listed, Missing, Objects, Taken
+from kvtier.tiers.remote.s3.opening import S3Options, endpoint_of
+from kvtier.tiers.remote.s3.packs import MAX_BLOCKS, PackShape, keys_in, pack_name, pack_path
+from kvtier.tiers.remote.s3.self_test import self_test
+from kvtier.tiers.remote.s3.upkeep import refusal
+from kvtier.types import BlockKey
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+HEADER_BYTES: Final = PackShape(1, 0).header_bytes(MAX_BLOCKS)
+"""The longest header of a pack."""
+AT_ONCE: Final = 16
+"""Requests."""
+
+
+class S3Keeper(StoreKeeper):
+    """A manifest goes when the bucket has none of its packs any more, and no pack is left that one
+    of its graves may be about."""
+
+    kind = "pack"
+    age = "written {} ago"
+
+    def __init__(self, location: Location, options: S3Options) -> None:
+        self.where = str(location)
+        self._bucket = location.host
+        try:
+            self._objects = Objects(
+                location.host,
+                location.path,
+                endpoint_of(options),
+                options.region,
+                options.sign_payload,
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"{self.where}: the client refuses its settings ({type(error).__name__}); see the "
+                "environment's AWS_ variables"
+            ) from None
+        # Before the packs: all packs of these manifests were written when those are listed.
+        self._manifests: list[Listed] = []
+        self._packs: set[str] = set()
+
+    def test(self) -> str:
+        request_s = self._asked(self_test(self._objects))
+        return f"answers, in {1000 * request_s:.1f} ms a request"
+
+    def entries(self) -> list[Entry]:
+        self._manifests = self._asked(self._objects.listed("manifests"))
+        listed = self._asked(self._objects.listed("packs"))
+        self._packs = {each.path for each in listed}
+        now = time.time()
+        return [
+            Entry(each.path.encode(), max(0.0, now - each.written_s), each.num_bytes)
+            for each in listed
+        ]
+
+    def ours(self, entries: Sequence[Entry]) -> list[Entry]:
+        are_ours = self._asked(_each(self._is_ours, entries))
+        return [each for each, is_ours in zip(entries, are_ours, strict=True) if is_ours]
+
+    async def _is_ours(self, entry: Entry) -> bool:
+        path = entry.name.decode()
+        if not entry.num_bytes:
+            return False
+        try:
+            header = await self._objects.part(path, 0, min(HEADER_BYTES, entry.num_bytes))
+        except Missing:
+            return False
+        if (found := keys_in(bytes(header))) is None:
+            return False
+        block_bytes, keys = found
+        num_bytes = PackShape(block_bytes, 0).offset(len(keys), len(keys))
+        return (
+            num_bytes == entry.num_bytes
+            and pack_path(pack_name(as_keys([BlockKey(key) for key in keys]))) == path
+        )
+
+    def remove(self, entries: Sequence[Entry]) -> None:
+        self._asked(self._objects.delete([each.name.decode() for each in entries]))
+
+    def remove_notes(self, removed: Iterable[bytes], is_real: bool) -> int:
+        left = self._packs - {name.decode() for name in removed}
+        read = self._asked(_each(self._read, self._manifests))
+        known = [
+            (listed.path, manifest)
+            for listed, manifest in zip(self._manifests, read, strict=True)
+            if manifest is not None
+        ]
+        stamps = {
+            path: [pack.stamp for pack in each.packs if pack_path(pack_name(pack.keys)) in left]
+            for path, each in known
+        }
+        oldest = min((min(each) for each in stamps.values() if each), default=None)
+        useless = [
+            path
+            for path, each in known
+            if not stamps[path]
+            and not any(oldest is not None and grave.stamp >= oldest for grave in each.graves)
+        ]
+        if is_real:
+            self._asked(self._objects.delete(useless))
+        return len(useless)
+
+    async def _read(self, listed: Listed) -> Manifest | None:
+        """None for what is none of kvtier's."""
+        if listed.num_bytes > MAX_BYTES:
+            return None
+        try:
+            return Manifest.from_bytes(await self._objects.get(listed.path))
+        except Missing:
+            return None
+
+    def _asked(self, request: Coroutine[Any, Any, Result]) -> Result:
+        try:
+            return asyncio.run(request)
+        except (Refused, Unsound) as error:
+            raise ConfigError(f"{self.where}: {refusal(error, self._bucket)}") from None
+        except (Missing, Taken, Unreachable) as error:
+            raise CacheError(f"{self.where} does not answer: {error}") from None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+async def _each(ask: Callable[[Item], Awaitable[Result]], items: Sequence[Item]) -> list[Result]:
+    """Return the results for each, a few at a time."""
+    few = asyncio.Semaphore(AT_ONCE)
+
+    async def one(item: Item) -> Result:
+        async with few:
+            return await ask(item)
+
+    return list(await asyncio.gather(*map(one, items)))

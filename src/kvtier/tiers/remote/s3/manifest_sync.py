@@ -1,0 +1,203 @@
+"""Exchange of manifests among processes that share a bucket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from threading import Lock
+from typing import Final
+
+from kvtier.tiers.remote.s3.catalogue import Catalogue
+from kvtier.tiers.remote.s3.manifests import MAX_BYTES, Grave, Manifest, Pack, manifest_path
+from kvtier.tiers.remote.s3.objects import Missing, Objects, Taken
+from kvtier.tiers.remote.s3.packs import PackName
+from kvtier.tiers.storage import Keys
+from kvtier.types import BlockKey
+
+logger = logging.getLogger(__name__)
+
+NUM_READS: Final = 16
+"""Manifests that are read at a time."""
+NUM_MERGED: Final = 64
+MOST_AHEAD_NS: Final = 15 * 60 * 10**9
+"""A stamp that is further ahead is not adopted before its time has come: this process's own stamps
+would follow it. S3 refuses a client whose clock is this wrong."""
+
+
+class ManifestSync:
+    """Publishes what this process writes, and reads what others have published.
+
+    The coroutines run in one event loop; all else may be called by any thread. max_age_ns: packs
+    that are older are not used; 0 for all. now_ns: the time of day.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        catalogue: Catalogue,
+        block_bytes: int,
+        max_age_ns: int = 0,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.writer = os.urandom(8).hex()
+        self._num_foreign = 0
+        self._too_early: dict[str, int] = {}
+        """Manifests with a stamp far ahead, and the time from which on they are read again."""
+        self._objects = objects
+        self._catalogue = catalogue
+        self._block_bytes = block_bytes
+        self._max_age_ns = max_age_ns
+        self._now_ns = now_ns
+        self._lock = Lock()
+        self._packs: list[Pack] = []
+        self._graves: dict[BlockKey, Grave] = {}
+        self._number = 0
+        self._read: set[str] = set()
+        self._publishing = asyncio.Lock()
+        self._own: list[list[str]] = [[]]
+        """Manifests of ours that are there: small ones, merged ones, and so on."""
+
+    @property
+    def since(self) -> int:
+        """The stamp of the oldest pack that is used; 0 for any."""
+        return max(0, self._now_ns() - self._max_age_ns) if self._max_age_ns else 0
+
+    @property
+    def num_unread(self) -> int:
+        """Manifests that are not used: not understood, of blocks of another size, or stamped far
+        ahead."""
+        return self._num_foreign + len(self._too_early)
+
+    @property
+    def num_pending(self) -> int:
+        """Packs and graves that nobody else knows of yet."""
+        return len(self._packs) + len(self._graves)
+
+    @property
+    def has_graves(self) -> bool:
+        """Whether there are some that nobody else knows of yet."""
+        return bool(self._graves)
+
+    def add(self, keys: Keys) -> None:
+        """A pack was written."""
+        with self._lock:
+            pack = Pack(self._catalogue.next_stamp(self._now_ns()), keys)
+            self._packs.append(pack)
+        self._catalogue.add([pack], self.since)
+
+    def bury(self, keys: Sequence[BlockKey]) -> list[PackName]:
+        """Blocks are not to be found any more, by nobody. Returns packs that are of no use now."""
+        with self._lock:
+            stamp = self._catalogue.next_stamp(self._now_ns())
+            graves = [Grave(stamp, key) for key in keys]
+            self._graves.update((grave.key, grave) for grave in graves)
+        return self._catalogue.bury(graves)
+
+    async def publish(self) -> None:
+        """Tell others what is pending. Raises what ``Objects`` raises; it is pending still then."""
+        async with self._publishing:
+            with self._lock:
+                packs, graves = self._packs[:], list(self._graves.values())
+            if not packs and not graves:
+                return
+            content = Manifest(self._block_bytes, packs, graves).to_bytes()
+            self._own[0].append(await self._write(content))
+            with self._lock:
+                del self._packs[: len(packs)]
+                for grave in graves:
+                    if self._graves.get(grave.key) is grave:
+                        del self._graves[grave.key]
+
+    async def _write(self, content: bytes) -> str:
+        """Returns where it is. Never over a manifest that is there: a copy of this process (a
+        virtual machine's snapshot) may call itself the same."""
+        while True:
+            path = manifest_path(self.writer, self._number)
+            self._number += 1
+            self._read.add(path)
+            try:
+                await self._objects.put(path, content, create=True)
+            except Taken:
+                continue
+            return path
+
+    async def merge(self) -> None:
+        """Merge many manifests of this process into one, so that a list of all is short.
+
+        ``NUM_MERGED`` small ones first, then as many merged ones. Raises what ``Objects`` raises.
+        """
+        for level, paths in enumerate(self._own):
+            if len(paths) >= NUM_MERGED:
+                await self._merge(level, paths[:NUM_MERGED])
+
+    async def _merge(self, level: int, paths: Sequence[str]) -> None:
+        contents = []
+        for path in paths:
+            with suppress(Missing):  # the bucket's own rules have deleted it
+                contents.append(await self._objects.get(path))
+        read = [each for each in map(Manifest.from_bytes, contents) if each is not None]
+        if sum(map(len, contents)) > MAX_BYTES or not read:
+            del self._own[level][: len(paths)]  # they stay as they are
+            return
+        since = self.since
+        packs = [pack for each in read for pack in each.packs if pack.stamp >= since]
+        graves = {grave.key: grave for each in read for grave in each.graves}
+        merged = Manifest(self._block_bytes, packs, list(graves.values()))
+        if level + 1 == len(self._own):
+            self._own.append([])
+        self._own[level + 1].append(await self._write(merged.to_bytes()))
+        del self._own[level][: len(paths)]
+        await self._objects.delete(paths)
+
+    async def poll(self) -> None:
+        """Read what others have published since. Raises what ``Objects`` raises; what was read by
+        then is known."""
+        before = set(self._read)
+        listed = await self._objects.names("manifests")
+        there = {path for path, _ in listed}
+        self._read -= before - there  # they are gone
+        self._too_early = {path: at for path, at in self._too_early.items() if path in there}
+        few = asyncio.Semaphore(NUM_READS)
+
+        async def read(path: str, size: int) -> None:
+            async with few:
+                await self._read_one(path, size)
+
+        now = self._now_ns()
+        reads = [
+            read(path, size)
+            for path, size in listed
+            if path not in self._read and self._too_early.get(path, 0) <= now
+        ]
+        for outcome in await asyncio.gather(*reads, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _read_one(self, path: str, size: int) -> None:
+        manifest = None
+        if size <= MAX_BYTES:
+            try:
+                manifest = Manifest.from_bytes(await self._objects.get(path))
+            except Missing:
+                return
+        was_early = self._too_early.pop(path, None) is not None
+        if manifest is not None and manifest.newest > self._now_ns() + MOST_AHEAD_NS:
+            self._too_early[path] = manifest.newest - MOST_AHEAD_NS
+            if not was_early:
+                logger.warning("a manifest is stamped far ahead, and is read later path=%s", path)
+            return
+        self._read.add(path)
+        if manifest is None:
+            self._num_foreign += 1
+            logger.warning("a manifest is not understood path=%s", path)
+            return
+        self._catalogue.bury(manifest.graves)
+        if manifest.block_bytes != self._block_bytes:
+            self._num_foreign += 1
+            return
+        since = self.since
+        self._catalogue.add([pack for pack in manifest.packs if pack.stamp >= since], since)

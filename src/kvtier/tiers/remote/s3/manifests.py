@@ -1,0 +1,121 @@
+"""Manifests: a writer's list of its packs, and of blocks that must not be used.
+
+    magic    8   "kvtierM1"
+    check    4   crc32c of all, with zeros here
+    packs    4   how many
+    graves   4   how many
+    zeros    4
+    size     8   of each block in these packs
+    of each pack
+      stamp    8
+      blocks   4   how many
+      keys    32   of each block, in their order
+    of each grave
+      stamp    8
+      key     32
+
+Numbers are little-endian. Stamps order what is said of a key: a grave is of the packs that are not
+younger. They are nanoseconds of the writer's clock, moved on where it is behind what it has read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from struct import Struct
+from struct import error as StructError
+from typing import Final
+
+import numpy as np
+
+from kvtier._hot import crc32c_rows
+from kvtier.tiers.remote.s3.packs import MAX_BLOCKS
+from kvtier.tiers.storage import Keys
+from kvtier.types import BlockKey
+
+MAGIC: Final = b"kvtierM1"
+HEAD: Final = Struct("<8sIIIIQ")
+PACK: Final = Struct("<QI")
+GRAVE: Final = Struct("<Q32s")
+KEY_BYTES: Final = 32
+MAX_BYTES: Final = 64 << 20
+"""Of a manifest: two million blocks. What is larger was not written by us."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pack:
+    """A pack that was written. keys: V32 [num_blocks], of its blocks, in their order."""
+
+    stamp: int
+    keys: Keys
+
+
+@dataclass(frozen=True, slots=True)
+class Grave:
+    """A block that is not to be found any more."""
+
+    stamp: int
+    key: BlockKey
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Content of one manifest. block_bytes: size of each block of its packs."""
+
+    block_bytes: int
+    packs: Sequence[Pack] = ()
+    graves: Sequence[Grave] = ()
+
+    @property
+    def newest(self) -> int:
+        """The youngest stamp; 0 where there is none."""
+        stamps = [pack.stamp for pack in self.packs] + [grave.stamp for grave in self.graves]
+        return max(stamps, default=0)
+
+    def to_bytes(self) -> bytes:
+        parts = []
+        for pack in self.packs:
+            parts += [PACK.pack(pack.stamp, len(pack.keys)), pack.keys.tobytes()]
+        parts += [GRAVE.pack(grave.stamp, grave.key) for grave in self.graves]
+        body = b"".join(parts)
+        counts = len(self.packs), len(self.graves)
+        check = _check(HEAD.pack(MAGIC, 0, *counts, 0, self.block_bytes) + body)
+        return HEAD.pack(MAGIC, check, *counts, 0, self.block_bytes) + body
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Manifest | None:
+        """None where that is no manifest, or not as it was written."""
+        try:
+            return cls._read(content)
+        except StructError:
+            return None
+
+    @classmethod
+    def _read(cls, content: bytes) -> Manifest | None:
+        magic, check, num_packs, num_graves, zeros, block_bytes = HEAD.unpack_from(content)
+        above = HEAD.pack(magic, 0, num_packs, num_graves, zeros, block_bytes)
+        if magic != MAGIC or _check(above + content[HEAD.size :]) != check:
+            return None
+        packs, at = [], HEAD.size
+        for _ in range(num_packs):
+            stamp, num_blocks = PACK.unpack_from(content, at)
+            begin = at + PACK.size
+            at = begin + KEY_BYTES * num_blocks
+            if not 0 < num_blocks <= MAX_BLOCKS or at > len(content):
+                return None
+            packs.append(Pack(stamp, np.frombuffer(content, "V32", num_blocks, begin)))
+        graves = []
+        for _ in range(num_graves):
+            stamp, key = GRAVE.unpack_from(content, at)
+            graves.append(Grave(stamp, BlockKey(key)))
+            at += GRAVE.size
+        return cls(block_bytes, packs, graves) if at == len(content) else None
+
+
+def manifest_path(writer: str, number: int) -> str:
+    """Return the path of a manifest below the prefix."""
+    return f"manifests/{writer}/{number:08d}"
+
+
+def _check(content: bytes) -> int:
+    return int(crc32c_rows(np.frombuffer(content, np.uint8).reshape(1, -1))[0])

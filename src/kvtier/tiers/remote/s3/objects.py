@@ -1,0 +1,191 @@
+"""Objects in a bucket, and what may go wrong with them, in words that hold no secret."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final, TypeVar
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import S3Store
+
+from kvtier.tiers.remote.errors import Refused, Unreachable, Unsound
+from kvtier.tiers.remote.s3.manifests import MAX_BYTES
+
+Result = TypeVar("Result")
+
+CONNECT_S: Final = 2.0
+REQUEST_S: Final = 120.0
+"""Every request is ended by who waits for it; this is for what nobody waits for."""
+NUM_RETRIES: Final = 2
+RETRY_S: Final = 5.0
+WRONG_SETTINGS: Final = frozenset(
+    {
+        "AccessDenied",
+        "AccountProblem",
+        "AllAccessDisabled",
+        "AuthorizationHeaderMalformed",
+        "ExpiredToken",
+        "IllegalLocationConstraintException",
+        "InvalidAccessKeyId",
+        "InvalidBucketName",
+        "InvalidToken",
+        "NoSuchBucket",
+        "PermanentRedirect",
+        "RequestTimeTooSkewed",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+    }
+)
+"""Codes of S3 that no waiting mends."""
+
+
+class Missing(Exception):  # noqa: N818 - an outcome
+    """There is no such object, or not this version of it."""
+
+
+class Taken(Exception):  # noqa: N818 - an outcome
+    """There is an object already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """An object, as a list says. written_s: when, by the store's clock; unix time."""
+
+    path: str
+    num_bytes: int
+    written_s: float
+
+
+class Objects:
+    """Objects below a prefix. All calls raise ``Missing``, ``Taken``, ``Refused``,
+    ``Unreachable`` or ``Unsound``, and nothing else; their messages have nothing of what the server
+    said but its code.
+
+    Credentials are those of the environment, or of the machine's role. Requests are signed, but
+    where ``AWS_SKIP_SIGNATURE`` says no; sign_payload: what they bring, too, which blocks, having
+    checksums and perhaps tags of their own, do not need.
+    """
+
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str,
+        endpoint: str = "",
+        region: str = "",
+        sign_payload: bool = False,
+    ) -> None:
+        # Under both names: the second one goes before what the environment says.
+        names = ("endpoint", "aws_endpoint_url_s3") if endpoint else ()
+        where = dict.fromkeys(names, endpoint)
+        where |= {"region": region} if region else {}
+        self._store = S3Store(
+            bucket,
+            prefix=prefix or None,
+            unsigned_payload=not sign_payload,
+            client_options={
+                "allow_http": endpoint.startswith("http://"),
+                "connect_timeout": timedelta(seconds=CONNECT_S),
+                "timeout": timedelta(seconds=REQUEST_S),
+            },
+            retry_config={
+                "max_retries": NUM_RETRIES,
+                "retry_timeout": timedelta(seconds=RETRY_S),
+                "backoff": {"init_backoff": timedelta(milliseconds=50)},
+            },
+            **where,  # type: ignore[arg-type]
+        )
+
+    async def put(self, path: str, content: object, create: bool = False) -> str:
+        """Returns the version. create: only where there is nothing yet, else ``Taken``."""
+        mode = "create" if create else "overwrite"
+        put = obstore.put_async(
+            self._store,
+            path,
+            content,  # type: ignore[arg-type]
+            mode=mode,  # type: ignore[arg-type]
+            use_multipart=False,
+        )
+        return (await _asked(put))["e_tag"] or ""
+
+    async def get(self, path: str) -> bytes:
+        """A whole object, a small one."""
+        found = await _asked(obstore.get_async(self._store, path))
+        if found.meta["size"] > MAX_BYTES:
+            raise Refused("it is too large")
+        return bytes(await _asked(found.bytes_async()))
+
+    async def part(self, path: str, start: int, end: int, version: str = "") -> memoryview:
+        """Some bytes of an object; all that there are of them. version: of this one only."""
+        if version:
+            options = obstore.get_async(
+                self._store, path, options={"range": (start, end), "if_match": version}
+            )
+            found = await _asked(options)
+            return memoryview(await _asked(found.bytes_async()))
+        return memoryview(
+            await _asked(obstore.get_range_async(self._store, path, start=start, end=end))
+        )
+
+    async def names(self, path: str) -> list[tuple[str, int]]:
+        """Path and size of each object below ``path``."""
+        return [(each.path, each.num_bytes) for each in await self.listed(path)]
+
+    async def listed(self, path: str) -> list[Listed]:
+        """Each object below ``path``."""
+        stream = obstore.list(self._store, path, chunk_size=1000)
+        return [
+            Listed(each["path"], each["size"], each["last_modified"].timestamp())
+            for each in await _asked(stream.collect_async())
+        ]
+
+    async def version(self, path: str) -> str:
+        """Return the version of an object."""
+        return (await _asked(obstore.head_async(self._store, path)))["e_tag"] or ""
+
+    async def delete(self, paths: Sequence[str]) -> None:
+        """Objects that are not there are passed over."""
+        if paths:
+            await _asked(obstore.delete_async(self._store, list(paths)))
+
+
+async def _asked(answer: Awaitable[Result]) -> Result:
+    try:
+        return await answer
+    except (BaseError, OSError, ValueError) as error:
+        translated = _translated(error)
+    raise translated  # outside: the original, which may quote the server, is no part of it
+
+
+def _translated(error: Exception) -> Exception:
+    text = str(error)
+    code = re.search(r"<Code>(\w{1,64})</Code>", text)
+    status = re.search(r"status code: (\d{3})", text)
+    said = code[1] if code else f"status {status[1]}" if status else "no answer"
+    if isinstance(error, AlreadyExistsError):
+        return Taken(said)
+    if re.search(r"//169\.254\.|/latest/(api/token|meta-data)", text) and not code:
+        return Refused(
+            "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the machine "
+            "a role"
+        )
+    if said in WRONG_SETTINGS or isinstance(error, PermissionDeniedError | UnauthenticatedError):
+        return Refused(said)
+    if isinstance(error, FileNotFoundError | PreconditionError):
+        return Missing(said)
+    if status and status[1] in ("301", "307", "308"):
+        return Refused(f"{said}; the bucket is elsewhere, see the options endpoint and region")
+    if status and status[1] == "416":
+        return Missing(said)
+    if "Received non-partial response" in text:
+        return Unsound("it answers a request for a part of an object with the whole object")
+    return Unreachable(said)

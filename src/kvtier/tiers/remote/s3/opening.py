@@ -1,0 +1,123 @@
+"""Blocks in a bucket of S3, or of a store that does the same: ``storage="s3://bucket/prefix"``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.errors import ConfigError
+from kvtier.tiers.remote.envelope import Envelope
+from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
+from kvtier.tiers.remote.s3.packs import PACK_BYTES, PackShape
+from kvtier.tiers.storage import StorageSite, StorageTier
+from kvtier.tiers.wrappers import ThrottledTier
+
+ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+"""Environment variables that name a server, the first one that is set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Options(StoreOptions):
+    """Options behind the ``?``."""
+
+    endpoint: str = ""
+    """Where the store is: "http://host:port"; else what ``AWS_ENDPOINT_URL_S3`` or
+    ``AWS_ENDPOINT_URL`` say; else AWS."""
+    region: str = ""
+    """Of the bucket; else what ``AWS_REGION`` says."""
+    pack_bytes: int = PACK_BYTES
+    """About the size of an object: as many blocks as fit, one at least. Like "16MiB"."""
+    poll_s: float = 5.0
+    """How often it is looked up what others have written, in seconds; 0 for only at the start."""
+    publish_s: float = 1.0
+    """How long others do not know what was written, at most; the end of a process that closes
+    nothing loses so much."""
+    max_age_s: float = 0.0
+    """Older packs are not used; 0 for no limit. A little less than the bucket's own rule."""
+    requests: int = 8
+    """Packs that one call reads or writes at a time; each takes memory while it does."""
+    sign_payload: bool = False
+    """Whether the bytes are signed beside the request, which takes 0.7 s of a core for each GB."""
+
+
+def make_s3(site: StorageSite) -> StorageTier:
+    """The tier of ``storage="s3://bucket/prefix?option=value"``."""
+    location = read_location("s3", site.location)
+    options = read_options(S3Options, location)
+    check_location(location, options)
+    block_bytes = site.group.bytes_per_block
+    num_blocks = site.capacity_bytes // block_bytes
+    if not num_blocks:
+        raise ConfigError(
+            f"{site.name}: storage_capacity of {site.capacity_bytes} bytes is below one block "
+            f"({block_bytes} bytes); raise it"
+        )
+    try:
+        from kvtier.tiers.remote.s3.tier import S3Settings, S3Tier
+    except ImportError as error:
+        if error.name != "obstore":
+            raise
+        raise ConfigError(
+            'storage: s3: needs the package obstore; install it with pip install "kvtier[s3]"'
+        ) from error
+    settings = S3Settings(
+        where=str(location),
+        bucket=location.host,
+        prefix=location.path,
+        endpoint=endpoint_of(options),
+        region=options.region,
+        sign_payload=options.sign_payload,
+        poll_s=options.poll_s,
+        publish_s=options.publish_s,
+        max_age_s=options.max_age_s,
+        request_s=options.request_s,
+        num_readers=options.readers,
+        num_writers=options.writers,
+        num_requests=options.requests,
+    )
+    shape = PackShape(block_bytes, options.pack_bytes)
+    envelope = Envelope(block_bytes, options.secret())
+    tier = S3Tier(site.name, settings, shape, num_blocks, envelope)
+    return ThrottledTier(tier, options.bytes_per_s) if options.bytes_per_s else tier
+
+
+def endpoint_of(options: S3Options) -> str:
+    """Return where the store is, by the options or by the environment; "" for AWS."""
+    return _endpoint(options)[1]
+
+
+def _endpoint(options: S3Options) -> tuple[str, str]:
+    """Return what says where the store is, and what it says."""
+    if options.endpoint:
+        return "endpoint", options.endpoint
+    named = ((name, os.environ.get(name, "")) for name in ENDPOINTS)
+    return next((each for each in named if each[1]), ("endpoint", ""))
+
+
+def check_location(location: Location, options: S3Options) -> None:
+    """Raise ``ConfigError`` for what can't be meant."""
+    if not location.host:
+        raise ConfigError('storage: s3: no bucket; write it as "s3://bucket/prefix"')
+    if location.user is not None or location.password is not None:
+        raise ConfigError(
+            f"storage: {location}: credentials do not belong here; set AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY"
+        )
+    if location.port is not None:
+        raise ConfigError(
+            f"storage: {location}: a bucket has no port; give the server as "
+            "?endpoint=http://host:port"
+        )
+    name, endpoint = _endpoint(options)
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"storage: {location}: {name} begins with http:// or https://")
+    if "@" in endpoint:
+        raise ConfigError(
+            f"storage: {location}: credentials do not belong into {name}; set AWS_ACCESS_KEY_ID "
+            "and AWS_SECRET_ACCESS_KEY"
+        )
+    if options.requests < 1:
+        raise ConfigError(f"storage: {location}: requests is 1 at least")
+    if not options.publish_s:
+        raise ConfigError(f"storage: {location}: publish_s is above 0")

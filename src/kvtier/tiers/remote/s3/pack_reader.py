@@ -1,0 +1,140 @@
+"""Blocks out of packs: read beside the caller, checked and copied by the caller."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Final
+
+import numpy as np
+
+from kvtier.tiers.crc_join import copied_crcs
+from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.remote.envelope import HEADER_BYTES, Bools, Envelope, Headers
+from kvtier.tiers.remote.s3.catalogue import PackLocation
+from kvtier.tiers.remote.s3.objects import Objects
+from kvtier.tiers.remote.s3.packs import Int64s, PackName, PackShape, pack_path
+from kvtier.tiers.remote.s3.reading import PackPart, keep_freed_memory, parts_of
+from kvtier.tiers.storage import Keys
+
+MAX_HEADERS: Final = 4096
+"""Of packs that were read: 50 KiB each at the most, and 1 KiB mostly."""
+NONE: Final = np.empty(0, np.int64)
+
+
+@dataclass(slots=True)
+class PackRequest:
+    """Blocks wanted from one pack.
+
+    headers: one for each of its blocks, as soon as they are known. early: parts that arrived before
+    them.
+    """
+
+    place: PackLocation
+    headers: Headers | None
+    early: list[tuple[PackPart, memoryview]] = field(default_factory=list)
+
+
+class PackReader:
+    """Reads, and remembers the headers of packs. Any thread may use it."""
+
+    def __init__(self, objects: Objects, shape: PackShape, envelope: Envelope) -> None:
+        self._objects = objects
+        self._shape = shape
+        self._envelope = envelope
+        self._headers: OrderedDict[PackName, Headers] = OrderedDict()
+        self._lock = Lock()
+        keep_freed_memory()
+
+    def parts(self, places: Sequence[PackLocation]) -> list[tuple[PackRequest, PackPart]]:
+        """Return the parts to request for blocks in ``places``; of each pack the header first."""
+        parts = []
+        for place in places:
+            asked = PackRequest(place, self._known(place.pack))
+            is_new = asked.headers is None
+            parts += [
+                (asked, part) for part in parts_of(self._shape, place.num_blocks, place.at, is_new)
+            ]
+        return parts
+
+    async def read(self, asked: PackRequest, part: PackPart) -> memoryview:
+        """Raises what ``Objects`` raises."""
+        return await self._objects.part(pack_path(asked.place.pack), part.start, part.end)
+
+    def take(
+        self,
+        asked: PackRequest,
+        part: PackPart,
+        content: memoryview,
+        keys: Keys,
+        blocks: Pieces,
+    ) -> tuple[Int64s, Int64s]:
+        """Copy the blocks of a part. Returns the numbers in the call of those that are right, and
+        of the damaged ones: int64. What comes before the header is told of with it.
+
+        keys: V32 [n], and blocks: of the call.
+        """
+        parts = [(part, content)]
+        if asked.headers is None:
+            if part.start:
+                asked.early += parts
+                return NONE, NONE
+            asked.headers = self._read_headers(asked.place, content)
+            parts += asked.early
+            asked.early.clear()
+        there, damaged = [], []
+        for each in parts:
+            numbers, are_right = self._copy(asked, asked.headers, *each, keys, blocks)
+            there.append(numbers[are_right])
+            damaged.append(numbers[~are_right])
+        if any(map(len, damaged)):
+            self._forget(asked.place.pack)
+        return np.concatenate(there), np.concatenate(damaged)
+
+    def _copy(
+        self,
+        asked: PackRequest,
+        headers: Headers,
+        part: PackPart,
+        content: memoryview,
+        keys: Keys,
+        blocks: Pieces,
+    ) -> tuple[Int64s, Bools]:
+        """Numbers in the call of the blocks of one part, and whether each was right."""
+        numbers, at = asked.place.numbers[part.wanted], asked.place.at[part.wanted]
+        if not len(numbers) or len(content) != part.end - part.start:
+            return numbers, np.zeros(len(numbers), bool)
+        first = np.frombuffer(content, np.uint8).ctypes.data - part.start
+        begins = first + self._shape.offsets(asked.place.num_blocks, at)
+        # A tag is taken of what was read: there each block lies in one piece, not in many.
+        read = Pieces.whole(begins, self._shape.block_bytes)
+        crcs = copied_crcs(blocks.pick(numbers), read.cut(blocks.sizes))
+        return numbers, self._envelope.are_blocks(headers[at], keys[numbers], read, crcs)
+
+    # -- headers -----------------------------------------------------------------------------------
+
+    def _read_headers(self, place: PackLocation, content: memoryview) -> Headers:
+        """content: of the part that begins with them. What is no header of such a pack is none of
+        any block."""
+        header = np.array(content[: self._shape.header_bytes(place.num_blocks)], np.uint8)
+        headers = self._shape.read_header(header, place.num_blocks)
+        if headers is None:
+            return np.zeros((place.num_blocks, HEADER_BYTES), np.uint8)
+        with self._lock:
+            self._headers[place.pack] = headers
+            if len(self._headers) > MAX_HEADERS:
+                self._headers.popitem(last=False)
+        return headers
+
+    def _known(self, pack: PackName) -> Headers | None:
+        with self._lock:
+            if pack in self._headers:
+                self._headers.move_to_end(pack)
+            return self._headers.get(pack)
+
+    def _forget(self, pack: PackName) -> None:
+        """They are read anew."""
+        with self._lock:
+            self._headers.pop(pack, None)

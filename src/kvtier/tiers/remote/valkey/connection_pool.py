@@ -1,0 +1,234 @@
+"""Connections to a Valkey or Redis server, kept while nobody uses them, and what it is like."""
+
+from __future__ import annotations
+
+import os
+import re
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+from typing import Final
+
+from kvtier.errors import ConfigError
+from kvtier.system.process import OwnerProcess
+from kvtier.tiers.remote.location import Location, StoreOptions
+from kvtier.tiers.remote.valkey.resp import ReplyError, RespConnection, RespError, command
+
+PORT: Final = 6379
+PASSWORDS: Final = ("VALKEYCLI_AUTH", "REDISCLI_AUTH")
+"""Environment variables that the servers' own tools read."""
+CONNECT_S: Final = 1.0
+OPEN_S: Final = 2.0
+LONGEST_S: Final = 3600.0
+PROBE_BYTES: Final = 96
+DATABASE: Final = re.compile("[0-9]{0,9}")
+REFUSALS: Final = ("NOAUTH", "WRONGPASS", "NOPERM", "ERR AUTH", "ERR DB index", "ERR invalid DB")
+"""Errors that another try does not mend."""
+ANSWERS: Final = "answers"
+"""A server that can be used is said to."""
+REDIRECTS: Final = ("MOVED", "ASK", "CLUSTERDOWN")
+"""Errors of a server that has a part of the keys only."""
+ERROR_CODE: Final = re.compile(r"[A-Z][A-Z0-9_]{0,31}(?![^ ])")
+"""The first word of a server's error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValkeyOptions(StoreOptions):
+    prefix: str = "kvtier:"
+    """Of all keys."""
+    max_age_s: int = 0
+    """After which a block goes, whatever room there is; 0 for never."""
+    ca_file: str = ""
+    """Who may have signed the server's certificate, beside those whom the system trusts."""
+    cert_file: str = ""
+    """A certificate for this client, with its key."""
+
+
+class ConnectionPool:
+    """Connections to one server; any thread may use them. Raises ``ConfigError`` for a URL without
+    a server, and for certificates that can't be read."""
+
+    def __init__(self, location: Location, options: ValkeyOptions) -> None:
+        if not location.host:
+            raise ConfigError(f'storage: {location}: no server; write it as "valkey://host"')
+        if not DATABASE.fullmatch(location.path):
+            raise ConfigError(
+                f"storage: {location.scheme}: what stands behind the server is the number of a "
+                'database; write it as "valkey://host:port/0", and signs of a password '
+                "percent-encoded"
+            )
+        self._location = location
+        self._tls = _tls(options, location) if location.scheme == "valkeys" else None
+        self._process = OwnerProcess()
+        self._idle: list[RespConnection] = []
+        self._lock = Lock()
+        self._is_closed = False
+        self.last_error = ""
+        """Why the last call that failed did."""
+
+    @property
+    def note(self) -> str:
+        """For people."""
+        return "with TLS" if self._tls else ""
+
+    def use(self, work: Callable[[RespConnection], None], timeout_s: float) -> Exception | None:
+        """Do ``work`` with a connection that nobody else uses meanwhile. Returns what went wrong
+        with it; it is of no use any more then."""
+        line: RespConnection | None = None
+        try:
+            line = self._take(time.monotonic() + min(timeout_s, LONGEST_S))
+            work(line)
+        except (OSError, ReplyError) as error:
+            if line is not None:
+                line.close()
+            self.last_error = reason_of(error)
+            return error
+        except BaseException:
+            if line is not None:
+                line.close()
+            raise
+        self._give_back(line)
+        return None
+
+    def _take(self, ends_at: float) -> RespConnection:
+        if ends_at <= time.monotonic():
+            raise RespError("it took too long")
+        with self._lock:
+            if self._is_closed:
+                raise RespError("the tier is closed")
+            if not self._process.is_here:  # a forked child has its parent's connections
+                self._process, self._idle = OwnerProcess(), []
+            line = self._idle.pop() if self._idle else None
+        if line is None:
+            return self._connect(ends_at)
+        line.until(ends_at)
+        return line
+
+    def _give_back(self, line: RespConnection) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._idle.append(line)
+                return
+        line.close()
+
+    def _connect(self, ends_at: float) -> RespConnection:
+        at = self._location
+        line = RespConnection(
+            at.host, at.port or PORT, self._tls, min(ends_at, time.monotonic() + CONNECT_S)
+        )
+        try:
+            password = at.password or next(
+                (os.environ[n] for n in PASSWORDS if n in os.environ), ""
+            )
+            if password:
+                words = [_encoded(at.user)] if at.user else []
+                line.send([command(b"AUTH", *words, _encoded(password))])
+                line.reply()
+            if at.path:
+                line.send([command(b"SELECT", at.path.encode())])
+                line.reply()
+            line.until(ends_at)
+        except BaseException:
+            line.close()
+            raise
+        return line
+
+    def test(self, prefix: bytes) -> str:
+        """Test the server and describe it in words.
+
+        Raises ``ConfigError`` for a server that refuses the credentials, does not return what it
+        was given, or belongs to a cluster.
+        """
+        key, value = prefix + b"self-test:" + os.urandom(16), os.urandom(PROBE_BYTES)
+        answers: list[object] = []
+        policy = ""
+
+        def ask(line: RespConnection) -> None:
+            nonlocal policy
+            if self._is_in_cluster(line):
+                raise ReplyError(REDIRECTS[0])
+            line.send([command(b"SET", key, value, b"PX", b"60000")])
+            line.reply()
+            line.send([command(b"GETRANGE", key, b"1", b"4"), command(b"GET", key)])
+            answers.extend((line.reply(), line.reply()))
+            line.send([command(b"UNLINK", key)])
+            answers.append(line.reply())
+            policy = self._policy(line)
+
+        error = self.use(ask, OPEN_S)
+        if isinstance(error, ReplyError):
+            return self._refused(error)
+        if error is not None:
+            return f"not reached: {reason_of(error)}"
+        if answers != [value[1:5], value, 1]:
+            raise ConfigError(
+                f"storage: {self._location} does not give back what it was given; use a Valkey or "
+                "Redis server"
+            )
+        return f"{ANSWERS}{policy}"
+
+    def _refused(self, error: ReplyError) -> str:
+        if str(error).startswith(REDIRECTS):
+            raise ConfigError(
+                f"storage: {self._location} is a node of a cluster, whose redirects are not "
+                "followed; name a server that stands alone, or a proxy before the cluster"
+            )
+        if str(error).startswith(REFUSALS):
+            raise ConfigError(f"storage: {self._location} refuses: {reason_of(error)}")
+        return f"can't be written: {reason_of(error)}"
+
+    def _is_in_cluster(self, line: RespConnection) -> bool:
+        line.send([command(b"INFO", b"cluster")])
+        try:
+            found = line.reply()
+        except ReplyError:  # not everybody may ask
+            return False
+        return isinstance(found, bytes) and b"cluster_enabled:1" in found
+
+    def _policy(self, line: RespConnection) -> str:
+        """A remark where the server would rather be full than forget."""
+        line.send([command(b"CONFIG", b"GET", b"maxmemory-policy")])
+        try:
+            found = line.reply()
+        except ReplyError:  # not everybody may ask
+            return ""
+        if isinstance(found, list) and found[1:] == [b"noeviction"]:
+            return "; it keeps what it has when it is full: set its maxmemory-policy to allkeys-lru"
+        return ""
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for line in idle:
+            line.close()
+
+
+def _encoded(text: str) -> bytes:
+    """Return the bytes of a name or a password, which need not be UTF-8."""
+    return text.encode(errors="surrogateescape")
+
+
+def reason_of(error: Exception) -> str:
+    """Return the reason in a few words. Of a server's error only the code in front is kept: the
+    rest may repeat what was sent."""
+    if isinstance(error, ReplyError):
+        code = ERROR_CODE.match(str(error))
+        return code[0] if code else "an error without a code"
+    return (
+        (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
+    )
+
+
+def _tls(options: ValkeyOptions, location: Location) -> ssl.SSLContext:
+    try:
+        made = ssl.create_default_context(cafile=options.ca_file or None)
+        if options.cert_file:
+            made.load_cert_chain(options.cert_file)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"storage: {location}: ca_file, cert_file: {reason_of(error)}; name files in PEM"
+        ) from None
+    return made

@@ -1,0 +1,146 @@
+"""Blocks in a Valkey or Redis server, looked at and removed without the look counting as a use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, TypeVar
+
+from kvtier.errors import CacheError, ConfigError
+from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, size_behind
+from kvtier.tiers.remote.keeper import Entry, StoreKeeper
+from kvtier.tiers.remote.location import Location
+from kvtier.tiers.remote.valkey.connection_pool import (
+    ANSWERS,
+    ConnectionPool,
+    ValkeyOptions,
+    reason_of,
+)
+from kvtier.tiers.remote.valkey.resp import ReplyError, RespConnection, RespError, command
+
+Answer = TypeVar("Answer")
+
+SCANNED: Final = b"1000"
+"""Keys that the server looks at for one answer."""
+PATIENCE_S: Final = 30.0
+MAX_PAGES: Final = 1 << 20
+"""Of a scan: a thousand million keys."""
+MAX_ENTRIES: Final = 1 << 24
+"""Blocks that a server has: 1 TiB of them in 64 KiB each."""
+GLOB: Final = b"\\*?[]"
+"""Have a meaning in a pattern."""
+
+
+class ValkeyKeeper(StoreKeeper):
+    """Keys of the prefix and 32 bytes more, and no others, are taken for kvtier's."""
+
+    kind = "block"
+    age = "not used for {}"
+
+    def __init__(self, location: Location, options: ValkeyOptions) -> None:
+        self.where = str(location)
+        self._prefix = options.prefix.encode()
+        self._lines = ConnectionPool(location, options)
+
+    def test(self) -> str:
+        state = self._lines.test(self._prefix)
+        if not state.startswith(ANSWERS):
+            raise CacheError(f"{self.where}: {state}")
+        return state
+
+    def entries(self) -> list[Entry]:
+        found: dict[bytes, Entry] = {}  # a scan may tell of a key twice
+        cursor = b"0"
+        for _ in range(MAX_PAGES):
+            cursor, names = self._asked(partial(self._scan, cursor))
+            names = [name for name in names if len(name) == len(self._prefix) + KEY_BYTES]
+            found.update((each.name, each) for each in self._facts(names))
+            if cursor == b"0":
+                return list(found.values())
+            if len(found) > MAX_ENTRIES:
+                break
+        raise CacheError(f"{self.where} answers with a scan that does not end")
+
+    def _scan(self, cursor: bytes, line: RespConnection) -> tuple[bytes, list[bytes]]:
+        pattern = b"".join(
+            b"\\%c" % each if each in GLOB else b"%c" % each for each in self._prefix
+        )
+        line.send([command(b"SCAN", cursor, b"MATCH", pattern + b"*", b"COUNT", SCANNED)])
+        match line.reply():
+            case [bytes() as following, list() as names]:
+                return following, [name for name in names if isinstance(name, bytes)]
+        raise RespError("a reply of another kind")
+
+    def _facts(self, names: Sequence[bytes]) -> list[Entry]:
+        """Return the facts of those keys that still exist and are of a block's type."""
+
+        def ask(line: RespConnection) -> list[Entry]:
+            asked = ((b"OBJECT", b"IDLETIME", name, b"STRLEN", name) for name in names)
+            line.send([command(*each[:3]) + command(*each[3:]) for each in asked])
+            found = []
+            for name in names:
+                idle_s, num_bytes = self._number(line), self._number(line)
+                if idle_s is not None and num_bytes:
+                    found.append(Entry(name, float(idle_s), num_bytes))
+            return found
+
+        return self._asked(ask) if names else []
+
+    def ours(self, entries: Sequence[Entry]) -> list[Entry]:
+        def ask(line: RespConnection) -> list[bytes | None]:
+            last = b"%d" % (HEADER_BYTES - 1)
+            line.send([command(b"GETRANGE", each.name, b"0", last) for each in entries])
+            return line.values(len(entries))
+
+        sizes = [
+            size_behind(header or b"", each.name[-KEY_BYTES:])
+            for each, header in zip(entries, self._asked(ask), strict=True)
+        ]
+        return [
+            each
+            for each, size in zip(entries, sizes, strict=True)
+            if size is not None and HEADER_BYTES + size == each.num_bytes
+        ]
+
+    def remove(self, entries: Sequence[Entry]) -> None:
+        def ask(line: RespConnection) -> None:
+            line.send([command(b"UNLINK", *(each.name for each in entries))])
+            line.reply()
+
+        if entries:
+            self._asked(ask)
+
+    def _asked(self, ask: Callable[[RespConnection], Answer]) -> Answer:
+        answers: list[Answer] = []
+
+        def work(line: RespConnection) -> None:
+            # Or to look at a block would make it one that was just used.
+            line.send([command(b"CLIENT", b"NO-TOUCH", b"ON")])
+            try:
+                line.reply()
+            except ReplyError:
+                raise ConfigError(
+                    f"{self.where}: this server can't be looked at without its blocks counting as "
+                    "used (CLIENT NO-TOUCH); it has to be Valkey, or Redis from 7.2 on"
+                ) from None
+            answers.append(ask(line))
+
+        if error := self._lines.use(work, PATIENCE_S):
+            raise CacheError(f"{self.where} does not answer: {reason_of(error)}")
+        return answers[0]
+
+    def _number(self, line: RespConnection) -> int | None:
+        """The next reply; None where it is an error, such as of a key of another kind."""
+        try:
+            found = line.reply()
+        except ReplyError as error:
+            if "LFU" in str(error):
+                raise ConfigError(
+                    f"{self.where}: with a maxmemory-policy that counts uses this server does not "
+                    "know for how long a block was not used; give the replicas max_age_s instead"
+                ) from None
+            return None
+        return found if isinstance(found, int) else None
+
+    def close(self) -> None:
+        self._lines.close()

@@ -1,0 +1,405 @@
+"""A connection to a server that speaks RESP2, as Valkey and Redis do.
+
+Values go from and to the memory that the caller names; no copy is made of them, but of the first
+bytes of some.
+Source: the protocol's specification, valkey.io/topics/protocol.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import socket
+import ssl
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice, repeat
+from struct import pack
+from typing import Final
+
+import numpy as np
+
+from kvtier._hot import receive_values
+from kvtier.tiers.crc_join import block_crcs
+from kvtier.tiers.pieces import Pieces
+
+BUFFER_BYTES: Final = 16 << 10
+"""For replies that nobody has named memory for. What it holds of a value is copied once more."""
+SMALL_BYTES: Final = 4 << 10
+"""Fewer come by way of the buffer, together with what follows."""
+LEAST_SHARE: Final = 0.75
+"""Of what a call may take, while so much is left of the time in all."""
+MOST_PARTS: Final = 512
+"""Of a message, given to the system at a time."""
+MAX_REPLY_BYTES: Final = 64 << 20
+"""Strings of one reply, all together. Replies are allocated as long as the server says."""
+MAX_ITEMS: Final = 1 << 20
+"""Entries of one reply, all its arrays together. A page of SCAN has some thousand."""
+MAX_DEPTH: Final = 4
+"""Arrays within arrays. A page of SCAN has two."""
+MAX_SKIPPED_BYTES: Final = 64 << 20
+"""A value of another size is read to its end up to this length. Behind a longer one the connection
+is closed."""
+TOO_LATE: Final = "it took too long"
+CLOSED: Final = "the server has closed the connection"
+NO_END: Final = "a value does not end where it should"
+NO_RESP: Final = "this is no RESP server"
+TOO_LARGE: Final = "a reply is larger than any that was asked for"
+REASONS: Final = {errno.ETIMEDOUT: TOO_LATE, errno.ECONNRESET: CLOSED, errno.EPROTO: NO_END}
+
+NUMBER: Final = re.compile(rb"[+-]?[0-9]{1,19}")
+
+Part = bytes | memoryview
+
+
+class ReplyError(Exception):
+    """The server says why it did not do what it was told."""
+
+
+class RespError(OSError):
+    """The connection can't be used any more: it was closed, was too late, or speaks something
+    else."""
+
+
+def command(*words: bytes) -> bytes:
+    """As it is sent."""
+    return b"".join((b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)))
+
+
+class RespConnection:
+    """One thread uses it at a time. ``until`` says how long its calls may take; what takes longer,
+    and whatever else goes wrong, is ``RespError``, and the connection is of no use then.
+
+    tls: None for none. Raises ``OSError`` where nobody answers by ``ends_at`` (``monotonic``).
+    """
+
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None, ends_at: float) -> None:
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._first = self._end = 0  # of what is in the buffer and was not read yet
+        self._ends_at = ends_at
+        made = socket.create_connection((host, port), max(0.001, ends_at - time.monotonic()))
+        try:
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if tls is not None:
+                made = tls.wrap_socket(made, server_hostname=host)
+        except BaseException:
+            made.close()
+            raise
+        self._socket = made
+        self._is_plain = tls is None
+        self.until(ends_at)
+
+    def until(self, ends_at: float) -> None:
+        """Calls may take until then."""
+        self._ends_at = ends_at
+        self._limit(max(0.001, ends_at - time.monotonic()))
+
+    def _limit(self, seconds: float) -> None:
+        """Return the time limit of a single system call."""
+        self._limit_s = seconds
+        if not self._is_plain:
+            self._socket.settimeout(seconds)
+            return
+        # The system waits for whole values, which spares a call for each part of one.
+        limit = pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def _left_s(self) -> float:
+        left_s = self._ends_at - time.monotonic()
+        if left_s <= 0:
+            raise RespError(TOO_LATE)
+        left_s = max(left_s, 0.001)
+        if left_s < LEAST_SHARE * self._limit_s:  # seldom: it is a call itself
+            self._limit(left_s)
+        return left_s
+
+    # -- sending -----------------------------------------------------------------------------------
+
+    def send(self, parts: Sequence[Part]) -> None:
+        """All of them, one after the other."""
+        left = iter(parts)
+        while some := [memoryview(part) for part in islice(left, MOST_PARTS)]:
+            if self._is_plain:
+                self._send(some)
+            else:
+                for part in some:
+                    self._socket.sendall(part)
+
+    def _send(self, parts: list[memoryview]) -> None:
+        at = 0
+        while at < len(parts):
+            try:
+                num_sent = self._socket.sendmsg(parts[at:])
+            except BlockingIOError:
+                raise RespError(TOO_LATE) from None
+            while at < len(parts) and num_sent >= len(parts[at]):
+                num_sent -= len(parts[at])
+                at += 1
+            if at < len(parts):
+                self._left_s()
+                parts[at] = parts[at][num_sent:]
+
+    # -- replies -----------------------------------------------------------------------------------
+
+    def reply(self) -> bytes | int | list[object] | None:
+        """Return the next reply, whole. Its length, count and depth are bounded before memory is
+        allocated for it.
+
+        Raises:
+            ReplyError: the server answers with an error.
+            RespError: the reply is larger than ``MAX_REPLY_BYTES`` or ``MAX_ITEMS``, deeper than
+                ``MAX_DEPTH``, or no RESP.
+        """
+        return self._reply(_Budget())
+
+    def _reply(self, budget: _Budget, depth: int = 0) -> bytes | int | list[object] | None:
+        line = self._line()
+        kind, rest = line[:1], line[1:]
+        if kind == b"-":
+            if depth:
+                raise RespError(NO_RESP)  # what follows it would be taken for the next reply
+            raise ReplyError(rest.decode(errors="replace"))
+        if kind == b"+":
+            budget.take_bytes(len(rest))
+            return rest
+        if kind == b":":
+            return _number(rest)
+        if kind not in (b"$", b"*"):
+            raise RespError(NO_RESP)
+        length = _length(rest)
+        if length is None:
+            return None
+        if kind == b"*":
+            if depth == MAX_DEPTH:
+                raise RespError(TOO_LARGE)
+            budget.take_items(length)
+            return [self._reply(budget, depth + 1) for _ in range(length)]
+        budget.take_bytes(length)
+        value = bytearray(length)
+        self._read_into(memoryview(value))
+        self._end_value()
+        return bytes(value)
+
+    def values(self, num: int) -> list[bytes | None]:
+        """The next ``num`` replies, short values all of them; None for those that are something
+        else."""
+        found: list[bytes | None] = []
+        while len(found) < num:
+            there = bytes(self._buffer[self._first : self._end])
+            at = 0
+            while len(found) < num:
+                newline = there.find(b"\n", at)
+                if newline < 0:
+                    break
+                end = line_end = newline - 1
+                if there[line_end:newline] != b"\r":
+                    raise RespError(NO_RESP)
+                if there[at] == ord("$"):
+                    length = _length(there[at + 1 : line_end])
+                    end = line_end if length is None else line_end + 2 + length
+                    if end - at > len(self._buffer):
+                        raise RespError(TOO_LARGE)
+                    if end + 2 > len(there):
+                        break
+                    if there[end : end + 2] != b"\r\n":
+                        raise RespError(NO_END)
+                    found.append(None if length is None else there[line_end + 2 : end])
+                elif there[at] in b"-+:":
+                    found.append(None)
+                else:
+                    raise RespError(NO_RESP)
+                at = end + 2
+            self._first += at
+            if len(found) < num:
+                self._fill_up()
+        return found
+
+    def _fill_up(self) -> None:
+        """Some bytes more, behind those that are there."""
+        left = self._end - self._first
+        if left == len(self._buffer):
+            raise RespError(TOO_LARGE)
+        self._buffer[:left] = bytes(self._buffer[self._first : self._end])
+        self._first, self._end = 0, left
+        self._end += self._receive(self._buffer[left:], is_whole=False)
+
+    def values_into(
+        self, places: Pieces, num_heads: int, num_due: int
+    ) -> Iterator[tuple[int | None, int]]:
+        """The next values, each to its place. Gives of each, in turn, how long it is, None where
+        there is none, and its crc32c but for the first ``num_heads`` pieces. Of what does not fill
+        its place nothing goes there, and 0 is for its checksum. num_due: replies that come after
+        these. ``ReplyError`` as ``reply``."""
+        at, num = 0, len(places)
+        while at < len(places):
+            end = min(at + num, len(places))
+            due = num_due + len(places) - end
+            crcs, error = self._receive_values(places.pick(slice(at, end)), num_heads, due)
+            yield from zip(repeat(places.block_bytes), crcs)
+            at, num = at + len(crcs), 2 * num
+            if error:
+                raise RespError(REASONS.get(error) or os.strerror(error))
+            if at < end:
+                num_bytes, crc = self._value_into(places.pick([at]), num_heads)
+                yield num_bytes, crc
+                if num_bytes is not None and self._is_unread(num_bytes, places):
+                    raise RespError(TOO_LARGE)
+                at, num = at + 1, 1  # there may be more that are not there
+
+    def _receive_values(
+        self, places: Pieces, num_heads: int, num_due: int
+    ) -> tuple[list[int], int]:
+        """As many as come one behind the other and fill their places: their checksums, and why
+        there are no more, 0 for another reply."""
+        if not self._is_plain:
+            return [], 0
+        self._left_s()
+        crcs, there, error = receive_values(
+            self._socket.fileno(),
+            b"$%d\r\n" % places.block_bytes,
+            bytes(self._buffer[self._first : self._end]),
+            places.addresses.ravel(),
+            np.tile(places.sizes.astype(np.uint64), len(places)),
+            len(places.sizes),
+            num_heads,
+            num_due,
+            self._ends_at,
+        )
+        self._buffer[: len(there)] = there
+        self._first, self._end = 0, len(there)
+        return crcs.tolist(), error
+
+    def _value_into(self, place: Pieces, num_heads: int) -> tuple[int | None, int]:
+        num_bytes, crc = self._value_bytes(), 0
+        if num_bytes is None:
+            return None, 0
+        if num_bytes == place.block_bytes:
+            for view in place.views(0):
+                self._read_into(view)
+            num_head_bytes = int(place.sizes[:num_heads].sum())
+            crc = int(block_crcs(place.part(num_head_bytes, num_bytes))[0])
+        elif self._is_unread(num_bytes, place):
+            return num_bytes, crc
+        else:
+            self._skip(num_bytes)
+        self._end_value()
+        return num_bytes, crc
+
+    def _is_unread(self, num_bytes: int, places: Pieces) -> bool:
+        """Whether a value is so long that it is left where it is, and its connection is closed."""
+        return num_bytes > max(MAX_SKIPPED_BYTES, places.block_bytes)
+
+    def _value_bytes(self) -> int | None:
+        """Return the length of the next value; None if there is none.
+
+        The value has to be read by ``_read_into`` or ``_skip``, then ended by ``_end_value``.
+        Raises ``ReplyError`` as ``reply`` does.
+        """
+        line = self._line()
+        if line[:1] == b"-":
+            raise ReplyError(line[1:].decode(errors="replace"))
+        if line[:1] != b"$":
+            raise RespError("a reply of another kind")
+        return _length(line[1:])
+
+    def _read_into(self, view: memoryview) -> None:
+        """The next bytes, as many as there is room for."""
+        num = 0
+        while num < len(view):
+            left = len(view) - num
+            if self._first == self._end:
+                if left >= SMALL_BYTES:
+                    num += self._receive(view[num:], is_whole=True)
+                    continue
+                self._fill()  # and more than is wanted now
+            some = min(left, self._end - self._first)
+            view[num : num + some] = self._buffer[self._first : self._first + some]
+            self._first, num = self._first + some, num + some
+
+    def _skip(self, num_bytes: int) -> None:
+        """The next bytes are of no interest."""
+        while num_bytes:
+            if self._first == self._end:
+                self._fill()
+            num = min(num_bytes, self._end - self._first)
+            self._first, num_bytes = self._first + num, num_bytes - num
+
+    def _end_value(self) -> None:
+        """A value was read."""
+        end = bytearray(2)
+        self._read_into(memoryview(end))
+        if end != b"\r\n":
+            raise RespError(NO_END)
+
+    def _line(self) -> bytes:
+        """The next one, without its end."""
+        line = b""
+        while True:
+            if self._first == self._end:
+                self._fill()
+            there = bytes(self._buffer[self._first : self._end])
+            at = there.find(b"\n")
+            self._first += len(there) if at < 0 else at + 1
+            line += there if at < 0 else there[: at + 1]
+            if at >= 0:
+                if line[-2:-1] != b"\r":
+                    raise RespError(NO_RESP)
+                return line[:-2]
+            if len(line) > BUFFER_BYTES:
+                raise RespError(NO_RESP)
+
+    def _fill(self) -> None:
+        self._first, self._end = 0, self._receive(self._buffer, is_whole=False)
+
+    def _receive(self, view: memoryview, is_whole: bool) -> int:
+        """Some bytes, one at least."""
+        self._left_s()
+        flags = socket.MSG_WAITALL if is_whole and self._is_plain else 0
+        try:
+            num = self._socket.recv_into(view, len(view), flags)
+        except (BlockingIOError, TimeoutError):
+            raise RespError(TOO_LATE) from None
+        if not num:
+            raise RespError(CLOSED)
+        return num
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.close()
+
+
+class _Budget:
+    """Limits of the rest of one reply."""
+
+    def __init__(self) -> None:
+        self._num_bytes = MAX_REPLY_BYTES
+        self._num_items = MAX_ITEMS
+
+    def take_bytes(self, num_bytes: int) -> None:
+        self._num_bytes -= num_bytes
+        if self._num_bytes < 0:
+            raise RespError(TOO_LARGE)
+
+    def take_items(self, num_items: int) -> None:
+        self._num_items -= num_items
+        if self._num_items < 0:
+            raise RespError(TOO_LARGE)
+
+
+def _number(text: bytes) -> int:
+    """Return a signed integer of 64 bits, as RESP has them."""
+    if not NUMBER.fullmatch(text) or not -(1 << 63) <= (number := int(text)) < 1 << 63:
+        raise RespError(NO_RESP)
+    return number
+
+
+def _length(text: bytes) -> int | None:
+    """Return the length of a string or an array; None for a null."""
+    length = _number(text)
+    if length < -1:
+        raise RespError(NO_RESP)
+    return None if length < 0 else length

@@ -1,0 +1,219 @@
+"""``storage="valkey://host"``: blocks in a Valkey or Redis server, a key and a value each.
+
+A look-up fetches the headers of all blocks in one round trip; values go straight between the
+server's socket and the memory of the blocks. Nothing is deleted but what is damaged, or dropped for
+good: the server's ``maxmemory-policy`` makes room.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from kvtier.devices.base import Finding
+from kvtier.errors import TierError
+from kvtier.tiers.crc_join import block_crcs
+from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.remote.envelope import HEADER_BYTES, KEY_BYTES, Envelope, as_keys
+from kvtier.tiers.remote.location import Location, read_location, read_options
+from kvtier.tiers.remote.valkey.connection_pool import (
+    CONNECT_S,
+    ConnectionPool,
+    ValkeyOptions,
+    reason_of,
+)
+from kvtier.tiers.remote.valkey.resp import Part, ReplyError, RespConnection, command
+from kvtier.tiers.storage import Outcome, StorageFacts, StorageSite, StorageTier
+from kvtier.tiers.wrappers import ThrottledTier
+from kvtier.types import BlockKey, BlockName
+
+WINDOW_BYTES: Final = 16 << 20
+"""Of values that were asked for and have not come: the server keeps them in memory meanwhile."""
+VERIFIED_BYTES: Final = 4 << 20
+"""Are received and verified at a time."""
+ASKED_KEYS: Final = 1024
+"""In one go."""
+
+THERE, ABSENT, DAMAGED, FAILED = Outcome
+
+
+def make_valkey(site: StorageSite) -> StorageTier:
+    """For ``valkey://`` and ``redis://``."""
+    return _make("valkey", site)
+
+
+def make_valkeys(site: StorageSite) -> StorageTier:
+    """For ``valkeys://`` and ``rediss://``: over TLS."""
+    return _make("valkeys", site)
+
+
+def _make(scheme: str, site: StorageSite) -> StorageTier:
+    location = read_location(scheme, site.location)
+    options = read_options(ValkeyOptions, location)
+    tier = ValkeyTier(site, location, options)
+    return ThrottledTier(tier, options.bytes_per_s) if options.bytes_per_s else tier
+
+
+class ValkeyTier(StorageTier):
+    """Any process may read and write the same server: a block is the same whoever has put it.
+
+    A server that can't be reached is tried again with the next call. Raises ``ConfigError`` for one
+    that refuses who we are, does not give back what it was given, or belongs to a cluster.
+    """
+
+    def __init__(self, site: StorageSite, location: Location, options: ValkeyOptions) -> None:
+        self.name = site.name
+        self.bytes_per_block = site.group.bytes_per_block
+        self.facts = StorageFacts(
+            evicts=True,
+            is_shared=True,
+            request_s=options.request_s,
+            num_readers=options.readers,
+            num_writers=options.writers,
+        )
+        self._lines = ConnectionPool(location, options)
+        self._num_blocks = site.capacity_bytes // self.bytes_per_block
+        self._location = location
+        self._prefix = options.prefix.encode()
+        self._age = [b"PX", b"%d" % (1000 * options.max_age_s)] if options.max_age_s else []
+        self._envelope = Envelope(self.bytes_per_block, options.secret())
+        self._state = self._lines.test(self._prefix)
+
+    def __repr__(self) -> str:
+        return f"ValkeyTier({self._location})"
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    @property
+    def last_error(self) -> str:
+        return self._lines.last_error
+
+    # -- blocks ------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[BlockKey], timeout_s: float) -> list[Outcome]:
+        outcomes = [FAILED] * len(keys)
+
+        def look(line: RespConnection) -> None:
+            for start in range(0, len(keys), ASKED_KEYS):
+                some = keys[start : start + ASKED_KEYS]
+                line.send([self._wants_headers(some)])
+                are_there = self._envelope.are_of(line.values(len(some)), some)
+                outcomes[start : start + len(some)] = [
+                    THERE if is_there else ABSENT for is_there in are_there
+                ]
+
+        self._lines.use(look, timeout_s)
+        return outcomes
+
+    def _wants_headers(self, keys: Sequence[BlockKey]) -> bytes:
+        """A command for each; they differ in nothing but the key."""
+        blank = bytes(KEY_BYTES)
+        one = command(b"GETRANGE", self._prefix + blank, b"0", b"%d" % (HEADER_BYTES - 1))
+        start, end = one.split(blank)
+        return start + (end + start).join(keys) + end
+
+    def get(self, keys: Sequence[BlockKey], blocks: Pieces, timeout_s: float) -> list[Outcome]:
+        outcomes = [FAILED] * len(keys)
+        headers = np.empty((len(keys), HEADER_BYTES), np.uint8)
+        values = blocks.behind(headers)
+        ahead = max(1, WINDOW_BYTES // self.bytes_per_block // 2)
+        at_a_time = max(1, VERIFIED_BYTES // self.bytes_per_block)
+        arrived: dict[int, int] = {}  # by position, the checksum that it came with
+
+        def read(line: RespConnection) -> None:
+            num_asked = 0
+            for start in range(0, len(keys), at_a_time):
+                while num_asked < len(keys) and num_asked - start < ahead:
+                    some = keys[num_asked : num_asked + ahead]
+                    line.send([command(b"GET", self._prefix + key) for key in some])
+                    num_asked += len(some)
+                end = min(start + at_a_time, len(keys))
+                places = values.pick(slice(start, end))
+                came = line.values_into(places, 1, num_asked - end)
+                for at, (num_bytes, crc) in enumerate(came, start):
+                    if num_bytes == values.block_bytes:
+                        arrived[at] = crc
+                    else:
+                        outcomes[at] = ABSENT if num_bytes is None else DAMAGED
+                verify()
+
+        def verify() -> None:
+            if not arrived:
+                return
+            some, there = as_keys([keys[at] for at in arrived]), blocks.pick([*arrived])
+            crcs = np.array([*arrived.values()], np.uint32)
+            are_right = self._envelope.are_blocks(headers[[*arrived]], some, there, crcs)
+            for at, is_right in zip(arrived, are_right.tolist(), strict=True):
+                outcomes[at] = THERE if is_right else DAMAGED
+            arrived.clear()
+
+        self._lines.use(read, timeout_s)
+        verify()
+        self._forget([key for key, each in zip(keys, outcomes, strict=True) if each is DAMAGED])
+        return outcomes
+
+    def _forget(self, damaged: Sequence[BlockKey]) -> None:
+        """Or nobody could put the right ones there."""
+        if damaged:
+            self._lines.use(partial(self._unlink, damaged), CONNECT_S)
+
+    def _unlink(self, keys: Sequence[BlockKey], line: RespConnection) -> None:
+        line.send([command(b"UNLINK", *(self._prefix + key for key in keys))])
+        line.reply()
+
+    def put(self, names: Sequence[BlockName], blocks: Pieces, timeout_s: float) -> list[Outcome]:
+        ends_at = time.monotonic() + timeout_s
+        outcomes = self.find([name.key for name in names], timeout_s)
+        new = [at for at, outcome in enumerate(outcomes) if outcome is ABSENT]
+        if not new:
+            return outcomes
+        outcomes = [THERE if each is THERE else FAILED for each in outcomes]
+        window = max(1, WINDOW_BYTES // self.bytes_per_block)
+
+        def write(line: RespConnection) -> None:
+            for start in range(0, len(new), window):
+                some = new[start : start + window]
+                self._write(line, [names[at].key for at in some], blocks.pick(some))
+                for at in some:
+                    outcomes[at] = self._was_put(line)
+
+        self._lines.use(write, ends_at - time.monotonic())
+        return outcomes
+
+    def _write(self, line: RespConnection, keys: Sequence[BlockKey], blocks: Pieces) -> None:
+        num_words = 3 + len(self._age)
+        num_bytes = HEADER_BYTES + self.bytes_per_block
+        end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in self._age)
+        for at, header in enumerate(self._envelope.headers(keys, blocks, block_crcs(blocks))):
+            key = self._prefix + keys[at]
+            words = (num_words, len(key), key, num_bytes)
+            start = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % words
+            parts: list[Part] = [start + header, *blocks.views(at), end]
+            line.send(parts)
+
+    def _was_put(self, line: RespConnection) -> Outcome:
+        try:
+            return THERE if line.reply() == b"OK" else FAILED
+        except ReplyError:  # it is full, or only to be read
+            return FAILED
+
+    def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
+        if not keys or not for_good:
+            return  # others may have it still, and the server makes room
+        if error := self._lines.use(partial(self._unlink, keys), CONNECT_S):
+            raise TierError(self.name, "drop", reason_of(error)) from None
+
+    # -- upkeep ------------------------------------------------------------------------------------
+
+    def findings(self) -> list[Finding]:
+        state = f"{self._location} {self._state}"
+        return [Finding(f"{self.name} tier", state, self._lines.note)]
+
+    def close(self) -> None:
+        self._lines.close()

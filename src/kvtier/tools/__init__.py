@@ -1,0 +1,1 @@
+"""Programs around the cache: benchmarks of serving, replay, the dashboard."""

@@ -1,0 +1,262 @@
+"""Accuracy: reused KV gives the same logits, bit for bit, and a wrong block would be noticed.
+
+For every prompt, one request at a time:
+
+    cold      under another salt, so that nothing is shared with it: the reference
+    donor     another request with the same beginning computes and stores it
+    device    the prompt again, its beginning from the device tier: equal to cold?
+    host      the device tier emptied, the prompt again, its beginning from the host tier: equal?
+    disk      a new engine over the same disk, its beginning from there: equal?
+    control   the last three again, with one block damaged in three ways: different from cold?
+
+Damage on disk is written with a checksum that fits: otherwise it would be found, and recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.engine import Engine, SamplingParams
+from kvtier.tools.bench_serve.corpus import Prompt, with_other_ending
+from kvtier.tools.bench_serve.engines import (
+    Setting,
+    clear_tiers,
+    open_engine,
+    run_one,
+    scratch_disk,
+    settle,
+)
+from kvtier.tools.bench_serve.options import FULL_ACCURACY_PROMPTS, FULL_PROMPT_TOKENS, BenchError
+from kvtier.tools.bench_serve.tamper import Damage, damaged
+from kvtier.tools.report.progress import Progress
+from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
+
+TIERS = (DEVICE, HOST, DISK)
+CONTROL_STEPS = 4
+"""Steps of a control run: damage shows in the first logits or never."""
+
+Logits = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyRow:
+    """One prompt served from one tier.
+
+    reused: whether all of the prompt's beginning came from that tier.
+    max_difference: largest distance of a logit from the cold run's, 0.0 when equal.
+    noticed: per kind of damage, whether the logits differed.
+    """
+
+    prompt: int
+    tier: str
+    reused: bool
+    equal: bool
+    max_difference: float
+    noticed: Mapping[Damage, bool]
+
+    @property
+    def passed(self) -> bool:
+        """Served from the tier, and equal to the cold run in every bit."""
+        return self.reused and self.equal
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyResult:
+    """All rows, one per prompt and tier, and what they were measured at."""
+
+    rows: tuple[AccuracyRow, ...]
+    num_prompts: int
+    prompt_tokens: int
+    reused_tokens: int
+    steps: int
+
+    def num_equal(self, *tiers: str) -> int:
+        """Prompts that passed in each of ``tiers`` (all, where none is named)."""
+        return self._count(lambda row: row.passed, tiers)
+
+    def num_noticed(self, *tiers: str, damage: Damage | None = None) -> int:
+        """Prompts whose damage was noticed in each of ``tiers``; of every kind, or of one."""
+        kinds = tuple(Damage) if damage is None else (damage,)
+        return self._count(lambda row: all(row.noticed[kind] for kind in kinds), tiers)
+
+    def _count(self, holds: Callable[[AccuracyRow], bool], tiers: tuple[str, ...]) -> int:
+        failed = {
+            row.prompt for row in self.rows if row.tier in (tiers or TIERS) and not holds(row)
+        }
+        return self.num_prompts - len(failed)
+
+    @property
+    def share(self) -> float:
+        """Share of the prompts for which all holds: the smallest of the counts."""
+        return min(self.num_equal(), self.num_noticed()) / self.num_prompts
+
+    @property
+    def full_size(self) -> bool:
+        """Whether this is the size that the target is defined at."""
+        return (
+            self.num_prompts >= FULL_ACCURACY_PROMPTS and self.prompt_tokens >= FULL_PROMPT_TOKENS
+        )
+
+    def as_json(self) -> Mapping[str, object]:
+        """The counts, in all and by tier."""
+        return {
+            "prompts": self.num_prompts,
+            "equal": self.num_equal(),
+            "control_noticed": self.num_noticed(),
+            "by_tier": {
+                tier: {
+                    "equal": self.num_equal(tier),
+                    "control_noticed": self.num_noticed(tier),
+                    "damage": {kind.value: self.num_noticed(tier, damage=kind) for kind in Damage},
+                }
+                for tier in TIERS
+            },
+            "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
+            "steps": self.steps,
+        }
+
+    def rows_json(self) -> list[Mapping[str, object]]:
+        """One object for each prompt and tier."""
+        return [
+            {
+                "experiment": "accuracy",
+                "prompt": row.prompt,
+                "tier": row.tier,
+                "reused_all": row.reused,
+                "equal": row.equal,
+                "max_difference": row.max_difference,
+                "noticed": {damage.value: seen for damage, seen in row.noticed.items()},
+            }
+            for row in self.rows
+        ]
+
+
+def num_steps(num_prompts: int) -> int:
+    """Runs in the whole experiment, for the progress bar."""
+    return num_prompts * (3 + len(TIERS) * (1 + len(Damage)))
+
+
+def measure_accuracy(setting: Setting, progress: Progress) -> AccuracyResult:
+    """Run the experiment on a fresh engine, and its last part on another over the same disk."""
+    options = setting.options
+    length = options.accuracy_tokens
+    room = options.blocks(length + options.steps)
+    # One prompt more than asked for: the last one's negative control needs another's block.
+    prompts = setting.prompts(options.accuracy_prompts + 1, length)
+    progress.begin("Accuracy", num_steps(options.accuracy_prompts))
+    rows: list[AccuracyRow] = []
+    bench = _Accuracy(options.steps, options.reused_tokens(length), progress)
+    with scratch_disk(options) as disk:
+        sizes = (3 * room, 3 * room, disk, 3 * room * len(prompts), LoadPolicy.ALWAYS)
+        with open_engine(options, setting.info, *sizes) as engine:
+            for number, (prompt, other) in enumerate(pairwise(prompts)):
+                bench.prepare(engine, number, prompt, other)
+                for tier in (DEVICE, HOST):
+                    seed = options.seed + number
+                    rows.append(bench.measure(engine, tier, number, prompt, other, seed))
+        with open_engine(options, setting.info, *sizes) as engine:
+            for number, (prompt, other) in enumerate(pairwise(prompts)):
+                seed = options.seed + number
+                rows.append(bench.measure(engine, DISK, number, prompt, other, seed))
+    return AccuracyResult(
+        tuple(rows), options.accuracy_prompts, length, options.reused_tokens(length), options.steps
+    )
+
+
+class _Accuracy:
+    """The runs of all prompts; remembers each one's reference."""
+
+    def __init__(self, steps: int, reused_tokens: int, progress: Progress) -> None:
+        self._steps = steps
+        self._reused_tokens = reused_tokens
+        self._progress = progress
+        self._cold: list[Logits] = []
+
+    def prepare(self, engine: Engine, number: int, prompt: Prompt, other: Prompt) -> None:
+        """Compute the reference; then have other requests compute what is to be reused.
+
+        other: a prompt that shares nothing with this one.
+        """
+        cold, hits = self._run(engine, prompt, self._steps, salt="cold")
+        if sum(hits.values()):
+            raise BenchError(f"the cold run of prompt {number} reused {dict(hits)} tokens")
+        self._cold.append(cold)
+        clear_tiers(engine, DEVICE, HOST)
+        self._ask(engine, with_other_ending(prompt, self._reused_tokens, other))
+        self._progress.advance()
+        self._meet_stranger(engine, other)
+        self._progress.advance()
+
+    def measure(
+        self, engine: Engine, tier: str, number: int, prompt: Prompt, other: Prompt, seed: int
+    ) -> AccuracyRow:
+        """The prompt again, served from ``tier``; then with damage there."""
+        cold = self._cold[number]
+        self._expose(engine, tier)
+        warm, hits = self._run(engine, prompt, self._steps)
+        if tier == DISK:
+            self._meet_stranger(engine, other)
+        noticed = {
+            damage: self._notices(engine, tier, damage, prompt, other, cold, seed)
+            for damage in Damage
+        }
+        return AccuracyRow(
+            prompt=number,
+            tier=tier,
+            reused=hits.get(tier, 0) == sum(hits.values()) == self._reused_tokens,
+            equal=bits_equal(cold, warm),
+            max_difference=float(np.max(np.abs(cold - warm))),
+            noticed=noticed,
+        )
+
+    def _run(
+        self, engine: Engine, prompt: Prompt, steps: int, salt: str = ""
+    ) -> tuple[Logits, Mapping[str, int]]:
+        params = SamplingParams(max_tokens=steps, ignore_eos=True, keep_logits=True)
+        completion = run_one(engine, prompt, params, salt)
+        self._progress.advance()
+        assert completion.logits is not None
+        return completion.logits, completion.hit_tokens
+
+    def _ask(self, engine: Engine, prompt: Prompt) -> None:
+        run_one(engine, prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+
+    def _meet_stranger(self, engine: Engine, other: Prompt) -> None:
+        """Have blocks of another prompt at hand: some damage is done with them."""
+        self._ask(engine, other[: 2 * engine.info.chunk_tokens + 1])
+
+    def _expose(self, engine: Engine, tier: str) -> None:
+        """Make ``tier`` the fastest one that has the prompt."""
+        settle(engine)
+        clear_tiers(engine, *TIERS[: TIERS.index(tier)])
+
+    def _notices(
+        self,
+        engine: Engine,
+        tier: str,
+        damage: Damage,
+        prompt: Prompt,
+        other: Prompt,
+        cold: Logits,
+        seed: int,
+    ) -> bool:
+        """Whether a run with a damaged block in ``tier`` differs from the cold one."""
+        self._expose(engine, tier)
+        steps = min(self._steps, CONTROL_STEPS)
+        with damaged(engine, tier, damage, prompt, other, seed):
+            logits, hits = self._run(engine, prompt, steps)
+            self._expose(engine, tier)
+        if hits.get(tier, 0) != self._reused_tokens:
+            raise BenchError(f"the control run reused {dict(hits)} tokens, not all from {tier}")
+        return not bits_equal(cold[:steps], logits)
+
+
+def bits_equal(one: Logits, another: Logits) -> bool:
+    """Whether two arrays have the same shape and the same bits: stricter than ``==``."""
+    return one.shape == another.shape and one.tobytes() == another.tobytes()

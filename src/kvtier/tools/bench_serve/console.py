@@ -1,0 +1,35 @@
+"""Summary in a terminal at the end of a run: a table, and what it means."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvtier.tools.bench_serve.conclusion import conclusion
+from kvtier.tools.bench_serve.result import ServeResult
+from kvtier.tools.bench_serve.summary import headline, verdicts
+from kvtier.tools.report.target import target_words
+
+
+def show_result(console: Console, result: ServeResult) -> None:
+    """The findings as a table; the targets, where the run has the size that they are meant for; and
+    what was found, in words."""
+    table = Table(title=headline(result), title_style="bold", title_justify="left")
+    table.add_column("What", style="bold", no_wrap=True)
+    table.add_column("Result")
+    table.add_column("Which means", style="dim")
+    for verdict in verdicts(result):
+        style = {True: "green", False: "bold red", None: ""}[verdict.good]
+        table.add_row(verdict.title, Text(verdict.figure, style), Text(verdict.meaning))
+    console.print(table)
+    if result.sample is not None:
+        ending, continuation = result.sample.ending, result.sample.continuation
+        console.print(Text.assemble("A prompt ended, ", ("and the model went on:", "bold green")))
+        console.print(Text.assemble((ending, "dim"), (continuation, "green")))
+    if not result.options.quick:
+        for target in result.targets:
+            console.print(target_words(target), highlight=False)
+    console.print(Text("In short", "bold"))
+    for paragraph in conclusion(result):
+        console.print(Text(paragraph))

@@ -1,0 +1,129 @@
+"""Engines of the size that an experiment needs, and one request at a time on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from kvtier.config import CacheConfig
+from kvtier.engine import Completion, Engine, EngineConfig, EngineInfo, SamplingParams
+from kvtier.tools.bench_serve.corpus import Corpus, Prompt
+from kvtier.tools.bench_serve.options import BenchError, ServeOptions
+from kvtier.tools.bench_serve.sample import Sample, take_sample
+from kvtier.types import LoadPolicy
+
+DISK_PAGE_BYTES = 4096
+"""A block takes whole pages of the disk."""
+REQUEST_TIMEOUT_S = 1800.0
+"""No single request may hang a benchmark for longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Common start of every experiment: the options, the model's facts, the text as tokens."""
+
+    options: ServeOptions
+    info: EngineInfo
+    corpus: Corpus
+    sample: Sample | None = None
+
+    def prompts(self, num_prompts: int, num_tokens: int) -> list[Prompt]:
+        """Prompts of which no two share a block."""
+        return self.corpus.prompts(num_prompts, num_tokens, self.options.block_size)
+
+
+@contextmanager
+def open_engine(
+    options: ServeOptions,
+    info: EngineInfo,
+    device_blocks: int,
+    host_blocks: int,
+    disk: Path | None = None,
+    disk_blocks: int = 0,
+    load_policy: LoadPolicy = LoadPolicy.AUTO,
+    disk_bytes_per_s: int = 0,
+    storage: tuple[str, int] | None = None,
+) -> Iterator[Engine]:
+    """A running engine with tiers of that many blocks. host_blocks: 0 turns the cache off. disk:
+    the directory of the disk tier; None for none. disk_bytes_per_s: throttles it. storage: a store,
+    and how many of its bytes the engine knows of."""
+    slot_bytes = -(-info.bytes_per_block // DISK_PAGE_BYTES) * DISK_PAGE_BYTES
+    config = EngineConfig(
+        model=options.model,
+        device=options.device,
+        block_size=options.block_size,
+        chunk_tokens=options.chunk_tokens,
+        device_capacity=device_blocks * info.bytes_per_block,
+        prefix_cache=host_blocks > 0,
+        threads=options.threads,
+        cache=CacheConfig(
+            host_capacity=host_blocks * info.bytes_per_block,
+            load_policy=load_policy,
+            disk_path="" if disk is None else str(disk),
+            disk_capacity=disk_blocks * slot_bytes,
+            disk_bytes_per_s=disk_bytes_per_s,
+            storage=() if storage is None else storage[:1],
+            storage_capacity=0 if storage is None else storage[1],
+        ),
+    )
+    with Engine(config) as engine:
+        yield engine
+
+
+@contextmanager
+def scratch_disk(options: ServeOptions) -> Iterator[Path]:
+    """An empty directory for a disk tier, gone afterwards."""
+    with TemporaryDirectory(prefix="kvtier-bench-", dir=options.disk_path) as folder:
+        yield Path(folder) / "slab"
+
+
+def probe(options: ServeOptions) -> Setting:
+    """Load the model once: to learn its sizes, to borrow the tokenizer, to see it write."""
+    engine = Engine(
+        EngineConfig(
+            model=options.model,
+            device=options.device,
+            block_size=options.block_size,
+            chunk_tokens=options.chunk_tokens,
+            threads=options.threads,
+        )
+    )
+    corpus = Corpus(engine.tokenizer.encode, options.text, options.seed)
+    (prompt,) = corpus.prompts(1, options.chunk_tokens, options.block_size)
+    with engine:
+        return Setting(options, engine.info, corpus, take_sample(engine, prompt))
+
+
+def run_one(
+    engine: Engine, prompt: Sequence[int], params: SamplingParams, salt: str = ""
+) -> Completion:
+    """Serve one request and nothing else. ``BenchError`` where it does not end as asked."""
+    completion = engine.submit(prompt, params, salt=salt).result(REQUEST_TIMEOUT_S)
+    check_complete(completion, params)
+    return completion
+
+
+def check_complete(completion: Completion, params: SamplingParams) -> None:
+    """``BenchError`` unless the completion has all the tokens that were asked for."""
+    if len(completion.token_ids) != params.max_tokens:
+        raise BenchError(
+            f"a request ended with {completion.finish_reason!r} after "
+            f"{len(completion.token_ids)} of {params.max_tokens} tokens: "
+            f"{completion.error or 'no reason given'}"
+        )
+
+
+def clear_tiers(engine: Engine, *tiers: str) -> None:
+    """Finish all copies, then empty the tiers."""
+    settle(engine)
+    for tier in tiers:
+        engine.clear_tier(tier)
+
+
+def settle(engine: Engine) -> None:
+    """Wait until nothing runs and every copy has ended."""
+    if not engine.drain():
+        raise BenchError("copies did not end within 60 s; is the machine out of memory?")

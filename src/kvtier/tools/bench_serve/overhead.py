@@ -1,0 +1,232 @@
+"""Overhead: what the cache costs when no prompt was ever seen before.
+
+Two engines in one process, one with both tiers and one without, are asked the same new prompts: a
+long one, for its time to first token, then a batch of shorter ones at once with their output, for
+throughput. Who goes first changes every time. A ratio is taken between two measurements that follow
+each other, so that what else the machine does falls out, and the median over all pairs is the
+result. The tiers are small, and full from early on: eviction is part of the cost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtier.engine import Completion, Engine, SamplingParams
+from kvtier.tools.bench_serve.corpus import Prompt
+from kvtier.tools.bench_serve.engines import (
+    REQUEST_TIMEOUT_S,
+    Setting,
+    check_complete,
+    open_engine,
+    run_one,
+    settle,
+)
+from kvtier.tools.bench_serve.options import FULL_PROMPT_TOKENS, BenchError
+from kvtier.tools.report.progress import Progress
+from kvtier.tools.report.stats import Estimate, median_with_interval, rounded
+
+TTFT_OUTPUT_TOKENS = 4
+FULL_PAIRS = 30
+"""Pairs that the target is defined for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Result of one engine in a pair.
+
+    tokens_per_s: of the batch, prompts and output. cpu_s: processor time of the whole process,
+    background copies included. reused_tokens: 0, unless the text repeats itself.
+    """
+
+    ttft_ms: float
+    tokens_per_s: float
+    cpu_s: float
+    reused_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class OverheadRow:
+    """Both engines on the same prompts."""
+
+    pair: int
+    on: Turn
+    off: Turn
+
+    @property
+    def ttft_ratio(self) -> float:
+        """TTFT with the cache, as a multiple of without."""
+        return self.on.ttft_ms / self.off.ttft_ms
+
+    @property
+    def throughput_ratio(self) -> float:
+        """Tokens per second with the cache, as a multiple of without."""
+        return self.on.tokens_per_s / self.off.tokens_per_s
+
+    @property
+    def cpu_ratio(self) -> float:
+        """Processor time with the cache, as a multiple of without."""
+        return self.on.cpu_s / self.off.cpu_s
+
+
+@dataclass(frozen=True, slots=True)
+class OverheadResult:
+    """All pairs, in the order of measurement."""
+
+    rows: tuple[OverheadRow, ...]
+    prompt_tokens: int
+
+    @property
+    def ttft_ratio(self) -> Estimate:
+        return median_with_interval([row.ttft_ratio for row in self.rows])
+
+    @property
+    def throughput_ratio(self) -> Estimate:
+        return median_with_interval([row.throughput_ratio for row in self.rows])
+
+    @property
+    def cpu_ratio(self) -> Estimate:
+        return median_with_interval([row.cpu_ratio for row in self.rows])
+
+    @property
+    def loss(self) -> Estimate:
+        """The worse of: longer TTFT, lower throughput. Below 0 where the cache gained in both."""
+        ttft = self.ttft_ratio.changed(lambda ratio: ratio - 1)
+        throughput = self.throughput_ratio.changed(lambda ratio: 1 - ratio)
+        return Estimate(
+            max(ttft.value, throughput.value),
+            max(ttft.low, throughput.low),
+            max(ttft.high, throughput.high),
+        )
+
+    @property
+    def full_size(self) -> bool:
+        """Whether there are as many pairs as the target is defined for."""
+        return len(self.rows) >= FULL_PAIRS
+
+    @property
+    def full_length(self) -> bool:
+        """Whether the prompts are as long."""
+        return self.prompt_tokens >= FULL_PROMPT_TOKENS
+
+    def as_json(self) -> Mapping[str, object]:
+        """The ratios, and where they lie."""
+        return {
+            "ttft_ratio": rounded(self.ttft_ratio.value),
+            "throughput_ratio": rounded(self.throughput_ratio.value),
+            "num_pairs": len(self.rows),
+            "cpu_ratio": rounded(self.cpu_ratio.value),
+            "interval_95": {
+                "ttft_ratio": self.ttft_ratio.interval_json(),
+                "throughput_ratio": self.throughput_ratio.interval_json(),
+                "cpu_ratio": self.cpu_ratio.interval_json(),
+            },
+            "prompt_tokens": self.prompt_tokens,
+        }
+
+    def rows_json(self) -> list[Mapping[str, object]]:
+        """One object for each pair."""
+        return [
+            {
+                "experiment": "overhead",
+                "pair": row.pair,
+                "ttft_ms": {"on": round(row.on.ttft_ms, 3), "off": round(row.off.ttft_ms, 3)},
+                "tokens_per_s": {
+                    "on": round(row.on.tokens_per_s, 1),
+                    "off": round(row.off.tokens_per_s, 1),
+                },
+                "cpu_s": {"on": round(row.on.cpu_s, 3), "off": round(row.off.cpu_s, 3)},
+            }
+            for row in self.rows
+        ]
+
+
+def num_steps(num_pairs: int) -> int:
+    """Measurements in the whole experiment, for the progress bar."""
+    return 4 * (num_pairs + 1)
+
+
+def measure_overhead(setting: Setting, progress: Progress) -> OverheadResult:
+    """Run all pairs on two fresh engines."""
+    options = setting.options
+    length, batch_length = options.overhead_tokens, options.batch_tokens
+    texts = setting.prompts(
+        options.overhead_pairs + 1,  # the first pair warms up
+        length + options.batch_prompts * batch_length,
+    )
+    batch_blocks = options.blocks(batch_length + options.batch_output_tokens)
+    pair_blocks = options.blocks(length + TTFT_OUTPUT_TOKENS) + options.batch_prompts * batch_blocks
+    blocks = 2 * pair_blocks  # full from the third pair on
+    progress.begin("Overhead", num_steps(options.overhead_pairs))
+    rows: list[OverheadRow] = []
+    with (
+        open_engine(options, setting.info, blocks, 2 * blocks) as on,
+        open_engine(options, setting.info, blocks, 0) as off,
+    ):
+        bench = _Pairs(on, off, options.batch_output_tokens, progress)
+        for pair, text in enumerate(texts):
+            batch = _pieces(text[length:], batch_length)
+            row = bench.measure(pair, text[:length], batch)
+            if pair > 0 and not row.on.reused_tokens:
+                rows.append(row)
+    if not rows:
+        raise BenchError("the text repeats itself: every pair reused something; give other text")
+    return OverheadResult(tuple(rows), length)
+
+
+class _Pairs:
+    """Asks both engines the same, one right after the other."""
+
+    def __init__(self, on: Engine, off: Engine, output_tokens: int, progress: Progress) -> None:
+        self._engines = (on, off)
+        self._few = SamplingParams(max_tokens=TTFT_OUTPUT_TOKENS, ignore_eos=True)
+        self._more = SamplingParams(max_tokens=output_tokens, ignore_eos=True)
+        self._progress = progress
+
+    def measure(self, pair: int, prompt: Prompt, batch: Sequence[Prompt]) -> OverheadRow:
+        """One pair. Even pairs begin with the cache on, odd ones with the cache off."""
+        done: dict[Engine, list[Completion]] = {engine: [] for engine in self._engines}
+        cpu_s = dict.fromkeys(self._engines, 0.0)
+        batch_s: dict[Engine, float] = {}
+        order = self._engines if pair % 2 == 0 else self._engines[::-1]
+        for engine in order:
+            began = time.process_time()
+            done[engine].append(run_one(engine, prompt, self._few))
+            settle(engine)
+            cpu_s[engine] += time.process_time() - began
+            self._progress.advance()
+        for engine in order[::-1]:
+            began = time.process_time()
+            completions, batch_s[engine] = self._run_batch(engine, batch)
+            cpu_s[engine] += time.process_time() - began
+            done[engine] += completions
+            self._progress.advance()
+        on, off = (_turn(done[key], batch_s[key], cpu_s[key]) for key in self._engines)
+        return OverheadRow(pair, on, off)
+
+    def _run_batch(self, engine: Engine, batch: Sequence[Prompt]) -> tuple[list[Completion], float]:
+        """All prompts at once. Returns the completions and the seconds until the last one ended."""
+        began = time.perf_counter()
+        handles = [engine.submit(prompt, self._more) for prompt in batch]
+        completions = [handle.result(REQUEST_TIMEOUT_S) for handle in handles]
+        seconds = time.perf_counter() - began
+        settle(engine)
+        for completion in completions:
+            check_complete(completion, self._more)
+        return completions, seconds
+
+
+def _turn(done: Sequence[Completion], batch_s: float, cpu_s: float) -> Turn:
+    """done: the long prompt's completion first, then the batch's."""
+    num_tokens = sum(each.num_prompt_tokens + len(each.token_ids) for each in done[1:])
+    return Turn(
+        ttft_ms=1000 * done[0].ttft_s,
+        tokens_per_s=num_tokens / batch_s,
+        cpu_s=cpu_s,
+        reused_tokens=sum(each.num_cached_tokens for each in done),
+    )
+
+
+def _pieces(text: Prompt, length: int) -> list[Prompt]:
+    return [text[start : start + length] for start in range(0, len(text), length)]

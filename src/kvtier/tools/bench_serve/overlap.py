@@ -1,0 +1,243 @@
+"""Loading while computing: how much of a load is hidden behind the prefill that follows it?
+
+One long prompt, in rounds. In each it is computed from nothing, served from the device, and twice
+from the host: once with the prefill following the load layer by layer, once with the prefill
+waiting for the whole load; which of these two comes first changes from round to round. The load's
+own time is that of the copies that nothing followed. A first round, which does not count, warms up.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from hashlib import blake2b
+from statistics import median
+
+import numpy as np
+
+from kvtier.config import CHUNK_TOKENS
+from kvtier.engine import Engine, EngineInfo, SamplingParams
+from kvtier.tools.bench_serve.corpus import Prompt
+from kvtier.tools.bench_serve.engines import Setting, clear_tiers, open_engine, run_one, settle
+from kvtier.tools.bench_serve.options import BenchError
+from kvtier.tools.report.progress import Progress
+from kvtier.tools.report.stats import Estimate, Floats, estimate, rounded
+from kvtier.types import DEVICE, HOST, LoadPolicy
+
+FULL_TOKENS = 16384
+FULL_PARAMETERS = 6_500_000_000
+"""What the targets are defined at: the shape of Llama-3-8B, with whatever vocabulary."""
+ACCELERATOR_CHUNK_TOKENS = 1024
+"""Prefill grid on an accelerator: 128 tokens would leave most of it idle, and of a known prompt a
+whole chunk is computed again, so that larger ones cost more than they bring."""
+CPU_TOKENS = 3500
+MAX_TOKENS = 2
+
+
+class Case(StrEnum):
+    """Source of the prompt."""
+
+    COLD = "cold"
+    DEVICE = "device"
+    FOLLOWED = "host, layer by layer"
+    AWAITED = "host, whole load first"
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapRow:
+    """One request. load_ms: what its copies to the device took by themselves. same_logits: equal to
+    the first cold run's, bit for bit; None there."""
+
+    turn: int
+    case: Case
+    ttft_ms: float
+    load_ms: float
+    same_logits: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapResult:
+    """All rows, round by round. load_bytes: what a load brings. at_full_size: whether device and
+    model are those that the targets are defined for."""
+
+    rows: tuple[OverlapRow, ...]
+    prompt_tokens: int
+    chunk_tokens: int
+    load_bytes: int
+    at_full_size: bool
+
+    def ttft_ms(self, case: Case) -> float:
+        """Median time to first token."""
+        return median(row.ttft_ms for row in self.rows if row.case is case)
+
+    @property
+    def load_ms(self) -> float:
+        """Median time of a load that nothing followed."""
+        return median(row.load_ms for row in self.rows if row.case is Case.AWAITED)
+
+    def hidden(self, case: Case) -> Estimate:
+        """Share of the load's time by which requests from the host were not slower than those from
+        the device."""
+
+        def figure(rounds: Floats) -> Floats:
+            warm, device, load = np.moveaxis(np.median(rounds, axis=-2), -1, 0)
+            return np.asarray(1 - (warm - device) / load)
+
+        load_ms = [row.load_ms for row in self._rows_of(Case.AWAITED)]
+        return self._estimate(figure, self._times_ms(case), self._times_ms(Case.DEVICE), load_ms)
+
+    @property
+    def share_of_cold(self) -> Estimate:
+        """Time to first token from the host, following the load, by that of a cold run."""
+
+        def figure(rounds: Floats) -> Floats:
+            warm, cold = np.moveaxis(np.median(rounds, axis=-2), -1, 0)
+            return np.asarray(warm / cold)
+
+        return self._estimate(figure, self._times_ms(Case.FOLLOWED), self._times_ms(Case.COLD))
+
+    def _rows_of(self, case: Case) -> list[OverlapRow]:
+        return sorted((row for row in self.rows if row.case is case), key=lambda row: row.turn)
+
+    def _times_ms(self, case: Case) -> list[float]:
+        return [row.ttft_ms for row in self._rows_of(case)]
+
+    @staticmethod
+    def _estimate(figure: Callable[[Floats], Floats], *by_round: list[float]) -> Estimate:
+        return estimate(list(zip(*by_round, strict=True)), figure)
+
+    @property
+    def num_rounds(self) -> int:
+        return sum(row.case is Case.COLD for row in self.rows)
+
+    @property
+    def full_size(self) -> bool:
+        """Whether device, model and prompt are those that the targets are defined for."""
+        return self.at_full_size and self.prompt_tokens >= FULL_TOKENS
+
+    @property
+    def all_same(self) -> bool:
+        """Whether all logits equal the first cold run's."""
+        return all(row.same_logits is not False for row in self.rows)
+
+    def as_json(self) -> Mapping[str, object]:
+        """The medians, and what they come to."""
+        return {
+            "ttft_ms": {case.name.lower(): round(self.ttft_ms(case), 3) for case in Case},
+            "load_ms": round(self.load_ms, 3),
+            "load_bytes": self.load_bytes,
+            "hidden": {
+                case.name.lower(): rounded(self.hidden(case).value)
+                for case in (Case.FOLLOWED, Case.AWAITED)
+            },
+            "share_of_cold": rounded(self.share_of_cold.value),
+            "prompt_tokens": self.prompt_tokens,
+            "chunk_tokens": self.chunk_tokens,
+            "rounds": self.num_rounds,
+        }
+
+    def rows_json(self) -> list[Mapping[str, object]]:
+        """One object for each request."""
+        return [
+            {
+                "experiment": "overlap",
+                "round": row.turn,
+                "case": row.case.name.lower(),
+                "ttft_ms": round(row.ttft_ms, 3),
+                "load_ms": round(row.load_ms, 3),
+                "same_logits": row.same_logits,
+            }
+            for row in self.rows
+        ]
+
+
+def num_steps(num_rounds: int) -> int:
+    """Requests in the whole experiment, for the progress bar."""
+    return len(Case) * (num_rounds + 1)
+
+
+def measure_overlap(setting: Setting, progress: Progress) -> OverlapResult:
+    """Run the rounds on one engine, one request at a time."""
+    info, options = setting.info, setting.options
+    is_cpu = info.device == "cpu"
+    chunk = options.chunk_tokens
+    if not is_cpu and chunk == CHUNK_TOKENS:
+        chunk = max(chunk, ACCELERATOR_CHUNK_TOKENS // options.block_size * options.block_size)
+    options = replace(options, chunk_tokens=chunk)
+    length = options.overlap_tokens or (CPU_TOKENS if is_cpu else FULL_TOKENS)
+    reused = options.reused_tokens(length)
+    if reused < chunk:
+        raise BenchError(f"a prompt of {length} tokens has no whole chunk of {chunk} to load")
+    (prompt,) = setting.prompts(1, length)
+    room, cached = options.blocks(length + MAX_TOKENS), options.blocks(length)
+    progress.begin("Loading while computing", num_steps(options.overlap_rounds))
+    with open_engine(options, info, 2 * room, 2 * cached, load_policy=LoadPolicy.ALWAYS) as engine:
+        bench = _Rounds(engine, prompt, reused, progress)
+        for turn in range(options.overlap_rounds + 1):
+            bench.run(turn)
+    return OverlapResult(
+        rows=tuple(row for row in bench.rows if row.turn > 0),
+        prompt_tokens=length,
+        chunk_tokens=chunk,
+        load_bytes=options.blocks(reused) * info.bytes_per_block,
+        at_full_size=_is_full(info),
+    )
+
+
+def _is_full(info: EngineInfo) -> bool:
+    return info.device != "cpu" and info.num_parameters >= FULL_PARAMETERS
+
+
+class _Rounds:
+    """Asks for the prompt in every way, and writes down what came of it."""
+
+    def __init__(
+        self, engine: Engine, prompt: Prompt, reused_tokens: int, progress: Progress
+    ) -> None:
+        self._engine = engine
+        self._prompt = prompt
+        self._reused_tokens = reused_tokens
+        self._progress = progress
+        self._digest: bytes | None = None
+        self.rows: list[OverlapRow] = []
+
+    def run(self, turn: int) -> None:
+        """One round, under a name of its own, so that it begins cold."""
+        clear_tiers(self._engine, DEVICE, HOST)
+        gc.collect()
+        self._ask(turn, Case.COLD, {})
+        settle(self._engine)
+        self._ask(turn, Case.DEVICE, {DEVICE: self._reused_tokens})
+        both = (Case.FOLLOWED, Case.AWAITED)
+        for case in both if turn % 2 else both[::-1]:
+            clear_tiers(self._engine, DEVICE)
+            self._ask(turn, case, {HOST: self._reused_tokens})
+
+    def _ask(self, turn: int, case: Case, hits: Mapping[str, int]) -> None:
+        engine = self._engine
+        engine.call(lambda: engine.follow_loads(case is not Case.AWAITED))
+        params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, keep_logits=True)
+        load_before_s = self._load_s()
+        completion = run_one(engine, self._prompt, params, salt=f"round {turn}")
+        if completion.hit_tokens != hits:
+            raise BenchError(
+                f"round {turn}, {case}: reused {dict(completion.hit_tokens)} instead of "
+                f"{dict(hits)}; is the machine short of memory?"
+            )
+        assert completion.logits is not None
+        digest = blake2b(completion.logits.tobytes(), digest_size=16).digest()
+        is_first = self._digest is None
+        self._digest = self._digest or digest
+        ttft_ms = completion.ttft_s * 1000
+        load_ms = (self._load_s() - load_before_s) * 1000
+        same = None if is_first else digest == self._digest
+        self.rows.append(OverlapRow(turn, case, ttft_ms, load_ms, same))
+        self._progress.advance(f"{ttft_ms:.0f} ms")
+
+    def _load_s(self) -> float:
+        """Seconds of all copies from the host to the device so far."""
+        registry = self._engine.cache.metrics.registry
+        labels = {"src": HOST, "dst": DEVICE}
+        return registry.get_sample_value("kvtier_copy_seconds_sum", labels) or 0.0

@@ -1,0 +1,184 @@
+"""A disk slower than computing: what does it cost to have known prompts there?
+
+An engine computes all prompts once and keeps them on disk. Then two engines are asked the same
+prompts in turn: one over that disk, read and written at a throttled rate, and one without a cache.
+At such a rate no load is worth waiting for; the cache has to see that, and the time to first token
+has to be that of a cold run. Who goes first changes with every prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvtier.config import parse_size
+from kvtier.engine import Engine, SamplingParams
+from kvtier.tools.bench_serve.corpus import Prompt
+from kvtier.tools.bench_serve.engines import Setting, open_engine, run_one, scratch_disk, settle
+from kvtier.tools.bench_serve.options import FULL_PROMPT_TOKENS, FULL_TTFT_PROMPTS
+from kvtier.tools.report.progress import Progress
+from kvtier.tools.report.stats import (
+    LEAST_VALUES,
+    P99_VALUES,
+    Estimate,
+    Summary,
+    percentile_ratio,
+    rounded,
+    summarize,
+)
+
+AUTO = "auto"
+SLOWER_THAN_COMPUTING = 2.0
+"""With ``AUTO`` a prompt takes so many times as long to read as to compute."""
+OUTPUT_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SlowDiskRow:
+    """One prompt. ttft_ms: over the throttled disk. cold_ms: of the engine without a cache.
+    reused_tokens: what was loaded all the same."""
+
+    prompt: int
+    ttft_ms: float
+    cold_ms: float
+    reused_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlowDiskResult:
+    """All prompts, in order. bytes_per_s: the rate. prompt_bytes: of a prompt's KV on disk."""
+
+    rows: tuple[SlowDiskRow, ...]
+    prompt_tokens: int
+    prompt_bytes: int
+    bytes_per_s: int
+
+    @property
+    def warm(self) -> Summary:
+        summary = summarize([row.ttft_ms for row in self.rows])
+        assert summary is not None, "there is at least one prompt"
+        return summary
+
+    @property
+    def cold(self) -> Summary:
+        summary = summarize([row.cold_ms for row in self.rows])
+        assert summary is not None, "there is at least one prompt"
+        return summary
+
+    @property
+    def p50_loss(self) -> Estimate:
+        """Median time to first token, as a share longer than cold."""
+        return self._loss(50, LEAST_VALUES)
+
+    @property
+    def p99_loss(self) -> Estimate:
+        """The same of the 99th percentile."""
+        return self._loss(99, P99_VALUES)
+
+    def _loss(self, percentile: int, least: int) -> Estimate:
+        pairs = [(row.ttft_ms, row.cold_ms) for row in self.rows]
+        return percentile_ratio(pairs, percentile, least).changed(lambda ratio: ratio - 1)
+
+    @property
+    def load_s(self) -> float:
+        """Return the seconds to read a prompt."""
+        return self.prompt_bytes / self.bytes_per_s
+
+    @property
+    def full_size(self) -> bool:
+        """Whether there are as many prompts as the target is defined for."""
+        return len(self.rows) >= FULL_TTFT_PROMPTS
+
+    @property
+    def full_length(self) -> bool:
+        """Whether they are as long."""
+        return self.prompt_tokens >= FULL_PROMPT_TOKENS
+
+    def as_json(self) -> Mapping[str, object]:
+        """The times, and what they come to."""
+        p99 = self.p99_loss
+        return {
+            "ttft_ms": {"slow_disk": self.warm.as_json(), "cold": self.cold.as_json()},
+            "p50_ratio": rounded(1 + self.p50_loss.value),
+            "p99_ratio": rounded(1 + p99.value) if p99.is_bounded else None,
+            "bytes_per_s": self.bytes_per_s,
+            "prompt_bytes": self.prompt_bytes,
+            "load_s": rounded(self.load_s),
+            "prompt_tokens": self.prompt_tokens,
+        }
+
+    def rows_json(self) -> list[Mapping[str, object]]:
+        """One object for each prompt."""
+        return [
+            {
+                "experiment": "slow-disk",
+                "prompt": row.prompt,
+                "ttft_ms": round(row.ttft_ms, 3),
+                "cold_ms": round(row.cold_ms, 3),
+                "reused_tokens": row.reused_tokens,
+            }
+            for row in self.rows
+        ]
+
+
+def num_steps(num_prompts: int) -> int:
+    """Requests in the whole experiment, for the progress bar."""
+    return 3 * num_prompts + 3
+
+
+def measure_slow_disk(setting: Setting, progress: Progress) -> SlowDiskResult:
+    """Fill a disk, throttle it, and ask for what is there."""
+    options, info = setting.options, setting.info
+    count, length = options.ttft_prompts, options.ttft_tokens
+    *prompts, warm_up = setting.prompts(count + 1, length)
+    cached = options.blocks(options.cached_tokens(length))
+    prompt_bytes = cached * info.bytes_per_block
+    device_blocks = 2 * options.blocks(length + OUTPUT_TOKENS)
+    progress.begin("A slow disk", num_steps(count))
+    bench = _Slow(progress)
+    with scratch_disk(options) as disk:
+        sizes = (device_blocks, 4 * cached, disk, (count + 1) * cached)
+        with open_engine(options, info, *sizes) as engine:
+            bench.ask(engine, warm_up)
+            cold_ms = [bench.ask(engine, prompt)[0] for prompt in prompts]
+            settle(engine)
+        rate = _rate(options.disk_bytes_per_s, prompt_bytes, cold_ms)
+        with (
+            open_engine(options, info, *sizes, disk_bytes_per_s=rate) as slow,
+            open_engine(options, info, device_blocks, 0) as cold,
+        ):
+            for engine in (slow, cold):
+                bench.ask(engine, warm_up)
+            rows = [
+                bench.compare(number, prompt, slow, cold) for number, prompt in enumerate(prompts)
+            ]
+    return SlowDiskResult(tuple(rows), length, prompt_bytes, rate)
+
+
+def _rate(wanted: str, prompt_bytes: int, cold_ms: Sequence[float]) -> int:
+    """Bytes per second: those asked for, or too few for any load to be worth it."""
+    if wanted != AUTO:
+        return parse_size(wanted, "disk_bytes_per_s")
+    usual = summarize(cold_ms)
+    assert usual is not None
+    return max(1, int(prompt_bytes / (SLOWER_THAN_COMPUTING * usual.p50 / 1000)))
+
+
+class _Slow:
+    """Asks one request after the other."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._params = SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+
+    def ask(self, engine: Engine, prompt: Prompt) -> tuple[float, int]:
+        """Time to first token in ms, and tokens reused."""
+        completion = run_one(engine, prompt, self._params)
+        self._progress.advance(f"{completion.ttft_s * 1000:.0f} ms")
+        return completion.ttft_s * 1000, completion.num_cached_tokens
+
+    def compare(self, number: int, prompt: Prompt, slow: Engine, cold: Engine) -> SlowDiskRow:
+        asked = {}
+        for engine in (slow, cold) if number % 2 == 0 else (cold, slow):
+            asked[engine] = self.ask(engine, prompt)
+        return SlowDiskRow(number, asked[slow][0], asked[cold][0], asked[slow][1])

@@ -1,0 +1,287 @@
+"""Results in words: the same figures and sentences for the table and the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvtier.tools.bench_serve.accuracy import TIERS, AccuracyResult
+from kvtier.tools.bench_serve.overhead import FULL_PAIRS, OverheadResult
+from kvtier.tools.bench_serve.overlap import Case, OverlapResult
+from kvtier.tools.bench_serve.result import ServeResult
+from kvtier.tools.bench_serve.slow_disk import SlowDiskResult
+from kvtier.tools.bench_serve.store import StoreResult
+from kvtier.tools.bench_serve.ttft import COLD, WARM, TtftResult
+from kvtier.tools.report.figures import (
+    SURE,
+    TOO_FEW,
+    about,
+    change,
+    counted,
+    milliseconds,
+    percent,
+)
+from kvtier.tools.report.stats import Estimate, Summary
+from kvtier.tools.report.target import TOO_SMALL
+from kvtier.types import DEVICE, DISK, HOST
+
+PLACES = {
+    COLD: "Without the cache",
+    DISK: "From disk, after a restart",
+    HOST: "From host memory",
+    DEVICE: "From device memory",
+}
+"""Where a prompt's beginning came from, slowest first."""
+FROM_STORE = "From the store"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One finding: what was asked, the figure, what it means in a sentence, and whether it is as
+    promised (None where nothing was promised)."""
+
+    title: str
+    figure: str
+    meaning: str
+    good: bool | None = None
+
+
+def verdicts(result: ServeResult) -> list[Verdict]:
+    """The findings of a run, most telling first."""
+    found: list[Verdict] = []
+    if result.ttft is not None:
+        found += _ttft(result.ttft)
+    if result.accuracy is not None:
+        found += _accuracy(result.accuracy)
+    if result.overhead is not None:
+        found.append(_overhead(result.overhead))
+    if result.slow_disk is not None:
+        found.append(_slow_disk(result.slow_disk))
+    if result.overlap is not None:
+        found.append(_overlap(result.overlap))
+    if result.store is not None:
+        found += _store(result.store)
+    return found
+
+
+def headline(result: ServeResult) -> str:
+    """Return the result of the run in one short sentence."""
+    if result.ttft is not None:
+        saved = result.ttft.reduction
+        if not saved.is_bounded or saved.contains(0):
+            prompts = counted(result.ttft.num_prompts, "prompt")
+            return f"After {prompts} it can't be told whether the first token came sooner."
+        if saved.value > 0:
+            return f"The first token came {about(saved)} sooner."
+        return f"The first token came {about(saved.changed(lambda each: -each))} later."
+    if result.accuracy is not None:
+        equal, asked = result.accuracy.num_equal(), result.accuracy.num_prompts
+        return f"{equal} of {asked} prompts gave the same logits, bit for bit."
+    if result.overhead is not None:
+        cost = "The cost of the cache with nothing to reuse"
+        if not result.overhead.full_size:
+            return f"{cost}: {TOO_SMALL}."
+        return _in_short(cost, result.overhead.loss)
+    if result.slow_disk is not None:
+        return _in_short("The cost of a disk slower than computing", result.slow_disk.p50_loss)
+    if result.store is not None:
+        return store_sentence(result.store)
+    assert result.overlap is not None
+    return _in_short("The hidden share of a load", result.overlap.hidden(Case.FOLLOWED))
+
+
+def store_sentence(result: StoreResult) -> str:
+    """Return the savings of the store, in a sentence."""
+    if result.saved is None:
+        return "Nothing came from the store."
+    return _in_short("Time to first token saved by the store", result.saved)
+
+
+def subtitle(result: ServeResult) -> str:
+    """Return what was done, in two sentences."""
+    ttft, accuracy = result.ttft, result.accuracy
+    if ttft is not None:
+        end = "."
+        if ttft.times_ms(3):
+            end = f", and after {milliseconds(ttft.whole_pass(3).mean)} after a restart."
+        return (
+            f"{counted(ttft.num_prompts, 'prompt')} of {ttft.prompt_tokens:,} tokens of real text: "
+            f"the answer began after {milliseconds(ttft.whole_pass(1).mean)} on average the first "
+            f"time, after {milliseconds(ttft.whole_pass(2).mean)} the second time, when all but "
+            f"the end of the prompt came from the cache{end}"
+        )
+    if accuracy is not None:
+        return (
+            f"{counted(accuracy.num_prompts, 'prompt')} of {accuracy.prompt_tokens:,} tokens of "
+            "real text, once without and twice with reused KV."
+        )
+    if result.overhead is not None:
+        return "New prompts, served in turn by an engine with the cache and by one without."
+    if result.slow_disk is not None:
+        return "Prompts that lie on a throttled disk, in turn with an engine without the cache."
+    if result.store is not None:
+        return "Prompts that one process has computed, asked of another that has only the store."
+    return "A long prompt from host memory, computed while it was loaded and after, in turn."
+
+
+def _in_short(what: str, found: Estimate) -> str:
+    """A sentence about a share."""
+    if not found.is_bounded:
+        return f"{what}: {TOO_FEW}."
+    return f"{what}: {change(found) if found.contains(0) else about(found)}."
+
+
+def _ttft(result: TtftResult) -> list[Verdict]:
+    first, second = result.whole_pass(1), result.whole_pass(2)
+    shares = " and ".join(
+        f"{percent(len(result.times_ms(2, tier)) / result.num_prompts)} from {name}"
+        for tier, name in ((DEVICE, "device"), (HOST, "host"))
+    )
+    found = [
+        Verdict(
+            "Time to first token",
+            f"{milliseconds(first.mean)} \N{RIGHTWARDS ARROW} {milliseconds(second.mean)}"
+            f"{in_brackets(result.reduction)}",
+            f"Mean without the cache, and mean of a second pass served {shares}.",
+        )
+    ]
+    for tier in WARM:
+        summary, saved = result.summary(tier), result.reduction_from(tier)
+        if summary is not None and saved is not None:
+            found.append(
+                Verdict(
+                    PLACES[tier],
+                    f"{milliseconds(summary.mean)}{in_brackets(saved)}",
+                    f"{counted(len(result.times_from(tier)), 'request')}: half of them took at "
+                    f"most {milliseconds(summary.p50)}, {_slow_ones(summary)}.",
+                )
+            )
+    if again := len(result.times_ms(2, COLD)) + len(result.times_ms(3, COLD)):
+        found.append(
+            Verdict("Computed again", counted(again, "request"), "Nothing of them was reused.")
+        )
+    if result.num_same < result.num_warm:
+        wrong = counted(result.num_warm - result.num_same, "request")
+        found.append(
+            Verdict("Later passes", wrong, "Their logits differ from the first pass.", good=False)
+        )
+    return found
+
+
+def _accuracy(result: AccuracyResult) -> list[Verdict]:
+    asked = result.num_prompts
+    equal = ", ".join(f"{result.num_equal(tier)} of {asked} from {tier}" for tier in TIERS)
+    all_equal, all_noticed = result.num_equal() == asked, result.num_noticed() == asked
+    return [
+        Verdict(
+            "Same logits",
+            equal,
+            f"All logits of {counted(result.steps, 'step')} are, bit for bit, those of a run "
+            "without the cache."
+            if all_equal
+            else "Reused KV changed logits, or did not come from the tier that was asked.",
+            good=all_equal,
+        ),
+        Verdict(
+            "Damage noticed",
+            f"{result.num_noticed()} of {asked}",
+            "One wrong block, of each of three kinds, changes the logits: this comparison can fail."
+            if all_noticed
+            else "Some damaged blocks left the logits as they were: the comparison proves less.",
+            good=all_noticed,
+        ),
+    ]
+
+
+def in_brackets(saved: Estimate) -> str:
+    """Return " (-95.3 %)" if enough was measured to say so."""
+    if not saved.is_bounded:
+        return ""
+    return f" ({about(saved.changed(lambda each: -each), signed=True)})"
+
+
+def _slow_ones(summary: Summary) -> str:
+    """The end of the distribution, as far as there are requests enough to speak of one."""
+    if summary.p99 is not None:
+        return f"99 % at most {milliseconds(summary.p99)}"
+    if summary.p90 is not None:
+        return f"90 % at most {milliseconds(summary.p90)}, the slowest {milliseconds(summary.max)}"
+    return f"the slowest {milliseconds(summary.max)}"
+
+
+def _overhead(result: OverheadResult) -> Verdict:
+    """Medians, and where they lie, from as many pairs as the target takes. Of fewer nothing: a
+    cost near 1 % drowns in what else the machine does, and would be read off whatever came out."""
+    pairs = f"{counted(len(result.rows), 'pair')} with the cache on and off"
+    title, length = "Cost without reuse", f"prompts of {result.prompt_tokens:,} tokens"
+    if not result.full_size:
+        meaning = f"{pairs}, {length}. {FULL_PAIRS} pairs or more can tell."
+        return Verdict(title, TOO_SMALL, meaning)
+    ttft, throughput = (
+        change(ratio.changed(lambda each: each - 1))
+        for ratio in (result.ttft_ratio, result.throughput_ratio)
+    )
+    meaning = f"Medians of {pairs}, {length}, and where they lie ({SURE})."
+    return Verdict(title, f"first token {ttft}; throughput {throughput}", meaning)
+
+
+def _slow_disk(result: SlowDiskResult) -> Verdict:
+    return Verdict(
+        "A disk slower than computing",
+        f"median {change(result.p50_loss)}; p99 {change(result.p99_loss)}",
+        f"Time to first token against an engine without the cache. Reading a prompt's KV would "
+        f"take {milliseconds(1000 * result.load_s)}, computing it takes "
+        f"{milliseconds(result.cold.p50)}.",
+    )
+
+
+def _overlap(result: OverlapResult) -> Verdict:
+    times = {case: milliseconds(result.ttft_ms(case)) for case in Case}
+    return Verdict(
+        "Loading while computing",
+        f"hidden: {change(result.hidden(Case.FOLLOWED))}"
+        if result.all_same
+        else "logits differ from a cold run",
+        f"First token of {result.prompt_tokens:,} tokens: {times[Case.COLD]} cold, "
+        f"{times[Case.DEVICE]} from the device, {times[Case.FOLLOWED]} from the host layer by "
+        f"layer, {times[Case.AWAITED]} after a whole load of {milliseconds(result.load_ms)}. "
+        f"Medians of {result.num_rounds}.",
+        good=None if result.all_same else False,
+    )
+
+
+def _store(result: StoreResult) -> list[Verdict]:
+    """The store as a tier of its own."""
+    asked, hits, warm, saved = len(result.rows), len(result.hits), result.warm, result.saved
+    found = []
+    if warm is not None and saved is not None:
+        look_up = "it knew what is there without a question"
+        if result.lookup_ms is not None:
+            look_up = f"a look-up took {milliseconds(result.lookup_ms)}"
+        found.append(
+            Verdict(
+                FROM_STORE,
+                f"{milliseconds(warm.mean)}{in_brackets(saved)}",
+                f"{hits} of {counted(asked, 'prompt')}, {result.num_bytes / 2**20:,.0f} MiB, "
+                f"computed by another process; {look_up}; half of them took at most "
+                f"{milliseconds(warm.p50)}, {_slow_ones(warm)}.",
+            )
+        )
+    if hits < asked:
+        found.append(
+            Verdict(
+                "Not from the store",
+                counted(asked - hits, "prompt"),
+                "They were computed again: the store had nothing of them, or was not worth it.",
+            )
+        )
+    if not result.all_same:
+        wrong = sum(not row.same_logits for row in result.rows)
+        found.append(
+            Verdict(
+                "With the store",
+                counted(wrong, "prompt"),
+                "Their logits differ from the first time.",
+                good=False,
+            )
+        )
+    return found

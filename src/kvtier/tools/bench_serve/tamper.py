@@ -1,0 +1,180 @@
+"""Damage to cached blocks, for the negative control: a comparison that can't fail proves nothing.
+
+The only place where a benchmark reaches into the cache. Everything runs on the engine thread,
+between requests, and goes through the device's own copies, so that it works for any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.cache import Cache
+from kvtier.devices import Direction, Memory
+from kvtier.engine import Engine
+from kvtier.index import State
+from kvtier.keys import grid_labels
+from kvtier.layout import Layout, named_layout, part_view
+from kvtier.tiers import MemoryTier, Outcome, Pieces, StorageTier
+from kvtier.tools.bench_serve.options import BenchError
+from kvtier.transfer import stage
+from kvtier.types import BlockName, Slot
+
+Bytes = npt.NDArray[np.uint8]
+Place = Slot | BlockName
+"""Of a block: a slot in memory, its name in storage."""
+
+TIMEOUT_S = 60.0
+
+
+class Damage(StrEnum):
+    """Damage to one cached block."""
+
+    SWAPPED = "swapped"
+    """It changes places with another block of the same prompt."""
+    VALUE = "value"
+    """One number in it has the wrong sign."""
+    OTHER = "other"
+    """Another prompt's block lies in its place."""
+
+
+@contextmanager
+def damaged(
+    engine: Engine,
+    tier: str,
+    damage: Damage,
+    prompt: Sequence[int],
+    other: Sequence[int],
+    seed: int,
+) -> Iterator[None]:
+    """Damage one block of ``prompt`` in ``tier`` while inside; then put the right bytes back.
+
+    The caller guarantees that nothing runs and no copy is on its way (``Engine.drain``).
+    other: a prompt whose first blocks are in ``tier`` too, for ``Damage.OTHER``.
+    seed: chooses the block. ``BenchError`` where the tier does not hold what is to be damaged.
+    """
+    reader = _Blocks(engine, tier)
+    saved: dict[Place, Bytes] = {}
+
+    def spoil() -> None:
+        for place, content in _choose(reader, damage, prompt, other, seed).items():
+            saved[place] = reader.read(place)
+            if np.array_equal(content, saved[place]):
+                raise BenchError(f"{damage} blocks have equal bytes: the control has no effect")
+            reader.write(place, content)
+
+    def restore() -> None:
+        for place, content in saved.items():
+            reader.write(place, content)
+
+    try:
+        engine.call(spoil)
+        yield
+    finally:
+        engine.call(restore)
+
+
+def _choose(
+    blocks: _Blocks, damage: Damage, prompt: Sequence[int], other: Sequence[int], seed: int
+) -> dict[Place, Bytes]:
+    """Wrong content, by the place where it is to go."""
+    random = np.random.default_rng(seed)
+    mine = blocks.places(prompt)
+    if damage is Damage.SWAPPED:
+        first, second = (mine[at] for at in random.choice(len(mine), 2, replace=False))
+        return {first: blocks.read(second), second: blocks.read(first)}
+    if damage is Damage.VALUE:
+        place = mine[int(random.integers(len(mine)))]
+        return {place: _with_wrong_sign(blocks, blocks.read(place), random)}
+    theirs = blocks.places(other)
+    at = int(random.integers(min(len(mine), len(theirs))))
+    return {mine[at]: blocks.read(theirs[at])}
+
+
+def _with_wrong_sign(blocks: _Blocks, content: Bytes, random: np.random.Generator) -> Bytes:
+    """``content`` with the sign turned of the largest number of one token, in one head and layer.
+
+    Works on bits, where the sign is the highest and the rest orders numbers by size, so that it
+    fits every floating-point type.
+    """
+    wrong = content.copy()
+    group = blocks.layout.group
+    part = int(random.integers(len(group.parts)))
+    view = part_view(wrong, blocks.layout, part)
+    place = tuple(int(random.integers(size)) for size in view.shape[1:4])
+    kind = np.dtype(f"uint{8 * group.dtype.itemsize}")
+    numbers = view[(0, *place)].view(kind)
+    sign = kind.type(1 << (8 * kind.itemsize - 1))
+    numbers[int(np.argmax(numbers & ~sign))] ^= sign
+    return wrong
+
+
+class _Blocks:
+    """Bytes of a tier's blocks, ``block_first``, whatever the tier's own layout."""
+
+    def __init__(self, engine: Engine, tier: str) -> None:
+        self._cache: Cache = engine.cache
+        self._info = engine.info
+        self._namespace = engine._namespace_of("")
+        self._name, self._tier = tier, self._cache._tiers[tier]
+        self.layout = named_layout("block_first", self._cache.group, 1)
+
+    def places(self, prompt: Sequence[int]) -> list[Place]:
+        """Return the tier's locations of the blocks of ``prompt``, from its start as far as it
+        has them."""
+        index, name = self._cache._index, self._name
+        labels = grid_labels(prompt, self._info.block_size, self._info.chunk_tokens)
+        blocks = index.match(self._namespace, labels).blocks
+        held = [block for block in blocks if index.state(block, name) is State.READY]
+        if len(held) < 2:
+            raise BenchError(
+                f"the {name} tier holds {len(held)} blocks of the prompt: nothing to damage"
+            )
+        if isinstance(self._tier, StorageTier):
+            return [index.name(block) for block in held]
+        return list(index.slots(held, name))
+
+    def read(self, place: Place) -> Bytes:
+        """A copy of the block's bytes."""
+        content = np.zeros(self.layout.nbytes, np.uint8)
+        if isinstance(self._tier, StorageTier):
+            assert isinstance(place, BlockName)
+            (outcome,) = self._tier.get([place.key], _pieces(content), TIMEOUT_S)
+            if outcome is not Outcome.THERE:
+                raise BenchError(f"the {self._name} tier lost a block: {outcome.value}")
+            return content
+        assert not isinstance(place, BlockName)
+        batch = stage(self._tier, [place], _Scratch(content, self.layout), [Slot(0)])
+        self._cache._device.copy(batch, Direction.STORE)
+        return content
+
+    def write(self, place: Place, content: Bytes) -> None:
+        """Overwrite the block's bytes."""
+        if isinstance(self._tier, StorageTier):
+            assert isinstance(place, BlockName)
+            self._tier.drop([place.key], for_good=True)  # what is there is not written again
+            if self._tier.put([place], _pieces(content), TIMEOUT_S) != [Outcome.THERE]:
+                raise BenchError(f"the {self._name} tier refused a block")
+            return
+        assert not isinstance(place, BlockName)
+        batch = stage(_Scratch(content, self.layout), [Slot(0)], self._tier, [place])
+        self._cache._device.copy(batch, Direction.LOAD)
+
+
+def _pieces(content: Bytes) -> Pieces:
+    return Pieces.whole([content.ctypes.data], content.nbytes)
+
+
+class _Scratch(MemoryTier):
+    """One block in an array of ours, so that a device can copy from and to it."""
+
+    def __init__(self, content: Bytes, layout: Layout) -> None:
+        memory = Memory(content.ctypes.data, content.nbytes, "host", content)
+        super().__init__("scratch", memory, layout)
+
+    def close(self) -> None:
+        """Nothing to give back: the array belongs to the caller."""

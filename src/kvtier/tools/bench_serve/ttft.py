@@ -1,0 +1,277 @@
+"""Time to first token: a cold pass, then the same prompts again from the tiers.
+
+The device pool has room for about 35 % of the prompts, the host tier for all. Eviction is by least
+recent use, so after the first pass the newest prompts are on the device. The second pass asks for
+the newest first: those come from the device, and by the time the older ones are loaded from the
+host, what they push out was served already. Then the engine is closed and another one opened over
+the same disk: the third pass comes from there. Which tier a request was really served from is read
+from its completion, never assumed.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from kvtier.engine import Completion, Engine, SamplingParams
+from kvtier.tools.bench_serve.corpus import Prompt
+from kvtier.tools.bench_serve.engines import (
+    Setting,
+    clear_tiers,
+    open_engine,
+    run_one,
+    scratch_disk,
+    settle,
+)
+from kvtier.tools.bench_serve.options import FULL_PROMPT_TOKENS, FULL_TTFT_PROMPTS
+from kvtier.tools.report.progress import Progress
+from kvtier.tools.report.stats import (
+    Estimate,
+    Summary,
+    mean_saved,
+    rounded,
+    summarize,
+    summary_json,
+    value_json,
+)
+from kvtier.types import DEVICE, DISK, HOST
+
+WARM = (DEVICE, HOST, DISK)
+"""Where reused blocks may come from."""
+COLD = "cold"
+"""Served from no tier: everything was computed."""
+MAX_TOKENS = 4
+DEVICE_SHARE_WANTED = (0.30, 0.40)
+"""Share of requests from the device for which the target is defined."""
+FIELDS = ("ttft_ms", "reduction", "hit_tokens", "second_pass", "restart", "same_logits")
+"""What the JSON of a benchmark has of this experiment."""
+
+
+@dataclass(frozen=True, slots=True)
+class TtftRow:
+    """One request. turn: 1, 2, or 3 after the restart. order: its place in the pass. served_from:
+    the tier that most of the reused tokens came from. same_logits: equal to the first pass, bit for
+    bit; None there."""
+
+    turn: int
+    order: int
+    prompt: int
+    served_from: str
+    hit_tokens: Mapping[str, int]
+    ttft_ms: float
+    same_logits: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class TtftResult:
+    """All rows, cold pass first, each pass in the order of its requests."""
+
+    rows: tuple[TtftRow, ...]
+    prompt_tokens: int
+    device_prompts: int
+
+    def times_ms(self, turn: int, served_from: str | None = None) -> list[float]:
+        """Times to first token of a pass, of all its requests or those from one tier."""
+        return [
+            row.ttft_ms
+            for row in self.rows
+            if row.turn == turn and served_from in (None, row.served_from)
+        ]
+
+    def summary(self, served_from: str) -> Summary | None:
+        """Summarize the first pass for ``COLD``, else what the pass for that tier served from
+        it."""
+        return summarize(self.times_from(served_from))
+
+    def times_from(self, served_from: str) -> list[float]:
+        """Times to first token that count for a place: the cold pass, or what came from a tier."""
+        if served_from == COLD:
+            return self.times_ms(1)
+        return self.times_ms(_turn_of(served_from), served_from)
+
+    def whole_pass(self, turn: int) -> Summary:
+        """Return all requests of a pass."""
+        summary = summarize(self.times_ms(turn))
+        assert summary is not None, "a pass has at least two requests"
+        return summary
+
+    @property
+    def reduction(self) -> Estimate:
+        """1 - mean TTFT of the second pass / mean of the cold pass."""
+        return self._reduction(2, None)
+
+    def reduction_from(self, tier: str) -> Estimate | None:
+        """The same for the prompts that ``tier`` served, against their own cold times; None for no
+        prompt."""
+        turn = _turn_of(tier)
+        return self._reduction(turn, tier) if self.times_ms(turn, tier) else None
+
+    def _reduction(self, turn: int, tier: str | None) -> Estimate:
+        cold = {row.prompt: row.ttft_ms for row in self.rows if row.turn == 1}
+        pairs = [
+            (row.ttft_ms, cold[row.prompt])
+            for row in self.rows
+            if row.turn == turn and tier in (None, row.served_from)
+        ]
+        return mean_saved(pairs)
+
+    def hit_tokens(self, tier: str) -> int:
+        """Tokens that the later passes took from ``tier``."""
+        return sum(row.hit_tokens.get(tier, 0) for row in self.rows if row.turn > 1)
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.times_ms(2))
+
+    @property
+    def device_share(self) -> float:
+        """Share of the second pass that was served from the device."""
+        return len(self.times_ms(2, DEVICE)) / self.num_prompts
+
+    @property
+    def num_warm(self) -> int:
+        """Requests of the passes after the first."""
+        return sum(row.turn > 1 for row in self.rows)
+
+    @property
+    def num_same(self) -> int:
+        """Requests of the later passes whose logits equal the first pass's."""
+        return sum(row.same_logits is True for row in self.rows)
+
+    @property
+    def usual_mix(self) -> bool:
+        """Whether the mix of tiers is the one that the target is defined for."""
+        low, high = DEVICE_SHARE_WANTED
+        return low <= self.device_share <= high and not self.times_ms(2, COLD)
+
+    @property
+    def full_size(self) -> bool:
+        """Whether there are as many prompts as the target is defined for."""
+        return self.num_prompts >= FULL_TTFT_PROMPTS
+
+    @property
+    def full_length(self) -> bool:
+        """Whether they are as long."""
+        return self.prompt_tokens >= FULL_PROMPT_TOKENS
+
+    def as_json(self) -> Mapping[str, object]:
+        """The fields that this experiment has, under the names of ``FIELDS``."""
+        fields = (
+            {name: summary_json(self.summary(name)) for name in (COLD, *WARM)},
+            {
+                "mean": rounded(self.reduction.value),
+                **{tier: value_json(self.reduction_from(tier)) for tier in WARM},
+            },
+            {tier: self.hit_tokens(tier) for tier in WARM},
+            {
+                "prompts": self.num_prompts,
+                "prompt_tokens": self.prompt_tokens,
+                "served_from": {name: len(self.times_ms(2, name)) for name in (DEVICE, HOST, COLD)},
+            },
+            {"served_from": {name: len(self.times_ms(3, name)) for name in (*WARM, COLD)}},
+            {"equal": self.num_same, "of": self.num_warm},
+        )
+        return dict(zip(FIELDS, fields, strict=True))
+
+    def rows_json(self) -> list[Mapping[str, object]]:
+        """One object for each request."""
+        return [
+            {
+                "experiment": "ttft",
+                "pass": row.turn,
+                "order": row.order,
+                "prompt": row.prompt,
+                "served_from": row.served_from,
+                "hit_tokens": dict(row.hit_tokens),
+                "ttft_ms": round(row.ttft_ms, 3),
+                "same_logits": row.same_logits,
+            }
+            for row in self.rows
+        ]
+
+
+def _turn_of(tier: str) -> int:
+    """The pass that is to be served from ``tier``."""
+    return 3 if tier == DISK else 2
+
+
+def num_steps(num_prompts: int) -> int:
+    """Requests in the whole experiment, for the progress bar."""
+    return 3 * num_prompts + 4
+
+
+def measure_ttft(setting: Setting, progress: Progress) -> TtftResult:
+    """Run the passes on a fresh engine, and the last one on another; one request at a time."""
+    options = setting.options
+    count, length = options.ttft_prompts, options.ttft_tokens
+    prompts = setting.prompts(count + 1, length)  # the last one is for warming up
+    room = options.blocks(length + MAX_TOKENS)
+    cached = options.blocks(options.cached_tokens(length))
+    on_device = max(1, round(options.device_share * count))
+    device_blocks = (on_device - 1) * cached + room
+    progress.begin("Time to first token", num_steps(count))
+    host_blocks = (count + 1) * cached
+    warm_up, bench = prompts.pop(), _Passes(progress)
+    with scratch_disk(options) as disk:
+        sizes = (device_blocks, host_blocks, disk, host_blocks)
+        with open_engine(options, setting.info, *sizes) as engine:
+            bench.warm_up(engine, warm_up)
+            for number, prompt in enumerate(prompts):
+                bench.ask(engine, 1, number, number, prompt)
+            settle(engine)
+            gc.collect()
+            for order, number in enumerate(reversed(range(count))):
+                bench.ask(engine, 2, order, number, prompts[number])
+        with open_engine(options, setting.info, *sizes) as engine:
+            bench.warm_up(engine, warm_up)
+            for number, prompt in enumerate(prompts):
+                bench.ask(engine, 3, number, number, prompt)
+    return TtftResult(tuple(bench.rows), length, on_device)
+
+
+class _Passes:
+    """Asks one request after the other and writes down what came of it."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._digests: dict[int, bytes] = {}
+        self.rows: list[TtftRow] = []
+
+    def warm_up(self, engine: Engine, prompt: Prompt) -> None:
+        """Run every path once: prefill, decoding, a store, a load. Leaves device and host empty."""
+        for _ in range(2):
+            self._run(engine, prompt)
+            clear_tiers(engine, DEVICE)
+        clear_tiers(engine, DEVICE, HOST)
+
+    def ask(self, engine: Engine, turn: int, order: int, number: int, prompt: Prompt) -> None:
+        """Serve prompt ``number`` once and keep the row."""
+        completion = self._run(engine, prompt)
+        assert completion.logits is not None
+        digest = blake2b(completion.logits.tobytes(), digest_size=16).digest()
+        first = self._digests.setdefault(number, digest)
+        self.rows.append(
+            TtftRow(
+                turn=turn,
+                order=order,
+                prompt=number,
+                served_from=served_from(completion.hit_tokens),
+                hit_tokens={tier: completion.hit_tokens.get(tier, 0) for tier in WARM},
+                ttft_ms=completion.ttft_s * 1000,
+                same_logits=None if turn == 1 else first == digest,
+            )
+        )
+
+    def _run(self, engine: Engine, prompt: Prompt) -> Completion:
+        params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, keep_logits=True)
+        completion = run_one(engine, prompt, params)
+        self._progress.advance(f"{completion.ttft_s * 1000:.0f} ms")
+        return completion
+
+
+def served_from(hit_tokens: Mapping[str, int]) -> str:
+    """The tier that most of the reused tokens came from; ``COLD`` where none were reused."""
+    tier = max(hit_tokens, key=lambda name: hit_tokens[name], default=COLD)
+    return tier if hit_tokens.get(tier, 0) > 0 else COLD

@@ -1,0 +1,232 @@
+"""Alerts on lasting trouble. A single failed block, which is recomputed, raises none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from kvtier.tools.dashboard.queries import QueryScope
+
+_EACH = QueryScope(kept=("job", "instance"))
+
+
+def _over(window: str) -> QueryScope:
+    return replace(_EACH, window=window)
+
+
+class Severity(StrEnum):
+    WARNING = "warning"
+    """Look at it today."""
+    INFO = "info"
+    """Worth knowing when the machine is next thought about."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """lasts: for how long the condition must hold. summary, advice: with labels as
+    ``{{ $labels.tier }}``."""
+
+    name: str
+    condition: str
+    lasts: str
+    severity: Severity
+    summary: str
+    advice: str
+
+
+_WHERE = "{{ $labels.instance }}"
+_WAY = "{{ $labels.src }} to {{ $labels.dst }}"
+_OTHER_ERRORS = 'status=~"5..",status!="503"'
+_TURNED_AWAY = 'status=~"429|503"'
+
+
+def _share_above(part: str, whole: str, limit: float, at_least: int) -> str:
+    """Return a condition on ``part`` as a share of ``whole``, which needs more than a few
+    requests."""
+    return f"({part} / {whole} > {limit}) and {part} >= {at_least}"
+
+
+def _failing_copies() -> str:
+    failed = _over("15m").increase("kvtier_failed_copies_total", "src", "dst")
+    done = _over("15m").count("kvtier_copy_seconds", "src", "dst")
+    return _share_above(failed, f"({failed} + {done} or {failed})", 0.05, 5)
+
+
+def _answers(where: str, limit: float) -> str:
+    asking = _over("15m")
+    some = asking.increase("kvtier_server_requests_total", where=where)
+    every = asking.increase("kvtier_server_requests_total")
+    return _share_above(some, every, limit, 5)
+
+
+def _rarely_found() -> str:
+    asking = _over("6h")
+    found = asking.increase("kvtier_hit_blocks_total")
+    every = asking.increase("kvtier_prompt_blocks_total")
+    return f"(({found} / {every}) or 0 * {every}) < 0.01 and {every} >= 10000"
+
+
+def _of_prompts(name: str, limit: float) -> str:
+    asking = _over("30m")
+    some = asking.increase(name, "tier")
+    every = asking.increase("kvtier_prompt_blocks_total")
+    matched = f"{some} / on (job, instance) group_left () {every}"
+    return f"({matched} > {limit}) and {some} >= 1000"
+
+
+def _wrong_predictions() -> str:
+    asking = _over("30m")
+    actual = asking.rate("kvtier_actual_load_seconds_total", "src")
+    planned = asking.rate("kvtier_predicted_load_seconds_total", "src")
+    enough = asking.count("kvtier_load_error_ratio", "src")
+    return f"({actual} / ({planned} > 0) > 2) and {enough} >= 100"
+
+
+def _come_back() -> str:
+    asking = _over("1h")
+    returned = asking.increase("kvtier_returned_blocks_total", "tier")
+    left = asking.increase("kvtier_evicted_blocks_total", "tier")
+    return _share_above(returned, f"({left} > 0)", 0.3, 1000)
+
+
+def _lost_reads() -> str:
+    asking = _over("30m")
+    name = "sglang:storage_prefetch_unfulfilled_tokens_total"
+    lost = asking.increase(name, where='reason="storage_transfer"')
+    found = asking.increase("sglang:storage_prefetch_hit_tokens_total")
+    return _share_above(lost, f"({found} > 0)", 0.05, 1000)
+
+
+def _impatient() -> str:
+    asking = _over("30m")
+    some = asking.increase("vllm:kvtier_impatient_requests_total")
+    every = asking.increase("vllm:request_success_total")
+    return _share_above(some, f"({every} > 0)", 0.2, 20)
+
+
+ALERTS = (
+    Alert(
+        "KvtierBlocksDamaged",
+        _over("1h").grown("kvtier_damaged_blocks_total", "tier") + " > 0",
+        "0m",
+        Severity.WARNING,
+        f"{_WHERE}: blocks in {{{{ $labels.tier }}}} are damaged",
+        "They were noticed and computed again. Where it is a disk, run kvtier verify on its folder "
+        "and look at the disk's own health.",
+    ),
+    Alert(
+        "KvtierCopiesFail",
+        _failing_copies(),
+        "10m",
+        Severity.WARNING,
+        f"{_WHERE}: more than 5 % of the copies from {_WAY} fail",
+        "What fails is computed again, so requests only take longer. The log says why: a full or "
+        "failing disk, or a store that does not answer.",
+    ),
+    Alert(
+        "KvtierTierLeftAlone",
+        _EACH.highest("kvtier_breaker_state", "tier") + " == 2",
+        "5m",
+        Severity.WARNING,
+        f"{_WHERE}: {{{{ $labels.tier }}}} fails, and is left alone",
+        "It is tried again by itself. The log says what it answered last.",
+    ),
+    Alert(
+        "KvtierLoadsLate",
+        _share_above(
+            _over("15m").increase("kvtier_late_loads_total"),
+            _over("15m").increase("kvtier_requests_total"),
+            0.05,
+            5,
+        ),
+        "10m",
+        Severity.WARNING,
+        f"{_WHERE}: more than 5 % of the requests give up a load",
+        "A tier is slower than it was when loads were planned: others may use the same disk.",
+    ),
+    Alert(
+        "KvtierPredictsBadly",
+        _wrong_predictions(),
+        "30m",
+        Severity.INFO,
+        f"{_WHERE}: loads from {{{{ $labels.src }}}} take more than twice of what was planned",
+        "The planner learns from what loads take; that it lags for so long says that the tier's "
+        "speed varies. Look at what else uses it.",
+    ),
+    Alert(
+        "KvtierNoRoom",
+        _of_prompts("kvtier_refused_blocks_total", 0.1),
+        "30m",
+        Severity.INFO,
+        f"{_WHERE}: {{{{ $labels.tier }}}} has no room for a tenth of what is computed",
+        "All that is in it is held or on its way. Make it larger, or run fewer requests at a time.",
+    ),
+    Alert(
+        "KvtierStorageFallsBehind",
+        _of_prompts("kvtier_unwritten_blocks_total", 0.2),
+        "30m",
+        Severity.INFO,
+        f"{_WHERE}: {{{{ $labels.tier }}}} does not take a fifth of what is computed",
+        "Memory fills faster than storage writes, or the budget of the day is spent. A larger host "
+        "tier, a faster disk, or a write policy that stores what was used twice.",
+    ),
+    Alert(
+        "KvtierWantedAgain",
+        _come_back(),
+        "1h",
+        Severity.INFO,
+        f"{_WHERE}: a third of what leaves {{{{ $labels.tier }}}} is wanted again",
+        "The tier is too small for this traffic. kvtier replay says what more is worth.",
+    ),
+    Alert(
+        "KvtierRarelyFound",
+        _rarely_found(),
+        "1h",
+        Severity.INFO,
+        f"{_WHERE}: less than 1 % of the prompts is found",
+        "Either prompts share no beginnings, or something makes them differ: a time or a name at "
+        "the start of a system prompt, or a cache_salt for each request.",
+    ),
+    Alert(
+        "KvtierServerFails",
+        _answers(_OTHER_ERRORS, 0.01),
+        "10m",
+        Severity.WARNING,
+        f"{_WHERE}: more than 1 % of the requests end in an error of the server",
+        "Its log has each with the request's id.",
+    ),
+    Alert(
+        "KvtierServerTurnsAway",
+        _answers(_TURNED_AWAY, 0.05),
+        "10m",
+        Severity.WARNING,
+        f"{_WHERE}: more than 5 % of the requests are turned away",
+        "The queue is full, or there are too many connections. Add a replica, or limit the rate of "
+        "clients in front.",
+    ),
+    Alert(
+        "VllmKvtierBlocksFail",
+        _over("15m").increase("vllm:kvtier_failed_chunks_total", "src", "dst") + " >= 10",
+        "15m",
+        Severity.WARNING,
+        f"{_WHERE}: blocks from {_WAY} fail, under vLLM",
+        "What fails is computed again. The log says why: a full or failing disk, or a store that "
+        "does not answer.",
+    ),
+    Alert(
+        "VllmKvtierImpatient",
+        _impatient(),
+        "30m",
+        Severity.INFO,
+        f"{_WHERE}: a fifth of the requests wait for storage as long as computing takes",
+        "They were computed then. Storage is slower than it was when loads were planned.",
+    ),
+    Alert(
+        "SglangKvtierReadsFail",
+        _lost_reads(),
+        "15m",
+        Severity.WARNING,
+        f"{_WHERE}: more than 5 % of what storage has can't be read, under SGLang",
+        "What fails is computed again. The log says why.",
+    ),
+)

@@ -1,0 +1,86 @@
+"""Load or recompute: what was decided, and how true the predictions were."""
+
+from __future__ import annotations
+
+from kvtier.tools.dashboard.panels import Panel, PanelRow, Query, Unit
+from kvtier.tools.dashboard.rows.common import LATELY, NOW, QUANTILES, TOO_FEW, quantiles
+
+LOADS = PanelRow(
+    "Load or recompute",
+    (
+        Panel(
+            "What was decided",
+            "Blocks that were found, by what was done with them.",
+            Unit.PER_S,
+            (
+                Query(NOW.rate("kvtier_planned_blocks_total", "decision"), "{{decision}}"),
+                Query(
+                    NOW.rate("vllm:kvtier_loaded_chunks_total", "tier"), "vLLM load from {{tier}}"
+                ),
+                Query(NOW.rate("vllm:kvtier_recomputed_chunks_total"), "vLLM recompute"),
+            ),
+        ),
+        Panel(
+            "Actual time of loads over predicted",
+            "1 is right. Above: loads are slower than the planner thinks, and it learns.",
+            Unit.RATIO,
+            (
+                Query(
+                    f"{LATELY.rate('kvtier_actual_load_seconds_total', 'src')} / "
+                    f"({LATELY.rate('kvtier_predicted_load_seconds_total', 'src')} > 0)",
+                    "{{src}}",
+                ),
+            ),
+            without="no loads in this window",
+        ),
+        Panel(
+            "Actual time of computing over predicted",
+            "The other side of the comparison: 1 is right.",
+            Unit.RATIO,
+            (
+                Query(
+                    f"{LATELY.rate('kvtier_actual_prefill_seconds_total')} / "
+                    f"({LATELY.rate('kvtier_predicted_prefill_seconds_total')} > 0)",
+                    "prefill",
+                ),
+            ),
+            without="nothing computed in this window",
+        ),
+        Panel(
+            "How far single loads are off",
+            f"A load's time over what was planned. {QUANTILES}",
+            Unit.RATIO,
+            quantiles("kvtier_load_error_ratio", "src", legend="{{src}}"),
+            without=TOO_FEW,
+        ),
+        Panel(
+            "Wait for a load",
+            f"Time that a request waited for what it loads. {QUANTILES}",
+            Unit.SECONDS,
+            quantiles("kvtier_load_seconds", legend=""),
+            without=TOO_FEW,
+        ),
+        Panel(
+            "Given up",
+            "Loads that were late, and requests that waited as long as computing takes. Both were "
+            "computed: nothing failed, and a tier was slower than it had been.",
+            Unit.PER_S,
+            (
+                Query(NOW.rate("kvtier_late_loads_total"), "late loads"),
+                Query(NOW.rate("vllm:kvtier_impatient_requests_total"), "vLLM impatient requests"),
+            ),
+        ),
+        Panel(
+            "Storage had it, and it was of no use",
+            "Under SGLang: tokens, by reason; beside them all that storage said it has.",
+            Unit.PER_S,
+            (
+                Query(NOW.rate("sglang:storage_prefetch_hit_tokens_total"), "SGLang found"),
+                Query(
+                    NOW.rate("sglang:storage_prefetch_unfulfilled_tokens_total", "reason"),
+                    "SGLang {{reason}}",
+                ),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,84 @@
+"""Room: what the tiers hold, what leaves them, and what is wanted back."""
+
+from __future__ import annotations
+
+from kvtier.tools.dashboard.panels import Panel, PanelRow, Query, Unit
+from kvtier.tools.dashboard.rows.common import NOW, QUANTILES, TOO_FEW, quantiles
+
+ROOM = PanelRow(
+    "Room",
+    (
+        Panel(
+            "Fill",
+            "Share of a tier in use. Full is how a cache should be: what matters is what leaves.",
+            Unit.SHARE,
+            (
+                Query(
+                    f"{NOW.level('kvtier_used_slots', 'tier')} / "
+                    f"({NOW.level('kvtier_slots', 'tier')} > 0)",
+                    "{{tier}}",
+                ),
+                Query(
+                    f"{NOW.level('vllm:kvtier_used_chunks', 'tier')} / "
+                    f"({NOW.level('vllm:kvtier_chunks', 'tier')} > 0)",
+                    "vLLM {{tier}}",
+                ),
+                Query(NOW.highest("vllm:kv_cache_usage_perc"), "vLLM device"),
+                Query(
+                    f"{NOW.level('sglang:hicache_host_used_tokens')} / "
+                    f"({NOW.level('sglang:hicache_host_total_tokens')} > 0)",
+                    "SGLang host",
+                ),
+                Query(NOW.highest("sglang:token_usage"), "SGLang device"),
+            ),
+            highest=1,
+        ),
+        Panel(
+            "Left for others",
+            "Blocks that were evicted (tokens under SGLang).",
+            Unit.PER_S,
+            (
+                Query(NOW.rate("kvtier_evicted_blocks_total", "tier"), "{{tier}}"),
+                Query(NOW.rate("vllm:kvtier_evicted_chunks_total", "tier"), "vLLM {{tier}}"),
+                Query(NOW.rate("sglang:evicted_tokens_total"), "SGLang device, tokens"),
+            ),
+        ),
+        Panel(
+            "Wanted again after they left",
+            "Blocks that a larger tier would still have had. Many, next to those that left: kvtier "
+            "replay says what more memory is worth.",
+            Unit.PER_S,
+            (Query(NOW.rate("kvtier_returned_blocks_total", "tier"), "{{tier}}"),),
+        ),
+        Panel(
+            "How long after they left",
+            f"By how much a tier is too small, in time. {QUANTILES}",
+            Unit.SECONDS,
+            quantiles("kvtier_return_seconds", "tier", legend="{{tier}}"),
+            without=TOO_FEW,
+        ),
+        Panel(
+            "Not taken",
+            "No room: everything in the tier is held or on its way. Not written: it left memory "
+            "before storage took it, or was over its budget.",
+            Unit.PER_S,
+            (
+                Query(NOW.rate("kvtier_refused_blocks_total", "tier"), "no room, {{tier}}"),
+                Query(NOW.rate("kvtier_unwritten_blocks_total", "tier"), "not written, {{tier}}"),
+                Query(
+                    NOW.rate("vllm:kvtier_not_demoted_chunks_total", "tier"),
+                    "vLLM not written, {{tier}}",
+                ),
+                Query(
+                    NOW.rate("vllm:kvtier_refused_chunks_total", "tier"), "vLLM no room, {{tier}}"
+                ),
+            ),
+        ),
+        Panel(
+            "Not worth a place",
+            "Blocks that admission left out.",
+            Unit.PER_S,
+            (Query(NOW.rate("kvtier_unadmitted_blocks_total", "tier"), "{{tier}}"),),
+        ),
+    ),
+)

@@ -1,0 +1,125 @@
+"""Copies and storage: bytes, times, failures."""
+
+from __future__ import annotations
+
+from kvtier.tools.dashboard.panels import Panel, PanelKind, PanelRow, Query, Unit
+from kvtier.tools.dashboard.rows.common import LATELY, NOW, QUANTILES, SHOWN, TOO_FEW, quantiles
+
+STORAGE = PanelRow(
+    "Copies and storage",
+    (
+        Panel(
+            "Bytes moved",
+            "By where from and where to.",
+            Unit.BYTES_PER_S,
+            (
+                Query(NOW.rate("kvtier_copied_bytes_total", "src", "dst"), "{{src}} to {{dst}}"),
+                Query(
+                    NOW.rate("vllm:kvtier_moved_bytes_total", "src", "dst"),
+                    "vLLM {{src}} to {{dst}}",
+                ),
+                Query(NOW.rate("vllm:kv_offload_load_bytes_total"), "vLLM host to device"),
+                Query(NOW.rate("vllm:kv_offload_store_bytes_total"), "vLLM device to host"),
+            ),
+        ),
+        Panel(
+            "Time of a copy",
+            f"Of one job, which may be many blocks. {QUANTILES}",
+            Unit.SECONDS,
+            quantiles("kvtier_copy_seconds", "src", "dst", legend="{{src}} to {{dst}}"),
+            without=TOO_FEW,
+        ),
+        Panel(
+            "Rate while moving",
+            "Bytes by the time that moving them took, without the time in line.",
+            Unit.BYTES_PER_S,
+            (
+                Query(
+                    f"{LATELY.rate('vllm:kvtier_moved_bytes_total', 'src', 'dst')} / "
+                    f"({LATELY.rate('vllm:kvtier_moved_seconds_total', 'src', 'dst')} > 0)",
+                    "vLLM {{src}} to {{dst}}",
+                ),
+                Query(f"1e9 * {LATELY.mean('sglang:prefetch_bandwidth')}", "SGLang reads"),
+                Query(f"1e9 * {LATELY.mean('sglang:backup_bandwidth')}", "SGLang writes"),
+            ),
+            without="nothing moved in this window",
+        ),
+        Panel(
+            "Look-ups",
+            f"Time until a store had said what it has. {QUANTILES}",
+            Unit.SECONDS,
+            quantiles("kvtier_lookup_seconds", "tier", legend="{{tier}}"),
+            without=TOO_FEW,
+        ),
+        Panel(
+            "Failed",
+            "Copies and blocks that did not arrive. Each was computed again; many on one way: look "
+            "at that disk or store.",
+            Unit.PER_S,
+            (
+                Query(
+                    NOW.rate("kvtier_failed_copies_total", "src", "dst"),
+                    "copies {{src}} to {{dst}}",
+                ),
+                Query(
+                    NOW.rate("kvtier_failed_blocks_total", "src", "dst"),
+                    "blocks {{src}} to {{dst}}",
+                ),
+                Query(
+                    NOW.rate("vllm:kvtier_failed_chunks_total", "src", "dst"),
+                    "vLLM blocks {{src}} to {{dst}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Damaged blocks",
+            "That storage could not give back as they were, in the time shown. None was used. Any: "
+            "kvtier verify says more, and the disk may be failing.",
+            Unit.NUMBER,
+            (
+                Query(SHOWN.grown("kvtier_damaged_blocks_total", "tier"), "{{tier}}"),
+                Query(SHOWN.grown("vllm:kvtier_damaged_chunks_total", "tier"), "vLLM {{tier}}"),
+            ),
+            PanelKind.NUMBER,
+            width=4,
+            without="none",
+            bad_from=1,
+        ),
+        Panel(
+            "Verified in the background",
+            "While storage is idle.",
+            Unit.BYTES_PER_S,
+            (Query(NOW.rate("kvtier_scrubbed_bytes_total", "tier"), "{{tier}}"),),
+            width=4,
+        ),
+        Panel(
+            "Left alone",
+            "A tier that fails several times in a row is left alone for a while, then tried.",
+            Unit.NUMBER,
+            (Query(NOW.highest("kvtier_breaker_state", "tier"), "{{tier}}"),),
+            PanelKind.STATES,
+            states=((0, "used", "green"), (1, "tried", "yellow"), (2, "left alone", "red")),
+        ),
+        Panel(
+            "On their way",
+            "Copies begun and not ended.",
+            Unit.NUMBER,
+            (Query(NOW.level("kvtier_transfers_in_flight", "src", "dst"), "{{src}} to {{dst}}"),),
+        ),
+        Panel(
+            "In line",
+            "Time that what is queued will take, by the measured rate; of the longest line.",
+            Unit.SECONDS,
+            (Query(NOW.highest("kvtier_queued_seconds", "src", "dst"), "{{src}} to {{dst}}"),),
+        ),
+        Panel(
+            "Storage under SGLang",
+            "Tokens read and written.",
+            Unit.PER_S,
+            (
+                Query(NOW.rate("sglang:prefetched_tokens_total"), "SGLang read"),
+                Query(NOW.rate("sglang:backuped_tokens_total"), "SGLang written"),
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,106 @@
+"""Table of the series that a panel or an alert may use, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from kvtier.connectors.vllm.counts import METRICS as UNDER_VLLM
+from kvtier.telemetry.metrics import METRICS, MetricSpec
+from kvtier.telemetry.server import SERVER_METRICS
+
+
+class EngineKind(StrEnum):
+    """Whose ``/metrics`` has a series."""
+
+    KVTIER = "kvtier serve"
+    VLLM = "vLLM"
+    SGLANG = "SGLang"
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric, as Prometheus shows it. A histogram's name is without ``_bucket``, ``_sum`` and
+    ``_count``. labels: those that tell parts of it from each other."""
+
+    name: str
+    kind: str
+    meaning: str
+    labels: tuple[str, ...]
+    engine: EngineKind
+
+
+ENGINES_OWN = (
+    # vLLM 0.32
+    MetricSpec("vllm:prompt_tokens_total", "counter", "Tokens in prompts."),
+    MetricSpec("vllm:prompt_tokens_cached_total", "counter", "Prompt tokens not computed."),
+    MetricSpec(
+        "vllm:prompt_tokens_cached_by_source_total",
+        "counter",
+        "Prompt tokens not computed, by where they were.",
+        ("source",),
+    ),
+    MetricSpec("vllm:generation_tokens_total", "counter", "Tokens in answers."),
+    MetricSpec(
+        "vllm:request_success_total", "counter", "Requests that ended.", ("finished_reason",)
+    ),
+    MetricSpec("vllm:num_requests_running", "gauge", "Requests that the engine works on."),
+    MetricSpec("vllm:num_requests_waiting", "gauge", "Requests that wait for the engine."),
+    MetricSpec("vllm:kv_cache_usage_perc", "gauge", "Share of the device's KV memory in use."),
+    MetricSpec("vllm:time_to_first_token_seconds", "histogram", "Time to the first token."),
+    MetricSpec("vllm:e2e_request_latency_seconds", "histogram", "Time to the end of an answer."),
+    MetricSpec("vllm:kv_offload_load_bytes_total", "counter", "Bytes copied from host to device."),
+    MetricSpec("vllm:kv_offload_store_bytes_total", "counter", "Bytes copied from device to host."),
+    # SGLang 0.5.23
+    MetricSpec("sglang:prompt_tokens_total", "counter", "Tokens in prompts."),
+    MetricSpec(
+        "sglang:cached_tokens_total",
+        "counter",
+        "Prompt tokens not computed, by where they were.",
+        ("cache_source",),
+    ),
+    MetricSpec("sglang:generation_tokens_total", "counter", "Tokens in answers."),
+    MetricSpec("sglang:num_requests_total", "counter", "Requests that ended."),
+    MetricSpec("sglang:num_running_reqs", "gauge", "Requests that the engine works on."),
+    MetricSpec("sglang:num_queue_reqs", "gauge", "Requests that wait for the engine."),
+    MetricSpec("sglang:token_usage", "gauge", "Share of the device's KV memory in use."),
+    MetricSpec("sglang:hicache_host_used_tokens", "gauge", "Tokens in SGLang's host memory."),
+    MetricSpec("sglang:hicache_host_total_tokens", "gauge", "Room for tokens there."),
+    MetricSpec("sglang:evicted_tokens_total", "counter", "Tokens that left the device."),
+    MetricSpec("sglang:prefetched_tokens_total", "counter", "Tokens read from storage."),
+    MetricSpec("sglang:backuped_tokens_total", "counter", "Tokens written to storage."),
+    MetricSpec(
+        "sglang:storage_prefetch_hit_tokens_total", "counter", "Tokens that storage said it has."
+    ),
+    MetricSpec(
+        "sglang:storage_prefetch_unfulfilled_tokens_total",
+        "counter",
+        "Of these, tokens that were of no use after all, by reason.",
+        ("reason",),
+    ),
+    MetricSpec("sglang:prefetch_bandwidth", "histogram", "Rate of a read from storage, GB/s."),
+    MetricSpec("sglang:backup_bandwidth", "histogram", "Rate of a write to storage, GB/s."),
+    MetricSpec("sglang:time_to_first_token_seconds", "histogram", "Time to the first token."),
+    MetricSpec("sglang:e2e_request_latency_seconds", "histogram", "Time to the end of an answer."),
+)
+"""Engines' own metrics that say what kvtier is worth there; the engines' tests compare them."""
+
+
+def _under_vllm() -> Iterator[MetricSpec]:
+    """Ours under vLLM, by the names that Prometheus shows."""
+    for each in UNDER_VLLM:
+        ending = "_total" if each.kind == "counter" else ""
+        yield replace(each, name=each.name + ending)
+
+
+def _all(specs: Iterable[MetricSpec]) -> Iterator[Series]:
+    engines = {"kvtier": EngineKind.KVTIER, "vllm": EngineKind.VLLM, "sglang": EngineKind.SGLANG}
+    for spec in specs:
+        engine = engines[spec.name.replace(":", "_").partition("_")[0]]
+        yield Series(spec.name, spec.kind, spec.meaning, spec.labels, engine)
+
+
+SERIES: Mapping[str, Series] = {
+    each.name: each for each in _all((*METRICS, *SERVER_METRICS, *_under_vllm(), *ENGINES_OWN))
+}

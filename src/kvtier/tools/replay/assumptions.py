@@ -1,0 +1,109 @@
+"""Assumptions of a replay beside the trace: model, machine, prices."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.errors import ConfigError
+from kvtier.plan import PrefillCost
+
+GIB = 1 << 30
+HOURS_PER_YEAR = 8766.0
+HOURS_PER_MONTH = HOURS_PER_YEAR / 12
+
+GIVEN, DEFAULT = "given", "assumed"
+
+
+@dataclass(frozen=True, slots=True)
+class Assumption:
+    """One of them in words. source: where it comes from; ``DEFAULT`` where nobody said."""
+
+    name: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Figures that what is saved is computed from.
+
+    prefill: what computing takes. bytes_per_token: of KV. device_bytes: what the engine keeps
+    itself; 0 for nothing. Bandwidths: bytes a second, towards the device. Prices: in one currency,
+    of a GiB, and of an accelerator for an hour. years: over which memory is paid off.
+    disk_writes: how often a disk can be written in full; infinite for one that does not wear.
+    """
+
+    bytes_per_token: int
+    prefill: PrefillCost
+    device_bytes: int
+    host_bytes_per_s: float
+    disk_bytes_per_s: float
+    host_price: float
+    disk_price: float
+    accelerator_price: float
+    years: float
+    disk_writes: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name in (
+            "bytes_per_token",
+            "host_bytes_per_s",
+            "disk_bytes_per_s",
+            "years",
+            "disk_writes",
+        ):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}: {getattr(self, name)} is not above 0")
+        for name in ("device_bytes", "host_price", "disk_price", "accelerator_price"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}: {getattr(self, name)} is below 0")
+
+    @property
+    def host_price_per_hour(self) -> float:
+        """Return the price of a GiB of host memory, paid off over its life."""
+        return self.host_price / (self.years * HOURS_PER_YEAR)
+
+    def disk_price_per_hour(self, writes_per_hour: float) -> float:
+        """Return the price of a GiB of disk that is overwritten so often.
+
+        It is paid off by the time it is worn, if that comes first.
+        """
+        hours = self.years * HOURS_PER_YEAR
+        if writes_per_hour * hours > self.disk_writes:
+            hours = self.disk_writes / writes_per_hour
+        return self.disk_price / hours
+
+
+def prefill_cost(tokens_per_s: float, doubles_at: float) -> PrefillCost:
+    """Return the prefill cost: so many tokens a second at first, half as many at token
+    ``doubles_at``.
+
+    Attention to the tokens before takes longer as their number grows.
+    """
+    if not 0 < tokens_per_s < 1e12:
+        raise ConfigError(f"prefill_tokens_per_s: {tokens_per_s} is no rate")
+    return PrefillCost(1 / tokens_per_s, 1 / (tokens_per_s * doubles_at))
+
+
+def rate_of_bench(path: Path, doubles_at: float) -> float:
+    """Tokens per second of a prompt's first tokens, from the JSON of ``kvtier bench serve``.
+
+    Its cold prompts have one length: the rate follows from their mean, and from where the time per
+    token doubles.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        num_tokens = float(found["second_pass"]["prompt_tokens"])
+        seconds = float(found["ttft_ms"]["cold"]["mean"]) / 1000
+        if not (num_tokens > 0 and seconds > 0):
+            raise ValueError("nothing was measured")
+    except OSError as error:
+        raise ConfigError(f"bench: {path} can't be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"bench: {path} is no result of `kvtier bench serve --json` with the ttft experiment"
+        ) from error
+    return (num_tokens + num_tokens**2 / (2 * doubles_at)) / seconds

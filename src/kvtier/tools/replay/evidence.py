@@ -1,0 +1,78 @@
+"""Evidence in a trace: how much it can tell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.tools.replay.segments import Segments
+from kvtier.tools.replay.trace import Floats, Trace
+from kvtier.tools.report.stats import Estimate, estimate
+
+LEAST_REUSES = 100
+"""Requests that found something of an earlier one; with fewer, chance decides."""
+LEAST_TURNS = 2
+"""How often a cache must have been filled for its hits to be those of a longer trace, too. The
+sentences say "twice"."""
+NUM_SLICES = 12
+"""Of equal time; how savings differ between them says how far the whole can be trusted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """num_reuses: requests that share blocks with an earlier one. age_p50_s, age_p90_s: how long
+    ago a block that is used again was used, by blocks; None without any. window_s: of the trace.
+    """
+
+    num_reuses: int
+    age_p50_s: float | None
+    age_p90_s: float | None
+    window_s: float
+
+    @property
+    def weakness(self) -> str:
+        """Why nothing can be recommended, or ""."""
+        if self.window_s <= 0:
+            return "all its requests come at one time"
+        if self.num_reuses < LEAST_REUSES:
+            return (
+                f"{self.num_reuses} of its requests share a prefix with an earlier one, and fewer "
+                f"than {LEAST_REUSES} may be chance"
+            )
+        return ""
+
+
+def gather(trace: Trace, segments: Segments) -> Evidence:
+    """Gather the evidence of a trace."""
+    reuse = segments.is_reuse
+    ages = trace.times[segments.request[reuse]] - trace.times[segments.previous[reuse]]
+    p50, p90 = _weighted(ages, segments.length[reuse].astype(np.float64), (0.5, 0.9))
+    num_reuses = len(np.unique(segments.request[reuse]))
+    return Evidence(num_reuses, p50, p90, trace.window_s)
+
+
+def rate_per_hour(trace: Trace, values: Floats) -> Estimate:
+    """Return the sum per hour of a value per request, with its interval.
+
+    The interval comes from how slices of the trace differ. Slices follow each other, so it is
+    rather too narrow.
+    """
+    slice_s = trace.window_s / NUM_SLICES
+    if not slice_s:
+        return Estimate(float("nan"))
+    numbers = np.minimum((trace.times - trace.times[0]) / slice_s, NUM_SLICES - 1).astype(np.int64)
+    sums = np.bincount(numbers, weights=values, minlength=NUM_SLICES) * (3600 / slice_s)
+    return estimate(sums[:, None].tolist(), lambda rows: np.mean(rows[..., 0], axis=-1))
+
+
+def _weighted(
+    values: Floats, weights: Floats, shares: tuple[float, ...]
+) -> tuple[float | None, ...]:
+    """Quantiles of values that count ``weights`` times."""
+    if not len(values):
+        return (None,) * len(shares)
+    order = np.argsort(values)
+    reached = np.cumsum(weights[order])
+    places = np.searchsorted(reached, np.array(shares) * reached[-1])
+    return tuple(values[order][places].tolist())

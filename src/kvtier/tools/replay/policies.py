@@ -1,0 +1,92 @@
+"""Hits of a trace under a policy, by size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier._hot import NATIVE
+from kvtier.errors import ConfigError
+from kvtier.index.policies.replayed import LRU, RUNS, PolicyReplay
+from kvtier.index.policies.replayed import POLICIES as SERVED
+from kvtier.tools.replay.lru import find_distances
+from kvtier.tools.replay.optimum import Optimum
+from kvtier.tools.replay.segments import Segments
+from kvtier.tools.replay.trace import Ints, Trace
+
+OPTIMUM = "opt"
+ASKED = tuple(name for name in SERVED if name != LRU)
+"""Policies that are asked request by request."""
+
+POLICIES = (LRU, *ASKED, OPTIMUM)
+"""What can be replayed."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReplayHits:
+    """Result of a cache of ``capacity`` blocks.
+
+    found: blocks that each request finds, int64 [num_requests]. num_stored: blocks written into it,
+    in all.
+    """
+
+    capacity: int
+    found: Ints
+    num_stored: int
+
+
+class Replayer:
+    """Replays one trace under any policy and size. tell: called while a policy is asked, with
+    requests done and all."""
+
+    def __init__(
+        self, trace: Trace, segments: Segments, tell: Callable[[int, int], None] | None = None
+    ) -> None:
+        self._trace = trace
+        self._distances = find_distances(segments)
+        self._optimum = Optimum(segments)
+        self._tell = tell
+
+    def hits(self, policy: str, capacity: int) -> ReplayHits:
+        """Under one of ``POLICIES``. capacity: blocks."""
+        if policy == LRU:
+            found = self._distances.hits(capacity)
+            # All of a path that fits is stored; what is stored already is not written again.
+            stored = int((np.minimum(self._trace.lengths, capacity) - found).sum())
+            return ReplayHits(capacity, found, stored)
+        if policy == OPTIMUM:
+            return ReplayHits(capacity, self._optimum.hits(capacity), 0)
+        return self.asked(policy, capacity)
+
+    def asked(self, policy: str, capacity: int) -> ReplayHits:
+        """The same of one that is asked request by request."""
+        if not capacity:
+            return ReplayHits(0, np.zeros(self._trace.num_requests, np.int64), 0)
+        replay = PolicyReplay(policy, capacity)
+        trace, num = self._trace, self._trace.num_requests
+        found = np.zeros(num, np.int64)
+        ends, times = trace.offsets.tolist(), trace.times.tolist()
+        for at in range(num):
+            found[at] = replay.request(trace.keys[ends[at] : ends[at + 1]], times[at])
+            if self._tell is not None and not at % 256:
+                self._tell(at, num)
+        return ReplayHits(capacity, found, int(replay.num_stored))
+
+
+def usual_policies() -> tuple[str, ...]:
+    """Return the policies to replay by default: first the one that an installation serves with,
+    which decides, then LRU and the optimum. Without the native core kvtier serves with LRU."""
+    return (RUNS, LRU, OPTIMUM) if NATIVE else (LRU, OPTIMUM)
+
+
+def check_policies(names: tuple[str, ...]) -> None:
+    """Raise ``ConfigError`` for one that can't be replayed."""
+    for name in names:
+        if name not in POLICIES:
+            raise ConfigError(f"policies: {name!r} is unknown; use some of {', '.join(POLICIES)}")
+    if len(set(names)) < len(names) or not set(names) - {OPTIMUM}:
+        raise ConfigError(
+            "policies: name each once, and one that a cache can run (the optimum knows the future)"
+        )

@@ -1,0 +1,161 @@
+"""The HTML report: one file, no external resources, for a screen, a phone or a dark room."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.tools.replay import plots
+from kvtier.tools.replay.policies import OPTIMUM
+from kvtier.tools.replay.result import ReplayResult
+from kvtier.tools.replay.sizing import Point
+from kvtier.tools.replay.summary import (
+    CANT_TELL,
+    RECOMMENDED,
+    SIZE_COLUMNS,
+    WEAK,
+    WRITTEN,
+    headline,
+    hit_rows,
+    money,
+    paragraphs,
+    policy_name,
+    seconds,
+    setup_cells,
+    size_cells,
+    size_mark,
+    subtitle,
+)
+from kvtier.tools.report.figures import ago, capacity, number, percent
+from kvtier.tools.report.page import render_page
+from kvtier.tools.report.svg import picture
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One figure and what it means."""
+
+    title: str
+    figure: str
+    meaning: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReportRow:
+    """Row of a table of sizes. style: a class of the page."""
+
+    cells: list[str]
+    style: str
+
+
+def write_report(result: ReplayResult, path: Path) -> None:
+    """Write the report to ``path``; its directory is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(render_report(result), encoding="utf-8")
+
+
+def render_report(result: ReplayResult) -> str:
+    """The report as one HTML document."""
+    host_bytes = result.best_host.num_bytes if result.best_host is not None else 0
+    return render_page(
+        "kvtier.tools.replay/replay.html.j2",
+        result=result,
+        headline=headline(result),
+        subtitle=subtitle(result),
+        paragraphs=paragraphs(result),
+        cards=_cards(result),
+        policies=[policy_name(name) for name in result.curves],
+        hit_rows=hit_rows(result),
+        hits=picture(
+            plots.hits(result),
+            "Share of all blocks that a tier of each size would have had, alone. The optimum keeps "
+            "what is needed soonest, and would have to know the future.",
+            "Hit ratio by size, a line for each policy.",
+        )
+        if result.host
+        else None,
+        saved=picture(
+            plots.saved(result),
+            "What the accelerator time that is saved in an hour is worth, and what the memory "
+            f"costs. {WEAK}",
+            "Worth and price of host memory and of a disk, by size.",
+        )
+        if result.host
+        else None,
+        host_rows=_rows(result, result.host, is_disk=False),
+        disk_rows=_rows(result, result.disk, is_disk=True),
+        disk_title=f"A disk below {capacity(host_bytes) if host_bytes else 'no'} host memory",
+        size_columns=SIZE_COLUMNS,
+        written=WRITTEN,
+        setups=[setup_cells(result, setup) for setup in result.setups],
+    )
+
+
+def _cards(result: ReplayResult) -> list[Card]:
+    facts, evidence = result.facts, result.evidence
+    busy = facts.computing_s / facts.window_s if facts.window_s else 0.0
+    cards = [
+        Card(
+            "Prompts alone keep busy",
+            f"{number(busy)} accelerators" if facts.window_s else "–",
+            f"All {facts.tokens:,} prompt tokens, computed without any reuse, take "
+            f"{ago(facts.computing_s)}.",
+        ),
+        Card(
+            "Could be reused",
+            percent(facts.ceiling),
+            f"{facts.num_references - facts.num_unique:,} of {facts.num_references:,} blocks were "
+            f"there before; the different ones take {capacity(_unique_bytes(result))}.",
+        ),
+    ]
+    if evidence.age_p50_s is not None and evidence.age_p90_s is not None:
+        cards.append(
+            Card(
+                "Used again after",
+                ago(evidence.age_p50_s),
+                f"Half of the blocks that are used again; nine in ten within "
+                f"{ago(evidence.age_p90_s)}.",
+            )
+        )
+    if result.gained is not None and result.choice is not None and result.choice.net > 0:
+        low, high = (
+            (seconds(max(0.0, result.gained.low)), seconds(result.gained.high))
+            if result.gained.is_bounded
+            else ("?", "?")
+        )
+        cards.append(
+            Card(
+                "Saved every hour",
+                f"{seconds(result.gained.value)} of accelerator time",
+                f"The work of {number(result.gained.value / 3600)} accelerators. 95 % sure: "
+                f"{low} to {high}. After its price, {money(result.choice.net)} an hour is left.",
+            )
+        )
+    ours = result.curves.get(result.policy, ())
+    best = result.curves.get(OPTIMUM, ())
+    gaps = [(b.hit_ratio - a.hit_ratio, a.num_bytes) for a, b in zip(ours, best, strict=False)]
+    if gaps:
+        gap, size = max(gaps)
+        cards.append(
+            Card(
+                "Left by the policy",
+                f"{100 * gap:.1f} points",
+                f"So much more of the blocks the optimum would find at {capacity(size)}, where "
+                f"{policy_name(result.policy)} is furthest from it.",
+            )
+        )
+    return cards
+
+
+def _rows(result: ReplayResult, points: tuple[Point, ...], is_disk: bool) -> list[ReportRow]:
+    styles = {RECOMMENDED: "good", CANT_TELL: "pale"}
+    rows = []
+    for point in points:
+        mark = size_mark(result, point, is_disk)
+        rows.append(ReportRow([*size_cells(result, point, is_disk), mark], styles.get(mark, "")))
+    return rows
+
+
+def _unique_bytes(result: ReplayResult) -> int:
+    facts = result.facts
+    return facts.num_unique * facts.block_tokens * result.machine.bytes_per_token

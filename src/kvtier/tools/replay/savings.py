@@ -1,0 +1,89 @@
+"""Value of hits: time not spent computing, less the time that loading takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvtier.tools.replay.assumptions import Machine
+from kvtier.tools.replay.trace import Floats, Ints, Trace
+
+
+@dataclass(frozen=True, eq=False)
+class Savings:
+    """Per request: accelerator seconds and tokens that it need not compute, float64 and int64
+    [num_requests]. by_tier: tokens in all that come from device, host and disk."""
+
+    seconds: Floats
+    tokens: Ints
+    by_tier: tuple[int, int, int]
+
+    @property
+    def total_s(self) -> float:
+        return float(self.seconds.sum())
+
+
+class Prompts:
+    """The requests of a trace as prompts of tokens."""
+
+    def __init__(self, trace: Trace, machine: Machine) -> None:
+        in_blocks = trace.lengths * trace.block_tokens
+        known = trace.input_tokens > 0
+        self.tokens = np.where(known, trace.input_tokens, in_blocks)
+        self._block_tokens = trace.block_tokens
+        self._machine = machine
+
+    def computing_s(self, tokens: Ints) -> Floats:
+        """Return the seconds to compute the first tokens of a prompt."""
+        prefill = self._machine.prefill
+        counts = tokens.astype(np.float64)
+        found: Floats = prefill.token_s * counts + prefill.pair_s * counts * counts / 2
+        return found
+
+    @property
+    def all_s(self) -> float:
+        """Return the seconds of all prompts without any reuse."""
+        return float(self.computing_s(self.tokens).sum())
+
+    def reused(self, blocks: Ints) -> Ints:
+        """Tokens in a request's first blocks. The last token of a prompt is always computed."""
+        found: Ints = np.minimum(blocks * self._block_tokens, np.maximum(self.tokens - 1, 0))
+        return found
+
+    def savings(self, device: Ints, host: Ints, disk: Ints) -> Savings:
+        """Return the savings of blocks found by tier, each int64 [num_requests], from the
+        prompt's start.
+
+        Each is read from the fastest tier that has it. What a slower tier has more is loaded where
+        that takes less time than to compute it, as kvtier's planner does it: all of it or nothing,
+        since further tokens take longer to compute and no longer to load. A load counts as if the
+        accelerator waited for it.
+        """
+        machine = self._machine
+        ends = [self.reused(device)]
+        for blocks in (host, disk):
+            ends.append(np.maximum(ends[-1], self.reused(blocks)))
+        gained = [self.computing_s(end) for end in ends]
+        loading_s = [
+            (end - start) * (machine.bytes_per_token / rate)
+            for start, end, rate in zip(
+                ends, ends[1:], (machine.host_bytes_per_s, self._disk_rate), strict=False
+            )
+        ]
+        host_s = gained[1] - gained[0] - loading_s[0]
+        both_s = gained[2] - gained[0] - loading_s[0] - loading_s[1]
+        takes_disk = (both_s > np.maximum(host_s, 0)) & (ends[2] > ends[1])
+        takes_host = takes_disk | (host_s > 0)
+        from_host = np.where(takes_host, ends[1] - ends[0], 0)
+        from_disk = np.where(takes_disk, ends[2] - ends[1], 0)
+        return Savings(
+            gained[0] + np.where(takes_disk, both_s, np.where(takes_host, host_s, 0.0)),
+            ends[0] + from_host + from_disk,
+            (int(ends[0].sum()), int(from_host.sum()), int(from_disk.sum())),
+        )
+
+    @property
+    def _disk_rate(self) -> float:
+        """A block comes from disk through host memory, piece by piece: as fast as the slower."""
+        return min(self._machine.disk_bytes_per_s, self._machine.host_bytes_per_s)

@@ -1,0 +1,252 @@
+"""Lines of a trace, packed or not, each with its place for whoever has to complain."""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import importlib
+import io
+import itertools
+import json
+import os
+import shutil
+import stat
+import subprocess
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NoReturn, cast
+
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from kvtier.errors import ConfigError, printable
+from kvtier.tools.replay.trace import BYTES_PER_BLOCK
+
+if TYPE_CHECKING:
+    from kvtier.tools.replay.trace import TraceBuilder
+
+GZIP, ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+
+MAX_TIME = 1e15
+"""Seconds, or milliseconds: what is above is a mistake."""
+
+MAX_REASON = 300
+"""Characters of a reason, which may quote a value from the file."""
+MAX_ID_BITS = 512
+MAX_BLOCK_TOKENS = 1 << 20
+MAX_LINE = 1 << 25
+"""Characters. A prompt of a million tokens takes about 12 million, with its text and its ids."""
+MAX_EMPTY = 1_000_000
+"""Lines, one after the other."""
+MAX_RATIO = 100
+"""How many times larger a packed file may become. Traces become 5 to 50 times as large."""
+LEAST_LIMIT = 1 << 25
+"""Characters that any file may become."""
+
+Tell = Callable[[int], None]
+"""How many bytes of the file are read."""
+
+
+def check_counts(*values: float) -> None:
+    """Raise ``ValueError`` where one of them is below 0, or above what can be meant."""
+    for value in values:
+        if not 0 <= value < MAX_TIME:
+            raise ValueError(f"{shown(value)} is out of range")
+
+
+class TraceLine:
+    """A line of a file. number: from 1."""
+
+    __slots__ = ("number", "path", "text")
+
+    def __init__(self, path: Path, number: int, text: str) -> None:
+        self.path, self.number, self.text = path, number, text
+
+    def refuse(self, why: str) -> NoReturn:
+        raise ConfigError(printable(f"{self.path}:{self.number}: {why[:MAX_REASON]}"))
+
+    def cut_short(self) -> str:
+        """Return a note that this line, the last one, is left out."""
+        return f"The last line of {self.path.name} is cut short, and was left out."
+
+    def check_room(self, num_blocks: int, builder: TraceBuilder) -> None:
+        """Refuse a request whose blocks have no room in the trace any more."""
+        if not builder.has_room(num_blocks):
+            gib = builder.max_blocks * BYTES_PER_BLOCK / (1 << 30)
+            self.refuse(
+                f"up to here the trace has more than {builder.max_blocks:,} blocks, which take "
+                f"{gib:.1f} GiB to replay, and there is no more: replay a part of the trace"
+            )
+
+    def json(self) -> Any:
+        """The line's value; ``ConfigError`` where it is no JSON."""
+        try:
+            return json.loads(self.text)
+        except (ValueError, RecursionError):
+            self.refuse("no JSON; every line of this trace is a JSON value")
+
+    def number_of(self, fields: dict[str, Any], name: str) -> float:
+        """A field that must be a finite number."""
+        value = fields.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            self.refuse(f"{name} is {shown(value)}, and should be a number")
+        if not abs(value) < MAX_TIME:
+            self.refuse(f"{name} is {shown(value)}: out of range")
+        return float(value)
+
+    def count_of(self, fields: dict[str, Any], name: str) -> int:
+        """A field that must be 0 or more."""
+        value = self.number_of(fields, name)
+        if value < 0:
+            self.refuse(f"{name} is {shown(fields[name])}, and should be 0 or more")
+        return int(value)
+
+    def block_tokens_of(self, fields: dict[str, Any], name: str) -> int:
+        """A field that must be a number of tokens per block."""
+        value = fields.get(name)
+        if type(value) is not int or not 0 < value <= MAX_BLOCK_TOKENS:
+            self.refuse(f"{name} is {shown(value)}, and should be tokens per block")
+        return value
+
+    def ids(self, values: object, name: str) -> npt.NDArray[np.uint64]:
+        """A list of integers. Those that don't lie in 0 .. 2**64 - 1 are folded into it."""
+        if values is None:
+            self.refuse(f"{name} is missing")
+        if not isinstance(values, list) or not all(type(each) is int for each in values):
+            self.refuse(f"{name} should be a list of integers")
+        try:
+            return np.array(values, np.uint64)
+        except OverflowError:
+            if max(map(abs, values)) >> MAX_ID_BITS:
+                self.refuse(f"{name} should be integers of {MAX_ID_BITS} bits at most")
+            return np.array([_folded(each) for each in values], np.uint64)
+
+
+def lines_of(path: Path, tell: Tell | None = None) -> Iterator[TraceLine]:
+    """Yield the lines that are not empty. Packed files are known by what is in them, not by their
+    names, and are read within ``MAX_RATIO``."""
+    with _raw(path) as raw, _unpacked(path, raw) as unpacked:
+        size = os.fstat(raw.fileno()).st_size
+        limit = max(MAX_RATIO * size, LEAST_LIMIT)
+        text = io.TextIOWrapper(unpacked, _encoding(path, unpacked), errors="replace")
+        num_read = num_empty = 0
+        for number in itertools.count(1):
+            try:
+                line = text.readline(MAX_LINE + 1)
+            except (OSError, EOFError, zlib.error) as error:
+                raise ConfigError(f"{path}: can't be unpacked: {error}") from error
+            if not line:
+                return
+            num_read += len(line)
+            if len(line) > MAX_LINE or num_read > limit:
+                _refuse_size(path, number, size, len(line))
+            if tell is not None and not number % 64:
+                tell(raw.tell())
+            num_empty += 1
+            if line.strip():
+                num_empty = 0
+                yield TraceLine(path, number, line)
+            elif num_empty > MAX_EMPTY:
+                raise ConfigError(f"{path}:{number}: {MAX_EMPTY:,} empty lines, as no trace has")
+
+
+def _refuse_size(path: Path, number: int, size: int, length: int) -> NoReturn:
+    if length > MAX_LINE:
+        why = f"a line of more than {MAX_LINE:,} characters; no request of a trace is as long"
+    else:
+        why = (
+            f"{size:,} bytes that unpack to more than {MAX_RATIO} times as many, as no trace does; "
+            "if it is one, unpack it first"
+        )
+    raise ConfigError(f"{path}:{number}: {why}")
+
+
+def _encoding(path: Path, unpacked: IO[bytes]) -> str:
+    """Return the encoding that a byte order mark says, or else UTF-8."""
+    try:
+        begin = unpacked.peek(4)[:4]  # type: ignore[attr-defined]
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}: can't be unpacked: {error}") from error
+    return "utf-16" if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
+
+
+def _raw(path: Path) -> IO[bytes]:
+    """Open a file. A pipe or a device is refused, and not waited for."""
+    try:
+        raw = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 (the caller closes it)
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
+        raw.close()
+        raise ConfigError(f"{path}: can't be read: it is no file; save it as one first")
+    return raw
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+@contextmanager
+def _unpacked(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
+    """Yield the bytes of the file, unpacked, as a stream that has ``peek``."""
+    try:
+        begin = raw.read(4)
+        raw.seek(0)
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
+    if begin[:2] == GZIP:
+        yield cast(IO[bytes], gzip.GzipFile(fileobj=raw))
+    elif begin == ZSTD:
+        with _zstd(path, raw) as unpacked:
+            yield unpacked
+    else:
+        yield raw
+
+
+@contextmanager
+def _zstd(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
+    """By Python's own module, the package that brings it to older versions, or the program."""
+    for name in ("compression.zstd", "backports.zstd"):
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        try:
+            yield module.ZstdFile(raw)
+        except module.ZstdError as error:
+            raise ConfigError(f"{path}: can't be unpacked: {error}") from error
+        return
+    program = shutil.which("zstd")
+    if program is None:
+        raise ConfigError(f"{path} is packed by zstd: pip install 'kvtier[replay]', or unpack it")
+    os.lseek(raw.fileno(), 0, os.SEEK_SET)  # it gets the file, not what is buffered here
+    with subprocess.Popen([program, "-dcq"], stdin=raw, stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        try:
+            yield running.stdout
+        except GeneratorExit:
+            running.kill()
+            raise
+        running.stdout.close()
+        if running.wait():
+            raise ConfigError(f"{path}: can't be unpacked: zstd says that it is damaged")
+
+
+def _folded(value: int) -> int:
+    """Return 64 bits of a negative or wide id. Others than equal ids are equal by chance only."""
+    if -(1 << 63) <= value < 1 << 64:
+        return value & (1 << 64) - 1
+    wide = value.to_bytes(MAX_ID_BITS // 8 + 8, "little", signed=True)
+    return int.from_bytes(blake3(wide).digest(8), "little")
+
+
+def shown(value: object) -> str:
+    """Return a value from a file for a message, whatever it is."""
+    if value is None:
+        return "missing"
+    if isinstance(value, (list, dict)):
+        return f"a JSON {'list' if isinstance(value, list) else 'object'}"
+    return repr(value)[:40]

@@ -1,0 +1,106 @@
+"""Checks that a trace was read in the units that it was written in.
+
+A wrong unit is no error in any line. It shows in the whole, and would end as a purchase.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvtier.errors import ConfigError, printable
+from kvtier.tools.replay.trace import Trace
+
+if TYPE_CHECKING:
+    from kvtier.tools.replay.traces.options import ReadOptions
+
+MAX_WINDOW_S = 366 * 86_400
+MAX_TOKENS_PER_S = 1e6
+"""Prompt tokens of one trace: about a hundred accelerators, without any reuse."""
+LEAST_REQUESTS = 100
+"""Fewer may come at once."""
+SLACK = 1.1
+MAX_EXCESS = 2
+"""How many times as many tokens blocks may have as prompts, where the format has blocks of its own
+kind: some leave out parts of a prompt, none adds as many again."""
+
+
+def check_window(paths: str, trace: Trace) -> None:
+    """Refuse times that are years apart."""
+    if trace.window_s > MAX_WINDOW_S:
+        days = trace.window_s / 86_400
+        raise ConfigError(
+            f"{paths}: the first and the last request are {days:,.0f} days apart, so some times "
+            "are wrong (a clock that was set, or another unit); replay the part between them"
+        )
+
+
+def check_blocks(path: Path, trace: Trace) -> None:
+    """Refuse blocks that have far more tokens than the prompts."""
+    num_requests, num_blocks, num_tokens = _sums(trace)
+    if num_blocks * trace.block_tokens > MAX_EXCESS * (
+        num_tokens + num_requests * trace.block_tokens
+    ):
+        raise ConfigError(
+            printable(
+                f"{path}: prompts of {num_tokens:,} tokens have {num_blocks:,} blocks of "
+                f"{trace.block_tokens} tokens, more than twice as much: the trace is damaged"
+            )
+        )
+
+
+def check_block_tokens(path: Path, trace: Trace, options: ReadOptions) -> str:
+    """Refuse tokens per block that don't fit the prompts' lengths.
+
+    Returns a note, or "", where the user has said how many tokens a block has.
+    """
+    num_requests, num_blocks, num_tokens = _sums(trace)
+    least = (num_blocks - num_requests) * trace.block_tokens / SLACK
+    most = (num_blocks + num_requests) * trace.block_tokens * SLACK
+    if not num_blocks or least <= num_tokens <= most:
+        return ""
+    found = num_tokens / max(num_blocks - num_requests / 2, num_blocks / 2, 1)
+    found /= options.coarsen
+    tokens = trace.block_tokens // options.coarsen
+    doubt = f"prompts have about {found:.0f} tokens per block, and not {tokens}"
+    if options.block_tokens:
+        return f"{path.name}: {doubt}, as was said."
+    raise ConfigError(
+        printable(
+            f"{path}: {doubt}, as this format usually has: say how many an id has, for example "
+            f"--block-tokens {_rounded(found)}"
+        )
+    )
+
+
+def check_rate(path: Path, trace: Trace, unit: str) -> None:
+    """Refuse a unit of time, which nobody gave, in which more is asked than can be computed."""
+    _, _, num_tokens = _sums(trace)
+    if trace.num_requests < LEAST_REQUESTS:
+        return
+    if num_tokens > MAX_TOKENS_PER_S * trace.window_s:
+        raise ConfigError(
+            printable(
+                f"{path}: read in {unit}, {trace.num_requests:,} requests with {num_tokens:,} "
+                f"prompt tokens come within {trace.window_s:.3g} s, more than "
+                f"{MAX_TOKENS_PER_S:,.0f} tokens a second: say the unit of timestamp, "
+                "--time-unit s or --time-unit ms"
+            )
+        )
+
+
+def _sums(trace: Trace) -> tuple[int, int, int]:
+    """Return requests, blocks and tokens of the prompts whose lengths are known."""
+    known = trace.input_tokens > 0
+    return (
+        int(known.sum()),
+        int(trace.lengths[known].sum()),
+        sum(trace.input_tokens[known].tolist()),
+    )
+
+
+def _rounded(tokens: float) -> int:
+    """Return the power of two that is nearest, where one is near, or else a whole number."""
+    power: int = 1 << max(0, round(tokens).bit_length() - 1)
+    near = min((power, 2 * power), key=lambda each: abs(each - tokens))
+    return near if abs(near - tokens) <= 0.2 * near else max(1, round(tokens))

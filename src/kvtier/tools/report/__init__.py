@@ -1,0 +1,1 @@
+"""Parts of reports that the tools share: figures, statistics, SVG, pages, progress."""

@@ -1,0 +1,54 @@
+"""Progress bar in a terminal."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as RichProgress
+
+from kvtier.tools.report.progress import Progress
+
+
+class ProgressBar(Progress):
+    """One bar per experiment. Use as a context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self._bars = RichProgress(
+            TextColumn("{task.description:<20}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}", style="dim"),
+            console=console,
+        )
+        self._task: TaskID | None = None
+
+    def begin(self, title: str, num_steps: int) -> None:
+        self._task = self._bars.add_task(title, total=num_steps, note="")
+
+    def advance(self, note: str = "") -> None:
+        if self._task is not None:
+            self._bars.update(self._task, advance=1, note=note)
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bars.stop()

@@ -1,0 +1,96 @@
+"""Targets: a figure against what it has to reach, and whether that can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvtier.tools.report.figures import SURE, TOO_FEW, percent
+from kvtier.tools.report.stats import Estimate, rounded
+
+DIGITS = 4
+"""Figures are compared as they are printed."""
+TOO_SMALL = "too small a run to tell"
+
+
+def is_met(found: Estimate, wanted: float, at_least: bool, digits: int = DIGITS) -> bool | None:
+    """Whether a figure is on the right side of ``wanted``; None where its interval says that it may
+    be on either. The one place that decides this. digits: it is printed with, after the point."""
+    low, high = (round(each, digits) for each in (found.low, found.high))
+    if at_least:
+        low, high, wanted = -high, -low, -wanted
+    return True if high <= wanted else False if low > wanted else None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One figure against what it has to reach.
+
+    deviation: how the measurement differs from what the target is defined for; "" for not at all.
+    comparable: False where, differing so, it says nothing about the target.
+    """
+
+    target_id: str
+    meaning: str
+    found: Estimate
+    wanted: float
+    at_least: bool
+    deviation: str = ""
+    comparable: bool = True
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is reached; None where this run can't tell."""
+        return is_met(self.found, self.wanted, self.at_least) if self.comparable else None
+
+    @property
+    def outcome(self) -> str:
+        """ "met", "not met", or why that can't be told."""
+        if not self.comparable:
+            return TOO_SMALL
+        return {True: "met", False: "not met", None: TOO_FEW}[self.met]
+
+    def as_json(self) -> Mapping[str, object]:
+        """The row for the list of targets. ``met`` is null where that can't be told. ``quick``
+        marks a size that the target is not defined for, and is left out otherwise."""
+        row: dict[str, object] = {
+            "id": self.target_id,
+            "meaning": self.meaning,
+            "value": rounded(self.found.value, DIGITS),
+            "interval_95": self.found.interval_json(DIGITS),
+            "target": self.wanted,
+            "met": self.met,
+        }
+        if self.deviation:
+            row["quick"] = True
+        return row
+
+
+def wanted(target: Target) -> str:
+    """ "at least 95.0 %"."""
+    return f"{'at least' if target.at_least else 'at most'} {percent(target.wanted)}"
+
+
+def target_figure(target: Target) -> str:
+    """ "95.3 %"; nothing where the figure may be on either side of the target."""
+    is_told = target.met is not None or target.found.low == target.found.high
+    return percent(target.found.value) if is_told else ""
+
+
+def target_interval(target: Target) -> str:
+    """ "95 % sure: 95.1 % to 95.5 %"; nothing for a count, where there is none, and where it says
+    nothing about the target."""
+    found = target.found
+    if not target.comparable or not found.is_bounded or found.low == found.high:
+        return ""
+    return f"{SURE}: {percent(found.low)} to {percent(found.high)}"
+
+
+def target_words(target: Target) -> str:
+    """ "T1: 95.3 % (95 % sure: 95.1 % to 95.5 %), wanted at least 95.0 %: met"."""
+    figure, interval = target_figure(target), target_interval(target)
+    if interval:
+        figure = f"{figure} ({interval})" if figure else interval
+    remark = f" ({target.deviation})" if target.deviation else ""
+    said = f"{figure}, wanted" if figure else "wanted"
+    return f"{target.target_id}: {said} {wanted(target)}: {target.outcome}{remark}"

@@ -1,0 +1,125 @@
+"""Policies that keep blocks in queues, in a tier: what each is good for, and what it finds beside a
+replay of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvtier import _hot
+from kvtier.index import State
+from kvtier.index.native_key_index import NativeKeyIndex
+from kvtier.index.policies import EvictionPolicy
+from kvtier.index.policies.replayed import POLICIES, PolicyReplay
+from kvtier.plugins import load_plugin
+from kvtier.types import HOST, Slot
+from tests.index.policies.live_tier import names
+from tests.index.policies.traffic import CAPACITY, TRAFFIC, Keys, prompt
+
+QUEUES = ("arc", "s3fifo", "lfuda", "sieve")
+pytestmark = pytest.mark.skipif(not _hot.NATIVE, reason=f"no native core: {_hot.NATIVE_REASON}")
+MOST_BELOW = 0.02
+"""Of what is asked for: in a tier a block does not leave before those behind it, and room for all
+of a request is made before any of it comes."""
+
+
+class Host:
+    """A host tier that stores what is asked for and let in, as far as there is room beside what the
+    request found."""
+
+    def __init__(self, policy: str, capacity: int) -> None:
+        self.index = NativeKeyIndex((HOST,), lambda: b"", (HOST,), policy)
+        self.index.set_room(HOST, capacity)
+        self._free = [Slot(slot) for slot in reversed(range(capacity))]
+
+    def request(self, prompt: Keys, now: float) -> int:
+        """The hits."""
+        keys = [int(name).to_bytes(8, "big") for name in names(prompt).tolist()]
+        blocks, states = self.index.find_all(keys)
+        found = [*(state == State.READY for state in states), False].index(False)
+        self.index.asked(keys, now)
+        held = [block for block in blocks[:found] if block is not None]
+        self.index.lease(held, HOST)
+        new = [key for key in keys[found:] if self.index.find(key) is None]
+        if len(new) > len(self._free):
+            new = self.index.admit_keys(new, HOST, len(self._free))
+            self.evict(len(new) - len(self._free))
+        self.index.release(held, HOST)
+        stored = self.index.make(new[: len(self._free)])
+        self.index.begin_write_all(stored, HOST, [self._free.pop() for _ in stored])
+        self.index.commit_all(stored, HOST, now)
+        return found
+
+    def evict(self, num_blocks: int) -> Sequence[bytes]:
+        left = self.index.evict(HOST, max(0, num_blocks))
+        keys = self.index.keys(left)
+        self._free += self.index.forget_all(left, HOST)
+        return keys
+
+
+def test_what_can_be_replayed_can_be_chosen_in_a_tier() -> None:
+    for name in POLICIES:
+        policy = load_plugin("policies", name)()
+        assert isinstance(policy, EvictionPolicy)
+        assert policy.native_name == name
+    with pytest.raises(ValueError, match="no policy is called 'best'; there are runs, lru, arc"):
+        NativeKeyIndex((HOST,), lambda: b"", (HOST,), "best")
+
+
+@pytest.mark.parametrize("policy", QUEUES)
+def test_what_is_used_again_outlives_what_is_not(policy: str) -> None:
+    """A flood of prompts, larger than the tier, that nobody repeats."""
+    hits = {}
+    for name in (policy, "lru"):
+        host = Host(name, 100)
+        for now in range(4):
+            host.request(prompt(1, 20), float(now))
+        for now in range(4, 10):
+            host.request(prompt(now, 20), float(now))
+        hits[name] = host.request(prompt(1, 20), 10.0)
+        host.index.check_invariants()
+    assert hits == {policy: 20, "lru": 0}
+
+
+@pytest.mark.parametrize("policy", QUEUES)
+def test_what_was_held_when_its_turn_came_leaves_when_it_is_let_go(policy: str) -> None:
+    host = Host(policy, 12)
+    for number in (1, 2, 3):
+        host.request(prompt(number, 4), float(number))
+    first = [int(name).to_bytes(8, "big") for name in names(prompt(1, 4)).tolist()]
+    held = [block for block in host.index.find_all(first).blocks if block is not None]
+    host.index.lease(held, HOST)
+    assert len(host.evict(4)) == 4
+    host.index.check_invariants()
+    host.index.release(held, HOST)
+    host.index.check_invariants()
+    assert host.evict(2) == first[:1:-1]
+
+
+@pytest.mark.parametrize("policy", QUEUES)
+def test_less_room_makes_it_forget(policy: str) -> None:
+    """History is at most twice the capacity: `check_invariants` checks that."""
+    host = Host(policy, 100)
+    for now in range(30):
+        host.request(prompt(now % 12, 15), float(now))
+    for num_blocks in (40, 3, 1):
+        host.index.set_room(HOST, num_blocks)
+        host.index.check_invariants()
+        host.evict(host.index.num_held(HOST) - num_blocks)
+        host.index.check_invariants()
+    assert host.index.num_held(HOST) == 1
+
+
+@pytest.mark.parametrize("traffic", ["scan_flood", "reversed_habits", "stack", "tenants"])
+@pytest.mark.parametrize("policy", QUEUES)
+def test_in_a_tier_it_finds_what_it_finds_in_a_replay(policy: str, traffic: str) -> None:
+    host, replay = Host(policy, CAPACITY), PolicyReplay(policy, CAPACITY)
+    asked = found = replayed = 0
+    for now, keys in TRAFFIC[traffic](np.random.default_rng(1)):
+        asked += len(keys)
+        found += host.request(keys, now)
+        replayed += replay.request(keys, now)
+    host.index.check_invariants()
+    assert found >= replayed - MOST_BELOW * asked, f"{found} of {asked}, replayed {replayed}"

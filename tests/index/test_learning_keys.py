@@ -1,0 +1,208 @@
+"""The native flat index where a policy learns: beside a twin that checks each choice, and what the
+ladder relies on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule, run_state_machine_as_test
+
+from kvtier._hot import NATIVE, NATIVE_REASON
+from kvtier.hints import END, Said, Word
+from kvtier.index import KeyIndex, State
+from kvtier.index.native_key_index import NativeKeyIndex
+from kvtier.types import DISK, HOST, Slot
+from tests.index.indexes import LEARNING
+from tests.index.policies.live_tier import names
+from tests.index.policies.traffic import TRAFFIC
+from tests.index.test_key_index import KEYS, NS, TIERS, KeyIndexMachine, put, some_keys
+from tests.index.test_key_index import tiers as some_tier
+
+pytestmark = pytest.mark.skipif(not NATIVE, reason=f"no native core: {NATIVE_REASON}")
+
+
+@pytest.fixture
+def index() -> KeyIndex:
+    return NativeKeyIndex(TIERS, lambda: NS, TIERS)
+
+
+@pytest.fixture(params=LEARNING)
+def any_index(request: pytest.FixtureRequest) -> KeyIndex:
+    """Under each policy."""
+    return NativeKeyIndex(TIERS, lambda: NS, TIERS, request.param)
+
+
+class LearningMachine(KeyIndexMachine):
+    """As with least recently used first; and requests are told of."""
+
+    learning = TIERS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def in_order(self, keys: list[bytes]) -> list[bytes]:
+        """As keys of one prompt come."""
+        return keys
+
+    @rule(keys=some_keys, passes=st.sampled_from([0.0, 1.0, 60.0]))
+    def asked(self, keys: list[bytes], passes: float) -> None:
+        self.now += passes
+        self.index.asked(self.in_order(keys), self.now)
+
+    @rule(
+        keys=some_keys,
+        word=st.sampled_from(Word),
+        level=st.sampled_from([0, 50, 90]),
+        first=st.integers(0, 3),
+        length=st.sampled_from([1, 2, END - 3]),
+        lasts=st.sampled_from([0.0, 5.0, 100.0]),
+    )
+    def retain(
+        self, keys: list[bytes], word: Word, level: int, first: int, length: int, lasts: float
+    ) -> None:
+        self.index.retain(
+            self.in_order(keys),
+            Said(word, level, first, first + length, self.now + lasts),
+            self.now,
+        )
+
+    @rule(keys=some_keys)
+    def continues(self, keys: list[bytes]) -> None:
+        first, *others = self.in_order(keys)
+        place = len(first) - self.group_bytes
+        self.index.continues([key for key in others if key[:place] != first[:place]], first)
+
+    @rule(
+        keys=some_keys,
+        tier=some_tier,
+        num_free=st.integers(0, 3),
+        least_chance=st.sampled_from([0.0, 0.1, 0.9]),
+    )
+    def admit(self, keys: list[bytes], tier: str, num_free: int, least_chance: float) -> None:
+        admitted = self.index.admit_keys(keys, tier, num_free, least_chance)
+        has_places = self.group_bytes > 0  # of which blocks may be here
+        assert least_chance or has_places or admitted[:num_free] == keys[:num_free]
+
+    @rule(at_blocks=st.sampled_from([0.0, 2.0, 64.0]))
+    def set_doubling(self, at_blocks: float) -> None:
+        self.index.set_doubling(at_blocks)
+
+    @rule(tier=some_tier, num_blocks=st.sampled_from([1, 2, 50]))
+    def set_room(self, tier: str, num_blocks: int) -> None:
+        self.index.set_room(tier, num_blocks)
+        self.index.asked(KEYS[:1], self.now)  # what is too much is forgotten then
+
+
+@pytest.mark.parametrize("policy", LEARNING)
+def test_native_index_and_its_twin_do_the_same_where_a_policy_learns(policy: str) -> None:
+    machine = type("Machine", (LearningMachine,), {"policy": policy})
+    run_state_machine_as_test(machine, settings=settings(stateful_step_count=50, deadline=None))
+
+
+def left(index: KeyIndex, num: int, tier: str = HOST) -> list[bytes]:
+    """Keys of blocks that have left."""
+    blocks = index.evict(tier, num)
+    keys = index.keys(blocks)
+    index.forget_all(blocks, tier)
+    return keys
+
+
+def test_a_prompt_leaves_from_its_end_and_what_is_held_stays(any_index: KeyIndex) -> None:
+    any_index.asked(KEYS[:5], 0.0)
+    blocks = put(any_index, KEYS[:5])
+    any_index.lease(blocks[1:2], HOST)
+    assert left(any_index, 9) == KEYS[4:1:-1]
+    any_index.release(blocks[1:2], HOST)
+    assert left(any_index, 9) == KEYS[1::-1]
+    any_index.check_invariants()
+
+
+def test_an_answer_leaves_before_its_question(any_index: KeyIndex) -> None:
+    any_index.asked(KEYS[:2], 0.0)
+    put(any_index, KEYS[:2])
+    for at in (2, 3, 4):
+        any_index.continues(KEYS[at : at + 1], KEYS[at - 1])
+        put(any_index, KEYS[at : at + 1])
+        put(any_index, KEYS[at : at + 1], DISK)
+    put(any_index, KEYS[:2], DISK)
+    any_index.asked(KEYS[:5], 1.0)
+    assert left(any_index, 9) == KEYS[4::-1]
+    any_index.check_invariants()
+
+
+def test_in_storage_a_block_lies_behind_what_it_lies_behind_in_memory(any_index: KeyIndex) -> None:
+    """Nobody has asked for it since storage has it."""
+    for key in KEYS[:3]:
+        put(any_index, [key])
+    any_index.asked(KEYS[:3], 0.0)
+    for key in KEYS[:3]:
+        put(any_index, [key], DISK)
+    assert left(any_index, 1, DISK) == [KEYS[2]]
+    any_index.check_invariants()
+
+
+def test_a_flood_of_prompts_is_left_out_once_it_is_known(index: KeyIndex) -> None:
+    capacity, num_left_out, hits, asked = 200, 0, 0, 0
+    free = [Slot(number) for number in range(capacity)]
+    index.set_room(HOST, capacity)
+    for number, (now, prompt) in enumerate(TRAFFIC["scan_flood"](np.random.default_rng(3))):
+        if number == 900:
+            break
+        keys = [int(name).to_bytes(8, "big") for name in names(prompt).tolist()]
+        blocks, states = index.find_all(keys)
+        found = [*(state == State.READY for state in states[:: len(TIERS)]), False].index(False)
+        if number > 600 and len(keys) == 20:
+            hits, asked = hits + found, asked + 20
+        index.asked(keys, now)
+        held = [block for block in blocks[:found] if block is not None]
+        index.lease(held, HOST)
+        admitted = keys[found:]
+        if len(admitted) > len(free):
+            admitted = index.admit_keys(admitted, HOST, len(free))
+            free += index.drop(HOST, len(admitted) - len(free))
+        num_left_out += len(keys) - found - len(admitted)
+        index.release(held, HOST)
+        stored = index.make(admitted[: len(free)])
+        index.begin_write_all(stored, HOST, [free.pop() for _ in stored])
+        index.commit_all(stored, HOST, now)
+    assert hits > 0.4 * asked, "with least recently used first hardly any is found"
+    assert num_left_out > 0
+    index.check_invariants()
+
+
+def test_what_has_a_priority_stays_for_its_time(index: KeyIndex) -> None:
+    for at in (0, 4):
+        index.asked(KEYS[at : at + 4], float(at))
+        put(index, KEYS[at : at + 4])
+    index.retain(KEYS[:4], Said(Word.KEEP, 90, 0, 2, 60.0), 4.0)
+    assert left(index, 6) == [*KEYS[3:1:-1], *KEYS[:3:-1]]
+    put(index, KEYS[4:6])
+    index.asked(KEYS[4:6], 60.0)
+    assert left(index, 2) == KEYS[1::-1]
+    index.check_invariants()
+
+
+@pytest.mark.parametrize("key_bytes", [8, 32, 36, 100], ids=lambda num: f"{num}-byte keys")
+def test_what_was_made_beforehand_holds_keys_of_any_size_and_more_of_them(key_bytes: int) -> None:
+    index = NativeKeyIndex(TIERS, lambda: NS, TIERS)
+    index.expect(400_000)  # enough for memory that is made beforehand, in all of its parts
+    expected = index.num_bytes
+    assert expected >= 400_000 * (36 + 12), "nothing was made"
+    keys = [number.to_bytes(key_bytes, "little") for number in range(1, 6_001)]
+    free = list(range(len(keys)))[::-1]
+    for at in range(0, len(keys), 20):
+        if at == 2_000:
+            index.expect(800_000)  # too late: what is known stays where it is
+        if at % 400 == 300:
+            free += index.forget_all(index.evict(HOST, 30), HOST)
+        prompt = keys[at : at + 20]
+        index.asked(prompt, float(at))
+        blocks = index.make(prompt)
+        index.begin_write_all(blocks, HOST, [Slot(free.pop()) for _ in blocks])
+        index.commit_all(blocks, HOST, float(at))
+    index.check_invariants()
+    known = [block for block in index.find_all(keys).blocks if block is not None]
+    assert index.num_held(HOST) == len(known) == len(keys) - 15 * 30

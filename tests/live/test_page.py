@@ -1,0 +1,218 @@
+"""The live page in a real browser, over a real server: ``make test-page``."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from kvtier.live.files import LIVE_PATH
+from kvtier.live.local import LocalServer
+from kvtier.live.scrape import Watched
+
+from . import browser
+from .served import KEY, Serve
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(browser.why_not()), reason=browser.why_not()),
+]
+PATIENCE_MS = 30_000
+WIDTHS = (390, 1280)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    with browser.browser() as made:
+        yield made
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Serve]:
+    made = Serve(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
+    """Opens a page, on which nothing may go wrong: no script, no file, nothing that the policy
+    forbids."""
+    wrong: list[str] = []
+    contexts: list[Any] = []
+
+    def opened(url: str, width: int = 1280) -> Any:
+        context = chromium.new_context(viewport={"width": width, "height": 900})
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(PATIENCE_MS)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("console", lambda said: wrong.append(said.text) if _is_bad(said) else None)
+        page.goto(url)
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert wrong == []
+
+
+def _is_bad(said: Any) -> bool:
+    """A server that is away is no fault of the page's."""
+    is_away = re.search("ERR_|status of (401|502|503)", said.text)
+    return said.type == "error" and not is_away
+
+
+def wait_for(page: Any, text: str | re.Pattern[str], where: str = "body") -> None:
+    page.locator(where).filter(has_text=text).first.wait_for()
+
+
+def state(page: Any) -> str:
+    return str(page.locator("#state").inner_text())
+
+
+def test_the_page_shows_what_happens_and_goes_on(
+    served: Serve, open_page: Callable[..., Any]
+) -> None:
+    page = open_page(served.url)
+    wait_for(page, "Live", "#state")
+    wait_for(page, "too few to tell", "#tiles")
+    wait_for(page, "Is it worth its memory?", "#answers")
+    served.work()
+    wait_for(page, re.compile("[1-9]\\d? % of what prompts asked for was there"), "#answers")
+    wait_for(page, re.compile(r"[1-9]\S* of \d+ blocks in use"), "#ladder")
+    wait_for(page, re.compile(r"device → host [1-9]"), "#charts")
+    assert "host" in page.locator("#ladder svg").get_attribute("aria-label")
+    wait_for(page, re.compile("loading from (host|disk)"), "#guesses")
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_nothing_is_wider_than_the_window(
+    served: Serve, open_page: Callable[..., Any], width: int
+) -> None:
+    page = open_page(served.url, width)
+    served.work(turns=1)
+    wait_for(page, "disk", "#ladder")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_page_survives_a_restart(served: Serve, open_page: Callable[..., Any]) -> None:
+    page = open_page(served.url)
+    served.work(turns=1)
+    wait_for(page, "Live", "#state")
+    served.stop()
+    wait_for(page, "No news: the server does not answer. Asking again.", "#state")
+    assert page.locator("#tiers").inner_text() != "", "what was seen last stays"
+    served.start()
+    wait_for(page, "Live; the server has begun anew.", "#state")
+
+
+def test_a_disk_that_goes_away_is_shown_and_that_it_is_back(
+    served: Serve, open_page: Callable[..., Any]
+) -> None:
+    page = open_page(served.url)
+    served.work()
+    wait_for(page, "in use", "#tiers")
+    served.signal(signal.SIGUSR1)
+    served.work(8)
+    wait_for(page, re.compile("left alone|being tried again"), "#ladder")
+    wait_for(page, "Disk failed", "#answers")
+    served.signal(signal.SIGUSR2)
+    for _ in range(30):
+        served.work(8, 1)
+        if state_of_disk(page).endswith("in use"):
+            break
+    assert state_of_disk(page).endswith("in use")
+
+
+def state_of_disk(page: Any) -> str:
+    return str(page.locator("#tiers tr", has_text="disk").inner_text())
+
+
+def test_the_page_is_used_by_keyboard(served: Serve, open_page: Callable[..., Any]) -> None:
+    page = open_page(served.url)
+    wait_for(page, "Live", "#state")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    wait_for(page, "Paused.", "#state")
+    page.keyboard.press("Enter")
+    wait_for(page, "Live", "#state")
+    page.locator("#charts svg").first.focus()
+    page.wait_for_timeout(2500)  # some points
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    wait_for(page, re.compile(r", \d+ s ago"), "#charts figcaption")
+
+
+def test_a_key_is_asked_for_once_and_sent(tmp_path: Path, open_page: Callable[..., Any]) -> None:
+    served = Serve(tmp_path, key=KEY)
+    try:
+        page = open_page(served.url)
+        wait_for(page, "Waiting for the key.", "#state")
+        assert page.locator("#main").is_hidden()
+        page.locator("#key-text").fill("another")
+        page.keyboard.press("Enter")
+        wait_for(page, "That is another key.", "#state")
+        page.locator("#key-text").fill(KEY)
+        page.keyboard.press("Enter")
+        wait_for(page, "Live", "#state")
+        page.reload()
+        wait_for(page, "Live", "#state")
+    finally:
+        served.close()
+
+
+def test_a_slow_answer_does_not_forget_a_key_that_was_given_since(
+    tmp_path: Path, open_page: Callable[..., Any]
+) -> None:
+    served = Serve(tmp_path, key=KEY)
+    held: list[Any] = []
+
+    def hold_without_key(route: Any) -> None:
+        if "authorization" in route.request.headers:
+            route.continue_()
+        else:
+            held.append(route)
+
+    try:
+        page = open_page(served.url)
+        wait_for(page, "Waiting for the key.", "#state")
+        page.route(f"**{LIVE_PATH}", hold_without_key)
+        with page.expect_request(f"**{LIVE_PATH}"):
+            pass
+        page.locator("#key-text").fill(KEY)
+        page.keyboard.press("Enter")
+        wait_for(page, "Live", "#state")
+        with page.expect_response(lambda answer: answer.status == 401):
+            held[-1].continue_()
+        with page.expect_response(lambda answer: answer.ok):
+            pass  # it goes on asking, with the key
+        page.reload()
+        wait_for(page, "Live", "#state")
+    finally:
+        served.close()
+
+
+def test_another_engines_page_is_the_same(served: Serve, open_page: Callable[..., Any]) -> None:
+    local = LocalServer(Watched(served.url))
+    thread = Thread(target=local.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        page = open_page(local.url)
+        served.work(turns=1)
+        wait_for(page, "Live", "#state")
+        wait_for(page, "disk", "#ladder")
+        served.stop()
+        wait_for(page, "does not answer", "#state")
+    finally:
+        local.shutdown()
+        thread.join()
+        local.server_close()

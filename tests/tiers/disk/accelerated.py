@@ -1,0 +1,202 @@
+"""A disk tier under an accelerator that is not there: its pool, and a file library, on fakes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.devices.base import Finding, Memory
+from kvtier.devices.driver_device import DriverDevice
+from kvtier.layout import DType, KVGroup, full_attention, latent_attention, named_layout, repack
+from kvtier.testing import host_memory
+from kvtier.tiers import DeviceTier, Outcome, Pieces
+from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.tiers.disk.direct import Pool
+from kvtier.tiers.disk.format.records import as_keys
+from kvtier.types import BlockKey, BlockName, Slot, Verify
+from tests.devices.drivers import environment, host_compute, make_device
+from tests.fakes.storage import Cancel, StorageFake
+
+Bytes = npt.NDArray[np.uint8]
+
+PAGE = 4096
+GQA = full_attention(4, 2, 64, DType.FLOAT16, 32)
+"""Layer first: 8 pieces of 8 KiB."""
+MLA = latent_attention(3, 128, 32, DType.FLOAT16, 64)
+"""Layer first: a piece of 16 KiB and one of 4 KiB in each of 3 layers."""
+ODD = full_attention(3, 2, 24, DType.FLOAT16, 8)
+"""Pieces of 768 bytes: nothing of them is a page."""
+KINDS = {"cuda": "cuda", "hip": "cuda", "ascend": "npu"}
+"""What torch calls the accelerator of a vendor."""
+NUM_BLOCKS = 6
+THERE = [Outcome.THERE] * NUM_BLOCKS
+BY_LAYER = (32, 64, 96)
+"""Cuts of a pool of ``GQA``, layer first: each layer is an allocation, as engines have it."""
+
+
+def names(num: int = NUM_BLOCKS) -> list[BlockName]:
+    return [BlockName(b"n" * 32, at, BlockKey(b"%032d" % at)) for at in range(num)]
+
+
+def keys(num: int = NUM_BLOCKS) -> list[BlockKey]:
+    return [name.key for name in names(num)]
+
+
+def on_fake(
+    name: str, compute: Callable[[], int | None] = host_compute
+) -> tuple[StorageFake, DriverDevice, ExitStack]:
+    """An accelerator and the file library ``name`` that are not there, for as long as the stack is
+    open."""
+    fake, stack = StorageFake(name), ExitStack()
+    variables = (fake.library_variable, f"KVTIER_{fake.vendor.upper()}_LIBRARY")
+    stack.enter_context(environment(**dict.fromkeys(variables, str(fake.path))))
+    return fake, make_device(fake, 0, compute), stack
+
+
+class Accelerated:
+    """``NUM_BLOCKS`` known blocks, and a pool for them that only the accelerator reaches.
+
+    name: of the file library. has_host: there is a host tier, so that nothing has to go straight.
+    What is not said otherwise: blocks that were verified before are not verified again.
+    cuts: pages of the pool at which another allocation begins.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        group: KVGroup = GQA,
+        order: str = "layer_first",
+        has_host: bool = False,
+        compute: Callable[[], int | None] = host_compute,
+        cuts: Sequence[int] = (),
+    ) -> None:
+        self.fake, self.device, self._stack = on_fake(name, compute)
+        self.folder = folder
+        self.group = group
+        layout = named_layout(order, group, NUM_BLOCKS + 2)
+        address = self.fake.allocate(layout.nbytes + PAGE)
+        self._stack.callback(self.fake.free, address)
+        self._stack.callback(self.device.close)
+        memory = Memory(address, layout.nbytes, KINDS[self.fake.vendor], None)
+        self.pool = DeviceTier(memory, layout)
+        ends = [0, *(cut * PAGE for cut in sorted(cuts)), layout.nbytes]
+        self.allocations = [
+            Memory(address + begin, end - begin, memory.kind, None) for begin, end in pairwise(ends)
+        ]
+        for each in self.allocations[1:]:
+            self.fake.cut(each.address)
+        self.file_layout = named_layout("block_first", group, NUM_BLOCKS)
+        self.content = np.random.default_rng(7).integers(0, 256, self.file_layout.nbytes, np.uint8)
+        """Of all blocks, one behind the other."""
+        self._host = host_memory(layout.nbytes + PAGE)
+        self._has_host = has_host
+        self.tiers: list[DiskTier] = []
+        self.now = 0.0
+        """Seconds, for pauses."""
+
+    def open(self, **options: object) -> DiskTier:
+        """The tier; what was there before is there again."""
+        slot_bytes = -(-self.group.bytes_per_block // PAGE) * PAGE
+        made = DiskOptions(
+            self.folder, NUM_BLOCKS * slot_bytes, verify=Verify.OFF, bounce_bytes=4 * slot_bytes
+        )
+        arena = self._host if self._has_host else None
+        tier = DiskTier(
+            replace(made, **options),  # type: ignore[arg-type]
+            self.group,
+            arena,
+            monotonic=lambda: self.now,
+            pool=replace(Pool.of(self.pool, self.device), allocations=self.allocations),
+        )
+        self.tiers.append(tier)
+        return tier
+
+    def in_host(self, at: Sequence[int] = range(NUM_BLOCKS)) -> Pieces:
+        """Return the location of blocks in host memory, to be stored."""
+        size = self.group.bytes_per_block
+        return Pieces.whole(self.content.ctypes.data + np.array(at) * size, size)
+
+    def in_pool(self, slots: Sequence[int] = range(NUM_BLOCKS)) -> Pieces:
+        return self.pool.pieces([Slot(slot) for slot in slots])
+
+    def fill_pool(self, content: Bytes | int) -> None:
+        memory = self.pool.memory
+        whole = np.broadcast_to(np.asarray(content, np.uint8), memory.nbytes)
+        self.fake.poke(memory.address, whole)
+
+    def pool_bytes(self) -> Bytes:
+        return self.fake.peek(self.pool.memory.address, self.pool.memory.nbytes)
+
+    def expected(self, before: Bytes, slots: Sequence[int], at: Sequence[int]) -> Bytes:
+        """Return the pool's content when blocks ``at`` have arrived in ``slots``."""
+        after = before.copy()
+        repack(self.content, self.file_layout, list(at), after, self.pool.layout, list(slots))
+        return after
+
+    def check_pool(self, at: Sequence[int] = range(NUM_BLOCKS)) -> None:
+        """Blocks ``at`` are in the slots of their numbers, and zeros elsewhere."""
+        zeros = np.zeros(self.pool.memory.nbytes, np.uint8)
+        assert np.array_equal(self.pool_bytes(), self.expected(zeros, at, at))
+
+    def close(self) -> None:
+        for tier in self.tiers:
+            tier.close()
+        self._stack.close()
+
+
+def hang(world: Accelerated, tier: DiskTier) -> list[Outcome]:
+    """Have the driver hold a read until its engine is given up, and let it go then. What became of
+    the read. A second is enough for it to begin, also where others use the machine."""
+    world.fake.cancels(Cancel.IGNORED)
+    world.fake.hold_storage()
+    outcomes: list[Outcome] = []
+    reading = threading.Thread(
+        target=lambda: outcomes.extend(tier.get(keys(), world.in_pool(), 1.0))
+    )
+    reading.start()
+    event = threading.Event()
+    for _ in range(6000):
+        if any("given up" in line.note for line in tier.findings()):
+            break
+        event.wait(0.01)
+    else:
+        raise AssertionError("it was never given up")
+    assert reading.is_alive(), "whoever waits for it keeps its memory"
+    world.fake.let_storage_go()
+    reading.join()
+    return outcomes
+
+
+def line_of(tier: DiskTier, topic: str) -> Finding:
+    """Return the finding about ``topic``."""
+    (line,) = [line for line in tier.findings() if line.topic.startswith(topic)]
+    return line
+
+
+def on_disk(tier: DiskTier, folder: Path, block: int, at: int, value: int) -> None:
+    """Change a byte of a block behind the tier's back."""
+    (slot,) = tier.blocks.listed.find(as_keys(keys()[block : block + 1])).tolist()
+    with (folder / "data.slab").open("r+b") as file:
+        file.seek(slot * tier.blocks.parts[0].slot_bytes + at)
+        file.write(bytes([value]))
+
+
+@contextmanager
+def accelerated(name: str, folder: Path, **named: object) -> Iterator[Accelerated]:
+    """A world whose fakes saw nothing that hardware might punish, and that gave everything back."""
+    world = Accelerated(name, folder, **named)  # type: ignore[arg-type]
+    try:
+        yield world
+    finally:
+        world.close()
+    assert world.fake.violations == []
+    assert world.fake.storage_leaks == []
+    assert world.fake.leaks == []

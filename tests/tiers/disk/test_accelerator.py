@@ -1,0 +1,513 @@
+"""Blocks between a slab and an accelerator's memory: the way they take, and what they are then.
+
+Every test also fails where a fake saw something that hardware might punish, or where something was
+not given back.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtier.errors import ConfigError, DeviceError
+from kvtier.layout.named import ORDERS
+from kvtier.tiers import Outcome, Pieces
+from kvtier.tiers.disk import DiskTier
+from kvtier.tiers.disk.io import direct, file_library
+from kvtier.tiers.disk.io import probe as probing
+from kvtier.tiers.disk.io.base import Int64s
+from kvtier.types import Direct, Verify
+from tests.effort import effort
+from tests.fakes.storage import LIBRARIES, Fault
+from tests.tiers.disk.accelerated import (
+    BY_LAYER,
+    GQA,
+    MLA,
+    NUM_BLOCKS,
+    ODD,
+    PAGE,
+    THERE,
+    Accelerated,
+    accelerated,
+    hang,
+    keys,
+    line_of,
+    names,
+    on_disk,
+)
+
+GROUPS = {"GQA": GQA, "MLA": MLA, "odd": ODD}
+BATCHES = ["cufile113", "cufile115"]
+
+
+@pytest.fixture(params=LIBRARIES)
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Accelerated]:
+    with accelerated(request.param, tmp_path, cuts=BY_LAYER) as made:
+        yield made
+
+
+@pytest.fixture
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Discard results of earlier probes."""
+    monkeypatch.setattr(probing, "_known", {})
+
+
+def stored(world: Accelerated, **options: object) -> DiskTier:
+    """A tier that has all blocks, and trusts them."""
+    tier = world.open(**options)
+    assert tier.put(names(), world.in_host(), 60) == THERE
+    return tier
+
+
+# -- bytes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+@settings(max_examples=max(10, settings().max_examples // 3))
+@given(
+    group=st.sampled_from(sorted(GROUPS)),
+    order=st.sampled_from(sorted(ORDERS)),
+    verify=st.sampled_from(Verify),
+    has_host=st.booleans(),
+    crashed=st.booleans(),
+    percent_short=st.sampled_from([0, 40]),
+    slots=st.permutations(range(NUM_BLOCKS + 2)),
+    at=st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=1, unique=True),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_blocks_come_as_repack_would_bring_them(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    group: str,
+    order: str,
+    verify: Verify,
+    has_host: bool,
+    crashed: bool,
+    percent_short: int,
+    slots: list[int],
+    at: list[int],
+    seed: int,
+) -> None:
+    """Any layout, any place, trusted or not, in parts or whole; and no byte beside them."""
+    folder = tmp_path_factory.mktemp("slab")
+    with accelerated(name, folder, group=GROUPS[group], order=order, has_host=has_host) as world:
+        world.fake.reset_storage(seed, 20 * (seed % 3), percent_short)
+        tier = stored(world, verify=verify, sample_every=2)
+        if crashed:
+            tier.abandon()
+            tier = world.open(verify=verify, sample_every=2)
+        if world.pool.memory.kind not in tier.facts.reaches:
+            assert has_host, "without a host tier everything is reached"
+            return
+        for _ in range(2):
+            before = np.random.default_rng(seed).integers(
+                0, 256, world.pool.memory.nbytes, np.uint8
+            )
+            world.fill_pool(before)
+            to = slots[: len(at)]
+            got = tier.get([keys()[each] for each in at], world.in_pool(to), 60)
+            assert got == [Outcome.THERE] * len(at)
+            assert np.array_equal(world.pool_bytes(), world.expected(before, to, at))
+
+
+@pytest.mark.parametrize("group", [GQA, MLA], ids=["GQA", "MLA"])
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_whole_pages_go_straight_once_they_are_trusted(
+    name: str, group: object, tmp_path: Path
+) -> None:
+    with accelerated(name, tmp_path, group=group) as world:
+        tier = stored(world)
+        world.fill_pool(0)
+        copies = world.fake.count("copies")
+        assert tier.get(keys(), world.in_pool(), 60) == THERE
+        world.check_pool()
+        assert world.fake.count("copies") == copies, "none of them was in host memory"
+        assert world.fake.num_transfers > 0
+        assert line_of(tier, "disk to device").found == "straight"
+        kind = world.pool.memory.kind
+        assert kind in tier.facts.reaches
+        assert not tier.facts.can_write_from(kind), "nobody computes a checksum there"
+
+
+def test_several_disks_register_the_pool_once(world: Accelerated, tmp_path: Path) -> None:
+    tier = stored(world, more_paths=(tmp_path / "two",), direct=Direct.ON)
+    world.fill_pool(0)
+    assert tier.get(keys(), world.in_pool(), 60) == THERE
+    world.check_pool()
+    prefix = {"cuda": "cuFile", "hip": "hipFile", "ascend": "NdsFile"}[world.fake.vendor]
+    assert world.fake.count(f"{prefix}HandleRegister") == 2
+    is_registered = world.fake.vendor != "ascend"
+    assert world.fake.count(f"{prefix}BufRegister") == is_registered * len(world.allocations)
+
+
+def test_places_that_can_not_be_reached_straight_are_copied_to(world: Accelerated) -> None:
+    """Not at the beginning of a page, or in memory that the library was not told of."""
+    tier = stored(world)
+    world.fill_pool(0)
+    others = world.fake.allocate(GQA.bytes_per_block)
+    pieces = world.in_pool()
+    addresses = pieces.addresses.copy()
+    begins = np.cumsum(pieces.sizes) - pieces.sizes
+    addresses[0] = others + begins.astype(np.uint64)
+    addresses[1] = addresses[1] + np.uint64(512)
+    moved = Pieces(addresses[:2], pieces.sizes, pieces.kind)
+    assert tier.get(keys(2), moved, 60) == THERE[:2]
+    size = GQA.bytes_per_block
+    assert np.array_equal(world.fake.peek(others, size), world.content[:size])
+    found = [
+        world.fake.peek(int(at), int(n)) for at, n in zip(addresses[1], pieces.sizes, strict=True)
+    ]
+    assert np.array_equal(np.concatenate(found), world.content[size : 2 * size])
+    world.fake.free(others)
+
+
+# -- trust -----------------------------------------------------------------------------------------
+
+
+def test_after_a_crash_the_processor_sees_every_block_first(world: Accelerated) -> None:
+    stored(world).abandon()
+    tier = world.open()
+    world.fill_pool(0)
+    assert tier.get(keys(), world.in_pool(), 60) == THERE
+    world.check_pool()
+    assert world.fake.num_transfers == 0, "nothing that nobody has verified"
+    world.fill_pool(0)
+    assert tier.get(keys(), world.in_pool(), 60) == THERE
+    world.check_pool()
+    assert world.fake.num_transfers > 0, "by now somebody has"
+
+
+def test_after_an_orderly_end_blocks_are_trusted(world: Accelerated) -> None:
+    stored(world).close()
+    tier = world.open()
+    world.fill_pool(0)
+    assert tier.get(keys(), world.in_pool(), 60) == THERE
+    world.check_pool()
+    assert world.fake.num_transfers > 0
+
+
+def test_a_sample_takes_the_way_on_which_it_is_verified(world: Accelerated) -> None:
+    tier = stored(world, verify=Verify.SAMPLED, sample_every=3)
+    copies = world.fake.count("copies")
+    assert tier.get(keys(), world.in_pool(), 60) == THERE
+    assert world.fake.count("copies") - copies == 2 * 8, "two of six blocks, in 8 pieces each"
+
+
+@pytest.mark.parametrize("is_sampled", [True, False], ids=["sampled", "after a crash"])
+def test_damage_is_noticed_wherever_it_is_looked_for(world: Accelerated, is_sampled: bool) -> None:
+    tier = stored(world, verify=Verify.SAMPLED, sample_every=1 if is_sampled else 1000)
+    value = int(world.content[2 * GQA.bytes_per_block + 100])
+    on_disk(tier, world.folder, block=2, at=100, value=value ^ 1)
+    if not is_sampled:
+        tier.abandon()
+        tier = world.open()
+    outcomes = tier.get(keys(), world.in_pool(), 60)
+    assert outcomes == [Outcome.DAMAGED if at == 2 else Outcome.THERE for at in range(NUM_BLOCKS)]
+
+
+# -- on, auto and off ------------------------------------------------------------------------------
+
+
+def test_every_block_is_verified_only_by_way_of_host_memory(world: Accelerated) -> None:
+    with pytest.raises(ConfigError, match="verify: always, and the device computes no checksums"):
+        world.open(verify=Verify.ALWAYS, direct=Direct.ON)
+    tier = stored(world, verify=Verify.ALWAYS)
+    world.fill_pool(0)
+    assert tier.get(keys(), world.in_pool(), 60) == THERE
+    world.check_pool()
+    assert world.fake.num_transfers == 0
+    line = line_of(tier, "disk to device")
+    assert line.found == "through a buffer"
+    assert line.note == "verify is always, and the device computes no checksums"
+
+
+def test_off_reaches_host_memory_only(world: Accelerated) -> None:
+    tier = world.open(direct=Direct.OFF)
+    assert tier.facts.reaches == {"host"}
+    assert tier.facts.direct is Direct.OFF
+    assert line_of(tier, "disk to device").found == "through host memory"
+    assert world.fake.storage_leaks == [], "no driver was opened"
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_beside_a_host_tier_auto_goes_straight_at_need(name: str, tmp_path: Path) -> None:
+    with accelerated(name, tmp_path, has_host=True) as world:
+        tier = stored(world)
+        assert tier.facts.direct is Direct.AUTO
+        assert world.pool.memory.kind in tier.facts.reaches
+        line = line_of(tier, "disk to device")
+        assert (line.found, line.note) == ("through host memory", "straight where that is short")
+        world.fill_pool(0)
+        assert tier.get(keys(), world.in_pool(), 60) == THERE
+        world.check_pool()
+        assert tier.get(keys(), world.in_host(), 60) == THERE, "and host memory as ever"
+
+
+@pytest.mark.usefixtures("nothing_known")
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("KVTIER_FAKE_DRIVER", "absent", "answered 5033"),
+        ("KVTIER_FAKE_DRIVER", "abort", "ended by signal 6"),
+        ("KVTIER_FAKE_BYTES", "wrong", "it brought wrong bytes"),
+        ("KVTIER_FAKE_DRIVER", "spin", "it did not answer within 1.5 s, and was killed"),
+    ],
+    ids=["absent", "abort", "wrong bytes", "spin"],
+)
+def test_what_the_probe_could_not_do_is_not_done(
+    variable: str, value: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if value == "spin":
+        probe = probing.probe
+        monkeypatch.setattr(
+            probing, "probe", lambda kind, folder, device: probe(kind, folder, device, 1.5)
+        )
+    with accelerated("cufile120", tmp_path) as world:
+        with monkeypatch.context() as broken:
+            broken.setenv(variable, value)
+            with pytest.raises(ConfigError, match=f"direct: on, and .*: .*{reason}.*leave it at"):
+                world.open(direct=Direct.ON)
+            tier = stored(world)
+        assert line_of(tier, "disk to device").found == "through a buffer"
+        assert reason in line_of(tier, "disk to device").note
+        assert line_of(tier, "disk to accelerator").found == "no"
+        world.fill_pool(0)
+        assert tier.get(keys(), world.in_pool(), 60) == THERE
+        world.check_pool()
+        assert world.fake.num_transfers == 0
+
+
+@pytest.mark.usefixtures("nothing_known")
+@pytest.mark.parametrize("name", ["cufile113", "hipfile03"])
+def test_compatibility_mode_is_called_what_it_is(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvtier")
+    monkeypatch.setenv("KVTIER_FAKE_DRIVER", "bounced")
+    with accelerated(name, tmp_path) as world:
+        tier = stored(world)
+        assert tier.facts.direct is Direct.OFF
+        assert "compatibility mode only" in line_of(tier, "disk to device").note
+        assert line_of(tier, "disk to accelerator").found.startswith("compatibility mode: ")
+        tier.close()
+        tier = world.open(direct=Direct.ON)
+        line = line_of(tier, "disk to device")
+        assert line.found == "straight, in compatibility mode"
+        assert "every byte goes through host memory" in line_of(tier, "disk to accelerator").note
+        world.fill_pool(0)
+        assert tier.get(keys(), world.in_pool(), 60) == THERE
+        world.check_pool()
+        assert world.fake.num_transfers > 0
+    warned = [line.getMessage() for line in caplog.records if line.levelname == "WARNING"]
+    assert any("way=straight, in compatibility mode" in each for each in warned)
+
+
+def test_where_the_machine_is_direct_compatibility_mode_is_forbidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was when the way was tried. What the library falls back to later must not go unsaid."""
+    with accelerated("cufile120", tmp_path) as world:
+        world.open().close()
+        world.fake.reset_storage(is_bounced=True)
+        tier = world.open()
+        assert "not on this file system" in line_of(tier, "disk to device").note
+        with pytest.raises(ConfigError, match="not on this file system"):
+            world.open(direct=Direct.ON, path=tmp_path / "two")
+        assert "CUFILE_ALLOW_COMPAT_MODE" not in os.environ
+
+
+@pytest.mark.parametrize("name", ["cufile120", "hipfile03"])
+def test_a_pool_that_can_not_be_pinned_is_told_of(name: str, tmp_path: Path) -> None:
+    with accelerated(name, tmp_path) as world:
+        world.fake.limit_pinned(16)
+        prefix = {"cuda": "cuFile", "hip": "hipFile"}[world.fake.vendor]
+        world.fake.fail_call(f"{prefix}DriverSetMaxPinnedMemSize", 5002)
+        tier = stored(world)
+        assert "can't be pinned" in line_of(tier, "disk to device").note
+        assert tier.get(keys(), world.in_pool(), 60) == THERE
+
+
+def test_a_device_without_a_library_or_a_queue_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with accelerated("cufile120", tmp_path) as world:
+        monkeypatch.setattr(world.device, "file_library", "")
+        tier = world.open()
+        assert "no library is known" in line_of(tier, "disk to device").note
+        tier.close()
+
+        def refuse(direction: object) -> None:
+            raise DeviceError("no more queues")
+
+        monkeypatch.setattr(world.device, "make_queue", refuse)
+        tier = world.open()
+        assert tier.facts.reaches == {"host", "cpu"}
+        assert line_of(tier, "disk to device").note == "no more queues"
+
+
+# -- what a library may do to us -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "value"),
+    [
+        (Fault.ERROR, errno.EIO), (Fault.ERROR, 5014), (Fault.ERROR, errno.ENOSPC),
+        (Fault.MUCH, 0), (Fault.CUT, 0), (Fault.CUT, 100), (Fault.CUT, PAGE),
+    ],
+)  # fmt: skip
+def test_what_the_library_fails_at_is_read_by_way_of_host_memory(
+    world: Accelerated, fault: Fault, value: int
+) -> None:
+    """It need not be the disk's fault: no slot is quarantined, and nothing is forgotten."""
+    tier = stored(world)
+    for nth in (1, 2):
+        world.fill_pool(0)
+        world.fake.fail_transfer(fault, value, nth)
+        assert tier.get(keys(), world.in_pool(), 60) == THERE
+        world.check_pool()
+    assert tier.blocks.num_quarantined == 0
+
+
+def test_a_library_that_fails_again_and_again_is_left_alone_for_a_while(
+    world: Accelerated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = stored(world, errors_until_off=2)
+    accelerator = tier.blocks.parts[0].ports.accelerator
+    assert accelerator is not None
+
+    def fail(offsets: Int64s, addresses: object, sizes: object, deadline_s: object) -> Int64s:
+        return np.full(len(offsets), -errno.EIO)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(accelerator.engine, "read", fail)
+        for _ in range(2):
+            assert line_of_straight(tier) == ""
+            assert tier.get(keys(1), world.in_pool([0]), 60) == THERE[:1]
+    assert "2 read errors in a row, the last: EIO" in line_of_straight(tier)
+    world.fill_pool(0)
+    assert tier.get(keys(), world.in_pool(), 60) == THERE
+    world.check_pool()
+    assert world.fake.num_transfers == 0
+    world.now += 10.0
+    assert tier.get(keys(), world.in_pool(), 60) == THERE
+    assert world.fake.num_transfers > 0
+    assert line_of_straight(tier) == ""
+
+
+def line_of_straight(tier: DiskTier) -> str:
+    """Return why blocks do not go straight now."""
+    lines = [line.note for line in tier.findings() if line.topic == "straight from disk"]
+    return lines[0] if lines else ""
+
+
+def test_a_disk_that_fails_costs_its_blocks_by_either_way(world: Accelerated) -> None:
+    """The file ends before the last block."""
+    tier = stored(world)
+    size = tier.blocks.parts[0].slot_bytes
+    os.truncate(world.folder / "data.slab", (NUM_BLOCKS - 1) * size)
+    outcomes = tier.get(keys(), world.in_pool(), 60)
+    assert sorted(each.value for each in outcomes) == ["damaged", *["there"] * (NUM_BLOCKS - 1)]
+
+
+def test_a_copy_that_fails_is_not_called_there(world: Accelerated) -> None:
+    tier = stored(world)
+    tier.abandon()
+    tier = world.open()
+    world.fake.fail_late(code=719 if world.fake.vendor != "ascend" else 507013)
+    assert tier.get(keys(), world.in_pool(), 60) == [Outcome.FAILED] * NUM_BLOCKS
+    assert tier.blocks.num_quarantined == 0
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_that_is_late_is_called_off_and_nothing_comes_later(
+    name: str, tmp_path: Path
+) -> None:
+    with accelerated(name, tmp_path) as world:
+        tier = stored(world)
+        world.fill_pool(0)
+        world.fake.hold_storage()
+        assert tier.get(keys(), world.in_pool(), 0.05) == [Outcome.FAILED] * NUM_BLOCKS
+        assert world.fake.num_moving == 0
+        world.fake.let_storage_go()
+        assert not world.pool_bytes().any()
+        assert tier.get(keys(), world.in_pool(), 60) == THERE
+        world.check_pool()
+        assert tier.blocks.num_quarantined == 0
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_driver_that_hangs_is_given_up_and_blocks_take_the_buffer(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "GRACE_S", 0.05)
+    monkeypatch.setattr(direct, "_given_up", [])
+    monkeypatch.setattr(file_library, "_opened", {})
+    world = Accelerated(name, tmp_path)
+    tier = stored(world)
+    world.fill_pool(0)
+    assert set(hang(world, tier)) <= {Outcome.THERE, Outcome.FAILED}
+    before = world.fake.num_transfers
+    world.fill_pool(0)
+    assert tier.get(keys(), world.in_pool(), 60) == THERE
+    world.check_pool()
+    assert world.fake.num_transfers == before, "nobody asks that driver again"
+    tier.close()
+    assert any("file" in each for each in world.fake.storage_leaks), "what it may use stays"
+    world.close()
+    assert world.fake.violations == []
+    assert world.fake.leaks == [], "but what only the device used was given back"
+    monkeypatch.undo()
+    world.fake.reset_storage()
+
+
+# -- nothing is left behind ------------------------------------------------------------------------
+
+
+def test_a_thousand_operations_leave_nothing_behind(world: Accelerated) -> None:
+    """Through good and bad ends."""
+    tier = stored(world, verify=Verify.SAMPLED, sample_every=5, errors_until_off=1000)
+    held: list[tuple[int, int, int]] = []
+    for each in range(effort(1000, 100)):
+        if each % 7 == 1:
+            world.fake.fail_transfer(Fault.ERROR, errno.EIO)
+        elif each % 7 == 3:
+            world.fake.fail_transfer(Fault.CUT, PAGE)
+        some = keys()[each % NUM_BLOCKS : each % NUM_BLOCKS + 2]
+        timeout_s = 0.0 if each % 7 == 5 else 60
+        outcomes = tier.get(some, world.in_pool(range(len(some))), timeout_s)
+        assert set(outcomes) == ({Outcome.FAILED} if each % 7 == 5 else {Outcome.THERE})
+        if each % 50 == 49:
+            fds = len(os.listdir("/proc/self/fd"))
+            held.append((fds, threading.active_count(), len(world.fake.leaks)))
+    assert len(set(held)) == 1, "descriptors, threads; streams, events and registrations"
+    tier.check_invariants()
+
+
+def test_opening_and_closing_leaves_nothing_behind(
+    world: Accelerated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.open().close()
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for turn in range(20):
+        tier = world.open(direct=Direct.ON)
+        tier.put(names(), world.in_host(), 60)
+        assert tier.get(keys(), world.in_pool(), 60) == THERE
+        if turn % 2:
+            tier.abandon()
+        tier.close()
+        assert world.fake.storage_leaks == []
+    with monkeypatch.context() as broken:
+        broken.setattr("kvtier.tiers.disk.ports.BlockPort", None)
+        with pytest.raises(TypeError):
+            world.open(direct=Direct.ON)
+    assert world.fake.storage_leaks == []
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before

@@ -1,0 +1,178 @@
+"""Movers of blocks between an accelerator and a disk, and what they wait for.
+
+Nothing that a file library moves is ordered by a stream. The control of each test drops the fences,
+and the fakes notice that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier.devices import Fence
+from kvtier.devices.synchronous import Passed
+from kvtier.tiers import MemoryTier, StorageTier
+from kvtier.tiers.disk import DiskTier
+from kvtier.transfer import Job, LocalMover, Move
+from kvtier.transfer.ranks import Done, RankExecutor, RankOrder, Verb
+from kvtier.types import DEVICE, DISK, Slot
+from tests.fakes.storage import LIBRARIES
+from tests.tiers.disk.accelerated import BY_LAYER, NUM_BLOCKS, THERE, Accelerated, keys, names
+
+SLOTS = [Slot(at) for at in range(NUM_BLOCKS)]
+OTHERS = [Slot(at + 2) for at in range(NUM_BLOCKS)]
+
+
+class Moving:
+    """A mover between the pool and the disk, nothing in between, beside compute on a stream."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        stream: list[int] = []
+        self.world = Accelerated(name, folder, compute=lambda: stream[0], cuts=BY_LAYER)
+        stream.append(self.world.fake.compute_stream())
+        self.stream = stream[0]
+        self.disk: DiskTier = self.world.open()
+        tiers: dict[str, MemoryTier | StorageTier] = {DEVICE: self.world.pool, DISK: self.disk}
+        self.mover = LocalMover(tiers, self.world.device)
+
+    def begin(self, src: str, dst: str, slots: list[Slot] | None = None) -> Job:
+        at = SLOTS if slots is None else slots
+        return self.mover.begin(Move(src, dst, at, at, names()))
+
+    def compute(self, value: int) -> None:
+        """Set every byte of the pool, some time."""
+        memory = self.world.pool.memory
+        self.world.fake.fill(memory.address, memory.nbytes, value, self.stream)
+
+    def close(self) -> None:
+        self.world.fake.let_go()
+        assert not self.mover.close(60)
+        self.world.close()
+        assert self.world.fake.storage_leaks == []
+        assert self.world.fake.leaks == []
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    event = threading.Event()
+    for _ in range(6000):
+        if is_so():
+            return
+        event.wait(0.01)
+    pytest.fail("it never came to that")
+
+
+@pytest.fixture(params=LIBRARIES)
+def moving(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Moving]:
+    made = Moving(request.param, tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=[True, False], ids=["with fences", "without"])
+def heeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, moving: Moving) -> bool:
+    """Whether fences are made at all."""
+    if not request.param:
+
+        def drop() -> Fence:
+            return Passed()
+
+        monkeypatch.setattr(moving.world.device, "fence", drop)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("is_trusted", [True, False], ids=["straight", "by the buffer"])
+def test_a_read_waits_for_those_who_use_its_slots_still(
+    moving: Moving, heeds: bool, is_trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = moving.world
+    assert moving.disk.put(names(), world.in_host(), 60) == THERE
+    if not is_trusted:
+        part = moving.disk.blocks.parts[0].ports
+        monkeypatch.setattr(part.accelerator, "enter", lambda: False)
+    world.fake.hold()
+    moving.compute(7)
+    job = moving.begin(DISK, DEVICE)
+    if heeds:
+        assert not job.wait(0.05)
+        assert world.fake.num_transfers == 0
+    elif is_trusted:
+        assert job.wait(60), "a file library waits for no stream"
+    else:
+        until(lambda: world.fake.num_pending > 1)  # the device's copies stand beside its compute
+    world.fake.let_go()
+    assert job.wait(60)
+    assert job.succeeded
+    world.device.fence().wait()
+    world.fake.wait_for(moving.stream)
+    is_right = np.array_equal(
+        world.pool_bytes(), world.expected(np.full_like(world.pool_bytes(), 7), SLOTS, SLOTS)
+    )
+    assert (world.fake.violations == []) == heeds
+    assert is_right or not heeds
+
+
+def test_a_write_waits_until_its_blocks_are_computed(moving: Moving, heeds: bool) -> None:
+    """By way of the ring: the processor computes checksums, of bytes that it can see."""
+    world = moving.world
+    world.fill_pool(1)
+    world.fake.hold()
+    moving.compute(9)
+    job = moving.begin(DEVICE, DISK)
+    if not heeds:  # time to begin before what it should have waited for
+        time.sleep(0.3)
+    world.fake.let_go()
+    assert job.wait(60)
+    assert job.succeeded
+    assert (world.fake.violations == []) == heeds
+    assert world.fake.num_transfers == 0
+    if heeds:
+        assert moving.disk.get(keys(), world.in_host(), 60) == THERE
+        assert (world.content == 9).all()
+
+
+def test_blocks_come_back_to_other_places(moving: Moving) -> None:
+    world = moving.world
+    before = world.expected(np.zeros(world.pool.memory.nbytes, np.uint8), SLOTS, SLOTS)
+    world.fill_pool(before)
+    assert moving.begin(DEVICE, DISK).wait(60)
+    world.fill_pool(0)
+    job = moving.begin(DISK, DEVICE, OTHERS)
+    assert job.wait(60)
+    assert job.succeeded
+    zeros = np.zeros(world.pool.memory.nbytes, np.uint8)
+    assert np.array_equal(world.pool_bytes(), world.expected(zeros, OTHERS, SLOTS))
+    assert world.fake.num_transfers > 0
+    assert world.fake.violations == []
+
+
+def test_a_rank_carries_out_what_it_is_ordered(moving: Moving) -> None:
+    """Orders that name slots of the accelerator: the same executor, with nothing in between."""
+    world = moving.world
+    before = world.expected(np.zeros(world.pool.memory.nbytes, np.uint8), SLOTS, SLOTS)
+    world.fill_pool(before)
+    executor = RankExecutor(world.pool, moving.mover, {DISK: moving.disk.kept_keys()})
+
+    def carry_out(number: int, verb: Verb) -> Done:
+        executor.carry_out(RankOrder(number, verb, DISK, tuple(names()), tuple(SLOTS)))
+        done: dict[int, Done] = {}
+
+        def is_done() -> bool:
+            done.update(executor.take_done())
+            return number in done
+
+        until(is_done)
+        return done[number]
+
+    assert not carry_out(1, Verb.WRITE).failed
+    world.fill_pool(0)
+    read = carry_out(2, Verb.READ)
+    assert not read.failed
+    assert read.num_bytes == NUM_BLOCKS * world.group.bytes_per_block
+    assert np.array_equal(world.pool_bytes(), before)
+    assert world.fake.num_transfers > 0
+    assert world.fake.violations == []

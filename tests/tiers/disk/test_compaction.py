@@ -1,0 +1,239 @@
+"""A journal that is written anew in slices: nothing is lost, whatever happens between two."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.testing import Crash, CrashingDisk, FaultyDisk, LossyDisk
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk.format import compaction, journal, log
+from kvtier.tiers.disk.format.records import RECORD, RECORD_BYTES, RecordKind, Records
+from kvtier.tiers.disk.format.rows import SlotRows
+from kvtier.types import Slot
+from tests.tiers.disk.test_crash import churn, claim_all
+from tests.tiers.disk.world import World, key, records_of, world
+
+OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
+NUM_SLOTS = 8
+
+
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three records at a time, and five with each batch."""
+    make_small(monkeypatch)
+
+
+def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (compaction, log):
+        monkeypatch.setattr(module, "SLICE_RECORDS", 3)
+    monkeypatch.setattr(log, "STEP_RECORDS", 5)
+    monkeypatch.setattr(log, "PACE", 2)
+
+
+def decided(here: World) -> Records:
+    """By slot, what counts of the journal's file: of slots that hold nothing, nothing."""
+    records = records_of(here.options.path, NUM_SLOTS)
+    is_live = (records["kind"] == RecordKind.PUT) | (records["kind"] == RecordKind.BAD)
+    return np.where(is_live, records, np.zeros(1, RECORD))
+
+
+def generation(here: World) -> int:
+    return here.tier.parts[0].slab.superblock.generation
+
+
+@pytest.mark.parametrize("durability", ["process", "power"])
+def test_crash_at_every_step_of_a_compaction_that_others_append_to(
+    tmp_path: Path, durability: str, small_slices: None
+) -> None:
+    at, is_finished = 0, False
+    while not is_finished:
+        at += 1
+        system, known = CrashingDisk(at), dict[int, Slot]()
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        is_finished = _live(folder, system, durability, known)
+        with world(folder, NUM_SLOTS, durability=durability) as here:
+            claim_all(here, known)
+    assert at > 40, "the life was too short to be interesting"
+
+
+def _live(folder: Path, system: CrashingDisk, durability: str, known: dict[int, Slot]) -> bool:
+    here = None
+    try:
+        with world(folder, NUM_SLOTS, system=system, durability=durability) as here:
+            here.tier.parts[0].slab.compact_floor = 4
+            try:
+                churn(here, random.Random(3), 9, known)
+                assert generation(here) >= 1, "no compaction has ended"
+            except Crash:
+                here.crash()
+                raise
+    except Crash:
+        if here is not None:
+            here.crash()
+        return False
+    return True
+
+
+@given(seed=st.integers(0, 2**32), num_batches=st.integers(1, 30))
+def test_new_journal_says_what_the_old_one_said(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, num_batches: int
+) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        make_small(monkeypatch)
+        rng, known = random.Random(seed), dict[int, Slot]()
+        with world(tmp_path_factory.mktemp("slab"), NUM_SLOTS) as here:
+            slab = here.tier.parts[0].slab
+            slab.compact_floor = 4
+            churn(here, rng, num_batches, known)
+            before = decided(here)
+            slab.compact()
+            assert (decided(here) == before).all()
+            assert slab.num_dead == 0
+            here.crash()
+            here.open()
+            claim_all(here, known)
+
+
+@given(seed=st.integers(0, 2**32))
+def test_power_cut_during_a_compaction_loses_nothing_in_power_mode(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        make_small(monkeypatch)
+        rng, system, known = random.Random(seed), LossyDisk(), dict[int, Slot]()
+        folder = tmp_path_factory.mktemp("slab")
+        with world(folder, NUM_SLOTS, system=system, durability="power") as here:
+            for _ in range(3):
+                here.tier.parts[0].slab.compact_floor = 4
+                churn(here, rng, rng.randint(1, 12), known)
+                here.crash()
+                system.power_cut(rng)
+                here.open()
+                claim_all(here, known)
+
+
+def test_look_up_waits_for_nothing_that_a_compaction_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table is free while records are compared with it, and while anything is read or written;
+    and what is compared at once is bounded."""
+    monkeypatch.setattr(compaction, "SLICE_RECORDS", 16)
+    num_held: list[int] = []
+    decide = SlotRows.decide
+
+    def counted(self: SlotRows, records: Records) -> np.ndarray:
+        num_held.append(len(records))
+        here.tier.parts[0].slab.look_up(np.arange(3))  # would wait for ever
+        return decide(self, records)
+
+    monkeypatch.setattr(SlotRows, "decide", counted)
+    system = FaultyDisk()
+    with world(tmp_path, 200, system=system) as here:
+        for first in range(0, 150, 50):
+            here.put(*range(first, first + 50))
+        slab = here.tier.parts[0].slab
+        monkeypatch.setattr(system, "write_at", _unlocked(here, system.write_at))
+        monkeypatch.setattr(system, "sync", _unlocked(here, system.sync))
+        slab.compact()
+        assert max(num_held) <= 16
+        assert sum(num_held) == 150
+
+
+def _unlocked(here: World, call):  # type: ignore[no-untyped-def]
+    def checked(*arguments: object) -> None:
+        here.tier.parts[0].slab.look_up(np.arange(3))  # would wait for ever
+        call(*arguments)
+
+    return checked
+
+
+def test_batch_pays_for_a_part_of_a_compaction(tmp_path: Path, small_slices: None) -> None:
+    with world(tmp_path, 32) as here:
+        slab = here.tier.parts[0].slab
+        slots = here.put(*range(24))
+        here.tier.forget(slots[2:])
+        here.tier.free(slots[2:])
+        slab.compact_floor = 4
+        num_steps = 0
+        while generation(here) == 0:
+            here.tier.free(here.put(100 + num_steps))
+            num_steps += 1
+        assert num_steps > 5, "it was done in one go"
+        here.crash()
+        here.open()
+        assert here.get(0, 1, 100 + num_steps - 1) == [OK, OK, OK]
+
+
+def test_compaction_ends_before_the_reserved_room_does() -> None:
+    """As the numbers are chosen, for slabs of any size: see ``journal.PACE``."""
+    for num_slots in (10**4, 10**6, 10**8):
+        when_due = (1 + journal.DUE_SHARE) * num_slots
+        appended = when_due / (journal.PACE - 1)
+        assert RECORD_BYTES * (when_due + appended) < journal.max_journal_bytes(num_slots)
+
+
+def test_records_that_can_not_be_read_back_are_written_from_memory(tmp_path: Path) -> None:
+    """They lose their depth, their time and their namespace, and no block."""
+    with world(tmp_path, NUM_SLOTS) as here:
+        slots = here.put(1, 2, 3)
+        with (here.options.path / "journal").open("r+b") as file:
+            file.seek(3 * RECORD_BYTES + 40)
+            file.write(b"damage")
+        here.tier.parts[0].slab.compact()
+        records = decided(here)
+        assert (records["kind"][slots] == RecordKind.PUT).all()
+        assert (records["namespace"][slots] == 0).sum() == 1
+        here.reopen()
+        assert here.tier.parts[0].slab.superblock.is_clean is False
+        assert here.get(1, 2, 3) == [OK, OK, OK]
+
+
+def test_what_was_appended_meanwhile_must_be_read_back(tmp_path: Path, small_slices: None) -> None:
+    """Else the new journal could say of a slot what is true no more: the old one stays."""
+    with world(tmp_path, 32) as here:
+        slab = here.tier.parts[0].slab
+        slots = here.put(*range(24))
+        here.tier.forget(slots[2:20])
+        slab.compact_floor = 4
+        here.put(50)
+        size = slab.journal_bytes
+        here.put(51)
+        assert slab._log._compaction is not None, "it was over at once"
+        with (here.options.path / "journal").open("r+b") as file:
+            file.seek(size)
+            damaged = file.read(1)[0] ^ 1
+            file.seek(size)
+            file.write(bytes([damaged]))
+        while slab._log._compaction is not None:
+            slab.compact_if_due()
+        assert generation(here) == 0
+        assert (here.options.path / "journal.new").stat().st_size == 0
+
+
+@pytest.mark.parametrize("is_clean", [True, False])
+def test_end_in_the_middle_of_a_compaction_leaves_the_old_journal(
+    tmp_path: Path, small_slices: None, is_clean: bool
+) -> None:
+    with world(tmp_path, 32) as here:
+        slots = here.put(*range(24))
+        here.tier.forget(slots[2:20])
+        here.tier.parts[0].slab.compact_floor = 4
+        here.put(50)
+        assert os.path.getsize(here.options.path / "journal.new") > 0
+        if is_clean:
+            here.tier.close()
+        else:
+            here.crash()
+        here.open()
+        assert os.path.getsize(here.options.path / "journal.new") == 0
+        assert here.tier.parts[0].slab.superblock.generation == 0
+        assert here.get(0, 1, 20, 50, 2) == [OK, OK, OK, OK, CORRUPT]
+        assert key(0)

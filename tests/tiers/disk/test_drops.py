@@ -1,0 +1,71 @@
+"""A block that is dropped for good stays away, or whoever drops it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import TierError
+from kvtier.testing import FaultyDisk
+from kvtier.testing.storage_user import User, stored_key
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskOptions, DiskTier
+from tests.tiers.disk.world import SLOT_BYTES, SMALL
+
+THERE, ABSENT, _, FAILED = Outcome
+
+
+class Place:
+    """Location of a tier for four blocks, in one part or two."""
+
+    def __init__(self, folder: Path, num_parts: int) -> None:
+        first, *others = (folder / f"part {part}" for part in range(num_parts))
+        self.options = DiskOptions(first, 4 * num_parts * SLOT_BYTES, tuple(others))
+        self.system = FaultyDisk()
+
+    def open(self) -> DiskTier:
+        return DiskTier(self.options, SMALL, system=self.system)
+
+
+@pytest.fixture(params=[1, 2])
+def place(tmp_path: Path, request: pytest.FixtureRequest) -> Place:
+    return Place(tmp_path, request.param)
+
+
+@pytest.mark.parametrize("is_in_use", [True, False])
+def test_drop_for_good_that_could_not_be_written_is_told_and_can_be_repeated(
+    place: Place, is_in_use: bool
+) -> None:
+    tier = place.open()
+    User(tier).put(0, 1)
+    if not is_in_use:
+        tier.drop([stored_key(0)])
+    place.system.fail("journal")
+    with pytest.raises(TierError, match="journal"):
+        tier.drop([stored_key(0), stored_key(1)], for_good=True)
+    tier.check_invariants()
+    User(tier).put(2)  # whoever writes begins a new journal
+    tier.drop([stored_key(0), stored_key(1)], for_good=True)
+    assert User(tier).find(0) == User(tier).find(1) == [ABSENT]
+    tier.check_invariants()
+    tier.abandon()
+    tier = place.open()
+    assert User(tier).found(0, 1, 2) == [2]
+    tier.close()
+
+
+def test_block_that_is_put_again_elsewhere_leaves_its_old_place(place: Place) -> None:
+    """Or the old one would be found when the new one is dropped."""
+    tier = place.open()
+    User(tier).put(0, 1)
+    tier.drop([stored_key(0), stored_key(1)])
+    place.system.fail("journal")
+    assert User(tier).put(1) == [FAILED]
+    tier.check_invariants()
+    assert User(tier).put(1) == [THERE]
+    tier.drop([stored_key(1)], for_good=True)
+    tier.abandon()
+    tier = place.open()
+    assert User(tier).found(0, 1) == []
+    tier.close()

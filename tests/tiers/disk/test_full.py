@@ -1,0 +1,171 @@
+"""A file system without room: a real one, of a few megabytes, that others fill."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskBlocks, DiskOptions
+from kvtier.tiers.disk.format.journal import max_journal_bytes
+from kvtier.types import Slot
+from tests.tiers.disk.world import SMALL, Arena, World, key, world
+
+OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
+NUM_SLOTS = 32
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m,mode=0700", "none", str(path)],
+        capture_output=True,
+        check=False,
+    )
+    if made.returncode:
+        pytest.skip("may not mount here")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+@contextmanager
+def full(mount: Path) -> Iterator[None]:
+    """While it lasts the file system has no room left."""
+    filler = mount / "filler"
+    with filler.open("ab", 0) as file, suppress(OSError):
+        while True:
+            file.write(b"f" * 4096)
+    assert shutil.disk_usage(mount).free == 0
+    try:
+        yield
+    finally:
+        filler.unlink()
+
+
+def churn(here: World, first: int, num: int) -> dict[int, Slot]:
+    """Store ``num`` blocks one by one; returns those that are there at the end."""
+    last: dict[Slot, int] = {}
+    for number in range(first, first + num):
+        slots = here.tier.allocate(1)
+        assert slots is not None
+        last.pop(slots[0], None)
+        assert here.store([key(number)], slots) == [True], f"block {number} found no room"
+        last[slots[0]] = number
+        here.tier.free(slots)
+    return {number: slot for slot, number in last.items()}
+
+
+def test_a_capacity_that_does_not_fit_is_a_clear_error(mount: Path) -> None:
+    with pytest.raises(ConfigError, match=r"No space left.*are free\); lower capacity_bytes"):
+        DiskBlocks(DiskOptions(mount / "slab", 8 << 20), SMALL, Arena().memory)
+    assert [each.name for each in (mount / "slab").iterdir()] == ["flock"]
+    with world(mount, NUM_SLOTS) as here:
+        here.put(1)
+
+
+def test_a_slab_has_all_the_room_that_it_ever_needs(mount: Path) -> None:
+    """Blocks, journal, two compactions, and a clean close, after all other room was taken."""
+    with world(mount, NUM_SLOTS, verify="off") as here, full(mount):
+        slab = here.tier.parts[0].slab
+        generation = slab.superblock.generation
+        there = churn(here, 0, 5000)
+        assert slab.superblock.generation >= generation + 2, "compacted too rarely to be a test"
+        assert slab.journal_bytes <= max_journal_bytes(NUM_SLOTS)
+        here.reopen()
+        assert slab.superblock.is_clean
+        assert here.get(*there) == [OK] * len(there)
+
+
+@pytest.mark.parametrize("is_clean", [True, False])
+def test_a_slab_opens_on_a_full_file_system(mount: Path, is_clean: bool) -> None:
+    with world(mount, NUM_SLOTS) as here:
+        here.put(1, 2)
+        if is_clean:
+            here.tier.close()
+        else:
+            here.crash()
+        with full(mount):
+            here.open()
+            assert here.get(1, 2) == [OK, OK]
+            here.put(3)
+            here.reopen()
+            assert here.get(3) == [OK]
+
+
+@pytest.mark.parametrize("name", ["flock", "trust", "journal.new"])
+def test_a_slab_without_one_of_its_smaller_files_opens_on_a_full_file_system(
+    mount: Path, name: str
+) -> None:
+    with world(mount, NUM_SLOTS) as here:
+        here.put(1)
+        here.tier.close()
+        (here.options.path / name).unlink()
+        with full(mount):
+            here.open()
+            assert here.get(1) == [OK]
+            here.put(2)
+            assert "in use by" in refused(here)
+        here.reopen()
+        assert here.get(1, 2) == [OK, OK]
+
+
+def refused(here: World) -> str:
+    with pytest.raises(ConfigError) as caught:
+        DiskBlocks(here.options, SMALL, Arena().memory)
+    return str(caught.value)
+
+
+def note_of(here: World) -> str:
+    return next(line.note for line in here.tier.findings() if line.topic == "disk tier")
+
+
+def test_a_journal_without_room_stops_writes_until_there_is_some(mount: Path) -> None:
+    """Nothing can be compacted for so long that what was reserved is used up."""
+    with world(mount, NUM_SLOTS, errors_until_off=3) as here:
+        slab = here.tier.parts[0].slab
+        slab.compact_floor = 1 << 30
+        slots = here.tier.allocate(1)
+        assert slots is not None
+        with full(mount):
+            while here.tier.can_store:
+                here.store([key(1)], slots)
+            assert slab.journal_bytes >= max_journal_bytes(NUM_SLOTS) - 64
+            assert here.tier.can_load
+            assert "ENOSPC; tried again in 1 s" in note_of(here)
+        assert here.store([key(1)], slots) == [False]
+        here.monotonic.now += 1
+        there = churn(here, 100, 50)
+        assert note_of(here) == ""
+        here.crash()
+        here.open()
+        assert here.get(*there) == [OK] * len(there)
+
+
+def test_blocks_are_read_while_nothing_can_be_written(mount: Path) -> None:
+    with world(mount, NUM_SLOTS, errors_until_off=2) as here:
+        slots = here.put(*range(8))
+        slab = here.tier.parts[0].slab
+        slab.compact_floor = 1 << 30
+        with full(mount):
+            fresh = here.tier.allocate(1)
+            assert fresh is not None
+            number = 100
+            while here.tier.can_store:
+                number += 1
+                here.store([key(number)], fresh)
+            for _ in range(3):
+                assert here.load([key(n) for n in range(8)], slots) == [OK] * 8
+            here.tier.close()
+            here.open()
+            assert here.get(*range(8)) == [OK] * 8

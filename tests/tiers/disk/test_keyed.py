@@ -1,0 +1,80 @@
+"""The disk tier as any storage tier: over one slab, and over two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier.plugins import load_plugin
+from kvtier.testing import FaultyDisk, StorageSuite
+from kvtier.tiers import StorageSite, StorageTier
+from kvtier.tiers.disk import DiskOptions, DiskTier
+from kvtier.types import BlockKey
+from tests.tiers.disk.world import SLOT_BYTES
+from tests.tiers.disk.world import SMALL as GROUP
+
+
+class TestDiskTier(StorageSuite):
+    num_parts = 1
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+        self.num_made = 0
+
+    def make_storage(self, num_blocks: int) -> StorageTier:
+        self.num_made += 1
+        first, *others = (
+            self.folder / f"slab {self.num_made}.{part}" for part in range(self.num_parts)
+        )
+        capacity_bytes = num_blocks * SLOT_BYTES * self.num_parts
+        options = DiskOptions(first, capacity_bytes, tuple(others))
+        self.system = FaultyDisk()
+        return DiskTier(options, self.group, system=self.system)
+
+    @contextmanager
+    def stall(self, storage: StorageTier, num_blocks: int) -> Iterator[None]:
+        self.system.stall("read", "write", after=num_blocks)
+        yield
+        self.system.let_go("read", "write")
+
+    def reopen(self, storage: StorageTier) -> StorageTier:
+        assert isinstance(storage, DiskTier)
+        return DiskTier(storage.blocks.options, self.group)
+
+    def spoil(self, storage: StorageTier, key: BlockKey) -> bool:
+        """In the last slab: the whole block has to be looked at."""
+        assert isinstance(storage, DiskTier)
+        part = storage.blocks.parts[-1]
+        (slot,) = np.flatnonzero(part.slab.table["key"] == np.void(key))
+        with (part.options.path / "data.slab").open("r+b") as file:
+            file.seek(int(slot) * SLOT_BYTES + 5)
+            byte = file.read(1)[0]
+            file.seek(int(slot) * SLOT_BYTES + 5)
+            file.write(bytes([byte ^ 1]))
+        return True
+
+    def abandon(self, storage: StorageTier) -> bool:
+        assert isinstance(storage, DiskTier)
+        storage.abandon()
+        return True
+
+    def check(self, storage: StorageTier) -> None:
+        assert isinstance(storage, DiskTier)
+        storage.check_invariants()
+
+
+class TestDiskTierOfTwoParts(TestDiskTier):
+    num_parts = 2
+
+
+def test_more_disks_are_made_by_their_plug_in(tmp_path: Path) -> None:
+    site = StorageSite("fast", str(tmp_path / "slab"), GROUP, 4 * SLOT_BYTES)
+    storage = load_plugin("tiers", "disk")(site)
+    assert isinstance(storage, DiskTier)
+    assert (storage.name, storage.num_blocks) == ("fast", 4)
+    storage.close()

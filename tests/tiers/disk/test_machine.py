@@ -1,0 +1,187 @@
+"""The tier against a dictionary: stores, loads, restarts and crashes in any order."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskOptions
+from kvtier.types import Slot, Verify
+from tests.tiers.disk.world import ALIGNED, SLOT_BYTES, SMALL, World, key
+
+NUM_SLOTS = 6
+numbers = st.integers(0, 11)
+
+
+class DiskMachine(RuleBasedStateMachine):
+    """in_use: slots we hold, with the block that is stored there, if any. durable: blocks that a
+    restart has to find; forgotten slots and overwritten ones are not among them. lost: slots whose
+    data a crash took; nobody has noticed yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.world: World
+        self.in_use: dict[Slot, int | None] = {}
+        self.on_disk: dict[Slot, int] = {}
+        self.order: dict[Slot, int] = {}
+        self.lost: set[Slot] = set()
+        self.now = 0
+        options = DiskOptions(self.folder / "slab", NUM_SLOTS * SLOT_BYTES, bounce_bytes=SLOT_BYTES)
+        self.world = World(options, SMALL)
+        self.world.tier.parts[0].slab.compact_floor = 6
+
+    def teardown(self) -> None:
+        self.world.tier.close()
+        shutil.rmtree(self.folder)
+
+    def _newest(self) -> dict[int, Slot]:
+        """Slot of each block that a restart finds now."""
+        newest: dict[int, Slot] = {}
+        for slot in sorted(self.on_disk, key=lambda each: self.order[each]):
+            newest[self.on_disk[slot]] = slot
+        return newest
+
+    @rule(wanted=st.lists(numbers, min_size=1, max_size=4, unique=True))
+    def store(self, wanted: list[int]) -> None:
+        slots = self.world.tier.allocate(len(wanted))
+        if slots is None:
+            assert len(self.in_use) + len(wanted) > NUM_SLOTS
+            return
+        assert set(slots).isdisjoint(self.in_use)
+        assert self.world.store([key(number) for number in wanted], slots) == [True] * len(wanted)
+        for slot, number in zip(slots, wanted, strict=True):
+            self.now += 1
+            self.in_use[slot], self.on_disk[slot], self.order[slot] = number, number, self.now
+            self.lost.discard(slot)
+
+    @precondition(lambda self: self.in_use)
+    @rule(data=st.data(), name=numbers)
+    def load(self, data: st.DataObject, name: int) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.in_use)))
+        (result,) = self.world.load([key(name)], [slot])
+        is_there = self.in_use[slot] == name
+        is_right = is_there and slot not in self.lost
+        assert result is (Outcome.THERE if is_right else Outcome.DAMAGED)
+        if is_there and not is_right:
+            self._dropped(slot)
+
+    def _dropped(self, slot: Slot) -> None:
+        """It was noticed that the block in ``slot`` is lost."""
+        self.lost.remove(slot)
+        del self.on_disk[slot]
+        if slot in self.in_use:
+            self.in_use[slot] = None
+
+    @precondition(lambda self: self.in_use)
+    @rule(data=st.data(), forget=st.booleans())
+    def free(self, data: st.DataObject, forget: bool) -> None:
+        slots = data.draw(st.lists(st.sampled_from(sorted(self.in_use)), unique=True))
+        if forget:
+            self.world.tier.forget(slots)
+            for slot in slots:
+                self.on_disk.pop(slot, None)
+        self.world.tier.free(slots)
+        for slot in slots:
+            del self.in_use[slot]
+
+    @rule(wanted=st.lists(numbers, max_size=4, unique=True))
+    def claim(self, wanted: list[int]) -> None:
+        slots = self.world.tier.claim([key(number) for number in wanted])
+        for number, slot in zip(wanted, slots, strict=False):
+            assert slot not in self.in_use
+            assert self.on_disk[slot] == number
+            self.in_use[slot] = number
+
+    @rule(max_bytes=st.integers(0, 3 * SLOT_BYTES))
+    def scrub(self, max_bytes: int) -> None:
+        report = self.world.tier.scrub(max_bytes)
+        assert report.failed == ()
+        for slot in set(report.corrupt):
+            self._dropped(slot)
+
+    @rule(crash=st.booleans())
+    def restart(self, crash: bool) -> None:
+        if crash:
+            self.world.crash()
+        else:
+            self.world.tier.close()
+        self._open()
+        for number, slot in self._newest().items():
+            assert self.world.tier.claim([key(number)]) == [slot]
+            self.in_use[slot] = number
+            is_right = self.world.load([key(number)], [slot]) == [Outcome.THERE]
+            assert is_right == (slot not in self.lost)
+            if not is_right:
+                self._dropped(slot)
+
+    @rule(data=st.data())
+    def crash_that_loses_data(self, data: st.DataObject) -> None:
+        """The times of the file are those of a write that never arrived."""
+        self.world.crash()
+        slots = st.lists(st.sampled_from(sorted(self.on_disk)), unique=True)
+        lost = data.draw(slots) if self.on_disk else []
+        path = self.world.options.path / "data.slab"
+        before = path.stat()
+        with path.open("r+b") as file:
+            for slot in lost:
+                file.seek(slot * SLOT_BYTES)
+                file.write(bytes(SLOT_BYTES))
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        self.lost.update(lost)
+        self._open()
+
+    def _open(self) -> None:
+        self.world.open()
+        self.world.tier.parts[0].slab.compact_floor = 6
+        self.in_use.clear()
+        assert self.world.tier.num_unclaimed == len(self._newest())
+
+    @rule()
+    def restart_without_claims(self) -> None:
+        self.world.tier.close()
+        self._open()
+        assert self.world.tier.num_free == NUM_SLOTS
+
+    @invariant()
+    def counts_agree(self) -> None:
+        self.world.tier.check_invariants()
+        assert self.world.tier.num_free == NUM_SLOTS - len(self.in_use)
+
+
+class AlignedDiskMachine(DiskMachine):
+    """Blocks that go straight between disk and memory, and are believed when that may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world.tier.close()
+        shutil.rmtree(self.folder / "slab")
+        self.world = World(replace(self.world.options, verify=Verify.OFF), ALIGNED)
+
+
+class TwoPartMachine(DiskMachine):
+    """Blocks cut over two slabs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world.tier.close()
+        shutil.rmtree(self.folder / "slab")
+        paths = self.folder / "slab", (self.folder / "other",)
+        size = 2 * NUM_SLOTS * SLOT_BYTES
+        self.world = World(DiskOptions(paths[0], size, paths[1], verify=Verify.SAMPLED), SMALL)
+
+
+TestDiskMachine = DiskMachine.TestCase
+TestAlignedDiskMachine = AlignedDiskMachine.TestCase
+TestDiskMachine.settings = settings(stateful_step_count=30)
+TestAlignedDiskMachine.settings = settings(stateful_step_count=20, max_examples=15)
+TestTwoPartMachine = TwoPartMachine.TestCase
+TestTwoPartMachine.settings = settings(stateful_step_count=20, max_examples=15)

@@ -1,0 +1,254 @@
+"""Blocks that are cut over several slabs: there when all parts are, and only then."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.testing import FaultyDisk
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
+from kvtier.tiers.disk.format.superblock import HALF_BYTES
+from kvtier.tiers.disk.parts import on_all
+from tests.tiers.disk.world import ALIGNED, SLOT_BYTES, SMALL, Arena, World, key, world
+
+OK, CORRUPT, FAILED = Outcome.THERE, Outcome.DAMAGED, Outcome.FAILED
+
+
+class OneFaulty(DiskSystem):
+    """The second disk fails when it is told to; the others don't."""
+
+    def __init__(self) -> None:
+        self.faults = FaultyDisk()
+        self._num_opened = 0
+
+    def open_engine(self, *args: object) -> object:  # type: ignore[override]
+        self._num_opened += 1
+        system = self.faults if self._num_opened == 2 else super()
+        return system.open_engine(*args)  # type: ignore[arg-type]
+
+
+def damage(here: World, part: int, slot: int) -> None:
+    with (here.tier.parts[part].options.path / "data.slab").open("r+b") as file:
+        file.seek(slot * SLOT_BYTES + 10)
+        byte = file.read(1)
+        file.seek(slot * SLOT_BYTES + 10)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+@pytest.mark.parametrize("group", [SMALL, ALIGNED], ids=["bounced", "straight"])
+def test_blocks_come_back_whole(tmp_path: Path, num_parts: int, group: object) -> None:
+    with world(tmp_path, 16, num_parts, group=group) as here:
+        slots = here.put(*range(10))
+        assert here.load([key(n) for n in range(10)], slots) == [OK] * 10
+        here.reopen()
+        assert here.tier.num_unclaimed == 10
+        assert here.get(*range(10)) == [OK] * 10
+
+
+def test_each_slab_has_its_own_share_of_every_block(tmp_path: Path) -> None:
+    with world(tmp_path, 16, 2) as here:
+        here.put(1)
+        superblocks = [part.slab.superblock for part in here.tier.parts]
+        assert [(each.rank, each.num_ranks) for each in superblocks] == [(0, 2), (1, 2)]
+        assert [each.block_bytes for each in superblocks] == [SMALL.bytes_per_block // 2] * 2
+        assert here.tier.num_slots == 16
+
+
+def test_a_block_with_a_part_missing_is_not_there(tmp_path: Path) -> None:
+    """The end of one journal was lost: nothing of that block is found, and its room is free."""
+    with world(tmp_path, 16, 2) as here:
+        here.put(1)
+        here.put(2)
+        here.crash()
+        journal = here.options.more_paths[0] / "journal"
+        os.truncate(journal, journal.stat().st_size - 64)
+        here.open()
+        assert here.tier.num_unclaimed == 1
+        assert here.tier.num_free == 16
+        assert here.get(1, 2) == [OK, CORRUPT]
+        here.tier.check_invariants()
+        here.put(2)
+        here.reopen()
+        assert here.get(1, 2) == [OK, OK]
+
+
+def test_halves_of_two_writes_under_one_key_are_no_block(tmp_path: Path) -> None:
+    """One disk has lost the second write of slot 0, whose block was of the same key."""
+    with world(tmp_path, 1, 2) as here:
+        here.tier.free(here.put(1))
+        journal = here.options.more_paths[0] / "journal"
+        kept = journal.stat().st_size
+        here.put(1)
+        here.crash()
+        os.truncate(journal, kept)
+        here.open()
+        assert here.tier.num_unclaimed == 0
+        assert here.get(1) == [CORRUPT]
+        here.tier.check_invariants()
+
+
+def test_numbers_of_writes_that_were_lost_are_not_given_out_again(tmp_path: Path) -> None:
+    """Else the same number could stand for two writes: one that a disk forgot, and a new one."""
+    with world(tmp_path, 4, 2) as here:
+        here.put(1, 2)
+        last = [int(part.slab.table["seq"].max()) for part in here.tier.parts]
+        here.crash()
+        for path in (here.options.path, *here.options.more_paths):
+            os.truncate(path / "journal", 64)
+        here.open()
+        here.put(3)
+        for part, number in zip(here.tier.parts, last, strict=True):
+            assert int(part.slab.table["seq"].max()) > number
+
+
+def test_what_can_not_be_dropped_is_not_found_either(tmp_path: Path) -> None:
+    """The journal is full while a half is found: it is left for the next owner, and not used."""
+    with world(tmp_path, 1, 2) as here:
+        here.put(1)
+        here.crash()
+        journal = here.options.more_paths[0] / "journal"
+        os.truncate(journal, 64)
+        here.system = FullJournal()
+        here.open()
+        assert here.tier.num_unclaimed == 0
+        assert here.get(1) == [CORRUPT]
+        here.tier.check_invariants()
+
+
+class FullJournal(DiskSystem):
+    """A superblock can be written, a record can't."""
+
+    def write_at(self, fd: int, data: bytes, offset: int) -> None:
+        if len(data) % HALF_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().write_at(fd, data, offset)
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_damage_in_one_part_loses_the_block(tmp_path: Path, part: int) -> None:
+    with world(tmp_path, 16, 2) as here:
+        slots = here.put(1, 2)
+        damage(here, part, slots[0])
+        assert here.load([key(1), key(2)], slots) == [CORRUPT, OK]
+        here.tier.free(slots)
+        here.reopen()
+        assert here.tier.num_unclaimed == 1
+        assert here.get(1, 2) == [CORRUPT, OK]
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_scrub_sees_damage_in_every_part(tmp_path: Path, part: int) -> None:
+    with world(tmp_path, 16, 2) as here:
+        slots = here.put(1, 2)
+        here.reopen()
+        damage(here, part, slots[1])
+        report = here.tier.scrub(1 << 20)
+        assert report.corrupt == (slots[1],)
+        assert report.num_checked == 4
+        assert here.tier.num_unclaimed == 1
+        assert here.get(1, 2) == [OK, CORRUPT]
+
+
+def test_a_store_that_fails_on_one_disk_leaves_nothing_on_the_others(tmp_path: Path) -> None:
+    system = OneFaulty()
+    with world(tmp_path, 16, 2, system=system) as here:
+        slots = here.tier.allocate(3)
+        system.faults.fail("write", nth=2)
+        assert here.store([key(n) for n in (1, 2, 3)], slots) == [True, False, True]
+        assert here.tier.num_quarantined == 1
+        here.crash()
+        here.open()
+        assert here.tier.num_unclaimed == 2
+        assert here.get(1, 2, 3) == [OK, CORRUPT, OK]
+
+
+def test_a_read_that_fails_on_one_disk_fails(tmp_path: Path) -> None:
+    system = OneFaulty()
+    with world(tmp_path, 16, 2, system=system) as here:
+        slots = here.put(1, 2)
+        system.faults.fail("read", nth=1)
+        assert here.load([key(1), key(2)], slots) == [FAILED, OK]
+
+
+def test_a_slot_that_is_bad_in_one_part_is_not_given_out_after_a_restart(tmp_path: Path) -> None:
+    system = OneFaulty()
+    with world(tmp_path, 4, 2, system=system) as here:
+        slots = here.tier.allocate(4)
+        system.faults.fail("write", nth=3)
+        assert here.store([key(n) for n in range(4)], slots) == [True, True, False, True]
+        here.system = None
+        here.reopen()
+        assert here.tier.num_quarantined == 1
+        assert here.tier.num_free == 3
+        assert slots[2] not in here.tier.allocate(3)
+
+
+def test_one_disk_that_fails_again_and_again_stops_the_reads_of_all(tmp_path: Path) -> None:
+    system = OneFaulty()
+    with world(tmp_path, 16, 2, system=system, errors_until_off=2) as here:
+        slots = here.put(1, 2)
+        system.faults.fail("read", nth=1, count=2)
+        assert here.load([key(1), key(2)], slots) == [FAILED, FAILED]
+        assert not here.tier.can_load
+        assert here.load([key(1)], slots[:1]) == [FAILED]
+        found = next(line for line in here.tier.findings() if line.topic == "disk tier")
+        assert "not read" in found.found
+        assert f"{here.options.more_paths[0]} is not read: 2 read errors" in found.note
+        here.monotonic.now += 1
+        assert here.load([key(1)], slots[:1]) == [OK]
+        assert here.tier.can_load
+
+
+def _twice(path: Path) -> DiskOptions:
+    return DiskOptions(path, 1 << 20, (path,))
+
+
+def _ranks_of_ranks(path: Path) -> DiskOptions:
+    return DiskOptions(path, 1 << 20, (path / "other",), rank=1, num_ranks=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"), [(_twice, "named twice"), (_ranks_of_ranks, "num_ranks: 2")]
+)
+def test_paths_that_make_no_sense_are_refused(
+    tmp_path: Path, make: Callable[[Path], DiskOptions], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(tmp_path)
+
+
+def test_a_block_that_can_not_be_cut_is_refused(tmp_path: Path) -> None:
+    options = DiskOptions(tmp_path / "a", 1 << 20, (tmp_path / "b", tmp_path / "c"))
+    with pytest.raises(ConfigError, match=f"{SMALL.bytes_per_block} bytes can't be cut into 3"):
+        DiskBlocks(options, SMALL, Arena().memory)
+    assert not (tmp_path / "a").exists()
+
+
+def test_disks_are_given_back_when_another_can_not_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "slab 1").touch()
+    for message in ("slab 1 can't be made", "slab 1 can't be made"):  # not: is in use
+        with pytest.raises(ConfigError, match=message), world(tmp_path, 16, 2):
+            pass
+    (tmp_path / "slab 1").unlink()
+    with world(tmp_path, 16, 2) as here:
+        here.put(1)
+
+
+def test_work_on_all_parts_raises_what_one_of_them_raises() -> None:
+    def work(rank: int, part: str) -> str:
+        if part == "bad":
+            raise KeyError(rank)
+        return part.upper()
+
+    assert on_all(["a", "b"], work) == ["A", "B"]
+    with pytest.raises(KeyError):
+        on_all(["a", "bad", "c"], work)
+    assert np.array_equal(on_all(["a"], work), ["A"])

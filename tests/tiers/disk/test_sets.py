@@ -1,0 +1,295 @@
+"""Slabs that one block is cut over belong together: none is missing, foreign or left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.testing import Crash, CrashingDisk
+from kvtier.tiers import Outcome
+from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
+from kvtier.tiers.disk.format.superblock import Superblock, decode_both
+from kvtier.tiers.disk.inspect.check import check_slab
+from kvtier.types import Slot
+from tests.effort import EFFORT
+from tests.tiers.disk.test_crash import churn, claim_all
+from tests.tiers.disk.world import SMALL, Arena, World, world
+
+OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED
+
+
+def snapshot(folder: Path, to: Path) -> None:
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(folder, to)
+
+
+def content_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(each.relative_to(folder)): each.read_bytes()
+        for each in folder.rglob("*")
+        if each.is_file() and each.name != "flock"
+    }
+
+
+def refused(tmp_path: Path, options: DiskOptions) -> str:
+    """The sentence with which a set is refused; nothing was made, changed or kept open."""
+    before, paths = content_of(tmp_path), set(tmp_path.rglob("*"))
+    for _ in range(2):
+        with pytest.raises(ConfigError) as caught:
+            DiskBlocks(options, SMALL, Arena().memory)
+    assert content_of(tmp_path) == before
+    assert {each for each in set(tmp_path.rglob("*")) - paths if each.name != "flock"} == set()
+    return str(caught.value)
+
+
+def superblock(folder: Path) -> Superblock:
+    found, _ = decode_both((folder / "superblock").read_bytes())
+    assert found is not None
+    return found
+
+
+# -- missing, foreign ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("is_there", [True, False], ids=["empty directory", "no directory"])
+def test_a_disk_that_is_not_mounted_is_named_and_the_others_keep_their_blocks(
+    tmp_path: Path, part: int, is_there: bool
+) -> None:
+    with world(tmp_path, 16, 2) as here:
+        here.put(*range(6))
+        here.tier.close()
+        path = (here.options.path, *here.options.more_paths)[part]
+        path.rename(tmp_path / "elsewhere")
+        if is_there:
+            path.mkdir(0o700)
+        message = refused(tmp_path, here.options)
+        assert str(path) in message
+        assert "mount the disk" in message
+        if is_there:
+            path.rmdir()
+        (tmp_path / "elsewhere").rename(path)
+        here.open()
+        assert here.get(*range(6)) == [OK] * 6
+
+
+def test_to_start_empty_all_directories_are_deleted(tmp_path: Path) -> None:
+    with world(tmp_path, 16, 2) as here:
+        here.put(1)
+        here.tier.close()
+        for path in (here.options.path, *here.options.more_paths):
+            shutil.rmtree(path)
+        here.open()
+        assert here.tier.num_unclaimed == 0
+        here.put(2)
+
+
+def test_a_slab_of_another_set_is_refused_with_both_named(tmp_path: Path) -> None:
+    with world(tmp_path / "one", 16, 2) as one, world(tmp_path / "two", 16, 2) as two:
+        one.put(1, 2)
+        two.put(3, 2)
+    snapshot(tmp_path / "two" / "slab 1", tmp_path / "one" / "slab 1")
+    message = refused(tmp_path, one.options)
+    for path in (tmp_path / "one" / "slab 1", tmp_path / "one" / "slab"):
+        assert str(path) in message
+        assert superblock(path).member.set_id.hex() in message
+
+
+# -- left behind -----------------------------------------------------------------------------------
+
+
+def closed(here: World) -> None:
+    here.tier.close()
+
+
+def crashed(here: World) -> None:
+    here.crash()
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("before", [closed, crashed])
+@pytest.mark.parametrize("after", [closed, crashed])
+def test_a_disk_that_was_restored_is_refused(
+    tmp_path: Path, part: int, before: Callable[[World], None], after: Callable[[World], None]
+) -> None:
+    """Halves of two writes lie under one key in one slot then."""
+    with world(tmp_path, 1, 2) as here:
+        here.tier.free(here.put(1))
+        before(here)
+        path = (here.options.path, *here.options.more_paths)[part]
+        snapshot(path, tmp_path / "old")
+        here.open()
+        assert here.get(1) == [OK]
+        here.tier.free([Slot(0)])
+        here.put(1)
+        after(here)
+        snapshot(path, tmp_path / "new")
+        snapshot(tmp_path / "old", path)
+        message = refused(tmp_path, here.options)
+        assert str(path) in message
+        assert "not of the same time" in message
+        snapshot(tmp_path / "new", path)
+        here.open()
+        assert here.get(1) == [OK]
+
+
+def test_a_disk_that_was_restored_from_a_running_owner_is_refused(tmp_path: Path) -> None:
+    with world(tmp_path, 8, 2) as here:
+        here.put(1)
+        path = here.options.more_paths[0]
+        snapshot(path, tmp_path / "old")
+        here.put(2)
+        here.tier.close()
+        snapshot(tmp_path / "old", path)
+        assert "not of the same time" in refused(tmp_path, here.options)
+
+
+def test_copies_of_a_set_that_went_different_ways_are_not_mixed(tmp_path: Path) -> None:
+    """Both were opened and closed as often, and both wrote the same key to the same slot."""
+    with world(tmp_path / "one", 1, 2) as here:
+        here.tier.free(here.put(1))
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    for name in ("one", "two"):
+        with world(tmp_path / name, 1, 2) as here:
+            here.put(1)
+    snapshot(tmp_path / "two" / "slab 1", tmp_path / "one" / "slab 1")
+    options = DiskOptions(
+        tmp_path / "one" / "slab", here.options.capacity_bytes, (tmp_path / "one" / "slab 1",)
+    )
+    assert "not of the same time" in refused(tmp_path, options)
+
+
+def test_a_whole_set_that_was_restored_is_as_it_was(tmp_path: Path) -> None:
+    with world(tmp_path / "set", 8, 2) as here:
+        here.put(1)
+        here.tier.close()
+        snapshot(tmp_path / "set", tmp_path / "old")
+        here.open()
+        here.put(2)
+        here.tier.close()
+        snapshot(tmp_path / "old", tmp_path / "set")
+        here.open()
+        assert here.get(1, 2) == [OK, CORRUPT]
+
+
+def test_a_repair_of_one_part_does_not_part_it_from_its_set(tmp_path: Path) -> None:
+    with world(tmp_path, 8, 2) as here:
+        here.put(1, 2)
+        here.tier.close()
+        for path in (here.options.path, *here.options.more_paths):
+            check_slab(path, repair=True)
+            here.open()
+            here.tier.close()
+        here.open()
+        assert here.get(1, 2) == [OK, OK]
+
+
+# -- crashes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_a_crash_at_any_step_is_never_taken_for_a_disk_that_was_restored(
+    tmp_path: Path, num_parts: int
+) -> None:
+    """Making, opening, storing, compacting and closing a set, and a second crash in what a first
+    one left."""
+    stride = 1 if EFFORT == 1 else 7
+    at, is_finished = 0, False
+    while not is_finished:
+        at += random.randint(1, 2 * stride - 1)
+        known: dict[int, Slot] = {}
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        is_finished = _live(folder, CrashingDisk(at), num_parts, known)
+        second = CrashingDisk(at % 37 + 1)
+        with pytest.raises(Crash):
+            _reopen_for_ever(folder, second, num_parts)
+        with world(folder, 8, num_parts) as here:
+            claim_all(here, known)
+        shutil.rmtree(folder)
+    assert at > 60, "the life was too short to be interesting"
+
+
+def _reopen_for_ever(folder: Path, system: DiskSystem, num_parts: int) -> None:
+    with world(folder, 8, num_parts, system=system) as here:
+        try:
+            while True:
+                here.reopen()
+        except Crash:
+            here.crash()
+            raise
+
+
+def _live(folder: Path, system: DiskSystem, num_parts: int, known: dict[int, Slot]) -> bool:
+    here = None
+    try:
+        with world(folder, 8, num_parts, system=system) as here:
+            for part in here.tier.parts:
+                part.slab.compact_floor = 4
+            try:
+                churn(here, random.Random(1), 4, known)
+                here.reopen()
+                claim_all(here, known)
+                churn(here, random.Random(2), 2, known)
+                here.tier.close()
+            except Crash:
+                here.crash()
+                raise
+    except Crash:
+        if here is not None:
+            here.crash()
+        return False
+    return True
+
+
+def test_a_set_of_which_only_some_slabs_were_made_is_made_to_the_end(tmp_path: Path) -> None:
+    system = CrashingDisk(10**9)
+    with world(tmp_path, 8, system=system):
+        steps_of_one = 10**9 - system.left
+    shutil.rmtree(tmp_path / "slab")
+    with pytest.raises(Crash), world(tmp_path, 8, 2, system=CrashingDisk(steps_of_one)):
+        pass
+    made = [path.name for path in tmp_path.glob("*/superblock")]
+    assert len(made) == 1
+    with world(tmp_path, 8, 2) as here:
+        here.put(1)
+        here.reopen()
+        assert here.get(1) == [OK]
+        members = {part.slab.superblock.member for part in here.tier.parts}
+        assert len(members) == 1
+
+
+def test_one_damaged_superblock_does_not_part_a_slab_from_its_set(tmp_path: Path) -> None:
+    with world(tmp_path, 8, 2) as here:
+        here.put(1)
+        here.tier.close()
+        path = here.options.more_paths[0] / "superblock"
+        newest = superblock(path.parent)
+        at = newest.epoch % 2 * 4096 + 30
+        content = bytearray(path.read_bytes())
+        content[at] ^= 1
+        path.write_bytes(content)
+        assert superblock(path.parent) != newest
+        here.open()
+        assert here.get(1) == [OK]
+
+
+def test_every_opening_and_closing_is_two_steps_of_a_set(tmp_path: Path) -> None:
+    with world(tmp_path, 8, 2) as here:
+        paths = (here.options.path, *here.options.more_paths)
+        steps = [[superblock(path).member.step for path in paths]]
+        here.tier.close()
+        steps += [[superblock(path).member.step for path in paths]]
+        before = superblock(paths[0]).member
+        here.open()
+        after = superblock(paths[0]).member
+        steps += [[superblock(path).member.step for path in paths]]
+    assert steps == [[2, 2], [4, 4], [6, 6]]
+    assert after.previous == before.session != after.session
+    assert dataclasses.replace(after, step=0).set_id == before.set_id

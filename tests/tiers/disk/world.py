@@ -1,0 +1,181 @@
+"""A disk tier, memory to copy from and to, and blocks whose bytes follow from their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import shake_128
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.devices.base import Memory
+from kvtier.layout import DType, KVGroup, full_attention
+from kvtier.testing import host_memory, memory_bytes
+from kvtier.tiers import Outcome, Pieces
+from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
+from kvtier.tiers.disk.format.records import Records
+from kvtier.tiers.disk.recovery.replay import read_journal, replay
+from kvtier.types import BlockKey, BlockName, Slot
+
+SMALL = full_attention(2, 2, 4, DType.FLOAT16, 2)
+"""128 bytes per block: never aligned, so every block is bounced."""
+ALIGNED = full_attention(2, 2, 64, DType.FLOAT16, 4)
+"""4096 bytes per block: straight between disk and memory, where that is aligned."""
+SLOT_BYTES = 4096
+NAMESPACE = b"n" * 32
+UNTOUCHED = 0xAB
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(shake_128(b"key %d" % number).digest(32))
+
+
+def block(name: bytes, num_bytes: int) -> bytes:
+    """The bytes that the block called ``name`` should have."""
+    return shake_128(b"bytes of " + name).digest(num_bytes)
+
+
+def records_of(folder: Path, num_slots: int) -> Records:
+    """``RECORD`` [num_slots]: what the slab's journal says of each slot."""
+    with (folder / "journal").open("rb") as file:
+        records, _ = read_journal(folder, file.fileno(), num_slots)
+    return replay(records, num_slots).table
+
+
+class Clock:
+    """Time, told by the test."""
+
+    def __init__(self) -> None:
+        self.now = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Arena:
+    """Aligned memory for ``num_places`` blocks, ``stride`` bytes apart, ``shift`` off alignment."""
+
+    def __init__(self, num_places: int = 64, stride: int = 2 * SLOT_BYTES, shift: int = 0) -> None:
+        whole = host_memory(num_places * stride + 2 * SLOT_BYTES)
+        self._keep = whole
+        start = -whole.address % SLOT_BYTES + shift
+        self._bytes = memory_bytes(whole)[start : start + num_places * stride]
+        self._bytes[:] = UNTOUCHED
+        self._stride = stride
+        self.memory = Memory(
+            whole.address + start, num_places * stride, "host", (whole, self._bytes)
+        )
+
+    def address(self, place: int) -> int:
+        return self.memory.address + place * self._stride
+
+    def view(self, place: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        return self._bytes[place * self._stride : place * self._stride + num_bytes]
+
+
+class World:
+    """One slab and who uses it; may be closed and opened again."""
+
+    def __init__(
+        self,
+        options: DiskOptions,
+        group: KVGroup = SMALL,
+        system: DiskSystem | None = None,
+        arena: Arena | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.options, self.group, self.system = options, group, system
+        self.arena = arena or Arena()
+        self.clock = clock or Clock()
+        self.monotonic = Clock()
+        self.num_bytes = group.bytes_per_block
+        self.tier = self.open()
+
+    def open(self, **changes: object) -> DiskBlocks:
+        self.options = replace(self.options, **changes)  # type: ignore[arg-type]
+        self.tier = DiskBlocks(
+            self.options, self.group, self.arena.memory, self.system, self.clock, self.monotonic
+        )
+        return self.tier
+
+    def reopen(self, **changes: object) -> DiskBlocks:
+        self.tier.close()
+        return self.open(**changes)
+
+    def crash(self) -> None:
+        """The process ends: files are closed, nothing is written any more."""
+        self.tier.abandon()
+
+    def store(
+        self,
+        keys: Sequence[BlockKey],
+        slots: Sequence[Slot],
+        depths: Sequence[int] | None = None,
+        namespace: bytes = NAMESPACE,
+    ) -> list[bool]:
+        for place, name in enumerate(keys):
+            self.arena.view(place, self.num_bytes)[:] = np.frombuffer(
+                block(name, self.num_bytes), np.uint8
+            )
+        names = [
+            BlockName(namespace, depth, each)
+            for depth, each in zip(depths or range(len(keys)), keys, strict=True)
+        ]
+        return self.tier.store(names, slots, self.pieces(len(keys)))
+
+    def pieces(self, num_blocks: int) -> Pieces:
+        """The first places of the arena."""
+        places = [self.arena.address(place) for place in range(num_blocks)]
+        return Pieces.whole(places, self.num_bytes)
+
+    def put(self, *numbers: int) -> list[Slot]:
+        """Allocate and store, all of it acknowledged."""
+        slots = self.tier.allocate(len(numbers))
+        assert slots is not None, "no room"
+        assert self.store([key(number) for number in numbers], slots) == [True] * len(numbers)
+        return slots
+
+    def load(self, keys: Sequence[BlockKey], slots: Sequence[Slot]) -> list[Outcome]:
+        """Load; wherever the tier says OK the bytes are compared."""
+        places = range(len(keys))
+        for place in places:
+            self.arena.view(place, 2 * SLOT_BYTES)[:] = UNTOUCHED
+        results = self.tier.load(keys, slots, self.pieces(len(keys)))
+        assert len(results) == len(keys)
+        for place, (name, result) in enumerate(zip(keys, results, strict=True)):
+            if result is Outcome.THERE:
+                found = self.arena.view(place, self.num_bytes).tobytes()
+                assert found == block(name, self.num_bytes), f"wrong bytes for block {place}"
+            behind = self.arena.view(place, 2 * SLOT_BYTES)[self.num_bytes :]
+            assert (behind == UNTOUCHED).all(), "bytes behind the block were changed"
+        return results
+
+    def get(self, *numbers: int) -> list[Outcome]:
+        """Claim and load what a restart found, one by one; what is not there is DAMAGED."""
+        found = []
+        for number in numbers:
+            slots = self.tier.claim([key(number)])
+            found += self.load([key(number)], slots) if slots else [Outcome.DAMAGED]
+        return found
+
+
+@contextmanager
+def world(
+    path: Path, num_slots: int = 16, num_parts: int = 1, **settings: object
+) -> Iterator[World]:
+    """A world below ``path``; closed at the end. num_parts: slabs that a block is cut over."""
+    made = {
+        name: settings.pop(name)
+        for name in ("group", "system", "arena", "clock")
+        if name in settings
+    }
+    more_paths = tuple(path / f"slab {rank}" for rank in range(1, num_parts))
+    options = DiskOptions(path / "slab", num_slots * num_parts * SLOT_BYTES, more_paths, **settings)  # type: ignore[arg-type]
+    here = World(options, **made)  # type: ignore[arg-type]
+    try:
+        yield here
+    finally:
+        here.tier.close()

@@ -1,0 +1,82 @@
+"""A place in a bucket: tiers over it, and what lies there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from kvtier.layout import KVGroup
+from kvtier.testing.servers import BUCKET
+from kvtier.testing.storage_suite import GROUP
+from kvtier.tiers import StorageSite
+from kvtier.tiers.remote.s3.objects import Objects
+from kvtier.tiers.remote.s3.opening import make_s3
+from kvtier.tiers.remote.s3.tier import S3Tier
+
+KEY_ID = "AKIDKVTIERTEST"
+SECRET_KEY = "not-to-be-seen-anywhere"
+
+
+class Bucket:
+    """url: of the server, or of a proxy before it. prefix: where the objects of a test are."""
+
+    def __init__(self, url: str, prefix: str) -> None:
+        import obstore
+        from obstore.store import S3Store
+
+        self.url, self.prefix = url, prefix
+        self._obstore = obstore
+        self._store = S3Store(
+            BUCKET,
+            prefix=prefix,
+            endpoint=url,
+            access_key_id=KEY_ID,
+            secret_access_key=SECRET_KEY,
+            region="us-east-1",
+            client_options={"allow_http": True},
+        )
+
+    def location(self, url: str = "", **options: object) -> str:
+        """Return the part of the URL behind "s3:"."""
+        given = {"endpoint": url or self.url, **options}
+        query = "&".join(f"{name}={quote(str(value))}" for name, value in given.items())
+        return f"//{BUCKET}/{self.prefix}?{query}"
+
+    def tier(
+        self, num_blocks: int = 64, group: KVGroup = GROUP, url: str = "", **options: object
+    ) -> S3Tier:
+        """One process's tier. It looks at what others have written when the test says so."""
+        location = self.location(url, **{"poll_s": 0, "publish_s": 3600, **options})
+        site = StorageSite("s3", location, group, num_blocks * group.bytes_per_block)
+        tier = make_s3(site)
+        assert isinstance(tier, S3Tier)
+        return tier
+
+    def objects(self) -> Objects:
+        """As a tier asks for them."""
+        return Objects(BUCKET, self.prefix, self.url, "us-east-1")
+
+    def paths(self, below: str = "") -> list[str]:
+        """Return the paths of all objects."""
+        listed = self._obstore.list(self._store, below or None).collect()
+        return sorted(each["path"] for each in listed)
+
+    def read(self, path: str) -> bytes:
+        return bytes(self._obstore.get(self._store, path).bytes())
+
+    def write(self, path: str, content: bytes) -> None:
+        self._obstore.put(self._store, path, content, use_multipart=False)
+
+    def delete(self, *paths: str) -> None:
+        self._obstore.delete(self._store, list(paths))
+
+
+@dataclass
+class OnePack:
+    """In the place of a bucket."""
+
+    content: bytes
+
+    async def part(self, path: str, start: int, end: int) -> memoryview:
+        del path
+        return memoryview(self.content)[start:end]

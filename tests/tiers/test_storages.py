@@ -1,0 +1,55 @@
+"""Storage tiers that are made for tests, or wrap others: as any storage tier."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvtier.testing import MemoryStorage, StorageSuite, StoredBlocks
+from kvtier.tiers import StorageFacts, StorageTier
+from kvtier.tiers.wrappers import ThrottledTier
+from kvtier.types import BlockKey
+
+
+class TestMemoryStorage(StorageSuite):
+    def make_storage(self, num_blocks: int) -> StorageTier:
+        self.shelf = StoredBlocks()
+        return self.over(self.shelf, num_blocks)
+
+    def over(self, shelf: StoredBlocks, num_blocks: int) -> StorageTier:
+        return MemoryStorage(self.group, num_blocks, shelf)
+
+    def reopen(self, storage: StorageTier) -> StorageTier:
+        return self.over(self.shelf, storage.num_blocks)
+
+    def spoil(self, storage: StorageTier, key: BlockKey) -> bool:
+        self.shelf.spoiled.add(key)
+        return True
+
+    @contextmanager
+    def hang(self, storage: StorageTier) -> Iterator[None]:
+        inner = storage.inner if isinstance(storage, ThrottledTier) else storage
+        assert isinstance(inner, MemoryStorage)
+        inner.open_reads.clear()
+        inner.open_writes.clear()
+        yield
+        inner.open_reads.set()
+        inner.open_writes.set()
+
+    def abandon(self, storage: StorageTier) -> bool:
+        return True
+
+
+class TestMemoryStorageWithSeveral(TestMemoryStorage):
+    """Several readers and writers at a time."""
+
+    def over(self, shelf: StoredBlocks, num_blocks: int) -> StorageTier:
+        facts = StorageFacts(num_readers=4, num_writers=3)
+        return MemoryStorage(self.group, num_blocks, shelf, facts=facts)
+
+
+class TestThrottledTier(TestMemoryStorage):
+    """Fast enough not to be noticed."""
+
+    def over(self, shelf: StoredBlocks, num_blocks: int) -> StorageTier:
+        return ThrottledTier(super().over(shelf, num_blocks), 1 << 40)

@@ -1,0 +1,76 @@
+"""Exporter of every series that the dashboard knows, with all labels, growing steadily."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from kvtier.tools.dashboard import SERIES, EngineKind
+
+PER_S = 50.0
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+
+
+class Growing(Collector):
+    """Counters of ``PER_S``; histograms whose observations all lie between 0.1 and 1."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    def collect(self) -> Iterator[Family]:
+        number = 1000 + PER_S * (time.monotonic() - self._began)
+        for series in SERIES.values():
+            # As in vLLM and SGLang: every series says which model it is about.
+            model = () if series.engine is EngineKind.KVTIER else ("model_name",)
+            labels = (*model, *series.labels)
+            values = [f"some-{label}" for label in labels]
+            if series.kind == "counter":
+                counter = CounterMetricFamily(series.name, series.meaning, labels=labels)
+                counter.add_metric(values, number)
+                yield counter
+            elif series.kind == "gauge":
+                gauge = GaugeMetricFamily(series.name, series.meaning, labels=labels)
+                gauge.add_metric(values, 1.0)
+                yield gauge
+            else:
+                buckets = [("0.1", 0.0), ("1.0", number), ("+Inf", number)]
+                histogram = HistogramMetricFamily(series.name, series.meaning, labels=labels)
+                histogram.add_metric(values, buckets, number / 2)
+                yield histogram
+
+
+@contextmanager
+def exporting() -> Iterator[str]:
+    """Its address, as Prometheus is told it.
+
+    In the plain format: in the other one the client library writes ``vllm_`` for ``vllm:`` where
+    Prometheus is older than 3, which does not say that it can read such names.
+    """
+    registry = CollectorRegistry()
+    registry.register(Growing())
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT_TYPE_PLAIN_0_0_4)
+            self.end_headers()
+            self.wfile.write(generate_latest(registry))
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
