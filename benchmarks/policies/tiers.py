@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from benchmarks.policies.traces import Keys
+from kvtier.assembly import build_ladder
 from kvtier.index import make_key_index
 from kvtier.index.native_key_index import NativeKeyIndex
 from kvtier.keyed.cache import BlockLocation, KeyedCache
-from kvtier.ladder import Ladder, LadderOptions
+from kvtier.ladder import LadderOptions
 from kvtier.ladder.write_queue import LEAST_CHANCE
 from kvtier.tiers import DistantRoom, Quota, Room, StorageFacts
 from kvtier.transfer import FindJob, Job, Move, Mover
@@ -70,11 +71,11 @@ class TierReplay:
         make = FirstComeIndex if is_first_come else make_key_index
         self._index = make(tuple(rooms), lambda: NAMESPACE, rooms, policy)
         options = LadderOptions(BLOCK_BYTES, bytes_per_day={DISK: bytes_per_day})
-        self._ladder = Ladder(
+        self._ladder = build_ladder(
             self._index,
             rooms,
             self._mover,
-            options=options,
+            options,
             clock=lambda: self._now * DAY_S / day_s,
         )
         if doubles_at_blocks:

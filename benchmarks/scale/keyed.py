@@ -6,9 +6,10 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
+from kvtier.assembly import build_ladder
 from kvtier.index import make_key_index
 from kvtier.keyed.cache import KeyedCache
-from kvtier.ladder import Ladder, LadderOptions
+from kvtier.ladder import LadderOptions
 from kvtier.tiers import DistantRoom, Quota, StorageFacts
 from kvtier.transfer.ranks import Done, Hello, RankMover, Report
 from kvtier.types import DISK, HOST
@@ -38,11 +39,11 @@ class World:
         rooms = {HOST: DistantRoom(num_blocks), DISK: Quota(lambda: num_blocks)}
         self.mover, self.host = mover, rooms[HOST]
         self.index = make_key_index((HOST, DISK), lambda: NAMESPACE)
-        self.ladder = Ladder(
+        self.ladder = build_ladder(
             self.index,
             rooms,
             mover,
-            options=LadderOptions(BLOCK_BYTES, piece_blocks=NUM_TO_MOVE),
+            LadderOptions(BLOCK_BYTES, piece_blocks=NUM_TO_MOVE),
             clock=time.monotonic,
         )
         self.cache = KeyedCache(self.index, self.ladder, lambda: NAMESPACE, time.monotonic)

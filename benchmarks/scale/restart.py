@@ -23,11 +23,12 @@ import numpy.typing as npt
 from benchmarks.report.targets import judged
 from benchmarks.scale.part import Part, Row, exponent
 from benchmarks.scale.slabs import GROUP, abandoned, random_keys, write_slab
+from kvtier.assembly import build_ladder
 from kvtier.devices import find_device
 from kvtier.index import make_key_index
 from kvtier.keyed.cache import BlockLocation, KeyedCache
 from kvtier.keys import next_key
-from kvtier.ladder import Ladder, LadderOptions
+from kvtier.ladder import LadderOptions
 from kvtier.tiers import DistantRoom, HostTier, KeptKeys, Quota
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tools.report.stats import Estimate
@@ -168,7 +169,7 @@ def _decider(num_blocks: int) -> _Decider:
     rooms = {HOST: host, DISK: Quota(lambda: num_blocks)}
     index = make_key_index(tuple(rooms), lambda: NAMESPACE)
     options = LadderOptions(GROUP.bytes_per_block)
-    ladder = Ladder(index, rooms, mover, options=options, clock=clock)
+    ladder = build_ladder(index, rooms, mover, options, clock=clock)
     cache = KeyedCache(index, ladder, lambda: NAMESPACE, clock, lambda: mover.is_complete)
     return _Decider(mover, cache, host)
 

@@ -15,13 +15,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvtier._hot import Numbers
-from kvtier.assembly import ladder_options, policy_maker
+from kvtier.assembly import build_ladder, ladder_options, policy_maker
 from kvtier.config import CacheConfig
 from kvtier.devices import Device, Finding
 from kvtier.errors import Closed, UsageError
 from kvtier.hints import Hint, waits
 from kvtier.index import make_index
-from kvtier.ladder import Ladder, Prefetch
+from kvtier.ladder import Prefetch
 from kvtier.plan import Decision, Plan, plan_load
 from kvtier.prompts.lease import Lease
 from kvtier.prompts.lease_metrics import LeaseObserver
@@ -29,7 +29,7 @@ from kvtier.system.process import OwnerProcess
 from kvtier.telemetry import Metrics
 from kvtier.telemetry.block_events import BlockEvents, BlockLog
 from kvtier.tiers import ArenaOptions, DeviceTier, StorageTier
-from kvtier.tiers.row import make_tiers, rooms_of
+from kvtier.tiers.row import make_tiers
 from kvtier.transfer import CopyJob, LayerGate, LocalMover
 from kvtier.types import DEVICE, ClientHints, Label, LoadPolicy, Match, PrefetchPolicy, WritePolicy
 
@@ -68,12 +68,13 @@ class Cache:
         make_policy = policy_maker(config.eviction_policy)
         self._tiers = make_tiers(config, device, pool, storage, arena)
         self._index = make_index({name: make_policy(name) for name in self._tiers})
-        self._ladder = Ladder(
+        self._ladder = build_ladder(
             self._index,
-            rooms_of(self._tiers),
+            self._tiers,
             LocalMover(self._tiers, device, clock),
-            options=ladder_options(config, self.group),
+            ladder_options(config, self.group),
             clock=clock,
+            metrics=Metrics(),
         )
         self._observer = LeaseObserver(self._ladder, self.group, events)
 

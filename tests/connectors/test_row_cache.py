@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvtier.assembly import build_ladder
 from kvtier.connectors.common.row_cache import RowCache
 from kvtier.index import make_key_index
-from kvtier.ladder import Ladder, LadderOptions
+from kvtier.ladder import LadderOptions
 from kvtier.layout import named_layout, opaque
 from kvtier.testing import MemoryStorage, StoredBlocks, host_memory
 from kvtier.tiers import LentMemory
-from kvtier.tiers.row import rooms_of
 from kvtier.transfer import LocalMover
 from kvtier.types import DISK, HOST, Slot
 
@@ -30,11 +30,11 @@ class World:
         self.storage = MemoryStorage(GROUP, 3, StoredBlocks())
         tiers = {HOST: self.rows, DISK: self.storage}
         index = make_key_index(tuple(tiers), lambda: b"n" * 32)
-        self.ladder = Ladder(
+        self.ladder = build_ladder(
             index,
-            rooms_of(tiers),
+            tiers,
             LocalMover(tiers, None, clock=lambda: 0.0),
-            options=LadderOptions(ROW_BYTES),
+            LadderOptions(ROW_BYTES),
             clock=lambda: 0.0,
         )
         self.cache = RowCache(self.rows, index, self.ladder, lambda: b"n" * 32, lambda: 0.0)

@@ -11,8 +11,8 @@ from kvtier.index import KeyIndex, make_key_index
 from kvtier.ladder.reuse_sampler import MOST_GONE, MOST_MARKED, ReuseSampler
 from kvtier.telemetry import Metrics
 from kvtier.types import DEVICE, DISK, HOST, Slot
+from tests.keyed.keyed_world import KEYS, Engine
 
-from .keyed_world import KEYS, Engine
 from .world import Clock, World, count
 
 MakeWorld = Callable[..., World]

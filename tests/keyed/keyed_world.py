@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from kvtier.assembly import build_ladder
 from kvtier.index import State, make_key_index
 from kvtier.keyed.cache import BlockLocation, KeyedCache
 from kvtier.keys import next_key
-from kvtier.ladder import Ladder, LadderOptions
+from kvtier.ladder import LadderOptions
+from kvtier.telemetry import Metrics
 from kvtier.tiers import DistantRoom, Quota, Room, StorageFacts
 from kvtier.transfer.ranks import Done, Hello, RankMover, RankOrder, RecoveredBlocks, Report
 from kvtier.types import DEVICE, DISK, HOST, BlockKey, Direct
@@ -56,17 +58,18 @@ class Engine:
         rooms: dict[str, Room] = {HOST: self.host, DISK: Quota(lambda: num_disk)}
         rooms |= {name: Quota(lambda: NUM_STORED) for name in stores}
         self.index = make_key_index(tuple(rooms), lambda: NS)
-        self.ladder = Ladder(
+        self.ladder = build_ladder(
             self.index,
             rooms,
             self.mover,
-            options=LadderOptions(
+            LadderOptions(
                 BLOCK_BYTES,
                 bytes_per_day={DISK: bytes_per_day},
                 lookup_patience_s=PATIENCE_S,
             ),
             clock=clock,
             device=DEVICE,
+            metrics=Metrics(),
         )
         self.cache = KeyedCache(
             self.index, self.ladder, lambda: NS, clock, lambda: self.mover.is_complete

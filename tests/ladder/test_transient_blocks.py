@@ -7,8 +7,7 @@ from typing import cast
 import pytest
 
 from kvtier.keyed.cache import BlockLocation
-
-from .keyed_world import KEYS, Engine
+from tests.keyed.keyed_world import KEYS, Engine
 
 
 class Picky(Engine):

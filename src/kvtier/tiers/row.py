@@ -13,7 +13,7 @@ from kvtier.errors import ConfigError
 from kvtier.layout import KVGroup
 from kvtier.plugins import load_plugin
 from kvtier.tiers.arena import ArenaOptions
-from kvtier.tiers.base import MemoryTier, Quota, Room
+from kvtier.tiers.base import MemoryTier
 from kvtier.tiers.device import DeviceTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.disk.direct import Pool
@@ -56,15 +56,6 @@ def make_tiers(
         _check_reach(tiers, pool)
         undo.pop_all()
     return tiers
-
-
-def rooms_of(tiers: Tiers) -> dict[str, Room]:
-    """Room for blocks in each: slots in memory, a number of blocks in storage."""
-    return {name: _room(tier) for name, tier in tiers.items()}
-
-
-def _room(tier: MemoryTier | StorageTier) -> Room:
-    return tier if isinstance(tier, MemoryTier) else Quota(lambda: tier.num_blocks)
 
 
 def _storages(

@@ -12,18 +12,18 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, islice
 
+from kvtier.assembly import build_ladder
 from kvtier.connectors.common.holds import Holds
 from kvtier.connectors.common.row_cache import Look, RowCache
 from kvtier.errors import ConfigError, TierError
 from kvtier.index import make_key_index
 from kvtier.index.policies.replayed import LRU
 from kvtier.keyed.cache import BlockLocation, Change
-from kvtier.ladder import CostMetrics, Ladder, LadderOptions, PendingLookup
+from kvtier.ladder import CostMetrics, LadderOptions, PendingLookup
 from kvtier.plan import CostModel, Costs
 from kvtier.plan.worth import is_worth_loading
 from kvtier.telemetry import Metrics
 from kvtier.tiers import LentMemory, MemoryTier, StorageTier
-from kvtier.tiers.row import rooms_of
 from kvtier.transfer import LocalMover
 from kvtier.types import BlockId, Slot
 
@@ -116,18 +116,18 @@ class BlockSlab:
         self._clock = clock
         self._mover = LocalMover(tiers, None, clock)
         self._index = make_key_index(tuple(tiers), lambda: self.digest, (tier.name,), policy)
-        self._ladder = Ladder(
+        self._ladder = build_ladder(
             self._index,
-            rooms_of(tiers),
+            tiers,
             self._mover,
-            options=LadderOptions(
+            LadderOptions(
                 bytes_per_block,
                 bytes_per_day={tier.name: bytes_per_day},
                 piece_blocks=max(1, piece_bytes // bytes_per_block),
                 lookup_patience_s=lookup_patience_s,
             ),
             clock=clock,
-            metrics=metrics or Metrics(is_exposed=False),
+            metrics=metrics,
         )
         self._cache = RowCache(rows, self._index, self._ladder, lambda: self.digest, clock)
         self._most_queued = max(1, most_queued)

@@ -13,15 +13,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvtier.assembly import build_ladder
 from kvtier.connectors.common.paged_pool import GroupPages, LayerSteps, PagedPool
 from kvtier.devices import Direction
 from kvtier.index import make_key_index
 from kvtier.index.policies.replayed import LRU
 from kvtier.keyed.cache import BlockLocation, KeyedCache
-from kvtier.ladder import Ladder, LadderOptions
+from kvtier.ladder import LadderOptions
 from kvtier.telemetry import Metrics
 from kvtier.tiers import HostTier, MemoryTier, StorageTier
-from kvtier.tiers.row import rooms_of
 from kvtier.transfer import CopyJob, LocalMover, TransferEngine
 from kvtier.transfer.staging import layers_per_step
 from kvtier.types import DEVICE, DISK, HOST
@@ -90,11 +90,11 @@ class PoolCache:
         self._mover = LocalMover(tiers, None, clock)
         self._mover.start()
         index = make_key_index(tuple(tiers), digest, tuple(tiers), policy)
-        self.ladder = Ladder(
+        self.ladder = build_ladder(
             index,
-            rooms_of(tiers),
+            tiers,
             self._mover,
-            options=LadderOptions(
+            LadderOptions(
                 self.bytes_per_block,
                 bytes_per_day={DISK: bytes_per_day},
                 piece_blocks=max(1, PIECE_BYTES // self.bytes_per_block),
@@ -102,7 +102,7 @@ class PoolCache:
             ),
             clock=clock,
             device=DEVICE,
-            metrics=metrics or Metrics(is_exposed=False),
+            metrics=metrics,
         )
         self.cache = KeyedCache(index, self.ladder, digest, clock)
 

@@ -23,6 +23,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvtier.assembly import build_ladder
 from kvtier.connectors.vllm.counts import LOADED, SHARED, Counts
 from kvtier.connectors.vllm.hints import hint_of
 from kvtier.connectors.vllm.host_slots import STRAIGHT, HostSlots
@@ -34,9 +35,8 @@ from kvtier.connectors.vllm.stats import take_stats
 from kvtier.connectors.vllm.vllm_enums import FOUND, kind_of, source_of
 from kvtier.index import make_key_index
 from kvtier.keyed.cache import BlockLocation, KeyedCache
-from kvtier.ladder import Ladder, LadderOptions
+from kvtier.ladder import LadderOptions
 from kvtier.plan import StepClock
-from kvtier.telemetry import Metrics
 from kvtier.tiers import DistantRoom, Quota, Room
 from kvtier.transfer.ranks import RankMover, RankOrder, Report
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
@@ -81,11 +81,11 @@ class TierManager(OffloadingManager):
         index = make_key_index(
             tuple(rooms), lambda: names.digest, learning, eviction_policy, group_bytes
         )
-        self.ladder = Ladder(
+        self.ladder = build_ladder(
             index,
             rooms,
             mover,
-            options=LadderOptions(
+            LadderOptions(
                 shape.bytes_per_block,
                 bytes_per_day={DISK: bytes_per_day},
                 piece_blocks=max(1, PIECE_BYTES // max(1, shape.bytes_per_block)),
@@ -94,7 +94,6 @@ class TierManager(OffloadingManager):
             ),
             clock=time.monotonic,
             device=DEVICE,
-            metrics=Metrics(is_exposed=False),
         )
         self.ladder.metrics.keep_observations(SHARED)
 
