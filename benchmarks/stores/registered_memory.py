@@ -12,8 +12,8 @@ from threading import local
 from typing import Any
 
 from benchmarks.stores.servers import DEAD, Client, Memory, Place
-from kvtier.testing.servers import MooncakeMaster, has_mooncake
 from kvtier.types import BlockKey
+from tests.servers import MooncakeMaster, has_mooncake
 
 LENT_BYTES = 2 << 30
 CALLED = 256

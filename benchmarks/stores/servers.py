@@ -22,8 +22,11 @@ import kvtier
 from benchmarks.peers import Contestant
 from kvtier.layout import opaque
 from kvtier.plugins import load_plugin
-from kvtier.testing.proxy import Proxy
-from kvtier.testing.servers import (
+from kvtier.tiers import Outcome, Pieces, StorageSite, StorageTier
+from kvtier.tiers.remote.s3.packs import PACK_BYTES
+from kvtier.types import BlockKey, BlockName
+from tests.proxy import Proxy
+from tests.servers import (
     BUCKET,
     ValkeyServer,
     find_binary,
@@ -32,9 +35,6 @@ from kvtier.testing.servers import (
     port_of,
     seaweed,
 )
-from kvtier.tiers import Outcome, Pieces, StorageSite, StorageTier
-from kvtier.tiers.remote.s3.packs import PACK_BYTES
-from kvtier.types import BlockKey, BlockName
 
 NAMESPACE = bytes(32)
 PIPELINED = 16

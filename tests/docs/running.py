@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.testing.servers import free_ports
 from tests.docs.pages import ROOT, Block
+from tests.servers import free_ports
 
 COLUMNS = "110"
 """Of the terminal that pages show."""

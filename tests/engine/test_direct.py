@@ -10,9 +10,9 @@ import pytest
 
 from kvtier.engine import Engine, EngineConfig
 from kvtier.errors import ConfigError
-from kvtier.testing import FaultyDisk
 from kvtier.tiers.disk.bounce import Bounce
 from kvtier.types import DEVICE, DISK, HOST
+from tests.tiers.disk.faulty_disk import FaultyDisk
 
 from .asking import GREEDY, ask, same
 from .conftest import changed

@@ -16,8 +16,8 @@ import kvtier.keys
 from kvtier.engine import Engine, EngineConfig
 from kvtier.index import native_index
 from kvtier.keys import next_keys
-from kvtier.testing import FaultyDisk
 from kvtier.types import DEVICE, DISK, HOST, BlockKey, Label
+from tests.tiers.disk.faulty_disk import FaultyDisk
 
 from .asking import GREEDY, ask, same
 from .conftest import SMALL, changed

@@ -6,8 +6,8 @@ import signal
 import sys
 
 from kvtier.cli import app
-from kvtier.testing import faulty_disk
 from kvtier.tiers.disk import blocks
+from tests.tiers.disk import faulty_disk
 
 MANY = 100_000
 

@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from kvtier.testing.servers import free_port
+from tests.servers import free_port
 
 START_S = 120.0
 KEY = "the-page's-key"

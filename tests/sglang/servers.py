@@ -23,6 +23,7 @@ import kvtier
 
 MODEL = Path(kvtier.__file__).parent / "engine/builtin/kvtier-tiny"
 STAND_INS = Path(__file__).parent / "stand_ins"
+REPOSITORY = Path(__file__).parents[2]
 PAGE = 64
 """Tokens."""
 START_S = 600
@@ -174,7 +175,7 @@ def server(
         given |= {
             "SGLANG_USE_CPU_ENGINE": "1",
             "SGLANG_CPU_OMP_THREADS_BIND": cores,
-            "PYTHONPATH": os.pathsep.join([str(STAND_INS), *_path()]),
+            "PYTHONPATH": os.pathsep.join([str(STAND_INS), str(REPOSITORY), *_path()]),
         }
     with log.open("ab") as file:
         process = subprocess.Popen(

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("sglang", reason="SGLang is not installed: make test-sglang")
 
-from kvtier.testing.servers import ValkeyServer, has_valkey
 from kvtier.tiers.remote.valkey.resp import RespConnection, command
+from tests.servers import ValkeyServer, has_valkey
 from tests.sglang.models import make_mla
 from tests.sglang.servers import MODEL, PAGE, linker, prompt, server
 

@@ -26,7 +26,7 @@ from kvtier.connectors.sglang.new_weights import NEW_WEIGHTS, UPDATER
 from kvtier.connectors.sglang.pages import Pages
 from kvtier.connectors.sglang.prefill import WATCH
 from kvtier.errors import ConfigError
-from kvtier.testing.servers import ValkeyServer, has_valkey
+from tests.servers import ValkeyServer, has_valkey
 from tests.sglang.pools import MHA_LAYOUTS, MLA_LAYOUTS, content, fill, host_pool, tokens
 
 SHAPES = [("mha", layout) for layout in MHA_LAYOUTS] + [("mla", layout) for layout in MLA_LAYOUTS]

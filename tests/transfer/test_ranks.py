@@ -14,7 +14,6 @@ import pytest
 from kvtier.devices import find_device
 from kvtier.layout import opaque
 from kvtier.testing import MemoryStorage, StoredBlocks
-from kvtier.testing.faulty_disk import FaultyDisk
 from kvtier.tiers import HostTier, StorageTier
 from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.disk import DiskOptions, DiskSystem, DiskTier
@@ -30,6 +29,7 @@ from kvtier.transfer.ranks import (
     Verb,
 )
 from kvtier.types import DISK, HOST, BlockKey, BlockName, Slot
+from tests.tiers.disk.faulty_disk import FaultyDisk
 
 SIZE = 8192
 GROUP = opaque(SIZE)

@@ -45,10 +45,10 @@ with warnings.catch_warnings():
     )
 
 from kvtier.errors import ConfigError
-from kvtier.testing.faulty_disk import FaultyDisk
 from kvtier.tiers.disk import DiskTier
 from kvtier.tiers.disk.inspect.report import report_slab
 from kvtier.types import DISK
+from tests.tiers.disk.faulty_disk import FaultyDisk
 
 
 @pytest.fixture

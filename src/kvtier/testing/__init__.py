@@ -11,12 +11,9 @@ Needs pytest.
 
 from __future__ import annotations
 
-from kvtier.testing.crashing_disk import Crash, CrashingDisk
 from kvtier.testing.device_suite import DeviceSuite
 from kvtier.testing.faulty import FaultyDevice
-from kvtier.testing.faulty_disk import FaultyDisk
 from kvtier.testing.faulty_storage import FaultyStorage
-from kvtier.testing.lossy_disk import LossyDisk
 from kvtier.testing.memory import BlockBytes, host_memory, memory_bytes
 from kvtier.testing.policy_suite import PolicySuite
 from kvtier.testing.storage import MemoryStorage, StoredBlocks
@@ -25,13 +22,9 @@ from kvtier.testing.tier_suite import MemoryTierSuite, RoomSuite
 
 __all__ = [
     "BlockBytes",
-    "Crash",
-    "CrashingDisk",
     "DeviceSuite",
     "FaultyDevice",
-    "FaultyDisk",
     "FaultyStorage",
-    "LossyDisk",
     "MemoryStorage",
     "MemoryTierSuite",
     "PolicySuite",

@@ -12,8 +12,8 @@ def register() -> None:
     if not fault:
         return
     from kvtier.connectors.common import opening
-    from kvtier.testing import FaultyDisk
     from kvtier.tiers.disk import DiskTier
+    from tests.tiers.disk.faulty_disk import FaultyDisk
 
     disk = FaultyDisk()
     what, how = fault.split()

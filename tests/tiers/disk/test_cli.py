@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvtier.cli import app
-from kvtier.testing import FaultyDisk
 from kvtier.tiers import Outcome
+from tests.tiers.disk.faulty_disk import FaultyDisk
 from tests.tiers.disk.world import SLOT_BYTES, Clock, World, key, world
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED

@@ -16,10 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.testing import Crash, CrashingDisk, FaultyDisk, LossyDisk
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskSystem
 from kvtier.types import Slot
+from tests.tiers.disk.crashing_disk import Crash, CrashingDisk
+from tests.tiers.disk.faulty_disk import FaultyDisk
+from tests.tiers.disk.lossy_disk import LossyDisk
 from tests.tiers.disk.world import SLOT_BYTES, World, key, world
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import TierError
-from kvtier.testing import FaultyDisk
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskOptions, DiskTier
+from tests.tiers.disk.faulty_disk import FaultyDisk
 from tests.tiers.disk.world import SLOT_BYTES, SMALL
 
 THERE, ABSENT, _, FAILED = Outcome

@@ -11,9 +11,9 @@ from threading import Thread
 import numpy as np
 import pytest
 
-from kvtier.testing import FaultyDisk
 from kvtier.tiers import Outcome, Pieces
 from kvtier.types import BlockName
+from tests.tiers.disk.faulty_disk import FaultyDisk
 from tests.tiers.disk.world import ALIGNED, SLOT_BYTES, World, key, world
 
 OK, CORRUPT, FAILED = Outcome.THERE, Outcome.DAMAGED, Outcome.FAILED

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.testing import FaultyDisk
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskBlocks, DiskOptions, DiskSystem
 from kvtier.tiers.disk.format.superblock import HALF_BYTES
 from kvtier.tiers.disk.parts import on_all
+from tests.tiers.disk.faulty_disk import FaultyDisk
 from tests.tiers.disk.world import ALIGNED, SLOT_BYTES, SMALL, Arena, World, key, world
 
 OK, CORRUPT, FAILED = Outcome.THERE, Outcome.DAMAGED, Outcome.FAILED

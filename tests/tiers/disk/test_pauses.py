@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing import FaultyDisk
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk.health import DiskHealth
+from tests.tiers.disk.faulty_disk import FaultyDisk
 from tests.tiers.disk.test_faults import all_slots_accounted_for
 from tests.tiers.disk.world import Clock, World, key, world
 

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier._hot import crc32c
-from kvtier.testing import FaultyDisk
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk.format.records import RecordKind, Records, blank, seal
 from kvtier.tiers.disk.format.superblock import Membership, Superblock
 from kvtier.tiers.disk.inspect.check import check_slab
 from kvtier.tiers.disk.recovery.trust import decode, encode, num_bytes_of
+from tests.tiers.disk.faulty_disk import FaultyDisk
 from tests.tiers.disk.world import SLOT_BYTES, World, key, world
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.testing import Crash, CrashingDisk
 from kvtier.tiers import Outcome
 from kvtier.tiers.disk import DiskSystem
 from kvtier.tiers.disk.format.superblock import decode_both
 from kvtier.tiers.disk.inspect.check import check_slab
+from tests.tiers.disk.crashing_disk import Crash, CrashingDisk
 from tests.tiers.disk.world import NAMESPACE, World, world
 
 OK, CORRUPT = Outcome.THERE, Outcome.DAMAGED

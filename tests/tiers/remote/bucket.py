@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from kvtier.layout import KVGroup
-from kvtier.testing.servers import BUCKET
 from kvtier.testing.storage_suite import GROUP
 from kvtier.tiers import StorageSite
 from kvtier.tiers.remote.s3.objects import Objects
 from kvtier.tiers.remote.s3.opening import make_s3
 from kvtier.tiers.remote.s3.tier import S3Tier
+from tests.servers import BUCKET
 
 KEY_ID = "AKIDKVTIERTEST"
 SECRET_KEY = "not-to-be-seen-anywhere"

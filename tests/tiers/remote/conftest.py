@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvtier.testing.proxy import Proxy
-from kvtier.testing.servers import (
+from tests.proxy import Proxy
+from tests.servers import (
     StoreHttpServer,
     ValkeyServer,
     find_binary,

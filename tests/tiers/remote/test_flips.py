@@ -8,7 +8,6 @@ import random
 import numpy as np
 import pytest
 
-from kvtier.testing.servers import ValkeyServer, has_valkey
 from kvtier.testing.storage_user import Scattered, User, cuts, stored_bytes, stored_key
 from kvtier.tiers import Outcome
 from kvtier.tiers.crc_join import block_crcs
@@ -19,6 +18,7 @@ from kvtier.tiers.remote.s3.manifests import Grave, Manifest, Pack
 from kvtier.tiers.remote.s3.pack_reader import PackReader
 from kvtier.tiers.remote.s3.packs import PackShape, pack_name
 from tests.effort import effort
+from tests.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.bucket import Bucket, OnePack
 from tests.tiers.remote.valkeys import open_tier, tell
 

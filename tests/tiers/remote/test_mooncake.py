@@ -16,11 +16,11 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.plugins import load_plugin
 from kvtier.testing import StorageSuite
-from kvtier.testing.servers import MooncakeMaster, free_port, has_mooncake
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome, StorageSite, StorageTier
 from kvtier.types import BlockKey
+from tests.servers import MooncakeMaster, free_port, has_mooncake
 from tests.tiers.remote.docked_store import DockedStoreTests, eventually
 
 pytestmark = pytest.mark.skipif(

@@ -11,12 +11,12 @@ import pytest
 
 from kvtier.keyed.cache import BlockLocation
 from kvtier.layout import opaque
-from kvtier.testing.proxy import Proxy
-from kvtier.testing.servers import ValkeyServer, has_valkey
 from kvtier.tiers import StorageTier
 from kvtier.tiers.disk import DiskOptions, DiskTier
 from kvtier.tiers.row import make_storage
 from tests.connectors.pool_world import SLOT_BYTES, PoolWorld, key_of
+from tests.proxy import Proxy
+from tests.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.bucket import Bucket
 
 MEMORY, STORAGE, UNKNOWN = BlockLocation.MEMORY, BlockLocation.STORAGE, BlockLocation.UNKNOWN

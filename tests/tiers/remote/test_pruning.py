@@ -12,11 +12,11 @@ from typer.testing import CliRunner, Result
 
 from kvtier.cli import app
 from kvtier.errors import CacheError, ConfigError
-from kvtier.testing.servers import ValkeyServer, free_port, has_valkey
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome
 from kvtier.tiers.remote.keeper import Entry
 from kvtier.tiers.remote.pruning import chosen, make_keeper, prune
+from tests.servers import ValkeyServer, free_port, has_valkey
 from tests.tiers.remote.bucket import Bucket
 from tests.tiers.remote.valkeys import open_tier, tell
 

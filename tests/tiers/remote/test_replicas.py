@@ -13,10 +13,10 @@ import pytest
 pytest.importorskip("transformers", reason="the embedded engine is not installed")
 
 from kvtier.engine import Engine
-from kvtier.testing.proxy import Proxy
-from kvtier.testing.servers import ValkeyServer, has_valkey
 from kvtier.types import DEVICE, HOST
 from tests.engine.asking import GREEDY, ask, same
+from tests.proxy import Proxy
+from tests.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.replica import PROMPT, check_two_replicas, config
 
 pytestmark = [

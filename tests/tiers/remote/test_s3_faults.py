@@ -16,11 +16,11 @@ import pytest
 
 from kvtier.errors import Closed
 from kvtier.layout import DType, full_attention
-from kvtier.testing.proxy import Proxy
-from kvtier.testing.servers import find_binary, make_bucket, port_of, seaweed
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome
 from kvtier.tiers.remote.s3.opening import reading
+from tests.proxy import Proxy
+from tests.servers import find_binary, make_bucket, port_of, seaweed
 from tests.tiers.remote.bucket import SECRET_KEY, Bucket
 
 THERE, ABSENT, DAMAGED, FAILED = Outcome

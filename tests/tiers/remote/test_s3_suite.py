@@ -9,13 +9,13 @@ from contextlib import contextmanager
 import pytest
 
 from kvtier.testing import StorageSuite
-from kvtier.testing.proxy import Proxy
-from kvtier.testing.servers import port_of
 from kvtier.tiers import StorageTier
 from kvtier.tiers.remote.envelope import as_keys
 from kvtier.tiers.remote.s3.packs import pack_path
 from kvtier.tiers.remote.s3.tier import S3Tier
 from kvtier.types import BlockKey
+from tests.proxy import Proxy
+from tests.servers import port_of
 from tests.tiers.remote.bucket import Bucket
 
 

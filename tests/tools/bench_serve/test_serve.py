@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from kvtier.cli.bench import app
 from kvtier.errors import ConfigError
-from kvtier.testing.servers import ValkeyServer, has_valkey
 from kvtier.tools.bench_serve.options import Experiment, ServeOptions
 from kvtier.tools.bench_serve.serve import run_serve
+from tests.servers import ValkeyServer, has_valkey
 from tests.tiers.remote.valkeys import tell
 
 pytestmark = pytest.mark.engine

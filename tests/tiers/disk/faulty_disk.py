@@ -11,10 +11,10 @@ from threading import Event, Lock
 import numpy as np
 
 from kvtier.devices.base import Memory
-from kvtier.testing.wrapped_engine import SECTOR_BYTES, WrappedEngine, open_plain
 from kvtier.tiers.disk import DiskSystem, IoKind
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.io.base import Int64s, Uint64s
+from tests.tiers.disk.wrapped_engine import SECTOR_BYTES, WrappedEngine, open_plain
 
 
 class FaultyDisk(DiskSystem):

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtier.devices.base import Memory
-from kvtier.testing.wrapped_engine import SECTOR_BYTES, WrappedEngine
 from kvtier.tiers.disk import DiskSystem, IoKind
 from kvtier.tiers.disk.io import IoEngine
 from kvtier.tiers.disk.io.base import Int64s, Uint64s
+from tests.tiers.disk.wrapped_engine import SECTOR_BYTES, WrappedEngine
 
 
 @dataclass(slots=True)
