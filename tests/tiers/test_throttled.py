@@ -14,8 +14,7 @@ from kvtier.testing import MemoryStorage, StoredBlocks, host_memory, memory_byte
 from kvtier.tiers import DeviceTier, Outcome, Pieces
 from kvtier.tiers.wrappers import ThrottledTier
 from kvtier.types import BlockKey, BlockName
-
-from .world import GROUP
+from tests.core.world import GROUP
 
 NUM_BLOCKS = 4
 KEYS = [BlockKey(bytes([number]) * 32) for number in range(NUM_BLOCKS)]
