@@ -28,7 +28,7 @@ from benchmarks.report.output import report
 from benchmarks.report.targets import Bounds, bounds, estimate, judged, ratio
 from kvtier.devices import Memory
 from kvtier.devices.cpu import CpuDevice
-from kvtier.ladder.loads import STRAIGHT_PIECES, piece_sizes
+from kvtier.ladder.loads import DIRECT_PIECES, piece_sizes
 from kvtier.layout import DType, KVGroup, full_attention, latent_attention, named_layout, repack
 from kvtier.tiers import DeviceTier, HostTier
 from kvtier.tiers.disk import DiskOptions, DiskTier, bounce
@@ -123,7 +123,7 @@ class Bench:
         began, cpu = time.perf_counter(), time.process_time()
         jobs, at = [], 0
         first = max(1, LOAD_BYTES // self.group.bytes_per_block)
-        for size in piece_sizes(self.num, STRAIGHT_PIECES * first if way == STRAIGHT else first):
+        for size in piece_sizes(self.num, DIRECT_PIECES * first if way == STRAIGHT else first):
             part = slice(at, at := at + size)
             to = [Slot(place) for place in places[part]]
             if way == STRAIGHT:

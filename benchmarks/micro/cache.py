@@ -107,7 +107,7 @@ def request(cache: Cache, tokens: np.ndarray) -> int:
 
 def _put_in_place(cache: Cache, index: object) -> None:
     ladder = cache._ladder
-    for part in (cache, ladder, ladder._space, ladder._traffic, ladder._recall):
+    for part in (cache, ladder, ladder.eviction, ladder.transfers, ladder.storage_lookup):
         part._index = index  # type: ignore[assignment, attr-defined]
 
 

@@ -96,7 +96,9 @@ class TierReplay:
         self.num_from_host += places[:hits].count(BlockLocation.MEMORY)
         room = self._cache.reserve(path[hits:])  # as vLLM, which does not hold what was found
         if room is None:  # more than there is: from its beginning on
-            room = self._cache.reserve(path[hits : hits + self._ladder.num_available(HOST)])
+            room = self._cache.reserve(
+                path[hits : hits + self._ladder.eviction.num_available(HOST)]
+            )
         if room is not None:
             self._cache.commit(room.keys, range(len(room.keys)))
             self._num_stored += len(room.keys)

@@ -83,12 +83,12 @@ class Cache:
     def wants_keys(self, labels: Sequence[Label]) -> bool:
         """Whether ``Labels.compute_keys`` should be called, where a request is submitted: storage
         may have to be asked for a prompt that takes long to hash. Any thread may ask."""
-        return len(labels) >= LONG_PROMPT and self._ladder.has_unfound
+        return len(labels) >= LONG_PROMPT and self._ladder.storage_lookup.has_unfound
 
     def is_asking(self, namespace: bytes, labels: Sequence[Label]) -> bool:
         """Whether a store was asked what it has of a prompt, and is worth waiting for still."""
         self._must_be_open()
-        return self._ladder.recall(self._index, namespace, labels)
+        return self._ladder.storage_lookup.ask(self._index, namespace, labels)
 
     def prefetch(self, namespace: bytes, labels: Sequence[Label]) -> Prefetch | None:
         """While a request waits for its turn, read what storage has of it into host memory.
@@ -100,9 +100,9 @@ class Cache:
         patience_s = self.config.load_deadline_s
         if self.config.prefetch_policy is PrefetchPolicy.TIMEOUT:
             patience_s = self.config.prefetch_timeout_s
-        self._ladder.recall(self._index, namespace, labels)
+        self._ladder.storage_lookup.ask(self._index, namespace, labels)
         match = self.match(namespace, labels)
-        return self._ladder.prefetch(match, self._clock() + patience_s)
+        return self._ladder.loads.prefetch(match, self._clock() + patience_s)
 
     def is_worth_waiting(self, prefetch: Prefetch) -> bool:
         """Whether the request's turn should come later, by the prefetch policy."""
@@ -112,7 +112,7 @@ class Cache:
 
     def end_prefetch(self, prefetch: Prefetch) -> None:
         """The request's turn has come, or it has gone: what was not begun is not read."""
-        self._ladder.end_prefetch(prefetch)
+        self._ladder.loads.end_prefetch(prefetch)
         self._check()
 
     def fetch(
@@ -134,7 +134,7 @@ class Cache:
         """
         self._must_be_open()
         self._check_request(labels, num_tokens, num_blocks, grain_blocks)
-        self._ladder.recall(self._index, namespace, labels)
+        self._ladder.storage_lookup.ask(self._index, namespace, labels)
         match = self.match(namespace, labels)
         lease = self.lease(namespace, labels, match)
         decision = self.decide(match, num_tokens, grain_blocks, load)
@@ -145,7 +145,7 @@ class Cache:
         lease.decision = decision
         self._observer.found(lease, match)
         if load:
-            self._ladder.fetch_ahead(match, plan.num_reused_blocks)
+            self._ladder.loads.fetch_ahead(match, plan.num_reused_blocks)
         return lease
 
     def match(self, namespace: bytes, labels: Sequence[Label]) -> Match:
@@ -176,7 +176,7 @@ class Cache:
             block_size=size,
             bytes_per_block=num_bytes,
             num_free_slots=self.num_available_slots,
-            num_staging_slots=self._ladder.num_staging_slots,
+            num_staging_slots=self._ladder.eviction.num_staging,
             grain_blocks=grain_blocks,
             deadline_s=self.config.load_deadline_s,
         )
@@ -190,14 +190,14 @@ class Cache:
         """
         lease.cut(plan.num_reused_blocks)
         num_here = lease.num_shared - plan.num_copied_blocks
-        new_slots = self._ladder.allocate(num_blocks - num_here)
+        new_slots = self._ladder.eviction.allocate(num_blocks - num_here)
         if new_slots is None:
             return False
         self._observer.planned(lease, plan)
         self._index.asked(lease.namespace, lease.labels, self._clock())
         for copy in plan.copies:
             slots, new_slots = new_slots[: len(copy.blocks)], new_slots[len(copy.blocks) :]
-            self._ladder.load(copy, slots)
+            self._ladder.loads.load(copy, slots)
         shared = self._index.slots(lease.blocks, DEVICE)
         lease.slots = Numbers.joined(shared, new_slots)
         self._ladder.wait_for(lease, shared)
@@ -239,7 +239,7 @@ class Cache:
         self._index.learn_keys(lease.namespace, labels, made.blocks)
         lease.put(first, made.slots)
         twins = [slot for slot, used in zip(ours, made.slots, strict=False) if slot != used]
-        self._ladder.give_back(twins)
+        self._ladder.eviction.give_back(twins)
         lease.adopt(made.blocks, DEVICE)
         self._observer.computed(lease, len(made.blocks))
         self._use(lease, first)
@@ -259,11 +259,11 @@ class Cache:
         was_used = bool(lease.slots)
         if was_used and not self._closed:
             self._store(lease)
-            self._ladder.archive(lease.blocks)
-        self._ladder.give_back(lease.room)
+            self._ladder.storage_writer.enqueue(lease.blocks)
+        self._ladder.eviction.give_back(lease.room)
         lease.slots = []
         lease.cut(0)
-        self._ladder.drop_lost()
+        self._ladder.transfers.drop_lost()
         if was_used and record:
             self._observer.ended(lease)
         self._check()
@@ -323,7 +323,7 @@ class Cache:
             uses = zip(wanted, self._index.num_uses_of(wanted), strict=True)
             wanted = [block for block, num in uses if num >= self.config.store_after_uses]
         if self.config.write_policy is not WritePolicy.WRITE_BACK and not lease.is_left_out:
-            stored = self._ladder.store(wanted, DEVICE, lease.num_stored, lease.stores)
+            stored = self._ladder.stores.store(wanted, DEVICE, lease.num_stored, lease.stores)
             lease.num_stored, lease.is_left_out = stored
 
     # -- what others know -------------------------------------------------------------------------
@@ -370,7 +370,7 @@ class Cache:
 
     def drain(self, timeout_s: float = 60.0) -> bool:
         """Wait for all copies on their way, and ``poll``. False if ``timeout_s`` was too short."""
-        return self._ladder.drain(timeout_s, self.poll)
+        return self._ladder.transfers.drain(timeout_s, self.poll)
 
     def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
         """The engine computed ``num_tokens`` of a prompt, after ``num_before`` others, in
@@ -382,7 +382,7 @@ class Cache:
     @property
     def num_available_slots(self) -> int:
         """Device slots that are free or could be had by eviction. An upper bound."""
-        return self._ladder.num_available(DEVICE)
+        return self._ladder.eviction.num_available(DEVICE)
 
     @property
     def metrics(self) -> Metrics:
@@ -391,7 +391,7 @@ class Cache:
 
     def update_metrics(self) -> Metrics:
         """The metrics, with the gauges as they are now."""
-        self._ladder.update_gauges()
+        self._ladder.gauges.update()
         return self.metrics
 
     def used_slots(self) -> dict[str, int]:
@@ -401,11 +401,11 @@ class Cache:
     def let_archive(self, is_on: bool) -> None:
         """Whether blocks are written to storage, from now on. Off while it is not sure whose they
         are; on again, what is in memory still is written, too."""
-        self._ladder.archives = is_on
+        self._ladder.write_queues.is_open = is_on
 
     def clear(self, tier: str = DEVICE) -> None:
         """Evict every block that nobody holds from ``tier``, as if room were needed."""
-        self._ladder.make_room(tier, self._index.num_held(tier))
+        self._ladder.eviction.make(tier, self._index.num_held(tier))
         self._check()
 
     def block_events(self) -> BlockEvents:

@@ -44,7 +44,7 @@ class World:
 
     def settle(self) -> None:
         while self.ladder.is_busy:
-            self.ladder.wait(60)
+            self.ladder.transfers.wait(60)
             self.cache.poll()
 
 

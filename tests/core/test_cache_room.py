@@ -232,7 +232,7 @@ def test_demotion_block_by_block_keeps_the_beginning_of_a_prompt(make_world: Mak
     assert world.matched(LONG) == [HOST] * 6
     world.serve([*LONG, 9])
     for _ in range(10):
-        world.cache._ladder.make_room(DEVICE, 1)
+        world.cache._ladder.eviction.make(DEVICE, 1)
     assert world.cache.drain()
     assert world.matched(LONG) == [HOST] * 6
 

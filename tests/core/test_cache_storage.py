@@ -114,11 +114,11 @@ def test_pieces_are_copied_on_while_the_next_is_read(restarted: World) -> None:
     """Two blocks a piece: two reads, and each is followed by its own copy to the device."""
     restarted.device.hold(Direction.LOAD)
     request = restarted.ask(LONG)
-    reads = [each for each in restarted.cache._ladder._traffic.transfers if each.src == DISK]
+    reads = [each for each in restarted.cache._ladder.transfers.transfers if each.src == DISK]
     assert [len(each.blocks) for each in reads] == [2, 2]
     assert reads[0].job.wait(60)
     restarted.cache.poll()
-    copies = [each for each in restarted.cache._ladder._traffic.transfers if each.src == HOST]
+    copies = [each for each in restarted.cache._ladder.transfers.transfers if each.src == HOST]
     assert copies[0].job is not None
     assert not request.lease.ready
     restarted.device.let_go()
@@ -208,7 +208,7 @@ def test_a_load_that_finds_no_room_after_all_is_given_up(restarted: World) -> No
     room = restarted.cache._tiers[HOST]
     taken = room.allocate(room.num_free)
     blocks = restarted.cache.match(NS, request.labels).blocks
-    for leg, _ in restarted.cache._ladder.promote(blocks, DISK):
+    for leg, _ in restarted.cache._ladder.loads.promote(blocks, DISK):
         request.lease.wait_for(leg)
     room.free(taken)
     restarted.cache.poll()
@@ -353,7 +353,7 @@ def test_a_slow_disk_leaves_host_memory_to_others(make_world: MakeWorld) -> None
     world.storage.open_writes.clear()
     for number in range(20, 26):
         serve_while_writes_hang(world, [number] * 8)
-    assert world.cache._ladder.num_available(HOST) >= 9, "a quarter is on its way at most"
+    assert world.cache._ladder.eviction.num_available(HOST) >= 9, "a quarter is on its way at most"
     request = serve_while_writes_hang(world, LONG)
     assert hits(request) == {DISK: 4}
     assert not request.lease.broken
@@ -370,7 +370,7 @@ def serve_while_writes_hang(world: World, tokens: list[int]) -> Request:
     world.compute(request, len(request.labels))
     world.cache.commit(request.lease, len(request.labels))
     world.release(request)
-    transfers = world.cache._ladder._traffic.transfers
+    transfers = world.cache._ladder.transfers.transfers
     until(world, lambda: all(each.dst == DISK for each in transfers))
     return request
 

@@ -161,7 +161,7 @@ def gate(memory: WeightsMemory, monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 def archives(engine: Engine) -> bool:
-    return engine.call(lambda: engine.cache._ladder.archives)
+    return engine.call(lambda: engine.cache._ladder.write_queues.is_open)
 
 
 def heard(engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import pytest
@@ -12,6 +13,7 @@ from kvtier.ladder.admission import Admission
 from kvtier.ladder.topology import Topology
 from kvtier.ladder.transient_blocks import TransientBlocks
 from kvtier.ladder.write_queue import LEAST_CHANCE, SCARCE_SHARE, WriteQueue
+from kvtier.ladder.write_queues import WriteQueues
 from kvtier.plan import WriteBudget
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Quota, StorageFacts
@@ -54,6 +56,18 @@ class Noted:
         assert set(passing) <= set(blocks)
 
 
+@dataclass(frozen=True)
+class Chance:
+    """Write queues at which every block needs the same chance of reuse."""
+
+    is_open: bool
+    chance: float
+
+    def least_chance(self, tier: str, is_full: bool) -> float:
+        assert tier == DISK
+        return self.chance
+
+
 def full() -> int:
     return 0
 
@@ -66,10 +80,10 @@ def admission(
     num_free: Callable[[], int] = full,
 ) -> Admission:
     rooms = {DEVICE: Quota(full), HOST: Quota(full), DISK: Quota(num_free)}
-    row = Topology(rooms, {DISK: StorageFacts()})
+    topology = Topology(rooms, {DISK: StorageFacts()})
     index = cast("BlockIndex", judges)
-    passage = cast("TransientBlocks", Noted())
-    return Admission(row, index, passage, lambda tier, is_full: least_chance, lambda: writes)
+    queues = cast("WriteQueues", Chance(writes, least_chance))
+    return Admission(topology, index, cast("TransientBlocks", Noted()), queues)
 
 
 def test_what_is_worth_a_write_passes_through_memory() -> None:

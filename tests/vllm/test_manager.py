@@ -271,7 +271,7 @@ def test_burst_over_a_slow_disk_leaves_host_memory_to_others_and_nobody_waits() 
         scheduler.manager.on_request_finished(request)
     writes = scheduler.manager.take_orders()
     assert sum(len(each.names) for each in writes if each.verb is Verb.WRITE) == 4, "a quarter"
-    assert scheduler.manager.ladder.num_available(HOST) == 12
+    assert scheduler.manager.ladder.eviction.num_available(HOST) == 12
     request = scheduler.request("again", KEYS[:2])
     scheduler.look_up(request, KEYS[:2])
     assert scheduler.advise("again") is Advice.WAIT

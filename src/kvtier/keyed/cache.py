@@ -89,7 +89,7 @@ class KeyedCache:
         self.ladder = ladder
         self.memory = ladder.fastest
         self._index = index
-        self._lost = ladder.lost
+        self._lost = ladder.transfers.lost
         self._namespace = namespace
         self._clock = clock
         self._tiers = self._index.tiers  # memory, then storage
@@ -100,7 +100,7 @@ class KeyedCache:
         self._recall = KeyedLookup(index, ladder, namespace, knows_storage)
         self.straight = DirectReads(index, ladder, self._storage_of)
         self._changes: list[Change] = []
-        ladder.listen(self._note)
+        ladder.transfers.on_change = self._note
 
     # -- what is where -----------------------------------------------------------------------------
 
@@ -278,16 +278,16 @@ class KeyedCache:
             new, passing = self.ladder.admission.admit_keys(self._index, new, self.memory)
             return len(new)
 
-        slots = self.ladder.reserve(len(new), ready, admit)
+        slots = self.ladder.eviction.reserve(len(new), ready, admit)
         if slots is None:
             return None
         blocks = self._index.make(new)
         self._copies.reserve(blocks, slots)
         named = zip(new, blocks, strict=True)
-        self.ladder.passage.note(blocks, [block for key, block in named if key in passing])
+        self.ladder.transient_blocks.note(blocks, [block for key, block in named if key in passing])
         self._use(blocks)
         self._came_from[slots] = 0
-        self.ladder.returns.came(new, blocks)
+        self.ladder.reuse_sampler.came(new, blocks)
         left = [key for each in self._changes[num_changes:] for key in each.keys]
         return Reserved(new, slots, left)
 
@@ -314,8 +314,8 @@ class KeyedCache:
 
     def _archive(self, blocks: Sequence[BlockId]) -> None:
         """They go on to storage, as soon as it is known what they are called there."""
-        self.ladder.archives = bool(self._namespace())
-        self.ladder.archive(blocks)
+        self.ladder.write_queues.is_open = bool(self._namespace())
+        self.ladder.storage_writer.enqueue(blocks)
 
     def abort(self, keys: Iterable[bytes]) -> None:
         """Blocks were not copied into their slots."""
@@ -330,7 +330,7 @@ class KeyedCache:
         """The copies from them have ended. Blocks that were cleared meanwhile are passed over."""
         blocks, _ = self._index.find_all(list(keys))
         self._came_from[self._copies.release(blocks)] = 0
-        self.ladder.drop_lost()
+        self.ladder.transfers.drop_lost()
 
     def distrust(self, slots: Collection[Slot]) -> None:
         """A copy of the engine's from or to these slots went wrong: their blocks are not there."""
@@ -355,7 +355,7 @@ class KeyedCache:
         return [block for block, states in self._found(keys) if states[0] is READY]
 
     def _promote(self, keys: Sequence[bytes]) -> int:
-        num = min(len(keys), self.ladder.num_available(self.memory))
+        num = min(len(keys), self.ladder.eviction.num_available(self.memory))
         wanted: dict[str, list[BlockId]] = {}
         for block, states in self._found(keys[:num]):
             if states[0] is ABSENT:
@@ -363,8 +363,8 @@ class KeyedCache:
                 if storage is not None:
                     wanted.setdefault(storage, []).append(block)
         for storage, blocks in wanted.items():
-            self.ladder.returns.came(self._index.keys(blocks), blocks)
-            for _, begun in self.ladder.promote(blocks, storage):
+            self.ladder.reuse_sampler.came(self._index.keys(blocks), blocks)
+            for _, begun in self.ladder.loads.promote(blocks, storage):
                 slots = self._index.slots(begun, self.memory)
                 self._came_from[slots] = self._tiers.index(storage)
         return num
@@ -392,7 +392,7 @@ class KeyedCache:
 
     def poll(self) -> None:
         """Notice what has ended."""
-        self.ladder.archives = bool(self._namespace())
+        self.ladder.write_queues.is_open = bool(self._namespace())
         self.ladder.poll()
 
     def clear(self) -> None:

@@ -23,13 +23,13 @@ class DirectReads:
     @property
     def is_for_all(self) -> bool:
         """Whether blocks from any storage can do without room in memory."""
-        return self._ladder.straight.is_for_all
+        return self._ladder.direct.is_for_all
 
     def how(self, key: bytes) -> Direct:
         """Return how a block in storage may reach the engine: directly always, directly if
         memory is short, or through memory only."""
         storage = self._source(key)
-        return Direct.OFF if storage is None else self._ladder.straight.how(storage)
+        return Direct.OFF if storage is None else self._ladder.direct.how(storage)
 
     def _source(self, key: bytes) -> str | None:
         found = self._index.find(key)
@@ -46,5 +46,5 @@ class DirectReads:
             assert storage is not None, "a block that storage has not"
             at = [position for position, source in enumerate(sources) if source == storage]
             blocks = [found[0] for i in at if (found := self._index.find(keys[i])) is not None]
-            self._ladder.straight.read(blocks, storage, [Slot(places[i]) for i in at])
+            self._ladder.direct.read(blocks, storage, [Slot(places[i]) for i in at])
         return [storage for storage in sources if storage is not None]

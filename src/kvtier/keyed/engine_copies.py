@@ -69,7 +69,7 @@ class EngineCopies:
         mine = [block for block in blocks if block is not None and block in self._reserved]
         self._end(mine)
         self._doubted.difference_update(mine)
-        self._ladder.give_back(self._index.abort_all(mine, self._memory))
+        self._ladder.eviction.give_back(self._index.abort_all(mine, self._memory))
 
     def _end(self, blocks: Sequence[BlockId]) -> None:
         """The engine copies nothing to these any more: whoever watched them is told."""
@@ -106,7 +106,7 @@ class EngineCopies:
             if not self._held[block]:
                 del self._held[block]
                 self._by_slot.pop(slot, None)
-        self._ladder.passage.passed(mine)
+        self._ladder.transient_blocks.passed(mine)
         return slots
 
     # -- of both kinds -----------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class EngineCopies:
             if block in self._reserved:
                 self._doubted.add(block)
             elif block is not None:
-                self._ladder.lose(block, self._memory)
+                self._ladder.transfers.lose([block], self._memory)
 
     def clear(self) -> None:
         """None of them goes on, and nobody will tell of their end."""

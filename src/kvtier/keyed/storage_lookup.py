@@ -47,13 +47,13 @@ class KeyedLookup:
     def take_in(self, keys: Collection[bytes]) -> int:
         """Adopt blocks of storage that answers at once; return how many."""
         namespace = self._namespace()
-        if not namespace or not self._ladder.has_unfound_at_once:
+        if not namespace or not self._ladder.storage_lookup.has_unfound_at_once:
             return 0
         asked = list(dict.fromkeys(keys))
         blocks, _ = self._index.find_all(asked)
         unknown = [key for key, block in zip(asked, blocks, strict=True) if block is None]
         names = _names(namespace, unknown)
-        return self._ladder.recall_each(
+        return self._ladder.storage_lookup.ask_each(
             names, lambda places: self._index.make([unknown[at] for at in places])
         )
 
@@ -71,13 +71,13 @@ class KeyedLookup:
     @property
     def has_to_ask(self) -> bool:
         """Whether some storage takes its time to say what it has."""
-        return bool(self._namespace()) and self._ladder.has_to_ask
+        return bool(self._namespace()) and self._ladder.storage_lookup.has_to_ask
 
     def ask_along(self, keys: Sequence[bytes], has_gaps: bool) -> list[PendingLookup]:
         """Ask that storage for blocks of one prompt that are known nowhere, in its order. Returns
         the questions that are worth waiting for. has_gaps: see ``KeyedCache.find_or_ask``."""
         names = partial(_names, self._namespace())
-        return self._ladder.ask_along(keys, names, self._index.make, has_gaps)
+        return self._ladder.storage_lookup.ask_along(keys, names, self._index.make, has_gaps)
 
 
 def _growing(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:

@@ -8,6 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 from kvtier.index import BlockIndex, KeyIndex, State
 from kvtier.ladder.topology import Topology
 from kvtier.ladder.transient_blocks import TransientBlocks
+from kvtier.ladder.write_queues import WriteQueues
 from kvtier.types import BlockId
 
 Item = TypeVar("Item", BlockId, bytes)
@@ -15,9 +16,6 @@ Item = TypeVar("Item", BlockId, bytes)
 Ask = Callable[[Sequence[Item], str, int, float], Sequence[Item]]
 """Which of some items, by the policy of a tier, with so many free slots, by the least chance of a
 use: ``BlockIndex.admit``."""
-LeastChance = Callable[[str, bool], float]
-"""That a block is used in a storage tier, for it to be worth a write now; and whether the tier is
-full."""
 
 
 class Admitted(NamedTuple, Generic[Item]):
@@ -30,42 +28,38 @@ class Admitted(NamedTuple, Generic[Item]):
 class Admission:
     """Asks the policies of the tiers. Storage is written from memory, and each tier's policy judges
     for itself: a block that is not worth its room in memory, and worth a write, passes through.
-
-    writes: whether anything is written to storage at present.
     """
 
     def __init__(
         self,
-        row: Topology,
+        topology: Topology,
         index: BlockIndex,
-        passage: TransientBlocks,
-        least_chance: LeastChance,
-        writes: Callable[[], bool],
+        transient_blocks: TransientBlocks,
+        write_queues: WriteQueues,
     ) -> None:
-        self._row = row
-        self._passage = passage
+        self._topology = topology
+        self._transient_blocks = transient_blocks
         self._index = index
-        self._least_chance = least_chance
-        self._writes = writes
+        self._write_queues = write_queues
 
     def admit(self, blocks: Sequence[BlockId], tier: str) -> Sequence[BlockId]:
         """Those of ``blocks``, which ``tier`` has not, that are let in."""
-        if tier in self._row.storages:
+        if tier in self._topology.storages:
             return self._worth_a_write(blocks, tier, self._index.admit)
         admitted = self._let_in(blocks, tier, self._index.admit, self._lacking)
-        if tier == self._row.staging:
-            self._passage.note(*admitted)
+        if tier == self._topology.staging:
+            self._transient_blocks.note(*admitted)
         return admitted.items
 
     def admit_read(self, blocks: Sequence[BlockId], memory: str) -> None:
         """``blocks`` are read from storage, for they are wanted: they come to ``memory``, and stay
         there as far as they are worth their room."""
-        num_free = self._row.rooms[memory].num_free
+        num_free = self._topology.rooms[memory].num_free
         if len(blocks) <= num_free:
-            self._passage.note(blocks, ())
+            self._transient_blocks.note(blocks, ())
             return
         stay = set(self._index.admit(blocks, memory, num_free))
-        self._passage.note(blocks, [block for block in blocks if block not in stay])
+        self._transient_blocks.note(blocks, [block for block in blocks if block not in stay])
 
     def admit_keys(self, index: KeyIndex, keys: Sequence[bytes], tier: str) -> Admitted[bytes]:
         """Like ``admit``, for blocks that the index may not know; note the others as transient."""
@@ -87,19 +81,20 @@ class Admission:
         ask: Ask[Item],
         lacking: Callable[[Sequence[Item], str], Sequence[Item]],
     ) -> Admitted[Item]:
-        num_free = self._row.rooms[memory].num_free
+        num_free = self._topology.rooms[memory].num_free
         stay = items if len(items) <= num_free else ask(items, memory, num_free, 0.0)
-        if len(stay) == len(items) or memory != self._row.staging or not self._writes():
+        is_passage = memory == self._topology.staging and self._write_queues.is_open
+        if len(stay) == len(items) or not is_passage:
             return Admitted(stay)
         staying, passing = set(stay), set[Item]()
         rest = [item for item in items if item not in staying]
-        for storage in self._row.storages:
+        for storage in self._topology.storages:
             passing.update(self._worth_a_write(lacking(rest, storage), storage, ask))
         return Admitted([item for item in items if item in staying or item in passing], passing)
 
     def _worth_a_write(self, items: Sequence[Item], storage: str, ask: Ask[Item]) -> Sequence[Item]:
-        num_free = self._row.rooms[storage].num_free
-        least_chance = self._least_chance(storage, len(items) > num_free)
+        num_free = self._topology.rooms[storage].num_free
+        least_chance = self._write_queues.least_chance(storage, len(items) > num_free)
         if len(items) <= num_free and not least_chance:
             return items
         return ask(items, storage, num_free, least_chance)

@@ -11,34 +11,36 @@ from kvtier.transfer import Mover
 from kvtier.types import BlockId, Direct, Slot
 
 
-class Straight:
-    """By the rule of every load: always, or where the memory on the way is short of room.
+class DirectLoads:
+    """Reads from storage to memory of the engine's, past every tier.
+
+    The rule is that of every load: always, or where the memory on the way is short of room.
 
     No tier has what has arrived there. Until it has, or has not, the blocks stay in storage.
     """
 
-    def __init__(self, row: Topology, mover: Mover, loads: Loads) -> None:
-        self._row = row
+    def __init__(self, topology: Topology, mover: Mover, loads: Loads) -> None:
+        self._topology = topology
         self._mover = mover
         self._loads = loads
 
     @property
     def is_for_all(self) -> bool:
         """Whether blocks from any storage can do without room on the way."""
-        row = self._row
-        is_above = row.device is not None and bool(row.storages)
-        return is_above and (row.direct | row.direct_at_need).issuperset(row.storages)
+        topology, at_need = self._topology, self._topology.direct_at_need
+        is_above = topology.device is not None and bool(topology.storages)
+        return is_above and (topology.direct | at_need).issuperset(topology.storages)
 
     def how(self, storage: str) -> Direct:
         """Whether blocks come straight from there now: not while reads hang."""
-        device = self._row.device
+        device = self._topology.device
         if device is None or not self._mover.accepts((storage, device)):
             return Direct.OFF
-        if storage in self._row.direct:
+        if storage in self._topology.direct:
             return Direct.ON
-        return Direct.AUTO if storage in self._row.direct_at_need else Direct.OFF
+        return Direct.AUTO if storage in self._topology.direct_at_need else Direct.OFF
 
     def read(self, blocks: Sequence[BlockId], storage: str, places: Sequence[Slot]) -> None:
         """Begin to read blocks that storage has. places: where they go to, as the mover knows."""
-        assert self._row.device is not None, "no engine has memory above the tiers"
-        self._loads.load_straight(Copy(storage, self._row.device, blocks), places)
+        assert self._topology.device is not None, "no engine has memory above the tiers"
+        self._loads.load_direct(Copy(storage, self._topology.device, blocks), places)

@@ -18,14 +18,14 @@ class Gauges:
 
     def __init__(
         self,
-        row: Topology,
-        traffic: Transfers,
+        topology: Topology,
+        transfers: Transfers,
         mover: Mover,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
-        self._row = row
-        self._traffic = traffic
+        self._topology = topology
+        self._transfers = transfers
         self._mover = mover
         self._metrics = metrics
         self._clock = clock
@@ -38,12 +38,12 @@ class Gauges:
 
     def update(self) -> None:
         self._due_s = self._clock() + PERIOD_S
-        rooms = self._row.rooms
+        rooms = self._topology.rooms
         used = {name: room.num_used for name, room in rooms.items()}
         self._metrics.occupancy(used, {name: room.num_slots for name, room in rooms.items()})
-        for (src, dst), num in self._traffic.num_in_flight.items():
+        for (src, dst), num in self._transfers.num_in_flight.items():
             self._metrics.gauge("kvtier_transfers_in_flight", num, src=src, dst=dst)
-        for (src, dst), seconds in self._traffic.queued_s().items():
+        for (src, dst), seconds in self._transfers.queued_s().items():
             self._metrics.gauge("kvtier_queued_seconds", seconds, src=src, dst=dst)
-        for name in self._row.storages:
+        for name in self._topology.storages:
             self._metrics.gauge("kvtier_breaker_state", self._mover.breaker(name), tier=name)

@@ -21,8 +21,8 @@ GROWTH = 4
 SHARE = 64
 """Of a long load a piece is at most one in so many: what is read last is copied on while nothing
 else is read. So the number of pieces hardly grows with the load: 90 make a million tokens."""
-STRAIGHT_PIECES = 4
-"""What comes straight is read in pieces so many times as large: nothing is copied on meanwhile."""
+DIRECT_PIECES = 4
+"""Direct reads have pieces so many times as large: nothing is copied on meanwhile."""
 
 
 def piece_sizes(num_blocks: int, first_blocks: int) -> Iterator[int]:
@@ -46,46 +46,49 @@ class Loads:
 
     def __init__(
         self,
-        row: Topology,
+        topology: Topology,
         index: BlockIndex,
         mover: Mover,
-        traffic: Transfers,
-        space: Eviction,
+        transfers: Transfers,
+        eviction: Eviction,
         admission: Admission,
         first_blocks: int,
     ) -> None:
-        self._row = row
+        self._topology = topology
         self._index = index
         self._mover = mover
-        self._traffic = traffic
-        self._space = space
+        self._transfers = transfers
+        self._eviction = eviction
         self._admission = admission
         self._first_blocks = first_blocks
-        self._prefetches = Prefetches(row, index)
+        self._prefetches = Prefetches(topology, index)
 
     def load(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
-        """Begin a plan's copy to the fastest tier, from tier to tier or straight."""
-        between = self._row.above(copy.src)
-        if copy.src in self._row.direct or between == self._row.fastest:
-            self.load_straight(copy, dst_slots)
+        """Begin a plan's copy to the fastest tier, from tier to tier or directly.
+
+        It is cut into pieces, so that one is read while another is copied on.
+        """
+        between = self._topology.above(copy.src)
+        if copy.src in self._topology.direct or between == self._topology.fastest:
+            self.load_direct(copy, dst_slots)
             return
         blocks, rest = copy.blocks, copy.blocks[:0]
-        if copy.src in self._row.direct_at_need:
-            room = self._space.num_available(self._row.staging)
+        if copy.src in self._topology.direct_at_need:
+            room = self._eviction.num_available(self._topology.staging)
             blocks, rest = blocks[:room], blocks[room:]
         at = 0
         for leg, part in self.promote(blocks, copy.src):
             slots, at = dst_slots[at : at + len(part)], at + len(part)
-            self._traffic.begin(Copy(between, copy.dst, part), slots, after=leg)
+            self._transfers.begin(Copy(between, copy.dst, part), slots, after=leg)
         if rest:
-            self.load_straight(Copy(copy.src, copy.dst, rest), dst_slots[at:])
+            self.load_direct(Copy(copy.src, copy.dst, rest), dst_slots[at:])
 
-    def load_straight(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
+    def load_direct(self, copy: Copy, dst_slots: Sequence[Slot]) -> None:
         """Begin a copy that passes through no other memory, in pieces."""
         at = 0
-        for piece in self._pieces(copy, STRAIGHT_PIECES):
+        for piece in self._pieces(copy, DIRECT_PIECES):
             slots, at = dst_slots[at : at + len(piece.blocks)], at + len(piece.blocks)
-            self._traffic.begin(piece, slots)
+            self._transfers.begin(piece, slots)
 
     def _pieces(self, copy: Copy, times: int = 1) -> Iterator[Copy]:
         """Return the pieces of a load.
@@ -94,7 +97,7 @@ class Loads:
         once.
         """
         sizes: Iterator[int] = iter((len(copy.blocks),))
-        if copy.src in self._row.storages:
+        if copy.src in self._topology.storages:
             sizes = piece_sizes(len(copy.blocks), times * self._first_blocks)
         at = 0
         for size in sizes:
@@ -109,7 +112,7 @@ class Loads:
         urgent: somebody waits for them. Returns the transfers with the blocks that each brings, in
         the order given.
         """
-        dst = self._row.above(src)
+        dst = self._topology.above(src)
         legs: list[tuple[Transfer, Sequence[BlockId]]] = []
         for state, run in runs_of(self._index.states_of(blocks, dst)):
             part = blocks[run.start : run.stop]
@@ -124,48 +127,48 @@ class Loads:
         self, blocks: Sequence[BlockId], dst: str, urgent: bool
     ) -> Iterator[tuple[Transfer, Sequence[BlockId]]]:
         """The transfers that others have begun for blocks on their way, each with its part."""
-        for leg, run in self._traffic.bringing(self._index.slots(blocks, dst), dst):
+        for leg, run in self._transfers.bringing(self._index.slots(blocks, dst), dst):
             if urgent:
-                self._traffic.hurry(leg)
+                self._transfers.hurry(leg)
             yield leg, blocks[run.start : run.stop]
 
     def _begin(self, copy: Copy, urgent: bool) -> Transfer:
-        room = self._row.rooms[copy.dst]
+        room = self._topology.rooms[copy.dst]
         self._admission.admit_read(copy.blocks, copy.dst)
-        self._space.make(copy.dst, len(copy.blocks) - room.num_free)
+        self._eviction.make(copy.dst, len(copy.blocks) - room.num_free)
         slots = room.allocate(len(copy.blocks))
         if slots is None:
-            return self._traffic.refuse(copy, "no room, everything there is in use")
-        return self._traffic.begin(copy, slots, urgent=urgent)
+            return self._transfers.refuse(copy, "no room, everything there is in use")
+        return self._transfers.begin(copy, slots, urgent=urgent)
 
     # -- before somebody waits for it --------------------------------------------------------------
 
     def fetch_ahead(self, match: Match, num_reused_blocks: int) -> None:
         """Read a piece of what was not worth waiting for, where storage has nothing else to do: the
         next request finds it in memory, and the planner learns how long a read takes now."""
-        if not self._row.is_staged or num_reused_blocks == match.num_blocks:
+        if not self._topology.is_staged or num_reused_blocks == match.num_blocks:
             return
         left = match.blocks[num_reused_blocks:], match.tiers[num_reused_blocks:]
-        for name in self._row.storages:
+        for name in self._topology.storages:
             if self._mover.is_idle(name):
-                room = min(self._first_blocks, self._space.num_available(self._row.staging))
+                room = min(self._first_blocks, self._eviction.num_available(self._topology.staging))
                 self.promote(_in_tier(name, *left)[:room], name, urgent=False)
 
     def prefetch(self, match: Match, deadline: float) -> Prefetch | None:
         """Begin to read what only storage has of a match, and hold it in memory together with what
         is there already. None while others hold too much of that memory."""
-        tier = self._row.staging
-        if tier == self._row.fastest or not self._row.storages:
+        tier = self._topology.staging
+        if tier == self._topology.fastest or not self._topology.storages:
             return Prefetch(self._index, tier, (), deadline)
         wanted: list[BlockId] = []
         for found_in, run in runs_of(match.tiers):
-            if found_in == tier or found_in in self._row.storages:
+            if found_in == tier or found_in in self._topology.storages:
                 wanted += match.blocks[run.start : run.stop]
         prefetch = self._prefetches.begin(wanted, deadline)
         if prefetch is None:
             return None
-        room = self._space.num_available(tier)
-        for name in self._row.storages:
+        room = self._eviction.num_available(tier)
+        for name in self._topology.storages:
             there = _in_tier(name, match.blocks, match.tiers)
             missing = [block for block in there if block in prefetch.blocks]
             for leg, part in self.promote(missing[:room], name, urgent=False):
@@ -176,7 +179,7 @@ class Loads:
     def end_prefetch(self, prefetch: Prefetch) -> None:
         """Hold its blocks no longer; what was not begun and nobody else wants is not read."""
         for transfer in self._prefetches.end(prefetch):
-            self._traffic.withdraw(transfer)
+            self._transfers.withdraw(transfer)
 
 
 def _in_tier(tier: str, blocks: Sequence[BlockId], tiers: Sequence[str]) -> Sequence[BlockId]:

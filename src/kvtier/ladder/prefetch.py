@@ -60,8 +60,8 @@ class Prefetches:
     """Those of all requests that wait for their turn; together they hold a part of the memory that
     storage is read into."""
 
-    def __init__(self, row: Topology, index: BlockIndex) -> None:
-        self._row = row
+    def __init__(self, topology: Topology, index: BlockIndex) -> None:
+        self._topology = topology
         self._index = index
         self._going: set[Prefetch] = set()
         self._num_held = 0  # blocks of all of them
@@ -69,10 +69,10 @@ class Prefetches:
     def begin(self, wanted: Sequence[BlockId], deadline: float) -> Prefetch | None:
         """Hold those of ``wanted`` that are there; the first ones, where they are too many.
         None while others hold too much."""
-        limit = int(self._row.rooms[self._row.staging].num_open * PREFETCH_SHARE)
+        limit = int(self._topology.rooms[self._topology.staging].num_open * PREFETCH_SHARE)
         if self._num_held and self._num_held + len(wanted) > limit:
             return None
-        prefetch = Prefetch(self._index, self._row.staging, wanted[:limit], deadline)
+        prefetch = Prefetch(self._index, self._topology.staging, wanted[:limit], deadline)
         self._going.add(prefetch)
         self._num_held += len(prefetch.blocks)
         return prefetch

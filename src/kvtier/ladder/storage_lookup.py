@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 from kvtier.index import BlockIndex, PromptIndex, State
 from kvtier.ladder.eviction import Eviction
@@ -18,6 +19,7 @@ from kvtier.ladder.lookup_batch import (
 )
 from kvtier.ladder.topology import Topology
 from kvtier.ladder.transfers import Transfers
+from kvtier.plan import CostModel, patience_s
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Outcome
 from kvtier.transfer import FindJob, Mover
@@ -43,37 +45,50 @@ class PendingLookup:
     is_over: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class LookupPatience:
+    """How long a request waits for a look-up.
+
+    limit_s: at most; storage that takes longer is late. costs: measured; an answer that takes as
+    long as computing is not waited for. block_size: tokens of a block; 0 where computing is not
+    weighed.
+    """
+
+    limit_s: float
+    costs: CostModel
+    block_size: int
+
+    def computing_s(self, first: int, end: int) -> float:
+        """Return how long a prompt may wait before computing blocks ``first`` to ``end`` wins."""
+        size = self.block_size
+        return patience_s(self.costs.snapshot(), first * size, end * size) if size else inf
+
+
 class StorageLookup:
     """Asks storage for the keys that the index does not know, and takes in what it has. Where a
     look-up takes its time, the answer is for those that wait for it, and for the next request that
     begins alike.
-
-    patience_s: how long a request waits for an answer at most; storage that takes longer is late.
-    computing_s: what computing a prompt's blocks from one up to another takes: an answer that takes
-    as long is not waited for.
     """
 
     def __init__(
         self,
-        row: Topology,
+        topology: Topology,
         index: BlockIndex,
         mover: Mover,
-        traffic: Transfers,
-        space: Eviction,
-        patience_s: float,
-        computing_s: Callable[[int, int], float],
+        transfers: Transfers,
+        eviction: Eviction,
+        patience: LookupPatience,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
-        self._row = row
+        self._topology = topology
         self._index = index
         self._mover = mover
-        self._traffic = traffic
-        self._space = space
+        self._transfers = transfers
+        self._eviction = eviction
         self._metrics = metrics
         self._clock = clock
-        self._patience_s = patience_s
-        self._computing_s = computing_s
+        self._patience = patience
         # By storage and the first key that was asked for: a prompt is asked for once at a time.
         self._asked: dict[_Name, PendingLookup] = {}
         self._absent: OrderedDict[_Name, float] = OrderedDict()  # until when it is not asked again
@@ -83,25 +98,29 @@ class StorageLookup:
     @property
     def has_unfound(self) -> bool:
         """Whether storage may have blocks that nobody has found yet."""
-        return any(self._mover.has_unfound(name) for name in self._row.storages)
+        return any(self._mover.has_unfound(name) for name in self._topology.storages)
 
     @property
     def has_unfound_at_once(self) -> bool:
         """The same of storage that answers at once."""
-        return any(self._is_asked_at_once(name) for name in self._row.storages)
+        return any(self._is_asked_at_once(name) for name in self._topology.storages)
 
     @property
     def has_to_ask(self) -> bool:
         """Whether some storage takes its time to say what it has."""
-        return any(not self._mover.storages[name].finds_at_once for name in self._row.storages)
+        return any(not self._mover.storages[name].finds_at_once for name in self._topology.storages)
 
     # -- a prompt ---------------------------------------------------------------------------------
 
     def ask(self, paths: PromptIndex, namespace: bytes, labels: Sequence[Label]) -> bool:
         """Ask every storage tier that may have more of this prompt than ``paths`` knows. Whether it
-        is worth waiting for an answer."""
+        is worth waiting for an answer.
+
+        What storage answers at once is in the index when this returns; other answers are for the
+        next look-up.
+        """
         is_asked = False
-        for storage in self._row.storages:
+        for storage in self._topology.storages:
             if not self._mover.has_unfound(storage):
                 continue
             known = paths.match(namespace, labels).blocks
@@ -120,7 +139,7 @@ class StorageLookup:
         if asked.job.done:
             return False
         usual_s = self._took_s.get(asked.question.storage, 0.0)
-        return max(self._clock() - asked.began_s, usual_s) < self._computing_s(first, end)
+        return max(self._clock() - asked.began_s, usual_s) < self._patience.computing_s(first, end)
 
     def ask_along(
         self,
@@ -129,12 +148,16 @@ class StorageLookup:
         make: Callable[[Sequence[bytes]], Sequence[BlockId]],
         has_gaps: bool,
     ) -> list[PendingLookup]:
-        """Ask the storage that takes its time for blocks that are known nowhere, of one prompt and
-        in its order. Returns what is worth waiting for. See ``Ladder.ask_along``."""
+        """Ask storage that takes its time for blocks of one prompt that are known nowhere, in its
+        order, piece by piece. Return the look-ups that are worth waiting for.
+
+        names: what keys are called in storage. make: their blocks, made known. has_gaps: where a
+        block is missing those behind it may be of use.
+        """
         (first,) = names(wanted[:1])
         kind = GapsLookup if has_gaps else KeyLookup
         waits: list[PendingLookup] = []
-        for storage in self._row.storages:
+        for storage in self._topology.storages:
             if not self._is_asked_slowly(storage):
                 continue
             known = (storage, first) in self._asked or self._is_absent((storage, first))
@@ -149,7 +172,7 @@ class StorageLookup:
         if self._is_absent(name):
             return None
         asked = self._asked.get(name) or self._begin(question)
-        if not self._patience_s or question.storage in self._late or self._give_up(asked):
+        if not self._patience.limit_s or question.storage in self._late or self._give_up(asked):
             return None
         return asked
 
@@ -168,7 +191,7 @@ class StorageLookup:
     def _give_up(self, asked: PendingLookup) -> bool:
         """Stop waiting for this storage once its time is up. Return whether it is."""
         is_late = asked.job.is_late or (
-            not self._mover.tells_late and self._clock() - asked.began_s >= self._patience_s
+            not self._mover.tells_late and self._clock() - asked.began_s >= self._patience.limit_s
         )
         if asked.job.done or not is_late:
             return False
@@ -177,7 +200,7 @@ class StorageLookup:
         return True
 
     def hear(self) -> None:
-        """Take in what storage has answered by now."""
+        """Take in what storage has answered by now; so does every ``Ladder.poll``."""
         for asked in list(self._asked.values()):
             self._hear(asked)
 
@@ -211,7 +234,7 @@ class StorageLookup:
         if len(question.keys) <= FIRST_KEYS:
             self._took_s[storage] = job.seconds
         # What it took, and not when it was heard: a step of the engine's may lie between.
-        if FAILED not in job.outcomes and job.seconds < self._patience_s:
+        if FAILED not in job.outcomes and job.seconds < self._patience.limit_s:
             self._late.discard(storage)
         missing = next((at for at, each in enumerate(job.outcomes) if each is not THERE), None)
         lacked = question.lacked
@@ -223,7 +246,8 @@ class StorageLookup:
                 self._absent.popitem(last=False)
 
     def _is_known(self, block: BlockId) -> bool:
-        return any(self._index.state(block, name) is not State.ABSENT for name in self._row.rooms)
+        tiers = self._topology.rooms
+        return any(self._index.state(block, name) is not State.ABSENT for name in tiers)
 
     def forget(self) -> None:
         """Nobody wants to hear what was asked until now."""
@@ -237,12 +261,13 @@ class StorageLookup:
     def ask_each(
         self, keys: Sequence[BlockKey], make: Callable[[Sequence[int]], Sequence[BlockId]]
     ) -> int:
-        """``ask`` for blocks by what they are called in storage. Returns how many are known now.
+        """``ask`` for single blocks, of storage that answers at once. Returns how many are known
+        now.
 
-        make: the blocks at these positions of ``keys``, made known.
+        keys: what the blocks are called there. make: the blocks at these positions, made known.
         """
         num_known = 0
-        for name in self._row.storages:
+        for name in self._topology.storages:
             if self._is_asked_at_once(name):
                 there = self._mover.find(name, keys).places_there
                 num_known += self._adopt(name, make(there))
@@ -273,10 +298,10 @@ class StorageLookup:
         new = blocks
         if states.count(State.ABSENT) < len(states):
             new = [block for block, at in zip(blocks, states, strict=True) if at is State.ABSENT]
-        room = self._row.rooms[storage]
-        self._space.make(storage, len(new) - room.num_free)
+        room = self._topology.rooms[storage]
+        self._eviction.make(storage, len(new) - room.num_free)
         slots = room.allocate(min(len(new), room.num_free)) or []
-        self._traffic.found(new[: len(slots)], storage, slots)
+        self._transfers.found(new[: len(slots)], storage, slots)
         self._leave(storage, new[len(slots) :])
         return len(slots)
 

@@ -1,4 +1,4 @@
-"""Stores towards lower tiers, as far as blocks are worth their room and room is found."""
+"""Copies away from the fastest tier: stores to the tier below, write-back, writes to storage."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import NamedTuple
 from kvtier.grouping import has
 from kvtier.index import BlockIndex, State
 from kvtier.ladder.eviction import Eviction
+from kvtier.ladder.storage_lookup import StorageLookup
 from kvtier.ladder.topology import Topology
 from kvtier.ladder.transfers import Transfers
+from kvtier.ladder.write_queues import WriteQueues
 from kvtier.plan import Copy
 from kvtier.telemetry import Metrics
-from kvtier.transfer import Waiter
+from kvtier.transfer import Mover, Waiter
 from kvtier.types import BlockId
 
 STORABLE = (State.READY, State.EVICTING)
@@ -20,6 +22,11 @@ STORABLE = (State.READY, State.EVICTING)
 
 STORE_BLOCKS = 2048
 """In one copy at most: a poll finishes each at once."""
+WRITE_BLOCKS = 1024
+"""Most blocks whose writes to a tier begin at a time; one piece at least."""
+WRITE_SHARE = 128
+"""A long queue is written in pieces of one in so many: each piece costs the deciding thread
+something, too."""
 
 
 class Stored(NamedTuple):
@@ -31,20 +38,20 @@ class Stored(NamedTuple):
 
 
 class Stores:
-    """Copies away from the fastest tier."""
+    """Copies blocks to a lower tier, as far as they are worth their room and room is found."""
 
     def __init__(
         self,
-        row: Topology,
+        topology: Topology,
         index: BlockIndex,
-        traffic: Transfers,
-        space: Eviction,
+        transfers: Transfers,
+        eviction: Eviction,
         metrics: Metrics,
     ) -> None:
-        self._row = row
+        self._topology = topology
         self._index = index
-        self._traffic = traffic
-        self._space = space
+        self._transfers = transfers
+        self._eviction = eviction
         self._metrics = metrics
 
     def store(
@@ -59,7 +66,7 @@ class Stores:
         blocks: consecutive, in prompt order. num_there: how many of the first ones were there after
         the last call, to spare looking at them again. waiter: is told when they have arrived.
         """
-        dst = self._row.below(src)
+        dst = self._topology.below(src)
         if dst is None:
             return Stored(0, False)
         if num_there and self._index.state(blocks[num_there - 1], dst) is State.ABSENT:
@@ -88,12 +95,12 @@ class Stores:
         Returns these, and how many of the first of them."""
         if not blocks:
             return blocks, 0
-        admitted = self._space.make_for(blocks, dst)
-        room = self._row.rooms[dst]
+        admitted = self._eviction.make_for(blocks, dst)
+        room = self._topology.rooms[dst]
         slots = room.allocate(min(len(admitted), room.num_free)) or []
         for at in range(0, len(slots), STORE_BLOCKS):
             end = min(at + STORE_BLOCKS, len(slots))
-            transfer = self._traffic.begin(Copy(src, dst, admitted[at:end]), slots[at:end])
+            transfer = self._transfers.begin(Copy(src, dst, admitted[at:end]), slots[at:end])
             if waiter is not None:
                 waiter.wait_for(transfer)
         self.count_refused(len(admitted) - len(slots), dst)
@@ -104,22 +111,91 @@ class Stores:
         if num_blocks:
             self._metrics.count("kvtier_refused_blocks_total", num_blocks, tier=tier)
 
-    def demote(
-        self, leaving: Sequence[BlockId], patience_s: float
-    ) -> tuple[Sequence[BlockId], list[Sequence[BlockId]]]:
-        """Copy blocks that are being evicted from the fastest tier one down, and wait. Returns
-        those that may go, and what has arrived below, copy by copy.
+
+class StorageWriter:
+    """Writes blocks from memory to storage: queues them, and begins the writes that are due.
+
+    piece_blocks: blocks written at a time.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        mover: Mover,
+        write_queues: WriteQueues,
+        storage_lookup: StorageLookup,
+        stores: Stores,
+        piece_blocks: int,
+    ) -> None:
+        self._topology = topology
+        self._mover = mover
+        self._write_queues = write_queues
+        self._storage_lookup = storage_lookup
+        self._stores = stores
+        self._piece_blocks = piece_blocks
+
+    def enqueue(self, blocks: Sequence[BlockId]) -> None:
+        """Queue those of ``blocks`` that are in memory and worth a write; begin what is due."""
+        self._write_queues.offer(blocks)
+        self.write()
+
+    def write(self) -> None:
+        """Begin the writes that are due. A long queue is begun in part, since an engine waits."""
+        if not self._write_queues.is_open:
+            return
+        for queue in self._write_queues:
+            piece = max(self._piece_blocks, len(queue) // WRITE_SHARE)
+            left = max(piece, WRITE_BLOCKS)
+            while left > 0 and (wanted := queue.take(min(piece, left))):
+                left -= len(wanted)
+                queue.began(self._begin(wanted, queue.storage))
+
+    def _begin(self, wanted: Sequence[BlockId], storage: str) -> int:
+        """Begin to write blocks that storage has not yet. Returns how many."""
+        there = self._storage_lookup.were_there(wanted, storage)
+        new = [block for block in wanted if block not in there] if there else wanted
+        if self._mover.accepts((self._topology.staging, storage)):
+            return self._stores.copy_down(new, self._topology.staging, storage)[1]
+        self._stores.count_refused(len(new), storage)  # nothing leaves for what would not arrive
+        return 0
+
+
+class WriteBack:
+    """Copies blocks that are being evicted from the fastest tier one down, before they go.
+
+    patience_s: how long one copy may hold up an eviction.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        index: BlockIndex,
+        transfers: Transfers,
+        stores: Stores,
+        storage_writer: StorageWriter,
+        patience_s: float,
+    ) -> None:
+        self._topology = topology
+        self._index = index
+        self._transfers = transfers
+        self._stores = stores
+        self._storage_writer = storage_writer
+        self._patience_s = patience_s
+
+    def demote(self, leaving: Sequence[BlockId]) -> Sequence[BlockId]:
+        """Copy ``leaving`` one tier down and wait; return the blocks that may go.
 
         Blocks nearest to the root are worth most, and go first where there is not room for all.
+        What has arrived below is offered to storage.
         """
-        src = self._row.fastest
-        before = len(self._traffic.transfers)
-        self.store(leaving[::-1], src)
+        src = self._topology.fastest
+        before = len(self._transfers.transfers)
+        self._stores.store(leaving[::-1], src)
         stored: list[Sequence[BlockId]] = []
-        for transfer in self._traffic.newest(len(self._traffic.transfers) - before):
+        for transfer in self._transfers.newest(len(self._transfers.transfers) - before):
             assert transfer.job is not None
-            if transfer.job.wait(patience_s):
-                self._traffic.finish(transfer)
+            if transfer.job.wait(self._patience_s):
+                self._transfers.finish(transfer)
                 stored.append(transfer.blocks)
                 continue
             for block in transfer.blocks:  # still being read: it has to stay
@@ -128,4 +204,6 @@ class Stores:
             transfer.holds_source = True
             staying = set(transfer.blocks)
             leaving = [block for block in leaving if block not in staying]
-        return leaving, stored
+        for blocks in stored:
+            self._storage_writer.enqueue(blocks)
+        return leaving

@@ -35,18 +35,21 @@ class Transfers:
     What goes to the device above the fastest tier is no tier's: the index does not hear of it.
 
     lost: what tiers have of blocks and is not to be used; it goes when nobody holds it any more.
+    on_change: who wants to know what comes to tiers and leaves them.
     """
 
     def __init__(
         self,
-        row: Topology,
+        topology: Topology,
         index: BlockIndex,
         mover: Mover,
         metrics: Metrics,
+        costs: CostModel,
+        account: CostMetrics,
         clock: Callable[[], float],
     ) -> None:
-        self._row = row
-        self._ways = row.ways()
+        self._topology = topology
+        self._ways = topology.ways()
         self._least_s = {
             self._ways[name][0]: facts.request_s
             for name, facts in mover.storages.items()
@@ -57,25 +60,26 @@ class Transfers:
         self._mover = mover
         self._metrics = metrics
         self._clock = clock
-        self.costs = CostModel()
-        self.account = CostMetrics(metrics, self.costs)
+        self._costs = costs
+        self._account = account
         self.on_change: OnChange | None = None
-        self._under_way = InFlight({name: row.rooms[name] for name in row.memories})
+        self._in_flight = InFlight({name: topology.rooms[name] for name in topology.memories})
         self._failed_once: set[BlockId] = set()
         self.lost: dict[tuple[BlockId, str], BlockKey | None] = {}
 
     @property
     def transfers(self) -> Collection[Transfer]:
         """Those that are not finished, the oldest first."""
-        return self._under_way.all
+        return self._in_flight.all
 
     def newest(self, num: int) -> list[Transfer]:
         """The last ones that began."""
-        return self._under_way.newest(num)
+        return self._in_flight.newest(num)
 
     def tell_of_ends(self, tell: Callable[[], object]) -> None:
-        """Call ``tell`` when a ``poll`` has something to do, on the thread that ended it."""
-        self._under_way.when_ended = tell
+        """Call ``tell`` when a ``poll`` has something to do, on the thread that ended it: for
+        owners that sleep meanwhile."""
+        self._in_flight.when_ended = tell
 
     # -- begin ------------------------------------------------------------------------------------
 
@@ -91,10 +95,10 @@ class Transfers:
         after: the transfer that brings the sources, if they are on their way themselves.
         urgent: False for a read that nobody waits for yet; it lets others pass.
         """
-        if copy.dst != self._row.device:
+        if copy.dst != self._topology.device:
             self._index.begin_write_all(copy.blocks, copy.dst, dst_slots)
         transfer = Transfer(copy.src, copy.dst, copy.blocks, after, dst_slots=dst_slots)
-        self._under_way.add(transfer)
+        self._in_flight.add(transfer)
         if after is None:
             self._submit(transfer, urgent)
         else:
@@ -116,8 +120,8 @@ class Transfers:
     def refuse(self, copy: Copy, reason: str) -> Transfer:
         """A transfer that has failed already: the next ``poll`` notices, and whoever waits."""
         transfer = Transfer(copy.src, copy.dst, ())
-        self._under_way.add(transfer)
-        self._under_way.watch(transfer, job := Job(0))
+        self._in_flight.add(transfer)
+        self._in_flight.watch(transfer, job := Job(0))
         job.finish(TierError(copy.dst, "load", reason))
         return transfer
 
@@ -141,10 +145,10 @@ class Transfers:
         job = self._mover.begin(move, urgent)
         if (src, dst) in self._loads:
             transfer.expected_s = self._expected_s((src, dst), job.num_bytes)
-        self._under_way.watch(transfer, job)
+        self._in_flight.watch(transfer, job)
 
     def _expected_s(self, route: Route, num_bytes: int) -> float:
-        known_s = self.costs.expected_copy_s(route, num_bytes)
+        known_s = self._costs.expected_copy_s(route, num_bytes)
         return max(known_s, self._least_s.get(route, 0.0)) if known_s else 0.0
 
     def _are_ready(self, blocks: Sequence[BlockId], tier: str) -> bool:
@@ -154,7 +158,7 @@ class Transfers:
 
     def poll(self) -> list[Transfer]:
         """Finish transfers whose copy is done, as many as a poll may, and give them."""
-        finished = list(self._under_way.take_ended())
+        finished = list(self._in_flight.take_ended())
         for transfer in finished:
             self.finish(transfer)
         return finished
@@ -163,9 +167,9 @@ class Transfers:
         """Mark arrived blocks ready and others absent, then notify the waiters."""
         job = transfer.job
         assert job is not None
-        self._under_way.remove(transfer)
+        self._in_flight.remove(transfer)
         absent = _absent(transfer, job)
-        is_ours = transfer.dst != self._row.device
+        is_ours = transfer.dst != self._topology.device
         if is_ours:
             self._arrive(transfer, absent)
         self._note(transfer, job)
@@ -195,7 +199,7 @@ class Transfers:
         """Record that the blocks at these positions did not arrive."""
         dst, positions = transfer.dst, sorted(absent)
         blocks = [transfer.blocks[at] for at in positions]
-        self._row.rooms[dst].free(self._index.abort_all(blocks, dst))
+        self._topology.rooms[dst].free(self._index.abort_all(blocks, dst))
         is_shared = dst in self._mover.storages and self._mover.storages[dst].is_shared
         # Some of it may be there all the same, after a time-out; where others use it, it is as good
         # as what they put there, and may be theirs.
@@ -206,8 +210,8 @@ class Transfers:
     def _note(self, transfer: Transfer, job: Job) -> None:
         src, dst = transfer.src, transfer.dst
         if job.succeeded:  # what failed says nothing about how long it takes
-            self.costs.observe_copy((src, dst), job.num_bytes, job.seconds)
-            self.account.loaded(src, transfer.expected_s, job.seconds)
+            self._costs.observe_copy((src, dst), job.num_bytes, job.seconds)
+            self._account.loaded(src, transfer.expected_s, job.seconds)
         if job.error is None:
             num_bytes = job.num_bytes - job.num_bytes * len(job.lost) // len(transfer.blocks)
             self._metrics.count("kvtier_copied_bytes_total", num_bytes, src=src, dst=dst)
@@ -226,7 +230,7 @@ class Transfers:
         """
         blocks, src = transfer.blocks, transfer.src
         self.lose([blocks[at] for at in job.gone], src)
-        if src in self._mover.storages or transfer.dst != self._row.fastest or job.withdrawn:
+        if src in self._mover.storages or transfer.dst != self._topology.fastest or job.withdrawn:
             return
         if job.error is None:
             if self._failed_once:
@@ -254,8 +258,8 @@ class Transfers:
             self._metrics.count("kvtier_scrubbed_bytes_total", each.num_bytes, tier=each.tier)
             self._metrics.count("kvtier_damaged_blocks_total", each.num_damaged, tier=each.tier)
             route = self._ways[each.tier][0]
-            if not self.costs.has_seen(route):  # the planner knows what a read costs before one
-                self.costs.observe_copy(route, each.num_bytes, each.seconds)
+            if not self._costs.has_seen(route):  # the planner knows what a read costs before one
+                self._costs.observe_copy(route, each.num_bytes, each.seconds)
 
     def lose(self, blocks: Sequence[BlockId], tier: str) -> None:
         """Stop using the copies that ``tier`` has of blocks."""
@@ -284,7 +288,7 @@ class Transfers:
             self.on_change(tier, [block], True)
         slot = self._index.lose(block, tier)
         assert slot is not None, "nobody held it a moment ago"
-        self._row.rooms[tier].free([slot])
+        self._topology.rooms[tier].free([slot])
         return True
 
     def void(self) -> None:
@@ -292,7 +296,7 @@ class Transfers:
         for transfer in self.transfers:
             transfer.is_void = True
             self.lose(transfer.blocks, transfer.src)
-            if transfer.dst != self._row.device:
+            if transfer.dst != self._topology.device:
                 self.lose(transfer.blocks, transfer.dst)
 
     def found(self, blocks: Sequence[BlockId], tier: str, slots: Sequence[Slot]) -> None:
@@ -309,11 +313,11 @@ class Transfers:
 
         Cost: O(slots) of native code, and a step for each of the transfers.
         """
-        return self._under_way.filling(slots, tier)
+        return self._in_flight.filling(slots, tier)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until the oldest transfer is done, or there is none. False on time-out."""
-        return self._under_way.wait(timeout_s)
+        return self._in_flight.wait(timeout_s)
 
     def drain(self, timeout_s: float, poll: Callable[[], object]) -> bool:
         """``poll`` until nothing is on its way. False if ``timeout_s`` was too short."""
@@ -331,11 +335,11 @@ class Transfers:
         """
         if is_free:
             return Costs(ways=self._ways)
-        return self.costs.snapshot(self.queued_s(), self._ways, self._least_s)
+        return self._costs.snapshot(self.queued_s(), self._ways, self._least_s)
 
     def queued_s(self) -> dict[Route, float]:
         """Towards the device: until a copy that begins now has its turn."""
-        expected_s = self.costs.expected_copy_s
+        expected_s = self._costs.expected_copy_s
         return {
             route: self._mover.queued_s(route, partial(expected_s, route)) for route in self._loads
         }
@@ -343,7 +347,7 @@ class Transfers:
     @property
     def num_in_flight(self) -> Mapping[Route, int]:
         """Transfers that are not finished."""
-        return self._under_way.by_route
+        return self._in_flight.by_route
 
     def close(self) -> set[str]:
         """Finish what is on its way, as far as it ends in time. Returns the tiers that are in use

@@ -21,13 +21,13 @@ class TransientBlocks:
     """
 
     def __init__(
-        self, row: Topology, index: BlockIndex, traffic: Transfers, lines: WriteQueues
+        self, topology: Topology, index: BlockIndex, transfers: Transfers, write_queues: WriteQueues
     ) -> None:
-        self._memory = row.staging
-        self._room = row.rooms[row.staging]
+        self._memory = topology.staging
+        self._room = topology.rooms[topology.staging]
         self._index = index
-        self._traffic = traffic
-        self._lines = lines
+        self._transfers = transfers
+        self._write_queues = write_queues
         self._passing: set[BlockId] = set()
         self._passed: dict[BlockId, None] = {}  # in the order in which they leave
 
@@ -49,7 +49,8 @@ class TransientBlocks:
         to have them still."""
         if self._passing.isdisjoint(blocks):
             return
-        over = [block for block in blocks if block in self._passing and not self._lines.has(block)]
+        mine = [block for block in blocks if block in self._passing]
+        over = [block for block in mine if not self._write_queues.has(block)]
         self._passing.difference_update(over)
         self._passed.update(dict.fromkeys(reversed(over)))
 
@@ -63,8 +64,8 @@ class TransientBlocks:
             is_ready = self._index.state(block, self._memory) is State.READY
             if is_ready and not self._index.num_leases(block, self._memory):
                 gone.append(block)
-        if gone and self._traffic.on_change is not None:
-            self._traffic.on_change(self._memory, gone, True)
+        if gone and self._transfers.on_change is not None:
+            self._transfers.on_change(self._memory, gone, True)
         slots = [self._index.lose(block, self._memory) for block in gone]
         self._room.free([slot for slot in slots if slot is not None])
         return len(gone)

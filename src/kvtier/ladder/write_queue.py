@@ -32,17 +32,17 @@ be spent: what is saved up and not written is found by nobody."""
 
 
 class WriteQueue:
-    """The line in front of one storage tier. Blocks that wait in it hold nothing: one that leaves
+    """The queue in front of one storage tier. Blocks that wait in it hold nothing: one that leaves
     memory before its turn is not written, and counted.
 
-    storage: the tier; blocks are written to it from the staging memory of ``row``.
+    storage: the tier; blocks are written to it from the staging memory of ``topology``.
     block_bytes: what a write of one costs of ``budget``. after_uses: when a block is worth a write.
     """
 
     def __init__(
         self,
         storage: str,
-        row: Topology,
+        topology: Topology,
         index: BlockIndex,
         metrics: Metrics,
         *,
@@ -51,14 +51,14 @@ class WriteQueue:
         budget: WriteBudget,
     ) -> None:
         self.storage = storage
-        self._source = row.staging
-        self._room = row.rooms[row.staging]
+        self._source = topology.staging
+        self._room = topology.rooms[topology.staging]
         self._index = index
         self._metrics = metrics
         self._block_bytes = block_bytes
         self._after_uses = after_uses
         self._budget = budget
-        self._most_moving = ring_blocks(block_bytes) if row.staging == DEVICE else LONGEST_LINE
+        self._most_moving = ring_blocks(block_bytes) if topology.staging == DEVICE else LONGEST_LINE
         self._line: deque[BlockId] = deque()  # in the order in which they came
         self._waiting: set[BlockId] = set()  # the same
         self._num_moving = 0

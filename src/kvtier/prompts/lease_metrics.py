@@ -25,11 +25,11 @@ class LeaseObserver:
     def __init__(self, ladder: Ladder, group: KVGroup, events: BlockLog | None) -> None:
         self._metrics = ladder.metrics
         self._account = ladder.account
-        self._returns = ladder.returns
+        self._reuse_sampler = ladder.reuse_sampler
         self._group = group
         self._events = events
         if events is not None:
-            ladder.listen(events.moved)
+            ladder.transfers.on_change = events.moved
 
     def planned(self, lease: Lease, plan: Plan) -> None:
         """It holds what its plan reuses, there is room for the rest, and no copy has begun."""
@@ -40,7 +40,7 @@ class LeaseObserver:
             if tier != DEVICE:
                 num_elsewhere += len(run)
                 some = slice(run.start, run.stop)
-                self._returns.came(lease.labels[some], lease.blocks[some])
+                self._reuse_sampler.came(lease.labels[some], lease.blocks[some])
         self._account.planned(num_elsewhere, plan.num_declined_blocks)
 
     def found(self, lease: Lease, match: Match) -> None:
@@ -52,7 +52,7 @@ class LeaseObserver:
     def computed(self, lease: Lease, num_new: int) -> None:
         """Its last ``num_new`` blocks are the cache's now."""
         new = slice(lease.num_shared - num_new, lease.num_shared)
-        self._returns.came(lease.labels[new], lease.blocks[new])
+        self._reuse_sampler.came(lease.labels[new], lease.blocks[new])
         if self._events is not None:
             here = (DEVICE,) * lease.num_shared
             self._events.prompt(lease.namespace, lease.labels, lease.blocks, here)

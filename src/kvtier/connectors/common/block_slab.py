@@ -135,7 +135,7 @@ class BlockSlab:
         self._tells_changes = tells_changes
         self._changes: list[Change] = []
         self._jobs: list[_Job] = []
-        self._ladder.tell_of_left_out(self._note_left_out)
+        self._ladder.eviction.tell_left_out = self._note_left_out
         self._holds = Holds(self._index, tier.name, tier.num_blocks // HELD_SHARE)
 
     @property
@@ -203,7 +203,7 @@ class BlockSlab:
 
     def hear(self) -> None:
         """Take in the answers of storage, so that its blocks can be found."""
-        self._ladder.hear()
+        self._ladder.storage_lookup.hear()
 
     def hold(self, blocks: Sequence[BlockId], until_s: float) -> None:
         """They are in the slab, and stay until ``until_s``, by ``clock``, or until ``let_go``."""
@@ -358,7 +358,7 @@ class BlockSlab:
     def tell_of_ends(self, tell: Callable[[], object]) -> None:
         """Call ``tell`` when ``take_finished`` may have something, on a thread that moves blocks:
         for owners that sleep meanwhile."""
-        self._ladder.tell_of_ends(tell)
+        self._ladder.transfers.tell_of_ends(tell)
 
     def clear(self) -> None:
         """Forget every block, in storage as well and for good, when the jobs have ended."""
@@ -369,7 +369,7 @@ class BlockSlab:
     def drain(self) -> None:
         """Wait until nothing is read or written any more. ``take_finished`` tells what became."""
         while self._poll():
-            self._ladder.wait(END_WAIT_S)
+            self._ladder.transfers.wait(END_WAIT_S)
 
     def close(self) -> None:
         """Finish what is under way, and give the slab to its next owner.
@@ -379,7 +379,7 @@ class BlockSlab:
         """
         ends_s = time.monotonic() + CLOSE_WAIT_S
         while self._poll() and (left_s := ends_s - time.monotonic()) > 0:
-            self._ladder.wait(left_s)
+            self._ladder.transfers.wait(left_s)
         self._mover.close(0)
         if self._mover.close(END_WAIT_S):
             reason = f"a read or write takes over {END_WAIT_S:.0f} s"

@@ -117,7 +117,7 @@ class PoolCache:
         """
         room = self.cache.reserve(keys)
         if room is None:
-            num = min(len(keys), self.ladder.num_available(HOST))
+            num = min(len(keys), self.ladder.eviction.num_available(HOST))
             room = self.cache.reserve(keys[:num])
         if room is None or not room.keys:
             return Store(keys, depths, (), None)
@@ -177,7 +177,7 @@ class PoolCache:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is on its way between host memory and storage."""
-        return self.ladder.drain(timeout_s, self.cache.poll)
+        return self.ladder.transfers.drain(timeout_s, self.cache.poll)
 
     def close(self) -> bool:
         """Finish what is under way; nothing moves from or to the device any more. False where that

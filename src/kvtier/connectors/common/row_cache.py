@@ -95,7 +95,7 @@ class RowCache(KeyedCache):
         self._index.begin_write_all(blocks, self.memory, slots)
         self._index.commit_all(blocks, self.memory, self._clock())
         self._index.set_depths(blocks, depths)
-        self.ladder.returns.came(keys, blocks)
+        self.ladder.reuse_sampler.came(keys, blocks)
         self._use(blocks)
         for storage in self.ladder.storages:
             states = self._index.states_of(blocks, storage)
@@ -115,7 +115,7 @@ class RowCache(KeyedCache):
             here = np.flatnonzero(by_tier[:, column] == State.READY).tolist()
             by_tier[here] = 0  # the first storage that has a block gives it
             chosen = tuple(cast("BlockId", blocks[at]) for at in here)
-            self.ladder.load(Copy(storage, self.memory, chosen), [slots[at] for at in here])
+            self.ladder.loads.load(Copy(storage, self.memory, chosen), [slots[at] for at in here])
 
     def displace(self, keys: Collection[bytes]) -> None:
         """The engine takes the slots of these blocks back; nothing moves from or to them. What did
@@ -136,7 +136,7 @@ class RowCache(KeyedCache):
         blocks, states = self._index.find_all(keys)
         by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
         in_memory = by_tier[:, 0] == State.READY
-        in_line = np.array(self.ladder.are_in_line(blocks), bool)
+        in_line = np.array(self.ladder.write_queues.are_in_line(blocks), bool)
         moving = (by_tier == State.WRITING).any(axis=1) | in_line
         stored = (by_tier[:, 1:] == State.READY).any(axis=1)
         if self._lost:
@@ -153,7 +153,7 @@ class RowCache(KeyedCache):
         if found is None:
             return False
         block, states = found
-        return states[0] is State.WRITING or self.ladder.is_archiving(block)
+        return states[0] is State.WRITING or self.ladder.write_queues.has(block)
 
     def is_stored(self, key: bytes) -> bool:
         """Whether storage has a block."""

@@ -179,7 +179,9 @@ class TierManager(OffloadingManager):
         place = visit.found.get(key)
         if not visit.is_shared(key):
             return self.cache.find_in_memory([key])[0] if place is None else place
-        if place is None or (place is BlockLocation.NOWHERE and self.ladder.has_unfound_at_once):
+        if place is None or (
+            place is BlockLocation.NOWHERE and self.ladder.storage_lookup.has_unfound_at_once
+        ):
             place = self.cache.find(key)
         return place
 
