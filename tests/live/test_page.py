@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -121,7 +122,7 @@ def test_a_disk_that_goes_away_is_shown_and_that_it_is_back(
     wait_for(page, "in use", "#tiers")
     served.signal(signal.SIGUSR1)
     served.work(8)
-    wait_for(page, re.compile("left alone|being tried again"), "#ladder")
+    wait_for(page, re.compile("paused after errors|being retried"), "#ladder")
     wait_for(page, "Disk failed", "#answers")
     served.signal(signal.SIGUSR2)
     for _ in range(30):
@@ -129,6 +130,26 @@ def test_a_disk_that_goes_away_is_shown_and_that_it_is_back(
         if state_of_disk(page).endswith("in use"):
             break
     assert state_of_disk(page).endswith("in use")
+
+
+def test_a_slab_that_is_cut_short_is_said_so_until_it_has_its_length_back(
+    served: Serve, open_page: Callable[..., Any], tmp_path: Path
+) -> None:
+    (slab,) = (tmp_path / "disk").rglob("data.slab")
+    length = slab.stat().st_size
+    page = open_page(served.url)
+    served.work()
+    wait_for(page, "in use", "#tiers")
+    os.truncate(slab, 4096)
+    served.work(8)
+    wait_for(page, "slab cut short", "#ladder")
+    wait_for(page, "slab cut short", "#tiers")
+    wait_for(page, "Find out what cut it, then restart the server", "#answers")
+    os.truncate(slab, length)
+    page.wait_for_function(
+        "!document.querySelector('#ladder').innerText.includes('slab cut short') && "
+        "document.querySelector('#tiers').innerText.includes('in use')"
+    )
 
 
 def state_of_disk(page: Any) -> str:

@@ -117,8 +117,15 @@ def test_a_short_while_of_many_readings_stays_bounded() -> None:
     assert len(history._readings) == 256
 
 
-@pytest.mark.parametrize(("state", "word"), [(1, "being tried again"), (2, "left alone")])
-def test_storage_that_is_left_alone_is_the_answer_to_why(state: int, word: str) -> None:
+@pytest.mark.parametrize(
+    ("state", "word"),
+    [
+        (1, "being retried"),
+        (2, "is paused"),
+        (3, "shorter than it was. Find out what cut it, then"),
+    ],
+)
+def test_storage_that_is_not_well_is_the_answer_to_why(state: int, word: str) -> None:
     queued = 'kvtier_queued_seconds{src="disk",dst="host"}'
     seen = picture({KVTIER: 1, 'kvtier_breaker_state{tier="disk"}': state, queued: inf})
     assert seen.tiers[0].left_alone == state

@@ -141,7 +141,7 @@ def _tier(name: str, first: Reading, now: Reading) -> Tier:
         now.total("kvtier_damaged_blocks_total", tier=name) or 0.0,
         _grown(first, now, "kvtier_damaged_blocks_total", tier=name),
         now.total("kvtier_unwritten_blocks_total", tier=name) or 0.0,
-        int(state) if state in (0, 1, 2) else None,
+        int(state) if state in (0, 1, 2, 3) else None,
     )
 
 

@@ -26,8 +26,8 @@ class Tier:
     minute. turnover_s: until all of it would have left at that rate. returned: of the blocks that
     left since the server began, the share that was wanted again; return_s: half of these within.
     damaged: blocks that it could not give back as they were, since the server began;
-    damaged_recently: in the last minute. left_alone: 0 it is used, 1 it is being tried again, 2 it
-    is left alone.
+    damaged_recently: in the last minute. left_alone: 0 in use, 1 being retried, 2 paused after
+    errors, 3 in use with a slab that was cut short.
     """
 
     name: str

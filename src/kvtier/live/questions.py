@@ -133,9 +133,15 @@ def _slow(picture: Picture) -> PageAnswer:
 def _reasons(picture: Picture) -> Iterator[str]:
     for tier in picture.tiers:
         if tier.left_alone == 2:
-            yield f"{tier.name} failed again and again and is left alone: requests compute instead."
+            yield f"{tier.name} failed repeatedly and is paused: requests compute instead."
         elif tier.left_alone == 1:
-            yield f"{tier.name} failed and is being tried again."
+            yield f"{tier.name} failed and is being retried."
+        elif tier.left_alone == 3:
+            yield (
+                f"{tier.name}: the slab's data file is shorter than it was. Find out what cut it, "
+                "then restart the server: the slab gets its length back, and the blocks that were "
+                "cut off are computed again."
+            )
         if tier.damaged_recently:
             noun = "block" if tier.damaged_recently == 1 else "blocks"
             num = count(tier.damaged_recently)

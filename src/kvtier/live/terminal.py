@@ -15,8 +15,9 @@ from kvtier.live.scrape import Seen
 
 STATES = {
     0: Text("in use", "green"),
-    1: Text("tried again", "yellow"),
-    2: Text("left alone", "red"),
+    1: Text("being retried", "yellow"),
+    2: Text("paused after errors", "red"),
+    3: Text("slab cut short", "red"),
 }
 COLOURS = {"good": "green", "plain": "default", "bad": "red"}
 NOTHING = Text("–", "dim")

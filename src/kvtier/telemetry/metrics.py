@@ -136,7 +136,8 @@ METRICS = (
     MetricSpec(
         "kvtier_breaker_state",
         "gauge",
-        "Whether storage is used: 0 yes, 1 it is being tried again, 2 it is left alone.",
+        "State of a storage tier: 0 in use, 1 being retried, 2 paused after errors, 3 its slab was "
+        "cut short.",
         ("tier",),
         over_processes="livemax",
     ),

@@ -12,11 +12,14 @@ LONGEST_PAUSE_S: Final = 60.0
 
 
 class BreakerState(IntEnum):
-    """Whether calls pass: all, one now and then, or none. The larger one is the worse."""
+    """State of a storage tier. Calls pass: all of them (closed), one now and then (half-open), or
+    none (open). ``CUT_SHORT``: all pass, and the slab's data file is shorter than it was; no
+    breaker is in that state by itself. The larger one is the worse."""
 
     CLOSED = 0
     HALF_OPEN = 1
     OPEN = 2
+    CUT_SHORT = 3
 
 
 class Breaker:

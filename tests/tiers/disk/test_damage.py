@@ -325,7 +325,7 @@ def test_a_slab_that_is_cut_short_while_in_use_is_said_so_once(
         assert f"missing_bytes={6 * SLOT_BYTES}" in said
         assert "start again" in said
         assert here.load([key(0)], slots[:1]) == [OK]
-        assert here.tier.breaker is BreakerState.HALF_OPEN, "the mark stays while others are read"
+        assert here.tier.breaker is BreakerState.CUT_SHORT, "the mark stays while others are read"
         os.truncate(file, 8 * SLOT_BYTES)
         assert here.tier.breaker is BreakerState.CLOSED
         assert sum("has its length again" in each.message for each in caplog.records) == 1

@@ -70,6 +70,13 @@ CASES = (
         {"tier": "valkey"},
     ),
     Case(
+        "KvtierSlabCutShort",
+        "30m",
+        {'kvtier_breaker_state{tier="disk"': "0x20 3x40"},
+        {'kvtier_breaker_state{tier="disk"': "0 3 3 0 2x60"},
+        {"tier": "disk"},
+    ),
+    Case(
         "KvtierLoadsLate",
         "40m",
         {"kvtier_late_loads_total{": "0+1x60", "kvtier_requests_total{": "0+10x60"},

@@ -1,9 +1,8 @@
 // The tiers as a ladder: memory above, storage side by side below, and what flows between them.
 
-import { made, rate, seconds, share, count } from "./words.js";
+import { STATES, made, rate, seconds, share, count } from "./words.js";
 
 const BOX = 74, GAP = 76, SPACE = 10;
-const STATES = { 1: ["being tried again", "warn"], 2: ["left alone", "bad"] };
 const MEMORIES = ["device", "host"];
 const NOTHING = { bytes_per_s: null, is_refused: false, in_flight: null, queued_s: null };
 
@@ -46,7 +45,7 @@ export class Ladder {
   }
 
   #box({ tier, x, y, width }) {
-    const [state, kind] = STATES[tier.left_alone] || ["", ""];
+    const [state, kind] = tier.left_alone ? STATES[tier.left_alone] : ["", ""];
     const hits = this.picture.hits.find((each) => each.tier === tier.name);
     const inside = width - 24;
     const fits = (text) => (text.length * 6.4 > inside ? text.slice(0, Math.floor(inside / 6.4) - 1) + "…" : text);
@@ -91,8 +90,8 @@ export class Ladder {
 
   #words() {
     const tiers = this.picture.tiers.map((tier) => {
-      const state = STATES[tier.left_alone];
-      return `${tier.name} ${tier.fill === null ? "" : share(tier.fill) + " in use"}${state ? " " + state[0] : ""}`;
+      const state = tier.left_alone ? ", " + STATES[tier.left_alone][0] : "";
+      return `${tier.name} ${tier.fill === null ? "" : share(tier.fill) + " in use"}${state}`;
     });
     const flows = this.picture.flows.filter((flow) => flow.bytes_per_s).map((flow) => `${flow.src} to ${flow.dst} ${rate(flow.bytes_per_s)}`);
     return [...tiers, ...(flows.length ? flows : ["nothing moves"])].join("; ");

@@ -2,7 +2,7 @@
 
 import { Chart } from "./chart.js";
 import { Ladder } from "./ladder.js";
-import { TOO_FEW, count, made, rate, seconds, share } from "./words.js";
+import { STATES, TOO_FEW, count, made, rate, seconds, share } from "./words.js";
 
 const EVERY_MS = 2000, HIDDEN_MS = 5000, PATIENCE_MS = 8000;
 const KEY = "kvtier-api-key";
@@ -144,14 +144,13 @@ function showPlans({ loaded, recomputed, loaded_recently, recomputed_recently, g
 }
 
 function showTiers(tiers) {
-  const states = { 0: "in use", 1: "being tried again", 2: "left alone" };
   const heads = ["", "in use", "leave a second", "all new in", "come again", "half within", "damaged", "not written", "storage"];
   fill("tiers", heads, tiers.map((each) => [
     each.name, each.fill === null ? "–" : share(each.fill),
     each.evicted_per_s === null ? "–" : each.evicted_per_s.toFixed(1),
     each.turnover_s === null ? "–" : seconds(each.turnover_s),
     each.evicted ? share(each.returned) : "–", each.return_s === null ? "–" : seconds(each.return_s),
-    count(each.damaged), count(each.unwritten), states[each.left_alone] ?? "–",
+    count(each.damaged), count(each.unwritten), STATES[each.left_alone]?.[0] ?? "–",
   ]), "This engine tells of no tiers.");
 }
 
@@ -161,7 +160,8 @@ function fill(id, heads, rows, nothing) {
     table.replaceChildren(made("tbody", {}, made("tr", {}, made("td", { class: "none" }, nothing))));
     return;
   }
-  const kind = (cell) => (cell === "left alone" ? "bad" : cell === "being tried again" ? "warn" : cell === TOO_FEW ? "none" : "");
+  const states = new Map(Object.values(STATES));
+  const kind = (cell) => (cell === TOO_FEW ? "none" : states.get(cell) ?? "");
   table.replaceChildren(
     made("thead", {}, made("tr", {}, ...heads.map((head) => made("th", { scope: "col" }, head)))),
     made("tbody", {}, ...rows.map(([name, ...cells]) =>

@@ -2,6 +2,11 @@
 
 export const TOO_FEW = "too few to tell";
 
+// A storage tier's state, by kvtier_breaker_state: in words, and the class that colours it.
+export const STATES = {
+  0: ["in use", ""], 1: ["being retried", "warn"], 2: ["paused after errors", "bad"], 3: ["slab cut short", "bad"],
+};
+
 const short = (value) => {
   const digits = Math.max(0, 2 - Math.floor(Math.log10(Math.abs(value) || 1)));
   return Number(value.toFixed(Math.min(digits, 3))).toString();

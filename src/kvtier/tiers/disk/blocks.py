@@ -164,10 +164,10 @@ class DiskBlocks(Room, SlotOwner):
 
     @property
     def breaker(self) -> BreakerState:
-        """The worst of its disks', reading and writing. A slab that was cut short is not closed."""
-        worst = max(each.breaker for part in self.parts for each in (part.reads, part.writes))
-        is_short = any(part.is_short() for part in self.parts)
-        return max(worst, BreakerState.HALF_OPEN) if is_short else worst
+        """Return the worst state of its disks, reading and writing."""
+        if any(part.is_short() for part in self.parts):
+            return BreakerState.CUT_SHORT
+        return max(each.breaker for part in self.parts for each in (part.reads, part.writes))
 
     def allocate(self, num_slots: int) -> list[Slot] | None:
         """Allocate ``num`` slots: free ones first, then those of unclaimed blocks, oldest first.

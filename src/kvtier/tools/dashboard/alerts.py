@@ -128,8 +128,17 @@ ALERTS = (
         _EACH.highest("kvtier_breaker_state", "tier") + " == 2",
         "5m",
         Severity.WARNING,
-        f"{_WHERE}: {{{{ $labels.tier }}}} fails, and is left alone",
-        "It is tried again by itself. The log says what it answered last.",
+        f"{_WHERE}: {{{{ $labels.tier }}}} fails and is paused",
+        "It is retried automatically. The log has the last error.",
+    ),
+    Alert(
+        "KvtierSlabCutShort",
+        _EACH.highest("kvtier_breaker_state", "tier") + " == 3",
+        "0m",
+        Severity.WARNING,
+        f"{_WHERE}: the slab of {{{{ $labels.tier }}}} is shorter than it was",
+        "Something cut its data file short while it was in use. Find out what, then restart the "
+        "server: the slab gets its length back, and the blocks that were cut off are recomputed.",
     ),
     Alert(
         "KvtierLoadsLate",

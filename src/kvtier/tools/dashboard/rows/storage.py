@@ -93,12 +93,18 @@ STORAGE = PanelRow(
             width=4,
         ),
         Panel(
-            "Left alone",
-            "A tier that fails several times in a row is left alone for a while, then tried.",
+            "State of storage",
+            "A tier that fails several times in a row is paused, then retried. A slab that is cut "
+            "short while in use stays marked until its data file has its length back.",
             Unit.NUMBER,
             (Query(NOW.highest("kvtier_breaker_state", "tier"), "{{tier}}"),),
             PanelKind.STATES,
-            states=((0, "used", "green"), (1, "tried", "yellow"), (2, "left alone", "red")),
+            states=(
+                (0, "in use", "green"),
+                (1, "being retried", "yellow"),
+                (2, "paused", "red"),
+                (3, "slab cut short", "red"),
+            ),
         ),
         Panel(
             "On their way",
