@@ -32,6 +32,9 @@ from .raw import (
 
 pytestmark = pytest.mark.engine
 
+PATIENT = ServerConfig(body_timeout_s=3600)
+"""For tests that hold a long request: while they do, no other gives its turn up."""
+
 
 class Held:
     """is_in: set when one waits. may_go_on: to be set by the test."""
@@ -119,7 +122,7 @@ def test_when_all_connections_ask_the_next_is_refused_and_health_is_not(engine: 
 def test_short_requests_and_metrics_pass_long_ones(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(engine) as made:
+    with running(engine, PATIENT) as made:
         with (
             held(engine.tokenizer, monkeypatch, is_long=True) as gate,
             asking(made, request(COMPLETIONS, LONG_TEXT), 6) as answers,
@@ -152,7 +155,7 @@ def test_too_many_long_requests_are_refused_and_not_kept(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies, "MAX_WAITING", 1)
-    with running(engine) as made:
+    with running(engine, PATIENT) as made:
         with (
             held(engine.tokenizer, monkeypatch, is_long=True) as gate,
             asking(made, request(COMPLETIONS, LONG_TEXT), bodies.NUM_LARGE + 4) as answers,
