@@ -13,10 +13,12 @@ import pytest
 from kvtier.errors import CacheError, ConfigError, TierError
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome
+from kvtier.tiers.breaker import BreakerState
 from kvtier.tiers.remote.pruning import make_keeper
+from kvtier.tiers.remote.valkey import resp
 from kvtier.tiers.remote.valkey.connection_pool import reason_of
 from kvtier.tiers.remote.valkey.resp import ReplyError, RespConnection, RespError
-from kvtier.tiers.remote.valkey.tier import resp
+from kvtier.transfer.local import FAILURES_UNTIL_OPEN, LocalMover
 from tests.tiers.remote.scripted_server import ScriptedServer, array, bulk
 from tests.tiers.remote.valkeys import open_tier
 
@@ -120,7 +122,7 @@ def test_honest_replies_up_to_the_limits_are_read(
 
 
 def test_scan_without_an_end_ends(liar: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtier.tiers.remote.valkey.tier import keeper
+    from kvtier.tiers.remote.valkey import keeper
 
     monkeypatch.setattr(keeper, "MAX_PAGES", 50)
     liar.alter = lambda words, reply: array(bulk(b"7"), array()) if words[0] == b"SCAN" else reply
@@ -128,6 +130,69 @@ def test_scan_without_an_end_ends(liar: ScriptedServer, monkeypatch: pytest.Monk
     with pytest.raises(CacheError, match="a scan that does not end"):
         keeper.entries()
     keeper.close()
+
+
+ERRORS = {
+    "LOADING": b"-LOADING Valkey is loading the dataset in memory\r\n",
+    "NOAUTH": b"-NOAUTH Authentication required.\r\n",
+    "MOVED": b"-MOVED 1 127.0.0.1:1\r\n",
+    "BUSY": b"-BUSY Valkey is busy running a script.\r\n",
+}
+
+
+@pytest.mark.parametrize("code", ERRORS)
+def test_server_that_answers_with_an_error_does_not_look_empty(
+    liar: ScriptedServer, code: str
+) -> None:
+    tier = open_tier(liar.port, "loading")
+    user = User(tier)
+    assert user.put(1, 2) == [THERE] * 2
+    liar.alter = lambda _, __: ERRORS[code]
+    assert user.find(1, 2, 3) == user.get(1, 2, 3) == user.put(1, 2, 3) == [FAILED] * 3
+    assert tier.last_error == code
+    liar.alter = lambda _, reply: reply
+    assert user.find(1, 2, 3) == [THERE, THERE, ABSENT]
+    tier.close()
+
+
+@pytest.mark.parametrize("asked", [b"OBJECT", b"STRLEN", b"GETRANGE"])
+def test_prune_stops_at_a_server_that_answers_with_an_error(
+    liar: ScriptedServer, asked: bytes
+) -> None:
+    tier = open_tier(liar.port, "kvtier")
+    assert User(tier).put(1, 2) == [THERE] * 2
+    tier.close()
+    keeper = make_keeper(f"valkey://127.0.0.1:{liar.port}")
+    liar.alter = lambda words, reply: ERRORS["LOADING"] if words[0] == asked else reply
+    with pytest.raises(CacheError, match="does not answer: LOADING"):
+        keeper.ours(keeper.entries())
+    keeper.close()
+
+
+def test_breaker_opens_for_a_server_that_answers_with_errors_only(liar: ScriptedServer) -> None:
+    tier = open_tier(liar.port, "breaker")
+    liar.alter = lambda _, __: ERRORS["LOADING"]
+    mover = LocalMover({"valkey": tier}, None)
+    for _ in range(FAILURES_UNTIL_OPEN):
+        assert mover.breaker("valkey") is BreakerState.CLOSED
+        assert mover.find("valkey", [stored_key(1)]).wait(30)
+    assert mover.breaker("valkey") is BreakerState.OPEN
+    mover.close(10)
+    tier.close()
+
+
+def test_key_of_another_type_is_no_block(liar: ScriptedServer) -> None:
+    tier = open_tier(liar.port, "kinds")
+    user = User(tier)
+    assert user.put(1, 2) == [THERE] * 2
+    name = b"kinds:" + stored_key(1)
+    wrong = b"-WRONGTYPE Operation against a key holding the wrong kind of value\r\n"
+    liar.alter = lambda words, reply: (
+        wrong if words[0] == b"GETRANGE" and words[1] == name else reply
+    )
+    assert user.find(1, 2) == [ABSENT, THERE]
+    assert user.put(1) == [THERE], "which takes its place"
+    tier.close()
 
 
 SECRET = "open-sesame"

@@ -16,6 +16,7 @@ from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome
 from kvtier.tiers.remote.keeper import Entry
 from kvtier.tiers.remote.pruning import chosen, make_keeper, prune
+from kvtier.tiers.remote.s3 import keeper as s3_keeper
 from tests.servers import ValkeyServer, free_port, has_valkey
 from tests.tiers.remote.bucket import Bucket
 from tests.tiers.remote.valkeys import open_tier, tell
@@ -179,7 +180,7 @@ def test_old_packs_go_and_what_tells_of_them(
     listed = asyncio.run(bucket.objects().listed("packs"))
     written = max(each.written_s for each in listed)
     clock = SimpleNamespace(time=lambda: written + 10 * DAY_S)
-    monkeypatch.setattr(keeper, "time", clock)
+    monkeypatch.setattr(s3_keeper, "time", clock)
     everything = bucket.paths()
     dry = prune(keeper, older_than_s=7 * DAY_S, is_real=False)
     assert bucket.paths() == everything

@@ -16,7 +16,13 @@ from kvtier.tiers.remote.valkey.connection_pool import (
     ValkeyOptions,
     reason_of,
 )
-from kvtier.tiers.remote.valkey.resp import ReplyError, RespConnection, RespError, command
+from kvtier.tiers.remote.valkey.resp import (
+    ReplyError,
+    RespConnection,
+    RespError,
+    command,
+    is_of_the_key,
+)
 
 Answer = TypeVar("Answer")
 
@@ -130,7 +136,7 @@ class ValkeyKeeper(StoreKeeper):
         return answers[0]
 
     def _number(self, line: RespConnection) -> int | None:
-        """The next reply; None where it is an error, such as of a key of another kind."""
+        """Return the next reply, a number; None where the key is gone or has another type."""
         try:
             found = line.reply()
         except ReplyError as error:
@@ -139,6 +145,8 @@ class ValkeyKeeper(StoreKeeper):
                     f"{self.where}: with a maxmemory-policy that counts uses this server does not "
                     "know for how long a block was not used; give the replicas max_age_s instead"
                 ) from None
+            if not is_of_the_key(error):
+                raise
             return None
         return found if isinstance(found, int) else None
 

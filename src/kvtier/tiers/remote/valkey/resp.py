@@ -45,6 +45,7 @@ is closed."""
 TOO_LATE: Final = "it took too long"
 CLOSED: Final = "the server has closed the connection"
 NO_END: Final = "a value does not end where it should"
+OTHER_KIND: Final = "a reply of another kind"
 NO_RESP: Final = "this is no RESP server"
 TOO_LARGE: Final = "a reply is larger than any that was asked for"
 REASONS: Final = {errno.ETIMEDOUT: TOO_LATE, errno.ECONNRESET: CLOSED, errno.EPROTO: NO_END}
@@ -56,6 +57,11 @@ Part = bytes | memoryview
 
 class ReplyError(Exception):
     """The server says why it did not do what it was told."""
+
+
+def is_of_the_key(error: ReplyError) -> bool:
+    """Whether the error says that a key holds no string, and nothing about the server itself."""
+    return str(error).startswith("WRONGTYPE")
 
 
 class RespError(OSError):
@@ -185,8 +191,12 @@ class RespConnection:
         return bytes(value)
 
     def values(self, num: int) -> list[bytes | None]:
-        """The next ``num`` replies, short values all of them; None for those that are something
-        else."""
+        """Return the next ``num`` replies, which are short values; None where there is none.
+
+        Raises:
+            ReplyError: the server answers with an error other than that a key has another type.
+            RespError: the replies are longer than the buffer, or no strings.
+        """
         found: list[bytes | None] = []
         while len(found) < num:
             there = bytes(self._buffer[self._first : self._end])
@@ -208,8 +218,13 @@ class RespConnection:
                     if there[end : end + 2] != b"\r\n":
                         raise RespError(NO_END)
                     found.append(None if length is None else there[line_end + 2 : end])
-                elif there[at] in b"-+:":
+                elif there[at] == ord("-"):
+                    error = ReplyError(there[at + 1 : line_end].decode(errors="replace"))
+                    if not is_of_the_key(error):
+                        raise error
                     found.append(None)
+                elif there[at] in b"+:":
+                    raise RespError(OTHER_KIND)
                 else:
                     raise RespError(NO_RESP)
                 at = end + 2
@@ -303,7 +318,7 @@ class RespConnection:
         if line[:1] == b"-":
             raise ReplyError(line[1:].decode(errors="replace"))
         if line[:1] != b"$":
-            raise RespError("a reply of another kind")
+            raise RespError(OTHER_KIND)
         return _length(line[1:])
 
     def _read_into(self, view: memoryview) -> None:
