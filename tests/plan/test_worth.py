@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.plan import CostModel, StepClock, is_worth_loading, num_worth_loading, patience_s
+from kvtier.plan import CostModel, StepClock
 from kvtier.plan.cost import Costs, ways_of
-from kvtier.plan.worth import MAX_CUTS, MAX_PATIENCE_S
+from kvtier.plan.worth import (
+    MAX_CUTS,
+    MAX_PATIENCE_S,
+    is_worth_loading,
+    num_worth_loading,
+    patience_s,
+)
 from kvtier.types import DEVICE, DISK, HOST
 
 MIB = 1 << 20

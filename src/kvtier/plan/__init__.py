@@ -10,13 +10,7 @@ from kvtier.plan.operations import Copy, Cut, Plan
 from kvtier.plan.planner import plan_groups, plan_load
 from kvtier.plan.prefill import PrefillCost
 from kvtier.plan.steps import StepClock
-from kvtier.plan.worth import (
-    Tell,
-    end_worth_loading,
-    is_worth_loading,
-    num_worth_loading,
-    patience_s,
-)
+from kvtier.plan.worth import Tell
 
 __all__ = [
     "Actual",
@@ -34,11 +28,7 @@ __all__ = [
     "Tell",
     "Ways",
     "WriteBudget",
-    "end_worth_loading",
     "explain",
-    "is_worth_loading",
-    "num_worth_loading",
-    "patience_s",
     "plan_groups",
     "plan_load",
     "ways_of",

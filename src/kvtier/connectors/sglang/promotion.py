@@ -20,7 +20,8 @@ from kvtier.errors import printable
 from kvtier.keyed.cache import BlockLocation
 from kvtier.keyed.waiters import StorageWaiter
 from kvtier.ladder import PendingLookup
-from kvtier.plan import Costs, Tell, end_worth_loading, explain, patience_s
+from kvtier.plan import Costs, Tell, explain
+from kvtier.plan.worth import end_worth_loading, patience_s
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,8 @@
     scheduler's process                          one process per rank
     manager.py   what vLLM asks, to the ladder   worker.py   copies, device <-> host slots
                  below it (KeyedCache)                       orders, to a RankExecutor
-    bringing.py  what to wait for, and load      (blocks: shared/paged_pool.py)
+    promotion.py what keyed/reuse.py decides,    (blocks: common/paged_pool.py)
+                 in vLLM's terms
 
 How the words translate. What vLLM calls a *chunk*, its unit of offloading (``blocks_per_chunk``,
 ``OffloadKey``), is a *block* here, as everywhere in kvtier: what one key names. What vLLM calls a
@@ -14,7 +15,7 @@ and so do our metrics, by which dashboards know them.
 connector.py carries orders one way and reports the other; spec.py makes the two halves; recorded.py
 writes down what the engine was asked. The ladder decides, in the scheduler's process, for all ranks
 (RankMover); every rank keeps its shard of a block in the same host slot and does what it is told.
-Only ascend, bringing, connector, manager, multi, pauses, recorded, spec and worker know vLLM.
+Only ascend, connector, manager, multi, pauses, recorded, spec and worker know vLLM.
 contract.py says what they rely on, and that is compared before anything else (entry.py);
 registry.py puts the connector in the place of vLLM's. pieces/ is for those who keep vLLM's own
 tiers.

@@ -1,7 +1,7 @@
 """vLLM's OffloadingConnector, with a way for orders to the ranks, and a way back.
 
     scheduler process                                   each rank
-    advise, num_worth_loading  (bringing.py)
+    advise, num_worth_loading  (promotion.py)
     orders  ---- TierMetadata, once a step --->  carry_out   (worker.py)
     hear    <--- TierWorkerMetadata -----------  take_report
 

@@ -1,36 +1,50 @@
 """Promote a waiting prompt's blocks from storage to host memory.
 
-A request waits no longer than recomputing would take, and only for blocks that are worth it. Blocks
-that need not pass through host memory are reported to vLLM at once, and the ranks read them
-directly.
+``kvtier.keyed.reuse`` decides whether a request loads, waits or computes. This module describes
+vLLM's look-ups to it, and answers vLLM in vLLM's terms. Blocks that need not pass through host
+memory are reported to vLLM at once, and the ranks read them directly.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-
-from vllm.v1.kv_offload.base import OffloadKey
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
 
 from kvtier.connectors.vllm.counts import IMPATIENT, RECOMPUTED, Counts
 from kvtier.connectors.vllm.prompt import Shape
 from kvtier.connectors.vllm.request_state import Advice, RequestState, WaitReason
 from kvtier.errors import printable
 from kvtier.keyed.cache import BlockLocation, KeyedCache
-from kvtier.plan import Costs, Tell, end_worth_loading, explain, patience_s
+from kvtier.keyed.reuse import (
+    FoundBlocks,
+    GivenUp,
+    LoadUpTo,
+    Waited,
+    WaitUntil,
+    decide,
+    end_without_room,
+    reads_directly,
+)
+from kvtier.plan import Costs, Tell, explain
 from kvtier.tiers import Room
-from kvtier.types import HOST, Direct, LoadPolicy
+from kvtier.types import HOST, LoadPolicy
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadKey
 
 logger = logging.getLogger(__name__)
 
 
 class Promotion:
-    """Decides, for one request at a time, from what its last look-up met: whether to wait, what to
-    promote, how much to load.
+    """Translates decisions on one request at a time, from what its last look-up met: whether it
+    waits, what is promoted, how much is loaded.
 
-    host: the room that is brought to. knows_storage: whether the ranks' disks have said all that
-    they have. counts: is told what is computed though it was there.
+    host: the room of host memory. knows_storage: whether the ranks' disks have said all that they
+    have. counts: is told what is computed though it was there. clock: seconds.
     """
 
     def __init__(
@@ -41,6 +55,7 @@ class Promotion:
         policy: LoadPolicy,
         knows_storage: Callable[[], bool],
         counts: Counts,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache = cache
         self._straight = cache.straight
@@ -49,6 +64,7 @@ class Promotion:
         self._always_loads = policy is LoadPolicy.ALWAYS
         self._knows_storage = knows_storage
         self._counts = counts
+        self._clock = clock
         self._num_ended_loads = 0
 
     def load_ended(self) -> None:
@@ -71,10 +87,14 @@ class Promotion:
         did not come that way is brought to host memory."""
         if key in visit.straight:
             return True
-        if key in visit.read or self._straight.how(key) is not Direct.ON:
+        if not self._reads_directly(key, visit, lacks_room=False):
             return False
         visit.straight.add(key)
         return True
+
+    def _reads_directly(self, key: OffloadKey, visit: RequestState, *, lacks_room: bool) -> bool:
+        how = self._straight.how(key)
+        return reads_directly(how, lacks_room=lacks_room, was_read=key in visit.read)
 
     # -- to wait or not ----------------------------------------------------------------------------
 
@@ -86,7 +106,7 @@ class Promotion:
             return False
         if (
             wait.first == first
-            and time.monotonic() < wait.until
+            and self._clock() < wait.until
             and wait.num_ended_loads in (None, self._num_ended_loads)
             and not any(sign.is_over for sign in wait.signs)
             and (wait.unknown is None or self._cache.find(wait.unknown) is BlockLocation.UNKNOWN)
@@ -96,48 +116,77 @@ class Promotion:
         return False
 
     def advise(self, visit: RequestState, first: int, num_tokens: int) -> Advice:
-        """Some blocks that a request asked for are not in host memory: bring them there, and have
-        it wait, but for no longer than computing them would take.
+        """Translate the decision on a request some of whose blocks are not in host memory yet, and
+        begin to promote those that it waits for.
 
         first: tokens that it has already. num_tokens: of its prompt.
         """
         if visit.is_impatient:
             return Advice.COMPUTE
-        now_s = time.monotonic()
+        now_s = self._clock()
         visit.waits_since = visit.waits_since or now_s
-        ends = visit.ends()
-        found = max(ends.values(), default=num_tokens)
-        until_s = visit.waits_since + patience_s(self._costs(), first, found)
-        if now_s >= until_s:
-            self._counts.add(IMPATIENT, 1)
-            visit.is_impatient = True
-            return Advice.LOOK_AGAIN
         stored = visit.to_bring()
-        if not stored:
-            self._wait(visit, first, until_s)
-            return Advice.WAIT
-        if not visit.promoted.isdisjoint(stored):  # a read failed: it may do so again and again
+        has_failed = not visit.promoted.isdisjoint(stored)
+        ends = visit.ends()
+        found = self._found(visit, ends, first, num_tokens, is_pending=True)
+        decision = decide(
+            found,
+            Waited(
+                visit.waits_since,
+                has_failed=has_failed,
+                is_weighed=bool(visit.promoted) and not stored,
+            ),
+            self._costs,
+            now_s,
+            always_loads=self._always_loads,
+        )
+        if isinstance(decision, WaitUntil):
+            return self._wait_for(visit, found, decision, ends, stored)
+        if decision.given_up is GivenUp.OVERDUE:
+            self._counts.add(IMPATIENT, 1)
+        end = decision.end if isinstance(decision, LoadUpTo) else first
+        is_cut_there = visit.limit is not None and visit.limit <= end
+        if decision.given_up is not None or is_cut_there:  # or it would look again for ever
             visit.is_impatient = True
             return Advice.LOOK_AGAIN
-        limit = self._limit(visit, ends, first, num_tokens)
+        return self._look_up_to(visit, ends, end)
+
+    def _wait_for(
+        self,
+        visit: RequestState,
+        found: FoundBlocks,
+        wait: WaitUntil,
+        ends: Mapping[OffloadKey, int],
+        stored: Sequence[OffloadKey],
+    ) -> Advice:
+        """Promote what has to come from storage. Where not all of it can, or is worth it, the
+        request looks again, and meets only what it is to have."""
+        limit = wait.end
         wanted = [key for key in stored if ends[key] <= limit]
-        beside = [key for key, place in visit.places.items() if place is BlockLocation.MEMORY]
-        num = self._cache.promote(wanted, beside)
-        visit.promoted.update(wanted[:num])
-        for key in wanted[num:]:
-            if key in visit.read or self._straight.how(key) is Direct.OFF:
-                limit = ends[key] - 1 if self._shape.has_one_group else first
-                break
-            visit.straight.add(key)
-        if limit < found:
-            visit.limit = limit
-            visit.declined_ahead = sum(end > limit for end in ends.values())
-            self._counts.add(RECOMPUTED, visit.declined_ahead)
-            return Advice.LOOK_AGAIN
+        if wanted:
+            beside = [key for key, at in visit.places.items() if at is BlockLocation.MEMORY]
+            num = self._cache.promote(wanted, beside)
+            visit.promoted.update(wanted[:num])
+            for key in wanted[num:]:
+                if not self._reads_directly(key, visit, lacks_room=True):
+                    limit = end_without_room(found, ends[key])
+                    break
+                visit.straight.add(key)
+        if limit < found.reachable[-1]:
+            return self._look_up_to(visit, ends, limit)
         if not visit.straight.isdisjoint(wanted):
             return Advice.LOOK_AGAIN
-        self._wait(visit, first, until_s)
+        self._wait(visit, found.first, wait.until_s)
         return Advice.WAIT
+
+    def _look_up_to(
+        self, visit: RequestState, ends: Mapping[OffloadKey, int], limit: int
+    ) -> Advice:
+        """From its next look-up on, the request meets no block that ends beyond ``limit``."""
+        visit.limit = limit
+        visit.declined_ahead = sum(end > limit for end in ends.values())
+        self._counts.add(RECOMPUTED, visit.declined_ahead)
+        return Advice.LOOK_AGAIN
 
     def _wait(self, visit: RequestState, first: int, until_s: float) -> None:
         """Note what has to happen before another look is worth it. Where nothing is on its way to
@@ -164,13 +213,23 @@ class Promotion:
         self, visit: RequestState, first: int, found: int, num_tokens: int
     ) -> int:
         """Return how many of ``found`` tokens in host memory, after the ``first`` ones, to load."""
+        now_s = self._clock()
         if visit.waits_since is not None:
-            visit.waited_s = time.monotonic() - visit.waits_since
+            visit.waited_s = now_s - visit.waits_since
         visit.waits_since = None
         ends = visit.ends()
-        limit = self._limit(visit, ends, first, num_tokens, self._logs_decision(visit))
+        blocks = self._found(visit, ends, first, num_tokens, is_pending=False)
+        decision = decide(
+            blocks,
+            Waited(may_wait=False),
+            self._costs,
+            now_s,
+            always_loads=self._always_loads,
+            tell=self._logs_decision(visit),
+        )
         visit.declined = 0
-        if limit >= max(ends.values(), default=0):
+        limit = decision.end if isinstance(decision, LoadUpTo) else first
+        if not blocks.reachable or limit >= blocks.reachable[-1]:
             return found
         worth = min(found, max(0, limit - first))
         visit.declined = sum(end > first + worth for end in ends.values())
@@ -185,29 +244,55 @@ class Promotion:
         request_id = printable(visit.context.req_id)
         return lambda decision: logger.debug("prompt request=%s %s", request_id, explain(decision))
 
-    def _limit(
+    def _found(
         self,
         visit: RequestState,
         ends: Mapping[OffloadKey, int],
         first: int,
         num_tokens: int,
-        tell: Tell | None = None,
-    ) -> int:
-        """The token up to which loading beats computing."""
-        found = max(ends.values(), default=first)
-        if self._always_loads:
-            return found
-        return end_worth_loading(
-            self._costs(),
-            self.sources(visit.places),
-            first=first,
-            found=found,
-            num_tokens=num_tokens,
-            block_size=self._shape.block_sizes[0] if self._shape.has_one_group else 0,
-            bytes_per_block=self._shape.bytes_per_block,
-            num_staging_slots=None if self._straight.is_for_all else self._host.num_open,
-            tell=tell,
+        *,
+        is_pending: bool,
+    ) -> FoundBlocks:
+        """Describe the blocks of the last look-up.
+
+        is_pending: vLLM can't load yet. Where it looks up several groups, or only a window, it
+        alone knows which prefixes could be loaded now; it loads everything or nothing.
+        """
+        reachable = list(ends.values())
+        block_size = self._shape.block_sizes[0] if self._shape.has_one_group else 0
+        if block_size and not _is_prefix(reachable, first, block_size):
+            block_size = 0
+        if not block_size:
+            reachable = reachable and [max(reachable)]
+        ready = reachable
+        if is_pending:
+            ready = reachable[: visit.num_ready(ends)] if block_size else []
+
+        def sources(end: int) -> list[str]:
+            num = bisect_right(reachable, end) if block_size else len(ends)
+            return self.sources(
+                visit.places
+                if num == len(visit.places)
+                else {key: visit.places[key] for key in islice(ends, num)}
+            )
+
+        return FoundBlocks(
+            first,
+            num_tokens,
+            ready,
+            reachable,
+            sources,
+            block_size,
+            self._shape.bytes_per_block,
+            None if self._straight.is_for_all else self._host.num_open,
         )
 
     def _costs(self) -> Costs:
         return self._cache.ladder.cost_snapshot()
+
+
+def _is_prefix(ends: Sequence[int], first: int, block_size: int) -> bool:
+    """Whether blocks follow each other, the first one behind the tokens that the device has."""
+    begin = first // block_size * block_size
+    end = begin + len(ends) * block_size
+    return ends == list(range(begin + block_size, end + block_size, block_size))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from typing import TYPE_CHECKING
 
 from kvtier.connectors.vllm.key_scope import ALL, EVERYWHERE, KeyScope
 from kvtier.connectors.vllm.prompt import blocks_of
 from kvtier.keyed.cache import BlockLocation
 from kvtier.keyed.waiters import StorageWaiter
 from kvtier.ladder import PendingLookup
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +84,19 @@ class RequestState:
         self.found, self.num_computed = None, num_computed
 
     def ends(self) -> dict[OffloadKey, int]:
-        """Return the token at which each block of the last look-up ends."""
-        return {key: self.context.get_offload_key_position(key) or 0 for key in self.places}
+        """Return the token at which each block of the last look-up ends, but for those that are
+        nowhere."""
+        end_of, nowhere = self.context.get_offload_key_position, BlockLocation.NOWHERE
+        return {key: end_of(key) or 0 for key, at in self.places.items() if at is not nowhere}
+
+    def num_ready(self, keys: Iterable[OffloadKey]) -> int:
+        """Return how many of the first of ``keys`` can be loaded at once."""
+        num, memory, places, straight = 0, BlockLocation.MEMORY, self.places, self.straight
+        for key in keys:
+            if places[key] is not memory and key not in straight:
+                break
+            num += 1
+        return num
 
     def to_bring(self) -> list[OffloadKey]:
         """Return the blocks of the last look-up that have to come from storage to memory."""

@@ -1,0 +1,202 @@
+"""Decide whether KV of a waiting prompt is loaded, waited for, or computed.
+
+``decide`` is the one place where this is decided for engines that bring keys. It is pure: it moves
+nothing, remembers nothing, and the clock is an argument. A connector translates the blocks that its
+engine asked for into ``FoundBlocks``, and the answer into what its engine understands.
+
+1. Blocks beyond the token up to which loading beats computing are left out.
+2. What is ready up to there is loaded.
+3. What is not ready is waited for: promoted, if it is in storage. A request never waits longer than
+   computing would take, and not for a block whose read has failed. Then it loads what is ready.
+4. Nothing left: the prompt is computed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvtier.plan import Costs, Tell
+from kvtier.plan.worth import end_worth_loading, patience_s
+from kvtier.types import Direct
+
+
+class GivenUp(Enum):
+    """Reason for which a request waits no longer, though not all of its blocks have arrived."""
+
+    OVERDUE = "overdue"
+    """It has waited as long as computing would take."""
+    READ_FAILED = "read failed"
+    """A block is still in storage after it was promoted: it may fail again and again."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadUpTo:
+    """Load the blocks that end at token ``end`` or before."""
+
+    end: int
+    given_up: GivenUp | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitUntil:
+    """Wait for blocks to come to memory, until ``until_s`` at most.
+
+    end: blocks that end at this token or before are worth it; those in storage are to be promoted.
+    ready: the token up to which a request that can't wait may load at once; the number of tokens
+    that the device has if there is nothing to load yet.
+    """
+
+    until_s: float
+    end: int
+    ready: int
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Load nothing."""
+
+    given_up: GivenUp | None = None
+
+
+Reuse = LoadUpTo | WaitUntil | Compute
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBlocks:
+    """Blocks of a prompt behind the tokens that the device has. All positions are tokens.
+
+    first: number of tokens that the device has. num_tokens: length of the prompt.
+
+    ready: ends of prefixes that can be loaded at once, ascending. reachable: the same, once
+    everything is in memory that may come there: arriving, in storage, or of unknown location. A
+    block of unknown location counts as one in memory until storage has answered.
+
+    sources: return the tier of each block up to a token, in prompt order. It is called only when
+    blocks are weighed.
+
+    block_size: tokens per block, where ``sources`` has one entry per block and a prompt may be cut
+    after any of them; 0 where blocks are loaded together or not at all.
+    num_staging_slots: blocks that can be on their way from storage at a time; None for any number.
+    """
+
+    first: int
+    num_tokens: int
+    ready: Sequence[int]
+    reachable: Sequence[int]
+    sources: Callable[[int], Sequence[str]]
+    block_size: int
+    bytes_per_block: int
+    num_staging_slots: int | None = None
+
+    def limit(self, costs: Costs, end: int, tell: Tell | None = None) -> int:
+        """Return the token, at most ``end``, up to which loading beats computing."""
+        return end_worth_loading(
+            costs,
+            self.sources(end),
+            first=self.first,
+            found=end,
+            num_tokens=self.num_tokens,
+            block_size=self.block_size,
+            bytes_per_block=self.bytes_per_block,
+            num_staging_slots=self.num_staging_slots,
+            tell=tell,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """Waiting that a request has behind it.
+
+    since_s: when it began to wait; None if it has not. given_up: why it waits for nothing more.
+    has_failed: a block that was promoted for it is still in storage. is_weighed: what is to come
+    was weighed before it was promoted, and is not weighed again on its way. may_wait: False for a
+    request that has to run now.
+    """
+
+    since_s: float | None = None
+    given_up: GivenUp | None = None
+    has_failed: bool = False
+    is_weighed: bool = False
+    may_wait: bool = True
+
+
+def decide(
+    found: FoundBlocks,
+    waited: Waited,
+    costs: Callable[[], Costs],
+    now_s: float,
+    *,
+    always_loads: bool = False,
+    tell: Tell | None = None,
+) -> Reuse:
+    """Decide what becomes of the blocks that were found for a prompt.
+
+    Args:
+        found: where its blocks are.
+        waited: how long it has waited already.
+        costs: return the current costs, with the queue in front of each tier. Called at most
+            once, and not at all where nothing depends on it: a snapshot takes time.
+        now_s: the clock, seconds.
+        always_loads: whether everything found is loaded, whatever it costs.
+        tell: called with each weighing of single blocks, to explain it.
+    """
+    snapshot: Costs | None = None
+
+    def current() -> Costs:
+        nonlocal snapshot
+        snapshot = costs() if snapshot is None else snapshot
+        return snapshot
+
+    def limit(end: int, tell: Tell | None = None) -> int:
+        return end if always_loads or end <= found.first else found.limit(current(), end, tell)
+
+    ready_end = _last(found.ready, found.first)
+    end = max(ready_end, _last(found.reachable, found.first))
+    given_up, until_s = waited.given_up, now_s
+    if given_up is None and end > ready_end:
+        since_s = now_s if waited.since_s is None else waited.since_s
+        until_s = since_s + patience_s(current(), found.first, end)
+        if now_s >= until_s:
+            given_up = GivenUp.OVERDUE
+        elif waited.has_failed:
+            given_up = GivenUp.READ_FAILED
+    if given_up is not None:
+        end = ready_end
+    is_to_come = given_up is None and end > ready_end
+    worth = end if is_to_come and waited.is_weighed else limit(end, tell)
+    if not found.block_size and worth <= found.first < ready_end < end:
+        worth = limit(ready_end)  # not worth loading all together; less may be
+    ready = _last_up_to(found.ready, worth, found.first)
+    if given_up is None and waited.may_wait:
+        wanted = _last_up_to(found.reachable, worth, found.first)
+        if wanted > ready:
+            return WaitUntil(until_s, wanted, ready)
+    return LoadUpTo(ready, given_up) if ready > found.first else Compute(given_up)
+
+
+def end_without_room(found: FoundBlocks, end: int) -> int:
+    """Return the token up to which a prompt is loaded, where memory has no room to promote the
+    block that ends at ``end``."""
+    return end - 1 if found.block_size else found.first
+
+
+def reads_directly(how: Direct, *, lacks_room: bool, was_read: bool) -> bool:
+    """Whether a block is read from storage straight to the device.
+
+    It is tried once per request: ``was_read`` says that it was, and did not arrive. lacks_room:
+    memory has none for it.
+    """
+    return not was_read and (how is Direct.ON or (lacks_room and how is not Direct.OFF))
+
+
+def _last(ends: Sequence[int], default: int) -> int:
+    return ends[-1] if ends else default
+
+
+def _last_up_to(ends: Sequence[int], limit: int, default: int) -> int:
+    """The last of the ascending ``ends`` that is at most ``limit``."""
+    at = bisect_right(ends, limit)
+    return ends[at - 1] if at else default

@@ -1,0 +1,195 @@
+"""Every connector translates the same decision: one table of cases, real caches below.
+
+A case is asked for as its engine does: again when the request has waited, and once more when all
+that it waited for has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvtier.connectors.vllm.counts import RECOMPUTED, Counts
+from kvtier.connectors.vllm.promotion import Promotion
+from kvtier.connectors.vllm.prompt import Shape
+from kvtier.connectors.vllm.request_state import Advice, RequestState
+from kvtier.keyed.cache import BlockLocation
+from kvtier.ladder import Ladder
+from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
+from tests.keyed import keyed_world
+from tests.keyed.reuse_cases import BLOCK_TOKENS, CASES, Case
+
+NUM_TOKENS = 1
+"""Of a prompt, behind its last block."""
+
+
+class Answer(NamedTuple):
+    """loads: blocks that an engine is told to load. waits: it is told to wait."""
+
+    loads: int = 0
+    waits: bool = False
+
+
+WAITS = Answer(waits=True)
+Ask = Callable[[], Answer]
+
+
+def learn(ladder: Ladder, case: Case, num_bytes: int) -> None:
+    ladder.costs.observe_copy((HOST, DEVICE), num_bytes, case.load_s)
+    ladder.costs.observe_copy((DISK, HOST), num_bytes, case.promote_s)
+    for num in (4, 8, 16, 32) if case.computes_s is not None else ():
+        ladder.costs.observe_prefill(0, num * BLOCK_TOKENS, num * case.computes_s)
+
+
+# -- vLLM ------------------------------------------------------------------------------------------
+
+
+class UnderVllm:
+    """A request under vLLM, whose scheduler's steps are taken by hand."""
+
+    def __init__(self, case: Case) -> None:
+        self.now_s = 100.0
+        self._case = case
+        self._keys = keyed_world.KEYS[: len(case.behind)]
+        engine = keyed_world.Engine(num_host=16, says_hello=False, clock=lambda: self.now_s)
+        self._engine, cache = engine, engine.cache
+        by_place = {letter: [] for letter in "MSAU."} | self._by_place()
+        engine.hello(0, *map(keyed_world.name, by_place["S"] + by_place["A"]))
+        if by_place["M"]:
+            engine.store(by_place["M"])
+        engine.carry_out()
+        if by_place["A"]:
+            cache.find_all(by_place["A"])
+            assert cache.promote(by_place["A"]) == len(by_place["A"])
+        self._unknown = by_place["U"]
+        self.counts = Counts()
+        learn(engine.ladder, case, keyed_world.BLOCK_BYTES)
+        self._promotion = Promotion(
+            cache,
+            engine.host,
+            Shape((BLOCK_TOKENS,), keyed_world.BLOCK_BYTES),
+            LoadPolicy.ALWAYS if case.always_loads else LoadPolicy.AUTO,
+            lambda: True,
+            self.counts,
+            lambda: self.now_s,
+        )
+        self._first = case.num_device * BLOCK_TOKENS
+        ends = {key: self._end(at + 1) for at, key in enumerate(self._keys)}
+        context: Any = SimpleNamespace(req_id="r", get_offload_key_position=ends.get)
+        self._visit = RequestState(context)
+
+    def _by_place(self) -> dict[str, list[bytes]]:
+        found: dict[str, list[bytes]] = {}
+        for letter, key in zip(self._case.behind, self._keys, strict=True):
+            found.setdefault(letter, []).append(key)
+        return found
+
+    def _end(self, num_blocks: int) -> int:
+        return self._first + num_blocks * BLOCK_TOKENS
+
+    def ask(self) -> Answer:
+        """As ``KvtierConnector.get_num_new_matched_tokens``."""
+        num_tokens = self._end(len(self._keys)) + NUM_TOKENS
+        if self._promotion.must_wait(self._visit, self._first):
+            return WAITS
+        for _ in range(10):
+            found = self._look_up()
+            if found is None:
+                advice = self._promotion.advise(self._visit, self._first, num_tokens)
+                if advice is Advice.WAIT:
+                    return WAITS
+                if advice is Advice.COMPUTE:
+                    return Answer()
+            elif not found:
+                return Answer()
+            else:
+                worth = self._promotion.num_worth_loading(
+                    self._visit, self._first, found, num_tokens
+                )
+                return Answer(worth // BLOCK_TOKENS)
+        raise AssertionError("it looks again for ever")
+
+    def _look_up(self) -> int | None:
+        """As vLLM looks up a prefix, and ``TierManager.lookup`` answers."""
+        visit, num, is_pending = self._visit, 0, False
+        visit.begin_look_up(self._first)
+        places = self._engine.cache.find_all(self._keys)
+        for key, place in zip(self._keys, places, strict=True):
+            at = BlockLocation.UNKNOWN if key in self._unknown else place
+            end = visit.context.get_offload_key_position(key) or 0
+            if visit.limit is not None and end > visit.limit:
+                break
+            if visit.is_impatient and at is not BlockLocation.MEMORY:
+                break
+            visit.places[key] = at
+            if at is BlockLocation.NOWHERE:
+                break
+            is_pending |= at is not BlockLocation.MEMORY
+            num += 1
+        return None if is_pending else num * BLOCK_TOKENS
+
+    def ask_for_window(self, num_blocks: int) -> int:
+        """Return the number of tokens worth loading, where only the last blocks are needed."""
+        self._visit.begin_look_up(self._first)
+        self._visit.places = dict.fromkeys(reversed(self._keys[-num_blocks:]), BlockLocation.MEMORY)
+        end = self._end(len(self._keys))
+        return self._promotion.num_worth_loading(self._visit, self._first, end, end + NUM_TOKENS)
+
+    def advise_on(self, place: BlockLocation, end: int) -> list[Advice]:
+        """Return the advice on a block that ends there, however often vLLM looks it up."""
+        self._visit.places = {self._keys[0]: place}
+        self._visit.context.get_offload_key_position = lambda key: end
+        return [self._promotion.advise(self._visit, self._first, 4 * end) for _ in range(3)]
+
+    def arrive(self) -> None:
+        num = self._case.blocks.count("S") if self._case.has_failed else 0
+        self._engine.carry_out(failed=range(num))
+
+    def close(self) -> None:
+        self._engine.check()
+
+
+def test_vllm_counts_no_block_that_is_nowhere_as_recomputed() -> None:
+    """The miss that ends a look-up is no block that could have been loaded."""
+    made = UnderVllm(Case("", "MM..", load_s=1.0))
+    assert made.ask() == Answer()
+    assert made.counts.take() == {(RECOMPUTED, ()): 2}
+
+
+def test_vllm_loads_a_window_whole_or_not_at_all() -> None:
+    """Of a model whose only group is a sliding window, vLLM looks up the window, from its end."""
+    for load_s, worth in ((0.001, 4 * BLOCK_TOKENS), (1.0, 0)):
+        made = UnderVllm(Case("", "MMMM", load_s=load_s))
+        assert made.ask_for_window(2) == worth
+
+
+def test_vllm_does_not_look_for_ever_at_blocks_that_the_device_has() -> None:
+    made = UnderVllm(Case("", "DDA"))
+    advice = made.advise_on(BlockLocation.ARRIVING, end=BLOCK_TOKENS)
+    assert advice == [Advice.LOOK_AGAIN, Advice.LOOK_AGAIN, Advice.COMPUTE]
+
+
+# -- the contract ----------------------------------------------------------------------------------
+
+
+def check(case: Case, made: UnderVllm) -> None:
+    before = made.ask()
+    if before.waits and (case.waited_s or case.has_failed):
+        made.now_s += case.waited_s
+        if case.has_failed:
+            made.arrive()
+        before = made.ask()
+    assert before == (WAITS if case.waits_for else Answer(case.loads))
+    if case.waits_for and "U" not in case.blocks:
+        made.arrive()
+        assert made.ask() == Answer(case.waits_for)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_vllm(case: Case) -> None:
+    made = UnderVllm(case)
+    check(case, made)
+    made.close()
