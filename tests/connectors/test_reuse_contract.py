@@ -12,16 +12,26 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from kvtier.connectors.sglang.device_pools import KV
+from kvtier.connectors.sglang.promotion import PromptPromotion, WaitingPrompt
+from kvtier.connectors.sglang.wait_reasons import RankWait
 from kvtier.connectors.vllm.counts import RECOMPUTED, Counts
 from kvtier.connectors.vllm.promotion import Promotion
 from kvtier.connectors.vllm.prompt import Shape
 from kvtier.connectors.vllm.request_state import Advice, RequestState
 from kvtier.keyed.cache import BlockLocation
 from kvtier.ladder import Ladder
+from kvtier.layout import opaque
+from kvtier.testing import MemoryStorage, StoredBlocks
+from kvtier.tiers import StorageFacts
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
+from tests.connectors import pool_world
+from tests.connectors.pool_world import SLOT_BYTES, PoolWorld
 from tests.keyed import keyed_world
 from tests.keyed.reuse_cases import BLOCK_TOKENS, CASES, Case
 
+STORE = "store"
+PATIENCE_S = 30.0
 NUM_TOKENS = 1
 """Of a prompt, behind its last block."""
 
@@ -37,9 +47,9 @@ WAITS = Answer(waits=True)
 Ask = Callable[[], Answer]
 
 
-def learn(ladder: Ladder, case: Case, num_bytes: int) -> None:
+def learn(ladder: Ladder, case: Case, num_bytes: int, storage: str = DISK) -> None:
     ladder.costs.observe_copy((HOST, DEVICE), num_bytes, case.load_s)
-    ladder.costs.observe_copy((DISK, HOST), num_bytes, case.promote_s)
+    ladder.costs.observe_copy((storage, HOST), num_bytes, case.promote_s)
     for num in (4, 8, 16, 32) if case.computes_s is not None else ():
         ladder.costs.observe_prefill(0, num * BLOCK_TOKENS, num * case.computes_s)
 
@@ -172,10 +182,83 @@ def test_vllm_does_not_look_for_ever_at_blocks_that_the_device_has() -> None:
     assert advice == [Advice.LOOK_AGAIN, Advice.LOOK_AGAIN, Advice.COMPUTE]
 
 
+# -- SGLang ----------------------------------------------------------------------------------------
+
+
+class UnderSglang:
+    """A request under SGLang's linker: looked up while it waits in the queue, and at its turn."""
+
+    def __init__(self, case: Case) -> None:
+        self.now_s = 100.0
+        numbers = range(len(case.behind))
+        place = dict(zip(numbers, case.behind, strict=True))
+        self._keys = [pool_world.key_of(number) for number in numbers]
+        shelf = StoredBlocks()
+        earlier = PoolWorld(shelf=shelf)
+        assert earlier.keep(*(at for at in numbers if place[at] in "SAU"))
+        earlier.close()
+        self._store: MemoryStorage | None = None
+        if "U" in case.blocks:  # a store that has answered for some of the blocks
+            facts = StorageFacts(is_shared=True)
+            self._store = MemoryStorage(opaque(SLOT_BYTES), 16, shelf, STORE, facts)
+        storages = [] if self._store is None else [self._store]
+        self._pools = PoolWorld(shelf=shelf, storages=storages, lookup_deadline_s=PATIENCE_S)
+        self._cache = self._pools.pool.cache
+        assert self._pools.keep(*(at for at in numbers if place[at] == "M"))
+        self._pools.settle()
+        if self._store is not None:
+            self._hear_of([key for at, key in enumerate(self._keys) if place[at] == "S"])
+            self._store.open_finds.clear()
+        else:
+            reads = self._pools.storage
+            (reads.fail if case.has_failed else reads.hold)("get")
+            self._cache.promote([key for at, key in enumerate(self._keys) if place[at] == "A"])
+        storage = DISK if self._store is None else STORE
+        learn(self._pools.pool.ladder, case, SLOT_BYTES, storage)
+        self._promotion = PromptPromotion(
+            {KV: self._pools.pool}, BLOCK_TOKENS, case.always_loads, lambda: self.now_s
+        )
+        first = case.num_device * BLOCK_TOKENS
+        num_tokens = first + len(self._keys) * BLOCK_TOKENS + NUM_TOKENS
+        self._prompt = WaitingPrompt(first, num_tokens)
+        self._is_new = True
+
+    def _hear_of(self, keys: list[bytes]) -> None:
+        _, asked = self._cache.find_or_ask(keys)
+        for question in asked:
+            question.job.wait(PATIENCE_S)
+        self._cache.poll()
+        assert all(place is BlockLocation.STORAGE for place in self._cache.find_all(keys))
+
+    def ask(self) -> Answer:
+        """As ``QueueGate`` and ``KvtierLinker.lookup``."""
+        if self._is_new:
+            with self._promotion.ahead():
+                self._look_up()
+        self._is_new = False
+        if self._promotion.wait("r") is not RankWait.OVER:
+            return WAITS
+        cuts = self._look_up()
+        return Answer(cuts[-1] if cuts else 0)
+
+    def _look_up(self) -> list[int]:
+        places, asked = self._cache.find_or_ask(self._keys)
+        return self._promotion.cuts("r", self._prompt, self._keys, {KV: places}, {KV: 0}, asked)
+
+    def arrive(self) -> None:
+        self._pools.storage.let_go()
+        self._pools.settle()
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.open_finds.set()
+        self._pools.close()
+
+
 # -- the contract ----------------------------------------------------------------------------------
 
 
-def check(case: Case, made: UnderVllm) -> None:
+def check(case: Case, made: UnderVllm | UnderSglang) -> None:
     before = made.ask()
     if before.waits and (case.waited_s or case.has_failed):
         made.now_s += case.waited_s
@@ -193,3 +276,12 @@ def test_vllm(case: Case) -> None:
     made = UnderVllm(case)
     check(case, made)
     made.close()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sglang(case: Case) -> None:
+    made = UnderSglang(case)
+    try:
+        check(case, made)
+    finally:
+        made.close()

@@ -153,28 +153,24 @@ def decide(
     def limit(end: int, tell: Tell | None = None) -> int:
         return end if always_loads or end <= found.first else found.limit(current(), end, tell)
 
-    ready_end = _last(found.ready, found.first)
-    end = max(ready_end, _last(found.reachable, found.first))
-    given_up, until_s = waited.given_up, now_s
-    if given_up is None and end > ready_end:
+    first, given_up = found.first, waited.given_up
+    ready_end, end = _last(found.ready, first), _last(found.reachable, first)
+    if given_up is None and waited.may_wait and end > ready_end:
+        worth = end if waited.is_weighed else limit(end, tell)
+        if not found.block_size and worth <= first:
+            worth = limit(ready_end)  # not worth loading all together; less may be
+        ready = _last_up_to(found.ready, worth, first)
+        wanted = _last_up_to(found.reachable, worth, first)
+        if wanted <= ready:
+            return LoadUpTo(ready) if ready > first else Compute()
         since_s = now_s if waited.since_s is None else waited.since_s
-        until_s = since_s + patience_s(current(), found.first, end)
-        if now_s >= until_s:
-            given_up = GivenUp.OVERDUE
-        elif waited.has_failed:
-            given_up = GivenUp.READ_FAILED
-    if given_up is not None:
-        end = ready_end
-    is_to_come = given_up is None and end > ready_end
-    worth = end if is_to_come and waited.is_weighed else limit(end, tell)
-    if not found.block_size and worth <= found.first < ready_end < end:
-        worth = limit(ready_end)  # not worth loading all together; less may be
-    ready = _last_up_to(found.ready, worth, found.first)
-    if given_up is None and waited.may_wait:
-        wanted = _last_up_to(found.reachable, worth, found.first)
-        if wanted > ready:
+        until_s = since_s + patience_s(current(), first, wanted)
+        if now_s < until_s and not waited.has_failed:
             return WaitUntil(until_s, wanted, ready)
-    return LoadUpTo(ready, given_up) if ready > found.first else Compute(given_up)
+        given_up = GivenUp.OVERDUE if now_s >= until_s else GivenUp.READ_FAILED
+        tell = None
+    ready = _last_up_to(found.ready, limit(ready_end, tell), first)
+    return LoadUpTo(ready, given_up) if ready > first else Compute(given_up)
 
 
 def end_without_room(found: FoundBlocks, end: int) -> int:

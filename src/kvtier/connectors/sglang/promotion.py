@@ -1,7 +1,8 @@
 """Promote a waiting prompt's pages from storage to host memory.
 
-A request waits for its promotion, and for stores that are still looking up its pages, but never
-longer than recomputing would take.
+``kvtier.keyed.reuse`` decides whether a request loads, waits or computes. This module describes
+SGLang's look-ups to it, begins the promotions that a request waits for, and tells when its wait is
+over.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from kvtier.connectors.sglang.prefix_hits import SidePool, common_hits
 from kvtier.connectors.sglang.wait_reasons import RankWait
 from kvtier.errors import printable
 from kvtier.keyed.cache import BlockLocation
+from kvtier.keyed.reuse import FoundBlocks, LoadUpTo, Waited, WaitUntil, decide
 from kvtier.keyed.waiters import StorageWaiter
 from kvtier.ladder import PendingLookup
-from kvtier.plan import Costs, Tell, explain
-from kvtier.plan.worth import end_worth_loading, patience_s
+from kvtier.plan import Decision, Tell, explain
 
 logger = logging.getLogger(__name__)
 
 READY = (BlockLocation.MEMORY,)
-TO_COME = (BlockLocation.MEMORY, BlockLocation.ARRIVING, BlockLocation.STORAGE)
+MAY_COME = (*READY, BlockLocation.ARRIVING, BlockLocation.STORAGE, BlockLocation.UNKNOWN)
 MOST_VISITS = 4096
 """Requests that are remembered where nobody says which have gone."""
 
@@ -105,33 +106,44 @@ class PromptPromotion:
         how many pages before a cut must be there; 0 for all of them. asked: what stores were asked
         about them, and is worth waiting for.
         """
-        ready = _cuts(places, needs, READY)
-        to_come = _cuts(places, needs, TO_COME)
-        longest = to_come[-1] if to_come else 0
-        worth = self._num_worth(prompt, keys, longest, self._tell(rid) if longest else None)
-        if not worth and ready:  # where all is loaded or nothing, less may be worth it
-            worth = self._num_worth(prompt, keys, ready[-1])
-        self._note_declined(rid, longest - worth)
-        now = [cut for cut in ready if cut <= worth]
-        wanted = max((cut for cut in to_come if cut <= worth), default=0)
-        if wanted <= (now[-1] if now else 0):
-            wanted = 0
-        visit = self._visits.get(rid)
-        is_new = self._brings and (visit is None or bool(visit.asked))
-        if is_new and (wanted or asked or visit):
-            end = prompt.num_cached + (len(keys) if asked else wanted) * self._page_size
-            patience = patience_s(self._costs(), prompt.num_cached, end)
-            until_s = visit.until_s if visit else self._clock() + patience
-            began_s = visit.began_s if visit else self._clock()
-            watches = self._bring(keys[:wanted], places, needs) if wanted else []
-            self._visits[rid] = PromptState(until_s, began_s, None, watches, asked)
+        ready, reachable = _cuts(places, needs, READY), _cuts(places, needs, MAY_COME)
+        visit, now_s = self._visits.get(rid), self._clock()
+        may_wait = self._brings and (visit is None or bool(visit.asked))
+        began_s = visit.began_s if visit else now_s
+        decision = decide(
+            self._found(prompt, keys, ready, reachable),
+            Waited(began_s, may_wait=may_wait),
+            self._caches[KV].ladder.cost_snapshot,
+            now_s,
+            always_loads=self._always,
+            tell=self._tell(rid),
+        )
+        weighed = reachable if may_wait else ready
+        num_weighed = weighed[-1] if weighed else 0
+        if isinstance(decision, WaitUntil):
+            end, loads = decision.end, decision.ready
+            watches = self._bring(keys[: self._num_pages(prompt, end)], places, needs)
+            self._visits[rid] = PromptState(decision.until_s, began_s, None, watches, asked)
             while len(self._visits) > MOST_VISITS:
                 self._visits.pop(next(iter(self._visits)))
-        return now
+        else:
+            end = loads = decision.end if isinstance(decision, LoadUpTo) else prompt.num_cached
+            if decision.given_up is not None:
+                num_weighed = 0
+            if visit is not None and may_wait:
+                visit.watches, visit.asked = [], ()
+        if not asked:  # else some of them may be nowhere
+            self._note_declined(rid, num_weighed - self._num_pages(prompt, end))
+        num_loads = self._num_pages(prompt, loads)
+        return [cut for cut in ready if cut <= num_loads]
+
+    def _num_pages(self, prompt: WaitingPrompt, end: int) -> int:
+        """Return how many pages behind those of the device end at a token or before."""
+        return max(0, end - prompt.num_cached) // self._page_size
 
     def _note_declined(self, rid: str, num_pages: int) -> None:
         """A request is looked up several times, and counts once."""
-        if num_pages and rid not in self._declined:
+        if num_pages > 0 and rid not in self._declined:
             self._declined[rid] = None
             self._caches[KV].ladder.account.planned(0, num_pages)
             while len(self._declined) > MOST_VISITS:
@@ -141,34 +153,36 @@ class PromptPromotion:
         """Return the logger of a request's decision, which logs once per request."""
         if rid in self._explained or not logger.isEnabledFor(logging.DEBUG):
             return None
-        self._explained[rid] = None
-        while len(self._explained) > MOST_VISITS:
-            self._explained.pop(next(iter(self._explained)))
-        return lambda decision: logger.debug(
-            "prompt request=%s %s", printable(rid), explain(decision)
-        )
 
-    def _num_worth(
-        self, prompt: WaitingPrompt, keys: Sequence[bytes], longest: int, tell: Tell | None = None
-    ) -> int:
-        """Return how many of the first pages are cheaper to load than to compute; at most
-        ``longest``."""
-        if self._always or not longest:
-            return longest
-        page_size, caches = self._page_size, list(self._caches.values())
-        tiers = self._caches[KV].cache.sources(keys[:longest])
-        end = end_worth_loading(
-            self._costs(),
-            tiers,
-            first=prompt.num_cached,
-            found=prompt.num_cached + longest * page_size,
-            num_tokens=prompt.num_tokens,
-            block_size=page_size if len(caches) == 1 else 0,
-            bytes_per_block=sum(cache.bytes_per_block for cache in caches),
-            num_staging_slots=caches[0].host.num_open,
-            tell=tell,
+        def tell(decision: Decision) -> None:
+            self._explained[rid] = None
+            while len(self._explained) > MOST_VISITS:
+                self._explained.pop(next(iter(self._explained)))
+            logger.debug("prompt request=%s %s", printable(rid), explain(decision))
+
+        return tell
+
+    def _found(
+        self,
+        prompt: WaitingPrompt,
+        keys: Sequence[bytes],
+        ready: Sequence[int],
+        reachable: Sequence[int],
+    ) -> FoundBlocks:
+        """Describe the pages of a look-up. ready, reachable: lengths of prefixes, in pages."""
+        first, page_size = prompt.num_cached, self._page_size
+        caches = list(self._caches.values())
+        kv = self._caches[KV].cache
+        return FoundBlocks(
+            first,
+            prompt.num_tokens,
+            [first + cut * page_size for cut in ready],
+            [first + cut * page_size for cut in reachable],
+            lambda end: kv.sources(keys[: self._num_pages(prompt, end)]),
+            page_size if len(caches) == 1 else 0,
+            sum(cache.bytes_per_block for cache in caches),
+            caches[0].host.num_open,
         )
-        return max(0, (end - prompt.num_cached) // page_size)
 
     def _bring(
         self,
@@ -186,9 +200,6 @@ class PromptPromotion:
             cache.cache.promote([key for key, place in stored if place is BlockLocation.STORAGE])
             watches.append(cache.cache.watch(coming))
         return watches
-
-    def _costs(self) -> Costs:
-        return self._caches[KV].ladder.cost_snapshot()
 
     # -- to wait or not ----------------------------------------------------------------------------
 
