@@ -6,12 +6,15 @@ that it waited for has come.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
+from kvtier import connectors
 from kvtier.connectors.sglang.device_pools import KV
 from kvtier.connectors.sglang.promotion import PromptPromotion, WaitingPrompt
 from kvtier.connectors.sglang.wait_reasons import RankWait
@@ -27,6 +30,9 @@ from kvtier.tiers import StorageFacts
 from kvtier.types import DEVICE, DISK, HOST, LoadPolicy
 from tests.connectors import pool_world
 from tests.connectors.pool_world import SLOT_BYTES, PoolWorld
+from tests.connectors.slab_world import BLOCK_BYTES, memory
+from tests.connectors.test_slab_calls import Caller
+from tests.connectors.test_slab_calls import key_of as slab_key_of
 from tests.keyed import keyed_world
 from tests.keyed.reuse_cases import BLOCK_TOKENS, CASES, Case
 
@@ -255,6 +261,33 @@ class UnderSglang:
         self._pools.close()
 
 
+# -- a slab that is called -------------------------------------------------------------------------
+
+
+class UnderCalls:
+    """A look-up in a slab whose callers wait for each call: its blocks are ready where they are."""
+
+    def __init__(self, case: Case) -> None:
+        num, first = case.num_found, case.num_device
+        self._before = first
+        self._caller = Caller(
+            memory(64), 64, block_tokens=BLOCK_TOKENS, always_loads=case.always_loads
+        )
+        self._numbers = range(first, len(case.blocks))
+        self._caller.store(*range(first + num))
+        costs = self._caller.calls._slab.costs
+        costs.observe_copy((DISK, HOST), BLOCK_BYTES, case.load_s)
+        for blocks in (4, 8, 16, 32) if case.computes_s is not None else ():
+            costs.observe_prefill(0, blocks * BLOCK_TOKENS, blocks * case.computes_s)
+
+    def ask(self) -> Answer:
+        keys = [slab_key_of(number) for number in self._numbers]
+        return Answer(self._caller.calls.num_found(keys, self._before))
+
+    def close(self) -> None:
+        self._caller.calls.close()
+
+
 # -- the contract ----------------------------------------------------------------------------------
 
 
@@ -285,3 +318,21 @@ def test_sglang(case: Case) -> None:
         check(case, made)
     finally:
         made.close()
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if set(case.blocks) <= set("DM.")], ids=str
+)
+def test_slab_calls(case: Case) -> None:
+    """Its callers can't wait, and nothing is ever on its way."""
+    made = UnderCalls(case)
+    assert made.ask() == Answer(case.loads)
+    made.close()
+
+
+def test_connectors_weigh_nothing() -> None:
+    """Nor by way of ``kvtier.plan``, which the import contract does not see through."""
+    weighing = re.compile(r"\.(load_s|prefill_s|copy_s)\(|\bplan_(load|groups)\b")
+    sources = sorted(Path(connectors.__path__[0]).rglob("*.py"))
+    assert sources
+    assert [each.name for each in sources if weighing.search(each.read_text())] == []

@@ -22,6 +22,11 @@ from kvtier.plan import Costs, Tell
 from kvtier.plan.worth import end_worth_loading, patience_s
 from kvtier.types import Direct
 
+PROBE_S = 30.0
+"""Interval at which blocks that are faster to compute, by what is known, are read all the same."""
+PROBE_TOKENS = 512
+"""Tokens of the blocks of such a read."""
+
 
 class GivenUp(Enum):
     """Reason for which a request waits no longer, though not all of its blocks have arrived."""
@@ -186,6 +191,15 @@ def reads_directly(how: Direct, *, lacks_room: bool, was_read: bool) -> bool:
     memory has none for it.
     """
     return not was_read and (how is Direct.ON or (lacks_room and how is not Direct.OFF))
+
+
+def num_to_probe(num_declined: int, block_tokens: int, quiet_s: float) -> int:
+    """Return how many of the blocks that are computed to read all the same, for nobody: or one slow
+    read would be believed for ever.
+
+    block_tokens: tokens per block. quiet_s: time since the last such read.
+    """
+    return min(num_declined, -(-PROBE_TOKENS // block_tokens)) if quiet_s >= PROBE_S else 0
 
 
 def _last(ends: Sequence[int], default: int) -> int:

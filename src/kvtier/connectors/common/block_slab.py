@@ -21,7 +21,6 @@ from kvtier.index.policies.replayed import LRU
 from kvtier.keyed.cache import BlockLocation, Change
 from kvtier.ladder import CostMetrics, LadderOptions, PendingLookup
 from kvtier.plan import CostModel, Costs
-from kvtier.plan.worth import is_worth_loading
 from kvtier.telemetry import Metrics
 from kvtier.tiers import LentMemory, MemoryTier, StorageTier
 from kvtier.transfer import LocalMover
@@ -347,13 +346,6 @@ class BlockSlab:
     def cost_snapshot(self) -> Costs:
         """Return the current costs of reads and prefill, queued work included."""
         return self._ladder.cost_snapshot()
-
-    def is_worth_reading(self, costs: Costs, num_blocks: int, first: int, end: int) -> bool:
-        """Whether to read blocks rather than compute their tokens, from ``first`` up to ``end`` of
-        a prompt. There is nothing between: reading costs a line, and computing what is left a line
-        less a square, so that their sum is lowest at an end."""
-        num_bytes = {self._tier.name: num_blocks * self._tier.bytes_per_block}
-        return is_worth_loading(costs, num_bytes, first, end)
 
     def tell_of_ends(self, tell: Callable[[], object]) -> None:
         """Call ``tell`` when ``take_finished`` may have something, on a thread that moves blocks:

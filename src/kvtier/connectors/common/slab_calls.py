@@ -19,6 +19,7 @@ from kvtier.connectors.common.row_cache import Look
 from kvtier.connectors.common.spare_memory import SpareMemory
 from kvtier.errors import TierError
 from kvtier.index.policies.replayed import LRU
+from kvtier.keyed.reuse import FoundBlocks, LoadUpTo, Waited, decide, num_to_probe
 from kvtier.plan import Costs
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Pieces, StorageTier
@@ -32,10 +33,6 @@ NUM_CALLS = 8
 be on its way to storage."""
 PIECE_BYTES = 128 << 20
 """Read or written at a time: whoever calls waits for all of it."""
-PROBE_S = 30.0
-"""How often some blocks are read that are faster to compute, by what is known."""
-PROBE_TOKENS = 512
-"""So many."""
 MOST_PREFILLS = 256
 LOOK_S = 1.0
 """How often a caller looks at least, whatever it hears."""
@@ -81,6 +78,7 @@ class SlabCalls:
         self.sizes = np.array(sizes, np.int64)
         self._digest = digest
         self._tier_name = tier.name
+        self._bytes_per_block = tier.bytes_per_block
         self._hold_s = hold_s
         self._late_s = late_s
         self._clock = clock
@@ -174,18 +172,32 @@ class SlabCalls:
         """Return how many of the found blocks to report: all, or none if computing them is
         faster."""
         first, end = (num * self._block_tokens for num in (num_before, num_before + num_found))
-        if self._always_loads or self._slab.is_worth_reading(self._costs(), num_found, first, end):
+        found = FoundBlocks(
+            first,
+            num_tokens=end,
+            ready=[end],
+            reachable=[end],
+            sources=lambda end: [self._tier_name] * num_found,
+            # Reading costs a line, and computing the rest a line less a square: their sum is lowest
+            # at an end, so that there is nothing between all and none.
+            block_size=0,
+            bytes_per_block=self._bytes_per_block,
+        )
+        now_s, alone = self._clock(), Waited(may_wait=False)
+        decision = decide(found, alone, self._costs, now_s, always_loads=self._always_loads)
+        if isinstance(decision, LoadUpTo):
             self._slab.account.planned(num_found, 0)
             return num_found
         self._slab.account.planned(0, num_found)
         self.num_recomputed += num_found
-        if self._clock() - self._probed_s >= PROBE_S and not self._probes:
-            self._probed_s = self._clock()
-            self._probe(keys[: min(num_found, -(-PROBE_TOKENS // self._block_tokens))])
+        num = num_to_probe(num_found, self._block_tokens, now_s - self._probed_s)
+        if num and not self._probes:
+            self._probed_s = now_s
+            self._probe(keys[:num])
         return 0
 
     def _probe(self, keys: Sequence[bytes]) -> None:
-        """Read blocks that nobody waits for: or one slow read would be believed for ever."""
+        """Read blocks that nobody waits for, to measure what reading takes now."""
         job = next(self._jobs)
         spare = self._probes[job] = SpareMemory(self._memory, self.sizes.tolist(), len(keys))
         self._slab.load(job, keys, spare.slots)
