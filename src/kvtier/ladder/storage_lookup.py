@@ -19,7 +19,8 @@ from kvtier.ladder.lookup_batch import (
 )
 from kvtier.ladder.topology import Topology
 from kvtier.ladder.transfers import Transfers
-from kvtier.plan import CostModel, patience_s
+from kvtier.plan import CostModel
+from kvtier.plan.worth import patience_s
 from kvtier.telemetry import Metrics
 from kvtier.tiers import Outcome
 from kvtier.transfer import FindJob, Mover
