@@ -86,11 +86,13 @@ def test_the_page_shows_what_happens_and_goes_on(
     wait_for(page, "too few to tell", "#tiles")
     wait_for(page, "Is it worth its memory?", "#answers")
     served.work()
-    wait_for(page, re.compile("[1-9]\\d? % of what prompts asked for was there"), "#answers")
-    wait_for(page, re.compile(r"[1-9]\S* of \d+ blocks in use"), "#ladder")
+    wait_for(page, re.compile("[1-9]\\d? % of prompt tokens came from the cache"), "#answers")
+    wait_for(page, re.compile(r"[1-9]\S* [KM]iB of \d+ MiB in use"), "#ladder")
     wait_for(page, re.compile(r"device → host [1-9]"), "#charts")
     assert "host" in page.locator("#ladder svg").get_attribute("aria-label")
-    wait_for(page, re.compile("loading from (host|disk)"), "#guesses")
+    wait_for(page, re.compile("load from (host|disk)"), "#guesses")
+    wait_for(page, re.compile(r"model kvtier-tiny · kvtier \S+ · up .* host 8 MiB"), "#server")
+    assert page.title() == "kvtier-tiny – kvtier"
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -101,6 +103,11 @@ def test_nothing_is_wider_than_the_window(
     served.work(turns=1)
     wait_for(page, "disk", "#ladder")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    wait_for(page, "damaged blocks" if width > 640 else "disk", "#tiers")
+    assert page.evaluate(
+        "[...document.querySelectorAll('.scroll')]"
+        ".every((each) => each.scrollWidth <= each.clientWidth)"
+    ), "no table is cut off"
 
 
 def test_the_page_survives_a_restart(served: Serve, open_page: Callable[..., Any]) -> None:
@@ -108,10 +115,10 @@ def test_the_page_survives_a_restart(served: Serve, open_page: Callable[..., Any
     served.work(turns=1)
     wait_for(page, "Live", "#state")
     served.stop()
-    wait_for(page, "No news: the server does not answer. Asking again.", "#state")
+    wait_for(page, "No answer: the server does not answer. Retrying.", "#state")
     assert page.locator("#tiers").inner_text() != "", "what was seen last stays"
     served.start()
-    wait_for(page, "Live; the server has begun anew.", "#state")
+    wait_for(page, "Live; the server restarted.", "#state")
 
 
 def test_a_disk_that_goes_away_is_shown_and_that_it_is_back(
@@ -177,11 +184,11 @@ def test_a_key_is_asked_for_once_and_sent(tmp_path: Path, open_page: Callable[..
     served = Serve(tmp_path, key=KEY)
     try:
         page = open_page(served.url)
-        wait_for(page, "Waiting for the key.", "#state")
+        wait_for(page, "Waiting for the API key.", "#state")
         assert page.locator("#main").is_hidden()
         page.locator("#key-text").fill("another")
         page.keyboard.press("Enter")
-        wait_for(page, "That is another key.", "#state")
+        wait_for(page, "Wrong API key.", "#state")
         page.locator("#key-text").fill(KEY)
         page.keyboard.press("Enter")
         wait_for(page, "Live", "#state")
@@ -205,7 +212,7 @@ def test_a_slow_answer_does_not_forget_a_key_that_was_given_since(
 
     try:
         page = open_page(served.url)
-        wait_for(page, "Waiting for the key.", "#state")
+        wait_for(page, "Waiting for the API key.", "#state")
         page.route(f"**{LIVE_PATH}", hold_without_key)
         with page.expect_request(f"**{LIVE_PATH}"):
             pass

@@ -151,12 +151,13 @@ NO_GUESSES = guesses(0, 0.0, 0.0)
 def test_estimates_are_judged_by_enough_copies() -> None:
     few = picture(NO_GUESSES, guesses(4, 0.6, 0.2))
     assert [guess.ratio for guess in few.guesses] == [None, None]
-    assert "too few to tell whether they take" in answer(few, "Why was this slow")
+    assert "too few to tell whether they take as long" in answer(few, "Why was this slow")
     seen = picture(NO_GUESSES, guesses(5, 3.0))
     assert [guess.ratio for guess in seen.guesses] == [3.0, 3.0]
-    assert "Loading from disk took 3 times what was expected." in answer(seen, "Why was this slow")
+    said = answer(seen, "Why was this slow")
+    assert "Loading from disk took 3 times as long as expected." in said
     seen = picture(NO_GUESSES, guesses(5, 1.1))
-    assert "copies take no longer than expected" in answer(seen, "Why was this slow")
+    assert "Loads take no longer than expected" in answer(seen, "Why was this slow")
 
 
 def test_estimates_are_judged_by_the_last_minute_alone() -> None:
@@ -174,19 +175,19 @@ def test_estimates_are_judged_by_the_last_minute_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("kvtier_late_loads_total", "Of the last minute's loads 3 came too late"),
-        ('kvtier_damaged_blocks_total{tier="disk"}', "Disk gave back 3 damaged blocks"),
+        ("kvtier_late_loads_total", "3 loads missed their deadline in the last minute"),
+        ('kvtier_damaged_blocks_total{tier="disk"}', "Disk returned 3 damaged blocks"),
     ],
 )
 def test_why_it_was_slow_is_told_of_the_last_minute_alone(name: str, said: str) -> None:
     """Earlier trouble is no reason for slowness now; it stays in the sums."""
     disk = {KVTIER: 1, 'kvtier_slots{tier="disk"}': 100}
     before, after = {**disk, name: 7}, {**disk, name: 10}
-    assert "Nothing here holds requests up" in answer(picture(before), "Why was this slow")
+    assert "Nothing here delays requests" in answer(picture(before), "Why was this slow")
     assert said in answer(picture(before, after), "Why was this slow")
     assert said in answer(picture(disk, {**disk, name: 3}), "Why was this slow"), "told since then"
     seen = picture(before, *[after] * 8)
-    assert "Nothing here holds requests up" in answer(seen, "Why was this slow")
+    assert "Nothing here delays requests" in answer(seen, "Why was this slow")
     assert 10 in (seen.late_loads, seen.tiers[0].damaged)
 
 
@@ -213,10 +214,36 @@ def test_returns_are_a_share_of_what_left_where_the_sample_bears_it() -> None:
 
 def test_what_to_buy_names_the_tier_that_should_have_kept_more() -> None:
     said = answer(picture(returns(40, 8, 640)), "What should I buy")
-    assert said.startswith("50 % of the blocks that left host were asked for again, half of them")
+    assert said.startswith(
+        "50 % of the blocks evicted from host were requested again, half of them"
+    )
     assert "sizing guide: kvtier serve --record, then kvtier replay" in said
     assert "Nothing yet" in answer(picture(returns(40, 1, 4000)), "What should I buy")
     assert TOO_FEW.capitalize() in answer(picture(returns(1, 1, 10)), "What should I buy")
+
+
+def test_a_tier_is_told_in_bytes_as_it_is_bought() -> None:
+    """Also where several engines tell of the same tier: slots are summed, their size is not."""
+    values = returns(40, 8, 640)
+    values |= {f'kvtier_slots{{tier="host",engine="{each}"}}': 50 for each in range(2)}
+    del values['kvtier_slots{tier="host"}']
+    values['kvtier_used_slots{tier="host"}'] = 25
+    assert picture(values).tiers[0].capacity_bytes is None, "an engine that does not tell it"
+    values |= {f'kvtier_slot_bytes{{tier="host",engine="{each}"}}': 1 << 30 for each in range(2)}
+    (host,) = picture(values).tiers
+    assert (host.used_bytes, host.capacity_bytes) == (25 << 30, 100 << 30)
+    said = answer(picture(values), "What should I buy")
+    assert said.startswith("50 % of the blocks evicted from host (100 GiB) were requested again")
+
+
+def test_the_server_says_which_model_which_version_and_since_when() -> None:
+    info = 'kvtier_server_info{model_name="tiny",version="0.1.0"}'
+    server = picture({KVTIER: 1, info: 1, "kvtier_server_uptime_seconds": 90}).server
+    assert (server.models, server.version, server.uptime_s) == (("tiny",), "0.1.0", 90)
+    history = History()
+    history.add(recorded("vllm", 2, 0.0))
+    server = history.picture().server
+    assert (server.models, server.version, server.uptime_s) == (("tiny",), "", None)
 
 
 @pytest.mark.parametrize(
@@ -303,7 +330,7 @@ def test_a_server_that_began_anew_while_nobody_looked_is_said_so() -> None:
 def test_what_took_less_than_expected_is_no_cause(ratio: float) -> None:
     seen = picture(NO_GUESSES, guesses(50, 50 * ratio, 50.0))
     assert [guess.ratio for guess in seen.guesses] == [pytest.approx(ratio)] * 2
-    assert answer(seen, "Why was this slow").startswith("Nothing here holds requests up")
+    assert answer(seen, "Why was this slow").startswith("Nothing here delays requests")
 
 
 # -- what no engine of ours says -------------------------------------------------------------------

@@ -192,7 +192,7 @@ def test_top_once_is_for_scripts(engine: str, monkeypatch: pytest.MonkeyPatch) -
     assert (code, json.loads(output)["engine"]) == (0, "kvtier")
     code, output = kvtier("top", engine, "--once")
     assert code == 0
-    assert all(word in output for word in ("host", "disk", "Is it worth its memory?", "way"))
+    assert all(word in output for word in ("host", "disk", "Is it worth its memory?", "transfer"))
 
 
 def test_top_says_what_it_cant_do(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:

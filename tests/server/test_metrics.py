@@ -62,6 +62,7 @@ def test_the_caches_metrics_are_there_too(served: Running) -> None:
             ending = "_count" if spec.kind == "histogram" else ""
             assert spec.name + ending in names
     assert ("kvtier_slots", "device") in samples(served)
+    assert samples(served)["kvtier_slot_bytes", "device"] > 0
 
 
 def test_health_names_the_model(served: Running) -> None:

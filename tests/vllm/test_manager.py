@@ -61,7 +61,7 @@ class Scheduler:
             RankMover(facts, BLOCK_BYTES, 1, 1, device=DEVICE),
             {HOST: num_host, DISK: num_disk},
             names,
-            Shape(block_sizes, BLOCK_BYTES),
+            Shape(block_sizes, BLOCK_BYTES, num_shards=2),
             policy,
             bytes_per_day=0,
             publishes_events=True,
@@ -299,6 +299,8 @@ def test_vllm_is_told_what_all_engines_tell(scheduler: Scheduler) -> None:
     assert told[SHARED["kvtier_planned_blocks_total"].name] == {("load",): 2}
     assert told[SHARED["kvtier_saved_tokens_total"].name] == {(): 2 * STEP}
     assert told[SHARED["kvtier_breaker_state"].name] == {(DISK,): 0}
+    sizes = {(HOST,): 2 * BLOCK_BYTES, (DISK,): 2 * BLOCK_BYTES}
+    assert told[SHARED["kvtier_slot_bytes"].name] == sizes, "of both parts of a block"
     assert told.keys() <= KvtierSpec.build_metric_definitions({}).keys(), "vLLM knows them all"
 
 

@@ -22,12 +22,14 @@ class Gauges:
         transfers: Transfers,
         mover: Mover,
         metrics: Metrics,
+        slot_bytes: int,
         clock: Callable[[], float],
     ) -> None:
         self._topology = topology
         self._transfers = transfers
         self._mover = mover
         self._metrics = metrics
+        self._slot_bytes = slot_bytes
         self._clock = clock
         self._due_s = -inf
 
@@ -41,6 +43,8 @@ class Gauges:
         rooms = self._topology.rooms
         used = {name: room.num_used for name, room in rooms.items()}
         self._metrics.occupancy(used, {name: room.num_slots for name, room in rooms.items()})
+        for name in rooms:
+            self._metrics.gauge("kvtier_slot_bytes", self._slot_bytes, tier=name)
         for (src, dst), num in self._transfers.num_in_flight.items():
             self._metrics.gauge("kvtier_transfers_in_flight", num, src=src, dst=dst)
         for (src, dst), seconds in self._transfers.queued_s().items():

@@ -80,7 +80,8 @@ class Ladder:
         self.transfers = transfers = Transfers(
             topology, index, mover, metrics, self.costs, self.account, clock
         )
-        self.gauges = Gauges(topology, transfers, mover, metrics, clock)
+        slot_bytes = options.block_bytes * options.num_shards
+        self.gauges = Gauges(topology, transfers, mover, metrics, slot_bytes, clock)
         self.reuse_sampler = ReuseSampler(index, metrics, clock)
         self.write_queues = WriteQueues(topology, index, metrics, options, clock)
         self.transient_blocks = TransientBlocks(topology, index, transfers, self.write_queues)

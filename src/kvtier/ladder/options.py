@@ -14,7 +14,8 @@ class LadderOptions:
     limit. piece_blocks: what is read from storage, or written, at a time. lookup_patience_s: how
     long a request waits for storage that has to be asked what it has. block_size: tokens of a
     block, where what computing it takes is weighed: a request waits for storage no longer, and what
-    takes longer is worth more room; 0 where it is not.
+    takes longer is worth more room; 0 where it is not. num_shards: ranks that each keep a part of
+    every block; ``block_bytes`` is one part.
     """
 
     block_bytes: int
@@ -25,3 +26,4 @@ class LadderOptions:
     piece_blocks: int = 64
     lookup_patience_s: float = 0.0
     block_size: int = 0
+    num_shards: int = 1

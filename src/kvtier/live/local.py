@@ -52,7 +52,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, content_of(name), TYPES[name])
         elif path == LIVE_PATH:
             seen = self.server.watched.look()
-            content = {"error": seen.error} if seen.picture is None else seen.picture
+            picture = seen.picture
+            watched = {"url": self.server.watched.url}
+            content = {"error": seen.error} if picture is None else picture | watched
             status = 502 if seen.picture is None else 200
             self._send(status, json.dumps(content).encode(), "application/json")
         else:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf, isfinite, isinf
 
 from kvtier.live.dialects import Dialect, dialect_of
-from kvtier.live.picture import Flow, Guess, Picture, Requests, Saved, Tier, TierShare
+from kvtier.live.picture import Flow, Guess, Picture, Requests, Saved, ServerInfo, Tier, TierShare
 from kvtier.live.questions import answer
 from kvtier.live.reading import Reading
 from kvtier.types import DEVICE, DISK, HOST
@@ -50,6 +50,7 @@ def make_picture(
         now.total("kvtier_late_loads_total") or 0.0,
         _grown(first, now, "kvtier_late_loads_total"),
         _requests(first, now, dialect),
+        ServerInfo(now.models, now.version, now.total("kvtier_server_uptime_seconds")),
     )
     return replace(picture, answers=tuple(answer(picture)))
 
@@ -128,6 +129,7 @@ def _tier(name: str, first: Reading, now: Reading) -> Tier:
     evicted = now.total("kvtier_evicted_blocks_total", tier=name) or 0.0
     returned, return_s = _returns(name, now, evicted)
     state = now.values.get("kvtier_breaker_state", {}).get((("tier", name),))
+    slot_bytes = now.total("kvtier_slot_bytes", tier=name) or None
     return Tier(
         name,
         used,
@@ -142,6 +144,8 @@ def _tier(name: str, first: Reading, now: Reading) -> Tier:
         _grown(first, now, "kvtier_damaged_blocks_total", tier=name),
         now.total("kvtier_unwritten_blocks_total", tier=name) or 0.0,
         int(state) if state in (0, 1, 2, 3) else None,
+        used * slot_bytes if slot_bytes and used is not None else None,
+        slots * slot_bytes if slot_bytes and slots is not None else None,
     )
 
 

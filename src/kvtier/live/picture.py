@@ -22,7 +22,8 @@ class TierShare:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A place for blocks. used, slots: in blocks. fill: 0 to 1. evicted_per_s: blocks, in the last
+    """A place for blocks. used, slots: in blocks; used_bytes, capacity_bytes: the same in bytes.
+    fill: 0 to 1. evicted_per_s: blocks, in the last
     minute. turnover_s: until all of it would have left at that rate. returned: of the blocks that
     left since the server began, the share that was wanted again; return_s: half of these within.
     damaged: blocks that it could not give back as they were, since the server began;
@@ -43,6 +44,8 @@ class Tier:
     damaged_recently: float | None = None
     unwritten: float = 0.0
     left_alone: int | None = None
+    used_bytes: float | None = None
+    capacity_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,16 @@ class Requests:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """models: names of the served models. version: kvtier's, "" if unknown. uptime_s: None if the
+    engine does not tell it."""
+
+    models: tuple[str, ...] = ()
+    version: str = ""
+    uptime_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PageAnswer:
     """To a question that people have. level: "good", "plain" or "bad"."""
 
@@ -133,6 +146,7 @@ class Picture:
     late_loads: float
     late_loads_recently: float | None
     requests: Requests
+    server: ServerInfo = ServerInfo()
     answers: tuple[PageAnswer, ...] = ()
 
     def as_json(self) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def size(num_bytes: float | None) -> str:
 def answer(picture: Picture) -> Iterator[PageAnswer]:
     """In the order in which people ask."""
     if not picture.has_cache:
-        said = "This engine tells nothing of kvtier: it runs without, or without metrics."
+        said = "This engine reports no kvtier metrics: it runs without kvtier, or without metrics."
         yield PageAnswer("Is it on?", said, "bad")
         return
     yield _worth(picture)
@@ -85,19 +85,21 @@ def _worth(picture: Picture) -> PageAnswer:
     part, saved = picture.hit_share.ever, picture.saved
     if part is None:
         return PageAnswer(
-            question, f"{TOO_FEW.capitalize()}: not enough was asked for yet.", "plain"
+            question, f"{TOO_FEW.capitalize()}: not enough was requested yet.", "plain"
         )
-    text = f"{share(part)} of what prompts asked for was there."
+    text = f"{share(part)} of prompt tokens came from the cache."
     if saved.seconds:
-        text += f" That spared {seconds(saved.seconds)} of computing, the waiting taken off"
+        text += f" That saved {seconds(saved.seconds)} of prefill time, less the time spent loading"
         if saved.seconds_per_s is not None and picture.window_s >= 10:
             engines = f"{saved.seconds_per_s:.2g} engines like this"
             text += f"; in the last minute as much as {engines} compute"
         text += "."
     elif saved.tokens:
-        text += f" {count(saved.tokens)} tokens were not computed."
+        text += f" {count(saved.tokens)} prompt tokens were not recomputed."
     if part < WORTH_SHARE:
-        text += " Prompts have little in common, or it is gone before it is asked for."
+        text += (
+            " Prompts share few prefixes, or blocks are evicted before they are requested again."
+        )
     return PageAnswer(question, text, "good" if part >= WORTH_SHARE else "plain")
 
 
@@ -105,15 +107,14 @@ def _now(picture: Picture) -> PageAnswer:
     asked = picture.requests
     parts = []
     if asked.running is not None and asked.waiting is not None:
-        run = "request runs" if asked.running == 1 else "requests run"
-        wait = "waits" if asked.waiting == 1 else "wait"
-        parts.append(f"{asked.running:.0f} {run}, {asked.waiting:.0f} {wait}")
+        noun = "request" if asked.running == 1 else "requests"
+        parts.append(f"{asked.running:.0f} {noun} running, {asked.waiting:.0f} waiting")
     moving = [
         f"{flow.src} → {flow.dst} {size(flow.bytes_per_s)}/s"
         for flow in picture.flows
         if flow.bytes_per_s
     ]
-    parts.append("moving: " + ", ".join(moving) if moving else "nothing moves between tiers")
+    parts.append("transfers: " + ", ".join(moving) if moving else "no transfers between tiers")
     return PageAnswer("What does it do right now?", _begun_large("; ".join(parts)) + ".", "plain")
 
 
@@ -121,12 +122,12 @@ def _slow(picture: Picture) -> PageAnswer:
     question, reasons = "Why was this slow?", list(_reasons(picture))
     if reasons:
         return PageAnswer(question, _begun_large(" ".join(reasons)), "bad")
-    text = "Nothing here holds requests up: all storage is in use, no line is long"
+    text = "Nothing here delays requests: all storage is in use, and no queue is long"
     loads = [guess for guess in picture.guesses if guess.what != "prefill"]
     if any(guess.ratio is not None for guess in loads):
-        text += ", and copies take no longer than expected"
+        text += ". Loads take no longer than expected"
     elif loads:
-        text += f". Copies of the last minute were {TOO_FEW} whether they take what was expected"
+        text += f". Loads of the last minute were {TOO_FEW} whether they take as long as expected"
     return PageAnswer(question, text + ".", "good")
 
 
@@ -145,22 +146,22 @@ def _reasons(picture: Picture) -> Iterator[str]:
         if tier.damaged_recently:
             noun = "block" if tier.damaged_recently == 1 else "blocks"
             num = count(tier.damaged_recently)
-            yield f"{tier.name} gave back {num} damaged {noun} in the last minute."
+            yield f"{tier.name} returned {num} damaged {noun} in the last minute."
     for flow in picture.flows:
         if flow.queued_s is not None and flow.queued_s >= LONG_LINE_S:
-            yield f"{flow.src} → {flow.dst} has a line of {seconds(flow.queued_s)}."
+            yield f"{flow.src} → {flow.dst} has a queue of {seconds(flow.queued_s)}."
     for guess in picture.guesses:
         if guess.ratio is not None and guess.ratio > WRONG_RATIO:
-            what = "computing" if guess.what == "prefill" else f"loading from {guess.what}"
-            yield f"{what.capitalize()} took {guess.ratio:.2g} times what was expected."
+            what = "prefill" if guess.what == "prefill" else f"loading from {guess.what}"
+            yield f"{what.capitalize()} took {guess.ratio:.2g} times as long as expected."
     if picture.late_loads_recently:
         num = count(picture.late_loads_recently)
-        yield f"Of the last minute's loads {num} came too late: computing took their place."
+        yield f"{num} loads missed their deadline in the last minute; requests computed instead."
     declined, loaded = picture.recomputed_recently or 0, picture.loaded_recently or 0
     if declined > loaded and declined >= 100:
         yield (
-            f"{count(declined)} cached blocks were computed all the same in the last minute: "
-            "that takes less time than to load them."
+            f"{count(declined)} cached blocks were recomputed in the last minute, because that is "
+            "faster than loading them."
         )
 
 
@@ -172,21 +173,23 @@ def _buy(picture: Picture) -> PageAnswer:
     end = f" See the sizing guide: {record}, then kvtier replay."
     if wanting:
         text = " ".join(map(_returned, wanting))
-        return PageAnswer(question, f"{text} More room there would have kept them.{end}", "plain")
+        return PageAnswer(question, f"{text} A larger tier would have kept them.{end}", "plain")
     if told:
         return PageAnswer(
-            question, f"Nothing yet: little of what leaves is asked for again.{end}", "good"
+            question, f"Nothing yet: few evicted blocks are requested again.{end}", "good"
         )
     full = [tier.name for tier in picture.tiers if (tier.fill or 0) > 0.95 and tier.name != DEVICE]
     if full:
-        text = f"{TOO_FEW.capitalize()}: too little has left {' and '.join(full)}."
+        text = f"{TOO_FEW.capitalize()}: few blocks were evicted from {' and '.join(full)}."
     else:
-        text = f"{TOO_FEW.capitalize()}: hardly anything had to leave for want of room."
+        text = f"{TOO_FEW.capitalize()}: hardly any block was evicted for lack of room."
     return PageAnswer(question, text + end, "plain")
 
 
 def _returned(tier: Tier) -> str:
-    text = f"{share(tier.returned)} of the blocks that left {tier.name} were asked for again"
+    of_size = f" ({size(tier.capacity_bytes)})" if tier.capacity_bytes is not None else ""
+    text = f"{share(tier.returned)} of the blocks evicted from {tier.name}{of_size} were "
+    text += "requested again"
     if tier.return_s is not None:
         text += f", half of them within {seconds(tier.return_s)}"
     return text + "."

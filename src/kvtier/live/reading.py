@@ -25,12 +25,16 @@ MOST_PLACES = 64
 MOST_LABEL = 64
 """Characters of a label's value that are kept."""
 MOST_VALUE = 2.0**63
+MOST_MODELS = 4
+"""Names of models that are kept."""
+MODEL = "model_name"
+INFO = "kvtier_server_info"
 
 UNDER_ENGINE = "vllm:kvtier_"
 KEPT = frozenset({"tier", "src", "dst", "decision", "le", "source", "cache_source"})
 """Labels that tell kinds of numbers apart. Over the others, as model, engine and process, the
 numbers are summed."""
-WORST = frozenset({"kvtier_breaker_state", "kvtier_queued_seconds"})
+WORST = frozenset({"kvtier_breaker_state", "kvtier_queued_seconds", "kvtier_slot_bytes"})
 """Of which the largest counts, not the sum."""
 INFINITE = frozenset({"kvtier_queued_seconds"})
 """May be infinite."""
@@ -49,11 +53,14 @@ class UnreadableError(CacheError):
 @dataclass(frozen=True, slots=True)
 class Reading:
     """values: by name and labels. at_s: when, seconds of any clock that only grows. growing: names
-    of what can't fall while the server lives."""
+    of what can't fall while the server lives. models: names of the served models. version:
+    kvtier's; "" where the engine does not tell it."""
 
     at_s: float
     values: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
     growing: frozenset[str] = frozenset()
+    models: tuple[str, ...] = ()
+    version: str = ""
 
     @classmethod
     def parse(cls, text: str, at_s: float) -> Reading:
@@ -75,6 +82,8 @@ class Reading:
         values: dict[str, dict[Labels, float]] = {}
         growing: set[str] = set()
         places: set[str] = set()
+        models: dict[str, None] = {}
+        version = ""
         for family in families:
             for sample in family.samples:
                 name = _canonical(sample.name)
@@ -82,6 +91,11 @@ class Reading:
                     continue
                 if family.type in (*COUNTED, "unknown") and name.endswith(ENDINGS):
                     growing.add(name)
+                model = printable(sample.labels.get(MODEL, "")[:MOST_LABEL])
+                if model and len(models) < MOST_MODELS:
+                    models[model] = None
+                if name == INFO:
+                    version = printable(sample.labels.get("version", "")[:MOST_LABEL])
                 kept = _kept(sample.labels)
                 by_labels = values.setdefault(name, {})
                 places.update(value for label, value in kept if label in PLACES)
@@ -94,7 +108,7 @@ class Reading:
                     by_labels[kept] = max(before, sample.value)
                 else:
                     by_labels[kept] = before + sample.value
-        return cls(at_s, values, frozenset(growing))
+        return cls(at_s, values, frozenset(growing), tuple(models), version)
 
     def has(self, name: str) -> bool:
         """Whether the engine tells it, be it 0."""

@@ -26,10 +26,10 @@ NOTHING = Text("–", "dim")
 def draw(seen: Seen, url: str) -> RenderableType:
     """Draw what was seen, or why nothing was."""
     if seen.picture is None:
-        return Text(f"{seen.error or url}. Trying again …", "yellow")
+        return Text(f"{seen.error or url}. Retrying …", "yellow")
     picture = seen.picture
     return Group(
-        _head(picture, url), Text(), _tiers(picture), Text(), _flows(picture), *_answers(picture)
+        _head(picture, url), Text(), _tiers(picture), *_answers(picture), Text(), _flows(picture)
     )
 
 
@@ -37,18 +37,35 @@ def _head(picture: Mapping[str, Any], url: str) -> Text:
     asked, saved = picture["requests"], picture["saved"]
     head = Text.assemble((f"{picture['engine']} ", "bold"), (url, "dim"))
     if picture["has_restarted"]:
-        head.append(f"  began anew {seconds(picture['age_s'])} ago", "yellow")
+        head.append(f"  restarted {seconds(picture['age_s'])} ago", "yellow")
+    server = picture["server"]
+    for name, value in (
+        ("model", ", ".join(server["models"])),
+        ("kvtier", server["version"]),
+        ("up", "" if server["uptime_s"] is None else seconds(server["uptime_s"])),
+    ):
+        if value:
+            head.append(f"  {name} {value}", "dim")
     head.append("\n")
     for name, value in (
         ("running", _number(asked["running"])),
         ("waiting", _number(asked["waiting"])),
-        ("first token", seconds(asked["ttft_s"])),
-        ("from the cache", share(picture["hit_share"]["recent"])),
-        ("spared", "–" if saved["seconds"] is None else seconds(saved["seconds"])),
+        ("time to first token", seconds(asked["ttft_s"])),
+        ("from cache", share(picture["hit_share"]["recent"])),
+        ("prefill time saved", _saved(saved)),
     ):
         head.append(f"{name} ", "dim")
         head.append(f"{value}   ", "dim" if value == TOO_FEW else "bold")
     return head
+
+
+def _saved(saved: Mapping[str, Any]) -> str:
+    """Return the prefill time saved so far, and how many engines' work that is now."""
+    if saved["seconds"] is None:
+        return "–"
+    text = seconds(saved["seconds"])
+    engines = saved["seconds_per_s"]
+    return text if engines is None else f"{text} (now {engines:.2g} engines)"
 
 
 def _number(value: float | None) -> str:
@@ -57,19 +74,20 @@ def _number(value: float | None) -> str:
 
 def _tiers(picture: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("tier", "hits", "in use", ""):
+    for name in ("tier", "hit share", "capacity", "in use", ""):
         table.add_column(name)
-    for name in ("leave /s", "come again", "damaged"):
+    for name in ("evicted/s", "requested again", "damaged"):
         table.add_column(name, justify="right")
-    table.add_column("storage")
+    table.add_column("state")
     hits = {each["tier"]: each["recent"] for each in picture["hits"]}
     for tier in picture["tiers"]:
         name, fill = tier["name"], tier["fill"]
         table.add_row(
             Text(name),
             share(hits[name]) if name in hits else NOTHING,
+            _capacity(tier),
             NOTHING if fill is None else share(fill),
-            "" if fill is None else ProgressBar(1.0, fill, width=20),
+            "" if fill is None else ProgressBar(1.0, fill, width=12),
             NOTHING if tier["evicted_per_s"] is None else f"{tier['evicted_per_s']:.1f}",
             share(tier["returned"]) if tier["evicted"] else NOTHING,
             count(tier["damaged"]),
@@ -78,10 +96,17 @@ def _tiers(picture: Mapping[str, Any]) -> Table:
     return table
 
 
+def _capacity(tier: Mapping[str, Any]) -> str:
+    """Return what a tier can hold: in bytes if the engine tells them, else in blocks."""
+    if tier["capacity_bytes"] is not None:
+        return size(tier["capacity_bytes"])
+    return "–" if tier["slots"] is None else f"{count(tier['slots'])} blocks"
+
+
 def _flows(picture: Mapping[str, Any]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("way")
-    for name in ("now", "in all", "on the way", "line"):
+    table.add_column("transfer")
+    for name in ("now", "total", "in flight", "queue"):
         table.add_column(name, justify="right")
     for flow in picture["flows"]:
         line = "–" if flow["queued_s"] is None else seconds(flow["queued_s"])
@@ -90,7 +115,7 @@ def _flows(picture: Mapping[str, Any]) -> Table:
             "–" if flow["bytes_per_s"] is None else f"{size(flow['bytes_per_s'])}/s",
             size(flow["num_bytes"]),
             _number(flow["in_flight"]),
-            Text("taken by none", "red") if flow["is_refused"] else line,
+            Text("paused", "red") if flow["is_refused"] else line,
         )
     return table
 

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from kvtier import __version__
 from kvtier.engine import Engine
 from kvtier.server.responses import Usage
 from kvtier.telemetry.server import SERVER_METRICS
@@ -22,7 +24,12 @@ class ServerMetrics:
     num_running, num_waiting: asked when the metrics are read.
     """
 
-    def __init__(self, num_running: Callable[[], int], num_waiting: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        num_running: Callable[[], int],
+        num_waiting: Callable[[], int],
+    ) -> None:
         self.registry = CollectorRegistry()
         specs = {spec.name: spec for spec in SERVER_METRICS}
 
@@ -36,7 +43,7 @@ class ServerMetrics:
                 spec.name, spec.meaning, spec.labels, registry=self.registry, buckets=_SECONDS
             )
 
-        def gauge(name: str, function: Callable[[], int]) -> None:
+        def gauge(name: str, function: Callable[[], float]) -> None:
             made = Gauge(name, specs[name].meaning, registry=self.registry)
             made.set_function(function)
 
@@ -48,6 +55,11 @@ class ServerMetrics:
         self._recorded = counter("kvtier_server_recorded_requests_total")
         self._ttft = histogram("kvtier_server_ttft_seconds")
         self._e2e = histogram("kvtier_server_e2e_seconds")
+        info = specs["kvtier_server_info"]
+        made = Gauge(info.name, info.meaning, info.labels, registry=self.registry)
+        made.labels(model_name, __version__).set(1)
+        began_s = time.monotonic()
+        gauge("kvtier_server_uptime_seconds", lambda: time.monotonic() - began_s)
         gauge("kvtier_server_running", num_running)
         gauge("kvtier_server_waiting", num_waiting)
 

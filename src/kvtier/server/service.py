@@ -56,7 +56,9 @@ class Service:
         self.config = config
         self.model_name = config.served_model_name or engine.info.model_name
         self.created = int(time.time())
-        self.metrics = ServerMetrics(lambda: engine.num_running, lambda: engine.num_waiting)
+        self.metrics = ServerMetrics(
+            self.model_name, lambda: engine.num_running, lambda: engine.num_waiting
+        )
         self.is_closing = False
         self._cut_short = Event()
         self._generations: set[Generation] = set()

@@ -85,6 +85,13 @@ METRICS = (
     MetricSpec("kvtier_used_slots", "gauge", "Slots in use.", ("tier",)),
     MetricSpec("kvtier_slots", "gauge", "Slots in all.", ("tier",)),
     MetricSpec(
+        "kvtier_slot_bytes",
+        "gauge",
+        "Bytes of the block in one slot, over all ranks that keep a part of it.",
+        ("tier",),
+        over_processes="livemax",
+    ),
+    MetricSpec(
         "kvtier_planned_blocks_total",
         "counter",
         "Cached blocks below the device that were to be loaded, or to be computed all the same.",
@@ -175,6 +182,7 @@ TOLD_BY_ENGINES = frozenset(
         "kvtier_returned_blocks_total",
         "kvtier_return_seconds",
         "kvtier_breaker_state",
+        "kvtier_slot_bytes",
         "kvtier_transfers_in_flight",
         "kvtier_queued_seconds",
     }

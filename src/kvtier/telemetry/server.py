@@ -40,6 +40,13 @@ SERVER_METRICS = (
         "Requests for the recording: written, or dropped since too much waited to be written.",
         ("outcome",),
     ),
+    MetricSpec(
+        "kvtier_server_info",
+        "gauge",
+        "1; the labels name the served model and kvtier's version.",
+        ("model_name", "version"),
+    ),
+    MetricSpec("kvtier_server_uptime_seconds", "gauge", "Time since the server started."),
     MetricSpec("kvtier_server_running", "gauge", "Requests that the engine works on."),
     MetricSpec("kvtier_server_waiting", "gauge", "Requests that wait for the engine."),
 )

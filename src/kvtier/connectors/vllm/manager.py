@@ -91,6 +91,7 @@ class TierManager(OffloadingManager):
                 piece_blocks=max(1, PIECE_BYTES // max(1, shape.bytes_per_block)),
                 lookup_patience_s=lookup_deadline_s,
                 block_size=shape.block_sizes[0] if index.learning else 0,
+                num_shards=shape.num_shards,
             ),
             clock=time.monotonic,
             device=DEVICE,

@@ -19,11 +19,12 @@ class Shape:
     """Block sizes of an engine.
 
     block_sizes: tokens in a block, of each KV group. bytes_per_block: of the largest one, on one
-    rank.
+    rank. num_shards: ranks that each keep a part of every block.
     """
 
     block_sizes: tuple[int, ...]
     bytes_per_block: int
+    num_shards: int = 1
 
     @property
     def has_one_group(self) -> bool:

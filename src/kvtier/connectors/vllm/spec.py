@@ -127,7 +127,7 @@ class KvtierSpec(OffloadingSpec):
                 mover,
                 room,
                 self.names,
-                Shape(tokens, self.slot_bytes),
+                Shape(tokens, self.slot_bytes, self._num_shards),
                 LoadPolicy(self.settings.load_policy),
                 self.settings.bytes_per_day // self._num_shards,
                 self.kv_events_config.enable_kv_cache_events,

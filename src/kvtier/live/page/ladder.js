@@ -1,6 +1,6 @@
 // The tiers as a ladder: memory above, storage side by side below, and what flows between them.
 
-import { STATES, made, rate, seconds, share, count } from "./words.js";
+import { STATES, count, made, rate, seconds, share, size } from "./words.js";
 
 const BOX = 74, GAP = 76, SPACE = 10;
 const MEMORIES = ["device", "host"];
@@ -30,7 +30,7 @@ export class Ladder {
   #places(width) {
     const named = new Map(this.picture.tiers.map((tier) => [tier.name, tier]));
     for (const { src, dst } of this.picture.flows) {
-      for (const name of [src, dst]) if (!named.has(name)) named.set(name, { name, fill: null, slots: null, left_alone: null });
+      for (const name of [src, dst]) if (!named.has(name)) named.set(name, { name, fill: null, slots: null, capacity_bytes: null, left_alone: null });
     }
     const memories = MEMORIES.filter((name) => named.has(name));
     const storages = [...named.keys()].filter((name) => !MEMORIES.includes(name));
@@ -50,8 +50,10 @@ export class Ladder {
     const inside = width - 24;
     const fits = (text) => (text.length * 6.4 > inside ? text.slice(0, Math.floor(inside / 6.4) - 1) + "…" : text);
     const used = tier.slots === null ? (tier.fill === null ? "" : `${share(tier.fill)} in use`)
+     
+      : width > 200 && tier.capacity_bytes !== null ? `${size(tier.used_bytes)} of ${size(tier.capacity_bytes)} in use`
       : width > 200 ? `${count(tier.used)} of ${count(tier.slots)} blocks in use` : `${share(tier.fill)} in use`;
-    const served = hits && hits.recent !== null ? `served ${share(hits.recent)} of prompts` : "";
+    const served = hits && hits.recent !== null ? `${share(hits.recent)} of prompt tokens` : "";
     const parts = [
       made("rect", { class: `box ${kind}`, x, y, width, height: BOX, rx: 8 }),
       text(x + 12, y + 22, tier.name, "name"),
@@ -76,7 +78,7 @@ export class Ladder {
       const straight = this.picture.flows.find(({ src, dst }) => src === box.tier.name && boxes.get(dst).level < above.level);
       yield* arrow(box.x + 16, low, high, up);
       yield* arrow(box.x + 34, high, low, down);
-      const lines = [["↑", up], ["↓", down], ["⇈ past host", straight]].filter(([, flow]) => flow);
+      const lines = [["↑", up], ["↓", down], ["⇈ direct", straight]].filter(([, flow]) => flow);
       const top = (low + high) / 2 - (lines.length - 1) * 8 + 4;
       for (const [at, [sign, flow]] of lines.entries()) {
         yield text(box.x + 48, top + at * 16, told(sign, flow, box.width), flow.is_refused ? "bad" : flow.bytes_per_s ? "" : "faint");
@@ -94,15 +96,15 @@ export class Ladder {
       return `${tier.name} ${tier.fill === null ? "" : share(tier.fill) + " in use"}${state}`;
     });
     const flows = this.picture.flows.filter((flow) => flow.bytes_per_s).map((flow) => `${flow.src} to ${flow.dst} ${rate(flow.bytes_per_s)}`);
-    return [...tiers, ...(flows.length ? flows : ["nothing moves"])].join("; ");
+    return [...tiers, ...(flows.length ? flows : ["no transfers"])].join("; ");
   }
 }
 
 function told(sign, flow, width) {
-  if (flow.is_refused) return `${sign} none taken`;
+  if (flow.is_refused) return `${sign} paused`;
   const parts = [`${sign} ${flow.bytes_per_s ? rate(flow.bytes_per_s) : "–"}`];
-  if (width > 230 && flow.in_flight) parts.push(`${count(flow.in_flight)} on the way`);
-  if (width > 230 && flow.queued_s > 0.001) parts.push(`line of ${seconds(flow.queued_s)}`);
+  if (width > 230 && flow.in_flight) parts.push(`${count(flow.in_flight)} in flight`);
+  if (width > 230 && flow.queued_s > 0.001) parts.push(`queued ${seconds(flow.queued_s)}`);
   return parts.join(", ");
 }
 

@@ -2,17 +2,17 @@
 
 import { Chart } from "./chart.js";
 import { Ladder } from "./ladder.js";
-import { STATES, TOO_FEW, count, made, rate, seconds, share } from "./words.js";
+import { STATES, TOO_FEW, capacity, count, made, rate, seconds, share, size } from "./words.js";
 
 const EVERY_MS = 2000, HIDDEN_MS = 5000, PATIENCE_MS = 8000;
 const KEY = "kvtier-api-key";
 const byId = (id) => document.getElementById(id);
 const ladder = new Ladder(byId("ladder"));
 const charts = {
-  hits: new Chart(byId("charts"), "Of prompts, given by", share, 0.1),
-  flows: new Chart(byId("charts"), "Moved", rate, 1024),
-  saved: new Chart(byId("charts"), "Computing spared, per second", seconds, 0.001),
-  ttft: new Chart(byId("charts"), "To the first token", seconds, 0.001),
+  hits: new Chart(byId("charts"), "Prompt tokens by source", share, 0.1),
+  flows: new Chart(byId("charts"), "Transfer rate", rate, 1024),
+  saved: new Chart(byId("charts"), "Prefill time saved per second", seconds, 0.001),
+  ttft: new Chart(byId("charts"), "Time to first token", seconds, 0.001),
 };
 const NEW_MS = 120_000; // so long a server is said to have begun anew
 let isPaused = false, hasSeen = false, lastSeen = 0, turn = 0, lastAge = 0, begunAnew = -NEW_MS;
@@ -47,8 +47,8 @@ function sayLost(error) {
   const why = error instanceof TypeError || error instanceof DOMException ? "the server does not answer" : error.message;
   // Read out aloud where somebody listens: so it changes seldom.
   const tens = Math.floor((Date.now() - lastSeen) / 10000);
-  const since = lastSeen && tens ? ` What is shown is ${seconds(10 * tens)} old.` : "";
-  say(`No news: ${why}. Asking again.${since}`, "bad");
+  const since = lastSeen && tens ? ` The figures are ${seconds(10 * tens)} old.` : "";
+  say(`No answer: ${why}. Retrying.${since}`, "bad");
   addToCharts(null);
 }
 
@@ -60,7 +60,7 @@ function say(text, level) {
 
 function askForKey(wasWrong) {
   sessionStorage.removeItem(KEY);
-  say(wasWrong ? "That is another key." : "Waiting for the key.", wasWrong ? "bad" : "plain");
+  say(wasWrong ? "Wrong API key." : "Waiting for the API key.", wasWrong ? "bad" : "plain");
   if (byId("key").hidden) {
     byId("key").hidden = false;
     byId("key-text").focus();
@@ -90,10 +90,10 @@ function show(picture) {
   if (isPaused) return;
   hasSeen = true;
   byId("main").hidden = false;
-  byId("engine").textContent = picture.engine === "kvtier" ? "" : `under ${picture.engine}`;
+  showHead(picture);
   if (picture.age_s < lastAge) begunAnew = lastSeen;
   lastAge = picture.age_s;
-  say(lastSeen - begunAnew < NEW_MS ? "Live; the server has begun anew." : "Live", "good");
+  say(lastSeen - begunAnew < NEW_MS ? "Live; the server restarted." : "Live", "good");
   showTiles(picture);
   showAnswers(picture.answers);
   ladder.show(picture);
@@ -102,17 +102,32 @@ function show(picture) {
   addToCharts(picture);
 }
 
+function showHead({ engine, server, url, tiers }) {
+  const where = url ? url.replace(/\/metrics$/, "").replace(/^https?:\/\//, "") : location.host;
+  const model = server.models.join(", ");
+  byId("engine").textContent = engine === "kvtier" ? "" : `under ${engine}`;
+  const sizes = tiers.filter((each) => each.capacity_bytes !== null).map((each) => `${each.name} ${size(each.capacity_bytes)}`);
+  const parts = [where, model && `model ${model}`, server.version && `kvtier ${server.version}`,
+    server.uptime_s !== null && `up ${seconds(server.uptime_s)}`, ...sizes];
+  byId("server").textContent = parts.filter(Boolean).join(" · ");
+  document.title = `${model || where} – kvtier`;
+}
+
 function showTiles({ hit_share, saved, requests }) {
-  const perMinute = saved.seconds_per_s === null ? null : 60 * saved.seconds_per_s;
+  const spared = saved.seconds_per_s; // of one engine's prefill, per second: so many engines
   const tiles = [
-    ["From the cache", hit_share.recent, share],
-    ["Computing spared a minute", perMinute, seconds],
-    ["To the first token", requests.ttft_s, seconds],
-    ["Requests running", requests.running, count],
-    ["Waiting", requests.waiting, count],
+    ["Prompt tokens from cache", hit_share.recent, share],
+    ["Prefill time saved per minute", spared, (value) => `${seconds(60 * value)} (${engines(value)})`],
+    ["Time to first token", requests.ttft_s, seconds],
+    ["Running requests", requests.running, count],
+    ["Waiting requests", requests.waiting, count],
   ];
   byId("tiles").replaceChildren(...tiles.map(([name, value, say]) =>
-    made("div", {}, made("dt", {}, name), made("dd", value === null ? { class: "none" } : {}, say(value)))));
+    made("div", {}, made("dt", {}, name), made("dd", value === null ? { class: "none" } : {}, value === null ? TOO_FEW : say(value)))));
+}
+
+function engines(value) {
+  return value === 1 ? "1 engine" : `${Number(value.toPrecision(2))} engines`;
 }
 
 function showAnswers(answers) {
@@ -134,24 +149,24 @@ function showAnswers(answers) {
 function showPlans({ loaded, recomputed, loaded_recently, recomputed_recently, guesses }) {
   const some = (value) => (value === null ? "–" : count(value));
   byId("plans").textContent = loaded === null && recomputed === null
-    ? "No cached block below the device was asked for yet."
-    : `Cached blocks below the device: ${some(loaded)} loaded, ${some(recomputed)} computed all the same ` +
-    `(in the last minute ${some(loaded_recently)} and ${some(recomputed_recently)}).`;
-  fill("guesses", ["in the last minute", "expected", "took", "took / expected"], guesses.map((each) => [
-    each.what === "prefill" ? "computing" : `loading from ${each.what}`,
+    ? "No cached block below the device was requested yet."
+    : `Cached blocks below the device: ${some(loaded)} loaded, ${some(recomputed)} recomputed ` +
+    `(last minute: ${some(loaded_recently)} and ${some(recomputed_recently)}).`;
+  fill("guesses", ["last minute", "expected", "actual", "actual / expected"], guesses.map((each) => [
+    each.what === "prefill" ? "prefill" : `load from ${each.what}`,
     seconds(each.expected_s), seconds(each.took_s), each.ratio === null ? TOO_FEW : each.ratio.toFixed(2),
   ]), "Nothing was loaded or computed yet.");
 }
 
 function showTiers(tiers) {
-  const heads = ["", "in use", "leave a second", "all new in", "come again", "half within", "damaged", "not written", "storage"];
+  const heads = ["tier", "capacity", "in use", "evicted per second", "turnover time", "requested again after eviction", "median delay", "damaged blocks", "unwritten blocks", "state"];
   fill("tiers", heads, tiers.map((each) => [
-    each.name, each.fill === null ? "–" : share(each.fill),
+    each.name, capacity(each), each.fill === null ? "–" : share(each.fill),
     each.evicted_per_s === null ? "–" : each.evicted_per_s.toFixed(1),
     each.turnover_s === null ? "–" : seconds(each.turnover_s),
     each.evicted ? share(each.returned) : "–", each.return_s === null ? "–" : seconds(each.return_s),
     count(each.damaged), count(each.unwritten), STATES[each.left_alone]?.[0] ?? "–",
-  ]), "This engine tells of no tiers.");
+  ]), "This engine reports no tiers.");
 }
 
 function fill(id, heads, rows, nothing) {
@@ -165,7 +180,7 @@ function fill(id, heads, rows, nothing) {
   table.replaceChildren(
     made("thead", {}, made("tr", {}, ...heads.map((head) => made("th", { scope: "col" }, head)))),
     made("tbody", {}, ...rows.map(([name, ...cells]) =>
-      made("tr", {}, made("th", { scope: "row" }, name), ...cells.map((cell) => made("td", { class: kind(cell) }, cell))))));
+      made("tr", {}, made("th", { scope: "row" }, name), ...cells.map((cell, at) => made("td", { class: kind(cell), "data-head": heads[at + 1] }, cell))))));
 }
 
 function addToCharts(picture) {
@@ -173,7 +188,7 @@ function addToCharts(picture) {
   const now = Date.now() / 1000, named = (list, name, value) => Object.fromEntries(list.map((each) => [name(each), value(each)]));
   charts.hits.add(now, picture ? named(picture.hits, (each) => each.tier, (each) => each.recent) : {});
   charts.flows.add(now, picture ? named(picture.flows, (each) => `${each.src} → ${each.dst}`, (each) => each.bytes_per_s) : {});
-  charts.saved.add(now, picture ? { spared: picture.saved.seconds_per_s } : {});
+  charts.saved.add(now, picture ? { saved: picture.saved.seconds_per_s } : {});
   charts.ttft.add(now, picture ? { mean: picture.requests.ttft_s } : {});
 }
 

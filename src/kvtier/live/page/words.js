@@ -39,6 +39,12 @@ export function size(bytes) {
   return `${at ? short(bytes / 1024 ** at) : Math.round(bytes)} ${names[at]}`;
 }
 
+// What a tier can hold: in bytes where the engine tells them, else in blocks.
+export function capacity({ capacity_bytes: bytes, slots }) {
+  if (bytes !== null) return size(bytes);
+  return slots === null ? "–" : `${count(slots)} blocks`;
+}
+
 export const rate = (bytes) => (bytes === null ? TOO_FEW : `${size(bytes)}/s`);
 
 // An element with text and children; nothing is ever taken for HTML.

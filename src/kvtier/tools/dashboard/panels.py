@@ -25,6 +25,7 @@ class Unit(StrEnum):
 
     SHARE = "percentunit"
     SECONDS = "s"
+    BYTES = "bytes"
     BYTES_PER_S = "Bps"
     PER_S = "cps"
     REQUESTS_PER_S = "reqps"

@@ -9,7 +9,7 @@ LOADS = PanelRow(
     "Load or recompute",
     (
         Panel(
-            "What was decided",
+            "Decisions",
             "Blocks that were found, by what was done with them.",
             Unit.PER_S,
             (
@@ -21,7 +21,7 @@ LOADS = PanelRow(
             ),
         ),
         Panel(
-            "Actual time of loads over predicted",
+            "Load time, actual / expected",
             "1 is right. Above: loads are slower than the planner thinks, and it learns.",
             Unit.RATIO,
             (
@@ -34,7 +34,7 @@ LOADS = PanelRow(
             without="no loads in this window",
         ),
         Panel(
-            "Actual time of computing over predicted",
+            "Prefill time, actual / expected",
             "The other side of the comparison: 1 is right.",
             Unit.RATIO,
             (
@@ -47,7 +47,7 @@ LOADS = PanelRow(
             without="nothing computed in this window",
         ),
         Panel(
-            "How far single loads are off",
+            "Single loads, actual / expected",
             f"A load's time over what was planned. {QUANTILES}",
             Unit.RATIO,
             quantiles("kvtier_load_error_ratio", "src", legend="{{src}}"),
@@ -61,7 +61,7 @@ LOADS = PanelRow(
             without=TOO_FEW,
         ),
         Panel(
-            "Given up",
+            "Loads given up",
             "Loads that were late, and requests that waited as long as computing takes. Both were "
             "computed: nothing failed, and a tier was slower than it had been.",
             Unit.PER_S,
@@ -71,7 +71,7 @@ LOADS = PanelRow(
             ),
         ),
         Panel(
-            "Storage had it, and it was of no use",
+            "Found in storage but not used",
             "Under SGLang: tokens, by reason; beside them all that storage said it has.",
             Unit.PER_S,
             (

@@ -39,6 +39,18 @@ REQUESTS = PanelRow(
             ),
         ),
         Panel(
+            "Server",
+            "Time since kvtier serve started, and what it serves.",
+            Unit.SECONDS,
+            (
+                Query(NOW.highest("kvtier_server_uptime_seconds"), "uptime"),
+                Query(
+                    NOW.level("kvtier_server_info", "model_name", "version"),
+                    "{{model_name}}, kvtier {{version}}",
+                ),
+            ),
+        ),
+        Panel(
             "Tokens in answers",
             "Of requests that were answered in full.",
             Unit.PER_S,
@@ -49,7 +61,7 @@ REQUESTS = PanelRow(
             ),
         ),
         Panel(
-            "Time to the first token",
+            "Time to first token",
             f"From a request's arrival. {QUANTILES}",
             Unit.SECONDS,
             (
@@ -60,7 +72,7 @@ REQUESTS = PanelRow(
             without=TOO_FEW,
         ),
         Panel(
-            "Time to the end of an answer",
+            "Request latency",
             f"From a request's arrival. {QUANTILES}",
             Unit.SECONDS,
             (

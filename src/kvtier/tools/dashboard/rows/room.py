@@ -1,4 +1,4 @@
-"""Room: what the tiers hold, what leaves them, and what is wanted back."""
+"""Capacity: what the tiers hold, what is evicted, and what is requested again."""
 
 from __future__ import annotations
 
@@ -6,8 +6,24 @@ from kvtier.tools.dashboard.panels import Panel, PanelRow, Query, Unit
 from kvtier.tools.dashboard.rows.common import NOW, QUANTILES, TOO_FEW, quantiles
 
 ROOM = PanelRow(
-    "Room",
+    "Capacity",
     (
+        Panel(
+            "Capacity in use",
+            "Bytes in use of each tier, and its size.",
+            Unit.BYTES,
+            tuple(
+                Query(
+                    f"{NOW.level(slots, 'tier')} * {NOW.highest('kvtier_slot_bytes', 'tier')}",
+                    f"{engine}{{{{tier}}}} {what}",
+                )
+                for engine, names in (
+                    ("", ("kvtier_used_slots", "kvtier_slots")),
+                    ("vLLM ", ("vllm:kvtier_used_chunks", "vllm:kvtier_chunks")),
+                )
+                for slots, what in zip(names, ("in use", "size"), strict=True)
+            ),
+        ),
         Panel(
             "Fill",
             "Share of a tier in use. Full is how a cache should be: what matters is what leaves.",
@@ -34,8 +50,8 @@ ROOM = PanelRow(
             highest=1,
         ),
         Panel(
-            "Left for others",
-            "Blocks that were evicted (tokens under SGLang).",
+            "Evicted",
+            "Blocks evicted (tokens under SGLang).",
             Unit.PER_S,
             (
                 Query(NOW.rate("kvtier_evicted_blocks_total", "tier"), "{{tier}}"),
@@ -44,22 +60,22 @@ ROOM = PanelRow(
             ),
         ),
         Panel(
-            "Wanted again after they left",
-            "Blocks that a larger tier would still have had. Many, next to those that left: kvtier "
-            "replay says what more memory is worth.",
+            "Requested again after eviction",
+            "Blocks that a larger tier would still have had. If they are many beside those "
+            "evicted, kvtier replay says what more memory is worth.",
             Unit.PER_S,
             (Query(NOW.rate("kvtier_returned_blocks_total", "tier"), "{{tier}}"),),
         ),
         Panel(
-            "How long after they left",
-            f"By how much a tier is too small, in time. {QUANTILES}",
+            "Time from eviction to the next request",
+            f"How much longer a tier would have to keep blocks. {QUANTILES}",
             Unit.SECONDS,
             quantiles("kvtier_return_seconds", "tier", legend="{{tier}}"),
             without=TOO_FEW,
         ),
         Panel(
-            "Not taken",
-            "No room: everything in the tier is held or on its way. Not written: it left memory "
+            "Refused or not written",
+            "No room: everything in the tier is held or in flight. Not written: it left memory "
             "before storage took it, or was over its budget.",
             Unit.PER_S,
             (
@@ -75,8 +91,8 @@ ROOM = PanelRow(
             ),
         ),
         Panel(
-            "Not worth a place",
-            "Blocks that admission left out.",
+            "Not admitted",
+            "Blocks that the policy did not admit.",
             Unit.PER_S,
             (Query(NOW.rate("kvtier_unadmitted_blocks_total", "tier"), "{{tier}}"),),
         ),

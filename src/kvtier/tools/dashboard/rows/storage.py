@@ -9,7 +9,7 @@ STORAGE = PanelRow(
     "Copies and storage",
     (
         Panel(
-            "Bytes moved",
+            "Transfer rate by route",
             "By where from and where to.",
             Unit.BYTES_PER_S,
             (
@@ -23,14 +23,14 @@ STORAGE = PanelRow(
             ),
         ),
         Panel(
-            "Time of a copy",
+            "Copy time",
             f"Of one job, which may be many blocks. {QUANTILES}",
             Unit.SECONDS,
             quantiles("kvtier_copy_seconds", "src", "dst", legend="{{src}} to {{dst}}"),
             without=TOO_FEW,
         ),
         Panel(
-            "Rate while moving",
+            "Transfer rate while copying",
             "Bytes by the time that moving them took, without the time in line.",
             Unit.BYTES_PER_S,
             (
@@ -107,14 +107,14 @@ STORAGE = PanelRow(
             ),
         ),
         Panel(
-            "On their way",
-            "Copies begun and not ended.",
+            "Copies in flight",
+            "Copies that have begun and not ended.",
             Unit.NUMBER,
             (Query(NOW.level("kvtier_transfers_in_flight", "src", "dst"), "{{src}} to {{dst}}"),),
         ),
         Panel(
-            "In line",
-            "Time that what is queued will take, by the measured rate; of the longest line.",
+            "Queue time",
+            "Time that queued copies will take at the measured rate; of the longest queue.",
             Unit.SECONDS,
             (Query(NOW.highest("kvtier_queued_seconds", "src", "dst"), "{{src}} to {{dst}}"),),
         ),

@@ -16,9 +16,9 @@ WORTH = PanelRow(
     "Is it worth it?",
     (
         Panel(
-            "Found, of all prompts",
-            "Share of prompts that was not computed, over the chosen window. Low with prompts that "
-            "do share beginnings: look at what leaves the tiers below, and at cache_salt.",
+            "Prompt tokens from cache",
+            "Share of prompts that was not computed, over the chosen window. If it is low "
+            "although prompts share prefixes, look at evictions and at cache_salt.",
             Unit.SHARE,
             (
                 Query(_hit_share(), "kvtier serve"),
@@ -53,14 +53,14 @@ WORTH = PanelRow(
             PanelKind.NUMBER,
         ),
         Panel(
-            "Time saved",
+            "Prefill time saved",
             "Time that computing would have taken, by the measured rate, in the time shown.",
             Unit.SECONDS,
             (Query(SHOWN.increase("kvtier_saved_seconds_total"), "kvtier"),),
             PanelKind.NUMBER,
         ),
         Panel(
-            "Found, by tier",
+            "Prompt tokens by source",
             "Share of prompts, by where it was. What the device has costs nothing; what storage "
             "has was loaded because that is faster than computing.",
             Unit.SHARE,
