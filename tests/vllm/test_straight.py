@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.connectors.vllm.counts import LOADED
-from kvtier.connectors.vllm.host_slots import STRAIGHT, HostSlots
+from kvtier.connectors.vllm.host_slots import HostSlots
 from kvtier.connectors.vllm.request_state import Advice
 from kvtier.connectors.vllm.worker import RankRoom, TierWorker
 from kvtier.devices import Device, find_device
@@ -59,7 +59,7 @@ def test_where_it_is_on_a_block_on_disk_is_a_hit_at_once() -> None:
     assert scheduler.look_up(request, KEYS[:3]) == [HIT, HIT, MISS]
     assert scheduler.num_worth_loading("again") == 2 * STEP
     slots = manager.prepare_load(KEYS[:2], request)
-    assert slots.block_ids.tolist() == [STRAIGHT] * 2
+    assert (slots.block_ids.tolist(), slots.direct) == ([], [0, 1])
     (order,) = slots.reads
     assert (order.verb, order.tier, order.slots) == (Verb.READ, DISK, (0, 1))
     assert not scheduler.reads(), "the load brings the order along"
@@ -90,7 +90,7 @@ def test_what_did_not_come_straight_is_brought_to_host_memory() -> None:
     assert scheduler.look_up(request, KEYS[:2]) == [HIT, HIT]
     slots = scheduler.manager.prepare_load(KEYS[:2], request)
     assert not slots.reads
-    assert STRAIGHT not in slots.block_ids
+    assert not slots.direct
     scheduler.manager.complete_load(KEYS[:2], request)
     scheduler.manager.cache.check_invariants()
 
@@ -136,7 +136,7 @@ def test_what_host_memory_has_no_room_for_comes_straight(
     assert scheduler.look_up(request, KEYS[:2]) == found
     num = found.count(HIT)
     slots = scheduler.manager.prepare_load(KEYS[:num], request)
-    assert (slots.block_ids == STRAIGHT).tolist() == [False, True][:num]
+    assert (len(slots.block_ids), slots.direct) == (1, [1] * (num - 1))
     assert [order.slots for order in slots.reads] == [(1,)] * (num - 1)
 
 
@@ -187,7 +187,7 @@ def test_blocks_of_two_groups_are_read_by_one_load() -> None:
     scheduler.manager.on_new_request(request)
     assert scheduler.look_up(request, keys) == [HIT] * 4
     slots = scheduler.manager.prepare_load(keys, request)
-    assert slots.block_ids.tolist() == [STRAIGHT] * 4
+    assert (slots.block_ids.tolist(), slots.direct) == ([], [0, 1, 2, 3])
     (order,) = slots.reads
     assert order.slots == (0, 1, 2, 3)
     assert len({name.key for name in order.names}) == 4
@@ -271,11 +271,12 @@ class Rank:
         self, blocks: Sequence[int], straight: Sequence[int], to: list[int], first: int = 0
     ) -> Done | None:
         """Load blocks to pages; those at ``straight`` from the disk. What a report says of it."""
-        ids = [STRAIGHT if at in straight else block for at, block in enumerate(blocks)]
+        held = [block for at, block in enumerate(blocks) if at not in straight]
         names = tuple(NAMES[blocks[at]] for at in straight)
         order = RankOrder(2, Verb.READ, DISK, names, tuple(map(Slot, straight)))
         target = GPULoadStoreSpec(to, [len(to)], [first])
-        self.copy(self.worker.submit_load, HostSlots(ids, [order] if straight else []), target)
+        slots = HostSlots(held, straight, [order] if straight else [])
+        self.copy(self.worker.submit_load, slots, target)
         return self.done(2) if straight else None
 
     def done(self, order_id: int) -> Done:
@@ -325,12 +326,12 @@ def check_groups(rank: Rank) -> None:
         rank.copy(rank.worker.submit_load, HostSlots(range(4)), target)
         expected = rank.pages()
         rank.fill(before)
-        ids = [STRAIGHT if at in straight else at for at in range(4)]
+        held = [at for at in range(4) if at not in straight]
         order = RankOrder(
             2, Verb.READ, DISK, tuple(NAMES[at] for at in sorted(straight)),
             tuple(map(Slot, sorted(straight))),
         )  # fmt: skip
-        rank.copy(rank.worker.submit_load, HostSlots(ids, [order]), target)
+        rank.copy(rank.worker.submit_load, HostSlots(held, sorted(straight), [order]), target)
         assert not rank.done(2).failed
         np.testing.assert_array_equal(rank.pages(), expected)
         assert not np.array_equal(expected, before)
@@ -447,7 +448,7 @@ def test_load_is_done_when_the_disk_has_answered(
 
     monkeypatch.setattr(DiskTier, "get", hangs)
     order = RankOrder(2, Verb.READ, DISK, NAMES[1:2], (Slot(1),))
-    assert rank.worker.submit_load(9, HostSlots([0, STRAIGHT], [order]), TO_PAGES)
+    assert rank.worker.submit_load(9, HostSlots([0], [1], [order]), TO_PAGES)
     assert begun.wait(60)
     for _ in range(20):
         rank.worker.rest()

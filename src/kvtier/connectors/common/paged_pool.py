@@ -45,12 +45,13 @@ class PoolShare:
 class GroupPages:
     """Pages of one group, and the blocks that they belong to.
 
-    pages: ids on the device, in the order of the prompt. slots: one per block that they touch.
-    first: place of the first page within its block.
+    pages: ids on the device, in the order of the prompt. slots: one per block that they touch, None
+    for a block that does not pass through host memory. first: place of the first page within its
+    block.
     """
 
     pages: Sequence[int]
-    slots: Sequence[Slot]
+    slots: Sequence[Slot | None]
     first: int
 
     def blocks(self, start: int, end: int, pages_per_block: int) -> GroupPages:

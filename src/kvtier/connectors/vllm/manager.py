@@ -26,7 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier.assembly import build_ladder
 from kvtier.connectors.vllm.counts import LOADED, SHARED, Counts
 from kvtier.connectors.vllm.hints import hint_of
-from kvtier.connectors.vllm.host_slots import STRAIGHT, HostSlots
+from kvtier.connectors.vllm.host_slots import HostSlots
 from kvtier.connectors.vllm.names import VllmNames
 from kvtier.connectors.vllm.promotion import Promotion
 from kvtier.connectors.vllm.prompt import GROUP_BYTES, Shape, blocks_after, depth, path_of
@@ -210,9 +210,8 @@ class TierManager(OffloadingManager):
             self.counts.add(LOADED, num, tier)
         self._note_load(keys, req_context)
         self._use(keys, req_context)
-        slots = iter(self.cache.hold(held))
-        ids = [STRAIGHT if key in read else next(slots) for key in keys]
-        return HostSlots(ids, self._mover.take_reads())
+        direct = [at for at, key in enumerate(keys) if key in read] if read else []
+        return HostSlots(self.cache.hold(held), direct, self._mover.take_reads())
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         visit = req_context.get_state(RequestState)

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.connectors.common.paged_pool import NO_PAGES, GroupPages, PagedPool, PoolShare
-from kvtier.connectors.vllm.host_slots import STRAIGHT, HostSlots
+from kvtier.connectors.vllm.host_slots import HostSlots
 from kvtier.connectors.vllm.page_copy import PageCopy
 from kvtier.connectors.vllm.settings import VllmSettings
 from kvtier.devices import CopyBatch, Device, Direction, Finding, Memory
@@ -214,7 +214,7 @@ class TierWorker(OffloadingWorker):
         self, job_id: int, pages: GPULoadStoreSpec, slots: LoadStoreSpec, direction: Direction
     ) -> bool:
         assert isinstance(slots, HostSlots), f"slots of another manager: {type(slots)}"
-        touched = frozenset(map(Slot, slots.block_ids[slots.block_ids != STRAIGHT].tolist()))
+        touched = frozenset(map(Slot, slots.block_ids.tolist()))
         check_slots(tuple(touched), self._host.num_slots)
         groups = self._groups(pages, slots)
         if slots.reads:
@@ -234,11 +234,12 @@ class TierWorker(OffloadingWorker):
         Both wait for what may still use these pages."""
         assert self._executor is not None, "a rank without storage is told to read from it"
         job, n = None, self._pages_per_block
-        is_straight = slots.block_ids == STRAIGHT
+        is_direct = np.zeros(sum(len(group.slots) for group in groups), bool)
+        is_direct[list(slots.direct)] = True
         kept: list[Sequence[GroupPages]] = []
         pages, at = [], 0
         for number, group in enumerate(groups):
-            here = is_straight[at : (at := at + len(group.slots))]
+            here = is_direct[at : (at := at + len(group.slots))]
             pages.append(group.by_block(n)[here])
             for _, run in (each for each in runs_of(here.tolist()) if not each[0]):
                 some = [NO_PAGES] * len(groups)
@@ -248,8 +249,8 @@ class TierWorker(OffloadingWorker):
             steps = [self._stage(some, Direction.LOAD) for some in kept]
             job = self._engine.submit(steps, Direction.LOAD)
         blocks = self._pool.pieces(pages)
-        straight = np.flatnonzero(is_straight).tolist()
-        place = {at: number for number, at in enumerate(straight)}
+        direct = np.flatnonzero(is_direct).tolist()
+        place = {at: number for number, at in enumerate(direct)}
         fence = self._device.fence()
         reads = [
             self._executor.read(
@@ -262,18 +263,19 @@ class TierWorker(OffloadingWorker):
     def _groups(self, pages: GPULoadStoreSpec, slots: HostSlots) -> list[GroupPages]:
         """By group, which pages belong to which of the slots."""
         groups, page_at, slot_at = [], 0, 0
+        by_block = slots.by_block()
         for count, index in zip(pages.group_sizes, pages.block_indices, strict=True):
             first = index % self._pages_per_block
             num_blocks = -(-(first + count) // self._pages_per_block) if count else 0
             groups.append(
                 GroupPages(
                     pages.block_ids[page_at : page_at + count].tolist(),
-                    slots.block_ids[slot_at : slot_at + num_blocks].tolist(),
+                    by_block[slot_at : slot_at + num_blocks],
                     first,
                 )
             )
             page_at, slot_at = page_at + count, slot_at + num_blocks
-        assert slot_at == len(slots.block_ids), "slots that no page belongs to"
+        assert slot_at == len(by_block), "slots that no page belongs to"
         return groups
 
     def _finish(self, job_id: int) -> TransferResult:
