@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kvtier.cache import Cache
 from kvtier.engine import Engine, RequestHandle, SamplingParams
-from kvtier.engine.line import PATIENCE, RequestLine
 from kvtier.engine.request import Request, Stage
 from kvtier.engine.sampling import Sampler
 from kvtier.engine.scheduler import PROMPT_TOKENS
+from kvtier.engine.waiting import PATIENCE, RequestLine
 from kvtier.types import PrefetchPolicy
 
 from .conftest import changed

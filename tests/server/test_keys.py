@@ -13,7 +13,7 @@ import pytest
 from kvtier.engine import Engine
 from kvtier.errors import ConfigError
 from kvtier.server import ServerConfig
-from kvtier.server.keys import ApiKeys
+from kvtier.server.gate import ApiKeys
 
 from .conftest import running
 from .program import program
@@ -54,7 +54,7 @@ def test_every_key_is_compared_in_full_whatever_was_sent(monkeypatch: pytest.Mon
         return really(a, b)
 
     keys = ApiKeys(("short", "x" * 200, "another"))
-    monkeypatch.setattr("kvtier.server.keys.hmac.compare_digest", compare)
+    monkeypatch.setattr("kvtier.server.gate.hmac.compare_digest", compare)
     found = [keys.has(sent) for sent in (b"short", b"another", b"", b"y" * 10_000)]
     assert found == [True, True, False, False]
     assert compared == [(32, 32)] * 12

@@ -20,8 +20,7 @@ from kvtier.errors import ConfigError
 from kvtier.layout import DType, full_attention, named_layout
 from kvtier.testing import MemoryTierSuite, host_memory, memory_bytes
 from kvtier.tiers import ArenaOptions, DeviceTier, HostTier, HugePages, MemoryTier, pages
-from kvtier.tiers.arena import MAX_SEGMENT_BYTES
-from kvtier.tiers.segments import Segment, cut_segments
+from kvtier.tiers.arena import MAX_SEGMENT_BYTES, Segment, cut_segments
 from kvtier.tiers.slots import SlotPool
 from kvtier.transfer.staging import stage
 from kvtier.types import Slot

@@ -10,13 +10,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
+
 from kvtier.devices.base import CopyBatch, CopyQueue, Device, Direction, Fence, Finding, Memory
 from kvtier.devices.calibration import calibrate
 from kvtier.devices.compute import ComputeStream, Handle
 from kvtier.devices.copies import Copies
 from kvtier.devices.driver import Driver
 from kvtier.devices.library import DriverError
-from kvtier.devices.locked import LockedRanges
 from kvtier.devices.path_table import PathTable, load_table, save_table, table_path
 from kvtier.devices.paths import CopyPath, CopyPaths, Kernel
 from kvtier.devices.synchronous import Passed
@@ -24,6 +26,40 @@ from kvtier.errors import DeviceError
 from kvtier.system.process import OwnerProcess
 
 logger = logging.getLogger(__name__)
+
+UInt64s = npt.NDArray[np.uint64]
+Range = tuple[int, int]
+"""Begin and end of a piece: addresses, in whole pages."""
+
+
+class LockedRanges:
+    """Disjoint ranges of addresses. Never changes, so any thread may look.
+
+    A driver copies from one page-locked piece at a time, also where two are neighbours.
+    """
+
+    def __init__(self, ranges: Iterable[Range] = ()) -> None:
+        self._ranges = sorted(ranges)
+        table = np.array(self._ranges, np.uint64).reshape(-1, 2)
+        self._begins, self._ends = table[:, 0].copy(), table[:, 1].copy()
+        self.edges = np.unique(table)
+        """Where a copy has to be cut: uint64, sorted."""
+
+    def plus(self, ranges: Iterable[Range]) -> LockedRanges:
+        """These and those."""
+        return LockedRanges([*self._ranges, *ranges])
+
+    def minus(self, ranges: Iterable[Range]) -> LockedRanges:
+        """These without those."""
+        gone = set(ranges)
+        return LockedRanges([each for each in self._ranges if each not in gone])
+
+    def contain(self, begin: UInt64s, size: UInt64s) -> bool:
+        """Whether each of these pieces lies in a range. Both uint64 [num_pieces]."""
+        at = np.searchsorted(self._begins, begin, "right") - 1
+        if not len(self._begins) or (at < 0).any():
+            return not len(begin)
+        return bool((begin + size <= self._ends[at]).all())
 
 
 class DriverDevice(Device):

@@ -1,8 +1,8 @@
 """Continuous batching: who is admitted, what runs next. Owned by the engine thread.
 
-Requests are admitted in turn (``line.py``), as soon as the device tier has room for all they may
-need, so nothing that runs ever has to be thrown out; who waits for storage lets others pass
-(``waiting.py``).
+Requests are admitted in turn (``waiting.py``), as soon as the device tier has room for all they may
+need, so nothing that runs ever has to be thrown out. A request that waits for storage lets others
+pass.
 
 A step computes chunks of prompts, whoever's turn it is, and then one more token for everybody who
 already generates. Chunks are computed one after another, for each has to be alone in its forward

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from kvtier import __version__
@@ -20,19 +22,79 @@ from kvtier.server.asking import wants_explanation
 from kvtier.server.bodies import Bodies, Body
 from kvtier.server.config import ServerConfig
 from kvtier.server.doorman import Doorman, possible_connections
-from kvtier.server.errors import ApiError, ClientGone, bad_request, show, shutting_down
+from kvtier.server.errors import (
+    ApiError,
+    ClientGone,
+    bad_request,
+    from_validation,
+    show,
+    shutting_down,
+)
 from kvtier.server.generation import ChoiceOrder, Generation
 from kvtier.server.metrics import ServerMetrics
 from kvtier.server.pace import Pace
-from kvtier.server.parsing import parse
 from kvtier.server.refused import refuse_unsupported
 from kvtier.server.scan import Bounds
 from kvtier.server.schemas import GenerationRequest
 from kvtier.server.streaming import unless_gone
 from kvtier.telemetry.traces import open_traces
 
+B = TypeVar("B", bound=BaseModel)
 R = TypeVar("R", bound=GenerationRequest)
 T = TypeVar("T")
+
+
+def parse(content: bytes, content_type: str, schema: type[B]) -> B:
+    """The request that ``content`` holds; ``ApiError`` says what is wrong with it.
+
+    content: has passed a ``Scan``, which bounds the time and the memory that this takes.
+    """
+    if not content:
+        raise bad_request("The body is empty; send a JSON object.", code="invalid_json")
+    kind, _, subtype = content_type.partition(";")[0].strip().lower().partition("/")
+    if kind != "application" or not (subtype == "json" or subtype.endswith("+json")):
+        _refuse_kind()
+    value = _load(content)
+    if not isinstance(value, dict):
+        _refuse_kind()
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        raise from_validation(error.errors(include_url=False)) from None
+
+
+def _load(content: bytes) -> object:
+    try:
+        # UTF-8 and nothing else: in UTF-16 the scan would have seen other quotes than the parser.
+        value: object = json.loads(content.decode(), object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        raise bad_request(
+            f"The body is not valid JSON at character {error.pos}: {error.msg}.",
+            code="invalid_json",
+        ) from None
+    except UnicodeDecodeError as error:
+        raise bad_request(
+            f"The body can't be read as JSON: byte {error.start} is not UTF-8.",
+            code="invalid_json",
+        ) from None
+    return value
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object, whose keys must differ: of two equal ones, programs choose differently."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise bad_request(f"The key {show(twice)} is given twice in one object; give it once.")
+    return made
+
+
+def _refuse_kind() -> NoReturn:
+    raise bad_request(
+        'The body must be a JSON object, sent with the header "Content-Type: application/json".',
+        code="invalid_json",
+    )
 
 
 class Encode(Protocol):

@@ -9,12 +9,11 @@ import pytest
 
 from kvtier.testing.storage_user import Scattered, cuts, stored_bytes, stored_key
 from kvtier.tiers.remote.envelope import Envelope, as_keys
+from kvtier.tiers.remote.s3 import pack_reader
 from kvtier.tiers.remote.s3.catalogue import Catalogue, PackLocation
 from kvtier.tiers.remote.s3.manifests import Pack
-from kvtier.tiers.remote.s3.opening import reading
-from kvtier.tiers.remote.s3.pack_reader import PackReader, PackRequest
+from kvtier.tiers.remote.s3.pack_reader import PackPart, PackReader, PackRequest
 from kvtier.tiers.remote.s3.packs import PackShape, pack_name
-from kvtier.tiers.remote.s3.reading import PackPart
 from tests.tiers.remote.bucket import OnePack
 
 BLOCK_BYTES = 256
@@ -25,7 +24,7 @@ KEYS = [stored_key(number) for number in range(8)]
 def test_parts_that_come_before_their_header_are_judged_by_it(
     is_spoiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "PART_BYTES", 3 * BLOCK_BYTES)
+    monkeypatch.setattr(pack_reader, "PART_BYTES", 3 * BLOCK_BYTES)
     envelope, shape = Envelope(BLOCK_BYTES), PackShape(BLOCK_BYTES, 1 << 20)
     memory = Scattered(len(KEYS), cuts(BLOCK_BYTES)["unequal pieces"])
     for number, key in enumerate(KEYS):

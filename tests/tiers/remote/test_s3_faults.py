@@ -18,7 +18,7 @@ from kvtier.errors import Closed
 from kvtier.layout import DType, full_attention
 from kvtier.testing.storage_user import User
 from kvtier.tiers import Outcome
-from kvtier.tiers.remote.s3.opening import reading
+from kvtier.tiers.remote.s3 import pack_reader
 from tests.proxy import Proxy
 from tests.servers import find_binary, make_bucket, port_of, seaweed
 from tests.tiers.remote.bucket import SECRET_KEY, Bucket
@@ -100,7 +100,7 @@ def test_block_of_another_secret_is_damaged(
 
 def test_blocks_may_come_in_several_parts(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three blocks in each but the last, of 256 bytes each behind 4096 of the header."""
-    monkeypatch.setattr(reading, "PART_BYTES", 3 * 256 + 100)
+    monkeypatch.setattr(pack_reader, "PART_BYTES", 3 * 256 + 100)
     tier = bucket.tier()
     user = User(tier)
     user.put(*range(10))

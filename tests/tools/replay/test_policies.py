@@ -11,8 +11,7 @@ from kvtier._hot import NATIVE, NATIVE_REASON
 from kvtier.errors import ConfigError
 from kvtier.tools.replay import segments as segments_module
 from kvtier.tools.replay.lru import find_distances
-from kvtier.tools.replay.optimum import Optimum
-from kvtier.tools.replay.policies import ASKED, Replayer, check_policies, usual_policies
+from kvtier.tools.replay.policies import ASKED, Optimum, Replayer, check_policies, usual_policies
 from kvtier.tools.replay.segments import find_segments
 
 from .oracle import Prompts, lru_hits, most_hits, trace_of
