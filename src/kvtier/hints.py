@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-USUAL_PRIORITY = 50
 HIGHEST_PRIORITY = 100
 DEFAULT_TTL_S = 3600.0
 MAX_TTL_S = 86400.0

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError, LayoutError
-from kvtier.index import ALL, ReuseRule, make_index, rules_of
+from kvtier.index import ALL, ReuseRule, make_index
 from kvtier.index.policies import LruPolicy
 from kvtier.layout import (
     DType,
@@ -262,15 +262,13 @@ def group_of(kind: str, block_size: int = 16) -> KVGroup:
 
 def test_rules_follow_from_the_kind_of_attention() -> None:
     groups = [group_of("full"), group_of("latent"), group_of("recurrent")]
-    assert rules_of(groups) == (ALL, ALL, ReuseRule(1))
+    assert tuple(map(ReuseRule.of, groups)) == (ALL, ALL, ReuseRule(1))
     assert list(ALL.needed(3)) == [0, 1, 2]
     assert list(ReuseRule(1).needed(3)) == [2]
     assert list(ReuseRule(1).needed(0)) == []
 
 
-def test_groups_of_one_model_have_one_block_size() -> None:
-    with pytest.raises(LayoutError, match=r"one block size, got \[16, 32\]"):
-        rules_of([group_of("full"), group_of("recurrent", 32)])
+def test_a_rule_needs_0_blocks_or_more() -> None:
     with pytest.raises(LayoutError, match="0 blocks or more"):
         ReuseRule(-1)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtier.index.block_index import BlockIndex
 from kvtier.index.choice import make_index, make_key_index
-from kvtier.index.groups import ALL, ReuseRule, rules_of
+from kvtier.index.groups import ALL, ReuseRule
 from kvtier.index.key_index import KeyIndex
 from kvtier.index.prompt_index import Inserted, PromptIndex
 from kvtier.index.residency import State
@@ -19,5 +19,4 @@ __all__ = [
     "State",
     "make_index",
     "make_key_index",
-    "rules_of",
 ]

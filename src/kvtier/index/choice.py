@@ -26,7 +26,7 @@ def make_index(
     """The native index where it can do what ``policies`` do, its Python twin elsewhere.
 
     policies: per column; those of the first group by their tiers' names, fastest tier first, which
-    is the order of the ladder. rules: per group, see ``groups.rules_of``.
+    is the order of the ladder. rules: per group, see ``ReuseRule.of``.
     """
     if not NATIVE:
         _warn_of_lru({policy.native_name for policy in policies.values()})

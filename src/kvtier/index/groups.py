@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvtier.errors import ConfigError, LayoutError
@@ -51,15 +51,6 @@ class ReuseRule:
 
 
 ALL = ReuseRule()
-
-
-def rules_of(groups: Sequence[KVGroup]) -> tuple[ReuseRule, ...]:
-    """The rules of a model's groups. Their blocks must have the same number of tokens, for they
-    are blocks of one trie."""
-    if len({group.block_size for group in groups}) != 1:
-        sizes = [group.block_size for group in groups]
-        raise LayoutError(f"groups of one model need one block size, got {sizes}")
-    return tuple(map(ReuseRule.of, groups))
 
 
 def columns_of(

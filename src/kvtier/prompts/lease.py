@@ -99,11 +99,6 @@ class Lease(Waiter):
         return len(self.blocks)
 
     @property
-    def held_in(self) -> list[str]:
-        """The tier of each block of the prefix whose first group it holds."""
-        return [tier for tier in self.held[0] if tier is not None]
-
-    @property
     def hit_blocks(self) -> dict[str, int]:
         """Return the number of prefix blocks by the tier that holds the first group's part."""
         found: dict[str, int] = {}

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from kvtier.tools.bench_serve.conclusion import conclusion
 from kvtier.tools.bench_serve.console import show_result
 from kvtier.tools.bench_serve.result import ServeResult
+from kvtier.tools.bench_serve.summary import conclusion
 from tests.tools.bench_serve import samples
 
 pytestmark = pytest.mark.engine

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from kvtier.tools.bench_serve.accuracy import bits_equal
-from kvtier.tools.bench_serve.conclusion import conclusion
-from kvtier.tools.bench_serve.summary import headline, verdicts
+from kvtier.tools.bench_serve.summary import conclusion, headline, verdicts
 from kvtier.tools.bench_serve.ttft import served_from
 from kvtier.tools.report.figures import about, percent
 from kvtier.tools.report.stats import Estimate

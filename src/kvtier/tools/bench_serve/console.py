@@ -6,9 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.tools.bench_serve.conclusion import conclusion
 from kvtier.tools.bench_serve.result import ServeResult
-from kvtier.tools.bench_serve.summary import headline, verdicts
+from kvtier.tools.bench_serve.summary import conclusion, headline, verdicts
 from kvtier.tools.report.target import target_words
 
 

@@ -21,7 +21,7 @@ from kvtier.tools.bench_serve.tamper import Damage
 from kvtier.tools.bench_serve.ttft import COLD, WARM, TtftResult
 from kvtier.tools.report.figures import counted, milliseconds, number, percent
 from kvtier.tools.report.machine import Fact
-from kvtier.tools.report.page import render_page
+from kvtier.tools.report.page import render_page, write_page
 from kvtier.tools.report.stats import Estimate, Summary
 from kvtier.tools.report.svg import SvgPicture, picture
 from kvtier.tools.report.target import target_figure, target_interval, wanted
@@ -57,8 +57,7 @@ class Bar:
 
 def write_report(result: ServeResult, path: Path) -> None:
     """Write the report to ``path``; its directory is made where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_report(result), encoding="utf-8")
+    write_page(render_report(result), path)
 
 
 def render_report(result: ServeResult) -> str:

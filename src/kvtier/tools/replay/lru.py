@@ -35,16 +35,6 @@ class Distances:
         found = np.clip(capacity - self.above, 0, segments.length)
         return segments.per_request(np.where(segments.is_reuse, found, 0))
 
-    def all_hits(self) -> Ints:
-        """Hits of the whole trace by size: int64 [num_unique + 1], for 0 .. num_unique blocks."""
-        reuse = self.segments.is_reuse
-        above, length = self.above[reuse], self.segments.length[reuse]
-        steps = np.zeros(self.segments.num_unique + 2, np.int64)
-        np.add.at(steps, above + 1, 1)
-        np.add.at(steps, above + length + 1, -1)
-        found: Ints = np.cumsum(np.cumsum(steps))[:-1]
-        return found
-
 
 def find_distances(segments: Segments) -> Distances:
     """Cost: O(s log n) for s segments of n requests, each step over whole arrays."""

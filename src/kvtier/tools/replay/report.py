@@ -25,9 +25,10 @@ from kvtier.tools.replay.summary import (
     size_cells,
     size_mark,
     subtitle,
+    unique_bytes,
 )
 from kvtier.tools.report.figures import ago, capacity, number, percent
-from kvtier.tools.report.page import render_page
+from kvtier.tools.report.page import render_page, write_page
 from kvtier.tools.report.svg import picture
 
 
@@ -50,8 +51,7 @@ class ReportRow:
 
 def write_report(result: ReplayResult, path: Path) -> None:
     """Write the report to ``path``; its directory is made where it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_report(result), encoding="utf-8")
+    write_page(render_report(result), path)
 
 
 def render_report(result: ReplayResult) -> str:
@@ -105,7 +105,7 @@ def _cards(result: ReplayResult) -> list[Card]:
             "Could be reused",
             percent(facts.ceiling),
             f"{facts.num_references - facts.num_unique:,} of {facts.num_references:,} blocks were "
-            f"there before; the different ones take {capacity(_unique_bytes(result))}.",
+            f"there before; the different ones take {capacity(unique_bytes(result))}.",
         ),
     ]
     if evidence.age_p50_s is not None and evidence.age_p90_s is not None:
@@ -154,8 +154,3 @@ def _rows(result: ReplayResult, points: tuple[Point, ...], is_disk: bool) -> lis
         mark = size_mark(result, point, is_disk)
         rows.append(ReportRow([*size_cells(result, point, is_disk), mark], styles.get(mark, "")))
     return rows
-
-
-def _unique_bytes(result: ReplayResult) -> int:
-    facts = result.facts
-    return facts.num_unique * facts.block_tokens * result.machine.bytes_per_token

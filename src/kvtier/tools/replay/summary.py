@@ -92,7 +92,7 @@ def _refusal(result: ReplayResult) -> str:
     if not result.host:
         return (
             f"The device pool of {capacity(result.machine.device_bytes)} holds all different "
-            f"blocks of this trace, {capacity(_unique_bytes(result))}: it needs no more memory."
+            f"blocks of this trace, {capacity(unique_bytes(result))}: it needs no more memory."
         )
     if not _judged(result):
         smallest = capacity(result.host[0].num_bytes)
@@ -290,12 +290,13 @@ def _block_bytes(result: ReplayResult) -> int:
     return result.facts.block_tokens * result.machine.bytes_per_token
 
 
-def _unique_bytes(result: ReplayResult) -> int:
+def unique_bytes(result: ReplayResult) -> int:
+    """Return the size of the different blocks of the trace."""
     return result.facts.num_unique * _block_bytes(result)
 
 
 def _supported_bytes(result: ReplayResult) -> int:
-    return _unique_bytes(result) // LEAST_TURNS
+    return unique_bytes(result) // LEAST_TURNS
 
 
 def _capital(text: str) -> str:

@@ -1,11 +1,13 @@
-"""An HTML page: one file, no external resources, for a screen, a phone or a dark room.
+"""HTML pages of reports: one file, no external resources, for a screen, a phone or a dark room.
 
-``page.html.j2`` is its frame: style, the macro ``draw`` for pictures; others fill its blocks.
+``page.html.j2`` is the frame with its style, and ``draw.html.j2`` the macro for pictures. The
+template of a report extends the frame and fills its blocks.
 """
 
 from __future__ import annotations
 
 from importlib import resources
+from pathlib import Path
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
@@ -20,6 +22,12 @@ def render_page(template: str, **values: object) -> str:
         loader=FunctionLoader(_source),
     )
     return environment.get_template(template).render(values)
+
+
+def write_page(html: str, path: Path) -> None:
+    """Write a page to ``path``; its directory is made where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(html, encoding="utf-8")
 
 
 def _source(name: str) -> str:

@@ -77,11 +77,6 @@ class ManifestSync:
         """Packs and graves that nobody else knows of yet."""
         return len(self._packs) + len(self._graves)
 
-    @property
-    def has_graves(self) -> bool:
-        """Whether there are some that nobody else knows of yet."""
-        return bool(self._graves)
-
     def add(self, keys: Keys) -> None:
         """A pack was written."""
         with self._lock:

@@ -1,13 +1,28 @@
-"""Published eviction policies that keep blocks in queues.
+"""Eviction policies that only the native core has: kvtier's learned policy, and published ones.
 
-``native/policy/list_policies.hpp`` and ``lfuda.hpp`` implement them and name their sources. A use
-of a block is a request that asks for it. The end of a prompt leaves before its beginning, and every
-block is admitted.
+The native index runs the policy called ``native_name``, and tells it which requests ask for which
+blocks. The index in Python, which is used where the core was not built, runs LRU in its place.
+
+``native/policy/list_policies.hpp`` and ``lfuda.hpp`` implement the published policies and name
+their sources. These count a request for a block as its use, evict the end of a prompt before its
+beginning, and admit every block.
 """
 
 from __future__ import annotations
 
-from kvtier.index.policies.learned import NativePolicy
+from kvtier.index.policies.lru import LruPolicy
+
+
+class NativePolicy(LruPolicy):
+    """A policy of the native core that is told of requests."""
+
+    knows_prompts = True
+
+
+class RunsPolicy(NativePolicy):
+    """kvtier's learned policy: it learns which prompts are used again, and when."""
+
+    native_name = "runs"
 
 
 class ArcPolicy(NativePolicy):
