@@ -26,7 +26,9 @@ def config(prefix_caching: bool, processor_gb: float | None) -> Any:
     """vLLM's. processor_gb: None for a model of text alone."""
     multimodal = None
     if processor_gb is not None:
-        multimodal = SimpleNamespace(mm_processor_cache_gb=processor_gb)
+        multimodal = SimpleNamespace(
+            mm_processor_cache_gb=processor_gb, language_model_only=False, enable_mm_embeds=False
+        )
     return SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=multimodal),
         cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),

@@ -51,6 +51,7 @@ from kvtier.connectors.vllm.recording import (
 from kvtier.connectors.vllm.registry import CONNECTOR_NAME
 from kvtier.connectors.vllm.request_state import Advice
 from kvtier.connectors.vllm.spec import KvtierSpec
+from kvtier.connectors.vllm.standalone.unsupported import engine_of
 from kvtier.connectors.vllm.worker import TierWorker
 from kvtier.transfer.ranks import RankOrder, Report
 
@@ -104,7 +105,8 @@ class KvtierConnector(RecordedConnector):
             is_there = isinstance(cls.theirs, type)  # else it says why when it is called
             records = is_there and bool(record_settings(extra).record)
             made = recorded(cls.theirs) if records else cls.theirs
-            return made(vllm_config, role, kv_cache_config)
+            with engine_of(vllm_config):
+                return made(vllm_config, role, kv_cache_config)
         return super().__new__(cls)
 
     def __init__(

@@ -163,10 +163,12 @@ READ: Mapping[str, tuple[str, ...]] = {
     "CacheHitSource": ("HOST", "DISK", "EXTERNAL_UNSPECIFIED"),
     "VllmConfig": (
         "kv_transfer_config", "model_config", "cache_config", "load_config", "parallel_config",
-        "speculative_config",
+        "lora_config", "speculative_config",
     ),
     "CacheConfig": ("enable_prefix_caching",),
-    "MultiModalConfig": ("mm_processor_cache_gb",),
+    "MultiModalConfig": (
+        "enable_mm_embeds", "language_model_only", "mm_processor_cache_gb",
+    ),
     "ParallelConfig": ("data_parallel_index",),
     "Request": (
         "arrival_time", "block_hashes", "lora_request", "mm_features", "num_computed_tokens",
@@ -175,7 +177,10 @@ READ: Mapping[str, tuple[str, ...]] = {
     "LoRARequest": ("lora_name", "lora_int_id", "lora_path", "load_inplace"),
     "MultiModalFeatureSpec": ("mm_position",),
     "PlaceholderRange": ("offset",),
-    "ModelConfig": ("model", "revision", "hf_config", "max_model_len", "multimodal_config"),
+    "ModelConfig": (
+        "model", "revision", "hf_config", "max_model_len", "multimodal_config",
+        "enable_prompt_embeds",
+    ),
     "LoadConfig": ("load_format", "download_dir", "model_loader_extra_config"),
 }  # fmt: skip
 """kvtier reads these fields, attributes and members."""

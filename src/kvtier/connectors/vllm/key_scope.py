@@ -58,9 +58,17 @@ def counts_media(config: VllmConfig) -> bool:
     """Whether vLLM names media by a counter: it does where no cache of its own needs their hash.
     The names that clients give are not told from these."""
     media = config.model_config.multimodal_config
-    if media is None or config.cache_config.enable_prefix_caching:
+    if not takes_media(config) or config.cache_config.enable_prefix_caching:
         return False
     return float(media.mm_processor_cache_gb) == 0
+
+
+def takes_media(config: VllmConfig) -> bool:
+    """Whether vLLM takes images, video or audio: its model does, and its options leave them on."""
+    media = config.model_config.multimodal_config
+    if media is None:
+        return False
+    return not media.language_model_only or bool(media.enable_mm_embeds)
 
 
 def _before_media(request: Request, counts_media: bool) -> int:

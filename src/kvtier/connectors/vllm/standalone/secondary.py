@@ -39,6 +39,7 @@ from kvtier.connectors.vllm.counts import LOADED, METRICS, SHARED, UNCLAIMED, Co
 from kvtier.connectors.vllm.names import VllmNames, vllm_source
 from kvtier.connectors.vllm.prompt import blocks_of, depth
 from kvtier.connectors.vllm.standalone.settings import TierSettings
+from kvtier.connectors.vllm.standalone.unsupported import refuse
 from kvtier.connectors.vllm.stats import definitions, take_stats
 from kvtier.devices.base import Memory
 from kvtier.keyed.cache import BlockLocation
@@ -78,6 +79,7 @@ class KvtierTier(SecondaryTierManager):
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         settings = TierSettings.read(config)
+        refuse(settings)
         self.locality = settings.locality and Locality(settings.locality)
         # An address, no array: vLLM can't release its view while there are arrays over it.
         array = np.asarray(primary_kv_view)
