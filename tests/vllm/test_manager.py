@@ -35,7 +35,7 @@ from kvtier.types import DEVICE, DISK, HOST, Direct, LoadPolicy
 
 STEP = 128
 BLOCK_BYTES = 1 << 20
-KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(8)]
+KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(12)]
 
 
 class Known(VllmNames):
@@ -469,11 +469,12 @@ def test_groups_that_are_cut_otherwise_have_least_recently_used_first() -> None:
 def test_after_a_flood_a_conversation_is_there_if_its_request_said_so(
     hint: object, found: int
 ) -> None:
-    scheduler = Scheduler(num_host=4, num_disk=0)
+    """Two blocks are the quarter of the tier that a client may raise."""
+    scheduler = Scheduler(num_host=8, num_disk=0)
     talk = scheduler.request("talk", KEYS[:2], kv_transfer_params={"kvtier": hint})
     scheduler.store(talk, KEYS[:2])
     scheduler.manager.on_request_finished(talk)
-    for first in (2, 4, 6):
+    for first in (2, 4, 6, 8, 10):
         other = scheduler.request(f"other {first}", KEYS[first : first + 2])
         scheduler.store(other, KEYS[first : first + 2])
         scheduler.manager.on_request_finished(other)
