@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtier.tools.dashboard import SERIES, EngineKind
 from tests.vllm.engines import BLOCK, ENVIRONMENT, MODEL, NUM_BLOCKS, connector, multi, prompt
 
-START_S = 400
+START_S = 600
 
 
 def _printed(tmp_path: Path) -> list[str]:
