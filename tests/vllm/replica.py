@@ -55,12 +55,13 @@ def key_of(number: int) -> OffloadKey:
 
 
 class Replica:
-    """storage: URLs. replicated: all ranks have the same KV. settings: beside those."""
+    """storage: URLs. replicated: all ranks have the same KV. page_bytes: of a page on each rank,
+    where they differ. settings: beside those."""
 
     @staticmethod
-    def make_tensor() -> torch.Tensor:
+    def make_tensor(page_bytes: int) -> torch.Tensor:
         """vLLM's, of one rank."""
-        return torch.zeros((NUM_PAGES, PAGE_BYTES), dtype=torch.int8)
+        return torch.zeros((NUM_PAGES, page_bytes), dtype=torch.int8)
 
     @staticmethod
     def theirs(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,10 +73,12 @@ class Replica:
         storage: str | list[str],
         num_ranks: int = 2,
         replicated: bool = False,
+        page_bytes: Sequence[int] = (),
         **settings: object,
     ) -> None:
         self.num_ranks, self.replicated = num_ranks, replicated
         self.num_shards = 1 if replicated else num_ranks
+        self.page_bytes = page_bytes or [PAGE_BYTES] * num_ranks
         extra: dict[str, object] = {
             "spec_name": "kvtier",
             "host_capacity": 32 * PAGE_BYTES * self.num_shards,
@@ -89,15 +92,15 @@ class Replica:
         specs = [KvtierSpec(self._config(rank, extra, engine_id)) for rank in range(num_ranks)]
         specs[0].names.settle([vllm_source(str(MODEL))])
         self.manager: Any = specs[0].get_manager()
-        self.tensors = [self.make_tensor() for _ in range(num_ranks)]
+        self.tensors = [self.make_tensor(each) for each in self.page_bytes]
         self.workers: list[Any] = [
             spec.get_worker(
                 CanonicalKVCaches(
-                    [CanonicalKVCacheTensor(self.theirs(tensor), PAGE_BYTES)],
-                    [[CanonicalKVCacheRef(0, PAGE_BYTES)]],
+                    [CanonicalKVCacheTensor(self.theirs(tensor), num_bytes)],
+                    [[CanonicalKVCacheRef(0, num_bytes)]],
                 )
             )
-            for spec, tensor in zip(specs, self.tensors, strict=True)
+            for spec, tensor, num_bytes in zip(specs, self.tensors, self.page_bytes, strict=True)
         ]
         self.num_steps = 0
         self.step()  # all have said hello
@@ -106,7 +109,7 @@ class Replica:
         num = self.num_ranks
         return OffloadingConfig(
             groups=(OffloadingGroupConfig(TOKENS, ("layer.0",), 0),),
-            worker_kv_bytes_per_block=PAGE_BYTES,
+            worker_kv_bytes_per_block=self.page_bytes[rank],
             enable_kv_cache_events=True,
             extra_config=extra,
             engine_id=engine_id,
@@ -142,7 +145,7 @@ class Replica:
 
     def _content(self, number: int, rank: int) -> torch.Tensor:
         shard = 0 if self.replicated else rank
-        made = shake_128(b"%d of %d" % (number, shard)).digest(PAGE_BYTES)
+        made = shake_128(b"%d of %d" % (number, shard)).digest(self.page_bytes[rank])
         return torch.frombuffer(bytearray(made), dtype=torch.int8)
 
     def _context(self, numbers: Sequence[int]) -> ReqContext:

@@ -358,12 +358,12 @@ def test_settings_of_vllm_bring_blocks_straight_from_disk(
 
     class Accelerated(Replica):
         @staticmethod
-        def make_tensor() -> torch.Tensor:
-            memory = mmap.mmap(-1, REPLICAS_PAGES * PAGE_BYTES)
+        def make_tensor(page_bytes: int) -> torch.Tensor:
+            memory = mmap.mmap(-1, REPLICAS_PAGES * page_bytes)
             made = torch.frombuffer(memory, dtype=torch.int8)
             fake.adopt(made.data_ptr(), made.nbytes)
             undo.callback(fake.disown, made.data_ptr())
-            return made.view(REPLICAS_PAGES, PAGE_BYTES)
+            return made.view(REPLICAS_PAGES, page_bytes)
 
         @staticmethod
         def theirs(tensor: torch.Tensor) -> torch.Tensor:
