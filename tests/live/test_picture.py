@@ -13,7 +13,7 @@ from kvtier.live import History, Picture
 from kvtier.live.history import MOST_AGE_S
 from kvtier.live.questions import TOO_FEW, count, seconds, share, size
 from kvtier.live.scrape import Seen
-from kvtier.live.terminal import draw
+from kvtier.live.terminal import Fitted, draw
 
 from .texts import KVTIER, picture, reading, recorded
 
@@ -379,3 +379,15 @@ def test_a_name_is_shown_as_text_in_a_terminal() -> None:
     seen = Seen(picture(values).as_json())
     Console(file=shown, width=200).print(draw(seen, "http://h/[/x]"))
     assert shown.getvalue().count(evil) >= 3
+
+
+@pytest.mark.parametrize(("height", "says_so"), [(12, True), (80, False)])
+def test_a_low_terminal_says_that_lines_were_cut(height: int, says_so: bool) -> None:
+    history = History()
+    history.add(recorded("kvtier", 2, 0.0))
+    console = Console(width=100, height=height, file=io.StringIO())
+    with console.capture() as shown:
+        console.print(Fitted(draw(Seen(history.picture().as_json()), "http://h")))
+    lines = shown.get().rstrip("\n").split("\n")
+    assert len(lines) <= height
+    assert ("more lines: enlarge the terminal" in lines[-1]) == says_so

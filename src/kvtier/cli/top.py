@@ -75,12 +75,13 @@ def _once(watched: Watched, as_json: bool) -> None:
 def _on_and_on(watched: Watched, every_s: float) -> None:
     from rich.live import Live
 
-    from kvtier.live.terminal import draw
+    from kvtier.live.terminal import Fitted, draw
 
     try:
-        with Live(draw(watched.look(), watched.url), screen=True, auto_refresh=False) as live:
+        first = Fitted(draw(watched.look(), watched.url))
+        with Live(first, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(every_s)
-                live.update(draw(watched.look(), watched.url), refresh=True)
+                live.update(Fitted(draw(watched.look(), watched.url)), refresh=True)
     except KeyboardInterrupt:
         return

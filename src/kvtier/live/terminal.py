@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +22,23 @@ STATES = {
 }
 COLOURS = {"good": "green", "plain": "default", "bad": "red"}
 NOTHING = Text("–", "dim")
+
+
+class Fitted:
+    """A renderable cut to the terminal's height; the last line says how much was cut."""
+
+    def __init__(self, whole: RenderableType) -> None:
+        self._whole = whole
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(self._whole, options.update(height=None), pad=False)
+        num_shown = len(lines) if len(lines) <= console.height else console.height - 1
+        for line in lines[:num_shown]:
+            yield from line
+            yield Segment.line()
+        if num_shown < len(lines):
+            num_cut = len(lines) - num_shown
+            yield Text(f"{num_cut} more lines: enlarge the terminal, or use --once", "yellow")
 
 
 def draw(seen: Seen, url: str) -> RenderableType:
