@@ -15,7 +15,7 @@ from kvtier.live.scrape import Seen
 from kvtier.live.terminal import draw
 
 OUTCOMES = frozenset({"shown", "refused"})
-RECORDED = Path(__file__).parents[2] / "watch" / "recorded"
+RECORDED = Path(__file__).parents[2] / "live" / "recorded"
 TEXTS = [path.read_text() for path in sorted(RECORDED.glob("*.txt"))]
 VALUES = (
     *("0", "1", "-1", "NaN", "+Inf", "-Inf", "Infinity", "1e308", "1e-320", "9e18", "0x10"),

@@ -164,7 +164,7 @@ class BounceWorker:
 
 
 class BounceWorkers:
-    """Docks that are made when they are needed, ``num_docks`` at most."""
+    """Bounce workers, made on demand, ``num_docks`` at most."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class BounceWorkers:
         dock.end()
 
     def close(self, timeout_s: float) -> None:
-        """Docks in use end when they are done, if ever; the others are waited for."""
+        """Close idle workers; busy ones end when their call returns, if ever."""
         if not self._process.is_here:
             return  # threads and connections are the parent's
         with self._change:
