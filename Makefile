@@ -13,7 +13,7 @@ ifneq ($(shell command -v $${CXX:-c++}),)
 export KVTIER_REQUIRE_NATIVE := 1
 endif
 
-.PHONY: help setup demo site test test-docs test-page test-sglang test-sglang-quick test-vllm test-vllm-quick test-vllm-upstream test-stores test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
+.PHONY: help setup setup-demo demo site test test-docs test-page test-sglang test-sglang-quick test-vllm test-vllm-quick test-vllm-upstream test-stores test-dashboard test-wheel check-deploy check lint check-native crash-test fuzz bench bench-vllm bench-sglang bench-stores \
 	kvtier-in-vllm kvtier-in-sglang peers peers-sglang peers-sglang-server peers-sglang-storage peers-stores peers-lmcache peers-vllm \
 	peers-vllm-lmcache clean
 
@@ -44,6 +44,7 @@ help:
 	@echo "make peers   SGLang, LMCache and vLLM into .peers, for the benchmarks that compare with them;"
 	@echo "             8 GB; one of them: make peers-sglang, peers-lmcache, peers-vllm"
 	@echo "make setup   make .venv (the others do it too)"
+	@echo "make setup-demo  only what the demo and kvtier serve need (make demo does it too)"
 	@echo "make clean   remove what was built and measured; .venv stays"
 
 setup: $(INSTALLED)
@@ -66,7 +67,27 @@ $(INSTALLED): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	$(PIP_INSTALL) --no-build-isolation --config-settings=build-dir=build/native -e '.[engine,dev,docs]'
 	@touch $@
 
-demo: setup
+# Install a part of what setup installs into the same .venv: kvtier, its engine, and the build tools.
+# Nothing is left to do after setup. Without an accelerator torch comes from TORCH_INDEX, as a build
+# for the CPU, without CUDA; "make demo TORCH_INDEX=" takes what pip would take.
+DEMO := $(VENV)/.demo
+
+ifeq ($(shell command -v nvidia-smi rocm-smi npu-smi),)
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+endif
+
+setup-demo: $(if $(wildcard $(INSTALLED)),$(INSTALLED),$(DEMO))
+
+$(DEMO): pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
+	@echo "1 of 3: torch"
+	@$(PIP_INSTALL) -qq --no-deps $(addprefix --retries 1 --extra-index-url ,$(TORCH_INDEX)) torch
+	@echo "2 of 3: build tools"
+	@$(PIP_INSTALL) -qq scikit-build-core nanobind cmake ninja
+	@echo "3 of 3: kvtier, its native core (compiled), its engine's packages"
+	@$(PIP_INSTALL) -qq --no-build-isolation --config-settings=build-dir=build/native -e '.[engine]'
+	@touch $@
+
+demo: setup-demo
 	$(BIN)/kvtier bench serve --quick
 
 # A process per core. What a file sets up is made once: its tests stay together. Files with few tests

@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
+from kvtier.errors import install_command
+
 PATIENCE_S = 30.0
 
 
@@ -245,7 +247,7 @@ class MooncakeMaster:
     def __init__(self, folder: Path, lent_bytes: int = 512 << 20, lease_ms: int = 500) -> None:
         program = has_mooncake()
         if program is None:
-            raise FileNotFoundError("no mooncake_master: pip install 'kvtier[mooncake]'")
+            raise FileNotFoundError(f"no mooncake_master: {install_command('mooncake')}")
         if not os.access(program, os.X_OK):  # it comes in a wheel, which forgets that
             program.chmod(0o755)
         self._log = folder / "mooncake.log"

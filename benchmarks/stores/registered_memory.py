@@ -12,6 +12,7 @@ from threading import local
 from typing import Any
 
 from benchmarks.stores.servers import DEAD, Client, Memory, Place
+from kvtier.errors import install_command
 from kvtier.types import BlockKey
 from tests.servers import MooncakeMaster, has_mooncake
 
@@ -80,7 +81,7 @@ class MooncakePlace(Place):
 
     @classmethod
     def missing(cls) -> str | None:
-        return None if has_mooncake() else 'pip install "kvtier[mooncake]"'
+        return None if has_mooncake() else install_command("mooncake")
 
     def __init__(self, folder: Path) -> None:
         self._master = MooncakeMaster(folder, LENT_BYTES, LEASE_MS)
@@ -174,7 +175,7 @@ class NixlPlace(Place):
 
     @classmethod
     def missing(cls) -> str | None:
-        return None if find_spec("nixl") else 'pip install "kvtier[nixl]"'
+        return None if find_spec("nixl") else install_command("nixl")
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

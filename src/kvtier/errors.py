@@ -17,6 +17,16 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
+INSTALL = 'pip install ".[{extra}]" in a clone of kvtier'
+"""Command that installs an extra, for messages. Once a release is on PyPI it becomes
+``pip install "kvtier[{extra}]"``; the guides' commands are compared with it by a test."""
+
+
+def install_command(extra: str) -> str:
+    """Return how to install an extra of this package, as a part of a sentence."""
+    return INSTALL.format(extra=extra)
+
+
 class CacheError(Exception):
     """Base of every error that kvtier raises."""
 

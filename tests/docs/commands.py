@@ -22,7 +22,7 @@ from kvtier.connectors.vllm import SPEC_NAME
 from kvtier.connectors.vllm import contract as vllm
 from kvtier.connectors.vllm.settings import VllmSettings
 from kvtier.connectors.vllm.standalone.settings import TierSettings
-from kvtier.errors import ConfigError
+from kvtier.errors import INSTALL, ConfigError
 
 ROOT = Path(__file__).parents[2]
 WORDS_OF_THE_SHELL = frozenset({"do", "then", "else", "until", "while", "if", "!", "{", "("})
@@ -233,6 +233,8 @@ def _extras() -> frozenset[str]:
 
 def _check_pip(words: Sequence[str]) -> None:
     for word in words:
+        if word.startswith("kvtier") and "kvtier[" not in INSTALL:
+            raise CommandError(f"{word} is a release that is not there yet; write {INSTALL}")
         if found := re.fullmatch(r"(?:kvtier|\.)\[([\w,]+)\]", word):
             if unknown := set(found[1].split(",")) - _extras():
                 raise CommandError(f"kvtier has no extra {', '.join(sorted(unknown))}")

@@ -106,7 +106,8 @@ def test_marks_are_read_and_an_unknown_one_is_refused() -> None:
         ("python -m benchmarks.cpy --json -", "no module benchmarks.cpy"),
         ("python -m benchmarks.micro.copy --jsn -", "no option --jsn"),
         ("make demoo", "the Makefile has none"),
-        ('pip install "kvtier[s4]"', "no extra s4"),
+        ('pip install ".[s4]"', "no extra s4"),
+        ('pip install "kvtier[s3]"', "a release that is not there yet"),
         ("pytest tests/no_such.py", "there is no test"),
         ("vllm serve MODEL --kv-transfer-confg '{}'", "not in the contract with vLLM"),
         (

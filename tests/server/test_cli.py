@@ -18,6 +18,7 @@ from kvtier.cli.failure import starting
 from kvtier.cli.renamed import RENAMED
 from kvtier.cli.serve import serve
 from kvtier.config import CacheConfig, parse_size
+from kvtier.errors import install_command
 
 
 def kvtier(*arguments: str, **variables: str) -> Result:
@@ -129,7 +130,7 @@ def test_loading_of_a_model_is_told_before_torch_is_imported() -> None:
     loading, missing = done.stderr.splitlines()
     assert loading.endswith("loading model name=kvtier-tiny")
     assert missing.startswith("kvtier serve: ")
-    assert missing.endswith('; install what the engine needs: pip install "kvtier[engine]"')
+    assert missing.endswith(f"; install what the engine needs: {install_command('engine')}")
 
 
 @pytest.mark.engine

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from kvtier.cli import app, detect
 from kvtier.devices import CopyQueue, Device, Direction, Fence, Finding, Memory, find_device
+from kvtier.errors import install_command
 from tests.fakes.storage import StorageFake
 
 WITHOUT_TORCH = """
@@ -97,7 +98,7 @@ def test_what_is_not_installed_is_named_with_the_way_to_get_it(
     numpy, missing = detect.packages()
     assert numpy.found != "not installed"
     assert missing == Finding(
-        "no-such-package", "not installed", 'kvtier serve needs it: pip install "kvtier[engine]"'
+        "no-such-package", "not installed", f"kvtier serve needs it: {install_command('engine')}"
     )
 
 

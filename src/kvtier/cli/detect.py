@@ -15,7 +15,7 @@ import numpy as np
 
 from kvtier import __version__
 from kvtier.devices.base import Device, Finding, Memory
-from kvtier.errors import CacheError
+from kvtier.errors import CacheError, install_command
 from kvtier.system.memory import available_bytes
 from kvtier.system.process import num_cores
 
@@ -109,7 +109,7 @@ def packages() -> tuple[Finding, ...]:
         try:
             found.append(Finding(name, version(name)))
         except PackageNotFoundError:
-            note = 'kvtier serve needs it: pip install "kvtier[engine]"'
+            note = f"kvtier serve needs it: {install_command('engine')}"
             found.append(Finding(name, "not installed", note))
     return tuple(found)
 

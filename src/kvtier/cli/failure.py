@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from kvtier.errors import CacheError, printable
+from kvtier.errors import CacheError, install_command, printable
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, CacheError):
         return str(error)
     if isinstance(error, ImportError):
-        return f'{error}; install what the engine needs: pip install "kvtier[engine]"'
+        return f"{error}; install what the engine needs: {install_command('engine')}"
     reason = str(error).strip().partition("\n")[0].rstrip(".:")
     kind = type(error).__name__
     told = f"{kind}: {reason}" if reason else kind

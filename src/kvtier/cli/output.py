@@ -21,12 +21,13 @@ def write_json(text: str, target: str) -> None:
 def check_packages(wanted: list[str], extra: str, needs_report: bool) -> None:
     """Raise ``ConfigError`` for what is missing, before an hour was spent measuring. extra: of
     this package, which brings it."""
-    from kvtier.errors import ConfigError
+    from kvtier.errors import ConfigError, install_command
 
     wanted = [*wanted, *(["matplotlib", "jinja2"] if needs_report else [])]
     missing = [name for name in wanted if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"{' and '.join(missing)} not installed: pip install 'kvtier[{extra}]' brings all that "
-            "is needed" + (", or leave the report out with --no-report" if needs_report else "")
+            f"{' and '.join(missing)} not installed; install all that is needed: "
+            f"{install_command(extra)}"
+            + (", or leave the report out with --no-report" if needs_report else "")
         )

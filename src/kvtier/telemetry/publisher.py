@@ -18,7 +18,7 @@ from itertools import islice
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, install_command
 from kvtier.telemetry.block_events import CLEARED, BlockEvents, BlockLog
 from kvtier.telemetry.block_events import Event as BlockEvent
 from kvtier.telemetry.event_peers import EventPeers
@@ -69,7 +69,7 @@ class Publisher:
             import zmq
         except ImportError as error:
             raise ConfigError(
-                f'events: {error}; install what they need: pip install "kvtier[events]"'
+                f"events: {error}; install what they need: {install_command('events')}"
             ) from error
         self._log = log
         self._topic = topic.encode()

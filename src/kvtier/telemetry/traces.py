@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, install_command
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -116,7 +116,7 @@ def open_traces(version: str) -> Traces:
         made = _make_provider()
     except ImportError as error:
         raise ConfigError(
-            f'traces: {error}; install what they need: pip install "kvtier[traces]"'
+            f"traces: {error}; install what they need: {install_command('traces')}"
         ) from error
     return Traces(made.get_tracer("kvtier", version), made.shutdown)
 

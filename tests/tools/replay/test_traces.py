@@ -180,7 +180,7 @@ def test_without_zstd_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path = tmp_path / "trace"
     path.write_bytes(b"\x28\xb5\x2f\xfd....")
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match=r"trace is packed by zstd: pip install"):
+    with pytest.raises(ConfigError, match=r"trace is packed by zstd; unpack it, or install"):
         read_traces([path], OPTIONS)
 
 

@@ -12,7 +12,7 @@ from itertools import islice
 from math import inf
 from typing import Final
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, install_command
 from kvtier.tiers.remote.keeper import Entry, StoreKeeper
 from kvtier.tiers.remote.location import read_location, read_options
 from kvtier.tiers.remote.s3.opening import S3Options, check_location
@@ -76,7 +76,7 @@ def make_keeper(url: str) -> StoreKeeper:
             if error.name != "obstore":
                 raise
             raise ConfigError(
-                's3: needs the package obstore; install it with pip install "kvtier[s3]"'
+                f"s3: needs the package obstore; install it: {install_command('s3')}"
             ) from error
         return S3Keeper(location, options)
     shown = repr(scheme) if re.fullmatch(r"[\w.-]+", scheme) and rest else "this"

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, install_command
 from kvtier.system.child_process import Overdue, run_module
 from kvtier.system.process import give_way, num_cores
 from kvtier.tiers.remote.bounce_workers import Addresses, BounceClient, BounceRows, IsWanted
@@ -90,7 +90,7 @@ def make_mooncake(site: StorageSite) -> StorageTier:
     except ImportError as error:
         raise ConfigError(
             "storage: mooncake: needs the package mooncake-transfer-engine-non-cuda, or another of "
-            f'Mooncake\'s; install it with pip install "kvtier[mooncake]" ({error})'
+            f"Mooncake's; install it: {install_command('mooncake')} ({error})"
         ) from error
     process = StoreProcess(location, options)
     tier = DockedTier(site, location, options, process.client, MAX_CALLED)

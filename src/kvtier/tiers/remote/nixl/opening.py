@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, install_command
 from kvtier.tiers.remote.bounce_workers import Connect
 from kvtier.tiers.remote.bounced_tier import DockedTier
 from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
@@ -62,7 +62,7 @@ def _check_version(location: Location) -> None:
         version = metadata.version("nixl")
     except metadata.PackageNotFoundError as error:
         raise ConfigError(
-            'storage: nixl: needs the package nixl; install it with pip install "kvtier[nixl]"'
+            f"storage: nixl: needs the package nixl; install it: {install_command('nixl')}"
         ) from error
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
     if not OLDEST <= numbers < TOO_NEW:

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, install_command
 from kvtier.tiers.remote.envelope import Envelope
 from kvtier.tiers.remote.location import Location, StoreOptions, read_location, read_options
 from kvtier.tiers.remote.s3.packs import PACK_BYTES, PackShape
@@ -59,7 +59,7 @@ def make_s3(site: StorageSite) -> StorageTier:
         if error.name != "obstore":
             raise
         raise ConfigError(
-            'storage: s3: needs the package obstore; install it with pip install "kvtier[s3]"'
+            f"storage: s3: needs the package obstore; install it: {install_command('s3')}"
         ) from error
     settings = S3Settings(
         where=str(location),

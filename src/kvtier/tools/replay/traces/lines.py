@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from kvtier.errors import ConfigError, printable
+from kvtier.errors import ConfigError, install_command, printable
 from kvtier.tools.replay.trace import BYTES_PER_BLOCK
 
 if TYPE_CHECKING:
@@ -221,7 +221,9 @@ def _zstd(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
         return
     program = shutil.which("zstd")
     if program is None:
-        raise ConfigError(f"{path} is packed by zstd: pip install 'kvtier[replay]', or unpack it")
+        raise ConfigError(
+            f"{path} is packed by zstd; unpack it, or install a reader: {install_command('replay')}"
+        )
     os.lseek(raw.fileno(), 0, os.SEEK_SET)  # it gets the file, not what is buffered here
     with subprocess.Popen([program, "-dcq"], stdin=raw, stdout=subprocess.PIPE) as running:
         assert running.stdout is not None
