@@ -1,0 +1,236 @@
+"""Write the pages of ``docs/reference`` that follow from the code: commands and Python.
+
+python scripts/reference_pages.py            write them
+python scripts/reference_pages.py --check    exit with 1 where one is out of date
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import kvtier
+from kvtier import errors
+from kvtier.cli import app
+
+FOLDER = Path(__file__).parents[1] / "docs/reference"
+MADE = "<!-- Written by scripts/reference_pages.py. -->\n\n"
+WIDTH = 100
+UNTOLD = ("help", "install_completion", "show_completion")
+"""Options of every command line, which say nothing of kvtier."""
+
+
+def _prose(text: str) -> str:
+    """Return the paragraphs of a docstring, wrapped, with Markdown's quotes for code."""
+    text = inspect.cleandoc(text).replace("\b", "").replace("``", "`")
+    paragraphs = re.split(r"\n\s*\n", text)
+    return "\n\n".join(
+        textwrap.fill(" ".join(each.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
+        for each in paragraphs
+        if each.strip()
+    )
+
+
+def _cell(text: object) -> str:
+    return " ".join(str(text).split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+# -- commands -------------------------------------------------------------------------------------
+
+
+def _default(param: Any) -> str:
+    """Return an option's default as its help shows it."""
+    if param.required:
+        return "required"
+    shown = param.show_default
+    if isinstance(shown, str):
+        return _cell(shown)
+    value = param.default
+    if value is None or value == "" or callable(value):
+        return ""
+    if getattr(param, "is_flag", False):
+        names = param.opts if value else param.secondary_opts
+        return f"`{names[0]}`" if names else "off"
+    return f"`{_cell(getattr(value, 'value', value))}`"
+
+
+def _options(params: list[Any], context: Any) -> Iterator[str]:
+    yield "| option | meaning | default |"
+    yield "| -- | -- | -- |"
+    for param in params:
+        names = [*param.opts, *param.secondary_opts]
+        if not names[0].startswith("-"):
+            names = [param.name.upper()]
+        shown = ", ".join(f"`{name}`" for name in names)
+        choices = param.display_type(context).strip("<>").split("|")
+        words = _cell(param.help or "")
+        if len(choices) > 1:
+            words += f" One of {', '.join(choices)}."
+        yield f"| {shown} | {words} | {_default(param)} |"
+
+
+def _commands(name: str, command: Any) -> Iterator[str]:
+    """A section for a command, and for each of its own."""
+    children = getattr(command, "commands", {})
+    params = [
+        each
+        for each in command.params
+        if not getattr(each, "hidden", False) and each.name not in UNTOLD
+    ]
+    yield f"## {name}\n" if name.count(" ") < 2 else f"### {name}\n"
+    if command.help:
+        yield _prose(command.help) + "\n"
+    if params:
+        yield (
+            "\n".join(_options(params, command.make_context(name, [], resilient_parsing=True)))
+            + "\n"
+        )
+    for child in children.values():
+        if not child.hidden:
+            yield from _commands(f"{name} {child.name}", child)
+
+
+def commands_page() -> str:
+    """Return the page of every option of every command."""
+    intro = (
+        "# Commands\n\n"
+        "Every command and its options, as `kvtier COMMAND --help` prints them. Sizes are written "
+        'as\n"8GiB" or in bytes.\n\n'
+    )
+    return MADE + intro + "\n".join(_commands("kvtier", typer.main.get_command(app)))
+
+
+# -- Python ---------------------------------------------------------------------------------------
+
+
+PYTHON = """\
+# Python
+
+All names below are importable from `kvtier`. Importing them needs numpy, and no torch.
+[An engine of your own](../guides/own-engine.md) shows the calls in their order.
+
+A call that breaks the contract raises `UsageError` and changes nothing. A setting that can't be
+used raises `ConfigError`. A call after `close` raises `Closed`. A miss, a full tier and a failed
+load are outcomes, and raise nothing.
+"""
+
+
+def _signature(what: Any) -> str:
+    text = str(inspect.signature(what))
+    text = re.sub(r"(: |-> )'([^']*)'", r"\1\2", text)
+    text = re.sub(r"<function (\w+)>|<built-in function (\w+)>", r"\1\2", text)
+    return text.replace("(self, ", "(").replace("(self)", "()")
+
+
+def _is_public(name: str, what: object) -> bool:
+    return not name.startswith("_") and (inspect.isfunction(what) or isinstance(what, property))
+
+
+def _members(kind: type) -> Iterator[str]:
+    for name, what in vars(kind).items():
+        if not _is_public(name, what):
+            continue
+        if kind is kvtier.Lease and not isinstance(what, property):
+            continue  # the cache calls these
+        if isinstance(what, property):
+            told = str(inspect.signature(what.fget)).partition("-> ")[2].strip("'")  # type: ignore[arg-type]
+            yield f"**`{name}`**: `{told}`"
+        else:
+            yield f"**`{name}{_signature(what)}`**"
+        doc = inspect.getdoc(what)
+        if doc:
+            yield _prose(doc)
+
+
+def _meanings(kind: type) -> dict[str, str]:
+    """Return the sentence below each field of a class, as its source has it."""
+    (body,) = (
+        each for each in ast.parse(inspect.getsource(kind)).body if isinstance(each, ast.ClassDef)
+    )
+    told = {}
+    for field, below in pairwise(body.body):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+        ):
+            told[field.target.id] = str(below.value.value)
+    return told
+
+
+def _fields(kind: type) -> Iterator[str]:
+    """The fields of a dataclass, with the sentence that follows each in the source."""
+    meanings = _meanings(kind)
+    rows = []
+    for field in dataclasses.fields(kind):
+        default = "required" if field.default is dataclasses.MISSING else f"`{field.default!s}`"
+        if field.default == "" or (isinstance(field.default, tuple) and not field.default):
+            default = "none"
+        if field.default_factory is not dataclasses.MISSING:
+            default = "none"
+        meaning = _cell(meanings.get(field.name, "")).replace("``", "`")
+        rows.append(f"| `{field.name}` | `{_cell(field.type)}` | {default} | {meaning} |")
+    if rows:
+        yield "\n".join(["| field | type | default | meaning |", "| -- | -- | -- | -- |", *rows])
+
+
+def python_page() -> str:
+    """Return the page of the public names of ``kvtier``."""
+    parts = [PYTHON]
+    names = [name for name in kvtier.__all__ if name != "__version__"]
+    told = [name for name in names if not _is_error(getattr(kvtier, name))]
+    for name in told:
+        what = getattr(kvtier, name)
+        parts.append(f"## {name}\n")
+        is_dataclass = inspect.isclass(what) and dataclasses.is_dataclass(what)
+        if not is_dataclass:
+            parts.append(f"**`{name}{_signature(what)}`**\n")
+        parts.append(_prose(what.__doc__ or "") + "\n")
+        if is_dataclass:
+            parts += [f"{each}\n" for each in _fields(what)]
+        if inspect.isclass(what):
+            parts += [f"{each}\n" for each in _members(what)]
+    parts.append("## Errors\n")
+    rows = ["| error | is a | meaning |", "| -- | -- | -- |"]
+    for name, what in vars(errors).items():
+        if _is_error(what):
+            bases = ", ".join(f"`{each.__name__}`" for each in what.__bases__)
+            meaning = _cell(inspect.getdoc(what)).replace("``", "`")
+            rows.append(f"| `{name}` | {bases} | {meaning} |")
+    parts.append("\n".join(rows) + "\n")
+    return MADE + "\n".join(parts)
+
+
+def _is_error(what: object) -> bool:
+    return inspect.isclass(what) and issubclass(what, Exception)
+
+
+PAGES = {"commands.md": commands_page, "python.md": python_page}
+
+
+def main() -> int:
+    stale = []
+    for name, make in PAGES.items():
+        path, text = FOLDER / name, make()
+        if "--check" not in sys.argv[1:]:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(name)
+    if stale:
+        print(f"out of date: {', '.join(stale)}; run python scripts/reference_pages.py")
+    return bool(stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

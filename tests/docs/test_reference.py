@@ -1,0 +1,88 @@
+"""The reference pages name what the code has: all of it, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+import kvtier
+from tests.docs.pages import ROOT
+
+REFERENCE = ROOT / "docs/reference"
+NAME = re.compile(r"`(\w+)`")
+
+
+def _section(page: str, title: str) -> str:
+    text = (REFERENCE / page).read_text(encoding="utf-8")
+    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def _rows(text: str) -> dict[str, list[str]]:
+    """The cells of a table behind the first one, by the name in the first."""
+    rows = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if line.startswith("| ") and (found := NAME.match(cells[0])):
+            rows[found[1]] = cells[1:]
+    return rows
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("page", ["commands.md", "python.md"])
+def test_pages_that_follow_from_the_code_are_up_to_date(page: str) -> None:
+    from scripts.reference_pages import PAGES
+
+    said = (REFERENCE / page).read_text(encoding="utf-8")
+    assert said == PAGES[page](), "run python scripts/reference_pages.py"
+
+
+def test_every_variable_of_the_environment_is_on_its_page() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in ROOT.glob("src/kvtier/**/*.py")]
+    found = {name for source in sources for name in re.findall(r"\bKVTIER_[A-Z_]+\b", source)}
+    told = _rows((REFERENCE / "environment.md").read_text(encoding="utf-8"))
+    assert set(told) == found
+
+
+@pytest.mark.engine
+def test_every_parameter_of_the_api_is_on_its_page() -> None:
+    from kvtier.server.refused import HARMLESS, LABELS
+    from kvtier.server.schemas import ChatMessage, ChatRequest, CompletionRequest, StreamOptions
+
+    supported = _rows(_section("openai.md", "Supported"))
+    own = _rows(_section("openai.md", "kvtier's own"))
+    ignored = set(NAME.findall(_section("openai.md", "Ignored")))
+    chat, completions = set(ChatRequest.model_fields), set(CompletionRequest.model_fields)
+    assert {*supported, *own, *ignored} == chat | completions | LABELS
+    assert ignored == LABELS | {"user"}
+    for name, (endpoints, *_) in (supported | own).items():
+        at = {"both": (True, True), "chat": (True, False), "completions": (False, True)}[endpoints]
+        assert (name in chat, name in completions) == at, name
+    prose = set(NAME.findall(_section("openai.md", "Supported").rpartition("|")[2]))
+    assert {*ChatMessage.model_fields, *StreamOptions.model_fields} <= prose
+
+    refused = _rows(_section("openai.md", "Refused"))
+    assert set(refused) == set(HARMLESS)
+    for name, (values, *_) in refused.items():
+        shown = ", ".join(f"`{json.dumps(value)}`" for value in HARMLESS[name])
+        assert values == (shown or "none"), name
+
+
+def test_public_names_are_there_and_need_no_torch() -> None:
+    code = (
+        "import sys, kvtier; [getattr(kvtier, name) for name in kvtier.__all__];"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert set(kvtier.__all__) <= set(dir(kvtier))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = kvtier.no_such_name  # type: ignore[attr-defined]
+
+
+def test_a_type_checker_sees_the_same_public_names() -> None:
+    stub = (ROOT / "src/kvtier/__init__.pyi").read_text(encoding="utf-8")
+    named = set(re.findall(r"import (\w+) as \1\b", stub)) | {"__version__"}
+    assert named == set(kvtier.__all__)
