@@ -104,8 +104,8 @@ def commands_page() -> str:
     """Return the page of every option of every command."""
     intro = (
         "# Commands\n\n"
-        "Every command and its options, as `kvtier COMMAND --help` prints them. Sizes are written "
-        'as\n"8GiB" or in bytes.\n\n'
+        "Every command and its options, as `--help` prints them. Sizes are written as "
+        '"8GiB"\nor in bytes.\n\n'
     )
     return MADE + intro + "\n".join(_commands("kvtier", typer.main.get_command(app)))
 
@@ -132,6 +132,15 @@ def _signature(what: Any) -> str:
     return text.replace("(self, ", "(").replace("(self)", "()")
 
 
+def _code(name: str, what: Any) -> str:
+    """Return a signature as a block of code, one parameter in each line where it is long."""
+    text = f"{name}{_signature(what)}"
+    if len(text) > WIDTH:
+        parameters = re.split(r", (?=\w+: )", text[len(name) + 1 : text.rindex(")")])
+        text = f"{name}(\n    " + ",\n    ".join(parameters) + ",\n" + text[text.rindex(")") :]
+    return f"```python\n{text}\n```"
+
+
 def _is_public(name: str, what: object) -> bool:
     return not name.startswith("_") and (inspect.isfunction(what) or isinstance(what, property))
 
@@ -146,7 +155,7 @@ def _members(kind: type) -> Iterator[str]:
             told = str(inspect.signature(what.fget)).partition("-> ")[2].strip("'")  # type: ignore[arg-type]
             yield f"**`{name}`**: `{told}`"
         else:
-            yield f"**`{name}{_signature(what)}`**"
+            yield _code(name, what)
         doc = inspect.getdoc(what)
         if doc:
             yield _prose(doc)
@@ -195,7 +204,7 @@ def python_page() -> str:
         parts.append(f"## {name}\n")
         is_dataclass = inspect.isclass(what) and dataclasses.is_dataclass(what)
         if not is_dataclass:
-            parts.append(f"**`{name}{_signature(what)}`**\n")
+            parts.append(_code(name, what) + "\n")
         parts.append(_prose(what.__doc__ or "") + "\n")
         if is_dataclass:
             parts += [f"{each}\n" for each in _fields(what)]
