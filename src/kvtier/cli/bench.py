@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli.failure import Commands, fail
+from kvtier.cli.command import CommandLine
 from kvtier.cli.output import STDOUT, check_packages, write_json
-from kvtier.cli.renamed import telling
 from kvtier.config import BLOCK_SIZE, CHUNK_TOKENS, without_password
 
 if TYPE_CHECKING:
     from kvtier.tools.bench_serve.options import Experiment
 
-app = typer.Typer(cls=Commands, no_args_is_help=True)
+app = CommandLine()
 
 
 @app.callback()
@@ -26,7 +25,7 @@ def bench() -> None:
     """Measure what the cache saves, and what it costs, on this machine."""
 
 
-@app.command(cls=telling("bench serve"))
+@app.command()
 def serve(
     model: Annotated[
         str, typer.Option(help="A built-in model, or a local directory in Hugging Face format.")
@@ -109,54 +108,49 @@ def serve(
     """
     from rich.console import Console
 
-    from kvtier.errors import CacheError
-
     # With JSON on stdout, whatever is meant for a person goes to stderr.
     console = Console(stderr=json_file == STDOUT)
-    try:
-        check_packages(["torch", "transformers"], "engine", needs_report=not no_report)
-        chosen = _experiments(experiments)
+    check_packages(["torch", "transformers"], "engine", needs_report=not no_report)
+    chosen = _experiments(experiments)
 
-        from kvtier.tools.bench_serve.console import show_result
-        from kvtier.tools.bench_serve.options import Experiment, ServeOptions
-        from kvtier.tools.bench_serve.serve import run_serve
-        from kvtier.tools.report.bar import ProgressBar
+    from kvtier.tools.bench_serve.console import show_result
+    from kvtier.tools.bench_serve.options import Experiment, ServeOptions
+    from kvtier.tools.bench_serve.serve import run_serve
+    from kvtier.tools.report.bar import ProgressBar
 
-        if disk_bytes_per_s is not None and Experiment.SLOW_DISK not in chosen:
-            chosen = (*chosen, Experiment.SLOW_DISK)
-        if storage is not None and Experiment.STORE not in chosen:
-            chosen = (*chosen, Experiment.STORE)
-        options = ServeOptions.sized(
-            quick=quick,
-            model=model,
-            device=device,
-            threads=threads,
-            block_size=block_size,
-            chunk_tokens=chunk_tokens,
-            text=tuple(text or ()),
-            disk_path=disk_path,
-            experiments=chosen,
-            disk_bytes_per_s=disk_bytes_per_s or "auto",
-            storage=storage or "",
-            storage_capacity=storage_capacity,
-            ttft_prompts=ttft_prompts,
-            prompt_tokens=prompt_tokens,
-            accuracy_prompts=accuracy_prompts,
-            steps=steps,
-        )
-        command = shlex.join(["kvtier", *map(without_password, sys.argv[1:])])
-        with ProgressBar(Console(stderr=True)) as progress:
-            result = run_serve(options, progress, command)
-        show_result(console, result)
-        if json_file is not None:
-            write_json(json.dumps(result.as_json(), indent=2), json_file)
-        if not no_report:
-            from kvtier.tools.bench_serve.report import write_report
+    if disk_bytes_per_s is not None and Experiment.SLOW_DISK not in chosen:
+        chosen = (*chosen, Experiment.SLOW_DISK)
+    if storage is not None and Experiment.STORE not in chosen:
+        chosen = (*chosen, Experiment.STORE)
+    options = ServeOptions.sized(
+        quick=quick,
+        model=model,
+        device=device,
+        threads=threads,
+        block_size=block_size,
+        chunk_tokens=chunk_tokens,
+        text=tuple(text or ()),
+        disk_path=disk_path,
+        experiments=chosen,
+        disk_bytes_per_s=disk_bytes_per_s or "auto",
+        storage=storage or "",
+        storage_capacity=storage_capacity,
+        ttft_prompts=ttft_prompts,
+        prompt_tokens=prompt_tokens,
+        accuracy_prompts=accuracy_prompts,
+        steps=steps,
+    )
+    command = shlex.join(["kvtier", *map(without_password, sys.argv[1:])])
+    with ProgressBar(Console(stderr=True)) as progress:
+        result = run_serve(options, progress, command)
+    show_result(console, result)
+    if json_file is not None:
+        write_json(json.dumps(result.as_json(), indent=2), json_file)
+    if not no_report:
+        from kvtier.tools.bench_serve.report import write_report
 
-            write_report(result, report)
-            console.print(f"Report: {report}", highlight=False, soft_wrap=True)
-    except (CacheError, OSError) as error:
-        fail("bench serve", error)
+        write_report(result, report)
+        console.print(f"Report: {report}", highlight=False, soft_wrap=True)
     if not result.correct:
         raise typer.Exit(1)
 
@@ -182,18 +176,14 @@ def copy(
     from kvtier.cli.detect import devices_found
     from kvtier.config import parse_size
     from kvtier.devices import find_device
-    from kvtier.errors import CacheError
     from kvtier.tools.bench_serve.copies import measure_copies, show_copies
 
     console = Console(stderr=json_file == STDOUT)
-    try:
-        name = devices_found()[1] if device == "auto" else device
-        found = measure_copies(find_device(name), parse_size(size, "size"), repeats)
-        show_copies(console, found)
-        if json_file is not None:
-            write_json(json.dumps(found.as_json(), indent=1), json_file)
-    except (CacheError, OSError) as error:
-        fail("bench copy", error)
+    name = devices_found()[1] if device == "auto" else device
+    found = measure_copies(find_device(name), parse_size(size, "size"), repeats)
+    show_copies(console, found)
+    if json_file is not None:
+        write_json(json.dumps(found.as_json(), indent=1), json_file)
 
 
 def _experiments(names: str) -> tuple[Experiment, ...]:

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from kvtier.cli.api_keys import KEY_VARIABLE, take_key
-from kvtier.cli.failure import fail
-from kvtier.errors import CacheError, ConfigError
+from kvtier.errors import ConfigError
 
 STDIN = "-"
 
@@ -41,13 +40,10 @@ def explain(
     from kvtier.cli.explained import show
     from kvtier.cli.explainer import Explainer
 
-    try:
-        prompt = _read(prompt_file)
-        server = Explainer(url, take_key(api_key), timeout_s)
-        model = server.model()
-        found = server.explain(model, prompt, salt)
-    except (CacheError, OSError) as error:
-        fail("explain", error)
+    prompt = _read(prompt_file)
+    server = Explainer(url, take_key(api_key), timeout_s)
+    model = server.model()
+    found = server.explain(model, prompt, salt)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:

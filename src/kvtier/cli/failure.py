@@ -15,7 +15,8 @@ from kvtier.errors import CacheError, install_command, printable
 logger = logging.getLogger(__name__)
 
 USAGE = 2
-"""Exit status for a setting that can't be used, and for whatever else prevents a start."""
+"""Exit status of every command that could not do what it was told: a setting that can't be used, a
+file or a server that does not answer. 1 is for a command that looked, and found something wrong."""
 
 
 def fail(command: str, reason: object) -> NoReturn:
@@ -50,7 +51,8 @@ def starting(command: str) -> Iterator[Callable[[], None]]:
 
 
 class Commands(TyperGroup):
-    """A group of commands. Errors that the user or the machine caused are told in one sentence."""
+    """A group of commands. Errors that the user or the machine caused are told in one sentence,
+    with exit status ``USAGE``."""
 
     def invoke(self, ctx: Any) -> object:
         try:

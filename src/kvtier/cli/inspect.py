@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli.failure import fail
-from kvtier.errors import CacheError, printable
+from kvtier.errors import printable
 from kvtier.tools.report.figures import ago, size
 
 if TYPE_CHECKING:
@@ -32,10 +31,7 @@ def inspect(
     from kvtier.tiers.disk.inspect.report import report_slab
 
     now = time.time()
-    try:
-        report = report_slab(path, now)
-    except (CacheError, OSError) as error:
-        fail("inspect", error)
+    report = report_slab(path, now)
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=2))
         return

@@ -8,14 +8,13 @@ import typer
 
 from kvtier import __version__
 from kvtier.cli.bench import app as bench
+from kvtier.cli.command import CommandLine
 from kvtier.cli.dashboard import dashboard
 from kvtier.cli.doctor import doctor
 from kvtier.cli.explain import explain
-from kvtier.cli.failure import Commands
 from kvtier.cli.inspect import inspect
 from kvtier.cli.record import record
 from kvtier.cli.remote import app as remote
-from kvtier.cli.renamed import telling
 from kvtier.cli.replay import replay
 from kvtier.cli.serve import serve
 from kvtier.cli.sglang_args import sglang_args
@@ -24,15 +23,13 @@ from kvtier.cli.verify import verify
 from kvtier.cli.vllm_args import vllm_args
 from kvtier.cli.watch import watch
 
-app = typer.Typer(
+app = CommandLine(
     name="kvtier",
-    cls=Commands,
     help="A hierarchical KV cache for LLM inference.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(cls=telling("serve"))(serve)
+app.command()(serve)
 app.command()(watch)
 app.command()(top)
 app.command()(replay)
@@ -42,7 +39,7 @@ app.command()(explain)
 app.command()(dashboard)
 app.command()(inspect)
 app.command()(verify)
-app.command("vllm-args", cls=telling("vllm-args"))(vllm_args)
+app.command("vllm-args")(vllm_args)
 app.command("sglang-args")(sglang_args)
 app.add_typer(remote, name="remote")
 app.add_typer(bench, name="bench")
@@ -57,7 +54,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Say which.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     pass

@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 
-from kvtier.cli.failure import fail
 from kvtier.config import BLOCK_SIZE
 
 
@@ -25,17 +24,13 @@ def record(
     """
     from rich.console import Console
 
-    from kvtier.errors import CacheError
     from kvtier.recording import Chains, salt_from_environment
     from kvtier.tools.replay.traces import ReadOptions, read_traces
     from kvtier.tools.replay.traces.writing import write_trace
 
-    try:
-        chains = Chains(salt_from_environment(), block_tokens)
-        trace = read_traces(logs, ReadOptions(chains))
-        num_bytes = write_trace(trace, chains.name, to)
-    except (CacheError, OSError) as error:
-        fail("record", error)
+    chains = Chains(salt_from_environment(), block_tokens)
+    trace = read_traces(logs, ReadOptions(chains))
+    num_bytes = write_trace(trace, chains.name, to)
     Console(stderr=True).print(
         f"{trace.num_requests:,} requests in {num_bytes:,} bytes: {to}",
         highlight=False,

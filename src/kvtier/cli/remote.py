@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli.failure import Commands, fail
-from kvtier.errors import CacheError, ConfigError, printable
+from kvtier.cli.command import CommandLine
+from kvtier.errors import ConfigError, printable
 from kvtier.tools.report.figures import ago, size
 
 if TYPE_CHECKING:
     from kvtier.tiers.remote.keeper import StoreKeeper
     from kvtier.tiers.remote.pruning import Contents, Pruned
 
-app = typer.Typer(cls=Commands, no_args_is_help=True)
+app = CommandLine()
 
 SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -44,7 +44,7 @@ def check(url: Url, as_json: AsJson = False) -> None:
     """
     from kvtier.tiers.remote.pruning import Contents
 
-    with _keeper("remote check", url) as keeper:
+    with _keeper(url) as keeper:
         state, there = keeper.test(), Contents.of(keeper.entries())
         if as_json:
             told = {"where": keeper.where, "state": state, "kind": keeper.kind, **asdict(there)}
@@ -83,7 +83,7 @@ def prune(
     from kvtier.config import parse_size
     from kvtier.tiers.remote.pruning import prune as prune_store
 
-    with _keeper("remote prune", url) as keeper:
+    with _keeper(url) as keeper:
         if older_than is None and max_bytes is None:
             raise ConfigError("nothing to go by; give --older-than, --max-bytes or both")
         found = prune_store(
@@ -100,17 +100,14 @@ def prune(
 
 
 @contextmanager
-def _keeper(command: str, url: str) -> Iterator[StoreKeeper]:
+def _keeper(url: str) -> Iterator[StoreKeeper]:
     from kvtier.tiers.remote.pruning import make_keeper
 
+    keeper = make_keeper(url)
     try:
-        keeper = make_keeper(url)
-        try:
-            yield keeper
-        finally:
-            keeper.close()
-    except (CacheError, OSError) as error:
-        fail(command, error)
+        yield keeper
+    finally:
+        keeper.close()
 
 
 def _seconds(text: str) -> float:

@@ -1,12 +1,6 @@
-"""Options that had another name: whoever still gives the old one is told the new one."""
+"""Old names of options. Whoever gives one is told the new one."""
 
 from __future__ import annotations
-
-from typing import Any
-
-from typer.core import TyperCommand
-
-from kvtier.cli.failure import fail
 
 RENAMED = {
     "serve": {
@@ -26,17 +20,3 @@ RENAMED = {
     "vllm-args": {"--host": "--host-capacity", "--disk": "--disk-path"},
 }
 """By command, old to new."""
-
-
-def telling(command: str) -> type[TyperCommand]:
-    """The class of ``command``, which refuses old names of its options."""
-    renamed = RENAMED[command]
-
-    class Command(TyperCommand):
-        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-            for option in (each.split("=")[0] for each in args):
-                if option in renamed:
-                    fail(command, f"{option} is called {renamed[option]}")
-            return super().parse_args(ctx, args)
-
-    return Command

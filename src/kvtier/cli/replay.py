@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli.failure import fail
 from kvtier.cli.output import STDOUT, check_packages, write_json
 
 if TYPE_CHECKING:
@@ -224,75 +223,70 @@ def replay(
     """Replay what a server was asked, and say which host memory and disk pay for themselves."""
     from rich.console import Console
 
-    from kvtier.errors import CacheError
-
     # With JSON on stdout, whatever is meant for a person goes to stderr.
     console = Console(stderr=json_file == STDOUT)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPED_WIDTH
-    try:
-        check_packages([], "replay", needs_report=not no_report)
+    check_packages([], "replay", needs_report=not no_report)
 
-        from kvtier.config import BLOCK_SIZE, parse_size
-        from kvtier.recording import Chains, salt_from_environment
-        from kvtier.tools.replay.assumptions import Machine
-        from kvtier.tools.replay.console import show_result
-        from kvtier.tools.replay.policies import usual_policies
-        from kvtier.tools.replay.replay import ReplayOptions, run_replay
-        from kvtier.tools.replay.settings import ReplaySettings
-        from kvtier.tools.replay.summary import recommendation
-        from kvtier.tools.replay.traces import ReadOptions
-        from kvtier.tools.report.bar import ProgressBar
+    from kvtier.config import BLOCK_SIZE, parse_size
+    from kvtier.recording import Chains, salt_from_environment
+    from kvtier.tools.replay.assumptions import Machine
+    from kvtier.tools.replay.console import show_result
+    from kvtier.tools.replay.policies import usual_policies
+    from kvtier.tools.replay.replay import ReplayOptions, run_replay
+    from kvtier.tools.replay.settings import ReplaySettings
+    from kvtier.tools.replay.summary import recommendation
+    from kvtier.tools.replay.traces import ReadOptions
+    from kvtier.tools.report.bar import ProgressBar
 
-        settings = ReplaySettings()
-        kv_bytes = settings.bytes_per_token(bytes_per_token, model, kv_dtype, BYTES_PER_TOKEN)
-        doubles_at = settings.doubles_at(prefill_doubles_at, PREFILL_DOUBLES_AT)
-        machine = Machine(
-            bytes_per_token=kv_bytes,
-            prefill=settings.prefill(prefill_tokens_per_s, bench, doubles_at, PREFILL_TOKENS_PER_S),
-            device_bytes=settings.size("device_capacity", device_capacity, DEVICE_CAPACITY),
-            host_bytes_per_s=settings.size("host_bytes_per_s", host_bytes_per_s, HOST_BYTES_PER_S),
-            disk_bytes_per_s=settings.size("disk_bytes_per_s", disk_bytes_per_s, DISK_BYTES_PER_S),
-            host_price=settings.price("host_price_per_gib", host_price_per_gib, HOST_PRICE),
-            disk_price=settings.price("disk_price_per_gib", disk_price_per_gib, DISK_PRICE),
-            accelerator_price=settings.price(
-                "accelerator_price_per_hour", accelerator_price_per_hour, ACCELERATOR_PRICE
-            ),
-            years=settings.price("paid_off_years", paid_off_years, YEARS),
-            disk_writes=settings.price("disk_full_writes", disk_full_writes, DISK_WRITES),
-        )
-        options = ReplayOptions(
-            paths=tuple(traces),
-            read=ReadOptions(
-                Chains(salt_from_environment(), block_tokens or BLOCK_SIZE),
-                block_tokens,
-                coarsen,
-                sessions,
-                hours,
-                seed,
-                shared_prefix,
-                time_unit,
-            ),
-            machine=machine,
-            assumptions=settings.assumptions,
-            policies=_names(policies) or usual_policies(),
-            sizes=_sizes(sizes),
-            host_bytes=parse_size(host_capacity, "host_capacity"),
-            disk_bytes=parse_size(disk_capacity, "disk_capacity"),
-        )
-        command = shlex.join(["kvtier", *sys.argv[1:]])
-        with ProgressBar(Console(stderr=True)) as progress:
-            result = run_replay(options, progress, command)
-        show_result(console, result)
-        if json_file is not None:
-            write_json(json.dumps(result.as_json(recommendation(result)), indent=2), json_file)
-        if not no_report:
-            from kvtier.tools.replay.report import write_report
+    settings = ReplaySettings()
+    kv_bytes = settings.bytes_per_token(bytes_per_token, model, kv_dtype, BYTES_PER_TOKEN)
+    doubles_at = settings.doubles_at(prefill_doubles_at, PREFILL_DOUBLES_AT)
+    machine = Machine(
+        bytes_per_token=kv_bytes,
+        prefill=settings.prefill(prefill_tokens_per_s, bench, doubles_at, PREFILL_TOKENS_PER_S),
+        device_bytes=settings.size("device_capacity", device_capacity, DEVICE_CAPACITY),
+        host_bytes_per_s=settings.size("host_bytes_per_s", host_bytes_per_s, HOST_BYTES_PER_S),
+        disk_bytes_per_s=settings.size("disk_bytes_per_s", disk_bytes_per_s, DISK_BYTES_PER_S),
+        host_price=settings.price("host_price_per_gib", host_price_per_gib, HOST_PRICE),
+        disk_price=settings.price("disk_price_per_gib", disk_price_per_gib, DISK_PRICE),
+        accelerator_price=settings.price(
+            "accelerator_price_per_hour", accelerator_price_per_hour, ACCELERATOR_PRICE
+        ),
+        years=settings.price("paid_off_years", paid_off_years, YEARS),
+        disk_writes=settings.price("disk_full_writes", disk_full_writes, DISK_WRITES),
+    )
+    options = ReplayOptions(
+        paths=tuple(traces),
+        read=ReadOptions(
+            Chains(salt_from_environment(), block_tokens or BLOCK_SIZE),
+            block_tokens,
+            coarsen,
+            sessions,
+            hours,
+            seed,
+            shared_prefix,
+            time_unit,
+        ),
+        machine=machine,
+        assumptions=settings.assumptions,
+        policies=_names(policies) or usual_policies(),
+        sizes=_sizes(sizes),
+        host_bytes=parse_size(host_capacity, "host_capacity"),
+        disk_bytes=parse_size(disk_capacity, "disk_capacity"),
+    )
+    command = shlex.join(["kvtier", *sys.argv[1:]])
+    with ProgressBar(Console(stderr=True)) as progress:
+        result = run_replay(options, progress, command)
+    show_result(console, result)
+    if json_file is not None:
+        write_json(json.dumps(result.as_json(recommendation(result)), indent=2), json_file)
+    if not no_report:
+        from kvtier.tools.replay.report import write_report
 
-            write_report(result, report)
-            console.print(f"Report: {report}", highlight=False, soft_wrap=True)
-    except (CacheError, OSError) as error:
-        fail("replay", error)
+        write_report(result, report)
+        console.print(f"Report: {report}", highlight=False, soft_wrap=True)
 
 
 def _names(text: str) -> tuple[str, ...]:

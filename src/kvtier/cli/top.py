@@ -11,15 +11,12 @@ import typer
 from kvtier.cli.api_keys import KEY_VARIABLE, take_key
 from kvtier.cli.failure import fail
 from kvtier.cli.watch import URL
-from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvtier.live.scrape import Watched
 
 FIRST_S = 2.0
 """Between the two looks of ``--once``: what happens per second is the difference."""
-UNREACHABLE = 1
-"""Exit code where the engine does not say how it is."""
 
 
 def top(
@@ -30,7 +27,7 @@ def top(
         bool, typer.Option("--once", help=f"Look for {FIRST_S:.0f} seconds, show, and end.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="With --once: as JSON, for scripts.")
+        bool, typer.Option("--json", help="Look once, and print one JSON object.")
     ] = False,
     every_s: Annotated[
         float, typer.Option("--every", min=1.0, max=60.0, help="Seconds between two looks.")
@@ -43,13 +40,8 @@ def top(
     """Show what a cache does right now: of a kvtier server, vLLM or SGLang."""
     from kvtier.live.scrape import Watched
 
-    if as_json and not once:
-        fail("top", "--json is one answer: give --once, too")
-    try:
-        watched = Watched(url, take_key(api_key))
-    except ConfigError as error:
-        fail("top", error)
-    if once:
+    watched = Watched(url, take_key(api_key))
+    if once or as_json:
         _once(watched, as_json)
     else:
         _on_and_on(watched, every_s)
@@ -64,8 +56,7 @@ def _once(watched: Watched, as_json: bool) -> None:
     time.sleep(FIRST_S)
     seen = watched.look()
     if seen.picture is None:
-        typer.echo(f"kvtier top: {seen.error}", err=True)
-        raise typer.Exit(UNREACHABLE)
+        fail("top", seen.error)
     if as_json:
         typer.echo(json.dumps(seen.picture, indent=2))
     else:

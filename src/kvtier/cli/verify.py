@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvtier.cli.failure import fail
-from kvtier.errors import CacheError, printable
+from kvtier.errors import printable
 from kvtier.tools.report.figures import size
 
 if TYPE_CHECKING:
@@ -43,22 +42,19 @@ def verify(
     from kvtier.tiers.disk.inspect.check import check_slab
 
     told = Console(stderr=True)
-    try:
-        with Progress(
-            "verifying",
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=told,
-            transient=True,
-            disable=not told.is_terminal,
-        ) as bar:
-            task = bar.add_task("", total=None)
-            report = check_slab(
-                path, repair, lambda done, total: bar.update(task, completed=done, total=total)
-            )
-    except (CacheError, OSError) as error:
-        fail("verify", error)
+    with Progress(
+        "verifying",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=told,
+        transient=True,
+        disable=not told.is_terminal,
+    ) as bar:
+        task = bar.add_task("", total=None)
+        report = check_slab(
+            path, repair, lambda done, total: bar.update(task, completed=done, total=total)
+        )
     if as_json:
         typer.echo(json.dumps({**asdict(report), "is_right": report.is_right}, indent=2))
     else:

@@ -8,7 +8,6 @@ import typer
 
 from kvtier.cli.api_keys import KEY_VARIABLE, take_key
 from kvtier.cli.failure import fail
-from kvtier.errors import ConfigError
 
 URL = "http://127.0.0.1:8000"
 
@@ -31,10 +30,7 @@ def watch(
     from kvtier.live.local import LOCAL_HOSTS, LocalServer
     from kvtier.live.scrape import Watched
 
-    try:
-        watched = Watched(url, take_key(api_key))
-    except ConfigError as error:
-        fail("watch", error)
+    watched = Watched(url, take_key(api_key))
     try:
         server = LocalServer(watched, host, port)
     except (OSError, OverflowError) as error:
