@@ -49,6 +49,8 @@ def impossible(folder: Path) -> dict[str, list[str]]:
         "serve": ["no-such-model", "--port", "0"],
         "watch": [dead, "--host", "192.0.2.1"],
         "top": [dead, "--json"],
+        "ping": [dead],
+        "describe": [dead],
         "replay": [nothing, "--sizes", "much", "--no-report"],
         "record": [nothing, "--to", f"{nothing}.jsonl"],
         "explain": [dead, "--prompt-file", __file__],

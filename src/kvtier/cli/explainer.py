@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from kvtier.cli.explained import is_explanation
 from kvtier.errors import ConfigError, printable
-from kvtier.live.client import NoAnswerError, RefusedError, check_url, fetch
+from kvtier.live.client import NoAnswerError, RefusedError, fetch, server_url
 
 HEADER = "X-KVTier-Explain"
 MOST_SAID = 1000
@@ -18,7 +18,7 @@ class Explainer:
     """A server of kvtier's own, asked to explain prompts."""
 
     def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
-        self.url = check_url(url).rstrip("/").removesuffix("/v1")
+        self.url = server_url(url)
         self._key, self._timeout_s = key, timeout_s
 
     def model(self) -> str:

@@ -13,6 +13,7 @@ from kvtier.cli.dashboard import dashboard
 from kvtier.cli.doctor import doctor
 from kvtier.cli.explain import explain
 from kvtier.cli.inspect import inspect
+from kvtier.cli.ping import describe, ping
 from kvtier.cli.record import record
 from kvtier.cli.remote import app as remote
 from kvtier.cli.replay import replay
@@ -32,6 +33,8 @@ app = CommandLine(
 app.command()(serve)
 app.command()(watch)
 app.command()(top)
+app.command()(ping)
+app.command()(describe)
 app.command()(replay)
 app.command()(record)
 app.command()(doctor)

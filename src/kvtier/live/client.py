@@ -60,6 +60,14 @@ def check_url(url: str) -> str:
     return whole
 
 
+def server_url(url: str) -> str:
+    """Return the address below which a server's paths are, from its own or that of its ``/v1``.
+
+    Raises ``ConfigError`` as ``check_url`` does.
+    """
+    return check_url(url).rstrip("/").removesuffix("/v1")
+
+
 def fetch(
     url: str,
     timeout_s: float,
