@@ -15,7 +15,8 @@ from kvtier.testing.storage_suite import GROUP
 from kvtier.tiers import Outcome
 from kvtier.tiers.remote.bounce_workers import BounceRows
 from kvtier.tiers.remote.location import read_location
-from kvtier.tiers.remote.mooncake.tier import MooncakeClient, MooncakeOptions, StoreProcess, tier
+from kvtier.tiers.remote.mooncake import tier
+from kvtier.tiers.remote.mooncake.tier import MooncakeClient, MooncakeOptions, StoreProcess
 from kvtier.types import BlockKey
 
 KEY = BlockKey(bytes(32))

@@ -13,7 +13,7 @@ from kvtier.layout import DType, full_attention
 from kvtier.testing.storage_user import User, stored_key
 from kvtier.tiers import Outcome
 from kvtier.tiers.remote.envelope import as_keys
-from kvtier.tiers.remote.s3.opening import manifest_sync as exchange_module
+from kvtier.tiers.remote.s3 import manifest_sync as exchange_module
 from kvtier.tiers.remote.s3.packs import pack_path
 from kvtier.tiers.remote.s3.tier import S3Tier
 from tests.tiers.remote.bucket import Bucket
