@@ -217,6 +217,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python scripts/house.py --check
 	$(BIN)/python -m scripts.reference_pages --check
 ifdef KVTIER_REQUIRE_NATIVE
 	MYPYPATH=src $(BIN)/stubtest kvtier._native --allowlist native/stubtest.allowlist

@@ -26,7 +26,17 @@ MAX_COLUMNS = 100
 SMALL_FILE_LINES = 70
 
 # The largest count that `--check` accepts. Lower a limit when its count falls; never raise it.
-LIMITS: dict[str, int] = {}
+CODE_SPAN = re.compile(r"`[^`]{70,}(`|$)")
+"""Inline code that cannot be wrapped."""
+
+LIMITS: dict[str, int] = {
+    "vague_docstrings": 0,
+    "doubled_class_names": 1,
+    "wide_prose": 0,
+    "ladder_forwards": 4,
+    "root_modules": 10,
+    "small_files_of_one_importer": 39,
+}
 
 
 def python_files() -> Iterator[Path]:
@@ -92,6 +102,7 @@ def wide_prose() -> list[str]:
                 and not in_code
                 and not line.lstrip().startswith("|")
                 and "](" not in line
+                and not CODE_SPAN.search(line)
             ):
                 wide.append(place(path, number, line[:60]))
     return wide

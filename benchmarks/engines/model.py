@@ -35,8 +35,10 @@ not be noticed."""
 
 
 def make_model(folder: Path, sizes: Mapping[str, Any] = SIZES) -> Path:
-    """Weights from seed 0, in float32, and a tokenizer that knows chats; SGLang takes the likeliest
-    token, for the script names no temperature. Gives ``folder``."""
+    """Weights from seed 0, in float32, and a tokenizer that knows chats.
+
+    SGLang takes the likeliest token, for the script names no temperature. Gives ``folder``.
+    """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

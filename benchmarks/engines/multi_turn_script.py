@@ -114,9 +114,12 @@ def read_turns(stats: Sequence[Mapping[str, Any]]) -> list[Turn]:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The script once through. answers: a digest per conversation that came to its end.
-    cached_tokens: of all prompts, as the engine counts them. from_tier_tokens: those of them that
-    were not in its own pool. cpu_s: of the server's processes."""
+    """The script once through.
+
+    answers: a digest per conversation that came to its end. cached_tokens: of all prompts, as the
+    engine counts them. from_tier_tokens: those of them that were not in its own pool. cpu_s: of the
+    server's processes.
+    """
 
     turns: tuple[Turn, ...]
     answers: Mapping[str, str]
@@ -159,7 +162,9 @@ def mean(values: Sequence[float]) -> float:
 
 def run_script(server: Server, workload: Workload, seed: int, model: Path, folder: Path) -> Run:
     """All conversations against a server, by a client in vLLM's environment, whoever serves.
-    RuntimeError where the script or a request failed."""
+
+    RuntimeError where the script or a request failed.
+    """
     folder.mkdir(parents=True)
     (folder / TEXT).write_text(words(seed), encoding="utf-8")
     (folder / "input.json").write_text(json.dumps(workload.config()), encoding="utf-8")

@@ -16,8 +16,11 @@ ERROR = re.compile(r"\b([\w.]*(?:Error|Exception)\b: .+)")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """ttft_ms: until the first token was here. cached_tokens: of the prompt, as the engine counts
-    them. steps: per generated token, its log-probability and its rivals'."""
+    """ttft_ms: until the first token was here.
+
+    cached_tokens: of the prompt, as the engine counts them. steps: per generated token, its
+    log-probability and its rivals'.
+    """
 
     ttft_ms: float
     total_ms: float
@@ -89,7 +92,9 @@ class Process:
 
 def cpu_s_of(pid: int) -> float:
     """User and system time of a process' threads so far; what threads took that ended is left out.
-    To the nanosecond: in ticks a request is too short."""
+
+    To the nanosecond: in ticks a request is too short.
+    """
     nanoseconds = 0
     with suppress(OSError):  # it ended
         for thread in Path(f"/proc/{pid}/task").iterdir():

@@ -25,8 +25,11 @@ Measured = TypeVar("Measured", Asked, Burst)
 
 @dataclass(slots=True)
 class Results:
-    """As it was measured. runs: per round and contestant. new: per contestant and start of two
-    servers, one without it and it. slow_disk: per contestant."""
+    """As it was measured.
+
+    runs: per round and contestant. new: per contestant and start of two servers, one without it and
+    it. slow_disk: per contestant.
+    """
 
     checks: list[Check] = field(default_factory=list)
     runs: dict[int, dict[str, Run]] = field(default_factory=dict)
@@ -59,10 +62,12 @@ def turn_row(contestant: str, number: int, run: Run) -> Row:
 def summary_rows(
     runs: dict[int, dict[str, Run]], base: str, beside: Mapping[str, str]
 ) -> list[Row]:
-    """Per contestant the medians over the rounds, and those of the ratios to ``base`` in the same
-    round, over the requests that both had. same_answers: conversations that ended in both, with
-    every answer as ``base`` gave it. beside: others whose time to first token is compared, too, by
-    a short name."""
+    """Return each contestant's medians over the rounds, and those of its ratios to ``base``.
+
+    Ratios are taken in the same round, over the requests that both had. same_answers: conversations
+    that ended in both, with every answer as ``base`` gave it. beside: others whose time to first
+    token is compared, too, by a short name.
+    """
     names = list(dict.fromkeys(name for each in runs.values() for name in each))
     rows: list[Row] = []
     for name in names:
@@ -198,9 +203,12 @@ def measured_rows(results: Results, medians: Sequence[Row], new: Sequence[Row]) 
 
 
 def common_targets(results: Results, new: Sequence[Row]) -> list[Row]:
-    """T2: what is lost of the time to first token, and of the throughput, where there is nothing
-    to reuse. T3: of a disk slower than computing. low, high: between which the true value lies, as
-    far as the run can tell. met: None where that is on both sides of the target."""
+    """Return targets T2 and T3.
+
+    T2: loss of time to first token and of throughput with nothing to reuse. T3: a disk slower than
+    computing. low, high: bounds of the true value, as far as the run can tell. met: None if they
+    are on both sides of the target.
+    """
     found = []
     for row in new:
         common = {"id": "T2", "contestant": row["contestant"]}

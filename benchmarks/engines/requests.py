@@ -83,8 +83,10 @@ def check(servers: Sequence[Server], num_prompts: int) -> list[Check]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One prompt with nothing to reuse. tpot_ms: per further token. cpu_s: of all the server's
-    processes, until the last token was here."""
+    """One prompt with nothing to reuse.
+
+    tpot_ms: per further token. cpu_s: of all the server's processes, until the last token was here.
+    """
 
     contestant: str
     ttft_ms: float
@@ -123,8 +125,10 @@ def ask_new(
     output_tokens: int,
     first_seed: int,
 ) -> list[list[Asked]]:
-    """New prompts, one after the other, each to every server in turn; per prompt the servers in
-    their order. The first one warms up and is left out."""
+    """New prompts, one after the other, each to every server in turn.
+
+    Per prompt the servers in their order. The first one warms up and is left out.
+    """
     rows = []
     for number in range(num_prompts + 1):
         prompt = tokens(first_seed + number, prompt_tokens)

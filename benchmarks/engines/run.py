@@ -160,8 +160,10 @@ def measure_new_prompts(
     results: Results,
     say: Say,
 ) -> None:
-    """By two servers, one without what is measured and one with it; they are started again and
-    again, for two of a kind differ."""
+    """By two servers, one without what is measured and one with it.
+
+    They are started again and again, for two of a kind differ.
+    """
     lengths, seed = (plan.new_tokens, plan.new_output), options.seed * 1_000_000
     for number in range(plan.starts):
         with running(in_turn(pair, number), options) as started:

@@ -74,9 +74,12 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Contestant(ABC):
-    """An engine, and what is under it. environment: whose interpreter, a folder of ``make peers``.
-    is_optional: a peer that is left out where it is missing. has_tier: what it has computed is
-    found again after its own caches were emptied."""
+    """An engine, and what is under it.
+
+    environment: whose interpreter, a folder of ``make peers``. is_optional: a peer that is left out
+    where it is missing. has_tier: what it has computed is found again after its own caches were
+    emptied.
+    """
 
     name: str
     environment: str
@@ -212,8 +215,11 @@ class Server:
             raise RuntimeError(f"{self.contestant.name}: {path}: {status} {text[:300]}")
 
     def settle(self) -> None:
-        """Until it is quiet. An engine may go on looking for work, or storing, after its last step,
-        on the core on which the next contestant would compute."""
+        """Until it is quiet.
+
+        An engine may go on looking for work, or storing, after its last step, on the core on which
+        the next contestant would compute.
+        """
         give_up = time.monotonic() + QUIET_S
         before = self.cpu_s()
         while time.monotonic() < give_up:

@@ -83,8 +83,11 @@ class SlowDisk:
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """Prompts that lie on a disk. num_blocks: of each; more of them than device and host have room
-    for. bytes_per_token: of KV. bytes_per_s: the rate; 0 for twice as slow as computing."""
+    """Prompts that lie on a disk.
+
+    num_blocks: of each; more of them than device and host have room for. bytes_per_token: of KV.
+    bytes_per_s: the rate; 0 for twice as slow as computing.
+    """
 
     num_prompts: int
     num_blocks: int
@@ -101,8 +104,10 @@ def measure_slow_disk(
     size: Size,
     say: Callable[[str], None],
 ) -> SlowDisk:
-    """alone: an engine to compare with. with_disk: one whose disk moves so many bytes per second,
-    where a prompt has so many bytes."""
+    """alone: an engine to compare with.
+
+    with_disk: one whose disk moves so many bytes per second, where a prompt has so many bytes.
+    """
     block, num_prompts = alone.contestant.block, slow.num_prompts
     prompt_bytes = slow.num_blocks * block * slow.bytes_per_token
     length = slow.num_blocks * block + BEYOND

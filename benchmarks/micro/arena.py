@@ -133,8 +133,11 @@ def start_rows(num_bytes: int, rounds: int) -> list[Row]:
 
 
 def in_turn(names: list[str], done: int) -> list[str]:
-    """Another one is first in each round: it finds what the last one left of free memory, and a
-    virtual machine may have to be given memory first."""
+    """Another one is first in each round.
+
+    It finds what the last one left of free memory, and a virtual machine may have to be given
+    memory first.
+    """
     first = done % len(names)
     return names[first:] + names[:first]
 

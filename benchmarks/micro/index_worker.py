@@ -95,8 +95,11 @@ class Kvtier(Index):
 
 
 class Sglang(Index):
-    """SGLang's tree: the unified one over its Rust core, or the plain one in Python. Its allocator
-    is left out: freeing slots does nothing. It keeps a slot per token, so a block's are a run."""
+    """SGLang's tree: the unified one over its Rust core, or the plain one in Python.
+
+    Its allocator is left out: freeing slots does nothing. It keeps a slot per token, so a block's
+    are a run.
+    """
 
     def __init__(self, name: str, page: int) -> None:
         stand_in_for_torchvision()

@@ -147,8 +147,10 @@ class SglangController(Store):
 
 
 def host_pool(page_bytes: int, num_pages: int) -> MHATokenToKVPoolHost:
-    """In SGLang's own memory and its usual layout; the device's pool beside it is as small as can
-    be."""
+    """In SGLang's own memory and its usual layout.
+
+    The device's pool beside it is as small as can be.
+    """
     num_layers, rest = divmod(page_bytes, LAYER_BYTES)
     assert not rest, f"a page has a multiple of {LAYER_BYTES} bytes"
     device = MHATokenToKVPool(

@@ -69,8 +69,10 @@ class Contest:
         return {"seconds": seconds, "cpu_s": cpu, "wrong": wrong, "from_disk": from_disk}
 
     def write(self, batches: Sequence[Sequence[int]]) -> dict[str, object]:
-        """Store batches of new blocks, each until it has left the page cache; each is then read
-        back, compared and removed."""
+        """Store batches of new blocks, each until it has left the page cache.
+
+        Each is then read back, compared and removed.
+        """
         seconds = cpu = acknowledged = 0.0
         wrong = 0
         for numbers in batches:
@@ -139,8 +141,10 @@ def cpu_s() -> float:
 
 
 def bytes_from_disk() -> int:
-    """Return the bytes that the kernel read from disk for this process, with or without page
-    cache."""
+    """Return the bytes that the kernel read from disk for this process.
+
+    With or without page cache.
+    """
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -149,8 +153,10 @@ def bytes_from_disk() -> int:
 
 
 def settle(paths: Sequence[Path]) -> None:
-    """Return when the data of these files are out of the page cache. A file that nobody buffered
-    costs next to nothing; no journal of the file system is waited for."""
+    """Return when the data of these files are out of the page cache.
+
+    A file that nobody buffered costs next to nothing; no journal of the file system is waited for.
+    """
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:

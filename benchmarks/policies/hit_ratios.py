@@ -82,9 +82,11 @@ AnyRow = TypeVar("AnyRow")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy at one capacity. share: of the trace's unique blocks. saved: of the time that
-    prompts take. stored: of the blocks that were asked for. history: entries at most, in
-    capacities."""
+    """One policy at one capacity.
+
+    share: of the trace's unique blocks. saved: of the time that prompts take. stored: of the blocks
+    that were asked for. history: entries at most, in capacities.
+    """
 
     trace: str
     seed: int | None

@@ -23,8 +23,10 @@ ALONE, TIERS = WAYS = "each alone", "tiers"
 
 
 class BesideReplay:
-    """Two policies, one for each tier, both told of all requests: what is possible where neither
-    depends on the other. The interface is that of ``TierReplay``."""
+    """Two policies, one for each tier, both told of all requests.
+
+    What is possible where neither depends on the other. The interface is that of ``TierReplay``.
+    """
 
     def __init__(self, policy: str, host_blocks: int, disk_blocks: int) -> None:
         self._host, self._disk = (PolicyReplay(policy, n) for n in (host_blocks, disk_blocks))
@@ -50,8 +52,11 @@ class BesideReplay:
 
 @dataclass(frozen=True, slots=True)
 class PairRow:
-    """One policy in both tiers. Shares are of the trace's unique blocks, all else of the blocks
-    that were asked for. through: index and ladder, or two policies alone."""
+    """One policy in both tiers.
+
+    Shares are of the trace's unique blocks, all else of the blocks that were asked for. through:
+    index and ladder, or two policies alone.
+    """
 
     trace: str
     seed: int | None

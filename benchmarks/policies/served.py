@@ -104,8 +104,11 @@ class Served(Contestant):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy. ttft_ms: of the requests after the first fifth. hit_tokens: of all, by tier.
-    written_bytes: to the disk."""
+    """One policy.
+
+    ttft_ms: of the requests after the first fifth. hit_tokens: of all, by tier. written_bytes: to
+    the disk.
+    """
 
     engine: str
     policy: str
@@ -120,8 +123,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """``runs`` by ``lru``: of the mean and of the 90th percentile of the time to the first token,
-    each with the interval that has 95 % of what other requests of the kind would have given."""
+    """``runs`` by ``lru``.
+
+    Of the mean and of the 90th percentile of the time to the first token, each with the interval
+    that has 95 % of what other requests of the kind would have given.
+    """
 
     engine: str
     mean: tuple[float, float, float]

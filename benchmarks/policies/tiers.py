@@ -34,9 +34,10 @@ class FirstComeIndex(NativeKeyIndex):
 
 
 class TierReplay:
-    """A host tier of ``capacity_blocks`` with, below it, a disk of ``disk_blocks``, or none; copies
-    take no time. What is asked for is brought from the disk, and the rest stored at once, as far as
-    it is let in. The interface is that of ``PolicyReplay``.
+    """A host tier of ``capacity_blocks`` with, below it, a disk of ``disk_blocks``, or none.
+
+    Copies take no time. What is asked for is brought from the disk, and the rest stored at once, as
+    far as it is let in. The interface is that of ``PolicyReplay``.
 
     bytes_per_day: what may be written to the disk, a block being one MiB; 0 for no limit. day_s:
     seconds of the requests' time that count as a day there. is_first_come: what may be written is

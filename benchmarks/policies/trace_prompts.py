@@ -39,8 +39,10 @@ class Prompts:
 
 
 def part_of(trace: Trace, share: float, most_blocks: int, block_tokens: int) -> Prompts:
-    """Whole conversations, ``share`` of all, each request where it stood; without prompts of more
-    than ``most_blocks`` blocks."""
+    """Whole conversations, ``share`` of all, each request where it stood.
+
+    Without prompts of more than ``most_blocks`` blocks.
+    """
     limit = int(share * 2**64)
 
     def is_in(chain: Keys) -> bool:

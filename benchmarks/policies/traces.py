@@ -1,5 +1,7 @@
-"""Traces of requests, as block keys: an hour of a chat service and sessions of coding agents, which
-are real; and long documents, which are made up.
+"""Traces of requests, as block keys.
+
+An hour of a chat service and sessions of coding agents, which are real; and long documents, which
+are made up.
 
 The real ones lie in a folder as their releases have them, compressed by zstd:
 ``mooncake/conversation_trace.jsonl.zst`` and ``agentic/agentic_sessions.jsonl.zst``.
@@ -29,8 +31,11 @@ Keys = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order of arrival. times: seconds. chains: of each request the keys of its blocks,
-    uint64 [num_blocks]; a key has the same keys before it wherever it stands."""
+    """Requests in order of arrival.
+
+    times: seconds. chains: of each request the keys of its blocks, uint64 [num_blocks]; a key has
+    the same keys before it wherever it stands.
+    """
 
     name: str
     times: list[float]
@@ -57,8 +62,10 @@ def conversation(folder: Path) -> Trace:
 
 
 def agentic(folder: Path, num_sessions: int | None, hours: float, seed: int) -> Trace:
-    """Coding agents: sessions of 118,000 tokens that begin at random times. Those with equal tools
-    and system prompts share that prefix. num_sessions: None for all."""
+    """Coding agents: sessions of 118,000 tokens that begin at random times.
+
+    Those with equal tools and system prompts share that prefix. num_sessions: None for all.
+    """
     options = ReadOptions(
         _NO_TOKENS,
         coarsen=BLOCK_TOKENS // SESSION_BLOCK_TOKENS,
@@ -71,8 +78,10 @@ def agentic(folder: Path, num_sessions: int | None, hours: float, seed: int) -> 
 
 
 def documents(num_documents: int = 300, seed: int = 5) -> Trace:
-    """Made up: long documents of 60 to 140 blocks, each asked about four times, a few at a time. A
-    tier of 0.5 % of all blocks has room for one and a half of them."""
+    """Made up: long documents of 60 to 140 blocks, each asked about four times, a few at a time.
+
+    A tier of 0.5 % of all blocks has room for one and a half of them.
+    """
     chance = np.random.default_rng(seed)
     lengths = chance.integers(60, 141, num_documents)
     starts = np.cumsum(chance.exponential(30.0, num_documents))

@@ -33,9 +33,12 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class BudgetRow:
-    """Shares of tiers are of the trace's unique blocks, those of hits of the blocks that were asked
-    for; budget and bucket: see ``Limit``, None where there was none. through: as kvtier's tiers
-    are, or whoever comes first is written. A block is one MiB."""
+    """Hits under one write budget.
+
+    Shares of tiers are of the trace's unique blocks, those of hits of the requested blocks. budget,
+    bucket: see ``Limit``; None for none. through: as kvtier's tiers are, or first come, first
+    written. A block is one MiB.
+    """
 
     trace: str
     seed: int | None

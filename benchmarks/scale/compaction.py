@@ -69,8 +69,10 @@ def _rows(num_records: int) -> list[Row]:
 
 
 def _compacted(options: DiskOptions, another: DiskOptions | None) -> tuple[list[float], float]:
-    """Look-ups while a slab is compacted, in it or in another one: their waits, and what the
-    compaction took; in seconds."""
+    """Look-ups while a slab is compacted, in it or in another one.
+
+    Their waits, and what the compaction took; in seconds.
+    """
     with abandoned(options) as tier:
         slab = tier.blocks.parts[0].slab
         thread = Thread(target=slab.compact)

@@ -1,5 +1,7 @@
-"""The embedded engine with many sequences: a decode step, sampling, and the first token of 200
-clients."""
+"""The embedded engine with many sequences.
+
+A decode step, sampling, and the first token of 200 clients.
+"""
 
 from __future__ import annotations
 

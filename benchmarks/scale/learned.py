@@ -37,9 +37,10 @@ def _resident_bytes() -> int:
 
 
 class LearnedTier:
-    """The index alone, of ``num_blocks`` blocks of host memory above a disk that has none, all of
-    it full of prompts of 20 blocks. bytes_per_block: as the index counts; process_bytes_per_block:
-    by which the process has grown."""
+    """Index of ``num_blocks`` host blocks above an empty disk, full of prompts of 20 blocks.
+
+    bytes_per_block: as the index counts; process_bytes_per_block: growth of the process.
+    """
 
     def __init__(self, num_blocks: int, policy: str) -> None:
         before = _resident_bytes()
@@ -59,8 +60,10 @@ class LearnedTier:
         return float(self._index.num_bytes / self.num_blocks)  # type: ignore[attr-defined]
 
     def batch(self) -> float:
-        """New prompts come, and take the place of others where there is no room. Seconds of this
-        thread's CPU for each of their blocks."""
+        """New prompts come, and take the place of others where there is no room.
+
+        Seconds of this thread's CPU for each of their blocks.
+        """
         for keys in self._prompts[::ASKED_AGAIN]:
             self._index.asked(keys, self._now)
         keys = new_keys(BATCH_PROMPTS * PROMPT_BLOCKS)
@@ -125,8 +128,11 @@ def _in_process(num_blocks: int, policy: str, remembers_all: bool = False) -> Ro
 
 
 def _row(num_blocks: int, policy: str, remembers_all: bool) -> Row:
-    """remembers_all: it has been full for long, and the policy knows of as many blocks that have
-    left as it may; else it has just become full."""
+    """Measure one row.
+
+    remembers_all: it has been full for long, and the policy knows as many evicted blocks as it may;
+    else it has just become full.
+    """
     tier = LearnedTier(num_blocks, policy)
     more: dict[str, object] = {
         "bytes_per_block": round(tier.bytes_per_block, 1),

@@ -1,5 +1,6 @@
-"""N5: a prompt of up to a million tokens from storage, on the thread that decides; and what a poll
-costs with many transfers under way, and many leases that wait.
+"""N5: a prompt of up to a million tokens from storage, on the thread that decides.
+
+And what a poll costs with many transfers under way, and many leases that wait.
 
 The cache is a real one, device pool, host tier and storage, over blocks of 64 bytes: what is
 measured is the account that is kept of them. Storage answers from memory at once. A piece that is
@@ -53,8 +54,10 @@ NUM_POLLS = 200
 def make_cache(
     num_blocks: int, storage: StorageTier, deadline_s: float = 600.0
 ) -> tuple[Cache, np.ndarray]:
-    """A cache of three tiers with room for ``num_blocks`` and one more, and what the device tier
-    holds: uint8 [num_blocks + 1, bytes_per_block]."""
+    """Make a cache of three tiers with room for ``num_blocks`` and one more.
+
+    Returns it with the device tier's content: uint8 [num_blocks + 1, bytes_per_block].
+    """
     layout = named_layout("block_first", GROUP, num_blocks + 1)
     pool = DeviceTier(host_memory(layout.nbytes), layout)
     config = CacheConfig(
@@ -195,8 +198,11 @@ class LongPrompt:
 
 
 def poll_while_waiting(num: int, per_prompt: int) -> Row:
-    """A poll while storage does not answer: ``num`` transfers under way, ``per_prompt`` of them for
-    one lease each, where that is above 0; else all of them for leases of two."""
+    """A poll while storage does not answer.
+
+    ``num`` transfers under way, ``per_prompt`` of them for one lease each, where that is above 0;
+    else all of them for leases of two.
+    """
     num_prompts = max(1, num // per_prompt)
     rng = np.random.default_rng(num)
     # A piece for each block, and a copy to the device behind each of them.

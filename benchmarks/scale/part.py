@@ -15,8 +15,11 @@ LEAST_S, MOST_S = 1e-9, 1e9
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One operation at one size. num: blocks, records, tokens or sequences, as ``axis`` says.
-    seconds: of the thread's CPU, for one call each. more: what else was seen, by name."""
+    """One operation at one size.
+
+    num: blocks, records, tokens or sequences, as ``axis`` says. seconds: of the thread's CPU, for
+    one call each. more: what else was seen, by name.
+    """
 
     operation: str
     contestant: str
@@ -67,8 +70,10 @@ def timed(call: Callable[[], object], num_calls: int) -> list[float]:
 def timed_in_turn(
     calls: Mapping[int, Callable[[], object]], num_calls: int
 ) -> dict[int, list[float]]:
-    """``timed``, the sizes one after the other in every round: where the machine has slow and fast
-    minutes, all of them have had as many of both."""
+    """``timed``, the sizes one after the other in every round.
+
+    Where the machine has slow and fast minutes, all of them have had as many of both.
+    """
     seconds: dict[int, list[float]] = {num: [] for num in calls}
     for _ in range(num_calls):
         for num, call in calls.items():
@@ -97,8 +102,10 @@ def exponent_in_turn(rows: Sequence[Row]) -> Estimate:
 
 
 def exponent(rows: Sequence[Row]) -> Estimate:
-    """b of seconds = a * num ** b, fitted to the medians of one operation: 0 where it does not
-    grow. Its interval is what those of the medians leave open."""
+    """B of seconds = a * num ** b, fitted to the medians of one operation.
+
+    0 where it does not grow. Its interval is what those of the medians leave open.
+    """
     assert len(rows) >= 2, "one size says nothing about growth"
     sizes = [log(row.num) for row in rows]
     middle = sum(sizes) / len(sizes)

@@ -33,8 +33,10 @@ class Known(VllmNames):
 
 
 def waiting(num: int) -> Callable[[], None]:
-    """A step in which ``NUM_WAITING`` requests wait for a prompt that another request is
-    about to store; ``num`` other blocks are there."""
+    """Run a step in which ``NUM_WAITING`` requests wait for a prompt that another one will store.
+
+    ``num`` other blocks are there.
+    """
     mover = RankMover({DISK: StorageFacts(finds_at_once=True)}, BLOCK_BYTES, 1, 1)
     room = {HOST: num + PROMPT_BLOCKS, DISK: num}
     names = Known(None, BLOCK_BYTES, "vllm")  # type: ignore[arg-type]

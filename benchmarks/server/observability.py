@@ -55,8 +55,11 @@ NUM_LOOKS = 30
 
 
 class Viewer:
-    """A page that is open, and a Prometheus. While nothing is on their time stands still, so that
-    there are as many looks for each second that is measured, however short the phases are."""
+    """A page that is open, and a Prometheus.
+
+    While nothing is on their time stands still, so that there are as many looks for each second
+    that is measured, however short the phases are.
+    """
 
     def __init__(self, url: str) -> None:
         self._client = httpx.Client(base_url=url, timeout=60)
@@ -101,8 +104,10 @@ class Server:
         self._client = httpx.Client(base_url=url, timeout=120)
 
     def turn(self, parts: Sequence[str]) -> dict[str, float]:
-        """Switch on exactly these parts, or ["count"]. Return the processor seconds since, by
-        part."""
+        """Switch on exactly these parts, or ["count"].
+
+        Return the processor seconds since, by part.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(*parts, file=self._process.stdin, flush=True)
@@ -204,8 +209,10 @@ def ask_all(server: Server, prompts: Sequence[str]) -> None:
 
 
 def ratio(rows: Sequence[dict[str, float]], what: str) -> Estimate:
-    """On over off, by what all rounds took together: a look at the page falls into one phase or
-    the next."""
+    """On over off, by what all rounds took together.
+
+    A look at the page falls into one phase or the next.
+    """
 
     def figure(samples: Floats) -> Floats:
         on, off = np.moveaxis(samples.mean(axis=-2), -1, 0)

@@ -95,9 +95,11 @@ class Switch:
 
 
 class Count:
-    """The processor time of what is called where something is told, on whatever thread. A call
-    within another is the outer one's, but for what would be called all the same. A look at the
-    clock is counted with each."""
+    """The processor time of what is called where something is told, on whatever thread.
+
+    A call within another is the outer one's, but for what would be called all the same. A look at
+    the clock is counted with each.
+    """
 
     def __init__(self) -> None:
         self._found: deque[tuple[str, int]] = deque()

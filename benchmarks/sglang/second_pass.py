@@ -28,8 +28,11 @@ KIND = "second pass"
 
 @dataclass(frozen=True, slots=True)
 class Twice:
-    """One prompt. on_device: it was asked for while the device should have it. same_answer: the
-    second time the same tokens came."""
+    """One prompt.
+
+    on_device: it was asked for while the device should have it. same_answer: the second time the
+    same tokens came.
+    """
 
     first_ms: float
     second_ms: float

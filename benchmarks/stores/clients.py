@@ -1,5 +1,7 @@
-"""R1: a store's tier, the store's own client, and others' ways to the same store, in turns, and in
-several processes: they differ more than the turns of one."""
+"""R1: a store's tier, its own client, and others' ways to it, in turns and in several processes.
+
+Processes differ more than the turns of one.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,11 @@ Figures = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One store, one size, one direction; medians over processes. share: of the client's GB/s.
-    cost: of the client's CPU, to which a memmove / 1.15 is added; both of each process by itself,
-    and between what their medians lie."""
+    """One store, one size, one direction; medians over processes.
+
+    share: of the client's GB/s. cost: of the client's CPU, to which a memmove / 1.15 is added; both
+    of each process by itself, and between what their medians lie.
+    """
 
     store: str
     client: str
@@ -100,8 +104,11 @@ def in_threads(
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One store and size, in one process. By the place of who moved the blocks, kvtier and the
-    client first, then peers; medians over rounds. moved: CPU seconds per GB of a memmove."""
+    """One store and size, in one process.
+
+    By the place of who moved the blocks, kvtier and the client first, then peers; medians over
+    rounds. moved: CPU seconds per GB of a memmove.
+    """
 
     found: dict[tuple[int, str], tuple[float, float]]
     moved: float

@@ -29,9 +29,11 @@ SETTLE_S = 3.5
 
 @dataclass(frozen=True, slots=True)
 class TroubleRow:
-    """One store. trouble: "dead-store" or "slow-store". first_ms: time to first token of the
-    request that met it first. pairs: of prompts that nobody knows, with the store and without, in
-    turn."""
+    """One store.
+
+    trouble: "dead-store" or "slow-store". first_ms: time to first token of the request that met it
+    first. pairs: of prompts that nobody knows, with the store and without, in turn.
+    """
 
     store: str
     trouble: str

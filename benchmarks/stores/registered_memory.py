@@ -24,8 +24,10 @@ LEASE_MS = 5000
 
 
 class Mooncake(Client):
-    """Straight into the memory of the blocks and out of it: nothing is to be delivered. One client
-    for all threads, as it is meant to be used."""
+    """Straight into the memory of the blocks and out of it: nothing is to be delivered.
+
+    One client for all threads, as it is meant to be used.
+    """
 
     def __init__(self, address: str) -> None:
         super().__init__()
@@ -71,8 +73,10 @@ def _parts(at: slice) -> list[slice]:
 
 
 class MooncakePlace(Place):
-    """A master, and a process that lends it memory. While the client is set up no other thread of
-    Python's runs, not even those of a proxy."""
+    """A master, and a process that lends it memory.
+
+    While the client is set up no other thread of Python's runs, not even those of a proxy.
+    """
 
     name, client_name = "mooncake", "mooncake"
     packages = ("mooncake-transfer-engine-non-cuda",)
@@ -106,8 +110,10 @@ class MooncakePlace(Place):
 
 
 class Nixl(Client):
-    """POSIX: a file for each block, past the page cache, read and written where the blocks are; a
-    transfer for each call, an agent for each thread."""
+    """POSIX: a file for each block, past the page cache, read and written where the blocks are.
+
+    A transfer for each call, an agent for each thread.
+    """
 
     def __init__(self, folder: Path, params: dict[str, str]) -> None:
         super().__init__()

@@ -132,8 +132,10 @@ class Tier:
 
 
 class Client(ABC):
-    """The store's own, as its users call it; what it gives lies in memory of its own, until
-    ``deliver``, which is not timed: a memmove is."""
+    """The store's own, as its users call it.
+
+    What it gives lies in memory of its own, until ``deliver``, which is not timed: a memmove is.
+    """
 
     def __init__(self) -> None:
         self.got: list[tuple[int, bytes]] = []
@@ -157,8 +159,11 @@ class Client(ABC):
 
 
 class Place(ABC):
-    """A real server, started. has_to_ask: a look-up is a request. is_far: a network leads to
-    it, and a proxy here can stand for that. troubles: that it can be made to have."""
+    """A real server, started.
+
+    has_to_ask: a look-up is a request. is_far: a network leads to it, and a proxy here can stand
+    for that. troubles: that it can be made to have.
+    """
 
     name: ClassVar[str]
     client_name: ClassVar[str]
@@ -308,8 +313,10 @@ class ValkeyPlace(Place):
 
 
 class Obstore(Client):
-    """As many objects as kvtier makes packs, each with as many blocks; a request for each, and as
-    many at a time."""
+    """As many objects as kvtier makes packs, each with as many blocks.
+
+    A request for each, and as many at a time.
+    """
 
     def __init__(self, endpoint: str, at_a_time: int) -> None:
         super().__init__()

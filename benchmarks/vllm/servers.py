@@ -44,8 +44,11 @@ pages, or two servers of a kind would differ by which small ones they got."""
 
 @dataclass(frozen=True, slots=True)
 class Vllm(Contestant):
-    """connector: its ``--kv-transfer-config``. device_blocks: of its pool, where that differs.
-    block_tokens: of a block, where that is not ``BLOCK``."""
+    """connector: its ``--kv-transfer-config``.
+
+    device_blocks: of its pool, where that differs. block_tokens: of a block, where that is not
+    ``BLOCK``.
+    """
 
     environment: str = "vllm"
     device_blocks: int | None = None
@@ -87,8 +90,11 @@ class Vllm(Contestant):
         return ["-m", "vllm.entrypoints.openai.api_server", *words_of(arguments)]
 
     def environ(self) -> dict[str, str]:
-        """By itself vLLM keeps one core more free where it has a connector; on two cores it takes
-        both then, and the contestants would not compute with equally many threads."""
+        """By itself vLLM keeps one core more free where it has a connector.
+
+        On two cores it takes both then, and the contestants would not compute with equally many
+        threads.
+        """
         return {**QUIET, "VLLM_CPU_OMP_THREADS_BIND": compute_cores(), **self.variables}
 
     def read_tokens(self, metrics: str) -> Tokens:

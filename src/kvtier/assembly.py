@@ -65,8 +65,10 @@ def _room(tier: Room | StorageTier) -> Room:
 
 
 def policy_maker(name: str) -> Callable[[str], EvictionPolicy]:
-    """Makes a policy of the plug-in ``name`` for a tier. The device has LRU in the place of one
-    that is told of prompts: what leaves it is below, mostly, and everything has to pass through it.
+    """Makes a policy of the plug-in ``name`` for a tier.
+
+    The device has LRU in the place of one that is told of prompts: what leaves it is below, mostly,
+    and everything has to pass through it.
 
     Raises ``ConfigError`` where there is no such policy.
     """

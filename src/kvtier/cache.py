@@ -81,8 +81,10 @@ class Cache:
     # -- the life of a request --------------------------------------------------------------------
 
     def wants_keys(self, labels: Sequence[Label]) -> bool:
-        """Whether ``Labels.compute_keys`` should be called, where a request is submitted: storage
-        may have to be asked for a prompt that takes long to hash. Any thread may ask."""
+        """Whether ``Labels.compute_keys`` should be called, where a request is submitted.
+
+        Storage may have to be asked for a prompt that takes long to hash. Any thread may ask.
+        """
         return len(labels) >= LONG_PROMPT and self._ladder.storage_lookup.has_unfound
 
     def is_asking(self, namespace: bytes, labels: Sequence[Label]) -> bool:
@@ -207,8 +209,9 @@ class Cache:
         return True
 
     def follow(self, lease: Lease) -> LayerGate | None:
-        """Compute may begin before the lease is ready, each layer behind its own KV. What it makes
-        counts once the lease is ready and not broken.
+        """Compute may begin before the lease is ready, each layer behind its own KV.
+
+        What it makes counts once the lease is ready and not broken.
 
         None where some of the prefix is not on its last way yet: it comes from storage first.
         """
@@ -329,8 +332,10 @@ class Cache:
     # -- what others know -------------------------------------------------------------------------
 
     def hint(self, namespace: bytes, labels: Sequence[Label], hint: Hint) -> None:
-        """Somebody knows something of a prompt's blocks: it counts from now on, for what the tiers
-        below the device have of them, or will get because ``fetch`` has asked for it.
+        """Somebody knows something of a prompt's blocks.
+
+        It counts from now on, for what the tiers below the device have of them, or will get because
+        ``fetch`` has asked for it.
 
         labels: all full blocks of the prompt. Tiers with least recently used first ignore it, and
         all do with ``client_hints="off"``.
@@ -342,16 +347,21 @@ class Cache:
             self._index.retain(namespace, labels, said, now)
 
     def wait(self, namespace: bytes, labels: Sequence[Label], is_waiting: bool) -> None:
-        """A request begins to wait for its turn, or waits no more: to be told in pairs. Until then
-        what there is of its prompt leaves only where nothing else may. O(blocks of the prompt)."""
+        """A request begins to wait for its turn, or waits no more: to be told in pairs.
+
+        Until then what there is of its prompt leaves only where nothing else may. O(blocks of the
+        prompt).
+        """
         now = self._clock()
         self._index.retain(namespace, labels, waits(is_waiting, now), now)
 
     # -- between the steps of the engine ----------------------------------------------------------
 
     def poll(self) -> None:
-        """Notice finished copies: what arrived is ready, what failed is absent, late loads are
-        given up. Never waits."""
+        """Notice finished copies.
+
+        What arrived is ready, what failed is absent, late loads are given up. Never waits.
+        """
         finished = self._ladder.poll()
         self._give_up_late_loads(self._clock())
         if finished:
@@ -373,8 +383,7 @@ class Cache:
         return self._ladder.transfers.drain(timeout_s, self.poll)
 
     def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:
-        """The engine computed ``num_tokens`` of a prompt, after ``num_before`` others, in
-        ``seconds``: for the planner."""
+        """Tell the planner that ``num_tokens`` after ``num_before`` others took ``seconds``."""
         self._ladder.account.observe_prefill(num_before, num_tokens, seconds)
 
     # -- upkeep -----------------------------------------------------------------------------------
@@ -399,8 +408,10 @@ class Cache:
         return self._ladder.used_slots()
 
     def let_archive(self, is_on: bool) -> None:
-        """Whether blocks are written to storage, from now on. Off while it is not sure whose they
-        are; on again, what is in memory still is written, too."""
+        """Whether blocks are written to storage, from now on.
+
+        Off while it is not sure whose they are; on again, what is in memory still is written, too.
+        """
         self._ladder.write_queues.is_open = is_on
 
     def clear(self, tier: str = DEVICE) -> None:
@@ -421,8 +432,10 @@ class Cache:
         return [*self._device.findings(), index, *lines]
 
     def close(self) -> None:
-        """Finish the copies on their way and give the tiers back. Safe to call twice, and in a
-        forked child, where nothing happens: all of it is the parent's."""
+        """Finish the copies on their way and give the tiers back.
+
+        Safe to call twice, and in a forked child, where nothing happens: all of it is the parent's.
+        """
         if not self._closed:
             self._closed = True
             in_use = self._ladder.close() if self._process.is_here else self._tiers.keys()

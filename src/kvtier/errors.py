@@ -8,8 +8,10 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """``text`` that somebody else chose, fit for a message or a terminal: control characters, and
-    all that isn't shown as it is, become escapes."""
+    """``text`` that somebody else chose, fit for a message or a terminal.
+
+    Control characters, and all that isn't shown as it is, become escapes.
+    """
     if text.isprintable():
         return text
     # Not by the codec "unicode_escape": it is imported when it is first used, which fails in a
@@ -36,8 +38,10 @@ class ConfigError(CacheError, ValueError):
 
 
 class UsageError(CacheError, ValueError):
-    """A call breaks the contract of the cache: the message names the argument, its value and what
-    is allowed. Nothing was changed."""
+    """A call breaks the contract of the cache.
+
+    The message names the argument, its value and what is allowed. Nothing was changed.
+    """
 
 
 class LayoutError(CacheError):

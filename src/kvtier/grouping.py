@@ -15,8 +15,10 @@ def has(values: Sequence[T], wanted: T) -> bool:
 
 
 def runs_of(values: Sequence[T], first: int = 0) -> Iterator[tuple[T, range]]:
-    """Each value with the positions of the neighbours that have it, in order. first: position of
-    the first value."""
+    """Each value with the positions of the neighbours that have it, in order.
+
+    first: position of the first value.
+    """
     if values and values.count(values[0]) == len(values):  # mostly, and four times as fast
         yield values[0], range(first, first + len(values))
         return

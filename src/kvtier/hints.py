@@ -42,8 +42,11 @@ class Word(IntEnum):
 
 
 class Said(NamedTuple):
-    """A word on the blocks ``first`` .. ``end`` - 1 of a prompt. level: of ``KEEP``, a priority.
-    until: seconds, on the clock of whoever is told; of all but ``TURN``."""
+    """A word on the blocks ``first`` ..
+
+    ``end`` - 1 of a prompt. level: of ``KEEP``, a priority. until: seconds, on the clock of whoever
+    is told; of all but ``TURN``.
+    """
 
     word: int
     level: int

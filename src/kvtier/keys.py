@@ -62,8 +62,10 @@ TokenArray: TypeAlias = "npt.NDArray[np.integer] | array[int]"
 
 
 class Labels(Sequence[Label]):
-    """The labels of a prompt's blocks, over one buffer of token ids: a list of bytes to whoever
-    reads it, and a piece of memory to the native core. Not changed once made.
+    """The labels of a prompt's blocks, over one buffer of token ids.
+
+    A list of bytes to whoever reads it, and a piece of memory to the native core. Not changed once
+    made.
 
     tokens: ids as bytes, little-endian, four each; or an array of theirs (see ``view_labels``).
     block_bytes: as bytes, of one block. blocks_per_chunk: every so many blocks one is called
@@ -127,8 +129,10 @@ class Labels(Sequence[Label]):
         return iter(labels)
 
     def compute_keys(self, namespace: bytes) -> None:
-        """Hash the whole prompt, for whoever asks for its keys later: half a microsecond a block,
-        on the thread that calls. These labels must be its first ones."""
+        """Hash the whole prompt, for whoever asks for its keys later.
+
+        Half a microsecond a block, on the thread that calls. These labels must be its first ones.
+        """
         assert self.spec[3] == 0, "keys are computed from the first block on"
         self._computed = namespace, next_keys(namespace, self)
 
@@ -139,8 +143,10 @@ class Labels(Sequence[Label]):
         return keys[first : first + num] if known_in == namespace else None
 
     def check(self) -> None:
-        """Raise ``ValueError`` where the blocks are not within the tokens, or no whole tokens. An
-        index does so before it reads them."""
+        """Raise ``ValueError`` where the blocks are not within the tokens, or no whole tokens.
+
+        An index does so before it reads them.
+        """
         tokens, block_bytes, blocks_per_chunk, first, num = self.spec
         num_bytes = len(tokens) if isinstance(tokens, bytes) else 4 * len(tokens)
         has_sense = block_bytes > 0 and blocks_per_chunk > 0 and first >= 0 and num >= 0
@@ -250,8 +256,7 @@ def keys_along(
 
 
 def next_keys(previous: bytes, labels: Sequence[Label]) -> Sequence[BlockKey]:
-    """Keys of blocks below each other, the first of them after the prefix that ``previous``
-    names."""
+    """Return the keys of blocks below each other, the first after the prefix ``previous``."""
     hasher = blake3()  # one for all: to make one takes longer than to hash a block
     keys: list[bytes] = []
     for label in labels:

@@ -29,8 +29,11 @@ class BlockName(NamedTuple):
 
 
 class BlockNames(Sequence[BlockName]):
-    """Names of many blocks, as three lists: an object for each would keep the collector of garbage
-    busy for longer than it takes to read the blocks."""
+    """Names of many blocks, as three lists.
+
+    An object for each would keep the collector of garbage busy for longer than it takes to read the
+    blocks.
+    """
 
     __slots__ = ("depths", "keys", "namespaces")
 
@@ -151,8 +154,7 @@ class Verify(StrEnum):
 
 
 class Direct(StrEnum):
-    """Whether blocks on disk go straight to the memory that the engine computes in, past the host
-    tier."""
+    """Whether blocks on disk go straight to the engine's memory, past the host tier."""
 
     AUTO = "auto"
     """Where there is no host tier, and while that is short of room."""

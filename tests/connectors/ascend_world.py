@@ -27,8 +27,11 @@ CLASSES = {name.rpartition(".")[2][:3].lower(): name for name in POOLS}
 
 
 class AscendWorld:
-    """One NPU. SGLang copies on ``stream``; what it does itself is written down in ``theirs``: the
-    pool and the layer of a load, the pool and None of a back-up."""
+    """One NPU.
+
+    SGLang copies on ``stream``; what it does itself is written down in ``theirs``: the pool and the
+    layer of a load, the pool and None of a back-up.
+    """
 
     def __init__(self, variant: str = "cann85", seed: int = 0, delay_us: int = 50) -> None:
         self.fake = Fake(variant)

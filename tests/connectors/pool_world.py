@@ -39,8 +39,10 @@ def bytes_of(key: bytes) -> bytes:
 
 
 class PoolWorld:
-    """num_host, num_stored: blocks that there is room for. storages: in the place of one in memory
-    that fails when it is told to."""
+    """num_host, num_stored: blocks that there is room for.
+
+    storages: in the place of one in memory that fails when it is told to.
+    """
 
     def __init__(
         self,

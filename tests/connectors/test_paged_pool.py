@@ -39,8 +39,7 @@ class Tensors:
         )
 
     def in_slot(self, host: Bytes, group: int, number: int, slot: int, within: int) -> Bytes:
-        """Return the location of a share of a page in host memory, by the formula in the
-        docstring."""
+        """Return the location of a page's share in host memory, by the docstring's formula."""
         before = sum(share.nbytes for share in self.groups[group][:number])
         size = self.groups[group][number].nbytes
         at = slot * self.slot_bytes + before * self.pages_per_block + within * size

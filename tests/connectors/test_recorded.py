@@ -181,8 +181,7 @@ def test_request_that_cant_be_read_fails_nothing(
 
 
 def test_a_plug_in_leaves_it_to_its_engine_when_prometheus_is_imported() -> None:
-    """Imported before the engine says where its processes count together, it shows nothing of what
-    they count."""
+    """Imported too early, prometheus shows nothing of what the engine's processes count."""
     script = (
         "import sys, kvtier.ladder, kvtier.telemetry, kvtier.connectors.sglang.plugin\n"
         "assert 'prometheus_client' not in sys.modules"

@@ -176,7 +176,7 @@ def test_vllm_counts_no_block_that_is_nowhere_as_recomputed() -> None:
 
 
 def test_vllm_loads_a_window_whole_or_not_at_all() -> None:
-    """Of a model whose only group is a sliding window, vLLM looks up the window, from its end."""
+    """vLLM looks up the window from its end, for a model whose only group is a sliding window."""
     for load_s, worth in ((0.001, 4 * BLOCK_TOKENS), (1.0, 0)):
         made = UnderVllm(Case("", "MMMM", load_s=load_s))
         assert made.ask_for_window(2) == worth

@@ -18,8 +18,7 @@ def prompt(number: int, num_blocks: int) -> list[int]:
 
 
 class Tier:
-    """A tier over the room that stores whatever is asked for, some blocks at a time, as an engine
-    does."""
+    """A tier that stores whatever is requested, some blocks at a time, as an engine does."""
 
     def __init__(self, capacity: int, step: int = 4) -> None:
         self.room, self.capacity, self.step = GuestTier(capacity), capacity, step

@@ -114,8 +114,11 @@ def test_events_of_layers_pass_in_their_order(ascends: Worlds) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_copies_keep_their_place_in_sglangs_stream(ascends: Worlds, seed: int) -> None:
-    """Compute writes a page, then it is backed up, then overwritten, then loaded again, then one
-    layer of it is overwritten: each sees what the one before has left."""
+    """Each of five steps in a stream sees what the one before has left.
+
+    Compute writes a page, then it is backed up, overwritten, loaded again, and one layer of it
+    overwritten.
+    """
     world = ascends(seed=seed)
     pool = world.mha(layers=3)
     ((keys, host_keys), _) = pool.pairs()

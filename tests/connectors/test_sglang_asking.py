@@ -23,8 +23,10 @@ PATIENCE_S = 30.0
 
 
 class World:
-    """A rank whose store has the blocks 0 to 5, from another replica; it answers look-ups while
-    ``store.open_finds`` is set."""
+    """A rank whose store has the blocks 0 to 5, from another replica.
+
+    It answers look-ups while ``store.open_finds`` is set.
+    """
 
     def __init__(self, lookup_deadline_s: float = PATIENCE_S) -> None:
         shelf = StoredBlocks()

@@ -21,8 +21,10 @@ PROMPT = WaitingPrompt(0, 10 * PAGE)
 
 
 class World:
-    """A pool whose storage has the blocks 0 to 5, found again after a restart; a request's blocks
-    are those from its number on. now_s: what the clock shows."""
+    """A pool whose storage has the blocks 0 to 5, found again after a restart.
+
+    A request's blocks are those from its number on. now_s: what the clock shows.
+    """
 
     def __init__(self, always: bool = True) -> None:
         shelf = StoredBlocks()

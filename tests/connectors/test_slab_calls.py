@@ -26,8 +26,10 @@ def key_of(number: int) -> bytes:
 
 
 class Caller:
-    """Memory of blocks in three pieces, far from each other. now_s: what the clock shows. options:
-    those of ``SlabCalls``."""
+    """Memory of blocks in three pieces, far from each other.
+
+    now_s: what the clock shows. options: those of ``SlabCalls``.
+    """
 
     def __init__(self, tier: MemoryStorage, num_blocks: int = 600, **options: Any) -> None:
         self.tier = tier

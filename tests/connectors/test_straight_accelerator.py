@@ -1,5 +1,7 @@
-"""Blocks that come from a disk straight to an engine's pages on an accelerator, where each layer is
-an allocation, or several are one: every byte that would come by way of host memory, and no other.
+"""Blocks from a disk reach an engine's pages on an accelerator directly.
+
+Each layer is an allocation, or several are one: every byte that would come through host memory
+arrives, and no other.
 
 Every test also fails where a fake saw something that hardware might punish, or where something was
 not given back.

@@ -1,5 +1,7 @@
-"""Blocks that come from a disk straight to an engine's pages: every byte that would come by way of
-host memory, and no other."""
+"""Blocks that come from a disk straight to an engine's pages.
+
+Every byte that would come by way of host memory, and no other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Processes that fork, a child that ends, and a parent that goes on:
+"""Processes that fork, a child that ends, and a parent that goes on.
+
 ``-m tests.core.forking SCENARIO exit|_exit FOLDER``.
 
 A program of its own, so that the child ends as an interpreter does: it leaves every ``with``, runs

@@ -243,8 +243,7 @@ def test_a_write_that_fails_is_tried_again_with_the_next_use(make_world: MakeWor
 def test_write_that_fails_takes_nothing_from_others(
     make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, is_shared: bool
 ) -> None:
-    """Some of it may have come to be there, and there it stays, where another process may have put
-    it: every copy is the right one."""
+    """A failed write may leave a part, which stays: every copy is the right one."""
     shelf, facts = (
         StoredBlocks(),
         StorageFacts(evicts=True, finds_at_once=True, is_shared=is_shared),

@@ -270,8 +270,10 @@ class Bench:
 
 @pytest.fixture(params=[True, False], ids=["with fences", "without"])
 def heeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether fences are waited for: without that the bytes have to be wrong, or the test would
-    show nothing."""
+    """Whether fences are waited for.
+
+    Without that the bytes have to be wrong, or the test would show nothing.
+    """
     if not request.param:
         monkeypatch.setattr(LateFence, "wait", lambda self: None)
     return bool(request.param)

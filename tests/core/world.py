@@ -322,8 +322,11 @@ class World:
             assert transfer.job is None or transfer.job.wait(60), "a copy hangs"
 
     def wait_for_threads(self) -> None:
-        """Until no thread has something to begin: whether storage is idle decides what is read
-        ahead, and what has begun is not withdrawn. What is held has begun."""
+        """Until no thread has something to begin.
+
+        Whether storage is idle decides what is read ahead, and what has begun is not withdrawn.
+        What is held has begun.
+        """
         mover = self.cache._ladder._mover
         assert isinstance(mover, LocalMover)
         for job in mover._scrubs.values():

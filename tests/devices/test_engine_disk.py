@@ -1,5 +1,7 @@
-"""The embedded engine on an accelerator that is not there, with a disk in the place of host memory
-or beside it: the same logits after a restart, whatever way its KV came."""
+"""The embedded engine on a fake accelerator with a disk: equal logits after a restart.
+
+The disk is in place of host memory or beside it.
+"""
 
 from __future__ import annotations
 
@@ -155,8 +157,10 @@ def test_beside_host_memory_it_is_read_straight(
 def test_damage_on_disk_is_recomputed(
     tmp_path: Path, prompt: list[int], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a crash nothing is trusted, so that all of it is looked at: here by the request, and
-    not by a scrub, which may well be there first."""
+    """After a crash nothing is trusted, so that all of it is looked at.
+
+    Here by the request, and not by a scrub, which may well be there first.
+    """
     monkeypatch.setattr(DiskTier, "facts", replace(DiskTier.facts, wants_scrubbing=False))
     config = straight(tmp_path / "slab", disk_verify="off")
     with machine.serve(config) as engine:

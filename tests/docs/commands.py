@@ -139,8 +139,11 @@ def _module(words: Sequence[str]) -> str | None:
 
 
 def check_kvtier(words: Sequence[str], partly: bool = False) -> None:
-    """By the real parser. partly: what must be given, or an option's value, may be missing, as
-    where a sentence speaks of it."""
+    """By the real parser.
+
+    partly: what must be given, or an option's value, may be missing, as where a sentence speaks of
+    it.
+    """
     command = typer.main.get_command(app)
     path, rest = [], list(words)
     while rest and rest[0] in getattr(command, "commands", {}):

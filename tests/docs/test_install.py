@@ -1,4 +1,4 @@
-"""How kvtier is installed: one wording for messages, and pages that say the same."""
+"""Installation of kvtier: one wording for messages, and pages that say the same."""
 
 from __future__ import annotations
 

@@ -199,8 +199,10 @@ def test_remembered_weights_reuse_at_once_and_write_once_they_are_checked(
 def mistaken(
     tmp_path: Path, prompt: list[int], gate: Gate, memory: WeightsMemory
 ) -> tuple[Path, Completion]:
-    """A folder whose files are remembered as those of other weights, whose KV is on disk. With what
-    its own weights answer."""
+    """A folder whose files are remembered as those of other weights, whose KV is on disk.
+
+    With what its own weights answer.
+    """
     first, second = model_in(tmp_path / "one" / "model"), model_in(tmp_path / "two" / "model")
     change_projections(second)
     with Engine(config(second, tmp_path / "empty")) as engine:

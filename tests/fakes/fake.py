@@ -201,8 +201,10 @@ class Fake:
         self._library.fake_disown(address)
 
     def cut(self, address: int) -> None:
-        """Device memory is two allocations from now on, the second of which begins here: no copy
-        and no registration may lie in both."""
+        """Device memory is two allocations from now on, the second of which begins here.
+
+        No copy and no registration may lie in both.
+        """
         self._library.fake_cut(address)
 
     # -- compute ----------------------------------------------------------------------------------

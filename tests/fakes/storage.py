@@ -76,8 +76,11 @@ class StorageFake(Fake):
         percent_short: int = 0,
         is_bounced: bool = False,
     ) -> None:
-        """A new library. percent_short: of transfers, which move a part only. is_bounced: the
-        machine has no way past host memory."""
+        """A new library.
+
+        percent_short: of transfers, which move a part only. is_bounced: the machine has no way past
+        host memory.
+        """
         self._library.fake_storage_reset(seed, max_delay_us, percent_short, is_bounced)
 
     @property

@@ -72,8 +72,10 @@ def make(
     learning: Collection[str] = (),
     policy: str = "runs",
 ) -> PromptIndex:
-    """Make an empty index under LRU, natively in ``learning`` tiers under ``policy``; the test is
-    skipped where the native core is missing."""
+    """Make an empty index under LRU, natively in ``learning`` tiers under ``policy``.
+
+    The test is skipped where the native core is missing.
+    """
     columns = {column_of(tier, group): tier for group in range(len(rules)) for tier in tiers}
     if kind == "python":
         assert not learning, "only the native core has other policies"
@@ -96,8 +98,11 @@ rules_of_models = st.lists(
 
 
 class Both:
-    """Calls the native index and its twin alike, and notices where they differ. In ``learning``
-    tiers the twin follows the choices of the native one, and checks that they are allowed."""
+    """Calls the native index and its twin alike, and notices where they differ.
+
+    In ``learning`` tiers the twin follows the choices of the native one, and checks that they are
+    allowed.
+    """
 
     def __init__(
         self,

@@ -1,5 +1,7 @@
-"""The index of models with several groups of layers: native index, twin and a dictionary side by
-side, with one to three groups of random rules."""
+"""The index of models with several groups of layers.
+
+Native index, twin and a dictionary side by side, with one to three groups of random rules.
+"""
 
 from __future__ import annotations
 

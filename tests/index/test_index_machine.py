@@ -1,5 +1,7 @@
-"""Native index, its twin and a dictionary side by side: random paths, leases, writes that succeed
-and fail, evictions."""
+"""Native index, its twin and a dictionary side by side.
+
+Random paths, leases, writes that succeed and fail, evictions.
+"""
 
 from __future__ import annotations
 
@@ -202,8 +204,11 @@ class IndexMachine(RuleBasedStateMachine):
     def insert(
         self, path: Path, tier: AnyColumn, hold: bool, tick: int, data: st.DataObject
     ) -> None:
-        """The whole path at once, from the root or from a known block on. Without a tick it is as
-        old as what was used last: then both indexes have to choose the same victim all the same."""
+        """The whole path at once, from the root or from a known block on.
+
+        Without a tick it is as old as what was used last: then both indexes have to choose the same
+        victim all the same.
+        """
         known = [n for n in range(2, len(path)) if path[:n] in self.model]
         cut = data.draw(st.sampled_from([1, *known]))
         above = self.model[path[:cut]].block if cut > 1 else None
@@ -395,8 +400,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(path=paths, tier=columns_of_the_index, fewest=st.integers(2, 6))
     def prefixes(self, path: Path, tier: AnyColumn, fewest: int) -> None:
-        """Check the prefixes of known blocks along a path, from the one that is ``fewest`` long
-        on."""
+        """Check the prefixes of known blocks along a path, from length ``fewest`` on."""
         known = [path[:n] for n in range(2, len(path) + 1) if path[:n] in self.model]
         above = [p for p in known[: fewest - 2] if (p, tier) in self._places(State.READY)]
         below = [self.model[p].block for p in known[fewest - 2 :]]

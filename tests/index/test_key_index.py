@@ -220,8 +220,10 @@ some_keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=4, unique=True)
 
 
 class KeyIndexMachine(RuleBasedStateMachine):
-    """Random writes, uses, leases and evictions. num_beside: of the keys, how many are of one place
-    with any of them."""
+    """Random writes, uses, leases and evictions.
+
+    num_beside: of the keys, how many are of one place with any of them.
+    """
 
     learning: Collection[str] = ()
     policy = "runs"

@@ -1,5 +1,7 @@
-"""Several KV groups in the flat index where a policy learns: what of a prompt lies at one place
-stands and falls together, so the choices are those of one group."""
+"""Several KV groups in the flat index where a policy learns.
+
+What of a prompt lies at one place stands and falls together, so the choices are those of one group.
+"""
 
 from __future__ import annotations
 
@@ -125,9 +127,11 @@ def test_on_the_disk_a_place_lies_behind_what_it_lies_behind_in_memory(
 
 
 class Groups:
-    """A host tier with room for ``num_places`` places of a prompt, and a request's look-up, loads
-    and stores as vLLM makes them. windows: of the groups beside the one that needs all, how many
-    blocks at a prompt's end each needs."""
+    """A host tier with room for ``num_places`` places of a prompt, used as vLLM does.
+
+    windows: of the groups beside the one that needs all, how many blocks at a prompt's end each
+    needs.
+    """
 
     def __init__(self, num_places: int, windows: Sequence[int], policy: str) -> None:
         self.now_s = 0.0

@@ -1,5 +1,7 @@
-"""The native index where a policy that learns decides what leaves: beside a twin that checks each
-choice, and a model; and what the ladder relies on."""
+"""The native index where a policy that learns decides what leaves.
+
+Beside a twin that checks each choice, and a model; and what the ladder relies on.
+"""
 
 from __future__ import annotations
 

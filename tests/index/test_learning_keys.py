@@ -1,5 +1,7 @@
-"""The native flat index where a policy learns: beside a twin that checks each choice, and what the
-ladder relies on."""
+"""The native flat index where a policy learns.
+
+Beside a twin that checks each choice, and what the ladder relies on.
+"""
 
 from __future__ import annotations
 

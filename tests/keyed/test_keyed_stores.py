@@ -26,8 +26,11 @@ LATE = Done(num_ranks=0, is_late=True)
 
 
 class Sharing(Engine):
-    """An engine whose ranks share a store with others. stored: by rank, what the store has of its
-    shards. now_s: what the clock shows. fails: the store does not answer look-ups."""
+    """An engine whose ranks share a store with others.
+
+    stored: by rank, what the store has of its shards. now_s: what the clock shows. fails: the store
+    does not answer look-ups.
+    """
 
     def __init__(self, num_ranks: int = 1, num_host: int = 8) -> None:
         self.now_s = 0.0

@@ -43,8 +43,10 @@ def served(tmp_path: Path) -> Iterator[Serve]:
 
 @pytest.fixture
 def open_page(chromium: Any) -> Iterator[Callable[..., Any]]:
-    """Opens a page, on which nothing may go wrong: no script, no file, nothing that the policy
-    forbids."""
+    """Opens a page, on which nothing may go wrong.
+
+    No script, no file, nothing that the policy forbids.
+    """
     wrong: list[str] = []
     contexts: list[Any] = []
 

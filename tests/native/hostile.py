@@ -42,8 +42,11 @@ Call = Callable[[], object]
 
 
 class Hostile:
-    """Makes calls out of random arguments. Real memory is known to the caller only by ``arena``:
-    every address that may be read or written lies in it, or is refused."""
+    """Makes calls out of random arguments.
+
+    Real memory is known to the caller only by ``arena``: every address that may be read or written
+    lies in it, or is refused.
+    """
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)

@@ -30,8 +30,10 @@ NAMES = {"d": DEVICE, "h": HOST, "s": DISK, "-": None}
 
 
 def match_of(rows: list[str], rules: list[ReuseRule], arriving: str = "") -> GroupMatch:
-    """One row per group, one letter per block: d, h, s for a tier, - for none; + in ``arriving``
-    where the first group's block is on its way."""
+    """One row per group, one letter per block: d, h, s for a tier, - for none.
+
+    + in ``arriving`` where the first group's block is on its way.
+    """
     num_blocks, groups = len(rows[0]), list(zip(rows, rules, strict=True))
     cuts = tuple(
         cut

@@ -103,8 +103,11 @@ class LeaseMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(self._elsewhere(each) for each in self.held))
     @rule(data=st.data())
     def arrive(self, data: st.DataObject) -> None:
-        """Blocks come to the device; who waits for them holds there what it held elsewhere, and
-        nothing of those that it did not hold."""
+        """Blocks come to the device.
+
+        Who waits for them holds there what it held elsewhere, and nothing of those that it did not
+        hold.
+        """
         each = data.draw(st.sampled_from([each for each in self.held if self._elsewhere(each)]))
         group = data.draw(st.sampled_from(sorted({group for group, _ in self._elsewhere(each)})))
         column = column_of(DEVICE, group)

@@ -115,8 +115,10 @@ KINDS: tuple[Callable[[random.Random], bytes], ...] = (
 
 @pytest.fixture(scope="module")
 def fuzzed() -> Iterator[Running]:
-    """A short context: what is accepted does not take long. It soon gives up on who sends less than
-    was announced."""
+    """A short context: what is accepted does not take long.
+
+    It soon gives up on who sends less than was announced.
+    """
     config = EngineConfig(model=MODEL, device_capacity="8MiB", threads=1, max_model_tokens=100)
     timeouts = ServerConfig(header_timeout_s=1, body_timeout_s=1)
     with Engine(config) as engine, running(engine, timeouts) as made:

@@ -43,7 +43,7 @@ def strings(value: object) -> Iterator[str]:
 
 
 def shape(value: object) -> tuple[int, int, int]:
-    """(containers, depth, commas)"""
+    """Return (containers, depth, commas)."""
     if not isinstance(value, list | dict):
         return 0, 0, 0
     inner = [shape(each) for each in (value.values() if isinstance(value, dict) else value)]

@@ -69,8 +69,10 @@ def storage(
 
 
 def linker(folder: Path | None, capacity: str = "256MiB", **settings: object) -> tuple[str, ...]:
-    """The same in the place of SGLang's host memory. folder: None for host memory alone. capacity:
-    of each tier."""
+    """The same in the place of SGLang's host memory.
+
+    folder: None for host memory alone. capacity: of each tier.
+    """
     extra: dict[str, object] = {"host_capacity": capacity, "load_policy": "always"}
     if folder is not None:
         extra |= {"disk_path": str(folder), "disk_capacity": capacity}
@@ -88,8 +90,11 @@ def linker(folder: Path | None, capacity: str = "256MiB", **settings: object) ->
 
 @dataclass(frozen=True)
 class Answer:
-    """tokens: generated. logprobs: of these, and of the likeliest ones in each step. num_cached:
-    tokens of the prompt that were not computed; num_stored: of these, from storage."""
+    """tokens: generated.
+
+    logprobs: of these, and of the likeliest ones in each step. num_cached: tokens of the prompt
+    that were not computed; num_stored: of these, from storage.
+    """
 
     tokens: list[int]
     logprobs: list[Any]

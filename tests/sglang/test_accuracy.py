@@ -1,5 +1,7 @@
-"""Twenty prompts of 3,500 tokens: what each tier gives back is answered as from the device, bit for
-bit."""
+"""Twenty prompts of 3,500 tokens.
+
+What each tier gives back is answered as from the device, bit for bit.
+"""
 
 from __future__ import annotations
 

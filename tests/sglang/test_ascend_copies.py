@@ -1,5 +1,8 @@
-"""kvtier's copies on Ascend around SGLang's own classes: its host pools over CPU tensors that a
-simulated driver takes for an NPU's, and its engine that goes from layer to layer."""
+"""kvtier's copies on Ascend around SGLang's own classes.
+
+Its host pools over CPU tensors that a simulated driver takes for an NPU's, and its engine that goes
+from layer to layer.
+"""
 
 from __future__ import annotations
 
@@ -187,8 +190,10 @@ def _around(world: AscendWorld, name: str, own: Callable[..., None]) -> Callable
 
 
 def _engine_moves(world: AscendWorld, pool: Any) -> list[torch.Tensor]:
-    """SGLang's engine backs up pages and loads them into others. Returns the bytes of the host
-    pool and of the device's afterwards."""
+    """SGLang's engine backs up pages and loads them into others.
+
+    Returns the bytes of the host pool and of the device's afterwards.
+    """
     engine = l2_transfer.L2TransferEngine("kernel_ascend")
     in_host = tokens(PAGE, 5, 1, 2)
 

@@ -1,5 +1,7 @@
-"""Real servers over disks that lie, fail, hang or belong to somebody else, and a kill in the middle
-of stores: requests are answered, and never from wrong KV."""
+"""Real servers over disks that lie, fail, hang or belong to others, and a kill during stores.
+
+Requests are answered, and never from wrong KV.
+"""
 
 from __future__ import annotations
 

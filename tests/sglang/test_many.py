@@ -1,5 +1,7 @@
-"""A thousand requests on two ranks, over tiers that fail and dawdle: all are answered, and from
-their own KV."""
+"""A thousand requests on two ranks, over tiers that fail and dawdle.
+
+All are answered, and from their own KV.
+"""
 
 from __future__ import annotations
 

@@ -38,8 +38,10 @@ __all__ = ["opens"]  # a fixture
 
 
 def _flood(num_requests: int) -> list[list[int]]:
-    """Eight prompts of six pages come back, in turns; of three requests two are for a prompt of
-    eight pages that nobody repeats. Numbers of pages."""
+    """Eight prompts of six pages come back, in turns.
+
+    Of three requests two are for a prompt of eight pages that nobody repeats. Numbers of pages.
+    """
     prompts = []
     for at in range(num_requests):
         first = 10 * (at % 24) if at % 3 == 0 else 1000 + 10 * at

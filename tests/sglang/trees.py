@@ -130,8 +130,10 @@ class Tree:
         return slots
 
     def content(self, slots: torch.Tensor, window: int | None = None) -> list[torch.Tensor]:
-        """A copy of what the device has in slots; window: how many of the last ones of those
-        buffers that keep only these."""
+        """A copy of what the device has in slots; window.
+
+        How many of the last ones of those buffers that keep only these.
+        """
         found = []
         for each, is_window in self.tensors():
             at = slots

@@ -1,5 +1,6 @@
-"""A replica of a vLLM engine without its model: the scheduler's half and the ranks' halves that the
-spec makes, driven as vLLM drives them.
+"""A replica of a vLLM engine without its model.
+
+The scheduler's half and the ranks' halves that the spec makes, driven as vLLM drives them.
 
 Bytes follow from keys and ranks, and are compared wherever a load says that they are in place.
 """
@@ -55,8 +56,11 @@ def key_of(number: int) -> OffloadKey:
 
 
 class Replica:
-    """storage: URLs. replicated: all ranks have the same KV. page_bytes: of a page on each rank,
-    where they differ. settings: beside those."""
+    """storage: URLs.
+
+    replicated: all ranks have the same KV. page_bytes: of a page on each rank, where they differ.
+    settings: beside those.
+    """
 
     @staticmethod
     def make_tensor(page_bytes: int) -> torch.Tensor:
@@ -180,8 +184,10 @@ class Replica:
         self.manager.on_request_finished(context)
 
     def load(self, *numbers: int) -> int:
-        """A request asks for blocks, and waits as it is told to. How many of the first ones it
-        gets; their bytes are compared on every rank."""
+        """A request asks for blocks, and waits as it is told to.
+
+        How many of the first ones it gets; their bytes are compared on every rank.
+        """
         context = self._context(numbers)
         num = self._num_found(context, numbers)
         if num:

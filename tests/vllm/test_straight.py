@@ -153,8 +153,10 @@ def test_host_memory_that_is_all_in_use_keeps_nobody_waiting() -> None:
 
 
 def test_another_requests_hold_is_its_own() -> None:
-    """One loads a block from host memory, and one reads it straight: the first to end lets go of
-    its own."""
+    """One loads a block from host memory, and one reads it straight.
+
+    The first to end lets go of its own.
+    """
     scheduler = on_disk(Direct.ON)
     straight = scheduler.request("straight", KEYS[:1])
     scheduler.look_up(straight, KEYS[:1])
@@ -207,9 +209,11 @@ NAMES = tuple(BlockName(b"n" * 32, at, BlockKey(b"%032d" % at)) for at in range(
 
 
 class Rank:
-    """A worker over tensors of known bytes, and a disk. behind: see ``_tensor``. theirs: what of
-    vLLM's it is given in the place of these tensors. groups: which tensors each KV group has pages
-    in; one with all of them by default."""
+    """A worker over tensors of known bytes, and a disk.
+
+    behind: see ``_tensor``. theirs: what of vLLM's it is given in the place of these tensors.
+    groups: which tensors each KV group has pages in; one with all of them by default.
+    """
 
     def __init__(
         self,

@@ -1,5 +1,7 @@
-"""Blocks from disk straight to vLLM's tensors on an accelerator, each layer of which is an
-allocation of its own: what a rank does, over fakes of the vendors' libraries.
+"""Blocks from a disk reach an engine's pages on an accelerator directly.
+
+Each layer is an allocation, or several are one: every byte that would come through host memory
+arrives, and no other.
 
 Every test also fails where a fake saw something that hardware might punish, or where something was
 not given back.
@@ -350,8 +352,10 @@ def test_a_refused_registration_is_told_and_leaves_nothing_behind(
 def test_settings_of_vllm_bring_blocks_straight_from_disk(
     name: str, direct: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From ``kv_connector_extra_config`` to the bytes in the pages of two ranks, each of which has
-    an allocation. With ``auto`` host memory has room, and so they take it."""
+    """From ``kv_connector_extra_config`` to bytes in the pages of two ranks.
+
+    Each rank has an allocation. With ``auto`` host memory has room, and so they take it.
+    """
     fake, device, undo = on_fake(name)
     device.close()  # each rank has its own
     kind = KINDS[fake.vendor]

@@ -110,7 +110,9 @@ class World:
 
     def load(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """A request asks for blocks, and waits until they are in the host tier or not to be had.
-        What is there is compared."""
+
+        What is there is compared.
+        """
         context = self.request(keys)
         found: list[bool] = []
         for key in keys:

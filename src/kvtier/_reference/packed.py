@@ -10,9 +10,11 @@ Item = TypeVar("Item")
 
 
 class _Packed(list[Item], Generic[Item]):
-    """Not changed once made, equal to any list of the same items. The native classes keep the items
-    themselves, side by side: whoever takes a part has a view of it, and the core, numpy and the
-    collector of garbage meet no object for each."""
+    """Not changed once made, equal to any list of the same items.
+
+    The native classes keep the items themselves, side by side: whoever takes a part has a view of
+    it, and the core, numpy and the collector of garbage meet no object for each.
+    """
 
     __hash__ = None
 

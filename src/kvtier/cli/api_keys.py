@@ -12,8 +12,11 @@ KEY_VARIABLE = "KVTIER_API_KEY"
 
 
 def take_keys(given: list[str] | None) -> list[str] | None:
-    """Those of the command line, which then shows them no longer, or those of the environment,
-    which no other program gets from this one."""
+    """Return the API keys of the command line, or of the environment.
+
+    The command line no longer shows them afterwards, and no child process inherits those of the
+    environment.
+    """
     variable = os.environ.pop(KEY_VARIABLE, None)
     if given:
         hide_arguments(given)
@@ -23,8 +26,10 @@ def take_keys(given: list[str] | None) -> list[str] | None:
 
 
 def take_key(given: str | None) -> str | None:
-    """Return a client's key: the option's, which ``ps`` then shows no longer, or the first one of
-    the environment; None for none.
+    """Return a client's key.
+
+    The option's, which ``ps`` then shows no longer, or the first one of the environment; None for
+    none.
 
     Raises:
         ConfigError: No header can carry the key.

@@ -28,8 +28,7 @@ def hide_arguments(secrets: Collection[str]) -> None:
 
 
 def _hidden(argument: bytes, secrets: Collection[bytes]) -> bytes:
-    """Replace only the secret in ``--option secret`` and ``--option=secret``, keeping its
-    length."""
+    """Replace the secret in ``--option secret`` and ``--option=secret``, keeping its length."""
     option, equals, value = b"", b"", argument
     if argument.startswith(b"--"):
         option, equals, value = argument.partition(b"=")

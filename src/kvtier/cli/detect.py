@@ -51,8 +51,11 @@ class Diagnosis:
 
 
 def diagnose(root: Path = Path("/"), disk_path: str | None = None) -> Diagnosis:
-    """Everything ``kvtier doctor`` tells. root: where ``proc`` and ``sys`` are mounted. disk_path:
-    a folder that an accelerator may be able to read without the processor."""
+    """Everything ``kvtier doctor`` tells.
+
+    root: where ``proc`` and ``sys`` are mounted. disk_path: a folder that an accelerator may be
+    able to read without the processor.
+    """
     native = native_core()
     devices, device = devices_found()
     return Diagnosis(
@@ -116,7 +119,9 @@ def packages() -> tuple[Finding, ...]:
 
 def engines() -> tuple[Finding, ...]:
     """Those that are installed and that kvtier has a connector for, and whether it serves them.
-    None of them is imported."""
+
+    None of them is imported.
+    """
     from kvtier.connectors.sglang.contract import LINKER, STORAGE
     from kvtier.connectors.vllm.contract import VLLM
 
@@ -129,8 +134,10 @@ def engines() -> tuple[Finding, ...]:
 
 
 def _engine(contract: Contract, command: str, topic: str = "") -> Finding | None:
-    """command: prints the options for it. topic: that the contract is of; the whole engine if it
-    has no name of its own."""
+    """command: prints the options for it.
+
+    topic: that the contract is of; the whole engine if it has no name of its own.
+    """
     from kvtier.connectors.common.contract import version_of
 
     folder = contract.installed()

@@ -51,8 +51,10 @@ def starting(command: str) -> Iterator[Callable[[], None]]:
 
 
 class Commands(TyperGroup):
-    """A group of commands. Errors that the user or the machine caused are told in one sentence,
-    with exit status ``USAGE``."""
+    """A group of commands.
+
+    Errors that the user or the machine caused are told in one sentence, with exit status ``USAGE``.
+    """
 
     def invoke(self, ctx: Any) -> object:
         try:

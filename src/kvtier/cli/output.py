@@ -19,8 +19,10 @@ def write_json(text: str, target: str) -> None:
 
 
 def check_packages(wanted: list[str], extra: str, needs_report: bool) -> None:
-    """Raise ``ConfigError`` for what is missing, before an hour was spent measuring. extra: of
-    this package, which brings it."""
+    """Raise ``ConfigError`` for what is missing, before an hour was spent measuring.
+
+    extra: of this package, which brings it.
+    """
     from kvtier.errors import ConfigError, install_command
 
     wanted = [*wanted, *(["matplotlib", "jinja2"] if needs_report else [])]

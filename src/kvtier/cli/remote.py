@@ -75,8 +75,10 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old blocks from a store, and from a bucket what tells of them. Replicas may go on
-    meanwhile: a block that one of them knows of, and that is gone, is computed again.
+    """Remove old blocks from a store, and from a bucket what tells of them.
+
+    Replicas may go on meanwhile: a block that one of them knows of, and that is gone, is computed
+    again.
 
     Only what kvtier has written goes: each block's header is verified before.
     """

@@ -80,8 +80,10 @@ class Fence(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when all work before this point is done. ``DeviceError`` where some of it failed;
-        nothing of it may be used then."""
+        """Return when all work before this point is done.
+
+        ``DeviceError`` where some of it failed; nothing of it may be used then.
+        """
 
     @abstractmethod
     def hold_compute(self) -> None:
@@ -146,8 +148,10 @@ class Device(ABC):
         """The queue of a direction, the same one each time."""
 
     def make_queue(self, direction: Direction) -> CopyQueue:
-        """One more queue of a direction, for a thread of its own, which closes it. ``DeviceError``
-        where the device has no more."""
+        """One more queue of a direction, for a thread of its own, which closes it.
+
+        ``DeviceError`` where the device has no more.
+        """
         raise DeviceError(f"{self.name} has one queue a direction, and it is in use")
 
     def use(self) -> None:
@@ -179,8 +183,10 @@ class Device(ABC):
         del memory
 
     def prepare(self, again: bool = False) -> None:
-        """Measure what helps to copy faster, where that was not done on this machine before. To be
-        called before the device is used. again: also where it was done."""
+        """Measure what helps to copy faster, where that was not done on this machine before.
+
+        To be called before the device is used. again: also where it was done.
+        """
         return
 
     def close(self) -> None:

@@ -31,8 +31,9 @@ def calibrate(
     num_copies: Sequence[int] = NUM_COPIES,
     repeats: int = REPEATS,
 ) -> PathTable:
-    """Measure each of the device's ways, in both directions; one that fails or brings wrong bytes
-    is left out.
+    """Measure each of the device's ways, in both directions.
+
+    One that fails or brings wrong bytes is left out.
 
     Takes a second or two, and 64 MiB on both sides: ``DeviceError`` where there are not so many.
     """

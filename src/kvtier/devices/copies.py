@@ -43,8 +43,10 @@ class Copies:
         return [Copies(self.dst[part], self.src[part], self.size[part]) for part in parts]
 
     def cut(self, side: UInt64s, edges: UInt64s) -> Copies:
-        """The same with no copy across an edge. side: ``dst`` or ``src``, the one with the edges,
-        which are sorted addresses."""
+        """The same with no copy across an edge.
+
+        side: ``dst`` or ``src``, the one with the edges, which are sorted addresses.
+        """
         last = side + self.size - np.uint64(1)
         num_inside = np.searchsorted(edges, last, "right") - np.searchsorted(edges, side, "right")
         if not num_inside.any():

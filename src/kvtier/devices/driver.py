@@ -126,8 +126,11 @@ class Driver(ABC):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyRows:
-    """Rectangles: row r of rectangle i goes from ``src[i] + r * src_pitch[i]`` to
-    ``dst[i] + r * dst_pitch[i]``. All int64 [num_rectangles], bytes; height in rows."""
+    """Rectangles of a 2-D copy.
+
+    Row r of rectangle i goes from ``src[i] + r * src_pitch[i]`` to ``dst[i] + r * dst_pitch[i]``.
+    All int64 [num_rectangles], bytes; height in rows.
+    """
 
     dst: npt.NDArray[np.int64]
     src: npt.NDArray[np.int64]

@@ -74,8 +74,10 @@ TAKES_ATTRIBUTES = 7 * 10**7 + 13 * 10**5
 
 
 class HipDriver(Driver):
-    """The accelerator ``index`` of those that ``HIP_VISIBLE_DEVICES`` leaves. torch calls it cuda,
-    too."""
+    """The accelerator ``index`` of those that ``HIP_VISIBLE_DEVICES`` leaves.
+
+    torch calls it cuda, too.
+    """
 
     def __init__(self, index: int) -> None:
         self.name = f"cuda:{index}"
@@ -199,8 +201,10 @@ class HipDriver(Driver):
 
 
 class HipDevice(DriverDevice):
-    """An AMD GPU. name: as torch has it, "cuda" or "cuda:1". compute_stream: torch's, by
-    default."""
+    """An AMD GPU.
+
+    name: as torch has it, "cuda" or "cuda:1". compute_stream: torch's, by default.
+    """
 
     file_library = "hipfile"
 

@@ -42,8 +42,10 @@ def copy_words(dst_of, src_of, num_words_of, num_copies, words: tl.constexpr):
 
 
 def launch(table: torch.Tensor) -> None:
-    """Copy what ``table`` says: int64 [3, num_copies] = dst, src, words; where it lies, on the
-    current stream."""
+    """Copy what ``table`` says: int64 [3, num_copies] = dst, src, words.
+
+    Where it lies, on the current stream.
+    """
     num_copies = table.shape[1]
     grid = (min(MAX_PROGRAMS, num_copies),)
     copy_words[grid](*table.unbind(), num_copies, words=WORDS, num_warps=NUM_WARPS)

@@ -27,8 +27,10 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """``num_copies`` scattered copies of ``copy_bytes`` each, by one path. bytes_per_s: the median
-    of a few times, from handing them over to the last byte's arrival."""
+    """``num_copies`` scattered copies of ``copy_bytes`` each, by one path.
+
+    bytes_per_s: the median of a few times, from handing them over to the last byte's arrival.
+    """
 
     direction: Direction
     path: CopyPath

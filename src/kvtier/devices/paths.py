@@ -160,8 +160,11 @@ class CopyPaths:
         return []
 
     def _does_without(self, path: CopyPath, error: Exception) -> bool:
-        """Whether to do without ``path`` from now on. The first batch may be refused for any
-        reason: where the copies themselves are wrong, single ones fail, too."""
+        """Whether to do without ``path`` from now on.
+
+        The first batch may be refused for any reason: where the copies themselves are wrong, single
+        ones fail, too.
+        """
         if path is CopyPath.BATCH:
             is_refusal = isinstance(error, DriverError) and self._driver.is_refusal(error.code)
             if self._needs_batch or (self._batch_has_worked and not is_refusal):

@@ -146,9 +146,11 @@ class Engine:
         on_stored: Callable[[PrefixStored], None] | None = None,
         hint: Hint | None = None,
     ) -> RequestHandle:
-        """Queue a request. prompt: token ids. salt: requests share KV only under equal salts.
-        explain: the completion is to say where the prompt came from. hint: what is known of its
-        conversation; see ``kvtier.hints``.
+        """Queue a request.
+
+        prompt: token ids. salt: requests share KV only under equal salts. explain: the completion
+        is to say where the prompt came from. hint: what is known of its conversation; see
+        ``kvtier.hints``.
 
         on_token, on_done: called on the engine thread; they must return fast. on_stored: the same,
         of each copy that has stored what was computed, also after the end.
@@ -201,8 +203,10 @@ class Engine:
         return future
 
     def follow_loads(self, is_on: bool) -> None:
-        """Change ``EngineConfig.follow_loads`` for requests that come from now on. To be called
-        through ``call``."""
+        """Change ``EngineConfig.follow_loads`` for requests that come from now on.
+
+        To be called through ``call``.
+        """
         self._scheduler.follow_loads = is_on
 
     def clear_tier(self, tier: str) -> None:
@@ -388,8 +392,10 @@ def _device_name(wanted: str) -> str:
 
 
 def _context_note(limits: Mapping[str, int]) -> str:
-    """Say what limits the context below what the model takes. limits: tokens, by what sets them;
-    the model's comes first."""
+    """Say what limits the context below what the model takes.
+
+    limits: tokens, by what sets them; the model's comes first.
+    """
     setting = min(limits, key=lambda each: limits[each])
     model, most = next(iter(limits.items()))
     if setting == model:

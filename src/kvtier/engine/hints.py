@@ -9,8 +9,10 @@ from kvtier.engine.request import Request, Stage
 
 
 class Hints:
-    """Each request is told of once when it begins to wait, and once when it waits no more: nothing
-    is done in between, however many wait."""
+    """Each request is told of once when it begins to wait, and once when it waits no more.
+
+    Nothing is done in between, however many wait.
+    """
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache

@@ -32,8 +32,10 @@ class Inbox:
         return self._num_unfinished
 
     def let_in(self) -> None:
-        """One more request comes. Raises ``EngineBusy`` where there are too many, ``Closed`` after
-        ``close``."""
+        """One more request comes.
+
+        Raises ``EngineBusy`` where there are too many, ``Closed`` after ``close``.
+        """
         with self._lock:
             self.must_be_open()
             if self._num_unfinished >= self._most:

@@ -50,8 +50,9 @@ class PagedKV(ABC):
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new K and V: [1, num_heads, num_tokens, dim], packed. Comes before any use of the
-        layer's context.
+        """Store new K and V: [1, num_heads, num_tokens, dim], packed.
+
+        Comes before any use of the layer's context.
 
         Returns for latent attention the contexts of all sequences, packed in the same form;
         otherwise what it was given, for attention reads the pool itself.
@@ -66,7 +67,8 @@ class PagedKV(ABC):
         value: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """Attention of packed queries [1, num_heads, num_tokens, dim], each over its own context:
+        """Attention of packed queries [1, num_heads, num_tokens, dim], each over its own context.
+
         [1, num_tokens, num_heads, value dim].
 
         key, value: what ``update`` returned, expanded where the model keeps a latent.
@@ -108,8 +110,7 @@ class PromptKV(PagedKV):
         value: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """Query heads that share a KV head are folded into the token axis, so K and V are never
-        repeated."""
+        """Attend with query heads folded into the token axis, so K and V are never repeated."""
         keys, values = (key, value) if self._is_latent else self._context(layer)
         num_heads, length = query.shape[1:3]
         groups = num_heads // keys.shape[1]
@@ -128,8 +129,10 @@ class PromptKV(PagedKV):
         return key, value
 
     def _causal(self, groups: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return the mask to add to scores [groups * new tokens, end]; None for a single new
-        token."""
+        """Return the mask to add to scores [groups * new tokens, end].
+
+        None for a single new token.
+        """
         length = self._span.end - self._span.start
         if length > 1 and self._mask is None:
             shape = (length, self._span.end)

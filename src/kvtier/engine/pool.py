@@ -73,8 +73,10 @@ class KVPool:
         return rows
 
     def rows(self, slots: Sequence[Slot], start: int, end: int) -> Rows:
-        """Return the rows in each view of tokens ``start .. end`` of a sequence with these
-        slots."""
+        """Return the rows in each view of tokens ``start ..
+
+        end`` of a sequence with these slots.
+        """
         size = self.group.block_size
         first, last = start // size, (end - 1) // size
         if _are_neighbours(slots, first, last):
@@ -85,8 +87,10 @@ class KVPool:
         return (table[positions // size] * size + positions % size).to(self._device)
 
     def blocks(self, slots: Sequence[Slot], num_tokens: int) -> Rows:
-        """Return the location of the first ``num_tokens`` tokens: rows if neighbours, else block
-        numbers."""
+        """Return the location of the first ``num_tokens`` tokens.
+
+        Rows if neighbours, else block numbers.
+        """
         last = (num_tokens - 1) // self.group.block_size
         if _are_neighbours(slots, 0, last):
             start = slots[0] * self.group.block_size
@@ -127,10 +131,12 @@ class KVPool:
 
 
 def _zeros_from_a_page(num: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[num], from the beginning of a page on, so that a disk can be read straight into it; zeroed,
-    so that every page is there before the first request is timed. Of a CPU's memory large pages,
-    where it grants them: copies, checksums and direct reads cost less there. Core dumps leave it
-    out."""
+    """[num], from the beginning of a page on, so that a disk can be read straight into it.
+
+    Zeroed, so that every page is there before the first request is timed. Of a CPU's memory large
+    pages, where it grants them: copies, checksums and direct reads cost less there. Core dumps
+    leave it out.
+    """
     whole = torch.empty(num + PAGE_BYTES // dtype.itemsize, dtype=dtype, device=device)
     first = -whole.data_ptr() % PAGE_BYTES // dtype.itemsize
     flat = whole[first : first + num]

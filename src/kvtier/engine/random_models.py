@@ -20,8 +20,11 @@ from kvtier.engine.paged import ATTENTION
 
 @dataclass(frozen=True, slots=True)
 class RandomModel:
-    """A family and the sizes that its configuration gets. on_device: whether the weights are made
-    where they are used; they depend on the device then, but a large model is there in seconds."""
+    """A family and the sizes that its configuration gets.
+
+    on_device: whether the weights are made where they are used; they depend on the device then, but
+    a large model is there in seconds.
+    """
 
     family: type[PreTrainedConfig]
     sizes: dict[str, int]

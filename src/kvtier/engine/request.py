@@ -36,8 +36,10 @@ class EngineBusy(CacheError):  # noqa: N818 - a state, not a failure
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One generated token. logprob: None where it was not asked for. top_logprobs: (token id, log
-    probability), best first."""
+    """One generated token.
+
+    logprob: None where it was not asked for. top_logprobs: (token id, log probability), best first.
+    """
 
     token_id: int
     logprob: float | None = None

@@ -45,8 +45,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def decode(self, token_ids: Sequence[int], spans: Sequence[Span]) -> torch.Tensor:
-        """One more token for each sequence. Returns logits: float32 [num_sequences, vocab_size],
-        on the model's device."""
+        """One more token for each sequence.
+
+        Returns logits: float32 [num_sequences, vocab_size], on the model's device.
+        """
         order = sorted(range(len(spans)), key=lambda at: spans[at].end)
         is_sorted = order == list(range(len(spans)))
         ordered = [spans[at] for at in order]

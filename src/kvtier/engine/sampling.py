@@ -64,8 +64,11 @@ class SamplingParams:
 
 
 class Sampler:
-    """One request's random numbers. They come from the host, and from nothing but its seed: so a
-    seed means the same on every device and in any company."""
+    """One request's random numbers.
+
+    They come from the host, and from nothing but its seed: so a seed means the same on every device
+    and in any company.
+    """
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
@@ -82,8 +85,9 @@ class Sampler:
 
 
 def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """The next token of each sequence, or ``NO_TOKEN``. logits: float32 [num_sequences,
-    vocab_size], on any device.
+    """The next token of each sequence, or ``NO_TOKEN``.
+
+    logits: float32 [num_sequences, vocab_size], on any device.
 
     Every row is worked on by itself, so what it gives does not depend on the others.
     """
@@ -114,8 +118,11 @@ def most_likely(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _sample(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """One token for each row: the first at which the sum of the probabilities that were kept
-    exceeds the share of their total that was drawn."""
+    """One token for each row.
+
+    The first at which the sum of the probabilities that were kept exceeds the share of their total
+    that was drawn.
+    """
     asked = [each.params for each in samplers]
     scaled = logits / torch.tensor([[each.temperature] for each in asked])
     _keep_top_k(scaled, [each.top_k for each in asked])
@@ -146,8 +153,9 @@ def _keep_top_k(scaled: torch.Tensor, top_k: Sequence[int]) -> None:
 
 
 def _keep_nucleus(probabilities: torch.Tensor, share: float) -> None:
-    """Set to 0 all but the fewest tokens whose probabilities add up to ``share``; of equal ones
-    the first stay. probabilities: float32 [vocab_size], changed in place.
+    """Set to 0 all but the fewest tokens whose probabilities add up to ``share``.
+
+    Of equal ones the first stay. probabilities: float32 [vocab_size], changed in place.
 
     Only a few are sorted: the bits of a float that is not negative have its order, so the mass of
     each of their leading values says among which tokens the nucleus ends.

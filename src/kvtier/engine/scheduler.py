@@ -195,8 +195,9 @@ class Scheduler:
         return num_chunks
 
     def _begin_early(self) -> int:
-        """Nobody computes: let the first request that can follow its load, layer by layer. Gives
-        the number of chunks, 0 or 1.
+        """Nobody computes: let the first request that can follow its load, layer by layer.
+
+        Gives the number of chunks, 0 or 1.
 
         Once for each lease: where it comes to nothing, the request waits as the others do.
         """
@@ -216,8 +217,9 @@ class Scheduler:
         return request.lease.ready and not request.lease.broken
 
     def _prefill_chunk(self, request: Request, gate: LayerGate | None = None) -> int:
-        """Compute the prompt up to the next point of the grid. Gives the number of tokens; 0 where
-        it came to nothing.
+        """Compute the prompt up to the next point of the grid.
+
+        Gives the number of tokens; 0 where it came to nothing.
 
         gate: of loads that are still on their way. Where they fail or take too long the request
         goes on loading, as if it had not been computed.

@@ -18,8 +18,9 @@ WARM_UP_TOKENS = 4096
 def warm_up(
     runner: ModelRunner, info: EngineInfo, observe: Callable[[int, int, float], None]
 ) -> None:
-    """Run the model, and tell ``observe`` what prefill costs: of a chunk, of a short one, and of
-    one with much before it.
+    """Run the model, and tell ``observe`` what prefill costs.
+
+    Of a chunk, of a short one, and of one with much before it.
 
     observe: takes the tokens before, those computed, and seconds. The pool is empty, so the blocks
     that this writes to are nobody's.

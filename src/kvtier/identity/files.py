@@ -61,8 +61,10 @@ Files = Mapping[Path, Stamp | None]
 
 
 def model_files(model: Path) -> Files:
-    """The files that count, of a folder, without those of its folders; or the one that ``model``
-    is. OSError where that can't be read."""
+    """The files that count, of a folder, without those of its folders.
+
+    Or the one that ``model`` is. OSError where that can't be read.
+    """
     if not model.is_dir():
         return {model: Stamp.of(model.stat())}
     found: dict[Path, Stamp | None] = {}
@@ -80,8 +82,9 @@ def model_files(model: Path) -> Files:
 
 
 def telling(stamps: Mapping[str, Stamp], now_ns: int) -> set[str]:
-    """Those of a model's files that would look different had they been changed after ``now_ns``,
-    when somebody began to read them.
+    """Return the files whose stamps would show a change after ``now_ns``.
+
+    Reading them began at that moment.
 
     Not those that changed a moment before, or "later"; nor those whose times were made up: before
     anybody had such files, or to the second the same for all of them.

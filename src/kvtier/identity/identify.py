@@ -183,8 +183,10 @@ class Identification:
         return found
 
     def _digest(self, held: dict[Path, str]) -> str:
-        """Return the digest of all files: their names below each model, and contents; of a dead
-        link, its name."""
+        """Return the digest of all files: their names below each model, and contents.
+
+        Of a dead link, its name.
+        """
         hasher = blake3()
         for model in self._models:
             for path in self._files:

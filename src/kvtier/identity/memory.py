@@ -39,8 +39,9 @@ Records = Mapping[str, tuple[Stamp, str]]
 
 
 class WeightsMemory:
-    """folder: made when something is remembered; by default below the user's cache folder. One
-    that others own, or may write to, is not used.
+    """folder: made when something is remembered; by default below the user's cache folder.
+
+    One that others own, or may write to, is not used.
 
     Nothing raises: what can't be remembered is read again.
     """

@@ -79,7 +79,9 @@ class BlockIndex(ABC):
     @abstractmethod
     def num_evictable(self, column: AnyColumn) -> int:
         """Blocks of ``column`` that are ready and not leased: they could leave one after another.
-        An upper bound where leaves leave first, for a child that has to stay keeps its parent."""
+
+        An upper bound where leaves leave first, for a child that has to stay keeps its parent.
+        """
 
     @abstractmethod
     def num_held(self, column: AnyColumn) -> int:
@@ -112,8 +114,11 @@ class BlockIndex(ABC):
 
     @abstractmethod
     def commit(self, block: BlockId, column: AnyColumn, now: float) -> None:
-        """The block's bytes are in its slot of ``column``: it can be matched from now on. It is no
-        use of one that was touched since its write began: how long a copy takes says nothing."""
+        """The block's bytes are in its slot of ``column``: it can be matched from now on.
+
+        It is no use of one that was touched since its write began: how long a copy takes says
+        nothing.
+        """
 
     def commit_all(self, blocks: Iterable[BlockId], column: AnyColumn, now: float) -> None:
         """``commit`` of each, in this order; it says which leaves first where nothing else does."""
@@ -142,10 +147,11 @@ class BlockIndex(ABC):
         num_free: int,
         least_chance: float = 0.0,
     ) -> Sequence[BlockId]:
-        """Those of ``blocks``, which ``column`` has not, that are worth the room that they need:
-        as many as ``num_free``, then those that are worth more than what would leave for them.
-        What lies behind one that is not is not either. All of them, where the policy of the column
-        lets everything in. Where too little may leave, that is not looked at.
+        """Those of ``blocks``, which ``column`` has not, that are worth the room that they need.
+
+        As many as ``num_free``, then those that are worth more than what would leave for them. What
+        lies behind one that is not is not either. All of them, where the policy of the column lets
+        everything in. Where too little may leave, that is not looked at.
 
         least_chance: that a block is used before it leaves again; it is not worth a write
         otherwise, be there room or not.
@@ -153,8 +159,10 @@ class BlockIndex(ABC):
 
     @abstractmethod
     def set_doubling(self, at_blocks: float) -> None:
-        """The block so deep in a prompt is worth twice what the first one is from now on, and so on
-        in proportion, in all columns where a policy learns; 0: all are worth the same."""
+        """Set the depth, in blocks, at which a block is worth twice the first one, in proportion.
+
+        Applies to all columns where a policy learns; 0: all are worth the same.
+        """
 
     # -- use --------------------------------------------------------------------------------------
 
@@ -203,8 +211,11 @@ class BlockIndex(ABC):
 
     @abstractmethod
     def lose(self, block: BlockId, column: AnyColumn) -> Slot | None:
-        """The column has lost the block, which was ready there; its children stay, out of reach for
-        now. Returns the slot; None while somebody holds the block: ask again."""
+        """The column has lost the block, which was ready there.
+
+        Its children stay, out of reach for now. Returns the slot; None while somebody holds the
+        block: ask again.
+        """
 
     # -- for tests and doctors --------------------------------------------------------------------
 

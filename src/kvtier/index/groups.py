@@ -56,8 +56,9 @@ ALL = ReuseRule()
 def columns_of(
     given: Collection[AnyColumn], num_groups: int
 ) -> tuple[tuple[str, ...], tuple[AnyColumn, ...]]:
-    """The tiers, in the order given, and all columns: the first group's of every tier, by the
-    tier's name, then the second group's, and so on.
+    """The tiers, in the order given, and all columns.
+
+    The first group's of every tier, by the tier's name, then the second group's, and so on.
 
     ConfigError where ``given`` has other columns than these, or where there is no group.
     """

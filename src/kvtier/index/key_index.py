@@ -45,9 +45,11 @@ class KeyedBlock:
 
 
 class KeyIndex(BlockIndex):
-    """Blocks by key. A column has them in one order: who was used longest ago leaves first; of the
-    blocks of one use, those at the end of the prompt. The order is that of the calls: the times
-    that they bring are not looked at.
+    """Blocks by key.
+
+    A column has them in one order: who was used longest ago leaves first; of the blocks of one use,
+    those at the end of the prompt. The order is that of the calls: the times that they bring are
+    not looked at.
 
     What an eviction meets and may not take, for it is held or being written, leaves the order until
     it is let go of, and is then the next to leave. So no call takes longer where more is held, and
@@ -91,8 +93,10 @@ class KeyIndex(BlockIndex):
         """The blocks of ``keys``, and where they stand."""
 
     def find(self, key: bytes) -> tuple[BlockId, tuple[State, ...]] | None:
-        """The block of ``key``, and where it stands in each of ``tiers``; None where it is not
-        known."""
+        """The block of ``key``, and where it stands in each of ``tiers``.
+
+        None where it is not known.
+        """
         [block], states = self.find_all((key,))
         return None if block is None else (block, tuple(map(State, states)))
 
@@ -119,8 +123,10 @@ class KeyIndex(BlockIndex):
     # -- writing ----------------------------------------------------------------------------------
 
     def expect(self, num_blocks: int) -> None:
-        """There will be about ``num_blocks``, at most 2**32 - 1: what finds them is made now, and
-        not piece by piece beside requests."""
+        """There will be about ``num_blocks``, at most 2**32 - 1.
+
+        What finds them is made now, and not piece by piece beside requests.
+        """
         return
 
     @abstractmethod
@@ -135,18 +141,25 @@ class KeyIndex(BlockIndex):
 
     @abstractmethod
     def asked(self, keys: Iterable[bytes], now: float) -> None:
-        """A request begins: to be told once of each, with all of its prompt from the first block
-        on, known or not, before anything is written for it. Keys of one place come together."""
+        """A request begins.
+
+        To be told once of each, with all of its prompt from the first block on, known or not,
+        before anything is written for it. Keys of one place come together.
+        """
 
     @abstractmethod
     def retain(self, keys: Iterable[bytes], said: Said, now: float) -> None:
-        """Somebody says something of a prompt, which is given as to ``asked``. ValueError for what
-        nobody can mean."""
+        """Somebody says something of a prompt, which is given as to ``asked``.
+
+        ValueError for what nobody can mean.
+        """
 
     @abstractmethod
     def continues(self, keys: Iterable[bytes], before: bytes) -> None:
-        """Blocks that were in no request yet, those of an answer, lie one behind the other, and
-        behind the block ``before``. To be told before they are written."""
+        """Place blocks of an answer one behind the other, and behind the block ``before``.
+
+        They were in no request yet. To be told before they are written.
+        """
 
     @abstractmethod
     def admit_keys(

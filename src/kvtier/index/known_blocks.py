@@ -29,8 +29,10 @@ class KnownBlock:
 
 
 class KnownBlocks:
-    """Table of blocks, by key and by number. A block is known from ``make`` until ``drop``. All
-    keys have as many bytes as the first."""
+    """Table of blocks, by key and by number.
+
+    A block is known from ``make`` until ``drop``. All keys have as many bytes as the first.
+    """
 
     def __init__(self, num_columns: int) -> None:
         self._num_columns = num_columns

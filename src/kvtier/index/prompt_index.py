@@ -49,8 +49,11 @@ class PromptIndex(BlockIndex):
 
     @abstractmethod
     def match(self, namespace: bytes, labels: Sequence[Label]) -> Match:
-        """Longest prefix of ``labels`` whose blocks are all ready in some tier. AssertionError
-        where that is not what can be reused: with several groups, or one that needs less."""
+        """Longest prefix of ``labels`` whose blocks are all ready in some tier.
+
+        AssertionError where that is not what can be reused: with several groups, or one that needs
+        less.
+        """
 
     @abstractmethod
     def match_groups(self, namespace: bytes, labels: Sequence[Label]) -> GroupMatch:
@@ -109,8 +112,10 @@ class PromptIndex(BlockIndex):
     def extend(
         self, namespace: bytes, labels: Sequence[Label], after: BlockId | None = None
     ) -> Sequence[BlockId]:
-        """Numbers of the blocks along ``labels``, known or new. Begin a write before anything else:
-        a block that no column holds is forgotten by the next change near it.
+        """Numbers of the blocks along ``labels``, known or new.
+
+        Begin a write before anything else: a block that no column holds is forgotten by the next
+        change near it.
 
         after: the block below which the labels begin; None for the start of a prompt.
         """
@@ -154,13 +159,18 @@ class PromptIndex(BlockIndex):
 
     @abstractmethod
     def asked(self, namespace: bytes, labels: Sequence[Label], now: float) -> None:
-        """A request begins: to be told once of each, with all of its prompt, before anything is
-        written for it. labels: of blocks known or not. Policies that learn do so by this."""
+        """A request begins.
+
+        To be told once of each, with all of its prompt, before anything is written for it. labels:
+        of blocks known or not. Policies that learn do so by this.
+        """
 
     @abstractmethod
     def retain(self, namespace: bytes, labels: Sequence[Label], said: Said, now: float) -> None:
-        """Somebody says something of a prompt; policies that learn take it into account. labels: of
-        all of its blocks, known or not. ValueError for what nobody can mean."""
+        """Somebody says something of a prompt; policies that learn take it into account.
+
+        labels: of all of its blocks, known or not. ValueError for what nobody can mean.
+        """
 
     @abstractmethod
     def nodes(self) -> list[Node]:

@@ -171,8 +171,10 @@ class PythonKeyIndex(KeyIndex):
                 self._come_back(block, column)
 
     def _come_back(self, block: BlockId, column: AnyColumn) -> None:
-        """A block that was passed over leaves next: those that left meanwhile were used after
-        it."""
+        """A block that was passed over leaves next.
+
+        Those that left meanwhile were used after it.
+        """
         here = self._column(column)
         if not self._residency(block, column).evictable:
             return

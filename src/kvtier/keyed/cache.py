@@ -70,8 +70,10 @@ IN_MEMORY[[WRITING, State.EVICTING, READY]] = 1, 1, 2
 
 
 class KeyedCache:
-    """Owned by one thread. keys: bytes, the engine's. The fastest tier of ``ladder`` is the memory
-    that the engine copies from and to.
+    """Owned by one thread.
+
+    keys: bytes, the engine's. The fastest tier of ``ladder`` is the memory that the engine copies
+    from and to.
 
     namespace: digest of all else that decides on the bytes of a block, b"" while nobody knows it:
     then nothing is written to storage, and nothing looked for there. clock: the ladder's.
@@ -126,8 +128,11 @@ class KeyedCache:
         return BlockLocation.STORAGE
 
     def find_all(self, keys: Sequence[bytes]) -> list[BlockLocation]:
-        """``find`` of each. keys: of one prompt, in its order; what storage has kept is looked for
-        until nothing more of it turns up."""
+        """``find`` of each.
+
+        keys: of one prompt, in its order; what storage has kept is looked for until nothing more of
+        it turns up.
+        """
         places, unknown = self._places(keys)
         if unknown and self._recall.may_find:
             kept = self._recall.take_in_along(unknown)
@@ -144,8 +149,9 @@ class KeyedCache:
     def find_or_ask(
         self, keys: Sequence[bytes], has_gaps: bool = False
     ) -> tuple[list[BlockLocation], list[PendingLookup]]:
-        """``find_all``; and storage that takes its time is asked for what is known nowhere. Where
-        that is worth waiting for it is ``UNKNOWN``, until one of the questions is over.
+        """``find_all``; and storage that takes its time is asked for what is known nowhere.
+
+        Where that is worth waiting for it is ``UNKNOWN``, until one of the questions is over.
 
         has_gaps: where a block is missing those behind it may be of use.
         """
@@ -190,8 +196,7 @@ class KeyedCache:
         )
 
     def recall(self, keys: Collection[bytes]) -> int:
-        """Take in which blocks, of those that are known nowhere, storage has kept since an earlier
-        life. Returns how many."""
+        """Adopt unknown blocks that storage recovered from an earlier run. Return how many."""
         return self._recall.take_in(keys)
 
     def _is_doubted(self, block: BlockId) -> bool:
@@ -207,8 +212,10 @@ class KeyedCache:
         return None
 
     def sources(self, keys: Sequence[bytes]) -> list[str]:
-        """The tier that each would come from now: memory, too, where it is on its way there, or
-        nowhere."""
+        """The tier that each would come from now.
+
+        Memory, too, where it is on its way there, or nowhere.
+        """
         _, states = self._index.find_all(keys)
         by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
         is_there = by_tier == READY
@@ -226,8 +233,11 @@ class KeyedCache:
         return bool(self._index.learning)
 
     def asked(self, keys: Iterable[bytes]) -> None:
-        """A request begins: to be told once of each, with all blocks of its prompt, in its order,
-        before anything is reserved for it."""
+        """A request begins.
+
+        To be told once of each, with all blocks of its prompt, in its order, before anything is
+        reserved for it.
+        """
         self._index.asked(keys, self._clock())
 
     def continues(self, keys: Iterable[bytes], before: bytes) -> None:
@@ -235,8 +245,10 @@ class KeyedCache:
         self._index.continues(keys, before)
 
     def hint(self, keys: Collection[bytes], hint: Hint, block_size: int) -> None:
-        """Somebody knows something of a prompt, of all blocks from its first one on; it counts from
-        now on. block_size: tokens in each."""
+        """Somebody knows something of a prompt, of all blocks from its first one on.
+
+        It counts from now on. block_size: tokens in each.
+        """
         now = self._clock()
         for said in hint.said(block_size, now):
             self._index.retain(keys, said, now)
@@ -263,8 +275,9 @@ class KeyedCache:
     # -- between the engine's device and memory ----------------------------------------------------
 
     def reserve(self, keys: Collection[bytes]) -> Reserved | None:
-        """Room in memory for those of ``keys`` that are not there, and are worth it; None where
-        there is too little.
+        """Room in memory for those of ``keys`` that are not there, and are worth it.
+
+        None where there is too little.
 
         They count as used now, and the first ones leave last.
         """
@@ -339,8 +352,9 @@ class KeyedCache:
     # -- between memory and storage ----------------------------------------------------------------
 
     def promote(self, keys: Sequence[bytes], beside: Sequence[bytes] = ()) -> int:
-        """Bring blocks from storage into memory; fewer of the first ones where there is no room for
-        all. Returns how many.
+        """Bring blocks from storage into memory.
+
+        Fewer of the first ones where there is no room for all. Returns how many.
 
         beside: blocks of the same prompt that are in memory; they don't leave for these.
         """
@@ -396,15 +410,20 @@ class KeyedCache:
         self.ladder.poll()
 
     def clear(self) -> None:
-        """Forget everything, in storage as well, held or reserved blocks, too: whoever empties a
-        cache waits for its own copies, and never tells of their end. What is on its way between
-        tiers arrives nowhere."""
+        """Forget everything, in storage as well, held or reserved blocks, too.
+
+        Whoever empties a cache waits for its own copies, and never tells of their end. What is on
+        its way between tiers arrives nowhere.
+        """
         self._copies.clear()
         self.ladder.clear()
 
     def end_copies(self) -> None:
-        """End the engine's own copies, and keep all blocks. Blocks that were being stored are given
-        up. The engine waits for its copies, and never tells of their end."""
+        """End the engine's own copies, and keep all blocks.
+
+        Blocks that were being stored are given up. The engine waits for its copies, and never tells
+        of their end.
+        """
         self._copies.clear()
 
     def check_invariants(self) -> None:

@@ -26,8 +26,10 @@ class DirectReads:
         return self._ladder.direct.is_for_all
 
     def how(self, key: bytes) -> Direct:
-        """Return how a block in storage may reach the engine: directly always, directly if
-        memory is short, or through memory only."""
+        """Return how a block in storage may reach the engine.
+
+        Directly always, directly if memory is short, or through memory only.
+        """
         storage = self._source(key)
         return Direct.OFF if storage is None else self._ladder.direct.how(storage)
 
@@ -36,8 +38,10 @@ class DirectReads:
         return None if found is None else self._storage_of(*found)
 
     def read(self, keys: Sequence[bytes], places: Sequence[int]) -> list[str]:
-        """Begin to read blocks that are in storage. Their pages are the engine's, and nobody else's
-        until the reads have ended; whether all has arrived it hears from those who read.
+        """Begin to read blocks that are in storage.
+
+        Their pages are the engine's, and nobody else's until the reads have ended; whether all has
+        arrived it hears from those who read.
 
         places: of each, where it goes to. Returns the storage that each comes from.
         """

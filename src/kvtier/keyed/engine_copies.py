@@ -16,8 +16,9 @@ from kvtier.types import BlockId, Slot
 
 
 class EngineCopies:
-    """Copies that an engine makes between the device and the ladder's fastest tier. One thread
-    calls.
+    """Copies that an engine makes between the device and the ladder's fastest tier.
+
+    One thread calls.
 
     A block that is reserved is being written there, once; one that is held is ready there, and
     leased once for each who holds it. An engine that lost count, for the cache was emptied
@@ -50,8 +51,11 @@ class EngineCopies:
     def commit(
         self, blocks: Sequence[BlockId | None], depths: Sequence[int], now: float
     ) -> list[BlockId]:
-        """Copies to blocks, in prompt order, have ended. Returns those that are in memory now; the
-        doubted ones are not. depths: place of each in its prompt."""
+        """Copies to blocks, in prompt order, have ended.
+
+        Returns those that are in memory now; the doubted ones are not. depths: place of each in its
+        prompt.
+        """
         depth_of = {
             block: depth
             for block, depth in zip(blocks, depths, strict=True)
@@ -79,8 +83,10 @@ class EngineCopies:
         self._watches.ended(blocks)
 
     def watch(self, watch: StorageWaiter, coming: Sequence[BlockId]) -> list[BlockId]:
-        """``watch`` is not over before the last of ``coming`` that is reserved has its copy behind
-        it. coming: in prompt order, on their way to memory. Returns those that are not reserved."""
+        """Keep ``watch`` waiting until the last reserved block of ``coming`` has been copied.
+
+        coming: in prompt order, on their way to memory. Returns those that are not reserved.
+        """
         moving = [block for block in coming if block not in self._reserved]
         if len(moving) < len(coming):
             self._watches.add(watch, next(b for b in reversed(coming) if b in self._reserved))

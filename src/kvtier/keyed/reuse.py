@@ -179,8 +179,7 @@ def decide(
 
 
 def end_without_room(found: FoundBlocks, end: int) -> int:
-    """Return the token up to which a prompt is loaded, where memory has no room to promote the
-    block that ends at ``end``."""
+    """Return the token to load up to, if memory lacks room for the block ending at ``end``."""
     return end - 1 if found.block_size else found.first
 
 
@@ -194,8 +193,9 @@ def reads_directly(how: Direct, *, lacks_room: bool, was_read: bool) -> bool:
 
 
 def num_to_probe(num_declined: int, block_tokens: int, quiet_s: float) -> int:
-    """Return how many of the blocks that are computed to read all the same, for nobody: or one slow
-    read would be believed for ever.
+    """Return how many of the blocks that are computed to read all the same, for nobody.
+
+    Or one slow read would be believed for ever.
 
     block_tokens: tokens per block. quiet_s: time since the last such read.
     """

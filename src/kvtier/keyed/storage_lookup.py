@@ -16,8 +16,10 @@ The next pieces are larger."""
 
 
 class KeyedLookup:
-    """The ladder asks storage; here is what the blocks are called there. What is found is known to
-    the index from then on. While nobody knows the namespace nothing is looked for, or asked.
+    """The ladder asks storage; here is what the blocks are called there.
+
+    What is found is known to the index from then on. While nobody knows the namespace nothing is
+    looked for, or asked.
 
     namespace, knows_storage: see ``KeyedCache``.
     """
@@ -58,8 +60,10 @@ class KeyedLookup:
         )
 
     def take_in_along(self, keys: Sequence[bytes]) -> list[bytes]:
-        """``take_in``, of one prompt, in growing pieces until nothing more turns up. Returns what
-        was asked for."""
+        """``take_in``, of one prompt, in growing pieces until nothing more turns up.
+
+        Returns what was asked for.
+        """
         asked = 0
         for piece in _growing(keys):
             num = self.take_in(piece)
@@ -74,8 +78,10 @@ class KeyedLookup:
         return bool(self._namespace()) and self._ladder.storage_lookup.has_to_ask
 
     def ask_along(self, keys: Sequence[bytes], has_gaps: bool) -> list[PendingLookup]:
-        """Ask that storage for blocks of one prompt that are known nowhere, in its order. Returns
-        the questions that are worth waiting for. has_gaps: see ``KeyedCache.find_or_ask``."""
+        """Ask that storage for blocks of one prompt that are known nowhere, in its order.
+
+        Returns the questions that are worth waiting for. has_gaps: see ``KeyedCache.find_or_ask``.
+        """
         names = partial(_names, self._namespace())
         return self._ladder.storage_lookup.ask_along(keys, names, self._index.make, has_gaps)
 

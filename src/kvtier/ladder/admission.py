@@ -26,8 +26,10 @@ class Admitted(NamedTuple, Generic[Item]):
 
 
 class Admission:
-    """Asks the policies of the tiers. Storage is written from memory, and each tier's policy judges
-    for itself: a block that is not worth its room in memory, and worth a write, passes through.
+    """Asks the policies of the tiers.
+
+    Storage is written from memory, and each tier's policy judges for itself: a block that is not
+    worth its room in memory, and worth a write, passes through.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class Admission:
         return admitted.items
 
     def admit_read(self, blocks: Sequence[BlockId], memory: str) -> None:
-        """``blocks`` are read from storage, for they are wanted: they come to ``memory``, and stay
-        there as far as they are worth their room."""
+        """``blocks`` are read from storage, for they are wanted.
+
+        They come to ``memory``, and stay there as far as they are worth their room.
+        """
         num_free = self._topology.rooms[memory].num_free
         if len(blocks) <= num_free:
             self._transient_blocks.note(blocks, ())

@@ -7,8 +7,10 @@ from kvtier.telemetry import Metrics
 
 
 class CostMetrics:
-    """Told by whoever plans, copies and computes; owned by their thread. A call costs one to five
-    microseconds, whatever it is about, and there is one for each plan, copy and piece of prefill.
+    """Told by whoever plans, copies and computes; owned by their thread.
+
+    A call costs one to five microseconds, whatever it is about, and there is one for each plan,
+    copy and piece of prefill.
     """
 
     def __init__(self, metrics: Metrics, costs: CostModel) -> None:
@@ -29,8 +31,10 @@ class CostMetrics:
             self._metrics.count("kvtier_hit_blocks_total", num_blocks, tier=tier)
 
     def loaded(self, src: str, expected_s: float, actual_s: float) -> None:
-        """A copy from ``src`` towards the device has ended. expected_s: when it began; 0 where
-        nobody could tell."""
+        """A copy from ``src`` towards the device has ended.
+
+        expected_s: when it began; 0 where nobody could tell.
+        """
         if expected_s <= 0 or actual_s <= 0:
             return
         self._metrics.count("kvtier_predicted_load_seconds_total", expected_s, src=src)

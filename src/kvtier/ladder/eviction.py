@@ -67,8 +67,10 @@ class Eviction:
 
     @property
     def num_staging(self) -> int | None:
-        """Slots for blocks on their way from storage, as ``num_available``. None where they need
-        none, or can do without."""
+        """Slots for blocks on their way from storage, as ``num_available``.
+
+        None where they need none, or can do without.
+        """
         topology = self._topology
         if not topology.is_staged:
             return None
@@ -99,9 +101,11 @@ class Eviction:
     def reserve(
         self, num_slots: int, but_not: Sequence[BlockId], admit: Admit
     ) -> Sequence[Slot] | None:
-        """Slots of the fastest tier for an engine that fills them itself, after evicting others
-        than ``but_not``, as many as are worth their room; None where there are too few, and
-        nothing left then."""
+        """Reserve slots of the fastest tier that an engine fills itself; None if there are too few.
+
+        Evicts others than ``but_not``, as many as are worth their room. Nothing is evicted if it is
+        refused.
+        """
         tier = self._topology.fastest
         room = self._topology.rooms[tier]
         self._index.lease(but_not, tier)
@@ -133,9 +137,12 @@ class Eviction:
         return len(slots)
 
     def make_for(self, blocks: Sequence[BlockId], tier: str) -> Sequence[BlockId]:
-        """Evict from ``tier`` what has to go for ``blocks``, but not the prefixes that they
-        continue: the end of a prompt must not push out its beginning. Returns those of ``blocks``
-        that are worth the room that they need, or a write; there may be less."""
+        """Evict from ``tier`` what has to leave for ``blocks``.
+
+        The prefixes that they continue stay: the end of a prompt must not push out its beginning.
+        Returns those of ``blocks`` that are worth the room that they need, or a write; there may be
+        less.
+        """
         room = self._topology.rooms[tier]
         self._tell_room(tier)
         prefixes = self._index.prefixes(blocks, tier) if len(blocks) > room.num_free else ()

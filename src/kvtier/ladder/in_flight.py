@@ -74,8 +74,10 @@ class InFlight:
         self.by_route[transfer.src, transfer.dst] -= 1
 
     def take_ended(self) -> Iterator[Transfer]:
-        """Those whose job is done and that were not finished yet, until they are ``POLL_BLOCKS``;
-        one that ends meanwhile is for the next time."""
+        """Those whose job is done and that were not finished yet, until they are ``POLL_BLOCKS``.
+
+        One that ends meanwhile is for the next time.
+        """
         num_blocks = 0
         for _ in range(len(self._ended)):
             if num_blocks >= POLL_BLOCKS:

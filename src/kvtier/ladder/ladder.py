@@ -28,8 +28,10 @@ from kvtier.types import Slot
 
 
 class Ladder:
-    """Slots, residencies and copies of all tiers. Its parts are its attributes, and caches call
-    them directly; what concerns several parts at once is a method.
+    """Slots, residencies and copies of all tiers.
+
+    Its parts are its attributes, and caches call them directly; what concerns several parts at once
+    is a method.
 
     Storage is read into the slowest memory tier, or directly into the fastest one, and written from
     the slowest; several storage tiers stand beside each other.
@@ -167,14 +169,18 @@ class Ladder:
         return waits or any(not transfer.is_late for transfer in self.transfers.transfers)
 
     def wait_for(self, waiter: Waiter, slots: Sequence[Slot]) -> None:
-        """``waiter`` is not ready before what is on its way to these slots of the fastest tier has
-        arrived there. slots: of its prompt's first blocks, in order."""
+        """Keep ``waiter`` waiting until what is on its way to these slots has arrived.
+
+        slots: of the fastest tier, for its prompt's first blocks, in order.
+        """
         for transfer, positions in self.transfers.bringing(slots, self.topology.fastest):
             waiter.wait_for(transfer, positions)
 
     def clear(self) -> None:
-        """Forget every block that nobody holds, in storage as well and for good. What is on its way
-        arrives nowhere."""
+        """Forget every block that nobody holds, in storage as well and for good.
+
+        What is on its way arrives nowhere.
+        """
         self.transfers.void()
         self.storage_lookup.forget()
         self.write_queues.clear()
@@ -197,8 +203,10 @@ class Ladder:
         return self.transfers.close()
 
     def check_invariants(self, num_private: int) -> None:
-        """Raise AssertionError where slots and blocks don't add up. num_private: slots of the
-        fastest tier that requests use and the index does not know."""
+        """Raise AssertionError where slots and blocks don't add up.
+
+        num_private: slots of the fastest tier that requests use and the index does not know.
+        """
         self._index.check_invariants()
         for name, in_use in self.used_slots().items():
             expected = self._index.num_held(name) + (num_private if name == self.fastest else 0)

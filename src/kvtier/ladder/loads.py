@@ -144,8 +144,10 @@ class Loads:
     # -- before somebody waits for it --------------------------------------------------------------
 
     def fetch_ahead(self, match: Match, num_reused_blocks: int) -> None:
-        """Read a piece of what was not worth waiting for, where storage has nothing else to do: the
-        next request finds it in memory, and the planner learns how long a read takes now."""
+        """Read a piece of what was not worth waiting for, where storage has nothing else to do.
+
+        The next request finds it in memory, and the planner learns how long a read takes now.
+        """
         if not self._topology.is_staged or num_reused_blocks == match.num_blocks:
             return
         left = match.blocks[num_reused_blocks:], match.tiers[num_reused_blocks:]
@@ -155,8 +157,10 @@ class Loads:
                 self.promote(_in_tier(name, *left)[:room], name, urgent=False)
 
     def prefetch(self, match: Match, deadline: float) -> Prefetch | None:
-        """Begin to read what only storage has of a match, and hold it in memory together with what
-        is there already. None while others hold too much of that memory."""
+        """Begin to read what only storage has of a match, and hold it in memory with the rest.
+
+        None while others hold too much of that memory.
+        """
         tier = self._topology.staging
         if tier == self._topology.fastest or not self._topology.storages:
             return Prefetch(self._index, tier, (), deadline)

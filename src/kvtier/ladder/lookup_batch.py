@@ -79,8 +79,10 @@ class PathLookup(Lookup):
     def take_in(
         self, there: Sequence[int], adopt: Adopt, is_known: Callable[[BlockId], bool]
     ) -> PathLookup | None:
-        """Blocks behind a gap are taken in, too, for what was found stays in storage until it is
-        dropped."""
+        """Adopt the blocks found, those behind a gap, too.
+
+        What was found stays in storage until it is dropped.
+        """
         if not there:
             return None
         num = there[-1] + 1
@@ -92,8 +94,10 @@ class PathLookup(Lookup):
         return self.next(path[-1], min(MOST_KEYS, GROWTH * len(there)))
 
     def _path(self, num: int, is_known: Callable[[BlockId], bool]) -> Sequence[BlockId]:
-        """The first ``num`` blocks that this is about; what is in front of them may have been
-        forgotten meanwhile."""
+        """The first ``num`` blocks that this is about.
+
+        What is in front of them may have been forgotten meanwhile.
+        """
         if self.above is None or is_known(self.above):
             rest = self.labels[self.first : self.first + num]
             return self.paths.extend(self.namespace, rest, self.above)
@@ -138,8 +142,11 @@ class KeyLookup(Lookup):
 
 @dataclass(frozen=True, slots=True)
 class GapsLookup(KeyLookup):
-    """The same where a block is missing and those behind it may be of use. missing: the first that
-    was not there, of the pieces before: from there on all pieces are one question."""
+    """The same where a block is missing and those behind it may be of use.
+
+    missing: the first that was not there, of the pieces before: from there on all pieces are one
+    question.
+    """
 
     missing: BlockKey | None = None
 

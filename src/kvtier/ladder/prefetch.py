@@ -57,8 +57,10 @@ class Prefetch(Waiter):
 
 
 class Prefetches:
-    """Those of all requests that wait for their turn; together they hold a part of the memory that
-    storage is read into."""
+    """Those of all requests that wait for their turn.
+
+    Together they hold a part of the memory that storage is read into.
+    """
 
     def __init__(self, topology: Topology, index: BlockIndex) -> None:
         self._topology = topology
@@ -68,7 +70,9 @@ class Prefetches:
 
     def begin(self, wanted: Sequence[BlockId], deadline: float) -> Prefetch | None:
         """Hold those of ``wanted`` that are there; the first ones, where they are too many.
-        None while others hold too much."""
+
+        None while others hold too much.
+        """
         limit = int(self._topology.rooms[self._topology.staging].num_open * PREFETCH_SHARE)
         if self._num_held and self._num_held + len(wanted) > limit:
             return None

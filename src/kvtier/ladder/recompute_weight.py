@@ -10,8 +10,9 @@ CHANGED = 1.25
 
 
 class RecomputeWeight:
-    """Tells the policies of ``index`` what the planner has measured of prefill. Until then, and
-    where attention costs nothing that could be seen, all blocks are worth the same.
+    """Tells the policies of ``index`` what the planner has measured of prefill.
+
+    Until then, and where attention costs nothing that could be seen, all blocks are worth the same.
 
     block_size: tokens of a block.
     """
@@ -24,8 +25,10 @@ class RecomputeWeight:
         self._told = 0.0
 
     def look(self) -> None:
-        """Tell of what has changed. Constant time, and next to none where nothing was measured
-        since."""
+        """Tell of what has changed.
+
+        Constant time, and next to none where nothing was measured since.
+        """
         cost = self._costs.recent_prefill
         if cost is None or cost is self._seen:
             return

@@ -41,8 +41,10 @@ class ReuseSampler:
         return self._mask + 1
 
     def came(self, names: Sequence[bytes], blocks: Sequence[BlockId]) -> None:
-        """A request wanted blocks that were not where it needed them: they were computed, or are
-        being loaded."""
+        """A request wanted blocks that were not where it needed them.
+
+        They were computed, or are being loaded.
+        """
         mask = self._mask
         chosen = [(at, mark) for at, mark in enumerate(map(hash, names)) if not mark & mask]
         for at, mark in chosen:

@@ -37,8 +37,10 @@ _Name = tuple[str, BlockKey]
 
 @dataclass(slots=True, eq=False)
 class PendingLookup:
-    """A question under way. began_s: when it was asked. is_over: it was answered, or is late: time
-    for another look."""
+    """A question under way.
+
+    began_s: when it was asked. is_over: it was answered, or is late: time for another look.
+    """
 
     question: Lookup
     job: FindJob
@@ -48,7 +50,7 @@ class PendingLookup:
 
 @dataclass(frozen=True, slots=True)
 class LookupPatience:
-    """How long a request waits for a look-up.
+    """Limit of a request's wait for a look-up.
 
     limit_s: at most; storage that takes longer is late. costs: measured; an answer that takes as
     long as computing is not waited for. block_size: tokens of a block; 0 where computing is not
@@ -66,9 +68,10 @@ class LookupPatience:
 
 
 class StorageLookup:
-    """Asks storage for the keys that the index does not know, and takes in what it has. Where a
-    look-up takes its time, the answer is for those that wait for it, and for the next request that
-    begins alike.
+    """Asks storage for the keys that the index does not know, and takes in what it has.
+
+    Where a look-up takes its time, the answer is for those that wait for it, and for the next
+    request that begins alike.
     """
 
     def __init__(
@@ -114,8 +117,9 @@ class StorageLookup:
     # -- a prompt ---------------------------------------------------------------------------------
 
     def ask(self, paths: PromptIndex, namespace: bytes, labels: Sequence[Label]) -> bool:
-        """Ask every storage tier that may have more of this prompt than ``paths`` knows. Whether it
-        is worth waiting for an answer.
+        """Ask every storage tier that may have more of this prompt than ``paths`` knows.
+
+        Whether it is worth waiting for an answer.
 
         What storage answers at once is in the index when this returns; other answers are for the
         next look-up.
@@ -135,8 +139,7 @@ class StorageLookup:
         return is_asked
 
     def _is_sooner(self, asked: PendingLookup, first: int, end: int) -> bool:
-        """Whether the answer comes before a prompt's blocks from ``first`` to ``end`` could be
-        computed."""
+        """Whether the answer comes before blocks ``first`` to ``end`` could be computed."""
         if asked.job.done:
             return False
         usual_s = self._took_s.get(asked.question.storage, 0.0)
@@ -149,8 +152,9 @@ class StorageLookup:
         make: Callable[[Sequence[bytes]], Sequence[BlockId]],
         has_gaps: bool,
     ) -> list[PendingLookup]:
-        """Ask storage that takes its time for blocks of one prompt that are known nowhere, in its
-        order, piece by piece. Return the look-ups that are worth waiting for.
+        """Ask slow storage for unknown blocks of one prompt, in order.
+
+        Returns what is worth waiting for. See ``Ladder.ask_along``.
 
         names: what keys are called in storage. make: their blocks, made known. has_gaps: where a
         block is missing those behind it may be of use.
@@ -262,8 +266,9 @@ class StorageLookup:
     def ask_each(
         self, keys: Sequence[BlockKey], make: Callable[[Sequence[int]], Sequence[BlockId]]
     ) -> int:
-        """``ask`` for single blocks, of storage that answers at once. Returns how many are known
-        now.
+        """``ask`` for single blocks, of storage that answers at once.
+
+        Returns how many are known now.
 
         keys: what the blocks are called there. make: the blocks at these positions, made known.
         """
@@ -275,8 +280,10 @@ class StorageLookup:
         return num_known
 
     def were_there(self, blocks: Sequence[BlockId], storage: str) -> set[BlockId]:
-        """Those of ``blocks`` that storage has had since an earlier life; the index knows it
-        then."""
+        """Those of ``blocks`` that storage has had since an earlier life.
+
+        The index knows it then.
+        """
         if not blocks or not self._is_asked_at_once(storage):
             return set()
         keys = keys_of(self._index.names(blocks))
@@ -294,7 +301,9 @@ class StorageLookup:
 
     def _adopt(self, storage: str, blocks: Sequence[BlockId]) -> int:
         """Blocks were found: they are in ``storage`` from now on, as far as there is room for them.
-        Returns how many."""
+
+        Returns how many.
+        """
         states = self._index.states_of(blocks, storage)
         new = blocks
         if states.count(State.ABSENT) < len(states):
@@ -307,8 +316,10 @@ class StorageLookup:
         return len(slots)
 
     def _leave(self, storage: str, blocks: Sequence[BlockId]) -> None:
-        """There is no room for blocks that were found: storage forgets them, and so does the index,
-        by a write that does not come about."""
+        """There is no room for blocks that were found.
+
+        Storage forgets them, and so does the index, by a write that does not come about.
+        """
         if blocks:
             self._mover.drop(storage, keys_of(self._index.names(blocks)))
             self._index.begin_write_all(blocks, storage, [Slot(0)] * len(blocks))

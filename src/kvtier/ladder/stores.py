@@ -31,7 +31,9 @@ something, too."""
 
 class Stored(NamedTuple):
     """num_there: how many of the first blocks are in the tier below now, or on their way.
-    is_left_out: others were not worth what would have left for them."""
+
+    is_left_out: others were not worth what would have left for them.
+    """
 
     num_there: int
     is_left_out: bool
@@ -92,7 +94,9 @@ class Stores:
         self, blocks: Sequence[BlockId], src: str, dst: str, waiter: Waiter | None = None
     ) -> tuple[Sequence[BlockId], int]:
         """Begin to copy those of ``blocks`` that are worth their room, as many as find some.
-        Returns these, and how many of the first of them."""
+
+        Returns these, and how many of the first of them.
+        """
         if not blocks:
             return blocks, 0
         admitted = self._eviction.make_for(blocks, dst)

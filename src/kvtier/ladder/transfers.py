@@ -77,8 +77,10 @@ class Transfers:
         return self._in_flight.newest(num)
 
     def tell_of_ends(self, tell: Callable[[], object]) -> None:
-        """Call ``tell`` when a ``poll`` has something to do, on the thread that ended it: for
-        owners that sleep meanwhile."""
+        """Call ``tell`` when a ``poll`` has something to do, on the thread that ended it.
+
+        For owners that sleep meanwhile.
+        """
         self._in_flight.when_ended = tell
 
     # -- begin ------------------------------------------------------------------------------------
@@ -350,8 +352,10 @@ class Transfers:
         return self._in_flight.by_route
 
     def close(self) -> set[str]:
-        """Finish what is on its way, as far as it ends in time. Returns the tiers that are in use
-        all the same."""
+        """Finish what is on its way, as far as it ends in time.
+
+        Returns the tiers that are in use all the same.
+        """
         while any(each.after is not None for each in self.transfers):
             if not self.wait(CLOSE_WAIT_S):
                 break

@@ -45,8 +45,10 @@ class TransientBlocks:
                 del self._passed[block]
 
     def passed(self, blocks: Sequence[BlockId]) -> None:
-        """A copy from memory has ended: those that were to pass may leave, unless some storage is
-        to have them still."""
+        """A copy from memory has ended.
+
+        Those that were to pass may leave, unless some storage is to have them still.
+        """
         if self._passing.isdisjoint(blocks):
             return
         mine = [block for block in blocks if block in self._passing]
@@ -55,8 +57,10 @@ class TransientBlocks:
         self._passed.update(dict.fromkeys(reversed(over)))
 
     def make(self, num_blocks: int) -> int:
-        """Up to so many of those that have passed leave, but for those that somebody holds. Returns
-        how many."""
+        """Up to so many of those that have passed leave, but for those that somebody holds.
+
+        Returns how many.
+        """
         gone: list[BlockId] = []
         while self._passed and len(gone) < num_blocks:
             block = next(iter(self._passed))

@@ -32,8 +32,10 @@ be spent: what is saved up and not written is found by nobody."""
 
 
 class WriteQueue:
-    """The queue in front of one storage tier. Blocks that wait in it hold nothing: one that leaves
-    memory before its turn is not written, and counted.
+    """The queue in front of one storage tier.
+
+    Blocks that wait in it hold nothing: one that leaves memory before its turn is not written, and
+    counted.
 
     storage: the tier; blocks are written to it from the staging memory of ``topology``.
     block_bytes: what a write of one costs of ``budget``. after_uses: when a block is worth a write.
@@ -92,8 +94,10 @@ class WriteQueue:
             self._count(len(self._first(too_many)))
 
     def take(self, most: int) -> list[BlockId]:
-        """The next blocks to be written, up to ``most``, in the order in which they came; tell of
-        those that are by ``began``."""
+        """The next blocks to be written, up to ``most``, in the order in which they came.
+
+        Tell of those that are by ``began``.
+        """
         share = min(max(1, self._room.num_open // MOVING_SHARE), self._most_moving)
         room = min(most, share - self._num_moving)
         taken: list[BlockId] = []

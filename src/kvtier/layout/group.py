@@ -145,6 +145,8 @@ def recurrent_state(
 
 
 def opaque(num_bytes: int) -> KVGroup:
-    """Blocks of so many bytes that only their engine can read. The part keeps its name: slabs are
-    known by it."""
+    """Blocks of so many bytes that only their engine can read.
+
+    The part keeps its name: slabs are known by it.
+    """
     return KVGroup(Attention.FULL, 1, (Part("chunk", 1, num_bytes),), DType.UINT8, block_size=1)

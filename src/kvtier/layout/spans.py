@@ -151,8 +151,10 @@ def _as_arrays(rows: list[Row]) -> Fragments:
 
 
 def _begins(blocks: Int64s, offset: Int64s, stride: Int64s) -> Int64s:
-    """offset[f] + blocks[b] * stride[f]: one addition where the strides are equal, as they are in
-    most layouts."""
+    """offset[f] + blocks[b] * stride[f].
+
+    One addition where the strides are equal, as they are in most layouts.
+    """
     if (stride == stride[0]).all():
         return np.asarray(np.add.outer(blocks * stride[0], offset))
     return offset + blocks[:, None] * stride

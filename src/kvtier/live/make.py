@@ -56,8 +56,10 @@ def make_picture(
 
 
 def _grown(first: Reading, now: Reading, name: str, **labels: str) -> float | None:
-    """By how much something has grown; None where it is not told, or nothing lies between. What is
-    told only since it first happened was 0."""
+    """By how much something has grown; None where it is not told, or nothing lies between.
+
+    What is told only since it first happened was 0.
+    """
     if now.at_s - first.at_s < LEAST_WINDOW_S:
         return None
     value = now.total(name, **labels)

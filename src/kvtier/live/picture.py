@@ -22,13 +22,14 @@ class TierShare:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A place for blocks. used, slots: in blocks; used_bytes, capacity_bytes: the same in bytes.
-    fill: 0 to 1. evicted_per_s: blocks, in the last
-    minute. turnover_s: until all of it would have left at that rate. returned: of the blocks that
-    left since the server began, the share that was wanted again; return_s: half of these within.
-    damaged: blocks that it could not give back as they were, since the server began;
-    damaged_recently: in the last minute. left_alone: 0 in use, 1 being retried, 2 paused after
-    errors, 3 in use with a slab that was cut short.
+    """A place for blocks.
+
+    used, slots: in blocks; used_bytes, capacity_bytes: the same in bytes. fill: 0 to 1.
+    evicted_per_s: blocks, in the last minute. turnover_s: until all of it would have left at that
+    rate. returned: of the blocks that left since the server began, the share that was wanted again;
+    return_s: half of these within. damaged: blocks that it could not give back as they were, since
+    the server began; damaged_recently: in the last minute. left_alone: 0 in use, 1 being retried, 2
+    paused after errors, 3 in use with a slab that was cut short.
     """
 
     name: str
@@ -50,9 +51,11 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """From tier to tier. bytes_per_s: in the last seconds. in_flight: copies. queued_s: until one
-    that begins now has its turn; None where none is taken, or nobody tells. num_bytes, failed:
-    since the server began."""
+    """From tier to tier.
+
+    bytes_per_s: in the last seconds. in_flight: copies. queued_s: until one that begins now has its
+    turn; None where none is taken, or nobody tells. num_bytes, failed: since the server began.
+    """
 
     src: str
     dst: str
@@ -81,8 +84,10 @@ class Guess:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Prompt tokens that were not computed, and the seconds of computing that spared, less what it
-    took. Per second: in the last minute."""
+    """Prompt tokens that were not computed, and the seconds saved, less the cost of loading.
+
+    Per second: in the last minute.
+    """
 
     tokens: float | None
     seconds: float | None
@@ -92,8 +97,10 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """running, waiting: now. per_s, ttft_s: ended, and their mean time to the first token, in the
-    last minute."""
+    """running, waiting: now.
+
+    per_s, ttft_s: ended, and their mean time to the first token, in the last minute.
+    """
 
     running: float | None
     waiting: float | None
@@ -104,8 +111,10 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """models: names of the served models. version: kvtier's, "" if unknown. uptime_s: None if the
-    engine does not tell it."""
+    """models: names of the served models.
+
+    version: kvtier's, "" if unknown. uptime_s: None if the engine does not tell it.
+    """
 
     models: tuple[str, ...] = ()
     version: str = ""
@@ -123,10 +132,13 @@ class PageAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """engine: by name. age_s: for how long this server has been watched. window_s: what "in the
-    last minute" is, where it is less. has_restarted: it began anew since. loaded, recomputed:
-    cached blocks that were to be loaded, or computed all the same, since the server began; the
-    same in the last minute. late_loads, late_loads_recently: given up at their deadline."""
+    """engine: by name.
+
+    age_s: for how long this server has been watched. window_s: what "in the last minute" is, where
+    it is less. has_restarted: it began anew since. loaded, recomputed: cached blocks that were to
+    be loaded, or computed all the same, since the server began; the same in the last minute.
+    late_loads, late_loads_recently: given up at their deadline.
+    """
 
     engine: str
     age_s: float

@@ -46,15 +46,20 @@ ENDINGS = ("_total", "_count", "_sum", "_bucket")
 
 
 class UnreadableError(CacheError):
-    """A text is not an engine's metrics, or far more than one engine has. The message says which,
-    without what was sent."""
+    """A text is not an engine's metrics, or far more than one engine has.
+
+    The message says which, without what was sent.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """values: by name and labels. at_s: when, seconds of any clock that only grows. growing: names
-    of what can't fall while the server lives. models: names of the served models. version:
-    kvtier's; "" where the engine does not tell it."""
+    """values: by name and labels.
+
+    at_s: when, seconds of any clock that only grows. growing: names of what can't fall while the
+    server lives. models: names of the served models. version: kvtier's; "" where the engine does
+    not tell it.
+    """
 
     at_s: float
     values: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)

@@ -73,8 +73,10 @@ class Costs:
         return classes[_nearest(classes, num_bytes)] if classes else 0
 
     def bends(self, route: Route, low: int, high: int) -> list[int]:
-        """Sizes above ``low`` and up to ``high`` at which another straight line begins in
-        ``copy_s``: a size class, or what takes longer than ``least_s``."""
+        """Return the sizes between ``low`` and ``high`` at which another line of ``copy_s`` begins.
+
+        A size class, or what takes longer than ``least_s``.
+        """
         found = [4**power for power in range(high.bit_length() // 2 + 1)]
         least_s = self.least_s.get(route, 0.0)
         if least_s:
@@ -98,8 +100,10 @@ class Costs:
         )
 
     def prefill_s(self, first: int, end: int) -> float:
-        """Estimated seconds to compute the tokens of a prompt from ``first`` up to ``end``;
-        infinite while unknown."""
+        """Estimated seconds to compute the tokens of a prompt from ``first`` up to ``end``.
+
+        Infinite while unknown.
+        """
         if self.prefill is None:
             return float("inf") if end > first else 0.0
         return self.prefill.seconds(first, end)
@@ -140,7 +144,9 @@ class CostModel:
     @property
     def recent_prefill(self) -> PrefillCost | None:
         """The newest estimate that there is, the same object until there is another; None for none.
-        Nothing is fitted for this alone."""
+
+        Nothing is fitted for this alone.
+        """
         return self._prefill.recent
 
     def observe_prefill(self, num_before: int, num_tokens: int, seconds: float) -> None:

@@ -1,5 +1,6 @@
-"""A decision of the planner, in words and figures: where each part of a prompt came from, what was
-compared, and what it would have cost otherwise.
+"""A decision of the planner, in words and figures.
+
+Where each part of a prompt came from, what was compared, and what it would have cost otherwise.
 
 Nothing is decided here, and nothing is estimated anew that a plan says: all of it is read from what
 the plan was made from, which a lease keeps anyway. So it costs nothing until somebody asks.
@@ -85,9 +86,11 @@ class ExplainedPart:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """rejected: the choices next to the one that was made, by how much they reuse. weak: what was
-    estimated from fewer than ``FEW`` measurements, and how many there were. left: what was found
-    and not used: first token, end, tier. notes: sentences."""
+    """rejected: the choices next to the one that was made, by how much they reuse.
+
+    weak: what was estimated from fewer than ``FEW`` measurements, and how many there were. left:
+    what was found and not used: first token, end, tier. notes: sentences.
+    """
 
     num_tokens: int
     num_reused: int
@@ -229,8 +232,10 @@ def _runs(match: Match, first: int, end: int) -> Iterator[tuple[str, bool, range
 def _seconds_by_tier(
     decision: Decision, runs: Sequence[tuple[str, bool, range]]
 ) -> dict[str, float]:
-    """The plan's seconds of loading, shared out: each step of the way by the bytes that took it. So
-    they add up to what the plan says."""
+    """The plan's seconds of loading, shared out: each step of the way by the bytes that took it.
+
+    So they add up to what the plan says.
+    """
     costs = decision.costs
     num_bytes: dict[str, int] = {}
     for tier, is_coming, run in runs:

@@ -65,10 +65,11 @@ def coming_runs(match: GroupMatch, group: int) -> Iterator[tuple[NeedKind, range
 
 
 def stretches(match: GroupMatch, rooms: Sequence[GroupRoom]) -> Iterator[Stretch]:
-    """All cuts of a match, in order. Where a group needs its last W blocks, a run enters with its
-    first block and leaves W blocks later:
+    r"""Return all cuts of a match, in order, as stretches.
 
-        needed blocks of a run     ____/-----\\____
+    If a group needs its last W blocks, a run enters with its first block and leaves W blocks later.
+
+        needed blocks of a run     ____/-----\____
                                       ^     ^ start + W
                                       start
     """

@@ -27,8 +27,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A place up to which a prompt could be reused, and what that is expected to cost: seconds to
-    load what is not on the device, and to compute the rest."""
+    """A place up to which a prompt could be reused, and what that is expected to cost.
+
+    Seconds to load what is not on the device, and to compute the rest.
+    """
 
     num_blocks: int
     load_s: float

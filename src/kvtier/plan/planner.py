@@ -187,8 +187,10 @@ class _Loads:
     def _in_time(
         self, stretch: Stretch, cuts: Sequence[int], low: int, high: int
     ) -> tuple[int, ...]:
-        """The ends of those of ``cuts[low : high + 1]`` whose load is estimated to be in time. A
-        longer copy may be faster: large copies have a better rate."""
+        """The ends of those of ``cuts[low : high + 1]`` whose load is estimated to be in time.
+
+        A longer copy may be faster: large copies have a better rate.
+        """
 
         def is_late(at: int) -> bool:
             return self.deadline_s is not None and self._load_s(stretch, cuts[at]) > self.deadline_s
@@ -210,8 +212,10 @@ class _Loads:
 
 
 def _steps(base: int, slope: int, size: int) -> int:
-    """After how many steps of ``slope`` from ``base`` on one is on the other side of ``size``: at
-    it or above on the way up, below it on the way down."""
+    """After how many steps of ``slope`` from ``base`` on one is on the other side of ``size``.
+
+    At it or above on the way up, below it on the way down.
+    """
     return -((base - size) // slope) if slope > 0 else (base - size) // -slope + 1
 
 

@@ -36,8 +36,10 @@ HALF_LIFE = 100
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """An estimate. token_s: per token, the calls' own time included. pair_s: per token and token
-    before it."""
+    """An estimate.
+
+    token_s: per token, the calls' own time included. pair_s: per token and token before it.
+    """
 
     token_s: float
     pair_s: float = 0.0
@@ -49,8 +51,10 @@ class PrefillCost:
 
     @property
     def doubles_at_tokens(self) -> float:
-        """So many tokens into a prompt one takes twice as long as the first; 0 where all take as
-        long."""
+        """So many tokens into a prompt one takes twice as long as the first.
+
+        0 where all take as long.
+        """
         return max(1.0, self.token_s / self.pair_s) if self.pair_s > 0 else 0.0
 
 
@@ -104,8 +108,10 @@ class PrefillModel:
 
     @property
     def recent(self) -> PrefillCost | None:
-        """``cost`` as it was when it was last asked for, and not long ago: a fit takes a hundred
-        times as long as an observation."""
+        """``cost`` as it was when it was last asked for, and not long ago.
+
+        A fit takes a hundred times as long as an observation.
+        """
         due = min(max(self._num_fitted, FEWEST_UNFITTED), MOST_UNFITTED)
         if self._num_seen - self._num_fitted >= due:
             return self.cost

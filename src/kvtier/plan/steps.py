@@ -21,8 +21,11 @@ class StepClock:
         self._last_end_s = 0.0
 
     def begin(self, now_s: float, pieces: Sequence[tuple[int, int]]) -> int | None:
-        """The engine is about to compute. pieces: per prompt the tokens before, and those to
-        compute. A number, if it should be told when this step has ended."""
+        """The engine is about to compute.
+
+        pieces: per prompt the tokens before, and those to compute. A number, if it should be told
+        when this step has ended.
+        """
         num_tokens = sum(num for _, num in pieces)
         if num_tokens < MIN_STEP_TOKENS:
             return None

@@ -93,8 +93,10 @@ def _slowest(tiers: Sequence[str], order: Sequence[str]) -> str:
 
 
 def is_worth_loading(costs: Costs, num_bytes: Mapping[str, int], first: int, end: int) -> bool:
-    """Whether to load bytes, by the tier that has them, rather than compute the tokens from
-    ``first`` up to ``end``."""
+    """Whether loading bytes beats computing the tokens from ``first`` up to ``end``.
+
+    Bytes are given by the tier that has them.
+    """
     return costs.load_s(num_bytes) <= costs.prefill_s(first, end)
 
 

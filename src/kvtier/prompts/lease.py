@@ -16,8 +16,10 @@ from kvtier.types import DEVICE, BlockId, GroupMatch, Label, Match, Slot, column
 
 @dataclass(frozen=True, slots=True)
 class PrefixStored:
-    """A copy of a request's blocks to a slower memory has ended, a moment ago. seconds: without the
-    time in line. error: "" where all arrived."""
+    """A copy of a request's blocks to a slower memory has ended, a moment ago.
+
+    seconds: without the time in line. error: "" where all arrived.
+    """
 
     tier: str
     num_blocks: int
@@ -27,8 +29,10 @@ class PrefixStored:
 
 
 class StoreListener(Waiter):
-    """Hears of the copies that store a request's blocks; nobody waits for them. tell: called by the
-    cache's thread."""
+    """Hears of the copies that store a request's blocks; nobody waits for them.
+
+    tell: called by the cache's thread.
+    """
 
     def __init__(self, tell: Callable[[PrefixStored], object]) -> None:
         super().__init__()
@@ -172,8 +176,7 @@ class Lease(Waiter):
             self.record.load_s = now - self.started
 
     def _held_runs(self, group: int, positions: range) -> Iterator[tuple[str, range]]:
-        """Return runs of neighbours of a group that are held in one tier, for one index call per
-        run."""
+        """Return runs of neighbours held in one tier, for one index call per run."""
         held = self.held[group][positions.start : positions.stop]
         for tier, run in runs_of(held, positions.start):
             if tier is not None:

@@ -16,8 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 class LeaseObserver:
-    """Told by the cache, on its thread, once at each point of a lease's life; changes nothing but
-    the lease's record.
+    """Told by the cache, on its thread, once at each point of a lease's life.
+
+    Changes nothing but the lease's record.
 
     group: of its blocks. events: where routers are told what comes and goes, None for nowhere.
     """
@@ -44,8 +45,10 @@ class LeaseObserver:
         self._account.planned(num_elsewhere, plan.num_declined_blocks)
 
     def found(self, lease: Lease, match: Match) -> None:
-        """A request has it. What storage had kept of the match may be known only now; what the
-        lease is cut to is held."""
+        """A request has it.
+
+        What storage had kept of the match may be known only now; what the lease is cut to is held.
+        """
         if self._events is not None:
             self._events.prompt(lease.namespace, lease.labels, lease.blocks, match.tiers)
 

@@ -57,8 +57,10 @@ class Chains:
         return np.frombuffer(hashes, "<u8").astype(np.uint64)
 
     def keys_of_hashes(self, hashes: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-        """uint64 [len(hashes)]. hashes: an engine's own, each of a whole prefix that ends with a
-        block of ``block_tokens``."""
+        """uint64 [len(hashes)].
+
+        hashes: an engine's own, each of a whole prefix that ends with a block of ``block_tokens``.
+        """
         hasher = blake3(key=self._salt)
         found = []
         for each in hashes:

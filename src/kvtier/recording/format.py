@@ -24,8 +24,10 @@ MAX_KNOWN = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """salt: names the salt; equal names mean that equal keys are equal prefixes. started: seconds
-    since 1970."""
+    """salt: names the salt; equal names mean that equal keys are equal prefixes.
+
+    started: seconds since 1970.
+    """
 
     block_tokens: int
     salt: str

@@ -42,8 +42,10 @@ Keys = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """keys: makes them, in the writer's thread. held: what it keeps in memory until then, in
-    tokens. began: ``time.monotonic`` at its arrival."""
+    """keys: makes them, in the writer's thread.
+
+    held: what it keeps in memory until then, in tokens. began: ``time.monotonic`` at its arrival.
+    """
 
     began: float
     input_tokens: int
@@ -95,8 +97,10 @@ class Recorder:
     def offer(
         self, began: float, tokens: Sequence[int], output_tokens: int, tenant: str = ""
     ) -> None:
-        """A request was answered. Takes a moment, whatever the disk does; where too much waits to
-        be written already, the request is left out and counted.
+        """A request was answered.
+
+        Takes a moment, whatever the disk does; where too much waits to be written already, the
+        request is left out and counted.
 
         began: ``time.monotonic`` at its arrival. tokens: of its prompt; not changed from now on.
         From any thread.
@@ -107,8 +111,10 @@ class Recorder:
     def offer_hashes(
         self, began: float, hashes: Sequence[bytes], input_tokens: int, output_tokens: int
     ) -> None:
-        """The same of an engine that names prefixes itself. hashes: of the prompt's blocks, a last,
-        partial one has none; see ``Chains.keys_of_hashes``."""
+        """The same of an engine that names prefixes itself.
+
+        hashes: of the prompt's blocks, a last, partial one has none; see ``Chains.keys_of_hashes``.
+        """
         make_keys = partial(self._chains.keys_of_hashes, hashes)
         held = HASH_TOKENS * len(hashes)
         self._queue_up(_Asked(began, input_tokens, output_tokens, make_keys, held))
@@ -173,8 +179,10 @@ class Recorder:
         self._num_bytes += len(line)
 
     def _begin(self) -> None:
-        """Write a header; rows are counted from it on. Only it has the time of day, which may be
-        set while requests come."""
+        """Write a header; rows are counted from it on.
+
+        Only it has the time of day, which may be set while requests come.
+        """
         self._started = time.monotonic()
         self._lines = LineWriter()
         header = Header(self._chains.block_tokens, self._chains.name, time.time())

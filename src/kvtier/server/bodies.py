@@ -70,8 +70,11 @@ class Bodies:
         self._pace = pace
 
     async def read(self, scope: Scope, receive: Receive) -> Body | None:
-        """The whole body; None where the client is gone. ``ApiError`` for one that is too long, too
-        slow or of too many parts, and where too many large ones wait already."""
+        """The whole body; None where the client is gone.
+
+        ``ApiError`` for one that is too long, too slow or of too many parts, and where too many
+        large ones wait already.
+        """
         turn: asyncio.Semaphore | None = None
         scan, parts, num_bytes, more = Scan(self._bounds), list[bytes](), 0, True
         try:
@@ -143,8 +146,10 @@ class Bodies:
     async def _discard(
         self, scope: Scope, receive: Receive, error: ApiError, max_bytes: int, max_s: float
     ) -> None:
-        """Read and discard the rest of a body. If it exceeds the bounds, ``error`` also ends the
-        connection."""
+        """Read and discard the rest of a body.
+
+        If it exceeds the bounds, ``error`` also ends the connection.
+        """
         closes_anyhow = "Connection" in error.headers
         error.headers["Connection"] = "close"
         connection: HttpConnection = scope["state"]["connection"]

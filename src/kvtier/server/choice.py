@@ -104,8 +104,10 @@ class AnswerChoice:
         return self._matcher.stopped
 
     def push(self, token: Token) -> TextPiece:
-        """Return the text that the token made certain, maybe empty. Nothing counts after a stop
-        string."""
+        """Return the text that the token made certain, maybe empty.
+
+        Nothing counts after a stop string.
+        """
         if self.stopped:
             return TextPiece("", ())
         self.num_tokens += 1

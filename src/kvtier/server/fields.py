@@ -119,7 +119,7 @@ def _check_field(value: str, info: ValidationInfo) -> str:
 
 
 def none_is(default: object) -> BeforeValidator:
-    """null in a request means the default."""
+    """Null in a request means the default."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 

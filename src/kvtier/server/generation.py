@@ -39,9 +39,11 @@ class ChoiceOrder:
 
 
 class Generation:
-    """The choices of one HTTP request, each a request of the engine. began: ``time.monotonic`` when
-    it did. salt: its tenant's. explains: its usage says where each prompt came from. span: of its
-    trace, where there is one. hint: what the client knows of its conversation.
+    """The choices of one HTTP request, each a request of the engine.
+
+    began: ``time.monotonic`` when it did. salt: its tenant's. explains: its usage says where each
+    prompt came from. span: of its trace, where there is one. hint: what the client knows of its
+    conversation.
 
     Belongs to the event loop's thread. Always ``close`` it: that aborts what still runs.
     """
@@ -173,8 +175,10 @@ class Generation:
         return [self._completions[at] for at in sorted(self._completions)]
 
     def prompts(self) -> list[tuple[Sequence[int], int]]:
-        """Token ids of each prompt, and how many were generated after it so far, all choices
-        together."""
+        """Return the token ids of each prompt, and how many were generated after it so far.
+
+        All choices together.
+        """
         found: list[tuple[Sequence[int], int]] = []
         for order, choice in zip(self._orders, self._choices, strict=True):
             if order.is_first:

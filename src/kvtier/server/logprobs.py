@@ -15,8 +15,10 @@ LOWEST = -9999.0
 def completion_logprobs(
     tokens: Sequence[TextToken], tokenizer: Tokenizer, num_top: int
 ) -> CompletionLogprobs:
-    """Four lists, one entry per token. num_top: alternatives per token; the chosen one comes on top
-    of them where it is not among them."""
+    """Four lists, one entry per token.
+
+    num_top: alternatives per token; the chosen one comes on top of them where it is not among them.
+    """
     texts = [tokenizer.token_text(each.token.token_id) for each in tokens]
     tops: list[dict[str, float]] = []
     for text, each in zip(texts, tokens, strict=True):

@@ -1,5 +1,7 @@
-"""Counts what clients of the server see. Its table, and the cache's own metrics, are in
-``kvtier.telemetry``."""
+"""Counts what clients of the server see.
+
+Its table, and the cache's own metrics, are in ``kvtier.telemetry``.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ Count = Annotated[int, Field(strict=True)]
 
 class StreamOptions(BaseModel):
     """include_usage: one more chunk at the end, with the usage of the whole request.
-    continuous_usage_stats: with it, the tokens so far in every chunk, too."""
+
+    continuous_usage_stats: with it, the tokens so far in every chunk, too.
+    """
 
     model_config = ConfigDict(extra="allow")
 

@@ -260,8 +260,11 @@ class Service:
         num_logprobs: int | None,
         echo: str = "",
     ) -> list[ChoiceOrder]:
-        """The ``n`` choices of one prompt. max_tokens: None takes the default, or what there is
-        room for; more than there is room for is an error."""
+        """The ``n`` choices of one prompt.
+
+        max_tokens: None takes the default, or what there is room for; more than there is room for
+        is an error.
+        """
         room = self._room(prompt)
         if max_tokens is not None and max_tokens > room:
             raise self._too_long(

@@ -42,8 +42,11 @@ class Ended:
 def run_module(
     module: str, *arguments: str, timeout_s: float, variables: Mapping[str, str] | None = None
 ) -> Ended:
-    """As ``python -m``, with ``variables`` in its environment, too. Returns ``KILLED_S`` after
-    ``timeout_s`` at the latest. Raises ``Overdue``, and ``OSError`` if no process can be begun."""
+    """As ``python -m``, with ``variables`` in its environment, too.
+
+    Returns ``KILLED_S`` after ``timeout_s`` at the latest. Raises ``Overdue``, and ``OSError`` if
+    no process can be begun.
+    """
     child = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.DEVNULL,

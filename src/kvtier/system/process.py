@@ -24,8 +24,10 @@ def num_cores() -> int:
 
 
 def give_way(by: int) -> None:
-    """This thread has a lower priority from now on than its process, as far as the system knows
-    priorities of threads. There is no way back."""
+    """Lower this thread's priority, as far as the system knows priorities of threads.
+
+    There is no way back.
+    """
     if sys.platform == "linux":
         nice = os.getpriority(os.PRIO_PROCESS, os.getpid()) + by
         with suppress(OSError):

@@ -74,8 +74,10 @@ Change = PromptBlocks | BlocksMoved
 
 
 class BlockLog:
-    """Changes on their way from the thread that owns a cache to the one that publishes. Neither
-    waits for the other, and it can't grow without bound."""
+    """Changes on their way from the thread that owns a cache to the one that publishes.
+
+    Neither waits for the other, and it can't grow without bound.
+    """
 
     def __init__(self) -> None:
         self._changes: deque[Change] = deque()
@@ -121,9 +123,10 @@ class BlockLog:
 
 
 class BlockEvents:
-    """Makes events of changes: each residency is told once when it begins and once when it ends. Of
-    a block that no prompt has named yet, what storage had kept for instance, nothing is told before
-    one does.
+    """Makes events of changes: each residency is told once when it begins and once when it ends.
+
+    Of a block that no prompt has named yet, what storage had kept for instance, nothing is told
+    before one does.
 
     tiers: of the cache. shared: those of them that other processes fill, too. block_size: tokens.
     Memory: 21 bytes for each block that the cache can hold.
@@ -225,8 +228,11 @@ class BlockEvents:
             self._recent.popitem(last=False)
 
     def _stored(self, tier: str, places: Array, tokens: Sequence[bytes]) -> Event:
-        """Blocks that follow each other. tokens: of each; none where nobody remembers them, as of
-        engines that know no more: who reads it knows the hash, or passes over it."""
+        """Blocks that follow each other.
+
+        tokens: of each; none where nobody remembers them, as of engines that know no more: who
+        reads it knows the hash, or passes over it.
+        """
         above = int(self._parents[places[0]]) if tokens else 0
         return {
             "type": "BlockStored",

@@ -39,8 +39,11 @@ SWEEP_S = 1.0
 
 @dataclass(slots=True)
 class _Peer:
-    """A connection. name: the addresses of both ends. at_empty: ``published_bytes`` when nothing
-    was unsent; unsent: bytes at the last look, unchanged since ``since``."""
+    """A connection.
+
+    name: the addresses of both ends. at_empty: ``published_bytes`` when nothing was unsent; unsent:
+    bytes at the last look, unchanged since ``since``.
+    """
 
     name: tuple[object, object]
     at_empty: int

@@ -25,8 +25,9 @@ class _Kind:
 
 
 class LogRate(logging.Filter):
-    """Lets ``BURST`` warnings of a kind pass, then one every five seconds, which says how many were
-    left out. A kind is a logger and the first line of a message, before its values are filled in.
+    """Lets ``BURST`` warnings of a kind pass, then one every five seconds with the number left out.
+
+    A kind is a logger and the first line of a message, before its values are filled in.
 
     For a handler, where it sees every logger's records. Records below WARNING pass: who asks for
     them wants them all. now: a clock, seconds.

@@ -137,8 +137,9 @@ class _Through(logging.Handler):
 
 
 def log_in_engine(theirs: logging.Logger) -> None:
-    """Inside of an engine: to where its own records go, looking as they do; or in the format that
-    ``KVTIER_LOG_FORMAT`` names, to stderr. At a bounded rate in any case.
+    """Inside of an engine: to where its own records go, looking as they do.
+
+    Or in the format that ``KVTIER_LOG_FORMAT`` names, to stderr. At a bounded rate in any case.
 
     Nothing happens where somebody has said how kvtier logs, or when called again.
     """

@@ -23,8 +23,11 @@ AGES_S = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10000.0, 100000.0)
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One metric: base units, few labels. buckets: of a histogram. over_processes: what a gauge is
-    where several processes of a server tell it, in prometheus_client's words."""
+    """One metric: base units, few labels.
+
+    buckets: of a histogram. over_processes: what a gauge is where several processes of a server
+    tell it, in prometheus_client's words.
+    """
 
     name: str
     kind: str
@@ -280,8 +283,10 @@ class Metrics:
         self._recent[at] = self._recent.get(at, 0.0) + value
 
     def take_recent(self) -> Counts:
-        """Sums of what was counted and observed since the last call, by name and labels: for an
-        engine with metrics of its own."""
+        """Sums of what was counted and observed since the last call, by name and labels.
+
+        For an engine with metrics of its own.
+        """
         recent, self._recent = self._recent, {}
         return recent
 
@@ -295,8 +300,10 @@ class Metrics:
         self._observed = {name: {} for name in names}
 
     def take_observations(self) -> Observations:
-        """Return the single observations since the last call; only the last ones if they are
-        many."""
+        """Return the single observations since the last call.
+
+        Only the last ones if they are many.
+        """
         taken: Observations = {}
         for name, by_labels in self._observed.items():
             for labels, values in by_labels.items():

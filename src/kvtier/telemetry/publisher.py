@@ -151,8 +151,10 @@ class Publisher:
         self._guarded(self._publish)
 
     def _wait(self) -> None:
-        """Until the next batch is due. Questions are heard at once, and replays go on meanwhile, as
-        fast as they are read."""
+        """Until the next batch is due.
+
+        Questions are heard at once, and replays go on meanwhile, as fast as they are read.
+        """
         if self._replay is None:
             self._stop.wait(TICK_S)
             return

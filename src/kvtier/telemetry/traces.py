@@ -69,8 +69,7 @@ class Traces:
         self._close = close
 
     def begin(self, name: str, headers: Mapping[str, str], began_s: float) -> RequestSpan:
-        """A request: below the span that is under way in this process, or else the one that its
-        ``traceparent`` names."""
+        """Begin a request's span, below this process's current span or its ``traceparent``."""
         from opentelemetry.trace import SpanKind
 
         span = self._tracer.start_span(
@@ -79,8 +78,10 @@ class Traces:
         return RequestSpan(self._tracer, span)
 
     def close(self) -> None:
-        """Send what is left; a collector that does not answer is waited for no longer than
-        ``CLOSE_S``."""
+        """Send what is left.
+
+        A collector that does not answer is waited for no longer than ``CLOSE_S``.
+        """
         if self._close is not None:
             thread = Thread(target=self._close, name="kvtier-traces-end", daemon=True)
             thread.start()
@@ -105,8 +106,11 @@ def _fill(span: Span, attributes: Attributes, error: str) -> None:
 
 
 def open_traces(version: str) -> Traces:
-    """Traces to where the environment says: to the provider that this process has, or else to one
-    of our own. Raises ``ConfigError`` for what is missing or unknown."""
+    """Traces to where the environment says.
+
+    To the provider that this process has, or else to one of our own. Raises ``ConfigError`` for
+    what is missing or unknown.
+    """
     try:
         from opentelemetry import trace
 

@@ -81,8 +81,10 @@ class FaultyStorage(StorageWrapper):
         self._plan("get", nth, _Fault.SHORTEN)
 
     def crash(self, nth: int = 1) -> None:
-        """The ``nth`` put from now writes half of its blocks, and then the process ends: nobody
-        hears of them, and whatever is called afterwards raises ``OSError``."""
+        """The ``nth`` put from now writes half of its blocks, and then the process ends.
+
+        Nobody hears of them, and whatever is called afterwards raises ``OSError``.
+        """
         self._plan("put", nth, _Fault.CRASH)
 
     def forget_faults(self) -> None:
@@ -139,8 +141,10 @@ class FaultyStorage(StorageWrapper):
     def _run(
         self, call: str, num_blocks: int, work: Callable[[], list[Outcome]]
     ) -> tuple[_Fault | None, list[Outcome]]:
-        """Do what is asked for, or a fault; the one that came, and the outcomes. After a crash
-        nothing was done."""
+        """Do what is asked for, or a fault; the one that came, and the outcomes.
+
+        After a crash nothing was done.
+        """
         self._gates[call].wait()
         with self._lock:
             self.num_calls[call] += 1

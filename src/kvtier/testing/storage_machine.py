@@ -32,8 +32,10 @@ def check_against_dictionary(suite: StorageSuite) -> None:
 
 
 class StorageMachine(RuleBasedStateMachine):
-    """The model. kept: blocks that must stay. unfound: an earlier process has left them; they are
-    there until their room is needed. maybe: dropped, or pushed out, or not, who knows.
+    """The model.
+
+    kept: blocks that must stay. unfound: an earlier process has left them; they are there until
+    their room is needed. maybe: dropped, or pushed out, or not, who knows.
     """
 
     def __init__(self, suite: StorageSuite) -> None:

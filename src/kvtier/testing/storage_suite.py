@@ -36,8 +36,9 @@ class StorageSuite(StorageTimes):
 
     @abstractmethod
     def reopen(self, storage: StorageTier) -> StorageTier:
-        """Make the storage of the next process in place of ``storage``, which was closed or
-        abandoned.
+        """Make the storage of the next process in place of ``storage``.
+
+        It was closed or abandoned.
 
         It has as much room.
         """

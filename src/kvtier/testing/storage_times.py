@@ -20,8 +20,10 @@ class StorageTimes(ABC):
 
     @abstractmethod
     def make_storage(self, num_blocks: int) -> StorageTier:
-        """A tier for exactly ``num_blocks`` blocks of ``group``, in a place where nothing is. A
-        test may make several, one after the other."""
+        """A tier for exactly ``num_blocks`` blocks of ``group``, in a place where nothing is.
+
+        A test may make several, one after the other.
+        """
 
     @abstractmethod
     def next_process(self, storage: StorageTier) -> StorageTier:
@@ -36,8 +38,10 @@ class StorageTimes(ABC):
         return self.stall(storage, 0)
 
     def stall(self, storage: StorageTier, num_blocks: int) -> AbstractContextManager[None] | None:
-        """While it is entered, the medium moves ``num_blocks`` blocks, or as many parts of blocks,
-        and answers nobody then."""
+        """Let the medium move ``num_blocks`` blocks, then answer nobody while this is entered.
+
+        Or as many parts of blocks.
+        """
         del storage, num_blocks
         return None
 

@@ -40,8 +40,10 @@ def cuts(block_bytes: int) -> dict[str, list[int]]:
 
 
 class Scattered:
-    """Memory for ``num_blocks`` blocks in pieces of ``sizes`` bytes; no piece lies beside the next
-    one of its block, nor at an address that is a multiple of anything.
+    """Memory for ``num_blocks`` blocks in pieces of ``sizes`` bytes.
+
+    No piece lies beside the next one of its block, nor at an address that is a multiple of
+    anything.
 
     What is in no piece is ``UNTOUCHED``, and so is everything at first.
     """

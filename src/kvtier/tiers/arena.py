@@ -47,8 +47,9 @@ class Segment:
 def cut_segments(
     num_blocks: int, bytes_per_block: int, first_bytes: int, segment_bytes: int, page_bytes: int
 ) -> list[Segment]:
-    """Segments that cover ``num_blocks`` blocks, in order: the first of about ``first_bytes``, the
-    others of ``segment_bytes`` at most.
+    """Segments that cover ``num_blocks`` blocks, in order.
+
+    The first of about ``first_bytes``, the others of ``segment_bytes`` at most.
 
     Each ends where a page and a block end: drivers lock whole pages, and refuse a copy that runs
     over two registrations. Blocks that share ends with pages only every few GiB may make a segment
@@ -245,8 +246,9 @@ class Arena:
         return self._done.wait(timeout_s)
 
     def close(self) -> None:
-        """Stop in the middle if need be, and unlock what was locked. Safe to call twice. A file's
-        name goes, too, lest its memory stay when everybody has gone.
+        """Stop in the middle if need be, and unlock what was locked.
+
+        Safe to call twice. A file's name goes, too, lest its memory stay when everybody has gone.
 
         The memory goes with its last user: a view may still look at it. In a forked child nothing
         happens: what is locked there is its parent's.

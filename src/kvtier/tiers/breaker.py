@@ -12,9 +12,12 @@ LONGEST_PAUSE_S: Final = 60.0
 
 
 class BreakerState(IntEnum):
-    """State of a storage tier. Calls pass: all of them (closed), one now and then (half-open), or
-    none (open). ``CUT_SHORT``: all pass, and the slab's data file is shorter than it was; no
-    breaker is in that state by itself. The larger one is the worse."""
+    """State of a storage tier.
+
+    Calls pass: all of them (closed), one now and then (half-open), or none (open). ``CUT_SHORT``:
+    all pass, and the slab's data file is shorter than it was; no breaker is in that state by
+    itself. The larger one is the worse.
+    """
 
     CLOSED = 0
     HALF_OPEN = 1
@@ -23,9 +26,11 @@ class BreakerState(IntEnum):
 
 
 class Breaker:
-    """*Closed* while all is well: every call passes. After ``failures_until_open`` failures in a
-    row it is *open*: none does, for a pause. Then it is *half-open*: one call passes, and how it
-    ends decides. Each of these that fails doubles the pause.
+    """*Closed* while all is well: every call passes.
+
+    After ``failures_until_open`` failures in a row it is *open*: none does, for a pause. Then it is
+    *half-open*: one call passes, and how it ends decides. Each of these that fails doubles the
+    pause.
 
     A call of which nothing is heard is not the last one: after another pause, or after ``trial_s``
     where that is longer, the next one may try. clock: seconds, ever growing. Any thread may use it.

@@ -80,8 +80,9 @@ def block_crcs(blocks: Pieces, num_threads: int = 1) -> Uint32s:
 
 
 def copied_crcs(to: Pieces, at: Pieces) -> Uint32s:
-    """Copy blocks from ``at`` to ``to``, which are in pieces of the same sizes, and crc32c of each,
-    as it lies there then: uint32 [num_blocks]. Host memory only.
+    """Copy blocks from ``at`` to ``to``, and return the crc32c of each at its destination.
+
+    Both are in pieces of the same sizes. uint32 [num_blocks]. Host memory only.
 
     Each byte is read once: what somebody writes to ``at`` meanwhile is in the checksum, or not in
     the block.

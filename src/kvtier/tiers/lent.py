@@ -13,8 +13,10 @@ from kvtier.types import Slot
 
 
 class LentMemory(MemoryTier):
-    """Slots that are ours from ``lend`` until ``free``; its owner chooses them, so that nobody is
-    given one here. The memory outlives the tier."""
+    """Slots that are ours from ``lend`` until ``free``.
+
+    Its owner chooses them, so that nobody is given one here. The memory outlives the tier.
+    """
 
     @classmethod
     def of_rows(cls, name: str, memory: Memory, bytes_per_row: int) -> LentMemory:

@@ -39,9 +39,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def anonymous(num_bytes: int) -> mmap.mmap:
-    """Memory of this process, from a page on, all zero; in huge pages where it has room for one and
-    the system has them: the kernel, and with it direct I/O, takes a page at a time. Core dumps
-    leave it out: blocks may come into it."""
+    """Memory of this process, from a page on, all zero.
+
+    In huge pages where it has room for one and the system has them: the kernel, and with it direct
+    I/O, takes a page at a time. Core dumps leave it out: blocks may come into it.
+    """
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     leave_out_of_dumps(np.frombuffer(memory, np.uint8).ctypes.data, num_bytes)
     if num_bytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -57,8 +59,10 @@ def advise(address: int, num_bytes: int, advice: int) -> None:
 
 
 def leave_out_of_dumps(address: int, num_bytes: int) -> None:
-    """Leave each page of some memory out of core dumps, for prompts can be read from KV. On a
-    system that can't do so nothing happens."""
+    """Leave each page of some memory out of core dumps, for prompts can be read from KV.
+
+    On a system that can't do so nothing happens.
+    """
     before = address % mmap.PAGESIZE
     with suppress(OSError):
         advise(address - before, before + num_bytes, MADV_DONTDUMP)

@@ -51,8 +51,10 @@ class Pieces:
         return Pieces(self.addresses + shifts, sizes, self.kind)
 
     def behind(self, headers: npt.NDArray[np.uint8]) -> Pieces:
-        """The same blocks, each behind its header, which is a piece more. headers: uint8
-        [num_blocks, num_bytes], C-contiguous; the caller keeps them."""
+        """The same blocks, each behind its header, which is a piece more.
+
+        headers: uint8 [num_blocks, num_bytes], C-contiguous; the caller keeps them.
+        """
         num_bytes = headers.shape[1]
         begins = headers.ctypes.data + num_bytes * np.arange(len(self), dtype=np.uint64)
         addresses = np.column_stack((begins.astype(np.uint64), self.addresses))
@@ -70,7 +72,7 @@ class Pieces:
 
     @property
     def wanted(self) -> npt.NDArray[np.bool_]:
-        """bool [num_blocks, num_pieces]: which pieces somebody wants."""
+        """Bool [num_blocks, num_pieces]: which pieces somebody wants."""
         return np.asarray(self.addresses != 0)
 
     @property

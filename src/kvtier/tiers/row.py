@@ -81,8 +81,10 @@ def _storages(
 def make_storage(
     location: str, group: KVGroup, capacity_bytes: int, memory: Memory | None
 ) -> StorageTier:
-    """The tier that ``storage="name=plug-in:place"`` asks for. memory: that most of its blocks come
-    from and go to."""
+    """The tier that ``storage="name=plug-in:place"`` asks for.
+
+    memory: that most of its blocks come from and go to.
+    """
     name, plugin, rest = _read(location)
     tier = load_plugin("tiers", plugin)(StorageSite(name, rest, group, capacity_bytes, memory))
     if not isinstance(tier, StorageTier):

@@ -68,8 +68,10 @@ class StorageFacts:
 
 @dataclass(frozen=True, slots=True)
 class ScrubReport:
-    """Result of a scrub. damaged: blocks with wrong bytes. failed: blocks that could not be
-    read."""
+    """Result of a scrub.
+
+    damaged: blocks with wrong bytes. failed: blocks that could not be read.
+    """
 
     num_checked: int = 0
     num_bytes: int = 0
@@ -105,8 +107,9 @@ class StorageSite:
 
 
 class KeptKeys:
-    """Keys of the blocks that an earlier process has left, to be told piece by piece. Those that
-    are gone meanwhile are left out.
+    """Keys of the blocks that an earlier process has left, to be told piece by piece.
+
+    Those that are gone meanwhile are left out.
 
     Of a tier with few blocks, or one that knows their keys in no better way.
     """
@@ -129,8 +132,10 @@ class KeptKeys:
         return self.num_keys
 
     def at(self, start: int, end: int) -> Keys:
-        """V32 [n]: of those in places ``start`` to ``end``. All places have all keys, in an order
-        that is quick to go through."""
+        """V32 [n]: of those in places ``start`` to ``end``.
+
+        All places have all keys, in an order that is quick to go through.
+        """
         return self._keys[start:end]
 
 
@@ -176,19 +181,25 @@ class StorageTier(ABC):
 
     @property
     def breaker(self) -> BreakerState:
-        """Whether it leaves its medium alone by itself, for that failed again and again. From any
-        thread."""
+        """Whether it leaves its medium alone by itself, for that failed again and again.
+
+        From any thread.
+        """
         return BreakerState.CLOSED
 
     @property
     def last_error(self) -> str:
         """Why a call has failed last, in a few words without a secret; "" where that is not known.
-        From any thread."""
+
+        From any thread.
+        """
         return ""
 
     def unfound_keys(self) -> list[BlockKey]:
-        """Those of them that it can name, the ones to leave first in front; for an owner that takes
-        them all, or wants none of them."""
+        """Those of them that it can name, the ones to leave first in front.
+
+        For an owner that takes them all, or wants none of them.
+        """
         return []
 
     def kept_keys(self) -> KeptKeys:
@@ -220,8 +231,10 @@ class StorageTier(ABC):
         """
 
     def scrub(self, max_bytes: int) -> ScrubReport:
-        """Verify some blocks, about ``max_bytes`` of them, that nobody asked for; each call goes on
-        where the last one ended. Called like ``get``."""
+        """Verify some blocks, about ``max_bytes`` of them, that nobody asked for.
+
+        Each call goes on where the last one ended. Called like ``get``.
+        """
         del max_bytes
         return ScrubReport()
 

@@ -12,8 +12,11 @@ Blocks = Callable[[], Pieces]
 
 
 def behind(fence: Fence, blocks: Blocks) -> Blocks:
-    """``blocks``, once what the device computes before ``fence`` is done: it may still use, or
-    make, what lies there. No read or write of storage's is ordered by a stream."""
+    """``blocks``, once what the device computes before ``fence`` is done.
+
+    It may still use, or make, what lies there. No read or write of storage's is ordered by a
+    stream.
+    """
 
     def after_compute() -> Pieces:
         fence.wait()

@@ -31,8 +31,9 @@ class TransferEngine:
             lane.start()
 
     def submit(self, steps: Steps | Sequence[CopyBatch], direction: Direction) -> CopyJob:
-        """Queue batches, done in this order; compute may follow them step by step. The memories
-        stay untouched by others until the job is done.
+        """Queue batches, done in this order; compute may follow them step by step.
+
+        The memories stay untouched by others until the job is done.
 
         What goes wrong is reported by the job, never raised.
         """
@@ -86,8 +87,10 @@ class TransferEngine:
 
 
 class _Turn:
-    """Starts a job's time when its copies begin, not when they are queued behind others' work. In
-    doubt too early: a copy that looks slower than it is does no harm."""
+    """Starts a job's time when its copies begin, not when they are queued behind others' work.
+
+    In doubt too early: a copy that looks slower than it is does no harm.
+    """
 
     def __init__(self, job: Job, begin: Fence) -> None:
         self._job = job

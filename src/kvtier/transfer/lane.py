@@ -127,10 +127,12 @@ class Lane:
             return 0.0 if job is None else perf_counter() - job.started
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Finish what is urgent, withdraw the rest, then stop; what stands in line still after
-        ``timeout_s`` is withdrawn as well. False where something runs even then: a thread is left
-        to itself, for nothing can end a call that hangs. Nothing
-        happens in a forked child."""
+        """Finish what is urgent, withdraw the rest, then stop.
+
+        What stands in line still after ``timeout_s`` is withdrawn as well. False where something
+        runs even then: a thread is left to itself, for nothing can end a call that hangs. Nothing
+        happens in a forked child.
+        """
         if not self._process.is_here:
             return True
         self._closed = True

@@ -35,8 +35,10 @@ class LayerGate:
             self._left_s -= perf_counter() - began
 
     def wait(self) -> None:
-        """Return when the loads have ended, well or not. ``DeviceError`` where that takes too
-        long."""
+        """Return when the loads have ended, well or not.
+
+        ``DeviceError`` where that takes too long.
+        """
         for job in self._loads:
             began = perf_counter()
             if not job.wait(max(0.0, self._left_s)):

@@ -43,6 +43,7 @@ Call = Callable[[list[int] | None, float], list[Outcome]]
 
 class LocalMover(Mover):
     """tiers: fastest first; the device copies between those in memory, and to the first one.
+
     device: None where no tier is its memory, and nothing is to be copied between memories.
 
     clock: seconds, for scrubs and breakers.
@@ -136,7 +137,9 @@ class LocalMover(Mover):
 
     def _begin_by_ring(self, ring: Ring, move: Move, src: MemoryTier, urgent: bool) -> Job:
         """Queue a copy to host memory, behind what the device computes now, and a write from there.
-        Where the ring is full the blocks are not written: nobody waits."""
+
+        Where the ring is full the blocks are not written: nobody waits.
+        """
         assert self._engine is not None, "a ring has a device that copies to it"
         slots = ring.take(len(move.src_slots))
         if slots is None:

@@ -82,8 +82,10 @@ class Mover(ABC):
         """Begin to copy. urgent: False for what nobody waits for yet; it lets others pass."""
 
     def accepts(self, route: Route) -> bool:
-        """Whether a new move along ``route`` would be tried; not while storage is left alone, for
-        it failed again and again."""
+        """Whether a new move along ``route`` would be tried.
+
+        Not while storage is left alone, for it failed again and again.
+        """
         return True
 
     def breaker(self, tier: str) -> BreakerState:
@@ -115,8 +117,10 @@ class Mover(ABC):
         return
 
     def queued_s(self, route: Route, copy_s: Callable[[int], float]) -> float:
-        """Seconds until a new urgent move along ``route`` would begin; infinite where it would be
-        refused. copy_s: what a number of bytes takes."""
+        """Seconds until a new urgent move along ``route`` would begin.
+
+        Infinite where it would be refused. copy_s: what a number of bytes takes.
+        """
         return 0.0
 
     def is_idle(self, tier: str) -> bool:
@@ -129,5 +133,8 @@ class Mover(ABC):
 
     @abstractmethod
     def close(self, timeout_s: float) -> set[str]:
-        """Finish what was begun, as far as it ends in time. Returns the names of the tiers that are
-        in use all the same: whoever owns them must leave them open."""
+        """Finish what was begun, as far as it ends in time.
+
+        Returns the names of the tiers that are in use all the same: whoever owns them must leave
+        them open.
+        """

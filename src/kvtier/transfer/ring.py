@@ -22,7 +22,9 @@ def ring_blocks(bytes_per_block: int) -> int:
 
 class Ring:
     """Room for ``ring_blocks`` of the blocks of ``pool``, page-locked where the device can do that.
-    Any thread may use it. Raises ``ConfigError`` where there is no memory for it."""
+
+    Any thread may use it. Raises ``ConfigError`` where there is no memory for it.
+    """
 
     def __init__(self, pool: MemoryTier, device: Device) -> None:
         group = pool.layout.group

@@ -22,8 +22,11 @@ STEP_BYTES = 1 << 20
 
 
 class Steps(ABC):
-    """A copy in steps, worked out where it is gone through: by the worker that does it, not by the
-    thread that plans it. Layer l arrives with step ``l // layers_per_step``. num_bytes: of all."""
+    """A copy in steps, worked out where it is gone through.
+
+    By the worker that does it, not by the thread that plans it. Layer l arrives with step ``l //
+    layers_per_step``. num_bytes: of all.
+    """
 
     num_bytes: int
 
@@ -129,8 +132,10 @@ def _by_fragment(offset: Int64s, stride: Int64s, slots: Sequence[Slot]) -> Int64
 
 
 def _have_neighbours(at: Int64s, to: Int64s, last_size: int) -> bool:
-    """Whether some block begins where the one before it ends, on both sides. Within a block the
-    fragments are merged already."""
+    """Whether some block begins where the one before it ends, on both sides.
+
+    Within a block the fragments are merged already.
+    """
     follows = at[:-1, -1] + last_size == at[1:, 0]
     follows &= to[:-1, -1] + last_size == to[1:, 0]
     return bool(follows.any())

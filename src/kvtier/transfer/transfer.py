@@ -65,8 +65,10 @@ class Waiter(ABC):
         return frozenset(self._waiting_for)
 
     def wait_for(self, transfer: Transfer, *positions: range) -> None:
-        """Not ready before ``transfer`` has ended. positions: which blocks of its prompt that
-        brings, where it asks for them by position."""
+        """Not ready before ``transfer`` has ended.
+
+        positions: which blocks of its prompt that brings, where it asks for them by position.
+        """
         transfer.waiters.setdefault(self, []).extend(positions)
         self._waiting_for.add(transfer)
 

@@ -15,8 +15,11 @@ MOST_UNANSWERED: Final = 1 << 16
 
 
 class Unanswered:
-    """Keys of look-ups that failed. Storage may have found them, and count them among those that
-    its owner knows of; so it has to be asked again. Any thread may use it."""
+    """Keys of look-ups that failed.
+
+    Storage may have found them, and count them among those that its owner knows of; so it has to be
+    asked again. Any thread may use it.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()

@@ -1,5 +1,7 @@
-"""Replies of a Valkey server, damaged or made up: right bytes or none, and no error but the store's
-own."""
+"""Replies of a Valkey server, damaged or made up.
+
+Right bytes or none, and no error but the store's own.
+"""
 
 from __future__ import annotations
 

@@ -208,8 +208,10 @@ class Sieve(_ByBlock):
 
 
 class Lfuda(Oracle):
-    """Least frequently used leaf first; a block's worth is its uses, plus the worth of the last
-    block that left when it was used."""
+    """Least frequently used leaf first.
+
+    A block's worth is its uses, plus the worth of the last block that left when it was used.
+    """
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)

@@ -1,5 +1,8 @@
-"""The policy that works on runs, live: told of what happens, step by step, it chooses as it does
-where it is driven by whole requests; and nothing that may happen upsets it."""
+"""The policy that works on runs, live.
+
+Told of what happens, step by step, it chooses as it does where it is driven by whole requests; and
+nothing that may happen upsets it.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +48,10 @@ def test_what_is_asked_for_is_found_as_far_as_it_was_stored(make: Make) -> None:
 
 
 def test_what_a_prompt_has_does_not_leave_for_what_it_brings(make: Make) -> None:
-    """Nobody holds what was found of it. The deep blocks are worth more than those in front, by
-    far, and nothing without them."""
+    """Nobody holds what was found of it.
+
+    The deep blocks are worth more than those in front, by far, and nothing without them.
+    """
     policy = make(20, 7, 1.0)
     for turn in range(400):  # a prompt that grows, and begins anew
         path = names(prompt(turn // 4, 10 * (1 + turn % 4)))

@@ -1,5 +1,7 @@
-"""Policies that keep blocks in queues, in a tier: what each is good for, and what it finds beside a
-replay of it."""
+"""Policies that keep blocks in queues, in a tier.
+
+What each is good for, and what it finds beside a replay of it.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,7 @@ of a request is made before any of it comes."""
 
 
 class Host:
-    """A host tier that stores what is asked for and let in, as far as there is room beside what the
-    request found."""
+    """A host tier that stores what is requested and admitted, beside what the request found."""
 
     def __init__(self, policy: str, capacity: int) -> None:
         self.index = NativeKeyIndex((HOST,), lambda: b"", (HOST,), policy)

@@ -32,8 +32,10 @@ def test_prompts_that_nobody_repeats_are_not_even_stored_once_that_is_known() ->
 
 
 def test_seconds_count_and_not_requests() -> None:
-    """Two kinds of prompts, each used twice: within seconds, or after an hour. There is room for
-    those that are used soon, and for nothing else."""
+    """Two kinds of prompts, each used twice: within seconds, or after an hour.
+
+    There is room for those that are used soon, and for nothing else.
+    """
     replay, lru = PolicyReplay("runs", 45), PolicyReplay("lru", 45)
     requests: list[tuple[float, Keys]] = []
     for step in range(1500):
@@ -52,8 +54,11 @@ def test_seconds_count_and_not_requests() -> None:
 
 
 def test_the_last_block_of_a_prompt_is_known_to_be_its_last() -> None:
-    """Conversations grow, and the last block is another one each time; it is learned that this is
-    never used again, and the room goes to others. There is room for half of all."""
+    """Conversations grow, and the last block is another one each time.
+
+    It is learned that this is never used again, and the room goes to others. There is room for half
+    of all.
+    """
     replay = PolicyReplay("runs", 100)
     asked = stored = 0
     for turn in range(600):
@@ -80,8 +85,11 @@ def test_the_same_seed_chooses_the_same_and_another_seed_much_the_same() -> None
 
 @pytest.mark.parametrize("seed", range(3))
 def test_by_time_more_time_is_saved_than_by_blocks(seed: int) -> None:
-    """Short prompts and long ones come back, and others come once. A run's last block saves most,
-    and is worth nothing without those in front of it: it does not speak for the run."""
+    """Short prompts and long ones come back, and others come once.
+
+    A run's last block saves most, and is worth nothing without those in front of it: it does not
+    speak for the run.
+    """
     chance = np.random.default_rng(seed)
     asked: list[Keys] = []
     for number in range(6000):

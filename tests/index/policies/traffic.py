@@ -82,8 +82,10 @@ def one_million_tokens(chance: np.random.Generator) -> Requests:
 
 
 def tenants(chance: np.random.Generator) -> Requests:
-    """Four tenants with a system prompt each; conversations grow by turns. The fourth asks as often
-    as the others together, and never comes back to a conversation."""
+    """Four tenants with a system prompt each; conversations grow by turns.
+
+    The fourth asks as often as the others together, and never comes back to a conversation.
+    """
     once = count(1 << 20)
     turns: dict[int, int] = {}
     for now in range(9000):

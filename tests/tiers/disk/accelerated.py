@@ -52,8 +52,7 @@ def keys(num: int = NUM_BLOCKS) -> list[BlockKey]:
 def on_fake(
     name: str, compute: Callable[[], int | None] = host_compute
 ) -> tuple[StorageFake, DriverDevice, ExitStack]:
-    """An accelerator and the file library ``name`` that are not there, for as long as the stack is
-    open."""
+    """Provide a fake accelerator and file library ``name`` while the stack is open."""
     fake, stack = StorageFake(name), ExitStack()
     variables = (fake.library_variable, f"KVTIER_{fake.vendor.upper()}_LIBRARY")
     stack.enter_context(environment(**dict.fromkeys(variables, str(fake.path))))
@@ -153,8 +152,10 @@ class Accelerated:
 
 
 def hang(world: Accelerated, tier: DiskTier) -> list[Outcome]:
-    """Have the driver hold a read until its engine is given up, and let it go then. What became of
-    the read. A second is enough for it to begin, also where others use the machine."""
+    """Have the driver hold a read until its engine is given up, and let it go then.
+
+    What became of the read. A second is enough for it to begin, also where others use the machine.
+    """
     world.fake.cancels(Cancel.IGNORED)
     world.fake.hold_storage()
     outcomes: list[Outcome] = []

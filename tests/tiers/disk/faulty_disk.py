@@ -18,8 +18,10 @@ from tests.tiers.disk.wrapped_engine import SECTOR_BYTES, WrappedEngine, open_pl
 
 
 class FaultyDisk(DiskSystem):
-    """Faults by operation: "read" and "write" are those of one block each, "journal" is a write to
-    the journal or a superblock, "sync" any sync. Counted over everything this system opened.
+    """Faults by operation.
+
+    "read" and "write" are those of one block each, "journal" is a write to the journal or a
+    superblock, "sync" any sync. Counted over everything this system opened.
 
     Reads and writes wait while they are held or stalled: tests say when, instead of sleeping.
     deadlines: of each batch that was read or written, as it was given to the engine.
@@ -62,8 +64,10 @@ class FaultyDisk(DiskSystem):
             self._stalls[operation].end()
 
     def stall(self, *operations: str, after: int = 0) -> None:
-        """``after`` more reads or writes are done, and nothing then until ``let_go``; what has a
-        deadline is cancelled when it comes."""
+        """``after`` more reads or writes are done, and nothing then until ``let_go``.
+
+        What has a deadline is cancelled when it comes.
+        """
         for operation in operations:
             self._stalls[operation].begin(after)
 

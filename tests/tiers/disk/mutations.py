@@ -180,8 +180,11 @@ def forge_superblock(rng: Random, damage: Damage) -> None:
 
 
 def forge_records(rng: Random, damage: Damage) -> None:
-    """Fields of some records. A key is never that of another block: whoever writes down that one
-    block is another one, with the checksum of its bytes, is believed."""
+    """Fields of some records.
+
+    A key is never that of another block: whoever writes down that one block is another one, with
+    the checksum of its bytes, is believed.
+    """
     name, records = _records(rng, damage)
     for _ in range(rng.choice((1, 1, 3)) if len(records) else 0):
         record = records[rng.randrange(len(records))]
@@ -196,8 +199,10 @@ def forge_records(rng: Random, damage: Damage) -> None:
 
 
 def replay_records(rng: Random, damage: Damage) -> None:
-    """Old records, of this journal or of another time, said once more: in front, behind or
-    between, as old as they were or as the newest."""
+    """Old records, of this journal or of another time, said once more.
+
+    In front, behind or between, as old as they were or as the newest.
+    """
     name, records = _records(rng, damage)
     if not len(records):
         return

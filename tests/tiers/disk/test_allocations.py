@@ -1,5 +1,6 @@
-"""A pool on an accelerator that is several allocations: each is registered by itself, and a piece
-is moved where one of them holds it.
+"""A pool on an accelerator that is several allocations.
+
+Each is registered by itself, and a piece is moved where one of them holds it.
 
 Every test also fails where a fake saw something that hardware might punish, or where something was
 not given back.
@@ -180,8 +181,10 @@ def test_a_pool_whose_pieces_are_cut_is_refused_with_the_number(name: str, tmp_p
 def test_a_block_that_no_registration_holds_takes_the_buffer_and_nobody_is_to_blame(
     name: str, is_known: bool, tmp_path: Path
 ) -> None:
-    """One of its pieces is in two allocations, or in none. Not an error of the library's, however
-    often: the others go straight all the while."""
+    """One of its pieces is in two allocations, or in none.
+
+    Not an error of the library's, however often: the others go straight all the while.
+    """
     begin, end = (IN_THIRD + 1, IN_THIRD + 1) if is_known else (IN_THIRD, IN_THIRD + 2)
     with accelerated(name, tmp_path, cuts=sorted({begin, end})) as world:
         if not is_known:

@@ -125,8 +125,10 @@ def test_power_cut_during_a_compaction_loses_nothing_in_power_mode(
 def test_look_up_waits_for_nothing_that_a_compaction_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table is free while records are compared with it, and while anything is read or written;
-    and what is compared at once is bounded."""
+    """The table is free while records are compared with it, and while anything is read or written.
+
+    And what is compared at once is bounded.
+    """
     monkeypatch.setattr(compaction, "SLICE_RECORDS", 16)
     num_held: list[int] = []
     decide = SlotRows.decide

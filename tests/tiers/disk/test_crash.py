@@ -32,8 +32,11 @@ MOST_NUMBERS = 400
 
 
 def churn(here: World, rng: random.Random, num_batches: int, known: dict[int, Slot]) -> None:
-    """Store batches, overwrite, forget. known: what is acknowledged and has to be there, always
-    up to date, also when this is interrupted."""
+    """Store batches, overwrite, forget.
+
+    known: what is acknowledged and has to be there, always up to date, also when this is
+    interrupted.
+    """
     number = max(known, default=0)
     for _ in range(num_batches):
         wanted = rng.randint(1, 6)
@@ -57,8 +60,10 @@ def churn(here: World, rng: random.Random, num_batches: int, known: dict[int, Sl
 
 
 def claim_all(here: World, known: dict[int, Slot]) -> None:
-    """Everything that was acknowledged is there, in its place and right; whatever else is found
-    is right, too. Leaves exactly the known blocks in use."""
+    """Everything that was acknowledged is there, in its place and right.
+
+    Whatever else is found is right, too. Leaves exactly the known blocks in use.
+    """
     in_use: list[Slot] = []
     for number, slot in sorted(known.items()):
         assert here.tier.claim([key(number)]) == [slot], f"block {number} is lost"

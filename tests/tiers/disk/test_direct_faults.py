@@ -72,8 +72,10 @@ def test_a_transfer_that_fails_costs_its_piece(
 
 
 def test_a_run_that_fails_is_told_piece_by_piece(tmp_path: Path) -> None:
-    """One call for all, and one of them is to blame: that of the read-only part? Nobody knows, so
-    each is asked for by itself."""
+    """One call for all, and one of them is to blame: that of the read-only part?
+
+    Nobody knows, so each is asked for by itself.
+    """
     with direct_world("cufile120-vectors", tmp_path) as world:
         engine = world.open()
         world.fake.fail_transfer(Fault.ERROR, errno.EIO)

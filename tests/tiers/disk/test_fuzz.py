@@ -56,8 +56,10 @@ def fuzz(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """In memory where that can be had: a slab is made anew for every mutation. Removed in the end,
-    also where a process was not there any more to do it."""
+    """In memory where that can be had: a slab is made anew for every mutation.
+
+    Removed in the end, also where a process was not there any more to do it.
+    """
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(
         dir=memory if os.access(memory, os.W_OK) else tmp_path

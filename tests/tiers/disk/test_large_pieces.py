@@ -1,5 +1,7 @@
-"""Blocks in a few large pieces, that go straight between slots and memory: the same bytes and the
-same checksum as by any other way."""
+"""Blocks in a few large pieces, that go straight between slots and memory.
+
+The same bytes and the same checksum as by any other way.
+"""
 
 from __future__ import annotations
 

@@ -22,9 +22,11 @@ numbers = st.integers(0, 11)
 
 
 class DiskMachine(RuleBasedStateMachine):
-    """in_use: slots we hold, with the block that is stored there, if any. durable: blocks that a
-    restart has to find; forgotten slots and overwritten ones are not among them. lost: slots whose
-    data a crash took; nobody has noticed yet."""
+    """in_use: slots we hold, with the block that is stored there, if any.
+
+    durable: blocks that a restart has to find; forgotten slots and overwritten ones are not among
+    them. lost: slots whose data a crash took; nobody has noticed yet.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -183,8 +183,11 @@ def test_people_can_ask(
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda", "npu"])
 def test_this_machine_is_told_as_it_is(device: str) -> None:
-    """Without fakes. Nothing here can say what the machine has; but wrong bytes are wrong
-    everywhere, and so is a driver that hangs."""
+    """Without fakes.
+
+    Nothing here can say what the machine has; but wrong bytes are wrong everywhere, and so is a
+    driver that hangs.
+    """
     folder = os.environ.get("KVTIER_PROBE_FOLDER", os.getcwd())
     lines = findings(folder, device)
     if all("is not on this machine" in line.note for line in lines):

@@ -197,8 +197,7 @@ def test_a_repair_of_one_part_does_not_part_it_from_its_set(tmp_path: Path) -> N
 def test_a_crash_at_any_step_is_never_taken_for_a_disk_that_was_restored(
     tmp_path: Path, num_parts: int
 ) -> None:
-    """Making, opening, storing, compacting and closing a set, and a second crash in what a first
-    one left."""
+    """Crash at each step of a set's life, and once more in what that left."""
     stride = 1 if EFFORT == 1 else 7
     at, is_finished = 0, False
     while not is_finished:

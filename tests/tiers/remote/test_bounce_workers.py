@@ -35,8 +35,10 @@ THERE, ABSENT, DAMAGED, FAILED = Outcome
 
 
 class Shelf:
-    """Values by key, and how the way to them is. left: blocks that are moved before it hangs; None
-    for all."""
+    """Values by key, and how the way to them is.
+
+    left: blocks that are moved before it hangs; None for all.
+    """
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}

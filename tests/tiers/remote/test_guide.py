@@ -1,5 +1,7 @@
-"""The commands of docs/guides/stores.md, as they stand there: what one server has computed is a hit
-for the other."""
+"""The commands of docs/guides/stores.md, as they stand there.
+
+What one server has computed is a hit for the other.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,10 @@ PORTS = {
 
 
 def commands(store: str) -> str:
-    """Those that begin the store and its servers, and those that ask, with ports that are free;
-    what they install is there."""
+    """Those that begin the store and its servers, and those that ask, with ports that are free.
+
+    What they install is there.
+    """
     valkey, s3, asking = (block.text for block in blocks_run_by("tests/tiers/remote/test_guide.py"))
     script = {"valkey": valkey, "s3": s3}[store] + asking
     script = re.sub(r"^pip install .*$", "", script, flags=re.MULTILINE)

@@ -1,5 +1,8 @@
-"""Replies that no server sends: what they claim is bounded before memory is given to it, and a call
-ends as one to a server that does not answer."""
+"""Replies that no server sends.
+
+What they claim is bounded before memory is given to it, and a call ends as one to a server that
+does not answer.
+"""
 
 from __future__ import annotations
 

@@ -48,8 +48,7 @@ def file_of(folder: Path, key: BlockKey) -> Path:
 
 
 class Gate:
-    """Holds up every transfer of every agent after some of them, as a file system does that has
-    lost its server."""
+    """Holds up every transfer after some of them, like a file system that lost its server."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from kvtier.tiers.remote.nixl.agent import Agent

@@ -170,8 +170,10 @@ def test_anything_is_no_manifest(content: bytes) -> None:
 
 @given(seed=st.integers(0, 1 << 30))
 def test_catalogue_agrees_with_a_dictionary(seed: int) -> None:
-    """known: number to (stamp, pack, place); what the catalogue has is some of it, and all of it
-    while there is room."""
+    """known: number to (stamp, pack, place).
+
+    What the catalogue has is some of it, and all of it while there is room.
+    """
     place = random.Random(seed)
     capacity = place.choice([1, 5, 200])
     catalogue, known, buried = Catalogue(capacity), {}, {}

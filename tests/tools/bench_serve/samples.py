@@ -18,8 +18,10 @@ from kvtier.types import DEVICE, DISK, HOST
 def accuracy(
     num_prompts: int = 20, prompt_tokens: int = 3500, unequal: int = 0, unnoticed: int = 0
 ) -> AccuracyResult:
-    """unequal: prompts whose logits differ when served from host. unnoticed: prompts whose damaged
-    value on the device goes unseen."""
+    """unequal: prompts whose logits differ when served from host.
+
+    unnoticed: prompts whose damaged value on the device goes unseen.
+    """
     rows = tuple(
         AccuracyRow(
             prompt=prompt,
@@ -49,8 +51,10 @@ def ttft(
     different: int = 0,
     slower: float = 1.0,
 ) -> TtftResult:
-    """different: requests of the second pass whose logits differ. slower: how many times as long
-    the prompts take that come from the host, cold or not."""
+    """different: requests of the second pass whose logits differ.
+
+    slower: how many times as long the prompts take that come from the host, cold or not.
+    """
     times = [slower if at < num_prompts - from_device else 1.0 for at in range(num_prompts)]
     rows = [
         TtftRow(1, at, at, "cold", {DEVICE: 0, HOST: 0}, cold_ms * times[at], None)

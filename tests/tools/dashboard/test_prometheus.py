@@ -1,5 +1,7 @@
-"""Every panel's query, asked of a real Prometheus: over a real ``kvtier serve``, and over all
-series that engines have."""
+"""Every panel's query, asked of a real Prometheus.
+
+Over a real ``kvtier serve``, and over all series that engines have.
+"""
 
 from __future__ import annotations
 

@@ -35,8 +35,11 @@ def prefix_hits(blocks: Sequence[Block], cached: object) -> int:
 
 
 def lru_hits(prompts: Prompts, capacity: int) -> tuple[list[int], int]:
-    """Hits per prompt, and blocks stored. A tree that evicts leaves, and none of the prompt that
-    it works on; a block that finds no room is not stored, nor are those behind it."""
+    """Hits per prompt, and blocks stored.
+
+    A tree that evicts leaves, and none of the prompt that it works on; a block that finds no room
+    is not stored, nor are those behind it.
+    """
     used: dict[Block, int] = {}
     hits, stored = [], 0
     for now, prompt in enumerate(prompts):

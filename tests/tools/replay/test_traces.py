@@ -327,8 +327,10 @@ def test_a_request_quoted_in_another_line_is_no_request(
     ],
 )
 def test_a_hostile_line_is_read_once(tmp_path: Path, line: str) -> None:
-    """Reading takes time that grows with the length: a limit of processor time, which a quadratic
-    reader exceeds a hundred times."""
+    """Reading takes time that grows with the length.
+
+    A limit of processor time, which a quadratic reader exceeds a hundred times.
+    """
     path = tmp_path / "server.log"
     path.write_text(f"{line}\n{VLLM[1]}\n")
     code = (

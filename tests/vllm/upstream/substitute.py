@@ -167,8 +167,7 @@ _named: dict[int, int] = {}
 
 
 def _verify_store(output: Any, expected: Any) -> None:
-    """As the tests' own, with slots that are free instead of those that vLLM would take, and the
-    same blocks leaving in whatever order they are told."""
+    """Verify as the tests do, with free slots, and blocks leaving in any order."""
     from tests.v1.kv_offload.cpu.test_manager import to_keys
 
     assert output is not None
@@ -270,8 +269,10 @@ class Copies:
         return HostSlots(slots)
 
     def _walk(self, pages: GPULoadStoreSpec, keys: list[OffloadKey]) -> Any:
-        """Per page its block's key, its place in the block, its group and its id: vLLM's rule, by
-        the book and without kvtier's code."""
+        """Per page its block's key, its place in the block, its group and its id.
+
+        VLLM's rule, by the book and without kvtier's code.
+        """
         page_ids, left = iter(pages.block_ids.tolist()), list(keys)
         for group, (size, index) in enumerate(
             zip(pages.group_sizes, pages.block_indices, strict=True)

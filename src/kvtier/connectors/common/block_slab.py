@@ -42,9 +42,11 @@ END_WAIT_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob:
-    """keys: of a load that are in place, or of a store that were written for it. is_whole: all that
-    was asked for is in place, or in the slab. left_out: of a store, that were not written, for
-    they are not worth their room. seconds: from the start, time in line included."""
+    """keys: of a load that are in place, or of a store that were written for it.
+
+    is_whole: all that was asked for is in place, or in the slab. left_out: of a store, that were
+    not written, for they are not worth their room. seconds: from the start, time in line included.
+    """
 
     job_id: int
     is_load: bool
@@ -56,9 +58,12 @@ class FinishedJob:
 
 @dataclass(slots=True)
 class _Job:
-    """A job. asked: its blocks. placed: those of them whose rows are lent. moving: those
-    that are on their way, or wait for it. waiting: ``moving``, from the first that has not
-    ended. left_out: those that are not worth their room."""
+    """A job.
+
+    asked: its blocks. placed: those of them whose rows are lent. moving: those that are on their
+    way, or wait for it. waiting: ``moving``, from the first that has not ended. left_out: those
+    that are not worth their room.
+    """
 
     job_id: int
     is_load: bool
@@ -74,8 +79,10 @@ class _Job:
 
 
 class BlockSlab:
-    """A storage tier as a cache of jobs: the block that was used least recently leaves first, or
-    the one that another policy chooses, by the requests that it was told of.
+    """A storage tier as a cache of jobs.
+
+    The block that was used least recently leaves first, or the one that another policy chooses, by
+    the requests that it was told of.
 
     rows: the engine's host memory, in slots of a block each. digest: of the namespace that the
     blocks belong to, 32 bytes; while it is empty nobody knows what they are called: none is found,
@@ -153,8 +160,10 @@ class BlockSlab:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are in the slab or on their way to it, without those that a restart found
-        and nobody has asked for."""
+        """Return the number of blocks in the slab or on their way to it.
+
+        Recovered blocks that nobody has asked for are not counted.
+        """
         return self._index.num_held(self._tier.name)
 
     @property
@@ -178,7 +187,9 @@ class BlockSlab:
         self, key: bytes, following: Callable[[], Sequence[bytes]] | None = None
     ) -> BlockLocation:
         """``STORAGE`` where ``key`` can be loaded, ``ARRIVING`` where it is on its way to the slab.
-        A block that a restart found is claimed by that; see ``KeyedCache.find``."""
+
+        A block that a restart found is claimed by that; see ``KeyedCache.find``.
+        """
         if not self.is_readable:
             return BlockLocation.NOWHERE
         place = self._cache.find(key, following)
@@ -196,8 +207,10 @@ class BlockSlab:
         return self._cache.look(keys)
 
     def ask(self, keys: Sequence[bytes], has_gaps: bool = False) -> list[PendingLookup]:
-        """Have storage that takes its time say which of ``keys`` it has; what is worth waiting for,
-        and then to ``hear``. has_gaps: see ``KeyedCache.find_or_ask``."""
+        """Have storage that takes its time say which of ``keys`` it has.
+
+        What is worth waiting for, and then to ``hear``. has_gaps: see ``KeyedCache.find_or_ask``.
+        """
         return self._cache.find_or_ask(keys, has_gaps)[1] if self.is_readable else []
 
     def hear(self) -> None:
@@ -218,8 +231,10 @@ class BlockSlab:
         self._cache.asked(keys)
 
     def continues(self, keys: Iterable[bytes], before: bytes) -> None:
-        """Blocks that no request has asked for, perhaps, come behind ``before``; see
-        ``KeyIndex.continues``."""
+        """Blocks that no request has asked for, perhaps, come behind ``before``.
+
+        See ``KeyIndex.continues``.
+        """
         self._cache.continues(keys, before)
 
     def touch(self, keys: Collection[bytes]) -> None:
@@ -348,8 +363,10 @@ class BlockSlab:
         return self._ladder.cost_snapshot()
 
     def tell_of_ends(self, tell: Callable[[], object]) -> None:
-        """Call ``tell`` when ``take_finished`` may have something, on a thread that moves blocks:
-        for owners that sleep meanwhile."""
+        """Call ``tell`` when ``take_finished`` may have something, on a thread that moves blocks.
+
+        For owners that sleep meanwhile.
+        """
         self._ladder.transfers.tell_of_ends(tell)
 
     def clear(self) -> None:

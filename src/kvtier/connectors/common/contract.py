@@ -19,8 +19,10 @@ from kvtier.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """A method's parameters without ``self``; ``=`` behind those that have a default, or may be
-    left out by one version."""
+    """A method's parameters without ``self``.
+
+    ``=`` behind those that have a default, or may be left out by one version.
+    """
 
     parameters: str = ""
 
@@ -198,8 +200,9 @@ class Sources:
             yield from (each for each in node.body if isinstance(each, ast.FunctionDef))
 
     def parameters(self, name: str, method: str) -> dict[str, bool] | None:
-        """Return a method's parameters without ``self``, and which have defaults; ``**`` if it
-        takes any.
+        """Return a method's parameters without ``self``, and which have defaults.
+
+        ``**`` if it takes any.
 
         None if there is no such method.
         """

@@ -50,8 +50,10 @@ class BlockNames:
         return self._digest
 
     def digest_of_part(self, facts: bytes) -> Callable[[], bytes]:
-        """The digest of what only some blocks belong to, such as those of one pool; none while
-        ``digest`` is. facts: all that decides on their bytes beside the engine."""
+        """The digest of what only some blocks belong to, such as those of one pool.
+
+        None while ``digest`` is. facts: all that decides on their bytes beside the engine.
+        """
         known = (b"", b"")
 
         def digest() -> bytes:
@@ -68,8 +70,10 @@ class BlockNames:
         self._found, self._digest = None, b""
 
     def disown(self, reason: str) -> None:
-        """From now on blocks have names that no other process knows: the weights in memory may be
-        others than those in the files."""
+        """From now on blocks have names that no other process knows.
+
+        The weights in memory may be others than those in the files.
+        """
         self.close()
         self._found = unknown(reason)
         self._digest = b""
@@ -89,6 +93,8 @@ class BlockNames:
 
 
 def block_key(digest: bytes, key: bytes) -> BlockKey:
-    """Return the name of a block outside the process. digest: of its namespace. key: the
-    engine's."""
+    """Return the name of a block outside the process.
+
+    digest: of its namespace. key: the engine's.
+    """
     return next_key(digest, key)

@@ -19,8 +19,10 @@ logger = logging.getLogger(__name__)
 def open_disk(
     options: DiskOptions, group: KVGroup, memory: Memory | None = None
 ) -> DiskTier | NoStorage:
-    """The slab. Raises ``ConfigError`` for options that can't be used, and for a slab that somebody
-    else has; a disk that can't be read is left alone.
+    """The slab.
+
+    Raises ``ConfigError`` for options that can't be used, and for a slab that somebody else has; a
+    disk that can't be read is left alone.
 
     memory: that blocks are read into, and written from, for the most part.
     """

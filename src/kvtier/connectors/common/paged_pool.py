@@ -61,8 +61,10 @@ class GroupPages:
         return GroupPages(pages, self.slots[start:end], 0 if start else self.first)
 
     def by_block(self, pages_per_block: int) -> Int64s:
-        """int64 [num_blocks, pages_per_block]: the page at each place; -1 where there is none, for
-        a block is touched in part only."""
+        """int64 [num_blocks, pages_per_block]: the page at each place.
+
+        -1 where there is none, for a block is touched in part only.
+        """
         places = np.full(len(self.slots) * pages_per_block, -1, np.int64)
         places[self.first : self.first + len(self.pages)] = self.pages
         return places.reshape(-1, pages_per_block)
@@ -108,8 +110,10 @@ class PagedPool:
         seams: Int64s = NO_SEAMS,
         some: slice = ALL,
     ) -> CopyBatch:
-        """All copies of some blocks; groups: all of them, empty where one has no pages. seams:
-        offsets of ``host`` that no copy may run across. some: which shares of each group."""
+        """All copies of some blocks; groups: all of them, empty where one has no pages.
+
+        seams: offsets of ``host`` that no copy may run across. some: which shares of each group.
+        """
         at_device: list[Int64s] = []
         at_host: list[Int64s] = []
         sizes: list[Int64s] = []
@@ -139,9 +143,11 @@ class PagedPool:
 
     @property
     def why_not_straight(self) -> str:
-        """Why storage can't read blocks straight to these pages; "" where it can. A read brings
-        blocks of all groups: their pieces have the same sizes, or those of the largest one's first
-        pieces."""
+        """Why storage can't read blocks straight to these pages; "" where it can.
+
+        A read brings blocks of all groups: their pieces have the same sizes, or those of the
+        largest one's first pieces.
+        """
         sizes = self._largest.nbytes
         for number, group in enumerate(self._groups):
             if not np.array_equal(group.nbytes, sizes[: len(group.nbytes)]):

@@ -33,8 +33,10 @@ CLOSE_WAIT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Blocks on their way to host memory. asked: all of them, in prompt order. new: those that
-    were not there. job: None where all were."""
+    """Blocks on their way to host memory.
+
+    asked: all of them, in prompt order. new: those that were not there. job: None where all were.
+    """
 
     asked: Sequence[bytes]
     depths: Sequence[int]
@@ -109,8 +111,10 @@ class PoolCache:
     # -- from the device --------------------------------------------------------------------------
 
     def store(self, keys: Sequence[bytes], depths: Sequence[int], pages: Sequence[int]) -> Store:
-        """Begin to copy the blocks that are not in host memory: as many of the first ones as there
-        is room for. The pages stay as they are until the store is done.
+        """Begin to copy the blocks that are not in host memory.
+
+        As many of the first ones as there is room for. The pages stay as they are until the store
+        is done.
 
         keys: in prompt order. depths: of each, its place in the prompt. pages: of each, on the
         device.
@@ -180,8 +184,10 @@ class PoolCache:
         return self.ladder.transfers.drain(timeout_s, self.cache.poll)
 
     def close(self) -> bool:
-        """Finish what is under way; nothing moves from or to the device any more. False where that
-        takes too long: the memory must stay then."""
+        """Finish what is under way; nothing moves from or to the device any more.
+
+        False where that takes too long: the memory must stay then.
+        """
         self.drain(CLOSE_WAIT_S)
         if self._mover.close(CLOSE_WAIT_S):
             return False

@@ -1,5 +1,7 @@
-"""Record an engine's requests for ``kvtier replay``. Requests go on whatever becomes of the
-file."""
+"""Record an engine's requests for ``kvtier replay``.
+
+Requests go on whatever becomes of the file.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ def outcome(written: bool) -> str:
 
 
 def record_tokens(block_tokens: int) -> int:
-    """Tokens per key of a recording, for an engine that caches blocks of ``block_tokens``: whole
-    blocks, as many as make what is worth a key."""
+    """Tokens per key of a recording, for an engine that caches blocks of ``block_tokens``.
+
+    Whole blocks, as many as make what is worth a key.
+    """
     return -(-BLOCK_SIZE // block_tokens) * block_tokens
 
 

@@ -23,8 +23,11 @@ THERE = bytes([State.READY])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Look:
-    """marks: by key, ``THERE`` where storage has it. blocks: what the index calls them, None for
-    those that it does not know. Bytes, for they are searched faster than an array is made."""
+    """marks: by key, ``THERE`` where storage has it.
+
+    blocks: what the index calls them, None for those that it does not know. Bytes, for they are
+    searched faster than an array is made.
+    """
 
     marks: bytes
     blocks: Sequence[BlockId | None]
@@ -67,8 +70,10 @@ class Standing:
 
 
 class RowCache(KeyedCache):
-    """Blocks are in memory, or come there, in slots that the engine names; until it takes them back
-    with ``displace``. So ``reserve`` finds no room here, and ``promote`` brings nothing.
+    """Blocks are in memory, or come there, in slots that the engine names.
+
+    Until it takes them back with ``displace``. So ``reserve`` finds no room here, and ``promote``
+    brings nothing.
 
     What is in memory stays in storage, too: a job's end can't push out its beginning.
     """
@@ -118,8 +123,10 @@ class RowCache(KeyedCache):
             self.ladder.loads.load(Copy(storage, self.memory, chosen), [slots[at] for at in here])
 
     def displace(self, keys: Collection[bytes]) -> None:
-        """The engine takes the slots of these blocks back; nothing moves from or to them. What did
-        not arrive has none."""
+        """The engine takes the slots of these blocks back; nothing moves from or to them.
+
+        What did not arrive has none.
+        """
         there = self.standing(list(keys))
         blocks = [there.blocks[at] for at in np.flatnonzero(there.in_memory).tolist()]
         for storage in self.ladder.storages:
@@ -131,8 +138,10 @@ class RowCache(KeyedCache):
         self._rows.free(cast("list[Slot]", slots))
 
     def standing(self, keys: Sequence[bytes]) -> Standing:
-        """Return the state of ``keys``: in memory and not displaced, ``is_moving``,
-        ``is_stored``."""
+        """Return the state of ``keys``.
+
+        In memory and not displaced, ``is_moving``, ``is_stored``.
+        """
         blocks, states = self._index.find_all(keys)
         by_tier = np.frombuffer(states, np.uint8).reshape(-1, len(self._tiers))
         in_memory = by_tier[:, 0] == State.READY

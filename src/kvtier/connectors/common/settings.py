@@ -48,8 +48,9 @@ HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
-    """By the names that they have everywhere in kvtier. Sizes are of all ranks on this machine
-    together, and may be written "200GiB".
+    """By the names that they have everywhere in kvtier.
+
+    Sizes are of all ranks on this machine together, and may be written "200GiB".
 
     option: the engine's, in which they stand. own: what the engine reads there itself. renamed:
     what had another name once.
@@ -110,8 +111,10 @@ class ConnectorSettings:
     def disk_options(
         self, subfolder: str = "", capacity_bytes: int = 0, rank: int = 0, num_ranks: int = 1
     ) -> DiskOptions:
-        """The same, as the disk tier wants it. subfolder: below each path. capacity_bytes: a part
-        of all, for one slab of several."""
+        """The same, as the disk tier wants it.
+
+        subfolder: below each path. capacity_bytes: a part of all, for one slab of several.
+        """
         paths = [self.disk_path] if isinstance(self.disk_path, str) else self.disk_path
         first, *more = (Path(each).expanduser() / subfolder for each in paths)
         return DiskOptions(

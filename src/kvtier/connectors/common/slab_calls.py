@@ -120,8 +120,11 @@ class SlabCalls:
         return self._slab.learns
 
     def asked(self, keys: Sequence[bytes]) -> None:
-        """A request begins: to be told once of each, with all of its prompt from the first block
-        on, where a policy learns."""
+        """A request begins.
+
+        To be told once of each, with all of its prompt from the first block on, where a policy
+        learns.
+        """
         with self._lock:
             self._slab.asked(keys)
 
@@ -169,8 +172,10 @@ class SlabCalls:
         return self._slab.look(keys)
 
     def _worth(self, num_before: int, num_found: int, keys: Sequence[bytes]) -> int:
-        """Return how many of the found blocks to report: all, or none if computing them is
-        faster."""
+        """Return how many of the found blocks to report.
+
+        All, or none if computing them is faster.
+        """
         first, end = (num * self._block_tokens for num in (num_before, num_before + num_found))
         found = FoundBlocks(
             first,
@@ -241,9 +246,10 @@ class SlabCalls:
     def store(
         self, keys: Sequence[bytes], blocks: Pieces, before: Sequence[bytes] = ()
     ) -> list[bool]:
-        """Write blocks that are not there yet; which are there now, or were left out, for they
-        are not worth their room. Nothing is begun after a failure: a prompt without its beginning
-        is of no use.
+        """Write blocks that are not there yet.
+
+        Which are there now, or were left out, for they are not worth their room. Nothing is begun
+        after a failure: a prompt without its beginning is of no use.
 
         keys: in prompt order. before: those of the prompt that come before.
         """
@@ -295,8 +301,10 @@ class SlabCalls:
     # -- waiting -----------------------------------------------------------------------------------
 
     def _glance(self) -> None:
-        """``_tend``, unless somebody has only just done so: a prompt is looked up in several
-        calls."""
+        """``_tend``, unless somebody has only just done so.
+
+        A prompt is looked up in several calls.
+        """
         has_news = self._prefills or self._num_rings != self._num_heard
         if has_news or self._clock() - self._tended_s >= GLANCE_S:
             self._tend()

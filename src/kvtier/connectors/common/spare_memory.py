@@ -15,8 +15,7 @@ _ABANDONED: list[mmap.mmap] = []
 
 
 class SpareMemory:
-    """Slots of ``memory`` for ``num_blocks`` blocks, which lie one after the other in pages of
-    their own until ``close``."""
+    """Slots of ``memory`` for ``num_blocks`` blocks, in pages of their own until ``close``."""
 
     def __init__(self, memory: CallMemory, sizes: Sequence[int], num_blocks: int) -> None:
         self._memory = memory

@@ -63,8 +63,11 @@ class StreamCopies:
         self._kept.append([after])
 
     def copy(self, batch: CopyBatch) -> None:
-        """Queue it, and make SGLang's stream wait for it. Raises ``DeviceError`` also where it is
-        done, but not by a batch call: then SGLang's own copies are the better ones."""
+        """Queue it, and make SGLang's stream wait for it.
+
+        Raises ``DeviceError`` also where it is done, but not by a batch call: then SGLang's own
+        copies are the better ones.
+        """
         if not len(batch.size):
             return
         self._queue.submit(batch)
@@ -80,8 +83,10 @@ class StreamCopies:
 
 
 class AscendCopies:
-    """Stands around SGLang's copies of a process. The device is looked for with the first copy:
-    before, SGLang has not said which one it is. look: finds it, and says why not.
+    """Stands around SGLang's copies of a process.
+
+    The device is looked for with the first copy: before, SGLang has not said which one it is. look:
+    finds it, and says why not.
 
     Whatever is raised on the way to a copy, SGLang's own does it, and all that follow.
     """
@@ -120,8 +125,10 @@ class AscendCopies:
         *,
         is_draft: bool = False,
     ) -> None:
-        """A layer of the model, with its group if it is the first of it. What a draft model keeps
-        comes with the model's last."""
+        """A layer of the model, with its group if it is the first of it.
+
+        What a draft model keeps comes with the model's last.
+        """
         theirs = partial(theirs, pool, device_pool, host_indices, device_indices)
         key = id(pool), id(host_indices), id(device_indices)
         if not self._serves(pool, layout, io_backend, host_indices, device_indices):

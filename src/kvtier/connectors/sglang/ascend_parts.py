@@ -174,8 +174,10 @@ def _pages(tokens: torch.Tensor, page_size: int, grids: Sequence[Grid]) -> Int64
 
 
 def _memory(kind: str, addresses: Int64s, size: Int64s) -> tuple[Memory, Int64s]:
-    """Return the tensors that hold the pieces, and the pieces' offsets. The caller keeps the
-    tensors."""
+    """Return the tensors that hold the pieces, and the pieces' offsets.
+
+    The caller keeps the tensors.
+    """
     begin = int(addresses.min(initial=np.iinfo(np.int64).max)) if len(addresses) else 0
     end = int((addresses + size).max(initial=begin))
     return Memory(begin, end - begin, kind, None), addresses - begin

@@ -23,8 +23,9 @@ def room(
     options: object,
     page_bytes: Mapping[str, int],
 ) -> dict[str, int]:
-    """Bytes of this rank for each pool: all get room for as many pages. Raises ``ConfigError``
-    where that is not a single one.
+    """Bytes of this rank for each pool: all get room for as many pages.
+
+    Raises ``ConfigError`` where that is not a single one.
 
     setting: that says ``num_bytes``, of all ranks on this machine. options: SGLang's
     ``ServerArgs``, or None. page_bytes: of each pool.

@@ -25,8 +25,10 @@ BESIDE = ("k_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer", "index_k
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """One tensor of a pool: rows [num_rows, ...] of one of the engine's layers. page_rows: of a
-    page."""
+    """One tensor of a pool: rows [num_rows, ...] of one of the engine's layers.
+
+    page_rows: of a page.
+    """
 
     layer: int
     rows: torch.Tensor
@@ -56,8 +58,11 @@ class Buffer:
 
 @dataclass(frozen=True)
 class DevicePool:
-    """Buffers that the same pages address. page_size: how many of SGLang's indices name a page.
-    num_layers: of the engine. source: SGLang's own."""
+    """Buffers that the same pages address.
+
+    page_size: how many of SGLang's indices name a page. num_layers: of the engine. source: SGLang's
+    own.
+    """
 
     name: str
     page_size: int
@@ -73,8 +78,7 @@ class DevicePool:
 
     @property
     def shapes(self) -> list[list[object]]:
-        """Return the layer, the kind and the bytes per page of each buffer, which decide on its
-        content."""
+        """Return layer, kind and bytes per page of each buffer, which decide on its content."""
         return [
             [each.layer, str(each.rows.dtype), list(each.rows.shape[1:]), each.page_rows]
             for each in self.buffers
@@ -82,8 +86,10 @@ class DevicePool:
 
     @property
     def has_latents(self) -> bool:
-        """Whether it has latents and nothing else: the same on all ranks of a tensor-parallel
-        group."""
+        """Whether it has latents and nothing else.
+
+        The same on all ranks of a tensor-parallel group.
+        """
         return type(self.source).__name__ in LATENTS
 
     @property
@@ -103,8 +109,10 @@ class DevicePool:
         )
 
     def pages(self, indices: torch.Tensor) -> list[int]:
-        """Return the page numbers that indices of whole pages name. Waits for the device if they
-        are there."""
+        """Return the page numbers that indices of whole pages name.
+
+        Waits for the device if they are there.
+        """
         firsts = indices.reshape(-1, self.page_size)[:, 0].cpu()
         if (firsts % self.page_size).any():
             raise ValueError(f"device indices begin pages of {self.page_size} at {firsts.tolist()}")

@@ -100,8 +100,10 @@ class StorageConfig(Protocol):
 
 
 def is_replicated(config: StorageConfig, name: str) -> bool:
-    """Whether all ranks of a tensor-parallel group have the same bytes in a pool, and the first one
-    stores them for all."""
+    """Whether all ranks of a tensor-parallel group have the same bytes in a pool.
+
+    The first one stores them for all then.
+    """
     return config.is_mla_model and name != SHARDED_STATE
 
 

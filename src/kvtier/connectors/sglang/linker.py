@@ -200,8 +200,10 @@ class KvtierLinker(UnifiedCacheLinker):
 
     @contextmanager
     def _after_forward(self) -> Iterator[None]:
-        """Copies that are submitted in here start after what the forward's stream has to do by
-        now: it may read the pages that they overwrite, or write those that they read."""
+        """Copies that are submitted in here start after what the forward's stream has to do by now.
+
+        It may read the pages that they overwrite, or write those that they read.
+        """
         if self.forward_stream is None or self._device.name == "cpu":
             yield
             return
@@ -232,8 +234,10 @@ class KvtierLinker(UnifiedCacheLinker):
         return True
 
     def _depths_of(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the positions of pages in the prompt; generated pages come after the prompt's
-        own."""
+        """Return the positions of pages in the prompt.
+
+        Generated pages come after the prompt's own.
+        """
         depths: list[int] = []
         for key in keys:
             after = depths[-1] + 1 if depths else 0
@@ -264,8 +268,10 @@ class KvtierLinker(UnifiedCacheLinker):
             self._account.observe_prefill(num_before, num_tokens, seconds)
 
     def before_new_weights(self) -> None:
-        """Pages of the old weights are forgotten: SGLang's keys stay the same. Of what is under way
-        SGLang is told the end as ever, but nothing of it is kept."""
+        """Pages of the old weights are forgotten: SGLang's keys stay the same.
+
+        Of what is under way SGLang is told the end as ever, but nothing of it is kept.
+        """
         self._wait_for_copies()
         for offload in self._offloads:
             offload.is_whole = False
@@ -311,8 +317,10 @@ class KvtierLinker(UnifiedCacheLinker):
 
 
 def _needs(transfers: Sequence[PoolTransfer]) -> dict[str, int] | None:
-    """By pool: how many pages before a cut it must have there, 0 for all of them. None for a
-    look-up of a kind that nobody knows."""
+    """By pool: how many pages before a cut it must have there, 0 for all of them.
+
+    None for a look-up of a kind that nobody knows.
+    """
     needs: dict[str, int] = {}
     for each in transfers:
         if each.hit_policy is PoolHitPolicy.TRAILING_PAGES:

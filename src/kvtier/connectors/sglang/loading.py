@@ -1,4 +1,4 @@
-"""Pages on their way from host memory to the device, in three stages:
+"""Loads of pages from host memory to the device, in three stages.
 
     promised   SGLang was told of them, and may ask for them until it looks up something else
     queued     a request asked for them; its forward comes
@@ -52,8 +52,10 @@ class LoadPart:
 
 @dataclass(slots=True)
 class Queued:
-    """Pages that a request wants loaded. is_whole: all of them are there. given: pages of the KV
-    pool."""
+    """Pages that a request wants loaded.
+
+    is_whole: all of them are there. given: pages of the KV pool.
+    """
 
     given: Given
     parts: list[LoadPart] = field(default_factory=list)
@@ -62,8 +64,10 @@ class Queued:
 
 @dataclass(slots=True)
 class Batch:
-    """Loads that one forward follows, by pool; is_whole: everything was there that was asked
-    for. given: to each request."""
+    """Loads that one forward follows, by pool; is_whole: everything was there that was asked for.
+
+    given: to each request.
+    """
 
     loads: list[tuple[PoolTiers, Load]] = field(default_factory=list)
     is_whole: bool = True
@@ -71,8 +75,10 @@ class Batch:
 
 
 class Loading:
-    """On the scheduler's thread. A load that can't be queued or begun is logged, and is told of
-    when its batch is finished: until then this rank goes on as the others do.
+    """On the scheduler's thread.
+
+    A load that can't be queued or begun is logged, and is told of when its batch is finished: until
+    then this rank goes on as the others do.
 
     linked: by pool. page_size: tokens. layers: where the forward waits. after_forward: copies that
     are submitted in there start after what the forward's stream has to do by then.
@@ -100,8 +106,10 @@ class Loading:
     # -- promised ----------------------------------------------------------------------------------
 
     def look_up(self, num_cached: int) -> None:
-        """SGLang looks up a prompt, of which the device has so many tokens: what was promised
-        before it may go."""
+        """SGLang looks up a prompt, of which the device has so many tokens.
+
+        What was promised before it may go.
+        """
         self._let_go()
         self._num_cached = num_cached
 
@@ -164,8 +172,10 @@ class Loading:
     # -- batches -----------------------------------------------------------------------------------
 
     def begin(self) -> int:
-        """The next forward is of all requests that are queued. Returns the number of their batch;
-        -1 for none."""
+        """The next forward is of all requests that are queued.
+
+        Returns the number of their batch; -1 for none.
+        """
         if not self._queued:
             return -1
         queued, self._queued = list(self._queued.values()), {}

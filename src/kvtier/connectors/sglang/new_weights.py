@@ -34,8 +34,10 @@ class WeightsWatch:
         self._keepers.remove(keeper)
 
     def hooks(self) -> dict[str, Callable[..., Any]]:
-        """Return hooks around SGLang functions, by full name. Each hook gets the original
-        function first."""
+        """Return hooks around SGLang functions, by full name.
+
+        Each hook gets the original function first.
+        """
         return {f"{UPDATER}.update_weights_from_{way}": self._update for way in WAYS}
 
     def _update(self, update: Callable[..., Any], *args: Any, **more: Any) -> Any:

@@ -31,8 +31,10 @@ class HostPool(Protocol):
     dtype: torch.dtype
 
     def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
-        """Addresses and sizes of the pieces of the pages that ``indices``, of their tokens, name,
-        page after page."""
+        """Return addresses and sizes of the pages' pieces, page after page.
+
+        indices: of the pages' tokens.
+        """
 
 
 class Pages:
@@ -79,8 +81,10 @@ class Pages:
         return Pieces(addresses.astype(np.uint64), self.sizes)
 
     def in_tensors(self, tensors: Sequence[torch.Tensor]) -> Pieces:
-        """Pages that lie in tensors of their own, each in one piece; ``ValueError`` for one of
-        another size."""
+        """Pages that lie in tensors of their own, each in one piece.
+
+        ``ValueError`` for one of another size.
+        """
         ends = np.cumsum(self.sizes)
         for each in tensors:
             if each.nbytes != ends[-1] or not each.is_contiguous() or each.device.type != "cpu":
@@ -107,8 +111,11 @@ def _page(pool: HostPool, page: int) -> tuple[Int64s, Int64s]:
 
 
 def _order_in_page(pool: HostPool, first: Int64s) -> Int64s:
-    """In which a flat page has the pieces: that of their addresses where all are in one buffer, and
-    as they are told where they are in several."""
+    """In which a flat page has the pieces.
+
+    That of their addresses where all are in one buffer, and as they are told where they are in
+    several.
+    """
     buffer = getattr(pool, "kv_buffer", None)
     if isinstance(buffer, torch.Tensor):
         start = buffer.data_ptr()

@@ -16,10 +16,12 @@ COPIES_VARIABLE = "KVTIER_SGLANG_COPIES"
 
 
 def register() -> None:
-    """Watch what steps take and when weights are replaced, let requests wait for the linker, and
-    bring the copies that SGLang lacks on a CPU, or, to those who ask for them, on Ascend. Called
-    whether kvtier is asked for or not: so it never raises, and what it hooks passes on what nobody
-    listens to."""
+    """Install the hooks around SGLang functions. Never raises.
+
+    They measure steps, notice new weights, let requests wait for the linker, and provide copies
+    that SGLang lacks on a CPU, or, if asked for, on Ascend. SGLang calls this whether kvtier is
+    asked for or not, so a hook without a listener passes everything on.
+    """
     log_in_engine(logging.root)
     try:
         from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -53,8 +55,10 @@ def around() -> Hooks:
 
 
 def on_ascend() -> Hooks:
-    """Those of the copies on Ascend; none where there is no NPU, or another SGLang than is known,
-    which is said."""
+    """Those of the copies on Ascend.
+
+    None where there is no NPU, or another SGLang than is known, which is said.
+    """
     from kvtier.connectors.sglang.contract import COPIES
 
     try:

@@ -52,9 +52,10 @@ def open_shelf(
     replica: int = 0,
     policy: str = LRU,
 ) -> PoolSlab:
-    """The slab of a rank's pool, or a look into that of the rank that writes for all. Raises
-    ``ConfigError`` for settings that can't be used, and for a slab that somebody else has; a disk
-    that can't be read is left alone, and SGLang serves without it.
+    """The slab of a rank's pool, or a look into that of the rank that writes for all.
+
+    Raises ``ConfigError`` for settings that can't be used, and for a slab that somebody else has; a
+    disk that can't be read is left alone, and SGLang serves without it.
 
     policy: says what leaves first; all but LRU are told of requests.
     """

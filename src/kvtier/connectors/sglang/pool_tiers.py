@@ -38,8 +38,7 @@ def link(
     engine: TransferEngine,
     policy: str,
 ) -> Mapping[str, PoolTiers]:
-    """Host memory for each pool, a slab where the settings name a disk, and stores, by the pool's
-    name.
+    """Return the tiers of each pool by name: host memory, a slab if configured, and stores.
 
     options: SGLang's ``ServerArgs``. engine: copies for ``device``. policy: says what leaves first.
     Raises ``ConfigError`` for room that can't be had.

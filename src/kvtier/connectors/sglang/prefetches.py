@@ -27,8 +27,11 @@ MOST_NOTED = 4096
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A request that joined the queue. before: keys of the pages that SGLang has of its prompt.
-    rest: its tokens behind these, as SGLang's ``RadixKey``. last: the key that they follow."""
+    """A request that joined the queue.
+
+    before: keys of the pages that SGLang has of its prompt. rest: its tokens behind these, as
+    SGLang's ``RadixKey``. last: the key that they follow.
+    """
 
     before: Sequence[str]
     rest: Any
@@ -59,8 +62,10 @@ class PrefetchWatch:
         self._listeners.remove(joined)
 
     def hooks(self) -> dict[str, Callable[..., Any]]:
-        """Return hooks around SGLang functions, by full name. Each hook gets the original
-        function first."""
+        """Return hooks around SGLang functions, by full name.
+
+        Each hook gets the original function first.
+        """
         return {f"{TREE}.prefetch_from_storage": self._prefetch}
 
     def _prefetch(

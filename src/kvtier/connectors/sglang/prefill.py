@@ -22,8 +22,10 @@ MOST_STEPS = 16
 
 
 class PrefillWatch:
-    """Knows what each step computes when it begins, and that it is done when its result is
-    processed. On the scheduler's thread. clock: seconds."""
+    """Measures each step, from its beginning to the processing of its result.
+
+    Used on the scheduler's thread. clock: seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -49,8 +51,10 @@ class PrefillWatch:
         self._ended.remove(ended)
 
     def hooks(self) -> dict[str, Callable[..., Any]]:
-        """Return hooks around SGLang functions, by full name. Each hook gets the original
-        function first."""
+        """Return hooks around SGLang functions, by full name.
+
+        Each hook gets the original function first.
+        """
         return {
             f"{SCHEDULER}.run_batch": self._run_batch,
             f"{SCHEDULER}.process_batch_result": self._process_batch_result,

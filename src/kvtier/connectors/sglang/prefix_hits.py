@@ -29,8 +29,10 @@ class SidePool:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHits:
-    """cuts: lengths of prefixes that all pools can restore, ascending. by_pool: the longest one of
-    each alone; pools that have none are not named."""
+    """cuts: lengths of prefixes that all pools can restore, ascending.
+
+    by_pool: the longest one of each alone; pools that have none are not named.
+    """
 
     cuts: Sequence[int]
     by_pool: Mapping[str, int]
@@ -41,8 +43,10 @@ class PrefixHits:
 
 
 def common_hits(kv: tuple[str, int], sides: Mapping[str, SidePool]) -> PrefixHits:
-    """kv: name of the pool that all others stand beside, and how many of the first pages it
-    has."""
+    """Return the hits that all pools have in common.
+
+    kv: name of the pool that all others stand beside, and how many of the first pages it has.
+    """
     name, num_pages = kv
     common = list(range(1, num_pages + 1))
     by_pool = {name: num_pages} if num_pages else {}

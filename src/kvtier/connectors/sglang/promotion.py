@@ -42,8 +42,11 @@ class WaitingPrompt:
 
 @dataclass(slots=True)
 class PromptState:
-    """A request that something is brought for, or asked. until_s: when it has waited for long
-    enough. began_s, over_s: when it began to wait, and when it was found to be over."""
+    """A request that something is brought for, or asked.
+
+    until_s: when it has waited for long enough. began_s, over_s: when it began to wait, and when it
+    was found to be over.
+    """
 
     until_s: float
     began_s: float = 0.0
@@ -81,8 +84,10 @@ class PromptPromotion:
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
-        """Requests are looked up in here that can wait. From now on nothing is brought for others:
-        they are computed at once."""
+        """Requests are looked up in here that can wait.
+
+        From now on nothing is brought for others: they are computed at once.
+        """
         self._brings = True
         try:
             yield
@@ -98,9 +103,10 @@ class PromptPromotion:
         needs: Mapping[str, int],
         asked: Sequence[PendingLookup] = (),
     ) -> list[int]:
-        """Lengths of prefixes of ``keys``, in pages, whose load can begin now. What else there is
-        begins to come to host memory, once for each request that can wait, and again when it has
-        heard what stores have.
+        """Lengths of prefixes of ``keys``, in pages, whose load can begin now.
+
+        What else there is begins to come to host memory, once for each request that can wait, and
+        again when it has heard what stores have.
 
         keys: of the pages that the device does not have. places: of each, by pool. needs: by pool,
         how many pages before a cut must be there; 0 for all of them. asked: what stores were asked

@@ -77,8 +77,10 @@ class PromptReporter:
     def looking_up(
         self, req: Any, num_cached: int, before: Callable[[], Sequence[str]]
     ) -> Iterator[None]:
-        """In here SGLang looks up a request, perhaps not for the first time. num_cached: tokens of
-        it that the device has. before: the keys of their pages."""
+        """In here SGLang looks up a request, perhaps not for the first time.
+
+        num_cached: tokens of it that the device has. before: the keys of their pages.
+        """
         is_new = self._cache.learns and not self._is_told(req)
         self._now = (req, num_cached, before) if is_new else None
         try:
@@ -112,8 +114,10 @@ class PromptReporter:
         self._parent = parent
 
     def store(self, keys: Sequence[bytes], asked: Container[bytes]) -> None:
-        """A node's pages are about to be stored: those that are not among ``asked`` come behind
-        those in front of them, as an answer does."""
+        """A node's pages are about to be stored.
+
+        Those that are not among ``asked`` come behind those in front of them, as an answer does.
+        """
         parent, self._parent = self._parent, None
         if not self._cache.learns:
             return

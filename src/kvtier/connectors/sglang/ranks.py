@@ -49,8 +49,10 @@ class RankConfig:
 
 
 def replica_of() -> int:
-    """Return the number of this engine among replicas of one model; 0 for a single engine, or if
-    unknown."""
+    """Return the number of this engine among replicas of one model.
+
+    0 for a single engine, or if unknown.
+    """
     try:
         return get_parallel().dp_rank or 0
     except (AttributeError, RuntimeError, ValueError):  # of a part alone, or before 0.5.23

@@ -52,9 +52,11 @@ class Recording:
 def open_recording(
     settings: ConnectorSettings, config: StorageConfig, page_size: int, replica: int
 ) -> Recording | None:
-    """On the rank that records for its engine, where the settings want it and the file can be
-    written. replica: of engines that share nothing; beside it, attention may be in parallel over
-    data (``dp_rank``): each has requests of its own."""
+    """Open a recording on the rank that records, if the settings ask for one.
+
+    None if the file can't be written. replica: of engines that share nothing; beside it, attention
+    may be data parallel (``dp_rank``): each has requests of its own.
+    """
     if not settings.record or config.tp_rank or config.pp_rank or config.attn_cp_rank:
         return None
     parts = (("replica", replica), ("dp", getattr(config, "dp_rank", 0)))
@@ -64,16 +66,21 @@ def open_recording(
 
 
 def _arrival(req: Any) -> float:
-    """Return ``time.monotonic`` at a request's arrival. SGLang's own times are those of
-    ``perf_counter``, from whichever of its processes saw the request first."""
+    """Return ``time.monotonic`` at a request's arrival.
+
+    SGLang's own times are those of ``perf_counter``, from whichever of its processes saw the
+    request first.
+    """
     times = getattr(req, "time_stats", None)
     began = getattr(times, "created_time", 0.0) or getattr(times, "wait_queue_entry_time", 0.0)
     return time.monotonic() - (time.perf_counter() - began if began else 0.0)
 
 
 def _tenant(req: Any) -> str:
-    """Return what separates equal prompts in SGLang's own cache: the salt, and the adapter's
-    name."""
+    """Return what separates equal prompts in SGLang's own cache.
+
+    The salt, and the adapter's name.
+    """
     salt = getattr(req, "cache_salt", None) or ""  # before 0.5.23 it is in the other one
     return f"{salt}\0{req.extra_key}" if req.extra_key else salt
 

@@ -1,5 +1,6 @@
-"""Requests wait in SGLang's queue while their KV is brought to host memory, or stores are asked for
-it: hooks around its scheduler's choice of what to compute next.
+"""Hold requests in SGLang's queue while their KV is promoted, or looked up in stores.
+
+Hooks around its scheduler's choice of what to compute next do that.
 
 SGLang takes whatever is first in its queue, and asks what is kept of it only then. So the requests
 near the head are looked up before, and those that wait are taken out of the queue while it chooses.
@@ -45,8 +46,10 @@ class QueueGate:
         self._passed: set[str] = set()
 
     def choose(self, scheduler: Any, is_idle: bool, choose: Callable[[], Any]) -> Any:
-        """Return SGLang's choice of requests to compute, without those that wait. is_idle:
-        nothing else runs."""
+        """Return SGLang's choice of requests to compute, without those that wait.
+
+        is_idle: nothing else runs.
+        """
         held = self._held(scheduler)
         if not held:
             return choose()
@@ -102,8 +105,10 @@ class QueueGate:
 
 
 def hooks() -> dict[str, Callable[..., Any]]:
-    """Return hooks around SGLang functions, by full name. Each hook gets the original function
-    first."""
+    """Return hooks around SGLang functions, by full name.
+
+    Each hook gets the original function first.
+    """
     return {f"{SCHEDULER}.get_new_batch_prefill": _choose, **told_by()}
 
 

@@ -51,7 +51,9 @@ class StorageSettings(StoreSettings):
 
 @dataclass(frozen=True, slots=True)
 class LinkerSettings(HostSettings):
-    """In the place of SGLang's host memory: kvtier's, and a disk and stores below it where they are
-    named."""
+    """In the place of SGLang's host memory.
+
+    Kvtier's, and a disk and stores below it where they are named.
+    """
 
     option: ClassVar[str] = "--unified-cache-external-linker-config"

@@ -57,8 +57,10 @@ SERVED_POLICIES = (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
 
 
 class KvtierStorage(HiCacheStorage):
-    """Whatever the disk does after the start is a miss, or a page that was not stored. At the
-    start, what can't be served raises ``ConfigError`` or ``LayoutError``: one sentence."""
+    """Whatever the disk does after the start is a miss, or a page that was not stored.
+
+    At the start, what can't be served raises ``ConfigError`` or ``LayoutError``: one sentence.
+    """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object]) -> None:
         del kwargs  # SGLang passes none

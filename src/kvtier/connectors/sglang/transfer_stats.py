@@ -27,8 +27,10 @@ class Moves:
 
     @contextmanager
     def timing(self, is_read: bool, page_bytes: int) -> Iterator[list[bool]]:
-        """Around a call, which fills the list that it is given: which pages were moved. A call that
-        moved none says nothing."""
+        """Around a call, which fills the list that it is given: which pages were moved.
+
+        A call that moved none says nothing.
+        """
         are_moved: list[bool] = []
         began = time.perf_counter()
         yield are_moved

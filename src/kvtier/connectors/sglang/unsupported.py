@@ -8,8 +8,10 @@ from kvtier.errors import ConfigError
 
 
 def refuse(config: StorageConfig, options: object, settings: StoreSettings) -> None:
-    """Raises ``ConfigError`` for an engine whose pages can't be kept. options: SGLang's
-    ``ServerArgs``, or None."""
+    """Raises ``ConfigError`` for an engine whose pages can't be kept.
+
+    options: SGLang's ``ServerArgs``, or None.
+    """
     if getattr(config, "dcp_size", 1) > 1:
         raise ConfigError(
             f"decode context parallelism of {config.dcp_size}: pages are cut over its ranks, and "  # type: ignore[attr-defined]

@@ -12,12 +12,12 @@ How the words translate. What vLLM calls a *chunk*, its unit of offloading (``bl
 ``blocks_per_chunk`` pages of one KV group. Settings, classes and fields of vLLM's keep its names,
 and so do our metrics, by which dashboards know them.
 
-connector.py carries orders one way and reports the other; spec.py makes the two halves; recorded.py
-writes down what the engine was asked. The ladder decides, in the scheduler's process, for all ranks
-(RankMover); every rank keeps its shard of a block in the same host slot and does what it is told.
-Only ascend, connector, manager, multi, pauses, recorded, spec and worker know vLLM.
+connector.py carries orders one way and reports the other; spec.py makes the two halves;
+recording.py records the engine's requests. The ladder decides, in the scheduler's process, for all
+ranks (RankMover); every rank keeps its shard of a block in the same host slot and carries out
+orders. Only ascend, connector, manager, multi, pauses, recording, spec and worker know vLLM.
 contract.py says what they rely on, and that is compared before anything else (entry.py);
-registry.py puts the connector in the place of vLLM's. pieces/ is for those who keep vLLM's own
+registry.py puts the connector in the place of vLLM's. standalone/ is for those who keep vLLM's own
 tiers.
 """
 
@@ -35,8 +35,11 @@ SPEC_NAME = "kvtier"
 
 
 def register() -> None:
-    """Make ``"spec_name": "kvtier"`` known. vLLM calls it in each of its processes (entry point
-    group ``vllm.general_plugins``), whether kvtier is asked for or not: so it never raises."""
+    """Make ``"spec_name": "kvtier"`` known.
+
+    vLLM calls it in each of its processes (entry point group ``vllm.general_plugins``), whether
+    kvtier is asked for or not: so it never raises.
+    """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.v1.kv_offload.factory import OffloadingSpecFactory

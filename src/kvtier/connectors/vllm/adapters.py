@@ -24,8 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Load:
-    """number: of loads under the same name and path. files: how they looked at its first request.
-    is_certain: the adapter in memory is still the one that was loaded first."""
+    """number: of loads under the same name and path.
+
+    files: how they looked at its first request. is_certain: the adapter in memory is still the one
+    that was loaded first.
+    """
 
     number: int
     files: Files
@@ -39,8 +42,9 @@ class Adapters:
         self._loads: dict[tuple[str, str], dict[int, _Load]] = {}
 
     def load_of(self, adapter: LoRARequest) -> bytes | None:
-        """Return what tells the keys of this load from those of others, b"" for the first one of
-        a name and path; None where nobody can say which load it is.
+        """Return what distinguishes the keys of this load from those of others.
+
+        b"" for the first load of a name and path; None if the load is unknown.
 
         With ``load_inplace`` vLLM reads the files anew whenever it likes. Files that have changed
         since the first request may have been loaded since, or not.

@@ -36,8 +36,9 @@ Cache = torch.Tensor | Sequence[torch.Tensor]
 def split_caches(
     kv_caches: Mapping[str, Cache], config: KVCacheConfig, group_ids: Sequence[int]
 ) -> CanonicalKVCaches | None:
-    """vLLM's canonical form of ``kv_caches``, a share per part of each layer; None where every
-    layer is one tensor, which vLLM's own connector can tell better.
+    """vLLM's canonical form of ``kv_caches``, a share per part of each layer.
+
+    None where every layer is one tensor, which vLLM's own connector can tell better.
 
     kv_caches: by layer. group_ids: places in ``config.kv_cache_groups`` of the groups to offload.
     No memory is copied. Raises ``LayoutError`` where the parts are not whole pages.

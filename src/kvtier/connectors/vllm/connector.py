@@ -71,8 +71,10 @@ T = TypeVar("T")
 
 @dataclass
 class TierMetadata(OffloadingConnectorMetadata):
-    """vLLM's jobs of a step, and ours. step: number of the step, if its end is to be told.
-    computes: the model runs in this step."""
+    """vLLM's jobs of a step, and ours.
+
+    step: number of the step, if its end is to be told. computes: the model runs in this step.
+    """
 
     orders: Sequence[RankOrder] = ()
     step: int | None = None
@@ -92,8 +94,10 @@ class TierWorkerMetadata(OffloadingWorkerMetadata):
 
 
 class KvtierConnector(RecordedConnector):
-    """Made in the scheduler's process and in each rank, for ``KvtierSpec``; for any other spec
-    it is vLLM's own connector that is made, recording where that is wanted."""
+    """Made in the scheduler's process and in each rank, for ``KvtierSpec``.
+
+    For any other spec it is vLLM's own connector that is made, recording where that is wanted.
+    """
 
     theirs: type = OffloadingConnector
 
@@ -155,8 +159,10 @@ class KvtierConnector(RecordedConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """As vLLM's, but what loading would not pay for is computed, and nobody waits longer than
-        computing would take."""
+        """Return the tokens to load, as vLLM's, but only where loading pays.
+
+        No request waits longer than computing would take.
+        """
         visit, bringing = self._manager.visit(request.request_id), self._manager.bringing
         if bringing.must_wait(visit, num_computed_tokens):
             return None, False

@@ -33,8 +33,10 @@ def off_compute_cores() -> Iterator[None]:
 
 
 def spare_cores() -> set[int]:
-    """Those that the process which started this one may use, and none of its children is bound to;
-    near to this one's memory. Empty where nothing is bound."""
+    """Those that the process which started this one may use, and none of its children is bound to.
+
+    Near to this one's memory. Empty where nothing is bound.
+    """
     parent = psutil.Process().parent()
     if parent is None:
         return set()

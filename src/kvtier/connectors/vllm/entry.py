@@ -12,8 +12,10 @@ from kvtier.connectors.vllm import contract
 
 
 def __getattr__(name: str) -> object:
-    """The class that vLLM's factory of specs was given by name. Raises ``ConfigError`` with all
-    differences from the vLLM that kvtier knows."""
+    """The class that vLLM's factory of specs was given by name.
+
+    Raises ``ConfigError`` with all differences from the vLLM that kvtier knows.
+    """
     if name != "KvtierSpec":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     contract.VLLM.require()

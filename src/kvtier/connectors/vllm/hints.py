@@ -23,8 +23,11 @@ class _Read:
 
 
 def hint_of(context: ReqContext) -> Hint | None:
-    """Read once. vLLM has taken the request when a connector sees it: a hint that can't be
-    understood is none, and the log says why."""
+    """Read once.
+
+    vLLM has taken the request when a connector sees it: a hint that can't be understood is none,
+    and the log says why.
+    """
     read: _Read | None = context.get_state(_Read)
     if read is None:
         read = _Read(_parse(context))

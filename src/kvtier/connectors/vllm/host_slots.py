@@ -11,7 +11,7 @@ from kvtier.types import Slot
 
 
 class HostSlots(BlockIDsLoadStoreSpec):
-    """Where the blocks of a copy are: in slots of the host tier, or read directly from storage.
+    """Locations of a copy's blocks: slots of the host tier, or direct reads from storage.
 
     Args:
         block_ids: slots of the blocks that pass through host memory, in the order of their keys.

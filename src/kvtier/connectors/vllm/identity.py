@@ -44,8 +44,10 @@ def namespace(
 
 
 def _layout(config: OffloadingConfig, bytes_per_block: int) -> str:
-    """Names how a block's bytes are arranged, over ranks, groups and layers. Slabs are found by
-    what the facts are called here, vLLM's words or not."""
+    """Names how a block's bytes are arranged, over ranks, groups and layers.
+
+    Slabs are found by what the facts are called here, vLLM's words or not.
+    """
     parallel = config.parallel
     facts = {
         "row_bytes": bytes_per_block,

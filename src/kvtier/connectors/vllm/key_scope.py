@@ -56,7 +56,9 @@ def scope_of(request: Request, counts_media: bool, keeps_adapter: bool = True) -
 
 def counts_media(config: VllmConfig) -> bool:
     """Whether vLLM names media by a counter: it does where no cache of its own needs their hash.
-    The names that clients give are not told from these."""
+
+    The names that clients give are not told from these.
+    """
     media = config.model_config.multimodal_config
     if not takes_media(config) or config.cache_config.enable_prefix_caching:
         return False

@@ -48,8 +48,9 @@ PIECE_BYTES = 16 << 20
 
 
 class TierManager(OffloadingManager):
-    """Translates: what vLLM asks to what ``KeyedCache`` answers. In the scheduler's process, on its
-    thread.
+    """Translates: what vLLM asks to what ``KeyedCache`` answers.
+
+    In the scheduler's process, on its thread.
 
     room: blocks, per tier; of each rank. bytes_per_day: of a rank's disk. lookup_deadline_s: how
     long a request waits to hear what a store has. eviction_policy: see ``Settings``. follows_hints:
@@ -326,8 +327,10 @@ class TierManager(OffloadingManager):
 
     @contextmanager
     def keeping(self, keeps: bool) -> Iterator[None]:
-        """If ``keeps``, a reset meanwhile leaves what is in the tiers: the weights are the
-        same."""
+        """If ``keeps``, a reset meanwhile leaves what is in the tiers.
+
+        The weights are the same.
+        """
         self._keeps = keeps
         try:
             yield

@@ -36,8 +36,10 @@ class KvtierMultiConnector(MultiConnector):
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *arguments: Any) -> KVConnectorPromMetrics:
-        """As vLLM's, which makes the metrics of a class for the first connector of that class; with
-        those that only another spec has."""
+        """As vLLM's, which makes the metrics of a class for the first connector of that class.
+
+        With those that only another spec has.
+        """
         made = super().build_prom_metrics(vllm_config, *arguments)
         offloading = made._prom_metrics.get(CONNECTOR_NAME)
         extras = [dict(each) for each in _extra_configs(cls, vllm_config)]

@@ -13,8 +13,10 @@ from kvtier.types import DISK, Slot
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """slots: of host memory, that are copied from or to. job: of the device; None where nothing is
-    copied. reads: from storage to vLLM's pages."""
+    """slots: of host memory, that are copied from or to.
+
+    job: of the device; None where nothing is copied. reads: from storage to vLLM's pages.
+    """
 
     direction: Direction
     slots: frozenset[Slot]

@@ -47,8 +47,10 @@ class Resets(Protocol):
 
 
 class Pauses:
-    """State of one engine core: whether it is pausing, and whether its weights may be others. Used
-    on the engine core's thread."""
+    """State of one engine core: whether it is pausing, and whether its weights may be others.
+
+    Used on the engine core's thread.
+    """
 
     def __init__(self) -> None:
         self._connectors: WeakSet[Resets] = WeakSet()

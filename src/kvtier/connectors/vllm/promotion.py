@@ -40,8 +40,9 @@ logger = logging.getLogger(__name__)
 
 
 class Promotion:
-    """Translates decisions on one request at a time, from what its last look-up met: whether it
-    waits, what is promoted, how much is loaded.
+    """Translates decisions on one request at a time, from what its last look-up met.
+
+    Whether it waits, what is promoted, how much is loaded.
 
     host: the room of host memory. knows_storage: whether the ranks' disks have said all that they
     have. counts: is told what is computed though it was there. clock: seconds.
@@ -72,8 +73,10 @@ class Promotion:
         self._num_ended_loads += 1
 
     def sources(self, places: Mapping[OffloadKey, BlockLocation]) -> list[str]:
-        """Return the tier that each block would be read from; host memory also for blocks on
-        their way there."""
+        """Return the tier that each block would be read from.
+
+        Host memory also for blocks on their way there.
+        """
         if BlockLocation.STORAGE not in places.values():
             return [HOST] * len(places)
         storages = self._cache.ladder.storages
@@ -83,8 +86,10 @@ class Promotion:
         return [storage if place is BlockLocation.STORAGE else HOST for place in places.values()]
 
     def goes_straight(self, key: OffloadKey, visit: RequestState) -> bool:
-        """Whether a block in storage is to be read straight to the device: once for a request. What
-        did not come that way is brought to host memory."""
+        """Whether a block in storage is to be read straight to the device: once for a request.
+
+        What did not come that way is brought to host memory.
+        """
         if key in visit.straight:
             return True
         if not self._reads_directly(key, visit, lacks_room=False):
@@ -99,8 +104,10 @@ class Promotion:
     # -- to wait or not ----------------------------------------------------------------------------
 
     def must_wait(self, visit: RequestState, first: int) -> bool:
-        """Whether a request has to wait, and nothing has happened since that could change that: it
-        need not look its blocks up again. first: tokens that it has already."""
+        """Whether a request has to wait, and nothing has happened since that could change that.
+
+        It need not look its blocks up again. first: tokens that it has already.
+        """
         wait = visit.wait
         if wait is None:
             return False
@@ -116,8 +123,7 @@ class Promotion:
         return False
 
     def advise(self, visit: RequestState, first: int, num_tokens: int) -> Advice:
-        """Translate the decision on a request some of whose blocks are not in host memory yet, and
-        begin to promote those that it waits for.
+        """Translate the decision on a request, and begin to promote the blocks that it waits for.
 
         first: tokens that it has already. num_tokens: of its prompt.
         """
@@ -159,8 +165,11 @@ class Promotion:
         ends: Mapping[OffloadKey, int],
         stored: Sequence[OffloadKey],
     ) -> Advice:
-        """Promote what has to come from storage. Where not all of it can, or is worth it, the
-        request looks again, and meets only what it is to have."""
+        """Promote what has to come from storage.
+
+        Where not all of it can, or is worth it, the request looks again, and meets only what it is
+        to have.
+        """
         limit = wait.end
         wanted = [key for key in stored if ends[key] <= limit]
         if wanted:
@@ -189,8 +198,10 @@ class Promotion:
         return Advice.LOOK_AGAIN
 
     def _wait(self, visit: RequestState, first: int, until_s: float) -> None:
-        """Note what has to happen before another look is worth it. Where nothing is on its way to
-        memory, vLLM waits for a load of its own."""
+        """Note what has to happen before another look is worth it.
+
+        Where nothing is on its way to memory, vLLM waits for a load of its own.
+        """
         unknown = next(
             (key for key, at in visit.places.items() if at is BlockLocation.UNKNOWN), None
         )

@@ -32,9 +32,11 @@ class Shape:
 
     @property
     def is_cut_alike(self) -> bool:
-        """Whether the blocks of all groups end at the same tokens: then they stand and fall
-        together. Otherwise a group may keep a block here and there, and its prompts have gaps that
-        no policy knows of."""
+        """Whether the blocks of all groups end at the same tokens.
+
+        Then they stand and fall together. Otherwise a group may keep a block here and there, and
+        its prompts have gaps that no policy knows of.
+        """
         return len(set(self.block_sizes)) == 1
 
 
@@ -45,14 +47,18 @@ def depth(end: int, block_size: int) -> int:
 
 def blocks_of(context: ReqContext) -> list[OffloadKey]:
     """All blocks of a request, its prompt's start first; those as well that vLLM's own pool had.
-    vLLM has no other way to ask for them."""
+
+    vLLM has no other way to ask for them.
+    """
     ends: dict[OffloadKey, int] = context._offload_key_positions
     return sorted(ends, key=ends.__getitem__)
 
 
 def path_of(context: ReqContext, block_size: int) -> list[OffloadKey]:
-    """``blocks_of``, but for the ends of prompts that are no whole blocks: vLLM tries many of these
-    where it looks for the state of recurrent layers."""
+    """``blocks_of``, but for the ends of prompts that are no whole blocks.
+
+    VLLM tries many of these where it looks for the state of recurrent layers.
+    """
     ends: dict[OffloadKey, int] = context._offload_key_positions
     return [key for key in blocks_of(context) if ends[key] % block_size == 0]
 

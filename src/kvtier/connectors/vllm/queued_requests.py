@@ -20,8 +20,9 @@ Tell = Callable[[Sequence[OffloadKey], bool], None]
 
 
 class QueuedRequests:
-    """Each request is told of once when it begins to wait, and once when it waits no more. One that
-    has its turn in the step after it came is not told of at all.
+    """Each request is told of once when it begins to wait, and once when it waits no more.
+
+    One that has its turn in the step after it came is not told of at all.
 
     hashes_per_block: of vLLM's hashes. group: the KV group whose keys stand for those of all.
     """

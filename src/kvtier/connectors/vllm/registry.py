@@ -19,8 +19,11 @@ Loader = Callable[[], type]
 
 
 class Connectors(dict[str, Loader]):
-    """Loaders by name; what is set at ``name``, now or later, is loaded by ``InPlaceOf`` it, and
-    vLLM's MultiConnector by ``Multi``."""
+    """Loaders by name.
+
+    What is set at ``name``, now or later, is loaded by ``InPlaceOf`` it, and vLLM's MultiConnector
+    by ``Multi``.
+    """
 
     def __init__(self, theirs: Mapping[str, Loader], name: str) -> None:
         super().__init__(theirs)
@@ -36,8 +39,9 @@ class Connectors(dict[str, Loader]):
 
 
 class InPlaceOf:
-    """Loads the connector of ours that stands in the place of theirs, and makes theirs for whoever
-    did not ask for kvtier. theirs: loads it.
+    """Loads kvtier's connector in place of vLLM's.
+
+    Makes vLLM's own for users who did not ask for kvtier. theirs: loads it.
 
     A vLLM that kvtier can't serve gets theirs alone. One whose platform has a connector for another
     version of vLLM gets ours over vLLM's own.
@@ -60,8 +64,10 @@ class InPlaceOf:
 
 
 class Multi:
-    """Loads vLLM's MultiConnector, with the failure policy that kvtier needs where it is one of
-    those inside. theirs: loads vLLM's."""
+    """Loads vLLM's MultiConnector, with the failure policy that kvtier inside it needs.
+
+    theirs: loads vLLM's.
+    """
 
     def __init__(self, theirs: Loader) -> None:
         self._theirs = theirs

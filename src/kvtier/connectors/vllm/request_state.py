@@ -84,8 +84,7 @@ class RequestState:
         self.found, self.num_computed = None, num_computed
 
     def ends(self) -> dict[OffloadKey, int]:
-        """Return the token at which each block of the last look-up ends, but for those that are
-        nowhere."""
+        """Return the token at which each block found by the last look-up ends."""
         end_of, nowhere = self.context.get_offload_key_position, BlockLocation.NOWHERE
         return {key: end_of(key) or 0 for key, at in self.places.items() if at is not nowhere}
 
@@ -104,8 +103,10 @@ class RequestState:
         return [key for key in there if key not in self.straight]
 
     def begin_load(self, keys: Collection[OffloadKey]) -> dict[OffloadKey, int]:
-        """Blocks that its last look-up found are about to be loaded: those of them that are read
-        straight, with their places among all."""
+        """Blocks that its last look-up found are about to be loaded.
+
+        Those of them that are read straight, with their places among all.
+        """
         read = {
             key: at
             for at, key in enumerate(keys)

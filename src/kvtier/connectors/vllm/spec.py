@@ -93,8 +93,10 @@ class KvtierSpec(OffloadingSpec):
             )
 
     def _find_direct(self) -> Direct:
-        """Whether blocks may go straight from the disk to vLLM's memory, as far as is known before
-        a rank has looked at that."""
+        """Whether blocks may go directly from the disk to vLLM's memory.
+
+        As far as is known before a rank has looked.
+        """
         reason = ""
         if not self.num_disk_slots:
             reason = "there is no disk_path"

@@ -231,7 +231,9 @@ class TierWorker(OffloadingWorker):
         self, groups: Sequence[GroupPages], slots: HostSlots, touched: frozenset[Slot]
     ) -> PageCopy:
         """A load of which some blocks come straight from storage, and the others from their slots.
-        Both wait for what may still use these pages."""
+
+        Both wait for what may still use these pages.
+        """
         assert self._executor is not None, "a rank without storage is told to read from it"
         job, n = None, self._pages_per_block
         is_direct = np.zeros(sum(len(group.slots) for group in groups), bool)
@@ -295,8 +297,10 @@ class TierWorker(OffloadingWorker):
 def _storages(
     room: RankRoom, host: HostTier, pool: PagedPool, device: Device, rank: int
 ) -> list[StorageTier]:
-    """This rank's, fastest first; what can't be made leaves nothing open. pool: of ``device``, that
-    blocks may come to straight from the disk."""
+    """This rank's, fastest first; what can't be made leaves nothing open.
+
+    pool: of ``device``, that blocks may come to straight from the disk.
+    """
     group, memory = host.layout.group, host.ready_memory
     made: list[StorageTier] = []
     with ExitStack() as undo:

@@ -62,8 +62,11 @@ class EvictionPolicy(ABC):
         return
 
     def asked(self, path: Sequence[int], found: Sequence[BlockId], now: float) -> None:
-        """A request begins. path: names of its prefixes, 64 bits each. found: the first blocks, as
-        far as the column has them."""
+        """A request begins.
+
+        path: names of its prefixes, 64 bits each. found: the first blocks, as far as the column has
+        them.
+        """
         return
 
     def retain(self, path: Sequence[int], found: Sequence[BlockId], said: Said, now: float) -> None:
@@ -71,8 +74,10 @@ class EvictionPolicy(ABC):
         return
 
     def set_doubling(self, at_blocks: float) -> None:
-        """The block so deep in a prompt is worth twice what the first one is from now on, and so on
-        in proportion; 0: all are worth the same."""
+        """Set the depth, in blocks, at which a block is worth twice the first one, in proportion.
+
+        0: all are worth the same.
+        """
         return
 
     def admit(
@@ -85,8 +90,11 @@ class EvictionPolicy(ABC):
         return range(len(names))
 
     def entered(self, block: BlockId, name: int, parent: BlockId | None, at: int) -> None:
-        """The block is in the column from now on. name: of its prefix. parent: the block in front
-        of it, None where the column has not got that. at: how many blocks are in front of it."""
+        """The block is in the column from now on.
+
+        name: of its prefix. parent: the block in front of it, None where the column has not got
+        that. at: how many blocks are in front of it.
+        """
         return
 
     def begin_evicting(self) -> None:

@@ -1,5 +1,6 @@
-"""The policy that learns, for a tier that somebody else keeps: told what happens there, it says
-what is let in and what leaves.
+"""The policy that learns, for a tier that somebody else keeps.
+
+Told what happens there, it says what is let in and what leaves.
 """
 
 from __future__ import annotations
@@ -54,13 +55,17 @@ class LivePolicy(Counted):
         return self._core.asked(keys, now_s)
 
     def retain(self, keys: Keys, said: Said, now_s: float) -> None:
-        """Somebody says something of a prompt: of what is resident of it, or was asked for and is
-        to come. keys: of its blocks, from the first one on. now_s: as for ``asked``."""
+        """Somebody says something of a prompt.
+
+        Of what is resident of it, or was asked for and is to come. keys: of its blocks, from the
+        first one on. now_s: as for ``asked``.
+        """
         self._core.retain(keys, said, now_s)
 
     def admits(self, keys: Keys, kept: Keys = _NOTHING) -> int:
-        """Return how many of the first of these blocks are worth their room: those for which
-        there are free slots, then those worth more than what would leave for them.
+        """Return how many of the first of these blocks are worth their room.
+
+        Those for which there are free slots, then those worth more than what would leave for them.
 
         Nothing is compared if too little may leave.
 
@@ -78,11 +83,15 @@ class LivePolicy(Counted):
         self._core.entered(keys)
 
     def victims(self, num_blocks: int, kept: Keys = _NOTHING) -> list[int]:
-        """Keys of up to ``num_blocks`` blocks that have left by this. kept: of those that may not;
-        nor may what lies in front of them."""
+        """Keys of up to ``num_blocks`` blocks that have left by this.
+
+        kept: of those that may not; nor may what lies in front of them.
+        """
         return self._core.victims(num_blocks, kept)
 
     def left(self, keys: Keys) -> None:
-        """Blocks are not resident any more, for another reason; those that were not are passed
-        over."""
+        """Blocks are not resident any more, for another reason.
+
+        Those that were not are passed over.
+        """
         self._core.left(keys)

@@ -26,28 +26,33 @@ class RunsPolicy(NativePolicy):
 
 
 class ArcPolicy(NativePolicy):
-    """ARC: one LRU list of blocks requested once, one of blocks requested more often; misses on
-    recently evicted blocks move the boundary between them."""
+    """ARC: one LRU list of blocks requested once, one of blocks requested more often.
+
+    Misses on recently evicted blocks move the boundary between them.
+    """
 
     native_name = "arc"
 
 
 class S3FifoPolicy(NativePolicy):
-    """S3-FIFO: new blocks enter a small FIFO queue of a tenth of the capacity; blocks requested
-    again there, or soon after eviction, enter the main one."""
+    """S3-FIFO: new blocks enter a small FIFO queue of a tenth of the capacity.
+
+    Blocks requested again there, or soon after eviction, enter the main one.
+    """
 
     native_name = "s3fifo"
 
 
 class LfudaPolicy(NativePolicy):
-    """LFU with dynamic ageing: the least frequently used block leaves first, and old uses count
-    less."""
+    """LFU with dynamic ageing.
+
+    The least frequently used block leaves first, and old uses count less.
+    """
 
     native_name = "lfuda"
 
 
 class SievePolicy(NativePolicy):
-    """SIEVE: a hand moves from the oldest block to the newest and evicts blocks that were not used
-    since its last pass."""
+    """SIEVE: a hand from the oldest block to the newest evicts those unused since its last pass."""
 
     native_name = "sieve"

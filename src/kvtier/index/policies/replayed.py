@@ -1,5 +1,6 @@
-"""Policies over one tier of blocks, driven by the requests of a trace: to compare them, and to see
-what a tier of a size would hold.
+"""Policies over one tier of blocks, driven by the requests of a trace.
+
+To compare them, and to see what a tier of a size would hold.
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ class PolicyReplay(Counted):
         self._core = _hot.PolicyReplay(policy, capacity_blocks, seed, doubles_at_blocks)
 
     def request(self, keys: npt.NDArray[np.uint64], now_s: float) -> int:
-        """A prompt arrives, with a block for each key. Returns how many blocks from its first on
-        were cached; afterwards all of it is that the policy lets in.
+        """A prompt arrives, with a block for each key.
+
+        Returns how many blocks from its first on were cached; afterwards all of it is that the
+        policy lets in.
 
         keys: uint64 [num_blocks], of any length. What two prompts have in common are the blocks up
         to the first key that differs, whatever comes behind. now_s: seconds since any moment; one

@@ -20,8 +20,10 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Accelerator:
-    """Straight, by the vendor's file library, where ``open`` went well; else the device copies what
-    lies in a buffer. Either way the bytes are there when the call returns.
+    """Straight, by the vendor's file library, where ``open`` went well.
+
+    Else the device copies what lies in a buffer. Either way the bytes are there when the call
+    returns.
 
     memory: of ``device``. allocations: what of it blocks lie in, each registered by itself. buffer:
     host memory that it copies from, page-locked here. health: of the straight way.
@@ -59,18 +61,23 @@ class Accelerator:
             self._undo = undo.pop_all()
 
     def open(self, fd: int, may_bounce: bool) -> None:
-        """Let blocks of the file go straight. ``TierError`` where the library won't, for instance
-        because the memory can't be pinned; see ``open_direct``."""
+        """Let blocks of the file go straight.
+
+        ``TierError`` where the library won't, for instance because the memory can't be pinned; see
+        ``open_direct``.
+        """
         self.engine = open_direct(fd, self._device, self._allocations, may_bounce)
 
     def enter(self) -> bool:
-        """Whether blocks may go straight now: not while that fails again and again, and never
-        again where the driver hangs."""
+        """Whether blocks may go straight now.
+
+        Not while that fails again and again, and never again where the driver hangs.
+        """
         engine = self.engine
         return engine is not None and not engine.is_given_up and self._health.enter()
 
     def holds(self, blocks: Pieces) -> Bools:
-        """bool [n]: whose pieces all lie in memory that is registered, each as a whole."""
+        """Bool [n]: whose pieces all lie in memory that is registered, each as a whole."""
         assert self.engine is not None, "nothing goes straight"
         is_held = self.engine.holds(blocks.addresses, blocks.sizes)
         return np.asarray(is_held.all(axis=1))
@@ -80,8 +87,10 @@ class Accelerator:
         self._health.note("read", done)
 
     def copy(self, src: npt.NDArray[np.uint64], dst: npt.NDArray[np.uint64], size: Int64s) -> None:
-        """Pieces from the buffer to the accelerator's memory, by their addresses; in parts where
-        they lie in several allocations, for no driver copies to two at a time."""
+        """Pieces from the buffer to the accelerator's memory, by their addresses.
+
+        In parts where they lie in several allocations, for no driver copies to two at a time.
+        """
         copies = Copies(dst, src, size.astype(np.uint64)).cut(dst, self._edges)
         batch = CopyBatch(
             self._buffer,

@@ -198,8 +198,10 @@ class DiskBlocks(Room, SlotOwner):
         return SlabKeys(self.parts[0].slab, self._slots, self.can_load)
 
     def fit(self, keys: Records, slots: Int64s) -> tuple[Bools, Bools]:
-        """bool [n] each: which slots hold the block of that key, all of it, and which hold one of
-        another key. -1 stands for no slot."""
+        """Return which slots hold the whole block of that key, and which that of another key.
+
+        bool [n] each. -1 stands for no slot.
+        """
         is_slot = slots >= 0
         is_right, is_other = is_slot.copy(), np.zeros(len(slots), bool)
         for part in self.parts:
@@ -210,8 +212,10 @@ class DiskBlocks(Room, SlotOwner):
         return is_right, is_other
 
     def hold(self, slots: Int64s) -> Bools:
-        """bool [n]: which slots hold a block that is in use, by now: blocks that a restart found
-        are claimed by that. -1 stands for no slot."""
+        """Bool [n]: which slots hold a block that is in use, by now.
+
+        Blocks that a restart found are claimed by that. -1 stands for no slot.
+        """
         return self._slots.hold(slots)
 
     def is_quarantined(self, slot: Slot) -> bool:
@@ -231,8 +235,11 @@ class DiskBlocks(Room, SlotOwner):
         return self._slots.claim(slots.tolist())
 
     def forget(self, slots: Sequence[Slot]) -> bool:
-        """No restart finds the blocks of these slots. The slots stay as they are. False where that
-        can't be written down: it may find some of them."""
+        """No restart finds the blocks of these slots.
+
+        The slots stay as they are. False where that can't be written down: it may find some of
+        them.
+        """
         check_slots(slots, self.num_slots)
         at = np.array(slots, np.int64)
         return all(part.empty(at) for part in self.parts)
@@ -244,8 +251,10 @@ class DiskBlocks(Room, SlotOwner):
         self._slots.drop_unclaimed(slots)
 
     def _find_blocks(self) -> None:
-        """List what the slabs have kept. A crash may leave some parts of a block: then it is not
-        there."""
+        """List what the slabs have kept.
+
+        A crash may leave some parts of a block: then it is not there.
+        """
         tables = [part.slab.table for part in self.parts]
         kinds = tables[0].kinds
         if len(tables) > 1:

@@ -1,5 +1,6 @@
-"""Blocks between slots and memory: straight where both are aligned, else by way of a buffer. Which
-engine moves them depends on the kind of the memory, and on nothing else.
+"""Blocks between slots and memory: straight where both are aligned, else by way of a buffer.
+
+Which engine moves them depends on the kind of the memory, and on nothing else.
 
 Straight goes also a block whose pieces lie apart: they are neighbours in the file, and the engine
 moves many of them in one call.
@@ -81,9 +82,10 @@ class Bounce:
     def copy_out(
         self, blocks: Pieces, places: Int64s, accelerator: Accelerator | None = None
     ) -> None:
-        """The block at the i-th of ``places`` to where the i-th of ``blocks`` lies, by the
-        accelerator whose memory that is; but for pieces that nobody wants. ``DeviceError`` where it
-        can't."""
+        """Copy the blocks at ``places`` to ``blocks``, by the accelerator whose memory that is.
+
+        Pieces that nobody wants are left out. Raises ``DeviceError``.
+        """
         wanted = blocks.wanted.ravel()
         to, at = blocks.addresses.ravel()[wanted], self._pieces(blocks, places)[wanted]
         sizes = _sizes(blocks)[wanted]
@@ -136,14 +138,18 @@ class BlockPort:
         return self._accelerator
 
     def _engine_for(self, kind: str) -> IoEngine | None:
-        """Return the I/O engine for memory of that kind; None if only the buffer moves the
-        blocks."""
+        """Return the I/O engine for memory of that kind.
+
+        None if only the buffer moves the blocks.
+        """
         accelerator = self._of(kind)
         return self.engine if accelerator is None else accelerator.engine
 
     def write(self, slots: Int64s, blocks: Pieces, ends_at: float) -> tuple[Int64s, Uint32s]:
-        """Blocks from memory to slots, and their checksums; those of blocks that were not moved
-        mean nothing."""
+        """Blocks from memory to slots, and their checksums.
+
+        Those of blocks that were not moved mean nothing.
+        """
         done = np.full(len(slots), -errno.ETIMEDOUT, np.int64)
         crcs = np.zeros(len(slots), np.uint32)
         assert blocks.is_host, f"no checksum is computed in {blocks.kind} memory"
@@ -167,8 +173,9 @@ class BlockPort:
         ends_at: float,
         straight: Bools | None = None,
     ) -> tuple[Int64s, Uint32s]:
-        """Blocks from slots to memory. That of a block which was not moved may hold a part of it,
-        or is as it was.
+        """Blocks from slots to memory.
+
+        That of a block which was not moved may hold a part of it, or is as it was.
 
         checked: which of them a checksum is wanted of; the other ones' mean nothing. straight:
         which of them may go without the buffer; None for all. Of an accelerator's memory none of
@@ -201,8 +208,10 @@ class BlockPort:
         return done, crcs
 
     def _copy_out(self, blocks: Pieces, places: Int64s) -> bool:
-        """From places in the buffer to where blocks lie. False where the accelerator is at fault:
-        they may be there in part."""
+        """From places in the buffer to where blocks lie.
+
+        False where the accelerator is at fault: they may be there in part.
+        """
         try:
             self._bounce.copy_out(blocks, places, self._of(blocks.kind))
         except DeviceError as error:

@@ -26,9 +26,11 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pool:
-    """The memory that blocks are used in: the engine's. blocks: where the first two of its slots
-    lie, of each kind that it has; every other one lies as far from the second as that from the
-    first, or a multiple. device: whose memory it is, where the processor can't reach it.
+    """The memory that blocks are used in: the engine's.
+
+    blocks: where the first two of its slots lie, of each kind that it has; every other one lies as
+    far from the second as that from the first, or a multiple. device: whose memory it is, where the
+    processor can't reach it.
 
     allocations: what of ``memory`` was allocated together, each to be registered by itself; what
     lies between them is not the engine's. By default all of it was.
@@ -63,8 +65,11 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """From a slab to the pool. reason: why blocks don't go straight; "" where they do. probe: what
-    was found out about the accelerator's file library, where that was looked for."""
+    """From a slab to the pool.
+
+    reason: why blocks don't go straight; "" where they do. probe: what was found out about the
+    accelerator's file library, where that was looked for.
+    """
 
     reason: str
     probe: Probe | None = None
@@ -134,8 +139,10 @@ def why_not(pool: Pool, slot_bytes: int, is_direct: bool) -> str:
 
 
 def _why_not_whole(pool: Pool) -> str:
-    """Why the pieces of a pool on an accelerator are not those of registered memory: a library is
-    told of each piece which registration holds it."""
+    """Why the pieces of a pool on an accelerator are not those of registered memory.
+
+    A library is told of each piece which registration holds it.
+    """
     if pool.device is None:
         return ""
     is_held = Registered(pool.allocations).bases(pool.blocks.addresses, pool.blocks.sizes) != 0
@@ -190,16 +197,21 @@ def way_of(direct: Direct, pool: Pool, has_host: bool, way: Way) -> Finding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPaths:
-    """Of the blocks of a read. checked: their checksum is compared. straight: they go straight to
-    where they are used; the others by way of host memory."""
+    """Read paths of the blocks of one read.
+
+    checked: their checksum is compared. straight: they go straight to where they are used; the
+    others by way of host memory.
+    """
 
     checked: Bools
     straight: Bools
 
 
 def check_verify(verify: Verify, can_check: bool) -> None:
-    """Raise ``ConfigError`` where every block is to be verified, and where they go straight to
-    nobody can. can_check: checksums can be computed there."""
+    """Raise ``ConfigError`` if blocks must be verified where they go straight and nobody can.
+
+    can_check: checksums can be computed there.
+    """
     if verify is Verify.ALWAYS and not can_check:
         raise ConfigError(
             "verify: always, and the device computes no checksums, so that no block could go "

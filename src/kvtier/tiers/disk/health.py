@@ -27,8 +27,9 @@ LATE_UNTIL_OPEN: Final = 3
 
 
 class DiskHealth:
-    """Counts what fails, and opens a breaker after ``errors_until_open`` errors in a row, or after
-    a few batches that came too late. Safe to use from several threads.
+    """Counts failures, and opens a breaker after ``errors_until_open`` errors in a row.
+
+    Or after a few batches that came too late. Thread-safe.
 
     what: for the log. kinds: what is counted apart, in the order in which one call does it: only
     when the last of them succeeds has the whole call. clock: seconds, ever growing.

@@ -92,8 +92,9 @@ def open_slabs(
     system: DiskSystem,
     clock: Callable[[], float] = time.time,
 ) -> list[Slab]:
-    """Open the slabs of one set, each block of which is cut over all of them; make them where all
-    of the folders are empty or missing.
+    """Open the slabs of one set, each block of which is cut over all of them.
+
+    Make them where all of the folders are empty or missing.
 
     Nothing is made or changed before it is clear that they belong together.
     Raises ``ConfigError`` where another process owns one, where one is another slab than wanted,
@@ -129,8 +130,9 @@ def open_slabs(
 
 
 def open_slab(folder: Path, system: DiskSystem, clock: Callable[[], float] = time.time) -> Slab:
-    """Open whatever slab is in ``folder``, to repair it, as far as there is data; its set stays as
-    it is.
+    """Open whatever slab is in ``folder``, to repair it, as far as there is data.
+
+    Its set stays as it is.
 
     Raises ``ConfigError`` where there is none, or where another process owns it, and ``TierError``
     where the system refuses.
@@ -305,9 +307,11 @@ def _trusted(
     data: os.stat_result,
     was: Callable[[], SlotRows],
 ) -> npt.NDArray[np.bool_] | None:
-    """bool [wanted slots]: what the last owner believed, where the data is as it left it; None
-    where nothing is believed. was: what the journal says of its slots; they may be any number, and
-    it is asked last."""
+    """Bool [wanted slots]: what the last owner believed, where the data is as it left it.
+
+    None where nothing is believed. was: what the journal says of its slots; they may be any number,
+    and it is asked last.
+    """
     if mark_of(data) != current.data or data.st_size < current.slot_bytes * current.num_slots:
         return None
     left = read_trust(folder, was, current)

@@ -94,8 +94,10 @@ class DiskPart:
     # -- blocks ------------------------------------------------------------------------------------
 
     def empty(self, slots: Int64s) -> bool:
-        """Nothing is in these slots from now on, and a restart knows it. False where that can't be
-        written down."""
+        """Nothing is in these slots from now on, and a restart knows it.
+
+        False where that can't be written down.
+        """
         try:
             self.slab.delete(slots)
             if self.options.durability is Durability.POWER:
@@ -186,8 +188,11 @@ class DiskPart:
         numbers: Uint64s,
         limit: _Limit,
     ) -> None:
-        """The order matters: a record never names a slot whose bytes are not yet those of its
-        block, and ``empty`` comes before."""
+        """The order matters.
+
+        A record never names a slot whose bytes are not yet those of its block, and ``empty`` comes
+        before.
+        """
         power = self.options.durability is Durability.POWER
         done, crcs = self.ports.writer.write(slots, blocks, limit.ends_at)
         self.writes.note("write", done, limit.is_patient)
@@ -217,8 +222,11 @@ class DiskPart:
         blocks: Pieces,
         ends_at: float = inf,
     ) -> tuple[Bools, Bools]:
-        """Read parts to where ``blocks`` lie. Returns which are right, verified
-        as ``options.verify`` says, and which could not be read. ends_at: see ``store``."""
+        """Read parts to where ``blocks`` lie.
+
+        Returns which are right, verified as ``options.verify`` says, and which could not be read.
+        ends_at: see ``store``.
+        """
         limit = _Limit(self.options.read_deadline_s, ends_at)
         at = np.array(slots, np.int64)
         records, trusted = self.slab.look_up(at)

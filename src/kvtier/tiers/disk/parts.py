@@ -18,8 +18,10 @@ SLICE_SLOTS = 1 << 16
 
 
 def complete(tables: Sequence[SlotRows]) -> npt.NDArray[np.bool_]:
-    """Slots in which every part holds the same block, of the same write: records of all its parts
-    have one number. tables: per part the record of each slot."""
+    """Slots in which every part holds the same block, of the same write.
+
+    Records of all its parts have one number. tables: per part the record of each slot.
+    """
     same: npt.NDArray[np.bool_] = tables[0].kinds == RecordKind.PUT
     for table in tables[1:]:
         same &= table.kinds == RecordKind.PUT

@@ -18,8 +18,7 @@ from kvtier.types import Direct, IoKind
 
 
 class Ports:
-    """One engine, which a writer and a reader may use at once, a buffer for each, and what brings
-    blocks to an accelerator.
+    """One I/O engine for a writer and a reader, a buffer for each, and the path to an accelerator.
 
     arena: memory that blocks mostly come from and go to; None where there is no host tier, and the
     processor does not reach the pool. pool: the memory that blocks are used in. clock: seconds,
@@ -92,8 +91,10 @@ class Ports:
     # -- an accelerator ----------------------------------------------------------------------------
 
     def _open_accelerator(self, buffer: Memory, has_host: bool, clock: Callable[[], float]) -> None:
-        """Open the path to the accelerator's memory. has_host: there is a host tier to go
-        through."""
+        """Open the path to the accelerator's memory.
+
+        has_host: there is a host tier to go through.
+        """
         pool, options = self._pool, self._options
         if pool is None or pool.device is None or options.direct is Direct.OFF:
             return

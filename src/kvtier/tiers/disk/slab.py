@@ -39,10 +39,11 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Slab:
-    """Made by ``opening.open_slab``. Safe to use from several threads, but for ``compact``,
-    ``compact_if_due``, ``mend`` and ``close``, which belong to one thread at a time; changes raise
-    ``OSError`` where the system refuses, and have not happened then, and ``Closed`` in a forked
-    child.
+    """Made by ``opening.open_slab``.
+
+    Safe to use from several threads, but for ``compact``, ``compact_if_due``, ``mend`` and
+    ``close``, which belong to one thread at a time; changes raise ``OSError`` where the system
+    refuses, and have not happened then, and ``Closed`` in a forked child.
 
     Each change is in the journal first and in memory then; what was appended is read back by the
     next owner, and nothing else is.
@@ -109,8 +110,9 @@ class Slab:
         return self._log.rows.num_bytes + self._log.trusted.nbytes
 
     def look_up(self, slots: Int64s) -> tuple[Records, Bools]:
-        """Return the slots' records, as far as ``SlotRows`` has them, and whether their data may be
-        believed unverified. Waits for no disk.
+        """Return the slots' records as far as in memory, and whether their data may be trusted.
+
+        Waits for no disk.
         """
         return self._log.look_up(slots)
 
@@ -166,8 +168,10 @@ class Slab:
             return slots
 
     def mark_bad(self, slots: Int64s) -> None:
-        """The slots can't be read or written. Where even this can't be written, only this process
-        knows."""
+        """The slots can't be read or written.
+
+        Where even this can't be written, only this process knows.
+        """
         with self._log.changes:
             self._append(self._about(slots, RecordKind.BAD))
 
@@ -199,7 +203,9 @@ class Slab:
 
     def distrust(self) -> None:
         """A sync has failed: what was written before it may be lost, and no later sync says so.
-        Every block is verified when it is read, and a restart believes nothing of this one."""
+
+        Every block is verified when it is read, and a restart believes nothing of this one.
+        """
         self._has_lost_a_sync = True
         self._log.distrust()
 
@@ -264,13 +270,18 @@ class Slab:
         self.superblock = current
 
     def mark_open(self, member: Membership | None = None) -> None:
-        """From now on a restart that finds no clean close verifies before it believes. member: what
-        the slab's set is from now on."""
+        """From now on a restart that finds no clean close verifies before it believes.
+
+        member: what the slab's set is from now on.
+        """
         self._write_superblock(member=member)
 
     def settle(self, member: Membership) -> bool:
-        """Have everything on the medium, and say so: the next owner believes what this one wrote,
-        verified, or was told to believe. Nothing is written any more. False where that failed."""
+        """Have everything on the medium, and say so.
+
+        The next owner believes what this one wrote, verified, or was told to believe. Nothing is
+        written any more. False where that failed.
+        """
         if not self._owner.process.is_here:
             return False  # the owner goes on
         if self._log.journal.is_broken or self._has_lost_a_sync:

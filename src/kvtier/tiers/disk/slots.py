@@ -116,8 +116,10 @@ class DiskSlots:
             return claimed
 
     def hold(self, slots: Int64s) -> npt.NDArray[np.bool_]:
-        """bool [n]: which slots are in use; those that are unclaimed are from now on. -1 stands for
-        no slot; a slot at most once."""
+        """Bool [n]: which slots are in use; those that are unclaimed are from now on.
+
+        -1 stands for no slot; a slot at most once.
+        """
         with self._lock:
             there = slots >= 0
             state = self._state[slots]
@@ -145,7 +147,7 @@ class DiskSlots:
         return self._to_drop[self._num_passed :]
 
     def have_blocks(self, slots: Int64s) -> npt.NDArray[np.bool_]:
-        """bool [n]: which slots are in use or unclaimed."""
+        """Bool [n]: which slots are in use or unclaimed."""
         state = self._state[slots]
         return np.asarray((state == SlotState.USED) | (state == SlotState.UNCLAIMED))
 
@@ -188,8 +190,11 @@ class DiskSlots:
 
 
 def in_order(slots: Int64s, ages: npt.NDArray[np.uint64]) -> Uint32s:
-    """Slots by age, and by number where equally old. Age and slot are sorted as one number where
-    they fit into it: five times as fast as by reference."""
+    """Slots by age, and by number where equally old.
+
+    Age and slot are sorted as one number where they fit into it: five times as fast as by
+    reference.
+    """
     if not len(slots):
         return np.zeros(0, np.uint32)
     high, low = ages >> np.uint64(32), ages & np.uint64(0xFFFFFFFF)

@@ -50,8 +50,10 @@ class DiskSystem:
         os.posix_fallocate(fd, 0, num_bytes)
 
     def reserve_ahead(self, fd: int, num_bytes: int) -> None:
-        """Have room for the file to grow to ``num_bytes``; its size stays as it is. ENOSPC where
-        there is none; nothing happens where the file system can't promise it."""
+        """Have room for the file to grow to ``num_bytes``; its size stays as it is.
+
+        ENOSPC where there is none; nothing happens where the file system can't promise it.
+        """
         fallocate = _fallocate()
         if os.fstat(fd).st_blocks * 512 >= num_bytes:
             return  # asking again would cost a write of the file system's own journal
@@ -61,9 +63,12 @@ class DiskSystem:
                 raise OSError(code, os.strerror(code))
 
     def stamp(self, fd: int) -> os.stat_result:
-        """Give the file a time of change that no write can give it again. Clocks of file systems
-        stand still for milliseconds: the time itself would be that of a write which comes at
-        once. It is not waited for: where a power cut takes it back, the file was changed."""
+        """Give the file a time of change that no write can give it again.
+
+        Clocks of file systems stand still for milliseconds: the time itself would be that of a
+        write which comes at once. It is not waited for: where a power cut takes it back, the file
+        was changed.
+        """
         now = time.time_ns()
         os.utime(fd, ns=(now, now - 10**9 - secrets.randbelow(10**9)))
         return os.fstat(fd)

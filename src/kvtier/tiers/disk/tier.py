@@ -39,8 +39,10 @@ HOST_ONLY = frozenset({"host"})
 
 
 def make_disk(site: StorageSite) -> DiskTier:
-    """One more disk tier, for ``storage="name=disk:/path"``; with the settings that it has by
-    default."""
+    """One more disk tier, for ``storage="name=disk:/path"``.
+
+    With the settings that it has by default.
+    """
     if not site.location:
         raise ConfigError(f'{site.name}: no folder; write it as "{site.name}=disk:/path"')
     options = DiskOptions(Path(site.location), site.capacity_bytes)
@@ -124,8 +126,10 @@ class DiskTier(StorageTier):
             self._lock.release()
 
     def _lock_until(self, ends_at: float) -> bool:
-        """Take the lock; False where somebody had it until ``ends_at``. A drop for good has it
-        while it writes."""
+        """Take the lock; False where somebody had it until ``ends_at``.
+
+        A drop for good has it while it writes.
+        """
         left_s = max(0.0, ends_at - time.monotonic())
         return self._lock.acquire(timeout=min(left_s, TIMEOUT_MAX))
 
@@ -258,8 +262,10 @@ class DiskTier(StorageTier):
         return self.blocks.findings()
 
     def check_invariants(self) -> None:
-        """Raise AssertionError where slots, keys and counts disagree. O(num_slots); nothing else
-        may run."""
+        """Raise AssertionError where slots, keys and counts disagree.
+
+        O(num_slots); nothing else may run.
+        """
         self.blocks.check_invariants()
         num_kept = self.blocks.num_used + self.blocks.num_unclaimed
         assert len(self._slots) >= num_kept, "a block without a key"

@@ -70,8 +70,9 @@ class BounceRows(Bounce):
 
 
 class BounceClient(ABC):
-    """The calls of a store's own client, made for the rows of one dock. Each returns when it is
-    done, however long that takes.
+    """The calls of a store's own client, made for the rows of one dock.
+
+    Each returns when it is done, however long that takes.
 
     The caller guarantees
         one thread at a time. Rows belong to the call while it runs. No key twice.
@@ -85,8 +86,10 @@ class BounceClient(ABC):
 
     @abstractmethod
     def test(self) -> str:
-        """Whether the store is fit for use: how it is, in words. Raises ``Unsound`` where it is
-        not, ``Unreachable`` where that can't be known now."""
+        """Whether the store is fit for use: how it is, in words.
+
+        Raises ``Unsound`` where it is not, ``Unreachable`` where that can't be known now.
+        """
 
     @abstractmethod
     def find(self, keys: Sequence[BlockKey]) -> list[Outcome]:
@@ -100,8 +103,10 @@ class BounceClient(ABC):
     def write(
         self, keys: Sequence[BlockKey], begins: Addresses, is_wanted: IsWanted
     ) -> list[Outcome]:
-        """``THERE`` or ``FAILED``. What is not wanted any more when it is written is not to be
-        found, or is removed."""
+        """``THERE`` or ``FAILED``.
+
+        What is not wanted any more when it is written is not to be found, or is removed.
+        """
 
     @abstractmethod
     def remove(self, keys: Sequence[BlockKey]) -> None:
@@ -187,7 +192,9 @@ class BounceWorkers:
 
     def take(self, ends_at: float) -> BounceWorker | None:
         """One that nobody else uses until it is given back; None where there was none in time.
-        Raises ``Closed`` after a close, and in a forked child."""
+
+        Raises ``Closed`` after a close, and in a forked child.
+        """
         self._process.must_be_here("a store's client")
         with self._change:
             while True:

@@ -138,8 +138,7 @@ class DockedTier(StorageTier):
     def _deliver(
         self, rows: BounceRows, places: list[int], keys: Sequence[BlockKey], blocks: Pieces
     ) -> list[bool]:
-        """Copy what has arrived in some rows to where it belongs, and say whether it is right
-        there."""
+        """Copy what arrived in some rows to its destination; return whether it is right there."""
         if not places:
             return []
         crcs = copied_crcs(blocks, rows.blocks.pick(places).cut(blocks.sizes))
@@ -192,8 +191,10 @@ class DockedTier(StorageTier):
     # -- docks -------------------------------------------------------------------------------------
 
     def _ask(self, work: Work[Result], ends_at: float) -> Result:
-        """Return the result of a call, or raise what it raises; ``TimeoutError`` after its
-        deadline."""
+        """Return the result of a call, or raise what it raises.
+
+        ``TimeoutError`` after its deadline.
+        """
         dock = self._docks.take(ends_at)
         if dock is None:
             raise TimeoutError("no answer")
@@ -212,8 +213,9 @@ class DockedTier(StorageTier):
         begin: Callable[[list[int], BounceRows], Work[list[Outcome]]],
         timeout_s: float,
     ) -> Iterator[Moved]:
-        """Some of ``numbers`` after the other, the dock that has them, and what became of them;
-        those that failed all, or are not done in time, are left out.
+        """Some of ``numbers`` after the other, the dock that has them, and what became of them.
+
+        Those that failed all, or are not done in time, are left out.
 
         begin: fills the rows, and says what is to be done with them.
         """

@@ -71,8 +71,10 @@ class Envelope:
         return f"Envelope({self._block_bytes}, {'tagged' if self._tag_key else 'not tagged'})"
 
     def headers(self, keys: Sequence[BlockKey], blocks: Pieces, crcs: Uint32s) -> list[bytes]:
-        """``HEADER_BYTES`` for each block, which lies in host memory. crcs: uint32 [num_blocks], of
-        the blocks."""
+        """``HEADER_BYTES`` for each block, which lies in host memory.
+
+        crcs: uint32 [num_blocks], of the blocks.
+        """
         flags = TAGGED if self._tag_key else 0
         made = []
         for at, crc in enumerate(crcs.tolist()):
@@ -82,8 +84,10 @@ class Envelope:
         return made
 
     def are_of(self, headers: Sequence[bytes | None], keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether each is a header of its key, for many at a time. What is not of a header's length
-        is none."""
+        """Whether each is a header of its key, for many at a time.
+
+        What is not of a header's length is none.
+        """
         whole = [
             at for at, each in enumerate(headers) if each is not None and len(each) == HEADER_BYTES
         ]
@@ -95,8 +99,10 @@ class Envelope:
         return are_ours
 
     def are_blocks(self, headers: Headers, keys: Keys, blocks: Pieces, crcs: Uint32s) -> Bools:
-        """Whether each block, in host memory, is the one of its key, by the header that came with
-        it: bool [num_blocks]. keys: V32 [num_blocks]. crcs: uint32 [num_blocks], of the blocks."""
+        """Return whether each block is the one of its key, by its header: bool [num_blocks].
+
+        Host memory. keys: V32 [num_blocks]. crcs: uint32 [num_blocks], of the blocks.
+        """
         are_ours = self._are_of(headers, keys)
         are_ours &= _fields(headers)["crc"] == crcs
         for at in np.flatnonzero(are_ours).tolist() if self._tag_key else ():
@@ -106,7 +112,7 @@ class Envelope:
         return are_ours
 
     def _are_of(self, headers: Headers, keys: Keys) -> Bools:
-        """bool [n]: whether each is a header of its key."""
+        """Bool [n]: whether each is a header of its key."""
         fields = _fields(headers)
         are_ours: Bools = fields["magic"] == np.void(MAGIC)
         are_ours &= fields["size"] == self._block_bytes
@@ -127,8 +133,10 @@ class Envelope:
 
 
 def size_behind(header: bytes, key: bytes) -> int | None:
-    """Bytes of the block that a header of ``key`` is of, whatever their number, tagged or not; None
-    where it is no such header, or damaged."""
+    """Bytes of the block that a header of ``key`` is of, whatever their number, tagged or not.
+
+    None where it is no such header, or damaged.
+    """
     if len(header) != HEADER_BYTES:
         return None
     magic, _, _, size, its_key = HEAD.unpack_from(header)

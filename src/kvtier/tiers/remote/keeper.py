@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A block, or a pack of them, as the store calls it. age_s: since it was used, where the store
-    knows that, else since it was written."""
+    """A block, or a pack of them, as the store calls it.
+
+    age_s: since it was used, where the store knows that, else since it was written.
+    """
 
     name: bytes
     age_s: float
@@ -18,8 +20,9 @@ class Entry:
 
 
 class StoreKeeper(ABC):
-    """A store, for those who look after it. Raises ``CacheError`` where it does not answer, and
-    ``ConfigError`` where it can't be used.
+    """A store, for those who look after it.
+
+    Raises ``CacheError`` where it does not answer, and ``ConfigError`` where it can't be used.
 
     kind: what an entry is. age: what their age is, with {} for the time.
     """
@@ -30,8 +33,10 @@ class StoreKeeper(ABC):
 
     @abstractmethod
     def test(self) -> str:
-        """Test that the store does what kvtier relies on, and describe it in words. Raises if
-        not."""
+        """Test that the store does what kvtier relies on, and describe it in words.
+
+        Raises if not.
+        """
 
     @abstractmethod
     def entries(self) -> list[Entry]:

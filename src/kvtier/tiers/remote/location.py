@@ -114,8 +114,10 @@ def read_location(scheme: str, rest: str) -> Location:
 
 
 def _split(url: str) -> SplitResult | None:
-    """Return the parts of a URL; None where it is none, or its host can't be one. The parser's own
-    error, which quotes the URL, goes no further."""
+    """Return the parts of a URL; None where it is none, or its host can't be one.
+
+    The parser's own error, which quotes the URL, goes no further.
+    """
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname or "", parts.port
@@ -153,8 +155,11 @@ HINTS: Final = {
 
 
 def read_options(kind: type[Options], location: Location) -> Options:
-    """The options of a URL. Raises ``ConfigError`` for one that nobody knows, and for a value that
-    can't be read or is below zero."""
+    """The options of a URL.
+
+    Raises ``ConfigError`` for one that nobody knows, and for a value that can't be read or is below
+    zero.
+    """
     known = {each.name: str(each.type) for each in fields(kind)}
     values: dict[str, object] = {}
     for name, text in location.given.items():

@@ -44,7 +44,7 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What was removed, or would be in a dry run.
+    """Entries removed, or to be removed in a dry run.
 
     before: content before. num_strange: entries that stay since they are damaged or not kvtier's.
     num_notes: manifests that went with the entries.
@@ -89,8 +89,10 @@ def make_keeper(url: str) -> StoreKeeper:
 def prune(
     keeper: StoreKeeper, older_than_s: float = inf, max_bytes: float = inf, is_real: bool = True
 ) -> Pruned:
-    """Remove what is older than that, and then the oldest of the rest until no more than
-    ``max_bytes`` of kvtier's are left. is_real: False only counts."""
+    """Remove entries older than that, then the oldest until at most ``max_bytes`` are left.
+
+    Of kvtier's entries. is_real: False only counts.
+    """
     entries = there = keeper.entries()
     if sum(each.num_bytes for each in entries) > max_bytes:
         there = [each for some in _pieces(entries) for each in keeper.ours(some)]

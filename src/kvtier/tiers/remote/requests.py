@@ -23,8 +23,10 @@ SETTLE_S: Final = 0.1
 
 
 class RequestLoop:
-    """A thread with an event loop. What is asked of it is cancelled when the asker's time is over:
-    its connection is closed then. A process that ends begins nothing more: all is cancelled.
+    """A thread with an event loop.
+
+    What is asked of it is cancelled when the asker's time is over: its connection is closed then. A
+    process that ends begins nothing more: all is cancelled.
 
     num_at_once: requests of one call that are under way, or done and not yet taken.
     """
@@ -56,8 +58,10 @@ class RequestLoop:
             raise Closed("this tier was closed; make a new one") from None
 
     def run(self, request: Request[Result], timeout_s: float) -> Result:
-        """Return the result of a request, or raise what it raises; ``TimeoutError`` after its
-        deadline."""
+        """Return the result of a request, or raise what it raises.
+
+        ``TimeoutError`` after its deadline.
+        """
         future = self.begin(request)
         try:
             return future.result(max(0.0, timeout_s))
@@ -116,8 +120,10 @@ class RequestLoop:
         self._thread.join(timeout_s)
 
     def _end(self) -> None:
-        """Nobody closed this, and the interpreter goes: a client's thread that enters it with an
-        answer after that takes the process down."""
+        """Nobody closed this, and the interpreter goes.
+
+        A client's thread that enters it with an answer after that takes the process down.
+        """
         self._is_ending = True
         self.close(EXIT_S)
         time.sleep(SETTLE_S)

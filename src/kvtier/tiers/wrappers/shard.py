@@ -13,8 +13,9 @@ from kvtier.types import BlockKey, BlockName, keys_of
 
 
 class ShardTier(StorageWrapper):
-    """Every rank calls its shard of a block by the same key; in the store each has one of its own,
-    made of that and of ``shard``.
+    """Every rank calls its shard of a block by the same key.
+
+    In the store each has one of its own, made of that and of ``shard``.
 
     shard: which of how many, such as "0/8".
     """

@@ -12,8 +12,10 @@ from kvtier.tools.report.target import target_words
 
 
 def show_result(console: Console, result: ServeResult) -> None:
-    """The findings as a table; the targets, where the run has the size that they are meant for; and
-    what was found, in words."""
+    """The findings as a table; the targets, where the run has the size that they are meant for.
+
+    And what was found, in words.
+    """
     table = Table(title=headline(result), title_style="bold", title_justify="left")
     table.add_column("What", style="bold", no_wrap=True)
     table.add_column("Result")

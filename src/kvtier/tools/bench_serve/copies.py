@@ -43,8 +43,11 @@ Copy = Callable[[CopyBatch, Direction], None]
 
 @dataclass(frozen=True, slots=True)
 class CopyRow:
-    """One way. ratio: the time of a contiguous copy of as many bytes / this one's: the median over
-    the rounds. ratio_low, ratio_high: between which it lies, if the rounds are enough to say so."""
+    """One way.
+
+    ratio: the time of a contiguous copy of as many bytes / this one's: the median over the rounds.
+    ratio_low, ratio_high: between which it lies, if the rounds are enough to say so.
+    """
 
     direction: str
     path: str

@@ -47,9 +47,11 @@ def open_engine(
     disk_bytes_per_s: int = 0,
     storage: tuple[str, int] | None = None,
 ) -> Iterator[Engine]:
-    """A running engine with tiers of that many blocks. host_blocks: 0 turns the cache off. disk:
-    the directory of the disk tier; None for none. disk_bytes_per_s: throttles it. storage: a store,
-    and how many of its bytes the engine knows of."""
+    """A running engine with tiers of that many blocks.
+
+    host_blocks: 0 turns the cache off. disk: the directory of the disk tier; None for none.
+    disk_bytes_per_s: throttles it. storage: a store, and how many of its bytes the engine knows of.
+    """
     slot_bytes = -(-info.bytes_per_block // DISK_PAGE_BYTES) * DISK_PAGE_BYTES
     config = EngineConfig(
         model=options.model,

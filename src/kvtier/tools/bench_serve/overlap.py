@@ -47,8 +47,11 @@ class Case(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OverlapRow:
-    """One request. load_ms: what its copies to the device took by themselves. same_logits: equal to
-    the first cold run's, bit for bit; None there."""
+    """One request.
+
+    load_ms: what its copies to the device took by themselves. same_logits: equal to the first cold
+    run's, bit for bit; None there.
+    """
 
     turn: int
     case: Case
@@ -59,8 +62,11 @@ class OverlapRow:
 
 @dataclass(frozen=True, slots=True)
 class OverlapResult:
-    """All rows, round by round. load_bytes: what a load brings. at_full_size: whether device and
-    model are those that the targets are defined for."""
+    """All rows, round by round.
+
+    load_bytes: what a load brings. at_full_size: whether device and model are those that the
+    targets are defined for.
+    """
 
     rows: tuple[OverlapRow, ...]
     prompt_tokens: int
@@ -78,8 +84,10 @@ class OverlapResult:
         return median(row.load_ms for row in self.rows if row.case is Case.AWAITED)
 
     def hidden(self, case: Case) -> Estimate:
-        """Share of the load's time by which requests from the host were not slower than those from
-        the device."""
+        """Return the share of a load's time that the prefill hides.
+
+        By this, requests from the host were not slower than those from the device.
+        """
 
         def figure(rounds: Floats) -> Floats:
             warm, device, load = np.moveaxis(np.median(rounds, axis=-2), -1, 0)

@@ -35,8 +35,11 @@ OUTPUT_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class SlowDiskRow:
-    """One prompt. ttft_ms: over the throttled disk. cold_ms: of the engine without a cache.
-    reused_tokens: what was loaded all the same."""
+    """One prompt.
+
+    ttft_ms: over the throttled disk. cold_ms: of the engine without a cache. reused_tokens: what
+    was loaded all the same.
+    """
 
     prompt: int
     ttft_ms: float

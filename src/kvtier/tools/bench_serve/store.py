@@ -39,8 +39,11 @@ OUTPUT_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class StoreRow:
-    """One prompt. cold_ms, ttft_ms: time to first token computed, and with the store. hit_tokens:
-    that came from there. same_logits: equal to the first time, bit for bit."""
+    """One prompt.
+
+    cold_ms, ttft_ms: time to first token computed, and with the store. hit_tokens: that came from
+    there. same_logits: equal to the first time, bit for bit.
+    """
 
     prompt: int
     cold_ms: float
@@ -51,9 +54,12 @@ class StoreRow:
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
-    """All prompts, in order. where: the store, without what is secret. num_bytes: read from it.
-    lookup_ms: until it had said what it has, on average; None for a store that this process knows
-    by heart. num_lookups: questions."""
+    """All prompts, in order.
+
+    where: the store, without what is secret. num_bytes: read from it. lookup_ms: until it had said
+    what it has, on average; None for a store that this process knows by heart. num_lookups:
+    questions.
+    """
 
     rows: tuple[StoreRow, ...]
     where: str
@@ -80,8 +86,10 @@ class StoreResult:
 
     @property
     def saved(self) -> Estimate | None:
-        """Return the share of the mean time to first token that hits save, against their own
-        cold times."""
+        """Return the share of the mean time to first token that hits save.
+
+        Against their own cold times.
+        """
         pairs = [(row.ttft_ms, row.cold_ms) for row in self.hits]
         return mean_saved(pairs) if pairs else None
 
@@ -184,8 +192,10 @@ def measure_store(setting: Setting, progress: Progress) -> StoreResult:
 
 @contextmanager
 def scratch_place(url: str) -> Iterator[tuple[str, str]]:
-    """A place in a store that nobody else uses: its URL, and what to call the store. What is in it
-    is removed at the end."""
+    """A place in a store that nobody else uses: its URL, and what to call the store.
+
+    What is in it is removed at the end.
+    """
     keeper = make_keeper(url)
     where = keeper.where
     keeper.close()

@@ -44,8 +44,10 @@ WRONG = "This must not be: please keep the JSON of this run (--json FILE), and r
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One finding: what was asked, the figure, what it means in a sentence, and whether it is as
-    promised (None where nothing was promised)."""
+    """One finding: the question, the figure, its meaning, and whether it is as promised.
+
+    None where nothing was promised.
+    """
 
     title: str
     figure: str
@@ -217,8 +219,11 @@ def _slow_ones(summary: Summary) -> str:
 
 
 def _overhead(result: OverheadResult) -> Verdict:
-    """Medians, and where they lie, from as many pairs as the target takes. Of fewer nothing: a
-    cost near 1 % drowns in what else the machine does, and would be read off whatever came out."""
+    """Medians, and where they lie, from as many pairs as the target takes.
+
+    Of fewer nothing: a cost near 1 % drowns in what else the machine does, and would be read off
+    whatever came out.
+    """
     pairs = f"{counted(len(result.rows), 'pair')} with the cache on and off"
     title, length = "Cost without reuse", f"prompts of {result.prompt_tokens:,} tokens"
     if not result.full_size:

@@ -124,8 +124,7 @@ class _Blocks:
         self.layout = named_layout("block_first", self._cache.group, 1)
 
     def places(self, prompt: Sequence[int]) -> list[Place]:
-        """Return the tier's locations of the blocks of ``prompt``, from its start as far as it
-        has them."""
+        """Return the tier's locations of the blocks of ``prompt``, as far as it has them."""
         index, name = self._cache._index, self._name
         labels = grid_labels(prompt, self._info.block_size, self._info.chunk_tokens)
         blocks = index.match(self._namespace, labels).blocks

@@ -51,9 +51,12 @@ FIELDS = ("ttft_ms", "reduction", "hit_tokens", "second_pass", "restart", "same_
 
 @dataclass(frozen=True, slots=True)
 class TtftRow:
-    """One request. turn: 1, 2, or 3 after the restart. order: its place in the pass. served_from:
-    the tier that most of the reused tokens came from. same_logits: equal to the first pass, bit for
-    bit; None there."""
+    """One request.
+
+    turn: 1, 2, or 3 after the restart. order: its place in the pass. served_from: the tier that
+    most of the reused tokens came from. same_logits: equal to the first pass, bit for bit; None
+    there.
+    """
 
     turn: int
     order: int
@@ -81,8 +84,7 @@ class TtftResult:
         ]
 
     def summary(self, served_from: str) -> Summary | None:
-        """Summarize the first pass for ``COLD``, else what the pass for that tier served from
-        it."""
+        """Summarize the first pass for ``COLD``, else what that tier's pass served from it."""
         return summarize(self.times_from(served_from))
 
     def times_from(self, served_from: str) -> list[float]:
@@ -103,8 +105,10 @@ class TtftResult:
         return self._reduction(2, None)
 
     def reduction_from(self, tier: str) -> Estimate | None:
-        """The same for the prompts that ``tier`` served, against their own cold times; None for no
-        prompt."""
+        """The same for the prompts that ``tier`` served, against their own cold times.
+
+        None for no prompt.
+        """
         turn = _turn_of(tier)
         return self._reduction(turn, tier) if self.times_ms(turn, tier) else None
 

@@ -23,8 +23,10 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """lasts: for how long the condition must hold. summary, advice: with labels as
-    ``{{ $labels.tier }}``."""
+    """lasts: for how long the condition must hold.
+
+    summary, advice: with labels as ``{{ $labels.tier }}``.
+    """
 
     name: str
     condition: str
@@ -41,8 +43,7 @@ _TURNED_AWAY = 'status=~"429|503"'
 
 
 def _share_above(part: str, whole: str, limit: float, at_least: int) -> str:
-    """Return a condition on ``part`` as a share of ``whole``, which needs more than a few
-    requests."""
+    """Return a condition on ``part`` as a share of ``whole``, with more than a few requests."""
     return f"({part} / {whole} > {limit}) and {part} >= {at_least}"
 
 

@@ -38,8 +38,11 @@ class QueryScope:
         return self._sum(by, self._over("increase", self._select(name, "counter", by, where)))
 
     def grown(self, name: str, *by: str) -> str:
-        """By how much a counter has grown, also where it has only begun: one with labels is not
-        there before it counts, and Prometheus sees no growth in its first value."""
+        """By how much a counter has grown, also where it has only begun.
+
+        One with labels is not there before it counts, and Prometheus sees no growth in its first
+        value.
+        """
         (series,) = self._select(name, "counter", by)
         begun = f"({series} unless {series} offset {self.window})"
         return self._sum(by, f"(increase({series}[{self.window}]) > 0 or {begun} > 0)")
@@ -97,6 +100,8 @@ class QueryScope:
 
 
 def share(part: str, whole: str, over: tuple[str, ...] = ()) -> str:
-    """``part`` of ``whole``, which has the labels ``over`` and no others; nothing where there is
-    none of that."""
+    """``part`` of ``whole``, which has the labels ``over`` and no others.
+
+    Nothing where there is none of that.
+    """
     return f"{part} / on ({', '.join(over)}) group_left () ({whole} > 0)"

@@ -21,8 +21,11 @@ class EngineKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One metric, as Prometheus shows it. A histogram's name is without ``_bucket``, ``_sum`` and
-    ``_count``. labels: those that tell parts of it from each other."""
+    """One metric, as Prometheus shows it.
+
+    A histogram's name is without ``_bucket``, ``_sum`` and ``_count``. labels: those that tell
+    parts of it from each other.
+    """
 
     name: str
     kind: str

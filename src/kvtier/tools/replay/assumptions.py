@@ -78,8 +78,9 @@ class Machine:
 
 
 def prefill_cost(tokens_per_s: float, doubles_at: float) -> PrefillCost:
-    """Return the prefill cost: so many tokens a second at first, half as many at token
-    ``doubles_at``.
+    """Return the prefill cost.
+
+    So many tokens a second at first, half as many at token ``doubles_at``.
 
     Attention to the tokens before takes longer as their number grows.
     """

@@ -22,15 +22,20 @@ from kvtier.tools.replay.trace import Ints
 
 @dataclass(frozen=True, eq=False)
 class Distances:
-    """above: blocks that stand above the first of each segment; the k-th has the distance
-    ``above + k + 1``. int64 [num_segments]; of new blocks it means nothing."""
+    """above: blocks that stand above the first of each segment.
+
+    The k-th has the distance ``above + k + 1``. int64 [num_segments]; of new blocks it means
+    nothing.
+    """
 
     segments: Segments
     above: Ints
 
     def hits(self, capacity: int) -> Ints:
-        """Blocks that each request finds in a cache of ``capacity`` blocks: int64
-        [num_requests]."""
+        """Blocks that each request finds in a cache of ``capacity`` blocks.
+
+        Int64 [num_requests].
+        """
         segments = self.segments
         found = np.clip(capacity - self.above, 0, segments.length)
         return segments.per_request(np.where(segments.is_reuse, found, 0))

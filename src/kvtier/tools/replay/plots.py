@@ -76,8 +76,10 @@ def saved(result: ReplayResult) -> tuple[str, str]:
 def _worth(
     axes: Axes, points: Sequence[Point], is_told: Sequence[bool], colour: str, best: Point | None
 ) -> None:
-    """Draw what sizes are worth: solid only where the trace can tell, which is from the smallest
-    size on."""
+    """Draw what sizes are worth.
+
+    Solid only where the trace can tell, which is from the smallest size on.
+    """
     at = [point.num_bytes for point in points]
     worth = [point.saved for point in points]
     num_told = sum(is_told)

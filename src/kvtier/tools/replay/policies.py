@@ -46,8 +46,10 @@ class Optimum:
         self._length: list[int] = segments.length[reuse].tolist()
 
     def hits(self, capacity: int) -> Ints:
-        """Blocks that each request finds in a cache of ``capacity`` blocks: int64
-        [num_requests]."""
+        """Blocks that each request finds in a cache of ``capacity`` blocks.
+
+        Int64 [num_requests].
+        """
         kept = [0] * self._num
         latest: list[int] = []  # requests with something kept, the last one first
         used = 0
@@ -84,8 +86,10 @@ class ReplayHits:
 
 
 class Replayer:
-    """Replays one trace under any policy and size. tell: called while a policy is asked, with
-    requests done and all."""
+    """Replays one trace under any policy and size.
+
+    tell: called while a policy is asked, with requests done and all.
+    """
 
     def __init__(
         self, trace: Trace, segments: Segments, tell: Callable[[int, int], None] | None = None
@@ -122,8 +126,11 @@ class Replayer:
 
 
 def usual_policies() -> tuple[str, ...]:
-    """Return the policies to replay by default: first the one that an installation serves with,
-    which decides, then LRU and the optimum. Without the native core kvtier serves with LRU."""
+    """Return the policies to replay by default.
+
+    First the one that an installation serves with, which decides, then LRU and the optimum. Without
+    the native core kvtier serves with LRU.
+    """
     return (RUNS, LRU, OPTIMUM) if NATIVE else (LRU, OPTIMUM)
 
 

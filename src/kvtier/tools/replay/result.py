@@ -36,8 +36,11 @@ class TraceFacts:
 
 @dataclass(frozen=True, slots=True)
 class HitPoint:
-    """One size under one policy. hit_ratio: of blocks. time_ratio: of the time to compute all
-    prompts, what need not be computed; loading is not counted."""
+    """One size under one policy.
+
+    hit_ratio: of blocks. time_ratio: of the time to compute all prompts, what need not be computed;
+    loading is not counted.
+    """
 
     num_bytes: int
     num_blocks: int

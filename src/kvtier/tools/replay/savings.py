@@ -12,8 +12,10 @@ from kvtier.tools.replay.trace import Floats, Ints, Trace
 
 @dataclass(frozen=True, eq=False)
 class Savings:
-    """Per request: accelerator seconds and tokens that it need not compute, float64 and int64
-    [num_requests]. by_tier: tokens in all that come from device, host and disk."""
+    """Accelerator seconds and tokens saved per request, float64 and int64 [num_requests].
+
+    by_tier: tokens in all that come from device, host and disk.
+    """
 
     seconds: Floats
     tokens: Ints
@@ -52,8 +54,7 @@ class Prompts:
         return found
 
     def savings(self, device: Ints, host: Ints, disk: Ints) -> Savings:
-        """Return the savings of blocks found by tier, each int64 [num_requests], from the
-        prompt's start.
+        """Return the savings of blocks found by tier, each int64 [num_requests].
 
         Each is read from the fastest tier that has it. What a slower tier has more is loaded where
         that takes less time than to compute it, as kvtier's planner does it: all of it or nothing,

@@ -181,8 +181,10 @@ def _verdict(result: ReplayResult, choice: SizeChoice) -> list[str]:
 
 
 def hit_rows(result: ReplayResult, with_time: bool = True) -> list[list[str]]:
-    """Size, and under each policy and without bound: blocks found, and with_time the computing
-    that they spare."""
+    """Size, and under each policy and without bound.
+
+    Blocks found, and with_time the computing that they spare.
+    """
 
     def cell(point: HitPoint) -> str:
         time = f", {percent(point.time_ratio, digits=0)}" if with_time else ""
@@ -208,8 +210,10 @@ def size_mark(result: ReplayResult, point: Point, is_disk: bool) -> str:
 
 
 def size_cells(result: ReplayResult, point: Point, is_disk: bool) -> list[str]:
-    """As ``SIZE_COLUMNS``; of a disk one more, ``WRITTEN``. What is saved, and what that is worth,
-    only where the trace can tell."""
+    """As ``SIZE_COLUMNS``; of a disk one more, ``WRITTEN``.
+
+    What is saved, and what that is worth, only where the trace can tell.
+    """
     saves = [number(point.tokens_per_s), seconds(point.seconds_per_hour)]
     worth, more = money(point.saved), money(point.gain_per_gib)
     if not can_tell(result, point):

@@ -75,8 +75,11 @@ def about(found: Estimate, signed: bool = False) -> str:
 
 
 def change(found: Estimate) -> str:
-    """A share, as far as it can be told: "+0.9 % (+0.4 % to +1.3 %)" where it is on one side of
-    nothing, "-0.2 % to +0.9 %" where it may be nothing, else that it can't."""
+    """A share, as far as it can be told.
+
+    "+0.9 % (+0.4 % to +1.3 %)" where it is on one side of nothing, "-0.2 % to +0.9 %" where it may
+    be nothing, else that it can't.
+    """
     if not found.is_bounded or found.contains(0):
         return between(found)
     return f"{percent(found.value, signed=True)} ({between(found)})"

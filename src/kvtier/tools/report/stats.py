@@ -21,8 +21,10 @@ P90_VALUES, P99_VALUES = 10, 100
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Mean, percentiles and the largest, in the unit of the values. A percentile is None where
-    there are too few values for it."""
+    """Mean, percentiles and the largest, in the unit of the values.
+
+    A percentile is None where there are too few values for it.
+    """
 
     mean: float
     p50: float
@@ -52,8 +54,10 @@ def summarize(values: Sequence[float]) -> Summary | None:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A figure, and where the true one lies with 95 % confidence: anywhere, ``-inf`` to ``inf``,
-    where too little was measured to say so."""
+    """A figure, and where the true one lies with 95 % confidence.
+
+    Anywhere, ``-inf`` to ``inf``, where too little was measured to say so.
+    """
 
     value: float
     low: float = -math.inf

@@ -14,8 +14,11 @@ TOO_SMALL = "too small a run to tell"
 
 
 def is_met(found: Estimate, wanted: float, at_least: bool, digits: int = DIGITS) -> bool | None:
-    """Whether a figure is on the right side of ``wanted``; None where its interval says that it may
-    be on either. The one place that decides this. digits: it is printed with, after the point."""
+    """Whether a figure is on the right side of ``wanted``.
+
+    None where its interval says that it may be on either. The one place that decides this. digits:
+    it is printed with, after the point.
+    """
     low, high = (round(each, digits) for each in (found.low, found.high))
     if at_least:
         low, high, wanted = -high, -low, -wanted
@@ -51,8 +54,11 @@ class Target:
         return {True: "met", False: "not met", None: TOO_FEW}[self.met]
 
     def as_json(self) -> Mapping[str, object]:
-        """The row for the list of targets. ``met`` is null where that can't be told. ``quick``
-        marks a size that the target is not defined for, and is left out otherwise."""
+        """The row for the list of targets.
+
+        ``met`` is null where that can't be told. ``quick`` marks a size that the target is not
+        defined for, and is left out otherwise.
+        """
         row: dict[str, object] = {
             "id": self.target_id,
             "meaning": self.meaning,
@@ -78,8 +84,10 @@ def target_figure(target: Target) -> str:
 
 
 def target_interval(target: Target) -> str:
-    """ "95 % sure: 95.1 % to 95.5 %"; nothing for a count, where there is none, and where it says
-    nothing about the target."""
+    """ "95 % sure: 95.1 % to 95.5 %".
+
+    Nothing for a count, where there is none, and where it says nothing about the target.
+    """
     found = target.found
     if not target.comparable or not found.is_bounded or found.low == found.high:
         return ""

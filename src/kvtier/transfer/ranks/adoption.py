@@ -174,7 +174,7 @@ class Adoption:
         self._num_found += int((ranks == self._num_ranks).sum())
 
     def _take_out(self, keys: Keys) -> npt.NDArray[np.bool_]:
-        """bool [n]: which keys all ranks had; none of the keys is known any more."""
+        """Bool [n]: which keys all ranks had; none of the keys is known any more."""
         ranks = self._ranks_of.find(keys)
         known = np.flatnonzero(ranks >= 0)
         self._ranks_of.remove(np.ascontiguousarray(keys[known]), ranks[known])

@@ -77,6 +77,6 @@ def fold(digests: Uint64s, num_buckets: int) -> bytes:
 
 
 def differing(one: bytes, another: bytes) -> npt.NDArray[np.bool_]:
-    """bool [num_buckets]: where two digests are not equal."""
+    """Bool [num_buckets]: where two digests are not equal."""
     ours, theirs = (np.frombuffer(each, "<u8").reshape(-1, 2) for each in (one, another))
     return np.asarray((ours != theirs).any(axis=1))

@@ -41,10 +41,12 @@ class _UnderWay:
 
 
 class RankExecutor:
-    """Owned by one thread. memory: the tier that blocks come from and go to; its slots are what
-    orders name. mover: moves them, within this process. kept: by storage tier that is this rank's
-    own, what an earlier life has left there. rank: number of this one; num_ranks: that have such
-    storage. clock: seconds, for what is late.
+    """Owned by one thread.
+
+    memory: the tier that blocks come from and go to; its slots are what orders name. mover: moves
+    them, within this process. kept: by storage tier that is this rank's own, what an earlier life
+    has left there. rank: number of this one; num_ranks: that have such storage. clock: seconds, for
+    what is late.
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class RankExecutor:
         self._under_way[order.order_id] = _UnderWay(order, job, self._clock())
 
     def read(self, order: RankOrder, blocks: Blocks) -> Job:
-        """Begin an order to read that came with a load of the engine's. blocks: where they go to.
-        The job ends before the report of it is taken."""
+        """Begin an order to read that came with a load of the engine's.
+
+        blocks: where they go to. The job ends before the report of it is taken.
+        """
         job = self._mover.read(order.tier, order.names, blocks, order.urgent)
         self._under_way[order.order_id] = _UnderWay(order, job, self._clock())
         return job

@@ -197,8 +197,10 @@ class RankMover(Mover):
         return self._adoptions[tier].num_unfound > 0
 
     def drop_unfound(self, tier: str) -> None:
-        """Nothing of an earlier life is wanted: not what ranks have yet to tell of, either. What a
-        store has is others' as well."""
+        """Nothing of an earlier life is wanted: not what ranks have yet to tell of, either.
+
+        What a store has is others' as well.
+        """
         if tier not in self._adoptions:
             return
         adoption = self._adoptions[tier]

@@ -57,8 +57,10 @@ class Telling:
         return RecoveredBlocks(num_keys, self._kept.in_order(0, num_keys).tobytes())
 
     def begin(self, order: RankOrder) -> None:
-        """Answer ``DIGEST`` or ``LIST``, if it is for this rank; or begin to ``CLEAR``: nothing is
-        told any more then."""
+        """Answer ``DIGEST`` or ``LIST``, if it is for this rank; or begin to ``CLEAR``.
+
+        Nothing is told any more then.
+        """
         if order.verb is Verb.CLEAR:
             self._orders.clear()
             self._num_cleared = 0

@@ -1,5 +1,8 @@
-"""In the place of ``sgl_kernel``, whose CPU build is in no registry: the one function that SGLang
-calls on a CPU without speculative decoding. Its native functions SGLang does without by itself."""
+"""In the place of ``sgl_kernel``, whose CPU build is in no registry.
+
+The one function that SGLang calls on a CPU without speculative decoding. Its native functions
+SGLang does without by itself.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,10 @@ def assign_req_to_token_pool_cpu(
     slots: torch.Tensor,
     row_length: int,
 ) -> None:
-    """Write where each request's tokens are: row ``requests[i]`` of ``table`` from ``starts[i]`` to
-    ``ends[i]`` gets the next of ``slots``."""
+    """Write where each request's tokens are.
+
+    Row ``requests[i]`` of ``table`` from ``starts[i]`` to ``ends[i]`` gets the next of ``slots``.
+    """
     del row_length
     done = 0
     for request, start, end in zip(requests, starts, ends, strict=True):

@@ -1,5 +1,7 @@
-"""In the place of torchvision, which has no CPU build in the registry: SGLang imports names of it
-for models with pictures, and calls none for others."""
+"""In the place of torchvision, which has no CPU build in the registry.
+
+SGLang imports names of it for models with pictures, and calls none for others.
+"""
 
 from __future__ import annotations
 

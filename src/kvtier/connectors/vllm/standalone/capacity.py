@@ -24,8 +24,11 @@ FADE = 0.99
 
 
 class Path:
-    """A request's blocks, group by group. names: all of its prompt's. last: the one that came
-    last. is_cut: one of them was not worth its room, so those behind it are not, either."""
+    """A request's blocks, group by group.
+
+    names: all of its prompt's. last: the one that came last. is_cut: one of them was not worth its
+    room, so those behind it are not, either.
+    """
 
     def __init__(self, room: GuestTier, names: Names) -> None:
         self.room = room
@@ -56,8 +59,10 @@ class GuestTier:
         return name in self._guests
 
     def ask(self, paths: Sequence[Names], now_s: float) -> Path:
-        """A request begins. paths: of each KV group the names of its blocks, in the prompt's
-        order."""
+        """A request begins.
+
+        paths: of each KV group the names of its blocks, in the prompt's order.
+        """
         path = Path(self, np.concatenate([NONE, *paths]))
         for names in paths:
             found = self._live.asked(names, now_s)
@@ -66,13 +71,17 @@ class GuestTier:
         return path
 
     def retain(self, names: Names, said: Said, now_s: float) -> None:
-        """Somebody says something of a group's blocks of a prompt, which was asked for. Guests
-        leave before all others, whatever is said."""
+        """Somebody says something of a group's blocks of a prompt, which was asked for.
+
+        Guests leave before all others, whatever is said.
+        """
         self._live.retain(names, said, now_s)
 
     def _welcome(self, names: Names, path: Path) -> None:
-        """Guests that are used again, those that come next in a prompt, change places with what is
-        worth least."""
+        """Swap guests that are used again with the blocks that are worth least.
+
+        Used are those that come next in a prompt.
+        """
         used = list(takewhile(self._guests.__contains__, names.tolist()))
         others = self._live.victims(len(used), path.names) if used else []
         for name in used:
@@ -81,8 +90,11 @@ class GuestTier:
         self.enter(used)
 
     def enter(self, names: Sequence[int], behind: int | None = None) -> None:
-        """These blocks are resident now. behind: a resident block, behind which those lie that
-        nobody has asked for, such as those of an answer."""
+        """These blocks are resident now.
+
+        behind: a resident block, behind which those lie that nobody has asked for, such as those of
+        an answer.
+        """
         stay = [name for name in names if name not in self._coming]
         self._guests.update((name, None) for name in names if name in self._coming)
         self._coming.difference_update(names)

@@ -88,8 +88,10 @@ class KvtierPolicy(CachePolicy):
     # -- requests ----------------------------------------------------------------------------------
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Note a use of blocks. A request's use is known from its first look-up, so nothing is
-        done here."""
+        """Note a use of blocks.
+
+        A request's use is known from its first look-up, so nothing is done here.
+        """
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """A request begins to store, or goes on."""
@@ -146,8 +148,11 @@ class KvtierPolicy(CachePolicy):
         return [group for group in groups.values() if group]
 
     def _without_gaps(self, keys: list[OffloadKey]) -> list[OffloadKey]:
-        """A group that needs only the end of a prompt, a window or a state, never stores most of
-        it: what is here of that, and what may come behind."""
+        """Return the blocks of a group that needs only the end of a prompt.
+
+        A window or a state never stores most of it: these are the blocks here, and those that may
+        come behind.
+        """
         there = (at for at, key in enumerate(keys) if key in self._blocks)
         here = [at for at in there if not self.room.is_guest(_name(keys[at]))]
         if not here or here[-1] == len(here) - 1:

@@ -167,8 +167,10 @@ class KvtierTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """All of the prompt was used, also what vLLM had in its own memory: its start leaves
-        last."""
+        """All of the prompt was used, also what vLLM had in its own memory.
+
+        Its start leaves last.
+        """
         self.slab.touch(blocks_of(req_context))
 
     def take_events(self) -> Iterable[OffloadingEvent]:

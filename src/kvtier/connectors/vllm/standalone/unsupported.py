@@ -33,8 +33,7 @@ def engine_of(config: VllmConfig) -> Iterator[None]:
 
 
 def refuse(settings: TierSettings) -> None:
-    """Raises ``ConfigError`` for an engine whose keys name no content, as far as ``namespace`` does
-    not say that they do."""
+    """Raise ``ConfigError`` for an engine with keys of no content, unless ``namespace`` is set."""
     config = _ENGINE.get()
     if config is not None and counts_media(config):
         raise TierSettings.wrong(

@@ -28,8 +28,10 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Compaction:
-    """Copies from the old journal: of what it had when this began, the records that decide about a
-    slot; of what is appended meanwhile, all. So the new one says the same.
+    """Copies from the old journal.
+
+    Of what it had when this began, the records that decide about a slot; of what is appended
+    meanwhile, all. So the new one says the same.
 
         old   [ before: what decides is copied ][ since: all of it is copied ]<- appends
         fresh [ header ][ copied ... ][ names of namespaces ]
@@ -65,8 +67,11 @@ class Compaction:
         return self._old.num_records - self._at
 
     def copy(self, num_records: int) -> None:
-        """Go on with about ``num_records`` records of the old journal. ``OSError`` where the new
-        one can't be written, or where what was appended meanwhile can't be read."""
+        """Go on with about ``num_records`` records of the old journal.
+
+        ``OSError`` where the new one can't be written, or where what was appended meanwhile can't
+        be read.
+        """
         end = self._at + min(num_records, self.num_left)
         while self._at < end:
             if self._at < self._before:
@@ -110,8 +115,10 @@ class Compaction:
     # -- the end: nothing is appended to the old one while these are called ------------------------
 
     def missing(self) -> Records:
-        """Records that decide, and could not be read back, as far as they are known: newly sealed,
-        without their depth, their time and their namespace."""
+        """Records that decide, and could not be read back, as far as they are known.
+
+        Newly sealed, without their depth, their time and their namespace.
+        """
         lost = []
         for start in range(0, len(self._rows), SLICE_RECORDS):
             part = slice(start, start + SLICE_RECORDS)

@@ -33,9 +33,11 @@ _NO_LOCKS: Final = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOTSUP, errn
 
 
 def make_folder(path: Path, owner: str = "disk tier") -> None:
-    """Make the directory, for this user only. One that is there stays as it is, and must be this
-    user's or root's, and nobody else's to write to: KV is private, and what is read back is given
-    to a model. A group may: that is how volumes are given to a container.
+    """Make the directory, for this user only.
+
+    One that is there stays as it is, and must be this user's or root's, and nobody else's to write
+    to: KV is private, and what is read back is given to a model. A group may: that is how volumes
+    are given to a container.
 
     owner: what the messages name in front of the path.
     """

@@ -60,7 +60,9 @@ class Journal:
 
     def reserve(self, num_bytes: int) -> None:
         """Have room to grow to ``num_bytes``: up to there a full file system does not matter.
-        ``OSError`` where there is none; the journal can be used as well."""
+
+        ``OSError`` where there is none; the journal can be used as well.
+        """
         self._system.reserve_ahead(self._fd, num_bytes)
         self._reserved_bytes = num_bytes
 
@@ -77,8 +79,10 @@ class Journal:
         self.num_bytes += len(data)
 
     def read(self, start: int, end: int) -> Records:
-        """The records number ``start`` to ``end``, whatever is there now; fewer where the file ends
-        before."""
+        """The records number ``start`` to ``end``, whatever is there now.
+
+        Fewer where the file ends before.
+        """
         return read_records(self._fd, start * RECORD_BYTES, end - start)
 
     def skip_hole(self, number: int) -> int:
@@ -129,8 +133,11 @@ def read_records(fd: int, offset: int, num_records: int) -> Records:
 
 
 def make_spare(folder: Path, num_slots: int, system: DiskSystem) -> None:
-    """Have an empty file with room for the next journal: a full file system does not keep a
-    journal from being compacted. What a crash left of one is removed."""
+    """Have an empty file with room for the next journal.
+
+    A full file system does not keep a journal from being compacted. What a crash left of one is
+    removed.
+    """
     path = folder / NEW_JOURNAL
     with contextlib.suppress(FileNotFoundError):
         if path.lstat().st_size or not path.is_file():

@@ -97,8 +97,10 @@ def check_memory(folder: Path, num_bytes: int, what: str) -> None:
 
 
 def most_journal_bytes(num_slots: int) -> int:
-    """No journal is larger. Compaction leaves an eighth of this; what could not be compacted for
-    want of room has the rest."""
+    """No journal is larger.
+
+    Compaction leaves an eighth of this; what could not be compacted for want of room has the rest.
+    """
     return RECORD_BYTES * ((1 << 20) + 16 * num_slots)
 
 
@@ -113,8 +115,10 @@ def check_journal(folder: Path, num_bytes: int, num_slots: int) -> None:
 
 
 def as_far_as_data(folder: Path, found: Superblock) -> Superblock:
-    """The slab with the slots that its file has room for: what was cut off, or was never there, is
-    not made by whoever only repairs."""
+    """The slab with the slots that its file has room for.
+
+    What was cut off, or was never there, is not made by whoever only repairs.
+    """
     try:
         data_bytes = (folder / DATA).lstat().st_size
     except FileNotFoundError:

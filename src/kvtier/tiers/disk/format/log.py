@@ -38,8 +38,10 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Log:
-    """Whoever changes something holds ``changes`` while it looks and appends. ``_table`` is held
-    for memory only, and for bounded pieces of it: no look-up waits for a disk, or for a compaction.
+    """Whoever changes something holds ``changes`` while it looks and appends.
+
+    ``_table`` is held for memory only, and for bounded pieces of it: no look-up waits for a disk,
+    or for a compaction.
 
     Compactions belong to one thread at a time.
 
@@ -97,8 +99,11 @@ class Log:
             self.trusted[:] = False
 
     def append(self, records: Records, trusted: Int64s | None = None) -> None:
-        """``records`` decide from now on. ``OSError``, and nothing has changed, where they can't be
-        written. trusted: slots whose data may be believed. The caller holds ``changes``."""
+        """``records`` decide from now on.
+
+        ``OSError``, and nothing has changed, where they can't be written. trusted: slots whose data
+        may be believed. The caller holds ``changes``.
+        """
         seal(records)
         self.journal.append(records)
         records = records[records["kind"] != RecordKind.NAMESPACE]
@@ -112,8 +117,10 @@ class Log:
     # -- namespaces --------------------------------------------------------------------------------
 
     def number(self, namespace: bytes) -> tuple[int, Records]:
-        """The namespace's number, and the record that gives it one where it has none yet: to be
-        appended, and ``named``. The caller holds ``changes``."""
+        """The namespace's number, and the record that gives it one where it has none yet.
+
+        To be appended, and ``named``. The caller holds ``changes``.
+        """
         number = self._names.get(namespace)
         if number is not None or self._last_number >= MAX_NAMESPACES:
             return number or UNNAMED, blank(0, RecordKind.NAMESPACE)
@@ -129,8 +136,10 @@ class Log:
     # -- compaction --------------------------------------------------------------------------------
 
     def reserve(self) -> None:
-        """Have room for the journal to grow, and for the next one. A slab without it can be used:
-        it stops being written when the file system is full."""
+        """Have room for the journal to grow, and for the next one.
+
+        A slab without it can be used: it stops being written when the file system is full.
+        """
         try:
             self.journal.reserve(max_journal_bytes(len(self.rows)))
             make_spare(self._folder, len(self.rows), self._system)
@@ -138,9 +147,10 @@ class Log:
             logger.warning("no room reserved for the journal path=%s error=%s", self._folder, error)
 
     def compact_if_due(self, slab_id: bytes, generation: int) -> bool:
-        """Begin a compaction when nearly as many records are dead as live, and enough to be worth
-        it; go on with one that has begun. Called with every batch that is stored, each of which
-        pays for a part: ``STEP_RECORDS``, or more where it was large.
+        """Begin a compaction if nearly as many records are dead as live; go on with a running one.
+
+        There must be enough to be worth it. Called with every batch that is stored, each of which
+        pays for a part: ``STEP_RECORDS``, or more for a large one.
 
         Returns whether the journal is a new one now, of that generation.
         """
@@ -163,14 +173,19 @@ class Log:
 
     def compact(self, slab_id: bytes, generation: int) -> None:
         """Write what counts to a new journal and put it in place of the old one, all at once.
-        Others may go on: what they append meanwhile is in the new one, too."""
+
+        Others may go on: what they append meanwhile is in the new one, too.
+        """
         self.drop_compaction()
         while not self._go_on(self.journal.num_records, slab_id, generation):
             pass
 
     def _go_on(self, num_records: int, slab_id: bytes, generation: int) -> bool:
-        """Copy that many records of the old journal; the new one takes its place when hardly any
-        are left: True then. What raises leaves the old one."""
+        """Copy that many records of the old journal.
+
+        The new one takes its place when hardly any are left: True then. What raises leaves the old
+        one.
+        """
         self._is_compacting = True
         try:
             going = self._compaction = self._compaction or self._begin(slab_id, generation)

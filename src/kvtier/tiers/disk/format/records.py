@@ -82,14 +82,14 @@ def seal(records: Records) -> None:
 
 
 def are_valid(records: Records) -> npt.NDArray[np.bool_]:
-    """bool [n]: the checksum fits, and this version knows the record."""
+    """Bool [n]: the checksum fits, and this version knows the record."""
     right = records["crc"] == crc32c_rows(_body(records))
     kind = records["kind"]
     return np.asarray(right & (records["version"] == RECORD_VERSION) & (kind >= 1) & (kind <= 5))
 
 
 def are_live(kinds: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """bool [n]: what a new journal has to say again, of the records that decide."""
+    """Bool [n]: what a new journal has to say again, of the records that decide."""
     return np.asarray((kinds == RecordKind.PUT) | (kinds == RecordKind.BAD))
 
 
@@ -118,7 +118,7 @@ def key_prefixes(records: Records) -> npt.NDArray[np.uint64]:
 
 
 def same_keys(left: Records, right: Records) -> npt.NDArray[np.bool_]:
-    """bool [n]: which keys are equal, all 32 bytes of them."""
+    """Bool [n]: which keys are equal, all 32 bytes of them."""
     return np.asarray((as_words(left) == as_words(right)).all(axis=1))
 
 

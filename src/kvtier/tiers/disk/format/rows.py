@@ -63,7 +63,7 @@ class SlotRows:
         return np.asarray(self._rows["seq"][slots], np.uint64)
 
     def decide(self, records: Records) -> Bools:
-        """bool [n]: which records are those that decide about their slots, all of which exist."""
+        """Bool [n]: which records are those that decide about their slots, all of which exist."""
         slots = records["slot"].astype(np.int64)
         rows = np.take(_whole(self._rows), slots).view(ROW)
         same = (rows["seq"] == records["seq"]) & (rows["crc"] == records["crc"])
@@ -88,8 +88,11 @@ class SlotRows:
 
 
 def zeros(num: int, dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
-    """As NumPy's, in huge pages where the system has them: a restart writes all of it, here and
-    there, and with small pages most of its time would go into their faults."""
+    """As NumPy's, in huge pages where the system has them.
+
+    A restart writes all of it, here and there, and with small pages most of its time would go into
+    their faults.
+    """
     num_bytes = num * np.dtype(dtype).itemsize
     if num_bytes < HUGE_FROM_BYTES:
         return np.zeros(num, dtype)

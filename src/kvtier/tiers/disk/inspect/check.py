@@ -75,8 +75,10 @@ def check_slab(
     progress: Progress = lambda _done, _all: None,
     system: DiskSystem | None = None,
 ) -> CheckReport:
-    """Compare the checksum of every block. repair: forget damaged blocks, write the journal anew,
-    give quarantined slots back that can be read again.
+    """Compare the checksum of every block.
+
+    repair: forget damaged blocks, write the journal anew, give quarantined slots back that can be
+    read again.
 
     Raises ``ConfigError`` where there is no slab, or where a process uses it.
     """

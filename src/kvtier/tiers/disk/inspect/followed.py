@@ -24,8 +24,9 @@ Bools = npt.NDArray[np.bool_]
 
 
 class FollowedSlab:
-    """The files of a slab, open to read; one thread uses it. Raises ``OSError`` and ``CacheError``
-    where they can't be read.
+    """The files of a slab, open to read; one thread uses it.
+
+    Raises ``OSError`` and ``CacheError`` where they can't be read.
 
     The writer says in the journal that a slot is empty *before* it writes other data there. So what
     was read from a slot is what its record says if that record decides still, after one more
@@ -50,8 +51,10 @@ class FollowedSlab:
 
     @property
     def is_current(self) -> bool:
-        """Whether the journal is the slab's still: it is written anew now and then, and a slab may
-        be deleted and made again."""
+        """Whether the journal is the slab's still.
+
+        It is written anew now and then, and a slab may be deleted and made again.
+        """
         try:
             now = (self._folder / JOURNAL).stat()
         except OSError:
@@ -60,8 +63,11 @@ class FollowedSlab:
         return os.path.samestat(now, own) and own.st_size >= self._at
 
     def read_on(self) -> None:
-        """Take in what was appended. A record that is not whole yet is left for the next time; one
-        with others behind it is damaged, and passed over."""
+        """Take in what was appended.
+
+        A record that is not whole yet is left for the next time; one with others behind it is
+        damaged, and passed over.
+        """
         while True:
             records = read_records(self._journal_fd, self._at, PIECE_RECORDS)
             whole = np.flatnonzero(are_valid(records))
@@ -87,7 +93,7 @@ class FollowedSlab:
         return self._found.rows.of(slots)
 
     def still_decide(self, records: Records) -> Bools:
-        """bool [n]: which of the records decide still."""
+        """Bool [n]: which of the records decide still."""
         return self._found.rows.decide(records)
 
     def forget(self, slots: Int64s) -> None:

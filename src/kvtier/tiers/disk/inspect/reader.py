@@ -34,8 +34,11 @@ Bools = npt.NDArray[np.bool_]
 
 
 class DiskReader(StorageTier):
-    """options: the owner's; ``path`` may be made later. What it keeps, and what leaves, is the
-    owner's business. Blocks are verified always. Nothing raises for what the disk does."""
+    """options: the owner's; ``path`` may be made later.
+
+    What it keeps, and what leaves, is the owner's business. Blocks are verified always. Nothing
+    raises for what the disk does.
+    """
 
     facts = StorageFacts(reaches=frozenset({"host", "cpu"}), evicts=True, finds_at_once=True)
 
@@ -115,8 +118,10 @@ class DiskReader(StorageTier):
         return slab.still_decide(records)
 
     def _followed(self, may_open: bool) -> FollowedSlab | None:
-        """The slab as it is now; None where there is none, or another one than is wanted. may_open:
-        nobody reads from the one that was open before."""
+        """The slab as it is now; None where there is none, or another one than is wanted.
+
+        may_open: nobody reads from the one that was open before.
+        """
         try:
             if self._slab is not None and self._slab.is_current:
                 self._slab.read_on()

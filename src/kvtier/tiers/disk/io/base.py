@@ -29,8 +29,9 @@ MAX_ENTRIES: Final = 256
 
 
 class IoEngine(ABC):
-    """Reads and writes blocks of one file. Block i is ``sizes[i]`` bytes at ``offsets[i]`` of the
-    file and at ``addresses[i]`` in memory.
+    """Reads and writes blocks of one file.
+
+    Block i is ``sizes[i]`` bytes at ``offsets[i]`` of the file and at ``addresses[i]`` in memory.
 
     What lies scattered in memory is several such blocks, neighbours in the file and in the batch.
     An engine may move those in one vectored call (see ``runs``); where that fails it moves them one
@@ -71,8 +72,10 @@ class IoEngine(ABC):
         num_checked: int,
         deadline_s: float | None = None,
     ) -> tuple[Int64s, Uint32s]:
-        """``read``, and crc32c of the first ``num_checked`` bytes of each block in memory, or of
-        all that it has. It means something for those that arrived whole."""
+        """Read, and return crc32c of the first ``num_checked`` bytes of each block in memory.
+
+        Or of all that the block has. Meaningful for blocks that arrived whole.
+        """
         done = self.read(offsets, addresses, sizes, deadline_s)
         return done, crc32c_many(addresses, np.minimum(sizes, num_checked).astype(np.uint64))
 

@@ -137,8 +137,10 @@ class DirectEngine(IoEngine):
 
     @property
     def is_given_up(self) -> bool:
-        """Whether the driver may move bytes for longer than anybody waited. Open another engine,
-        with other memory, or end the process."""
+        """Whether the driver may move bytes for longer than anybody waited.
+
+        Open another engine, with other memory, or end the process.
+        """
         return bool(self._why_given_up)
 
     def hold_for(self, fence: Fence) -> None:
@@ -146,8 +148,10 @@ class DirectEngine(IoEngine):
         self._held_for.add(fence)
 
     def holds(self, addresses: Uint64s, sizes: Int64s) -> Bools:
-        """Return which pieces lie entirely in one of ``buffers``. The library refuses all
-        others."""
+        """Return which pieces lie entirely in one of ``buffers``.
+
+        The library refuses all others.
+        """
         return np.asarray(self._memory.bases(addresses, sizes) != 0)
 
     def read(

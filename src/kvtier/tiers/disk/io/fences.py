@@ -32,8 +32,11 @@ class HeldFor:
                 fences.append(fence)
 
     def wait(self, write: bool, ends_at: float | None) -> int:
-        """0 when the fences of a direction have passed, else -errno, and the others stay: ECANCELED
-        where ``ends_at`` (``monotonic``) came first, EIO where the work before one failed."""
+        """0 when the fences of a direction have passed, else -errno, and the others stay.
+
+        ECANCELED where ``ends_at`` (``monotonic``) came first, EIO where the work before one
+        failed.
+        """
         with self._lock:
             fences, self._fences[write] = self._fences[write], deque()
         code = 0

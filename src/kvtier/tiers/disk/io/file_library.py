@@ -147,8 +147,11 @@ class Vendor:
     log: str = ""
 
     def variables(self, may_bounce: bool) -> dict[str, str]:
-        """The environment that its driver is to find when it opens. may_bounce: it may go through
-        host memory; False forbids it, so that what is called direct is."""
+        """The environment that its driver is to find when it opens.
+
+        may_bounce: it may go through host memory; False forbids it, so that what is called direct
+        is.
+        """
         made = {}
         if self.log and self.log not in os.environ:
             made[self.log] = os.devnull
@@ -190,8 +193,10 @@ def buffer_calls(prefix: str, status: type[Structure]) -> tuple[Call, ...]:
 
 @dataclass(slots=True)
 class _Opened:
-    """A driver that is open in this process. memory: (size, users) of what is registered, by its
-    first address."""
+    """A driver that is open in this process.
+
+    memory: (size, users) of what is registered, by its first address.
+    """
 
     is_ours: bool
     has_bounce_pool: bool
@@ -205,8 +210,10 @@ _opened: dict[tuple[int, str], _Opened] = {}
 
 
 class FileLibrary:
-    """A vendor's library, loaded. Raises ``DeviceError`` where it is not there, and from every call
-    that it refuses."""
+    """A vendor's library, loaded.
+
+    Raises ``DeviceError`` where it is not there, and from every call that it refuses.
+    """
 
     def __init__(self, vendor: Vendor) -> None:
         self.vendor = vendor
@@ -348,8 +355,10 @@ class FileLibrary:
 
 
 def asked_limits(properties: type[Structure]) -> Callable[[FileLibrary], Limits]:
-    """Return the limits that ``DriverGetProperties`` reports. properties: its structure, sizes
-    in KiB."""
+    """Return the limits that ``DriverGetProperties`` reports.
+
+    properties: its structure, sizes in KiB.
+    """
 
     def ask(library: FileLibrary) -> Limits:
         answer: Any = properties()

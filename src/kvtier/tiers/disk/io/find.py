@@ -1,5 +1,8 @@
-"""The I/O engine to use: for host memory io_uring where it can be had, plain system calls
-elsewhere; for an accelerator's memory its vendor's file library."""
+"""The I/O engine to use.
+
+For host memory io_uring where it can be had, plain system calls elsewhere; for an accelerator's
+memory its vendor's file library.
+"""
 
 from __future__ import annotations
 

@@ -66,8 +66,10 @@ class Placed:
 def runs(
     order: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], max_pieces: int
 ) -> list[list[int]]:
-    """Pieces in runs that follow each other in the file, of at most ``MAX_RUN_BYTES``, a larger
-    piece by itself. order: the pieces by offset."""
+    """Return runs of pieces that follow each other in the file, of at most ``MAX_RUN_BYTES``.
+
+    A larger piece is a run by itself. order: the pieces by offset.
+    """
     made: list[list[int]] = []
     end = room = -1
     for piece in order:

@@ -130,8 +130,10 @@ class PreadvEngine(IoEngine):
     def _move(
         self, way: _Way, offset: int, pieces: Sequence[tuple[int, int]], until: float | None
     ) -> int:
-        """Bytes moved or -errno, between one place in the file and pieces of memory: address and
-        size of each."""
+        """Bytes moved or -errno, between one place in the file and pieces of memory.
+
+        Address and size of each.
+        """
         call: Callable[[int, Sequence[memoryview], int], int]
         call = os.preadv if way is _Way.READ else os.pwritev
         left = [

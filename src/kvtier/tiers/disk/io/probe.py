@@ -105,8 +105,10 @@ def probe(kind: str, folder: str, device: str = "cuda:0", limit_s: float = LIMIT
 
 
 def findings(folder: str, device: str, limit_s: float = LIMIT_S) -> list[Finding]:
-    """For ``kvtier doctor``: every library for ``device``, "cuda" or "npu", with or without a
-    number."""
+    """For ``kvtier doctor``.
+
+    Every library for ``device``, "cuda" or "npu", with or without a number.
+    """
     kind, _, number = device.partition(":")
     named = f"{kind}:{number or 0}"
     return [probe(each, folder, named, limit_s).finding() for each in OF_DEVICE.get(kind, ())]

@@ -70,8 +70,10 @@ class Tried:
 
 
 def run(kind: str, device_name: str, path: str, num_bytes: int = NUM_BYTES) -> Tried:
-    """Write a pattern from accelerator memory to the file at ``path``, which exists; read it back
-    to other places, and compare. Raises ``CacheError`` and ``OSError``."""
+    """Write a pattern from accelerator memory to the file at ``path``, which exists.
+
+    Read it back to other places, and compare. Raises ``CacheError`` and ``OSError``.
+    """
     make_engine, plugin = KINDS[kind]
     with ExitStack() as stack:
         device = cast(TrialDevice, load_plugin("devices", plugin)(device_name, _no_compute))

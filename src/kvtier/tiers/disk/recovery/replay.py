@@ -1,5 +1,7 @@
-"""From the journal back to whole records, as a few operations on arrays: for tools, and to check
-``recovery`` with."""
+"""From the journal back to whole records, as a few operations on arrays.
+
+For tools, and to check ``recovery`` with.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +74,10 @@ def read_journal(folder: Path, fd: int, num_slots: int) -> tuple[Records, int]:
 
 
 def stored(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """Return where a file of ``size`` bytes has content, in whole records; of a hole, the first
-    one."""
+    """Return where a file of ``size`` bytes has content, in whole records.
+
+    Of a hole, the first one.
+    """
     at = 0
     while at < size:
         try:

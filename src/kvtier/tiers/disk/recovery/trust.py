@@ -46,8 +46,11 @@ def num_bytes_of(num_slots: int) -> int:
 
 
 def encode(trusted: Bools, table: Columns, superblock: Superblock) -> bytes:
-    """The file's content. trusted: bool [num_slots]. table: of each slot the record that decides;
-    another journal says something else of some slot, however old or long it is."""
+    """The file's content.
+
+    trusted: bool [num_slots]. table: of each slot the record that decides; another journal says
+    something else of some slot, however old or long it is.
+    """
     whose = _WHOSE.pack(superblock.slab_id, superblock.member.session, len(trusted))
     records = _RECORDS.pack(_of_records(trusted, table))
     body = whose + records + np.packbits(trusted, bitorder="little").tobytes()
@@ -55,8 +58,11 @@ def encode(trusted: Bools, table: Columns, superblock: Superblock) -> bytes:
 
 
 def decode(content: bytes, table: Callable[[], Columns], superblock: Superblock) -> Bools | None:
-    """bool [num_slots]; None where the content is damaged, or is not that of the close which
-    ``superblock`` tells of, or the journal is not."""
+    """Bool [num_slots].
+
+    None where the content is damaged, or is not that of the close which ``superblock`` tells of, or
+    the journal is not.
+    """
     num_slots = superblock.num_slots
     if len(content) < num_bytes_of(num_slots):
         return None

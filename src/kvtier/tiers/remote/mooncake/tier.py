@@ -133,8 +133,11 @@ class StoreProcess:
         return MooncakeClient(self, self._store, self._options.prefix, rows)
 
     def _set_up(self) -> Any:
-        """Only with a master that has just answered somebody else: until it answers, the client's
-        set-up keeps all Python threads of its process from running, for minutes."""
+        """Only with a master that has just answered somebody else.
+
+        Until it answers, the client's set-up keeps all Python threads of its process from running,
+        for minutes.
+        """
         from mooncake.store import MooncakeDistributedStore
 
         store, options = MooncakeDistributedStore(), self._options

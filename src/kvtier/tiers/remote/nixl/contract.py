@@ -24,8 +24,10 @@ LONGER_BYTES: Final = 4 * ALIGNMENT
 
 
 def check_contract(make_agent: Callable[[BounceRows], Agent], probe: Place) -> str:
-    """Returns the plug-in's name and version. Raises ``Unsound`` where a read that can't have
-    succeeded is called done, ``Unreachable`` where nothing can be written now.
+    """Returns the plug-in's name and version.
+
+    Raises ``Unsound`` where a read that can't have succeeded is called done, ``Unreachable`` where
+    nothing can be written now.
 
     probe: a file that may be written and read, and is empty.
     """

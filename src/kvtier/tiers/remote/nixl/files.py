@@ -57,8 +57,10 @@ def _unfinished(name: str) -> str:
 
 
 class FilesClient(BounceClient):
-    """Files below a folder, in 256 folders, called by their keys in hex. They end where a page
-    does; what stands behind the block means nothing."""
+    """Files below a folder, in 256 folders, called by their keys in hex.
+
+    They end where a page does; what stands behind the block means nothing.
+    """
 
     def __init__(
         self, plugin: str, params: dict[str, str], folder: Path, direct: bool, rows: BounceRows
@@ -126,8 +128,10 @@ class FilesClient(BounceClient):
             return FAILED
 
     def _is_block(self, found: os.stat_result) -> bool:
-        """Whether it may be a block's file: a regular one of this user's or root's, of the right
-        length."""
+        """Whether it may be a block's file.
+
+        A regular one of this user's or root's, of the right length.
+        """
         return (
             stat.S_ISREG(found.st_mode)
             and found.st_uid in (0, os.geteuid())
@@ -198,8 +202,11 @@ class FilesClient(BounceClient):
         return [has_moved for some in moved for has_moved in some]
 
     def _move_some(self, operation: str, parts: list[Part]) -> list[bool]:
-        """All in one transfer; where that fails, which has one status for all, one by one, by an
-        agent that has nothing else under way."""
+        """All in one transfer.
+
+        Where that fails, which has one status for all, one by one, by an agent that has nothing
+        else under way.
+        """
         if self._agent.move(operation, [parts]) == [True]:
             return [True] * len(parts)
         moved: list[bool] = []

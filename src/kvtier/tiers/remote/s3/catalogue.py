@@ -28,8 +28,11 @@ ADD_AT_ONCE: Final = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackLocation:
-    """Blocks of a call that are in one pack. num_blocks: that the pack has. numbers: int64 [n],
-    theirs in the call. at: int64 [n], theirs in the pack, ascending."""
+    """Blocks of a call that are in one pack.
+
+    num_blocks: that the pack has. numbers: int64 [n], theirs in the call. at: int64 [n], theirs in
+    the pack, ascending.
+    """
 
     pack: PackName
     num_blocks: int
@@ -39,8 +42,10 @@ class PackLocation:
 
 @dataclass(slots=True)
 class _Row:
-    """A pack of which blocks are known. num_known: how many of them; num_buried: how many more are
-    not to be found any more."""
+    """A pack of which blocks are known.
+
+    num_known: how many of them; num_buried: how many more are not to be found any more.
+    """
 
     name: PackName
     stamp: int
@@ -129,8 +134,10 @@ class Catalogue:
             return self._newest
 
     def add(self, packs: Sequence[Pack], since: int = 0) -> None:
-        """Their blocks are there. Those that are known already stay where they are, unless that is
-        older than ``since``."""
+        """Their blocks are there.
+
+        Those that are known already stay where they are, unless that is older than ``since``.
+        """
         for at in range(0, len(packs), ADD_AT_ONCE):
             self._add(packs[at : at + ADD_AT_ONCE], since)
 
@@ -185,16 +192,20 @@ class Catalogue:
             self._leave(slots)
 
     def lose(self, key: BlockKey, pack: PackName) -> None:
-        """A pack that ``key`` was in is not there any more; where ``key`` is elsewhere by now, that
-        is seen when somebody wants one of its other blocks."""
+        """A pack that ``key`` was in is not there any more.
+
+        Where ``key`` is elsewhere by now, that is seen when somebody wants one of its other blocks.
+        """
         with self._lock:
             (slot,) = self._table.find(as_keys([key])).tolist()
             if slot >= 0 and self._rows[row := int(self._row_of[slot])].name == pack:
                 self._leave(np.flatnonzero(self._row_of == row))
 
     def bury(self, graves: Sequence[Grave]) -> list[PackName]:
-        """The blocks are not to be found any more, in packs that are not younger than that. Returns
-        packs that have no other blocks now, and never had."""
+        """The blocks are not to be found any more, in packs that are not younger than that.
+
+        Returns packs that have no other blocks now, and never had.
+        """
         with self._lock:
             for grave in graves:
                 self._newest = max(self._newest, grave.stamp)
@@ -217,8 +228,10 @@ class Catalogue:
     # -- the ring ----------------------------------------------------------------------------------
 
     def _make_room(self, num: int) -> Int64s:
-        """int64 [num]: places that were left, then those that were never used, then those of the
-        oldest blocks, which are forgotten."""
+        """Return int64 [num]: free places, then unused ones, then those of the oldest blocks.
+
+        The oldest blocks are forgotten.
+        """
         left = [self._left.pop() for _ in range(min(num, len(self._left)))]
         never = range(self._num_used, min(self._capacity, self._num_used + num - len(left)))
         self._num_used += len(never)

@@ -30,8 +30,11 @@ AT_ONCE: Final = 16
 
 
 class S3Keeper(StoreKeeper):
-    """A manifest goes when the bucket has none of its packs any more, and no pack is left that one
-    of its graves may be about."""
+    """Keeper of a bucket.
+
+    A manifest goes when the bucket has none of its packs any more, and no pack is left that one of
+    its graves may be about.
+    """
 
     kind = "pack"
     age = "written {} ago"

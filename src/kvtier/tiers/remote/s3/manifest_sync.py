@@ -68,8 +68,10 @@ class ManifestSync:
 
     @property
     def num_unread(self) -> int:
-        """Manifests that are not used: not understood, of blocks of another size, or stamped far
-        ahead."""
+        """Manifests that are not used.
+
+        Not understood, of blocks of another size, or stamped far ahead.
+        """
         return self._num_foreign + len(self._too_early)
 
     @property
@@ -108,8 +110,11 @@ class ManifestSync:
                         del self._graves[grave.key]
 
     async def _write(self, content: bytes) -> str:
-        """Returns where it is. Never over a manifest that is there: a copy of this process (a
-        virtual machine's snapshot) may call itself the same."""
+        """Returns where it is.
+
+        Never over a manifest that is there: a copy of this process (a virtual machine's snapshot)
+        may call itself the same.
+        """
         while True:
             path = manifest_path(self.writer, self._number)
             self._number += 1
@@ -149,8 +154,10 @@ class ManifestSync:
         await self._objects.delete(paths)
 
     async def poll(self) -> None:
-        """Read what others have published since. Raises what ``Objects`` raises; what was read by
-        then is known."""
+        """Read what others have published since.
+
+        Raises what ``Objects`` raises; what was read by then is known.
+        """
         before = set(self._read)
         listed = await self._objects.names("manifests")
         there = {path for path, _ in listed}

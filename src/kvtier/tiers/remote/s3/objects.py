@@ -67,9 +67,10 @@ class Listed:
 
 
 class Objects:
-    """Objects below a prefix. All calls raise ``Missing``, ``Taken``, ``Refused``,
-    ``Unreachable`` or ``Unsound``, and nothing else; their messages have nothing of what the server
-    said but its code.
+    """Objects below a prefix.
+
+    All calls raise ``Missing``, ``Taken``, ``Refused``, ``Unreachable`` or ``Unsound``, and nothing
+    else; their messages have nothing of what the server said but its code.
 
     Credentials are those of the environment, or of the machine's role. Requests are signed, but
     where ``AWS_SKIP_SIGNATURE`` says no; sign_payload: what they bring, too, which blocks, having

@@ -46,9 +46,11 @@ class PackPart:
 def parts_of(
     shape: PackShape, num_blocks: int, wanted: Int64s, with_header: bool
 ) -> list[PackPart]:
-    """Parts of a pack of ``num_blocks``, ascending. wanted: int64 [n], numbers of blocks in it,
-    ascending, one at least. with_header: it has a part of its own, or stands at the beginning of
-    the first."""
+    """Parts of a pack of ``num_blocks``, ascending.
+
+    wanted: int64 [n], numbers of blocks in it, ascending, one at least. with_header: it has a part
+    of its own, or stands at the beginning of the first.
+    """
     begins = shape.offsets(num_blocks, wanted)
     ends = begins + shape.block_bytes
     gaps = np.append(np.flatnonzero(begins[1:] - ends[:-1] > GAP_BYTES) + 1, len(wanted))
@@ -124,8 +126,10 @@ class PackReader:
         keys: Keys,
         blocks: Pieces,
     ) -> tuple[Int64s, Int64s]:
-        """Copy the blocks of a part. Returns the numbers in the call of those that are right, and
-        of the damaged ones: int64. What comes before the header is told of with it.
+        """Copy the blocks of a part.
+
+        Returns the numbers in the call of those that are right, and of the damaged ones: int64.
+        What comes before the header is told of with it.
 
         keys: V32 [n], and blocks: of the call.
         """
@@ -169,8 +173,10 @@ class PackReader:
     # -- headers -----------------------------------------------------------------------------------
 
     def _read_headers(self, place: PackLocation, content: memoryview) -> Headers:
-        """content: of the part that begins with them. What is no header of such a pack is none of
-        any block."""
+        """content: of the part that begins with them.
+
+        What is no header of such a pack is none of any block.
+        """
         header = np.array(content[: self._shape.header_bytes(place.num_blocks)], np.uint8)
         headers = self._shape.read_header(header, place.num_blocks)
         if headers is None:

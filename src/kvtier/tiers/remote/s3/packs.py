@@ -127,8 +127,10 @@ class PackShape:
 
 
 def keys_in(header: bytes) -> tuple[int, list[bytes]] | None:
-    """Bytes of each block and their keys, by a pack's header, which may have more behind it; None
-    where that is none, or not all of it."""
+    """Bytes of each block and their keys, by a pack's header, which may have more behind it.
+
+    None where that is none, or not all of it.
+    """
     if len(header) < HEAD.size:
         return None
     _, number, _, block_bytes = HEAD.unpack_from(header)

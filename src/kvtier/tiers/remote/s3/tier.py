@@ -56,8 +56,10 @@ class S3Settings:
 
 
 class S3Tier(StorageTier):
-    """Blocks go into packs; which pack has which block is known here, from what this process has
-    written and from the manifests of others. A look-up asks nobody.
+    """Blocks go into packs.
+
+    Which pack has which block is known here, from what this process has written and from the
+    manifests of others. A look-up asks nobody.
 
     The calling threads copy: a request never has anything to do with a caller's memory.
     """
@@ -228,8 +230,10 @@ class S3Tier(StorageTier):
         ]
 
     def exchange(self, timeout_s: float) -> None:
-        """Tell others now what was written, and learn what they have. Raises ``TierError`` where
-        that could not be done."""
+        """Tell others now what was written, and learn what they have.
+
+        Raises ``TierError`` where that could not be done.
+        """
 
         async def both() -> None:
             await self._exchange.publish()

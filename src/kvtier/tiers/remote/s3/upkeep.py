@@ -56,8 +56,11 @@ class Upkeep:
         return f"not used: {self._refusal}" if self._refusal else self._trouble or IN_USE
 
     def open(self, loop: RequestLoop, publish_s: float) -> None:
-        """Begin. Raises ``ConfigError`` for a store that is not fit for use; one that can't be
-        reached may come later."""
+        """Begin.
+
+        Raises ``ConfigError`` for a store that is not fit for use; one that can't be reached may
+        come later.
+        """
         try:
             loop.begin(self.look).result(OPEN_S)
         except TimeoutError:

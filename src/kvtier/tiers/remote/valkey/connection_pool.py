@@ -47,8 +47,10 @@ class ValkeyOptions(StoreOptions):
 
 
 class ConnectionPool:
-    """Connections to one server; any thread may use them. Raises ``ConfigError`` for a URL without
-    a server, and for certificates that can't be read."""
+    """Connections to one server; any thread may use them.
+
+    Raises ``ConfigError`` for a URL without a server, and for certificates that can't be read.
+    """
 
     def __init__(self, location: Location, options: ValkeyOptions) -> None:
         if not location.host:
@@ -74,8 +76,10 @@ class ConnectionPool:
         return "with TLS" if self._tls else ""
 
     def use(self, work: Callable[[RespConnection], None], timeout_s: float) -> Exception | None:
-        """Do ``work`` with a connection that nobody else uses meanwhile. Returns what went wrong
-        with it; it is of no use any more then."""
+        """Do ``work`` with a connection that nobody else uses meanwhile.
+
+        Returns what went wrong with it; it is of no use any more then.
+        """
         line: RespConnection | None = None
         try:
             line = self._take(time.monotonic() + min(timeout_s, LONGEST_S))
@@ -212,8 +216,10 @@ def _encoded(text: str) -> bytes:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the reason in a few words. Of a server's error only the code in front is kept: the
-    rest may repeat what was sent."""
+    """Return the reason in a few words.
+
+    Of a server's error only the code in front is kept: the rest may repeat what was sent.
+    """
     if isinstance(error, ReplyError):
         code = ERROR_CODE.match(str(error))
         return code[0] if code else "an error without a code"

@@ -65,8 +65,10 @@ def is_of_the_key(error: ReplyError) -> bool:
 
 
 class RespError(OSError):
-    """The connection can't be used any more: it was closed, was too late, or speaks something
-    else."""
+    """The connection can't be used any more.
+
+    It was closed, was too late, or speaks something else.
+    """
 
 
 def command(*words: bytes) -> bytes:
@@ -75,8 +77,10 @@ def command(*words: bytes) -> bytes:
 
 
 class RespConnection:
-    """One thread uses it at a time. ``until`` says how long its calls may take; what takes longer,
-    and whatever else goes wrong, is ``RespError``, and the connection is of no use then.
+    """One thread uses it at a time.
+
+    ``until`` says how long its calls may take; what takes longer, and whatever else goes wrong, is
+    ``RespError``, and the connection is of no use then.
 
     tls: None for none. Raises ``OSError`` where nobody answers by ``ends_at`` (``monotonic``).
     """
@@ -152,8 +156,9 @@ class RespConnection:
     # -- replies -----------------------------------------------------------------------------------
 
     def reply(self) -> bytes | int | list[object] | None:
-        """Return the next reply, whole. Its length, count and depth are bounded before memory is
-        allocated for it.
+        """Return the next reply, whole.
+
+        Its length, count and depth are bounded before memory is allocated for it.
 
         Raises:
             ReplyError: the server answers with an error.
@@ -245,10 +250,12 @@ class RespConnection:
     def values_into(
         self, places: Pieces, num_heads: int, num_due: int
     ) -> Iterator[tuple[int | None, int]]:
-        """The next values, each to its place. Gives of each, in turn, how long it is, None where
-        there is none, and its crc32c but for the first ``num_heads`` pieces. Of what does not fill
-        its place nothing goes there, and 0 is for its checksum. num_due: replies that come after
-        these. ``ReplyError`` as ``reply``."""
+        """The next values, each to its place.
+
+        Gives of each, in turn, how long it is, None where there is none, and its crc32c but for the
+        first ``num_heads`` pieces. Of what does not fill its place nothing goes there, and 0 is for
+        its checksum. num_due: replies that come after these. ``ReplyError`` as ``reply``.
+        """
         at, num = 0, len(places)
         while at < len(places):
             end = min(at + num, len(places))
@@ -268,8 +275,10 @@ class RespConnection:
     def _receive_values(
         self, places: Pieces, num_heads: int, num_due: int
     ) -> tuple[list[int], int]:
-        """As many as come one behind the other and fill their places: their checksums, and why
-        there are no more, 0 for another reply."""
+        """As many as come one behind the other and fill their places.
+
+        Their checksums, and why there are no more, 0 for another reply.
+        """
         if not self._is_plain:
             return [], 0
         self._left_s()

@@ -34,8 +34,10 @@ class Clock:
         self._has_leap_day = False
 
     def time_s(self, line: TraceLine, text: str) -> float:
-        """Return the first time in ``text``, in seconds since 1970, or since 1970 and some years
-        where there is no year."""
+        """Return the first time in ``text``, in seconds since 1970.
+
+        Without a year: since 1970 and some years.
+        """
         found = _TIME.search(text)
         if found is None:
             line.refuse("a request without a time; the log must say when")

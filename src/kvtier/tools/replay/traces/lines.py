@@ -126,8 +126,11 @@ class TraceLine:
 
 
 def lines_of(path: Path, tell: Tell | None = None) -> Iterator[TraceLine]:
-    """Yield the lines that are not empty. Packed files are known by what is in them, not by their
-    names, and are read within ``MAX_RATIO``."""
+    """Yield the lines that are not empty.
+
+    Packed files are known by what is in them, not by their names, and are read within
+    ``MAX_RATIO``.
+    """
     with _raw(path) as raw, _unpacked(path, raw) as unpacked:
         size = os.fstat(raw.fileno()).st_size
         limit = max(MAX_RATIO * size, LEAST_LIMIT)

@@ -129,8 +129,10 @@ def _event(line: TraceLine) -> tuple[dict[str, Any], str] | None:
 
 
 def _found_head(line: TraceLine) -> tuple[str, str, int, str] | None:
-    """Return the message, the text with its time, where the engine's own words end in the message,
-    and what stands before token ids in it."""
+    """Return the message, the text with its time, the end of the engine's own words, and the head.
+
+    The head is what stands before token ids in it.
+    """
     message, when = line.text, ""
     if message.lstrip()[:1] == "{" and any(f'"{name}"' in message for name in _MESSAGE_FIELDS):
         try:

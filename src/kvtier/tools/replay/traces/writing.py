@@ -11,8 +11,11 @@ from kvtier.tools.replay.trace import Trace
 
 
 def write_trace(trace: Trace, salt: str, path: Path) -> int:
-    """Returns its bytes. salt: the name of what the keys were made with. Raises ``ConfigError``
-    where ``path`` is there already."""
+    """Returns its bytes.
+
+    salt: the name of what the keys were made with. Raises ``ConfigError`` where ``path`` is there
+    already.
+    """
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError as error:
