@@ -30,6 +30,7 @@ def test_nothing_is_written_where_nobody_asks(tmp_path: Path) -> None:
 
 
 def test_replicas_with_one_setting_write_a_file_each(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
     settings = VllmSettings(record=str(tmp_path / "logs" / "trace.jsonl"))
     made = [open_recorder(settings, 64, lambda written: None, each) for each in ("", "replica1")]
     for each in made:
@@ -44,7 +45,7 @@ def test_replicas_with_one_setting_write_a_file_each(tmp_path: Path) -> None:
     [
         ("", "", "record: can't write"),
         ("letter", "", "letter is there and is no recording; name another file"),
-        ("letter/below", "", "record: can't write"),
+        ("letter/below", "", "record: there is no directory"),
         ("trace", "short", "KVTIER_RECORD_SALT: 5 characters can be guessed"),
     ],
 )

@@ -107,7 +107,7 @@ def test_what_cant_be_recorded_to_is_told(tmp_path: Path) -> None:
     for value, sentence in (
         (tmp_path / "letter", "letter is there and is no recording"),
         (tmp_path, "can't write"),
-        (tmp_path / "typo" / "trace", "typo is no directory that is there; make it first"),
+        (tmp_path / "typo" / "trace", "typo; make it first"),
     ):
         options = ["serve", "--port", "0", "--record", str(value), "--device-capacity", "8MiB"]
         result = CliRunner().invoke(app, [*options, "--host-capacity", "0"])

@@ -202,7 +202,7 @@ class Recorder:
 def _opened(path: Path) -> BinaryIO:
     """Open the file behind its last whole line. What a crash cut short is taken off."""
     if not path.parent.is_dir():
-        raise ConfigError(f"record: {path.parent} is no directory that is there; make it first")
+        raise ConfigError(f"record: there is no directory {path.parent}; make it first")
     try:
         fd = open_file(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:

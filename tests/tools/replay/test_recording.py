@@ -221,7 +221,7 @@ def test_a_clock_that_is_set_changes_no_row(
 
 
 def test_a_recording_in_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"record: .*/typo is no directory .* make it first"):
+    with pytest.raises(ConfigError, match=r"record: there is no directory .*/typo; make it first"):
         Recorder(tmp_path / "typo" / "trace", CHAINS)
     assert not list(tmp_path.iterdir())
 
