@@ -141,10 +141,10 @@ def test_tokenizing_does_not_hold_up_others(
     may_go_on, is_in = Event(), Event()
     encode = served.engine.tokenizer.encode
 
-    def slowly(text: str) -> list[int]:
+    def slowly(text: str, special_tokens: bool = False) -> list[int]:
         is_in.set()
         assert may_go_on.wait(60)
-        return encode(text)
+        return encode(text, special_tokens=special_tokens)
 
     monkeypatch.setattr(served.engine.tokenizer, "encode", slowly)
     answers: list[httpx.Response] = []
@@ -177,8 +177,8 @@ class Wordy:
     def max_token_bytes(self) -> int:
         return self._engine.tokenizer.max_token_bytes
 
-    def encode(self, text: str) -> list[int]:
-        return self._engine.tokenizer.encode(text)
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        return self._engine.tokenizer.encode(text, special_tokens=special_tokens)
 
     def detokenizer(self) -> Wordy:
         return self
