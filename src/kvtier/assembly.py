@@ -86,7 +86,7 @@ def policy_maker(name: str) -> Callable[[str], EvictionPolicy]:
 
 
 def ladder_options(config: CacheConfig, group: KVGroup) -> LadderOptions:
-    """For blocks of ``group``."""
+    """Return the ladder's options for blocks of ``group``."""
     block_bytes = group.bytes_per_block
     return LadderOptions(
         block_bytes=block_bytes,

@@ -94,7 +94,7 @@ class Retain:
         _check_seconds("ttl_s", self.ttl_s, MAX_TTL_S)
 
     def said(self, block_size: int, now: float) -> Said:
-        """The same of blocks."""
+        """Return the hint as statements on blocks."""
         first = self.first_token // block_size
         end = END if self.last_token is None else -(-self.last_token // block_size)
         return Said(Word.KEEP, self.priority, min(first, END), min(end, END), now + self.ttl_s)

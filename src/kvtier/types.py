@@ -66,7 +66,7 @@ class BlockNames(Sequence[BlockName]):
 
 
 def keys_of(names: Sequence[BlockName]) -> Sequence[BlockKey]:
-    """The key of each."""
+    """Return the key of each name."""
     return names.keys if isinstance(names, BlockNames) else [name.key for name in names]
 
 
@@ -246,9 +246,9 @@ class GroupMatch:
 
     @property
     def num_blocks(self) -> int:
-        """The longest possible cut."""
+        """Return the longest possible cut."""
         return len(self.blocks)
 
     def over_groups(self) -> GroupMatch:
-        """Itself."""
+        """Return the match itself."""
         return self

@@ -89,7 +89,10 @@ def receive_values(
 
 
 class _Reader:
-    """rest: what has come and was not read."""
+    """Reader of the rest of an answer.
+
+    rest: what has come and was not read.
+    """
 
     def __init__(self, its: socket.socket, line: bytes, held: bytes, until: float) -> None:
         self._socket = its

@@ -51,7 +51,7 @@ class Diagnosis:
 
 
 def diagnose(root: Path = Path("/"), disk_path: str | None = None) -> Diagnosis:
-    """Everything ``kvtier doctor`` tells.
+    """Return everything that ``kvtier doctor`` tells.
 
     root: where ``proc`` and ``sys`` are mounted. disk_path: a folder that an accelerator may be
     able to read without the processor.
@@ -73,7 +73,7 @@ def diagnose(root: Path = Path("/"), disk_path: str | None = None) -> Diagnosis:
 
 
 def machine(root: Path) -> tuple[Finding, ...]:
-    """System, processor, memory."""
+    """Return the findings on system, processor and memory."""
     left_bytes, limited_by = available_bytes(root)
     return (
         Finding("system", f"{platform.system()} {platform.release()} {platform.machine()}"),
@@ -134,7 +134,9 @@ def engines() -> tuple[Finding, ...]:
 
 
 def _engine(contract: Contract, command: str, topic: str = "") -> Finding | None:
-    """command: prints the options for it.
+    """Return the finding on one engine; None if it is not installed.
+
+    command: prints the options for it.
 
     topic: that the contract is of; the whole engine if it has no name of its own.
     """

@@ -37,7 +37,7 @@ _SHAPE = {
     "notes": [str],
     "too_few_measurements": [{"of": str, "number": int}],
 }
-"""What ``show`` reads of an explanation; a list has elements of one shape."""
+"""Shape of the explanation that ``show`` reads; a list has elements of one shape."""
 MOST_ROWS = 10_000
 MOST_NUMBER = 2**63
 MOST_TEXT = 1000

@@ -51,7 +51,7 @@ def starting(command: str) -> Iterator[Callable[[], None]]:
 
 
 class Commands(TyperGroup):
-    """A group of commands.
+    """A Typer group that turns errors of its commands into a sentence and a status.
 
     Errors that the user or the machine caused are told in one sentence, with exit status ``USAGE``.
     """

@@ -43,14 +43,14 @@ class LockedRanges:
         table = np.array(self._ranges, np.uint64).reshape(-1, 2)
         self._begins, self._ends = table[:, 0].copy(), table[:, 1].copy()
         self.edges = np.unique(table)
-        """Where a copy has to be cut: uint64, sorted."""
+        """Addresses at which a copy has to be cut: uint64, sorted."""
 
     def plus(self, ranges: Iterable[Range]) -> LockedRanges:
-        """These and those."""
+        """Return these ranges and the ones given."""
         return LockedRanges([*self._ranges, *ranges])
 
     def minus(self, ranges: Iterable[Range]) -> LockedRanges:
-        """These without those."""
+        """Return these ranges without the ones given."""
         gone = set(ranges)
         return LockedRanges([each for each in self._ranges if each not in gone])
 

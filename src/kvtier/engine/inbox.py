@@ -32,7 +32,7 @@ class Inbox:
         return self._num_unfinished
 
     def let_in(self) -> None:
-        """One more request comes.
+        """Admit one more request.
 
         Raises ``EngineBusy`` where there are too many, ``Closed`` after ``close``.
         """

@@ -83,7 +83,7 @@ class Scheduler:
         self.running: list[Request] = []
 
     def add(self, request: Request) -> None:
-        """A new request."""
+        """Add a new request."""
         match = self._cache.match(request.namespace, request.labels)
         num_cached = match.num_blocks * self._info.block_size
         self._waiting.join(request, len(request.prompt) - num_cached)

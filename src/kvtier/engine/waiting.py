@@ -14,7 +14,7 @@ NUM_LOOKS = 16
 """Requests that wait for storage and are asked in one step whether they still have to."""
 
 PATIENCE = 4
-"""What a prompt may wait for those that came after it, in multiples of its own length."""
+"""Limit of a prompt's wait for later ones, in multiples of its own length."""
 
 
 class RequestLine:

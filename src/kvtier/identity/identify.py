@@ -48,7 +48,10 @@ class Basis(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """digest: in hex; equal weights with equal configuration and code have the same."""
+    """Identity of a model's weights.
+
+    digest: in hex; equal weights with equal configuration and code have the same.
+    """
 
     digest: str
     basis: Basis

@@ -39,7 +39,9 @@ Records = Mapping[str, tuple[Stamp, str]]
 
 
 class WeightsMemory:
-    """folder: made when something is remembered; by default below the user's cache folder.
+    """Remembers digests of weights by the stamps of their files.
+
+    folder: made when something is remembered; by default below the user's cache folder.
 
     One that others own, or may write to, is not used.
 

@@ -53,7 +53,7 @@ class BlockIndex(ABC):
         """Return the residency of ``block`` in ``column``; ABSENT for an unknown block."""
 
     def states_of(self, blocks: Iterable[BlockId], column: AnyColumn) -> list[State]:
-        """``state`` of each."""
+        """Return the state of each block."""
         return [self.state(block, column) for block in blocks]
 
     @abstractmethod
@@ -69,7 +69,7 @@ class BlockIndex(ABC):
         """Return the number of times the block was touched."""
 
     def num_uses_of(self, blocks: Iterable[BlockId]) -> Sequence[int]:
-        """``num_uses`` of each."""
+        """Return the number of uses of each block."""
         return [self.num_uses(block) for block in blocks]
 
     @abstractmethod
@@ -92,7 +92,7 @@ class BlockIndex(ABC):
         """Return the key of the block, its name outside this process."""
 
     def names(self, blocks: Sequence[BlockId]) -> Sequence[BlockName]:
-        """``name`` of each."""
+        """Return the name of each block."""
         return [self.name(block) for block in blocks]
 
     @abstractmethod

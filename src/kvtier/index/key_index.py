@@ -45,7 +45,7 @@ class KeyedBlock:
 
 
 class KeyIndex(BlockIndex):
-    """Blocks by key.
+    """Index of blocks by key.
 
     A column has them in one order: who was used longest ago leaves first; of the blocks of one use,
     those at the end of the prompt. The order is that of the calls: the times that they bring are
@@ -141,7 +141,7 @@ class KeyIndex(BlockIndex):
 
     @abstractmethod
     def asked(self, keys: Iterable[bytes], now: float) -> None:
-        """A request begins.
+        """Report a request that begins.
 
         To be told once of each, with all of its prompt from the first block on, known or not,
         before anything is written for it. Keys of one place come together.
@@ -182,7 +182,7 @@ class KeyIndex(BlockIndex):
 
     @abstractmethod
     def known(self) -> list[KeyedBlock]:
-        """All blocks."""
+        """Return all known blocks."""
 
     @abstractmethod
     def order(self, column: AnyColumn) -> Sequence[BlockId]:

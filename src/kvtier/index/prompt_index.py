@@ -159,7 +159,7 @@ class PromptIndex(BlockIndex):
 
     @abstractmethod
     def asked(self, namespace: bytes, labels: Sequence[Label], now: float) -> None:
-        """A request begins.
+        """Report a request that begins.
 
         To be told once of each, with all of its prompt, before anything is written for it. labels:
         of blocks known or not. Policies that learn do so by this.

@@ -33,7 +33,7 @@ from kvtier.types import (
 
 
 class PythonIndex(PromptIndex):
-    """Blocks as Python objects.
+    """Prompt index that keeps blocks as Python objects.
 
     policies: per column, the first group's tiers fastest first. rules: per group. because: why
     this index is used.

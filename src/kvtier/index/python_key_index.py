@@ -19,7 +19,10 @@ MOST_LEASES = 0xFFFF
 
 @dataclass(slots=True)
 class _Column:
-    """order: of eviction; blocks that an eviction has passed over are not in it."""
+    """A tier's blocks in the index.
+
+    order: of eviction; blocks that an eviction has passed over are not in it.
+    """
 
     order: OrderedDict[BlockId, None] = field(default_factory=OrderedDict)
     num_held: int = 0

@@ -70,7 +70,7 @@ IN_MEMORY[[WRITING, State.EVICTING, READY]] = 1, 1, 2
 
 
 class KeyedCache:
-    """Owned by one thread.
+    """Cache for engines that bring keys. Owned by one thread.
 
     keys: bytes, the engine's. The fastest tier of ``ladder`` is the memory that the engine copies
     from and to.
@@ -128,7 +128,7 @@ class KeyedCache:
         return BlockLocation.STORAGE
 
     def find_all(self, keys: Sequence[bytes]) -> list[BlockLocation]:
-        """``find`` of each.
+        """Return the location of each key's block, as ``find`` does.
 
         keys: of one prompt, in its order; what storage has kept is looked for until nothing more of
         it turns up.
@@ -233,7 +233,7 @@ class KeyedCache:
         return bool(self._index.learning)
 
     def asked(self, keys: Iterable[bytes]) -> None:
-        """A request begins.
+        """Report a request that begins.
 
         To be told once of each, with all blocks of its prompt, in its order, before anything is
         reserved for it.
@@ -365,7 +365,7 @@ class KeyedCache:
         return num
 
     def _ready(self, keys: Sequence[bytes]) -> list[BlockId]:
-        """Those that memory has."""
+        """Return the keys whose blocks are ready in memory."""
         return [block for block, states in self._found(keys) if states[0] is READY]
 
     def _promote(self, keys: Sequence[bytes]) -> int:
@@ -405,7 +405,7 @@ class KeyedCache:
         return watch
 
     def poll(self) -> None:
-        """Notice what has ended."""
+        """Notice transfers that have ended."""
         self.ladder.write_queues.is_open = bool(self._namespace())
         self.ladder.poll()
 

@@ -19,7 +19,10 @@ use: ``BlockIndex.admit``."""
 
 
 class Admitted(NamedTuple, Generic[Item]):
-    """items: that are let in. passing: those of them that are not to stay."""
+    """Items that a tier admits.
+
+    items: that are let in. passing: those of them that are not to stay.
+    """
 
     items: Sequence[Item]
     passing: Collection[Item] = ()

@@ -42,7 +42,7 @@ class InFlight:
 
     @property
     def all(self) -> Collection[Transfer]:
-        """The oldest first."""
+        """Return all transfers in flight, the oldest first."""
         return self._transfers.values()
 
     def newest(self, num: int) -> list[Transfer]:
@@ -69,7 +69,7 @@ class InFlight:
             self.when_ended()
 
     def remove(self, transfer: Transfer) -> None:
-        """It is finished."""
+        """Remove a finished transfer."""
         del self._transfers[transfer.number]
         self.by_route[transfer.src, transfer.dst] -= 1
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class LadderOptions:
-    """block_bytes: of one block.
+    """Options of the ladder.
+
+    block_bytes: of one block.
 
     demotes: what leaves the fastest tier goes one down (write_back). patience_s: how long that may
     hold up an eviction. archive_after_uses: when a block in memory is worth a write to storage.

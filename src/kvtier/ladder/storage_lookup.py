@@ -37,7 +37,7 @@ _Name = tuple[str, BlockKey]
 
 @dataclass(slots=True, eq=False)
 class PendingLookup:
-    """A question under way.
+    """A look-up in storage that is in flight.
 
     began_s: when it was asked. is_over: it was answered, or is late: time for another look.
     """

@@ -30,7 +30,9 @@ something, too."""
 
 
 class Stored(NamedTuple):
-    """num_there: how many of the first blocks are in the tier below now, or on their way.
+    """Result of storing blocks one tier down.
+
+    num_there: how many of the first blocks are in the tier below now, or on their way.
 
     is_left_out: others were not worth what would have left for them.
     """

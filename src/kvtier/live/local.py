@@ -72,4 +72,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *arguments: object) -> None:
-        """Nobody reads it."""
+        """Log nothing: nobody reads it."""

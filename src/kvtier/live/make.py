@@ -28,7 +28,10 @@ ORDER = (DEVICE, HOST, DISK)
 def make_picture(
     first: Reading, before: Reading, now: Reading, age_s: float, has_restarted: bool
 ) -> Picture:
-    """first: the oldest of the last minute; before: of the last seconds. Both may be ``now``."""
+    """Make a picture from readings.
+
+    first: the oldest of the last minute; before: of the last seconds. Both may be ``now``.
+    """
     dialect = dialect_of(now)
     hits, whole = _hits(first, now, dialect)
     picture = Picture(

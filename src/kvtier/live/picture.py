@@ -22,7 +22,7 @@ class TierShare:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A place for blocks.
+    """State of one tier.
 
     used, slots: in blocks; used_bytes, capacity_bytes: the same in bytes. fill: 0 to 1.
     evicted_per_s: blocks, in the last minute. turnover_s: until all of it would have left at that
@@ -51,7 +51,7 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """From tier to tier.
+    """Transfers from one tier to another.
 
     bytes_per_s: in the last seconds. in_flight: copies. queued_s: until one that begins now has its
     turn; None where none is taken, or nobody tells. num_bytes, failed: since the server began.
@@ -97,7 +97,9 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """running, waiting: now.
+    """Requests of the engine.
+
+    running, waiting: now.
 
     per_s, ttft_s: ended, and their mean time to the first token, in the last minute.
     """
@@ -111,7 +113,9 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """models: names of the served models.
+    """Facts about the server.
+
+    models: names of the served models.
 
     version: kvtier's, "" if unknown. uptime_s: None if the engine does not tell it.
     """
@@ -132,7 +136,9 @@ class PageAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """engine: by name.
+    """State of an engine's cache at one moment.
+
+    engine: by name.
 
     age_s: for how long this server has been watched. window_s: what "in the last minute" is, where
     it is less. has_restarted: it began anew since. loaded, recomputed: cached blocks that were to

@@ -19,7 +19,7 @@ WORTH_SHARE = 0.05
 
 
 def share(part: float | None) -> str:
-    """``0.384`` as 38 %."""
+    """Format a share: ``0.384`` as 38 %."""
     if part is None:
         return TOO_FEW
     if 0 < part < 0.005:
@@ -55,7 +55,7 @@ def count(value: float | None) -> str:
 
 
 def size(num_bytes: float | None) -> str:
-    """In powers of 1024."""
+    """Format a size in powers of 1024."""
     if num_bytes is None:
         return TOO_FEW
     for power, name in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):

@@ -54,7 +54,9 @@ class UnreadableError(CacheError):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """values: by name and labels.
+    """One reading of an engine's metrics.
+
+    values: by name and labels.
 
     at_s: when, seconds of any clock that only grows. growing: names of what can't fall while the
     server lives. models: names of the served models. version: kvtier's; "" where the engine does

@@ -86,7 +86,9 @@ class ExplainedPart:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """rejected: the choices next to the one that was made, by how much they reuse.
+    """Explanation of one decision.
+
+    rejected: the choices next to the one that was made, by how much they reuse.
 
     weak: what was estimated from fewer than ``FEW`` measurements, and how many there were. left:
     what was found and not used: first token, end, tier. notes: sentences.

@@ -36,7 +36,7 @@ HALF_LIFE = 100
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """An estimate.
+    """Estimated cost of prefill.
 
     token_s: per token, the calls' own time included. pair_s: per token and token before it.
     """
@@ -95,7 +95,7 @@ class PrefillModel:
 
     @property
     def num_seen(self) -> int:
-        """Pieces that were observed."""
+        """Return the number of observed pieces."""
         return self._num_seen
 
     @property

@@ -45,7 +45,7 @@ class LeaseObserver:
         self._account.planned(num_elsewhere, plan.num_declined_blocks)
 
     def found(self, lease: Lease, match: Match) -> None:
-        """A request has it.
+        """Report what a request found.
 
         What storage had kept of the match may be known only now; what the lease is cut to is held.
         """

@@ -24,7 +24,9 @@ MAX_KNOWN = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """salt: names the salt; equal names mean that equal keys are equal prefixes.
+    """Header of a recording.
+
+    salt: names the salt; equal names mean that equal keys are equal prefixes.
 
     started: seconds since 1970.
     """
@@ -53,7 +55,10 @@ class LineWriter:
     def line(
         self, time_s: float, input_tokens: int, output_tokens: int, keys: npt.NDArray[np.uint64]
     ) -> str:
-        """keys: uint64 [n], each of a whole prefix: where one is known, all before it are."""
+        """Return the line of one request.
+
+        keys: uint64 [n], each of a whole prefix: where one is known, all before it are.
+        """
         names = keys.tolist()
         low, high = 0, len(names)  # the first low are known, the high-th is not
         while low < high:

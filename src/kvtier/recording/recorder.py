@@ -42,7 +42,9 @@ Keys = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """keys: makes them, in the writer's thread.
+    """One request to be written.
+
+    keys: makes them, in the writer's thread.
 
     held: what it keeps in memory until then, in tokens. began: ``time.monotonic`` at its arrival.
     """
@@ -97,7 +99,7 @@ class Recorder:
     def offer(
         self, began: float, tokens: Sequence[int], output_tokens: int, tenant: str = ""
     ) -> None:
-        """A request was answered.
+        """Record an answered request.
 
         Takes a moment, whatever the disk does; where too much waits to be written already, the
         request is left out and counted.

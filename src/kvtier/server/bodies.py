@@ -128,7 +128,10 @@ class Bodies:
         return self._turns
 
     async def _scan(self, scan: Scan, part: bytes, num_bytes: int) -> None:
-        """num_bytes: that have come so far. Of what is long only the beginning does not wait."""
+        """Scan a piece of a body.
+
+        num_bytes: that have come so far. Of what is long only the beginning does not wait.
+        """
         for at in range(0, len(part), PIECE_BYTES):
             end = num_bytes - len(part) + min(at + PIECE_BYTES, len(part))
             if end <= SMALL_BYTES:

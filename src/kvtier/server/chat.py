@@ -18,7 +18,10 @@ from kvtier.server.service import Encode, Service
 
 
 class ChatForm(AnswerForm):
-    """num_logprobs: alternatives per token; None reports no log probabilities."""
+    """Form of the answers of chat completions.
+
+    num_logprobs: alternatives per token; None reports no log probabilities.
+    """
 
     endpoint = "chat"
     whole_object = "chat.completion"

@@ -23,7 +23,10 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionForm(AnswerForm):
-    """num_logprobs: alternatives per token; None reports no log probabilities."""
+    """Form of the answers of completions.
+
+    num_logprobs: alternatives per token; None reports no log probabilities.
+    """
 
     endpoint = "completions"
     whole_object = chunk_object = "text_completion"

@@ -78,7 +78,7 @@ class Doorman:
         return min(1.0, self._header_timeout_s / 4, self._write_timeout_s / 4)
 
     def came(self, client: Peer) -> None:
-        """A new connection."""
+        """Note a new connection; drop an idle one if there are too many."""
         self._all.add(client)
         self.waits(client)
         if len(self._all) > self._max + NUM_RESERVED:

@@ -32,7 +32,7 @@ class Live:
         self._content = b""
 
     async def content(self) -> bytes:
-        """As JSON; see ``watch.Picture``."""
+        """Return the picture as JSON; see ``live.Picture``."""
         if time.monotonic() - self._looked_s >= LEAST_PAUSE_S or not self._content:
             self._looked_s = time.monotonic()  # those who ask while this one waits get the last
             theirs = await self._cache.read()

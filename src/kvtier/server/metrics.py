@@ -66,7 +66,7 @@ class ServerMetrics:
         gauge("kvtier_server_waiting", num_waiting)
 
     def request(self, endpoint: str, status: int) -> None:
-        """An HTTP request ended."""
+        """Count an ended HTTP request."""
         self._requests.labels(endpoint, str(status)).inc()
 
     def closed(self, reason: str) -> None:
@@ -88,7 +88,7 @@ class ServerMetrics:
         self._completion_tokens.inc(usage["completion_tokens"])
 
     def text(self) -> bytes:
-        """In prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 

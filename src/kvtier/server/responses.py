@@ -12,7 +12,9 @@ class PromptTokensDetails(TypedDict):
 
 
 class Usage(TypedDict):
-    """prompt_tokens_details: of a whole answer, and in the last chunk.
+    """Token counts of an answer.
+
+    prompt_tokens_details: of a whole answer, and in the last chunk.
 
     kvtier: where it was asked for, an explanation of each prompt, in their order; null of one that
     ended before its turn came.

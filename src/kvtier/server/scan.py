@@ -58,7 +58,10 @@ class Scan:
         self._count_structure(b" ".join(parts[first::2]))
 
     def _count_strings(self, strings: list[bytes], begun: bool) -> None:
-        """begun: whether the first one goes on from the piece before. The last may go on, too."""
+        """Count the strings of a piece.
+
+        begun: whether the first one goes on from the piece before. The last may go on, too.
+        """
         if not strings:
             return
         before = self._string_bytes if begun else 0
@@ -72,7 +75,10 @@ class Scan:
             )
 
     def _count_structure(self, text: bytes) -> None:
-        """text: what stands outside of strings."""
+        """Count brackets and commas of a piece.
+
+        text: what stands outside of strings.
+        """
         bounds = self._bounds
         self._num_values += text.count(b",")
         if self._num_values >= bounds.values:

@@ -15,7 +15,9 @@ Count = Annotated[int, Field(strict=True)]
 
 
 class StreamOptions(BaseModel):
-    """include_usage: one more chunk at the end, with the usage of the whole request.
+    """Options of a streamed answer.
+
+    include_usage: one more chunk at the end, with the usage of the whole request.
 
     continuous_usage_stats: with it, the tokens so far in every chunk, too.
     """

@@ -333,12 +333,12 @@ class Service:
     # -- all requests -----------------------------------------------------------------------------
 
     def enter(self) -> None:
-        """An HTTP request begins."""
+        """Count an HTTP request that begins."""
         self._num_in_flight += 1
         self._idle.clear()
 
     def leave(self) -> None:
-        """An HTTP request ended."""
+        """Count an HTTP request that has ended."""
         self._num_in_flight -= 1
         if not self._num_in_flight:
             self._idle.set()

@@ -24,7 +24,7 @@ def encode_json(value: Mapping[str, object]) -> bytes:
 
 
 def encode_event(value: Mapping[str, object]) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + encode_json(value) + b"\n\n"
 
 

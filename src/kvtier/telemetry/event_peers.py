@@ -34,12 +34,12 @@ MOST_BEHIND_BYTES = 16 << 20
 STUCK_S = 10.0
 """Somebody who asked for a replay and takes nothing for so long is disconnected."""
 SWEEP_S = 1.0
-"""How often connections are looked at."""
+"""Interval at which connections are checked."""
 
 
 @dataclass(slots=True)
 class _Peer:
-    """A connection.
+    """A connected reader of events.
 
     name: the addresses of both ends. at_empty: ``published_bytes`` when nothing was unsent; unsent:
     bytes at the last look, unchanged since ``since``.

@@ -40,9 +40,9 @@ MOST_UNREAD_ANSWERS = 16
 ANSWERS_AT_ONCE = 64
 """Batches of one replay before the next one has its turn."""
 SEND_BUFFER_BYTES = 256 << 10
-"""Of the kernel, for one connection."""
+"""Send buffer of the kernel for one connection."""
 HANDSHAKE_MS = 5000
-"""How long a connection may take to begin."""
+"""Limit of a connection's handshake."""
 ANSWER_PAUSE_S = 0.005
 """Until it is seen again who has read."""
 MOST_KEPT, MOST_KEPT_BYTES = 10_000, 64 << 20
@@ -130,7 +130,10 @@ class Publisher:
         return self._peers.max_descriptors
 
     def start(self, events: BlockEvents) -> None:
-        """events: of the cache whose log it is."""
+        """Start publishing.
+
+        events: of the cache whose log it is.
+        """
         self._events = events
         self._thread.start()
 

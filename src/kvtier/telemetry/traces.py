@@ -62,7 +62,10 @@ class RequestSpan:
 
 
 class Traces:
-    """close: of the exporter, where it is ours."""
+    """Makes spans and hands them to an exporter.
+
+    close: of the exporter, where it is ours.
+    """
 
     def __init__(self, tracer: Tracer, close: Callable[[], object] | None) -> None:
         self._tracer = tracer

@@ -154,7 +154,7 @@ class MemoryStorage(StorageTier):
                 self._shelf.blocks.pop(key, None)
 
     def scrub(self, max_bytes: int) -> ScrubReport:
-        """Looks at everything."""
+        """Verify every block."""
         self.scrubs.append(max_bytes)
         num = len(self._shelf.blocks)
         damaged = [key for key in self._shelf.blocks if key in self.spoiled]
@@ -168,5 +168,5 @@ class MemoryStorage(StorageTier):
         return [Finding(f"{self.name} tier", f"{self._room} blocks in a dictionary")]
 
     def close(self) -> None:
-        """The shelf stays."""
+        """Close the tier; its content stays."""
         self.closed = True

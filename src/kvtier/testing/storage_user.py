@@ -63,7 +63,7 @@ class Scattered:
         self.clear()
 
     def clear(self) -> None:
-        """As at first."""
+        """Set the memory back to its first state."""
         self._bytes[:] = UNTOUCHED
 
     def write(self, at: int, content: bytes) -> None:

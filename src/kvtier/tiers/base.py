@@ -138,7 +138,7 @@ class MemoryTier(Room):
         return fragments(self.layout, named_layout("block_first", self.layout.group, 1))
 
     def findings(self) -> list[Finding]:
-        """For ``kvtier doctor``."""
+        """Return findings for ``kvtier doctor``."""
         size_gib = self.layout.block_bytes / 2**30
         return [Finding(f"{self.name} tier", f"{self.num_slots} blocks, {size_gib:.2f} GiB")]
 

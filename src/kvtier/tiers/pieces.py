@@ -41,7 +41,7 @@ class Pieces:
         return len(self.addresses)
 
     def pick(self, at: npt.NDArray[np.int64] | list[int] | slice) -> Pieces:
-        """Some of the blocks."""
+        """Return the pieces of some of the blocks."""
         return Pieces(self.addresses[at], self.sizes, self.kind)
 
     def cut(self, sizes: npt.NDArray[np.int64]) -> Pieces:

@@ -119,7 +119,7 @@ class KeptKeys:
 
     @property
     def num_keys(self) -> int:
-        """When this process began."""
+        """Return the number of keys when this process began."""
         return len(self._keys)
 
     def in_order(self, start: int, end: int) -> Keys:
@@ -240,7 +240,7 @@ class StorageTier(ABC):
 
     @abstractmethod
     def findings(self) -> list[Finding]:
-        """For ``kvtier doctor``."""
+        """Return findings for ``kvtier doctor``."""
 
     @abstractmethod
     def close(self) -> None:

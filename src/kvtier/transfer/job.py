@@ -41,7 +41,7 @@ class Job:
 
     @property
     def succeeded(self) -> bool:
-        """Everything has arrived."""
+        """Whether everything has arrived."""
         return self.done and self.error is None and not self.lost
 
     def start(self) -> None:
@@ -49,7 +49,7 @@ class Job:
         self.started = perf_counter()
 
     def finish(self, error: CacheError | None = None, lost: Iterable[int] = ()) -> None:
-        """Called once, by whoever ran the transfer."""
+        """End the job. Called once, by whoever ran the transfer."""
         assert not self.done, "a job finishes once"
         self.seconds = perf_counter() - self.started
         self.error = error

@@ -42,7 +42,9 @@ Call = Callable[[list[int] | None, float], list[Outcome]]
 
 
 class LocalMover(Mover):
-    """tiers: fastest first; the device copies between those in memory, and to the first one.
+    """Moves blocks between the tiers of this process.
+
+    tiers: fastest first; the device copies between those in memory, and to the first one.
 
     device: None where no tier is its memory, and nothing is to be copied between memories.
 

@@ -79,7 +79,7 @@ class Waiter(ABC):
 
     @abstractmethod
     def take(self, transfer: Transfer, now: float) -> None:
-        """Hold what has arrived."""
+        """Hold the blocks that have arrived."""
 
     @abstractmethod
     def failed(self, transfer: Transfer) -> None:

@@ -42,7 +42,9 @@ END_WAIT_S = 90.0
 
 @dataclass(frozen=True, slots=True)
 class FinishedJob:
-    """keys: of a load that are in place, or of a store that were written for it.
+    """A job that has ended.
+
+    keys: of a load that are in place, or of a store that were written for it.
 
     is_whole: all that was asked for is in place, or in the slab. left_out: of a store, that were
     not written, for they are not worth their room. seconds: from the start, time in line included.
@@ -253,7 +255,10 @@ class BlockSlab:
         return changes
 
     def _note_changes(self) -> None:
-        """Called often enough that nothing piles up where nobody wants to know."""
+        """Collect the changes of the index.
+
+        Called often enough that nothing piles up if nobody reads them.
+        """
         changes = self._cache.take_changes()
         if self._tells_changes:
             self._changes += [each for each in changes if each.tier == self._tier.name]
@@ -355,7 +360,7 @@ class BlockSlab:
 
     @property
     def account(self) -> CostMetrics:
-        """To be told what prefill took, what was decided, and what was saved."""
+        """Return the cost metrics, which are told of prefill, decisions and savings."""
         return self._ladder.account
 
     def cost_snapshot(self) -> Costs:

@@ -38,7 +38,7 @@ class CallMemory(LentMemory):
         return slots
 
     def take_back(self, slots: Sequence[Slot]) -> None:
-        """The call has ended."""
+        """Take the memory back at the end of a call."""
         self._unused.free(slots)
 
     def pieces(self, slots: Sequence[Slot]) -> Pieces:

@@ -62,7 +62,7 @@ class Holds:
             self._end(self._line.popleft())
 
     def clear(self) -> None:
-        """Let go of all."""
+        """Release all holds."""
         while self._line:
             self._end(self._line.popleft())
 

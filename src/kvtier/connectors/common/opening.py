@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def open_disk(
     options: DiskOptions, group: KVGroup, memory: Memory | None = None
 ) -> DiskTier | NoStorage:
-    """The slab.
+    """Open the slab, or return an empty storage tier if the disk cannot be read.
 
     Raises ``ConfigError`` for options that can't be used, and for a slab that somebody else has; a
     disk that can't be read is left alone.

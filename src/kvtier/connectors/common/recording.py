@@ -23,7 +23,7 @@ MEANING = "Requests for the recording: written, or dropped since too much waited
 
 
 def outcome(written: bool) -> str:
-    """As metrics call it."""
+    """Return the outcome's label in the metrics."""
     return WRITTEN if written else DROPPED
 
 

@@ -23,7 +23,9 @@ THERE = bytes([State.READY])
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Look:
-    """marks: by key, ``THERE`` where storage has it.
+    """Result of a look-up in storage.
+
+    marks: by key, ``THERE`` where storage has it.
 
     blocks: what the index calls them, None for those that it does not know. Bytes, for they are
     searched faster than an array is made.
@@ -51,7 +53,7 @@ class Look:
         return cast("list[BlockId]", self.blocks[:num])
 
     def there(self) -> list[BlockId]:
-        """Those that are there."""
+        """Return the blocks that storage has."""
         return cast("list[BlockId]", list(compress(self.blocks, self.flags())))
 
 

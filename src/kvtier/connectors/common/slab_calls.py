@@ -120,7 +120,7 @@ class SlabCalls:
         return self._slab.learns
 
     def asked(self, keys: Sequence[bytes]) -> None:
-        """A request begins.
+        """Report a request that begins.
 
         To be told once of each, with all of its prompt from the first block on, where a policy
         learns.

@@ -26,7 +26,7 @@ class SlabReads:
     """Its owner does."""
 
     def asked(self, keys: Sequence[bytes]) -> None:
-        """Its owner is told."""
+        """Do nothing: the slab's owner is told."""
 
     def num_found(self, keys: Sequence[bytes], num_before: int = 0) -> int:
         are_there = self.find(keys)
@@ -53,7 +53,7 @@ class SlabReads:
         """Its owner decides what is worth reading."""
 
     def clear(self) -> None:
-        """Its owner does."""
+        """Do nothing: the slab's owner clears it."""
 
     def close(self) -> None:
         self._tier.close()

@@ -159,7 +159,10 @@ def _parts(*tensors: tuple[Any, Any, Sequence[int]]) -> Iterator[AscendPart]:
 
 
 def _grid(tensor: torch.Tensor, rows: int, pages: int) -> Grid:
-    """rows, pages: which dimension they are."""
+    """Return the address grid of a tensor: its rows and pages.
+
+    rows, pages: which dimension they are.
+    """
     size = tensor.element_size()
     row, page = tensor.stride(rows) * size, tensor.stride(pages) * size
     return Grid(tensor.data_ptr(), row, page, tensor.shape[pages])

@@ -147,7 +147,10 @@ def _has(pool: Any, name: str) -> bool:
 def _plain(
     name: str, pool: Any, page_size: int, layers: Mapping[int, int], num_layers: int
 ) -> DevicePool:
-    """layers: of the engine, each with its place in the pool."""
+    """Return a plain device pool; raise ``ConfigError`` for one that the linker cannot serve.
+
+    layers: of the engine, each with its place in the pool.
+    """
     kind = type(pool).__name__
     if kind not in PLAIN:
         raise ConfigError(

@@ -28,7 +28,7 @@ class LayerCounter:
         self._loads[index] = loads
 
     def end(self, index: int) -> None:
-        """Its forward is over."""
+        """Note that the batch's forward has ended."""
         self._loads.pop(index, None)
 
     def set_consumer(self, index: int) -> None:

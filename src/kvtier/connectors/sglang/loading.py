@@ -75,7 +75,7 @@ class Batch:
 
 
 class Loading:
-    """On the scheduler's thread.
+    """Loads of one linker, on the scheduler's thread.
 
     A load that can't be queued or begun is logged, and is told of when its batch is finished: until
     then this rank goes on as the others do.

@@ -22,7 +22,7 @@ class WeightsListener(Protocol):
 
 
 class WeightsWatch:
-    """On the scheduler's thread."""
+    """Tells listeners of new weights, on the scheduler's thread."""
 
     def __init__(self) -> None:
         self._keepers: list[WeightsListener] = []

@@ -22,7 +22,10 @@ from kvtier.transfer import TransferEngine
 
 @dataclass(frozen=True, slots=True)
 class PoolTiers:
-    """pool: SGLang's. cache: what is kept of it."""
+    """One of SGLang's device pools with the tiers that keep its pages.
+
+    pool: SGLang's. cache: what is kept of it.
+    """
 
     pool: DevicePool
     cache: PoolCache

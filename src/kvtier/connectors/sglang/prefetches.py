@@ -47,7 +47,7 @@ class Joined:
 
 
 class PrefetchWatch:
-    """On the scheduler's thread."""
+    """Reports requests that join the queue, on the scheduler's thread."""
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[Joined], object]] = []
@@ -58,7 +58,7 @@ class PrefetchWatch:
         self._listeners.append(joined)
 
     def leave(self, joined: Callable[[Joined], object]) -> None:
-        """And no more."""
+        """Remove a listener."""
         self._listeners.remove(joined)
 
     def hooks(self) -> dict[str, Callable[..., Any]]:

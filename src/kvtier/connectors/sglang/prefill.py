@@ -39,7 +39,7 @@ class PrefillWatch:
         self._listeners.append(observe)
 
     def leave(self, observe: Observe) -> None:
-        """And no more."""
+        """Remove a listener of steps."""
         self._listeners.remove(observe)
 
     def listen_to_ends(self, ended: Ended) -> None:
@@ -47,7 +47,7 @@ class PrefillWatch:
         self._ended.append(ended)
 
     def leave_ends(self, ended: Ended) -> None:
-        """And no more."""
+        """Remove a listener of ended requests."""
         self._ended.remove(ended)
 
     def hooks(self) -> dict[str, Callable[..., Any]]:

@@ -29,7 +29,9 @@ class SidePool:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHits:
-    """cuts: lengths of prefixes that all pools can restore, ascending.
+    """Prefixes of a prompt that all pools can restore.
+
+    cuts: lengths of prefixes that all pools can restore, ascending.
 
     by_pool: the longest one of each alone; pools that have none are not named.
     """

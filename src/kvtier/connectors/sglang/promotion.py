@@ -64,7 +64,10 @@ class PromptState:
 
 
 class PromptPromotion:
-    """caches: by pool, that of the KV first. page_size: tokens."""
+    """Promotes the pages of waiting prompts from storage to host memory.
+
+    caches: by pool, that of the KV first. page_size: tokens.
+    """
 
     def __init__(
         self,
@@ -232,7 +235,7 @@ class PromptPromotion:
             del self._visits[rid]
 
     def forget(self) -> None:
-        """All requests have gone."""
+        """Forget all requests."""
         self._visits.clear()
 
 

@@ -31,7 +31,10 @@ class RankConfig:
 
     @classmethod
     def of(cls, params: Any, options: object) -> RankConfig:
-        """params: SGLang's ``CacheInitParams``. options: its ``ServerArgs``."""
+        """Return the rank's configuration.
+
+        params: SGLang's ``CacheInitParams``. options: its ``ServerArgs``.
+        """
         rank, size = 0, 1
         group = params.attn_tp_cache_group or params.tp_cache_group
         if group is not None and torch.distributed.is_initialized():

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Load:
-    """number: of loads under the same name and path.
+    """One load of an adapter.
+
+    number: of loads under the same name and path.
 
     files: how they looked at its first request. is_certain: the adapter in memory is still the one
     that was loaded first.

@@ -315,7 +315,10 @@ class TierManager(OffloadingManager):
         return events
 
     def _note_changes(self) -> None:
-        """Called often enough that nothing piles up where nobody wants events."""
+        """Collect the changes of the cache for events.
+
+        Called often enough that nothing piles up if nobody wants events.
+        """
         for each in self.cache.take_changes():
             if self._publishes_events:
                 medium, locality = kind_of(each.tier)

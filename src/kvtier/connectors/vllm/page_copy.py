@@ -13,7 +13,9 @@ from kvtier.types import DISK, Slot
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """slots: of host memory, that are copied from or to.
+    """A copy between vLLM's pages and host memory on one rank.
+
+    slots: of host memory, that are copied from or to.
 
     job: of the device; None where nothing is copied. reads: from storage to vLLM's pages.
     """

@@ -35,7 +35,7 @@ class QueuedRequests:
         self._told: dict[str, list[OffloadKey]] = {}
 
     def came(self, request: Request) -> None:
-        """It joins the queue."""
+        """Note that a request joins the queue."""
         self._new[request.request_id] = request
 
     def goes(self, request_id: str) -> None:

@@ -62,7 +62,7 @@ class EvictionPolicy(ABC):
         return
 
     def asked(self, path: Sequence[int], found: Sequence[BlockId], now: float) -> None:
-        """A request begins.
+        """Report a request that begins.
 
         path: names of its prefixes, 64 bits each. found: the first blocks, as far as the column has
         them.

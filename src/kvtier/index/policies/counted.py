@@ -22,7 +22,7 @@ class Counted:
 
     @property
     def num_blocks(self) -> int:
-        """In the tier now."""
+        """Return the number of blocks in the tier."""
         return self._core.num_blocks()
 
     @property
@@ -32,7 +32,7 @@ class Counted:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the policy."""
+        """Return the policy's memory in bytes."""
         return self._core.num_bytes()
 
     def check_invariants(self) -> None:

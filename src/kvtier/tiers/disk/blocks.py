@@ -159,7 +159,7 @@ class DiskBlocks(Room, SlotOwner):
 
     @property
     def can_store(self) -> bool:
-        """The same for storing."""
+        """Whether stores are let through now; a breaker of any disk stops them."""
         return all(part.writes.is_passable for part in self.parts)
 
     @property

@@ -188,7 +188,7 @@ class DiskPart:
         numbers: Uint64s,
         limit: _Limit,
     ) -> None:
-        """The order matters.
+        """Store blocks. The order of the writes matters.
 
         A record never names a slot whose bytes are not yet those of its block, and ``empty`` comes
         before.

@@ -39,7 +39,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 class Slab:
-    """Made by ``opening.open_slab``.
+    """An open slab, made by ``opening.open_slab``.
 
     Safe to use from several threads, but for ``compact``, ``compact_if_due``, ``mend`` and
     ``close``, which belong to one thread at a time; changes raise ``OSError`` where the system

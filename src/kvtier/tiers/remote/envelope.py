@@ -151,7 +151,7 @@ def as_headers(headers: Sequence[bytes]) -> Headers:
 
 
 def as_keys(keys: Sequence[BlockKey]) -> Keys:
-    """V32 [n]."""
+    """Return keys as an array: V32 [n]."""
     return np.frombuffer(b"".join(keys), "V32")
 
 

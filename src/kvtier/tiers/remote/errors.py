@@ -8,7 +8,7 @@ class Refused(Exception):  # noqa: N818 - an outcome
 
 
 class Unreachable(Exception):  # noqa: N818 - an outcome
-    """Not now."""
+    """The store does not answer now."""
 
 
 class Unsound(Exception):  # noqa: N818 - an outcome

@@ -18,7 +18,7 @@ SECRET: Final = "KVTIER_STORE_SECRET"
 """Environment variable: what all processes that share a store know, and nobody else; it tags
 blocks."""
 AUTHORITY: Final = re.compile(r"//[^/?#]*")
-"""Of a URL: user, password, host and port."""
+"""Pattern of the authority of a URL: user, password, host and port."""
 HOST: Final = re.compile(r"[^\s%@/\\]*")
 
 

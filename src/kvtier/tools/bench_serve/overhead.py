@@ -218,7 +218,10 @@ class _Pairs:
 
 
 def _turn(done: Sequence[Completion], batch_s: float, cpu_s: float) -> Turn:
-    """done: the long prompt's completion first, then the batch's."""
+    """Return one engine's turn.
+
+    done: the long prompt's completion first, then the batch's.
+    """
     num_tokens = sum(each.num_prompt_tokens + len(each.token_ids) for each in done[1:])
     return Turn(
         ttft_ms=1000 * done[0].ttft_s,

@@ -209,7 +209,10 @@ def scratch_place(url: str) -> Iterator[tuple[str, str]]:
 
 
 def _place_in(url: str, name: str) -> str:
-    """url: as ``--storage`` has it. A folder of its own in a bucket, else a prefix of keys."""
+    """Return the URL of a place of its own in the store.
+
+    url: as ``--storage`` has it. A folder of its own in a bucket, else a prefix of keys.
+    """
     before, _, query = url.partition("?")
     if before.rpartition("=")[2].startswith("s3:"):
         return f"{before.rstrip('/')}/{name}" + (f"?{query}" if query else "")

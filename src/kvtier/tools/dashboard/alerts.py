@@ -23,7 +23,9 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """lasts: for how long the condition must hold.
+    """One alert.
+
+    lasts: for how long the condition must hold.
 
     summary, advice: with labels as ``{{ $labels.tier }}``.
     """

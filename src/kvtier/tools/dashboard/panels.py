@@ -41,7 +41,10 @@ def names_in(query: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """text: PromQL. legend: of each of its lines, with labels as ``{{tier}}``."""
+    """One query of a panel.
+
+    text: PromQL. legend: of each of its lines, with labels as ``{{tier}}``.
+    """
 
     text: str
     legend: str

@@ -19,7 +19,10 @@ GIVEN, DEFAULT = "given", "assumed"
 
 @dataclass(frozen=True, slots=True)
 class Assumption:
-    """One of them in words. source: where it comes from; ``DEFAULT`` where nobody said."""
+    """One assumption in words.
+
+    One of them in words. source: where it comes from; ``DEFAULT`` where nobody said.
+    """
 
     name: str
     value: str

@@ -21,7 +21,9 @@ NUM_SLICES = 12
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """num_reuses: requests that share blocks with an earlier one.
+    """Evidence in a trace.
+
+    num_reuses: requests that share blocks with an earlier one.
 
     age_p50_s, age_p90_s: how long ago a block that is used again was used, by blocks; None without
     any. window_s: of the trace.

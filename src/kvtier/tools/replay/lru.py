@@ -22,7 +22,9 @@ from kvtier.tools.replay.trace import Ints
 
 @dataclass(frozen=True, eq=False)
 class Distances:
-    """above: blocks that stand above the first of each segment.
+    """Stack distances of a trace's segments.
+
+    above: blocks that stand above the first of each segment.
 
     The k-th has the distance ``above + k + 1``. int64 [num_segments]; of new blocks it means
     nothing.

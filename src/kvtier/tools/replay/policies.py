@@ -21,7 +21,7 @@ ASKED = tuple(name for name in SERVED if name != LRU)
 """Policies that are asked request by request."""
 
 POLICIES = (LRU, *ASKED, OPTIMUM)
-"""What can be replayed."""
+"""Policies that can be replayed."""
 
 
 class Optimum:

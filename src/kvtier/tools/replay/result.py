@@ -16,7 +16,10 @@ Json = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class TraceFacts:
-    """names: of the files. tokens: of all prompts. computing_s: to compute them all."""
+    """Facts about a trace.
+
+    names: of the files. tokens: of all prompts. computing_s: to compute them all.
+    """
 
     names: tuple[str, ...]
     num_requests: int
@@ -69,7 +72,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """Everything that was found.
+    """Result of a replay.
 
     policy: that the sizes were judged under. curves: hits by policy. ceiling: of a cache without
     bound. host: sizes of host memory without a disk; disk: sizes of a disk below the chosen

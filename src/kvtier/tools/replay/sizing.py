@@ -147,7 +147,10 @@ class Sizing:
         without: Savings,
         price_per_hour: Callable[[float], float],
     ) -> list[Point]:
-        """price_per_hour: of a GiB that is written in full so often an hour."""
+        """Return savings by size of one tier.
+
+        price_per_hour: of a GiB that is written in full so often an hour.
+        """
         num_before, before_s, before_price = 0, without.total_s, 0.0
         points = []
         for each in num_bytes:

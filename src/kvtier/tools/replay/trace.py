@@ -70,7 +70,7 @@ MAX_BLOCKS = 1 << 28
 BYTES_PER_BLOCK = 40
 """Memory that a block reference takes at the peak, while it is read or replayed."""
 BLOCKS_PER_REQUEST = 16
-"""What a request takes beside its blocks, in blocks."""
+"""Memory of a request beside its blocks, in blocks."""
 
 
 class TraceBuilder:

@@ -41,7 +41,7 @@ class _UnderWay:
 
 
 class RankExecutor:
-    """Owned by one thread.
+    """Carries out orders of the deciding process in a rank. Owned by one thread.
 
     memory: the tier that blocks come from and go to; its slots are what orders name. mover: moves
     them, within this process. kept: by storage tier that is this rank's own, what an earlier life
@@ -126,7 +126,7 @@ class RankExecutor:
     # -- what an earlier life has left -------------------------------------------------------------
 
     def found(self) -> dict[str, RecoveredBlocks]:
-        """For the first hello."""
+        """Return the recovered blocks for the first report."""
         return {name: each.hello() for name, each in self._tellings.items()}
 
     def take_pieces(self) -> tuple[RecoveredKeys, ...]:

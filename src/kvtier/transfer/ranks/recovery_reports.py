@@ -50,7 +50,7 @@ class Telling:
             yield self._kept.at(start, start + PLACES_PER_PIECE)
 
     def hello(self) -> RecoveredBlocks:
-        """The first word."""
+        """Return the first report."""
         num_keys = self._kept.num_keys
         if num_keys > FEW_KEYS:
             return RecoveredBlocks(num_keys, None)

@@ -59,7 +59,7 @@ class GuestTier:
         return name in self._guests
 
     def ask(self, paths: Sequence[Names], now_s: float) -> Path:
-        """A request begins.
+        """Report a request that begins, and return its path.
 
         paths: of each KV group the names of its blocks, in the prompt's order.
         """

@@ -97,7 +97,7 @@ def check_memory(folder: Path, num_bytes: int, what: str) -> None:
 
 
 def most_journal_bytes(num_slots: int) -> int:
-    """No journal is larger.
+    """Return the size that no journal exceeds.
 
     Compaction leaves an eighth of this; what could not be compacted for want of room has the rest.
     """

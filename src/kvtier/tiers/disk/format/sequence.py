@@ -25,7 +25,7 @@ class Sequence:
         return self._next
 
     def take(self, num: int) -> npt.NDArray[np.uint64]:
-        """uint64 [num], ascending."""
+        """Return the next sequence numbers, ascending: uint64 [num]."""
         with self._lock:
             first, self._next = self._next, self._next + num
         return np.arange(first, first + num, dtype=np.uint64)

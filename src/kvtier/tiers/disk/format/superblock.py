@@ -90,7 +90,7 @@ class Superblock:
     data: DataMark = DataMark()
 
     def encode(self) -> bytes:
-        """4096 bytes."""
+        """Return the superblock's 4096 bytes."""
         text = self.description.encode()
         member, data = self.member, self.data
         body = _COMMON.pack(

@@ -34,7 +34,9 @@ Bools = npt.NDArray[np.bool_]
 
 
 class DiskReader(StorageTier):
-    """options: the owner's; ``path`` may be made later.
+    """Reads blocks of a slab that another process owns.
+
+    options: the owner's; ``path`` may be made later.
 
     What it keeps, and what leaves, is the owner's business. Blocks are verified always. Nothing
     raises for what the disk does.
@@ -165,7 +167,7 @@ class DiskReader(StorageTier):
         return [Outcome.FAILED] * len(names)
 
     def drop(self, keys: Sequence[BlockKey], for_good: bool = False) -> None:
-        """The owner does."""
+        """Do nothing: the slab's owner drops blocks."""
 
     def findings(self) -> list[Finding]:
         state = self._health.state()

@@ -56,7 +56,7 @@ class AgeReport:
 
 @dataclass(frozen=True, slots=True)
 class SlabReport:
-    """Everything ``kvtier inspect`` tells.
+    """Everything that ``kvtier inspect`` tells of a slab.
 
     num_blocks: blocks that a restart finds. num_superseded: slots with an older copy of one.
     num_dead: records that say nothing any more; num_damaged: with a wrong checksum.

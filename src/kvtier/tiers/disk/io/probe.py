@@ -105,7 +105,7 @@ def probe(kind: str, folder: str, device: str = "cuda:0", limit_s: float = LIMIT
 
 
 def findings(folder: str, device: str, limit_s: float = LIMIT_S) -> list[Finding]:
-    """For ``kvtier doctor``.
+    """Return findings for ``kvtier doctor``.
 
     Every library for ``device``, "cuda" or "npu", with or without a number.
     """

@@ -21,7 +21,7 @@ class Latch:
             self._opened.set()
 
     def count(self, error: BaseException | None = None) -> None:
-        """A job is done."""
+        """Count a job that is done."""
         with self._lock:
             self.error = self.error or error
             self._left -= 1

@@ -41,12 +41,12 @@ Columns = Records | SlotRows
 
 
 def num_bytes_of(num_slots: int) -> int:
-    """Size of the file."""
+    """Return the size of the file."""
     return _HEAD.size + _WHOSE.size + _RECORDS.size + -(-num_slots // 8)
 
 
 def encode(trusted: Bools, table: Columns, superblock: Superblock) -> bytes:
-    """The file's content.
+    """Return the file's content.
 
     trusted: bool [num_slots]. table: of each slot the record that decides; another journal says
     something else of some slot, however old or long it is.
@@ -58,7 +58,7 @@ def encode(trusted: Bools, table: Columns, superblock: Superblock) -> bytes:
 
 
 def decode(content: bytes, table: Callable[[], Columns], superblock: Superblock) -> Bools | None:
-    """Bool [num_slots].
+    """Return which slots are trusted: bool [num_slots].
 
     None where the content is damaged, or is not that of the close which ``superblock`` tells of, or
     the journal is not.

@@ -69,7 +69,7 @@ class MooncakeOptions(StoreOptions):
 
 
 def make_mooncake(site: StorageSite) -> StorageTier:
-    """For ``mooncake://``."""
+    """Make the tier of a ``mooncake://`` URL."""
     location = read_location("mooncake", site.location)
     options = read_options(MooncakeOptions, location)
     if not location.host:
@@ -225,7 +225,10 @@ class MooncakeClient(BounceClient):
         return outcomes
 
     def _outcome(self, code: int, there: int) -> Outcome:
-        """code: of a read. there: bytes of the value, or why they are not known."""
+        """Return the outcome of a read.
+
+        code: of a read. there: bytes of the value, or why they are not known.
+        """
         size = self._rows.value_bytes
         if code == size:
             return THERE

@@ -36,7 +36,7 @@ class NixlOptions(StoreOptions):
 
 
 def make_nixl(site: StorageSite) -> StorageTier:
-    """For ``nixl://``."""
+    """Make the tier of a ``nixl://`` URL."""
     location = read_location("nixl", site.location)
     options = read_options(NixlOptions, location)
     if not location.host:

@@ -134,7 +134,7 @@ class Catalogue:
             return self._newest
 
     def add(self, packs: Sequence[Pack], since: int = 0) -> None:
-        """Their blocks are there.
+        """Add the blocks of a pack.
 
         Those that are known already stay where they are, unless that is older than ``since``.
         """

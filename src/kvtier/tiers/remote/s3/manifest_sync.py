@@ -80,7 +80,7 @@ class ManifestSync:
         return len(self._packs) + len(self._graves)
 
     def add(self, keys: Keys) -> None:
-        """A pack was written."""
+        """Note a pack that was written."""
         with self._lock:
             pack = Pack(self._catalogue.next_stamp(self._now_ns()), keys)
             self._packs.append(pack)

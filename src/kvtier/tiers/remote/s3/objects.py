@@ -142,7 +142,7 @@ class Objects:
         return [(each.path, each.num_bytes) for each in await self.listed(path)]
 
     async def listed(self, path: str) -> list[Listed]:
-        """Each object below ``path``."""
+        """Yield each object below ``path``."""
         stream = obstore.list(self._store, path, chunk_size=1000)
         return [
             Listed(each["path"], each["size"], each["last_modified"].timestamp())

@@ -22,10 +22,10 @@ class S3Options(StoreOptions):
     """Options behind the ``?``."""
 
     endpoint: str = ""
-    """Where the store is: "http://host:port"; else what ``AWS_ENDPOINT_URL_S3`` or
-    ``AWS_ENDPOINT_URL`` say; else AWS."""
+    """Address of the store, "http://host:port". Default: ``AWS_ENDPOINT_URL_S3``, then
+    ``AWS_ENDPOINT_URL``, then AWS."""
     region: str = ""
-    """Of the bucket; else what ``AWS_REGION`` says."""
+    """Region of the bucket. Default: ``AWS_REGION``."""
     pack_bytes: int = PACK_BYTES
     """About the size of an object: as many blocks as fit, one at least. Like "16MiB"."""
     poll_s: float = 5.0
@@ -42,7 +42,7 @@ class S3Options(StoreOptions):
 
 
 def make_s3(site: StorageSite) -> StorageTier:
-    """The tier of ``storage="s3://bucket/prefix?option=value"``."""
+    """Make the tier of ``storage="s3://bucket/prefix?option=value"``."""
     location = read_location("s3", site.location)
     options = read_options(S3Options, location)
     check_location(location, options)

@@ -173,7 +173,9 @@ class PackReader:
     # -- headers -----------------------------------------------------------------------------------
 
     def _read_headers(self, place: PackLocation, content: memoryview) -> Headers:
-        """content: of the part that begins with them.
+        """Read the headers of a pack's blocks.
+
+        content: of the part that begins with them.
 
         What is no header of such a pack is none of any block.
         """
@@ -194,6 +196,6 @@ class PackReader:
             return self._headers.get(pack)
 
     def _forget(self, pack: PackName) -> None:
-        """They are read anew."""
+        """Forget headers, which are then read anew."""
         with self._lock:
             self._headers.pop(pack, None)

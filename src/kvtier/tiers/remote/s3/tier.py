@@ -56,7 +56,7 @@ class S3Settings:
 
 
 class S3Tier(StorageTier):
-    """Blocks go into packs.
+    """Storage tier over a bucket; blocks are stored in packs.
 
     Which pack has which block is known here, from what this process has written and from the
     manifests of others. A look-up asks nobody.

@@ -52,7 +52,7 @@ class Upkeep:
 
     @property
     def state(self) -> str:
-        """For people."""
+        """Describe the state of the bucket for people."""
         return f"not used: {self._refusal}" if self._refusal else self._trouble or IN_USE
 
     def open(self, loop: RequestLoop, publish_s: float) -> None:

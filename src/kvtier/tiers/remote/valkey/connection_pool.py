@@ -72,7 +72,7 @@ class ConnectionPool:
 
     @property
     def note(self) -> str:
-        """For people."""
+        """Return "with TLS", or nothing, for people."""
         return "with TLS" if self._tls else ""
 
     def use(self, work: Callable[[RespConnection], None], timeout_s: float) -> Exception | None:

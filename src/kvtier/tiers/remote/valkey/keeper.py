@@ -30,7 +30,7 @@ SCANNED: Final = b"1000"
 """Keys that the server looks at for one answer."""
 PATIENCE_S: Final = 30.0
 MAX_PAGES: Final = 1 << 20
-"""Of a scan: a thousand million keys."""
+"""Limit of a scan's pages: a thousand million keys."""
 MAX_ENTRIES: Final = 1 << 24
 """Blocks that a server has: 1 TiB of them in 64 KiB each."""
 GLOB: Final = b"\\*?[]"

@@ -72,7 +72,7 @@ class RespError(OSError):
 
 
 def command(*words: bytes) -> bytes:
-    """As it is sent."""
+    """Return a command as it is sent."""
     return b"".join((b"*%d\r\n" % len(words), *(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)))
 
 

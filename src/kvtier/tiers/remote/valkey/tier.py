@@ -42,7 +42,7 @@ THERE, ABSENT, DAMAGED, FAILED = Outcome
 
 
 def make_valkey(site: StorageSite) -> StorageTier:
-    """For ``valkey://`` and ``redis://``."""
+    """Make the tier of a ``valkey://`` or ``redis://`` URL."""
     return _make("valkey", site)
 
 

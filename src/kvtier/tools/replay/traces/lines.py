@@ -42,7 +42,7 @@ MAX_LINE = 1 << 25
 MAX_EMPTY = 1_000_000
 """Lines, one after the other."""
 MAX_RATIO = 100
-"""How many times larger a packed file may become. Traces become 5 to 50 times as large."""
+"""Limit of a packed file's growth when unpacked. Traces become 5 to 50 times as large."""
 LEAST_LIMIT = 1 << 25
 """Characters that any file may become."""
 

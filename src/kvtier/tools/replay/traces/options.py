@@ -12,7 +12,9 @@ TIME_UNITS = ("auto", "s", "ms")
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """chains: makes keys where a file has token ids; their ``block_tokens`` counts for logs only.
+    """Options of reading a trace.
+
+    chains: makes keys where a file has token ids; their ``block_tokens`` counts for logs only.
 
     block_tokens: of hashed blocks; 0 takes what the format has. time_unit: of their timestamps:
     "s", "ms", or "auto" for what the format has. coarsen: so many blocks become one.
